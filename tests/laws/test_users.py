@@ -3,6 +3,9 @@
 All kinds of `tests.support.kinds`, judged as the soak judges thousands of each.
 """
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,11 +20,10 @@ from tests.support.plain_loop import REMATS, one_thread, same_bits
 from tests.support.two_steps import DRIVERS, REMAT, M, X, Y, check, network
 
 LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-NOT_TOLD = {"s1_node_hook"}  # hooks on `x.grad_fn` itself, of what crossed a cut: docs/log.md
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name in KINDS if name not in NOT_TOLD])
+@pytest.mark.parametrize("name", KINDS)
 @settings(LAW, max_examples=16)
 @given(st.integers(0, 10**6))
 def test_what_users_do_is_right_or_refused_or_told(name: str, number: int) -> None:
@@ -51,6 +53,35 @@ def test_a_weight_that_two_partitions_use_past_all_layers_is_refused(driver: str
     pipe = gpipe.GPipe(network(lambda x: x * weight, lambda x: x + weight), [2, 2], M, driver=driver)
     with pytest.raises(RuntimeError, match=r"a weight of shape \(4,\), which stage \d uses too"):
         pipe.step(X, Y, F.mse_loss)
+
+
+def test_a_hook_on_the_node_of_what_crossed_a_cut_is_refused() -> None:
+    """Bug story: it halved the gradient of the layer before by half of what it does in the plain loop."""
+
+    class Halves(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.grad_fn is not None
+            x.grad_fn.register_hook(lambda inner, _: tuple(None if g is None else g / 2 for g in inner))
+            return x
+
+    pipe = gpipe.GPipe(network(Halves(), torch.sin), [1, 3], M)
+    with pytest.raises(RuntimeError, match=r"puts a hook on the grad_fn of a tensor that it is given"):
+        pipe.step(X, Y, F.mse_loss)
+
+
+@pytest.mark.parametrize("change", [lambda net: net.append(nn.ReLU()), lambda net: net.__setitem__(0, nn.ReLU())])
+def test_layers_that_come_to_the_sequence_later_are_refused(change: Callable[[nn.Sequential], object]) -> None:
+    """Bug story: the pipe went on with the old ones, silently."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    pipe = gpipe.GPipe(net, 2, M)
+    copied = copy.deepcopy(pipe)
+    pipe.step(X, X, F.mse_loss)
+    change(net)
+    with pytest.raises(ValueError, match=r"has other layers by now"):
+        pipe.step(X, X, F.mse_loss)
+    with pytest.raises(ValueError, match=r"has other layers by now"):
+        pipe(X)
+    copied.step(X, X, F.mse_loss)
 
 
 def test_a_hook_that_would_see_a_part_of_a_gradient_is_refused() -> None:

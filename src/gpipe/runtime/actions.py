@@ -20,7 +20,7 @@ from gpipe.stages.messages import Message, ReadyEvent
 from gpipe.stages.recompute_check import Fingerprint, recompute_error
 from gpipe.stages.rng import InBackward, PipeRngScope
 from gpipe.stages.side_effects import HOOKED, FirstRunCheck, tensors_left_on
-from gpipe.stages.stage import BACKWARD_INSIDE, SHARED_IN_PLACE, Stage, StageCall, StageOutput, StageRun
+from gpipe.stages.stage import BACKWARD_INSIDE, HOOKED_NODE, SHARED_IN_PLACE, Stage, StageCall, StageOutput, StageRun
 from gpipe.stages.tree import replace_tensors, tensors_in
 
 Work: TypeAlias = Callable[[Run, Rank, CompiledAction], None]
@@ -204,8 +204,8 @@ def _run_layers(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int
     for crossing in saved.given:
         crossing.check(stage)
     entered = list(map(attach_boundary, saved.given))
-    values, _, gradients = zip(*entered, strict=True)
-    saved.gradients = list(gradients)
+    values = [one.value for one in entered]
+    saved.gradients = [one.gradients for one in entered]
     call = StageCall(dict(zip(ends.skips_in, values, strict=False)), run.rng_key(m), saved.progress)
     with run.thread_state.around_layers():
         for_loss = () if ends.outs else run.loss_pops
@@ -215,6 +215,8 @@ def _run_layers(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int
             alone = len(one.aliases) == 1 and len(run.connections[route.source].outs) == 1
             if hooked & crossing.ancestors if crossing.ancestors is not None else not alone:
                 raise RuntimeError(HOOKED.format(stage=stage))
+        if any(len(hooks() or ()) > 1 for hooks in one.hooks):
+            raise RuntimeError(f"{stage} {HOOKED_NODE}")
         if crossing.sharing and made.changed:
             given = tensors_in(one.value)
             if not made.changed.isdisjoint(id(given[at]) for at in crossing.sharing):

@@ -6,7 +6,7 @@ be wrong for a recompute, and for the graph of the stage that made it.
 Asks the autograd graph which leaves a backward reaches, which tensors others were made from, which node raised.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -127,6 +127,7 @@ class BoundaryInput(NamedTuple):
     value: Any
     aliases: Sequence[Tensor]
     gradients: Gradients
+    hooks: Sequence[Callable[[], Sized | None]]  # of each alias, the hooks on its node: ours is one
 
     def hooked(self) -> set[int]:
         """The leaves at whose gradients somebody wants to look, or which somebody wants to change."""
@@ -142,15 +143,16 @@ def attach_boundary(crossing: BoundaryValue) -> BoundaryInput:
     """
     gradients: Gradients = [None] * len(crossing.leaves)
     aliases: dict[int, Tensor] = {}
+    hooks: list[Callable[[], Sized | None]] = []
     for at, leaf in enumerate(crossing.leaves):
         alias = aliases[id(leaf)] = leaf.expand_as(leaf)  # a view, and unlike one of `view_as` with every stride
         if alias.grad_fn is not None:  # under no_grad there is nothing to come back
-            alias.grad_fn.register_hook(partial(_keep, gradients, at))
+            hooks.append(alias.grad_fn.register_hook(partial(_keep, gradients, at)).hooks_dict_ref)
         carry_attributes(leaf, alias)
     value = (
         replace_tensors(crossing.value, lambda tensor: aliases.get(id(tensor), tensor)) if aliases else crossing.value
     )
-    return BoundaryInput(value, list(aliases.values()), gradients)
+    return BoundaryInput(value, list(aliases.values()), gradients, hooks)
 
 
 def _keep(gradients: Gradients, at: int, passed: object, came: tuple[Tensor | None, ...]) -> tuple[None]:

@@ -58,7 +58,6 @@ HOOKED = (
     "cut with it was made from it: behind the cut the hook would see a part of the gradient. Put the hook where the "
     "tensor is made, return a clone of the tensor for those who hook it, or keep both layers in one partition"
 )
-
 Place: TypeAlias = tuple[str, str]
 """A layer in words, and where in it."""
 

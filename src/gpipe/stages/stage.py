@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.autograd import next_node_number
+from gpipe._torch.products import has_node_hooks
 from gpipe.stages.boundary import BoundaryValue, carry_attributes, detach_boundary, find_ancestors, leaves_of
 from gpipe.stages.buffers import Buffers, Slot
 from gpipe.stages.recompute_check import differ, digest
@@ -40,6 +41,10 @@ BEGUN_IN_PLACE = (
 BACKWARD_INSIDE = (
     "calls backward() in it, whose gradients of what {stage} is given the layers before would never see; take "
     "gradients by torch.autograd.grad, or of a detached copy"
+)
+HOOKED_NODE = (
+    "puts a hook on the grad_fn of a tensor that it is given, and behind the cut that is not the node of the layer "
+    "which made it. Put the hook on the tensor (tensor.register_hook), or where the tensor is made"
 )
 SHARED_IN_PLACE = (
     "in place a tensor that shares its memory with another one that it is given, and behind a cut the other one does "
@@ -188,6 +193,8 @@ class Stage:
             raise RuntimeError(f"{self} has {BEGUN_IN_PLACE}")
         if changed and any(_share_storage(one, other) for one in changed for other in tensors_in(value)):
             raise RuntimeError(f"{self} changes {SHARED_IN_PLACE}")
+        if copies and self.index and any(map(_is_hooked_copy, given, used)):
+            raise RuntimeError(f"{self} {HOOKED_NODE}")
         values = [*(call.held[stash].unchanged(stash) for _, stash in departing), made]
         popped = {pop.name: self._pop(pop, call) for pop in for_loss} if for_loss else {}
         return StageOutput(values, popped, frozenset(map(id, changed)))
@@ -248,6 +255,10 @@ def _copy(tensor: Tensor) -> Tensor:
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         return tensor  # expanded: torch itself refuses to work on it in place
     return carry_attributes(tensor, copy_of(tensor))
+
+
+def _is_hooked_copy(tensor: Tensor, copied: Tensor) -> bool:
+    return copied is not tensor and copied.grad_fn is not None and has_node_hooks(copied.grad_fn)
 
 
 def _share_storage(one: Tensor, other: Tensor) -> bool:
