@@ -1,6 +1,7 @@
 """What `torch.nn.Module` promises, kept by a pipe: its layers under their own names, copies, moves, attributes."""
 
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -24,6 +25,8 @@ class Partitioned(nn.Module):
     """A sequence of layers, of which this process may hold some."""
 
     recorder: Recorder | None
+    _given: tuple[weakref.ref[nn.Module], list[int]] | None = None
+    """The `nn.Sequential` that it was given, and the ids of its layers, as they were."""
 
     def __init__(self, settings: Settings, processes: OneProcess) -> None:
         super().__init__()
@@ -229,7 +232,7 @@ class Partitioned(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle leaves the recorder behind, as it does threads."""
-        return {**vars(self), "recorder": None}
+        return {**vars(self), "recorder": None, "_given": None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves nothing to other devices: partitions stay where `devices` put them. Other changes are fine."""

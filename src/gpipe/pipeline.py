@@ -1,6 +1,7 @@
 """`GPipe`, the facade that a user sees."""
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -48,6 +49,11 @@ from gpipe.tracing.own_loss import join
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+REPLACED = (
+    "the nn.Sequential that the pipe was given has other layers by now, and the pipe goes on with those that it was "
+    "given: replace or add layers before, or make a new pipe"
+)
 
 
 class GPipe(Partitioned):
@@ -153,6 +159,8 @@ class GPipe(Partitioned):
         self.recorder: Recorder | None = None
         self._examination = Examination(settings, processes)
         self._hold_layers()
+        if isinstance(model, nn.Sequential):
+            self._given = weakref.ref(model), list(map(id, model._modules.values()))
 
     @property
     def findings(self) -> list[str]:
@@ -368,6 +376,9 @@ class GPipe(Partitioned):
 
     def _new_run(self) -> tuple[Run, Before | None]:
         """A mini-batch that begins here, and, if it trains, what is to be compared when it has ended."""
+        given, layers = self._given or (None, [])
+        if given is not None and (model := given()) is not None and list(map(id, model._modules.values())) != layers:
+            raise ValueError(REPLACED)
         modes, examination = ThreadState.here(), self._examination
         run = Run(
             self._engine,
