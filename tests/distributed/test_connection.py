@@ -17,7 +17,8 @@ from gpipe.distributed.connection import INLINE_BYTES, Connection, TcpConnection
 from gpipe.distributed.frames import CHUNK_BYTES, SLOTS, Frame, Gone
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Label
-from tests.support.endpoints import KINDS, wait_until
+from tests.support.endpoints import KINDS
+from tests.support.progress import wait_until
 
 SIZES = (0, 4, 1000, INLINE_BYTES - 4, INLINE_BYTES, INLINE_BYTES + 4, 2**17, 2**17 + 4, 2**20)
 RUN = 7

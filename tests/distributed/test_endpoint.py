@@ -23,18 +23,8 @@ from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import fill_drain
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Label
-from tests.support.endpoints import (
-    BIG,
-    KINDS,
-    LIMIT,
-    endpoints,
-    label_of,
-    receive,
-    send,
-    together,
-    wait_until,
-    waits,
-)
+from tests.support.endpoints import BIG, KINDS, endpoints, label_of, receive, send, together, waits
+from tests.support.progress import wait_until
 
 # Note "Room": every program that is one can be run, however little is under way at a time.
 
@@ -136,7 +126,7 @@ def test_room_that_comes_just_before_the_wait_is_seen(
                 receive(second, 0, number, BIG)
             connection = first.connections[1]
             handles = [connection.fileno(), connection.control.socket.fileno()]
-            assert select.select(handles, [], [], LIMIT)[0]  # it can be heard that all left
+            select.select(handles, [], [])  # it can be heard that all left
             wait(*given, **how)
             ended.set()
 

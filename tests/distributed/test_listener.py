@@ -1,11 +1,10 @@
 """Where processes connect: only who knows the token gets in, and strangers keep nobody waiting."""
 
+import math
 import os
 import socket
 import stat
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -13,9 +12,8 @@ import pytest
 
 from gpipe.distributed import listener as listener_module
 from gpipe.distributed.listener import HELLO_BYTES, STREAMS, Listener, dial
-from tests.support.processes.listening import listening_sockets
-
-LIMIT = 240.0  # seconds that no sound test needs
+from tests.support.endpoints import LIMIT
+from tests.support.processes.listening import Listening, family, listening_sockets
 
 
 @contextmanager
@@ -32,21 +30,11 @@ def connect(own: Listener, local: bool = True) -> socket.socket:
     return connection
 
 
-def check_accepted(own: Listener, peers: range, *, local: bool = True) -> None:
-    """All peers get in, and are who they say they are."""
-    hellos = [(peer, stream) for peer in peers for stream in STREAMS]
-    with ThreadPoolExecutor(len(hellos) + 1) as pool, ExitStack() as ends:
-        accepted = pool.submit(own.accept, peers, LIMIT, lambda: None)
-        dialled = {hello: pool.submit(dial, own.address, *hello, LIMIT, local=local) for hello in hellos}
-        found = accepted.result(LIMIT)
-        assert found.keys() == set(hellos)
-        for hello in hellos:
-            theirs, ours = dialled[hello].result(LIMIT), found[hello]
-            for end in (theirs, ours):
-                ends.enter_context(end)
-            theirs.sendall(repr(hello).encode())
-            ours.settimeout(LIMIT)
-            assert ours.recv(100) == repr(hello).encode()
+def check_connected(ours: socket.socket, theirs: socket.socket) -> None:
+    """What one end says comes to the other."""
+    with ours, theirs:
+        theirs.sendall(b"here")
+        assert ours.recv(100) == b"here"
 
 
 STRANGERS: dict[str, Callable[[Listener], bytes]] = {
@@ -67,29 +55,29 @@ def test_strangers_do_no_harm_and_are_sent_away(stranger: str, local: bool, monk
             connection.sendall(STRANGERS[stranger](own))
             if hangs_up:
                 connection.close()
-        check_accepted(own, range(1, 3), local=local)
-        connection.settimeout(LIMIT)
+        hellos = [(peer, stream) for peer in (1, 2) for stream in STREAMS]
+        dialled = {hello: dial(own.address, *hello, LIMIT, local=local) for hello in hellos}
+        found = own.accept(range(1, 3), math.inf, lambda: None)
+        assert found.keys() == dialled.keys()
+        for hello in hellos:
+            check_connected(found[hello], dialled[hello])
         with suppress(ConnectionError):
             assert connection.recv(1) == b""
 
 
 def test_a_hello_may_come_in_pieces_and_control_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    with listening(monkeypatch) as own, ExitStack() as ends:
-        ours = {stream: ends.enter_context(connect(own)) for stream in reversed(STREAMS)}
+    with listening(monkeypatch) as own:
+        dialled = {(1, stream): connect(own) for stream in reversed(STREAMS)}
+        unsaid = {hello: list(own.address.hello(*hello)) for hello in dialled}
 
-        def speak() -> None:
-            for stream, connection in ours.items():
-                for byte in f"{own.address.token} 1 {stream}".ljust(HELLO_BYTES).encode():
-                    connection.sendall(bytes([byte]))
+        def say_a_byte() -> None:
+            for hello, said in unsaid.items():
+                if said:
+                    dialled[hello].sendall(bytes([said.pop(0)]))
 
-        speaker = threading.Thread(target=speak)
-        speaker.start()
-        found = own.accept(range(1, 2), LIMIT, lambda: None)
-        speaker.join()
-        for (_, stream), end in found.items():
-            ends.enter_context(end)
-            ours[stream].sendall(stream.encode())
-            assert end.recv(100) == stream.encode()
+        found = own.accept(range(1, 2), math.inf, say_a_byte)
+        for hello, theirs in dialled.items():
+            check_connected(found[hello], theirs)
 
 
 def test_who_does_not_connect_is_named_also_if_strangers_come_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,19 +94,29 @@ def test_who_does_not_connect_is_named_also_if_strangers_come_all_the_time(monke
         assert len(strangers) == 6
 
 
-def test_only_its_user_can_come_to_the_path_and_it_is_gone_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_its_user_can_come_to_the_path_and_others_to_one_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening(monkeypatch) as own:
         folder = Path(own.address.folder)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert listening_sockets([os.getpid()]) == []  # no port
     assert not folder.exists()
-
-
-def test_between_hosts_it_listens_at_one_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening(monkeypatch, crosses_hosts=True) as own:
         (found,) = listening_sockets([os.getpid()])
         assert (found.address, found.port) == (own.address.host, own.address.port) == ("127.0.0.1", own.address.port)
-    assert listening_sockets([os.getpid()]) == []
+    assert listening_sockets([os.getpid(), 2**22 + 1]) == []  # a process that is gone listens nowhere
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1", "::", "::ffff:7f00:1"])
+def test_the_look_for_what_listens_is_right_itself(address: str) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
+        try:
+            server.bind((address, 0))
+        except OSError as error:
+            pytest.skip(f"this machine has no such address: {error}")
+        server.listen()
+        one = Listening(os.getpid(), address, server.getsockname()[1])
+        assert one in listening_sockets(family(os.getpid()))
+        assert one.is_loopback == (address not in {"0.0.0.0", "::"})
 
 
 def test_a_first_host_at_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

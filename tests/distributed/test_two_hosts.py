@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from tests.support.jobs.two_hosts import SOUND_STEPS, heard, local_losses
 from tests.support.processes.fork_server import ONE_THREAD, ROOT
-from tests.support.progress import TICK
+from tests.support.progress import wait_until
 from two_hosts.hosts import ADDRESSES, Hosts, missing, two_hosts
 from two_hosts.relay import WIRE
 
@@ -21,8 +20,7 @@ REASON = missing()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 PORT = 29_400
-TIMEOUT = 600.0  # of the process group, in seconds: nobody waits for it
-LIMIT = 240.0  # seconds that anything may take on any machine
+TIMEOUT = 1e6  # of the process group, in seconds: nobody waits for it
 Record = dict[str, Any]
 
 
@@ -54,16 +52,9 @@ def launched(hosts: Hosts, folder: Path, fault: str, workers: int) -> Iterator[N
         (folder / "seen").touch()
 
 
-def await_files(files: Sequence[Path], seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while absent := [file.name for file in files if not file.exists()]:
-        assert time.monotonic() < until, f"after {seconds:g} s there is no {', '.join(absent)}"
-        time.sleep(TICK)
-
-
-def records(folder: Path, ranks: Sequence[int], seconds: float) -> list[Record]:
+def records(folder: Path, ranks: Sequence[int]) -> list[Record]:
     files = [folder / f"rank_{rank}.json" for rank in ranks]
-    await_files(files, seconds)
+    wait_until(lambda: all(file.exists() for file in files))
     return [json.loads(file.read_text()) for file in files]
 
 
@@ -87,10 +78,10 @@ def check_sound_steps(found: Sequence[Record], workers: int) -> None:
 def test_a_cut_link_ends_the_step_on_both_hosts(tmp_path: Path) -> None:
     workers = 2
     with two_hosts() as hosts, launched(hosts, tmp_path, "cut", workers):
-        await_files([tmp_path / "middle"], LIMIT)
+        wait_until((tmp_path / "middle").exists)
         hosts.cut()
         (tmp_path / "cut").touch()
-        found = records(tmp_path, range(4), LIMIT)
+        found = records(tmp_path, range(4))
         check_sound_steps(found, workers)
         for rank, record in enumerate(found):
             assert record["error"] == "RemoteError", record
@@ -102,7 +93,7 @@ def test_a_cut_link_ends_the_step_on_both_hosts(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_killed_on_the_other_host_is_missed_at_once(tmp_path: Path) -> None:
     with two_hosts() as hosts, launched(hosts, tmp_path, "1", 1):
-        (first,) = records(tmp_path, [0], LIMIT)
+        (first,) = records(tmp_path, [0])
         assert first["error"] == "RemoteError"
         assert first["rank"] == 1
         assert "rank 1 is gone" in first["told"]

@@ -34,7 +34,7 @@ class Progress:
         self.seconds = 0.0
         self._known: dict[int, float] = {}
         self._looks: deque[float] = deque(maxlen=LOOKS + 1)
-        self._next = 0.0
+        self._next = time.monotonic() + LOOK_SECONDS
 
     def stands_still(self) -> bool:
         """Looks, unless the last look was just now; says whether they have stood still for all looks."""
@@ -73,11 +73,12 @@ def wait_until(condition: Callable[[], bool], log: Path | None = None) -> None:
     Raises:
         AssertionError: They stand still; with the end of the log, if there is one.
     """
-    progress = Progress([os.getpid()])
+    progress, pause = Progress([os.getpid()]), TICK / 100
     while not condition():
         if progress.stands_still():
             raise AssertionError(f"nothing moves\n{log.read_text(errors='replace')[-20_000:] if log else ''}")
-        time.sleep(TICK)
+        time.sleep(pause)
+        pause = min(2 * pause, TICK)
 
 
 def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
