@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -58,40 +57,6 @@ def test_processes_go_on_with_what_one_process_saved_and_back(tmp_path: Path) ->
     assert differences(remembered(again, other), remembered(pipe, optimizer)) == []
 
 
-class Team:
-    """The world, as a pipe's processes see each other."""
-
-    position = None
-
-    def __init__(self, engine: object) -> None:
-        self.engine = engine
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-
-    def gone(self) -> Collection[int]:
-        return ()
-
-    def exchange(self, told: bytes) -> list[bytes]:
-        lengths = torch.zeros(self.size, dtype=torch.long)
-        lengths[self.rank] = len(told)
-        dist.all_reduce(lengths)
-        table = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8)
-        table[self.rank, : len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-        dist.all_reduce(table)
-        return [bytes(row[:length].tolist()) for row, length in zip(table, lengths, strict=True)]
-
-
-def sharded_layers() -> gpipe.GPipe:
-    """A pipe of one stage, whose two replicas each hold a half of every parameter."""
-    from torch.distributed.fsdp import fully_shard
-
-    layers: list[nn.Module] = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)]
-    pipe = make(layers, 1)
-    for layer in (layers[0], layers[2]):
-        fully_shard(layer)
-    pipe.__dict__["_processes"] = Team(pipe._engine)
-    return pipe
-
-
 def step(layers: Any, optimizer: torch.optim.Optimizer) -> None:
     value: Tensor = X
     for layer in layers:
@@ -102,8 +67,14 @@ def step(layers: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def shards(folder: Path, rank: int) -> list[str]:
-    """Loads, trains and saves shards."""
-    pipe = sharded_layers()
+    """Loads, trains and saves shards: each of two replicas holds a half of every parameter."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(1)
+    layers: list[nn.Module] = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)]
+    pipe = gpipe.GPipe(layers, 1, M, driver="process", seed=4)
+    for layer in (layers[0], layers[2]):
+        fully_shard(layer)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=9.0)
     gpipe.load(folder, pipe, optimizer)
     step(pipe.children(), optimizer)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from tests.support.checkpointed import build, build_tied, differences, make, remembered, snapshot
+from tests.support.checkpointed import build, build_tied, differences, make, remembered
 from tests.support.plain_loop import same_bits
 from tests.support.thread_ranks import save_in_ranks
 
@@ -106,19 +106,3 @@ def test_a_run_killed_twice_in_one_epoch_goes_on(tmp_path: Path) -> None:
         again.go(1)  # lost
     assert all(map(same_bits, losses, expected))
     assert gpipe.find_checkpoint(tmp_path) == tmp_path / "step_7"
-
-
-def test_the_copy_that_is_written_is_of_the_moment_of_saving(tmp_path: Path) -> None:
-    run = Run(build, OPTIMIZERS["momentum"])
-    run.go(2)
-    expected = snapshot(run.pipe, run.optimizer)
-    saving = gpipe.save(tmp_path, run.pipe, run.optimizer, background=True)
-    with torch.no_grad():
-        for tensor in [
-            *run.pipe.state_dict().values(),
-            *(s["momentum_buffer"] for s in run.optimizer.state.values()),
-        ]:
-            tensor.zero_()
-    saving.wait()
-    gpipe.load(tmp_path, run.pipe, run.optimizer)
-    assert differences(remembered(run.pipe, run.optimizer), expected) == []

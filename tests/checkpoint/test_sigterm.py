@@ -66,25 +66,17 @@ def test_all_ranks_end_at_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None
     assert all_well(run_ranks(run, rank_pipes(trained()[0], 2))) == [4] * 6
 
 
-def test_the_callers_handler_comes_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with gpipe.catch_sigterm(make()) as is_to_end:
+@pytest.mark.parametrize(
+    ("number", "second"), [(signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)]
+)
+def test_the_first_signal_is_noted_and_the_callers_handler_comes_back(number: signal.Signals, second: object) -> None:
+    before = signal.getsignal(number)
+    with gpipe.catch_sigterm(make(), ctrl_c=number == signal.SIGINT) as is_to_end:
         assert not is_to_end()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert is_to_end()
-        assert is_to_end()
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_ctrl_c_is_noted_where_that_is_wanted_and_the_second_interrupts() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with gpipe.catch_sigterm(make(), ctrl_c=True) as is_to_end:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert is_to_end() == signal.SIGINT
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+        os.kill(os.getpid(), number)
+        assert is_to_end() == is_to_end() == number
+        assert signal.getsignal(number) is second
+    assert signal.getsignal(number) is before
 
 
 def test_what_is_no_pipe_is_refused() -> None:
