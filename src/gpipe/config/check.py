@@ -128,22 +128,24 @@ def _listed(value: object) -> list[Any]:
 
 
 def _check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
-    m, threads = asked.micro_batches, asked.intra_op_threads
-    mistakes.check(is_count(m), f"micro_batches={m!r}; give M, a whole number of at least 1{int_remedy(m)}")
+    counts = {
+        "micro_batches": (asked.micro_batches, "M, a whole number"),
+        "intra_op_threads": (asked.intra_op_threads, "a whole number"),
+        "stages_per_rank": (1 if asked.stages_per_rank is None else asked.stages_per_rank, "a whole number"),
+    }
+    for name, (value, what) in counts.items():
+        mistakes.check(is_count(value), f"{name}={value!r}; give {what} of at least 1{int_remedy(value)}")
+    m = asked.micro_batches
     mistakes.check(not is_count(m) or m <= MOST_MICRO_BATCHES, too_many(m))
-    mistakes.check(
-        is_count(threads), f"intra_op_threads={threads!r}; give a whole number of at least 1{int_remedy(threads)}"
-    )
     names = {
         "driver": ("threads" if asked.driver is None else asked.driver, Driver),
         "balance": (asked.balance, Balance),
     }
-    for name, (value, known) in names.items():
-        layers = isinstance(value, (list, tuple))  # torchgpipe's word for them is balance
+    for name, (given, known) in names.items():
+        layers = isinstance(given, (list, tuple))  # torchgpipe's word for them is balance
         told = "; give the layers of each partition as partitions=" if layers and name == "balance" else ""
-        mistakes.check(
-            value in get_args(known), f"{name}={value!r}; known are {', '.join(map(repr, get_args(known)))}{told}"
-        )
+        words = ", ".join(map(repr, get_args(known)))
+        mistakes.check(given in get_args(known), f"{name}={given!r}; known are {words}{told}")
     mistakes.check(
         not (asked.deferred_batch_norm and asked.sync_batch_norm),
         "deferred_batch_norm=True and sync_batch_norm=True both say what running statistics are; with the second "
@@ -202,12 +204,9 @@ def _check_memory(asked: Arguments, ranks: int, mistakes: Mistakes) -> None:
     )
     if memory is not None:
         mistakes.check(is_auto, "memory= is for remat='auto'; leave it out, or give remat='auto'")
-        each = list(memory) if isinstance(memory, Sequence) else [memory] * ranks
+        each = _one_for_each("memory", memory, ranks, "partitions", mistakes)
         good = all(isinstance(one, (int, float)) and not isinstance(one, bool) and one > 0 for one in each)
-        mistakes.check(
-            good and (not ranks or len(each) == ranks),
-            f"memory={memory!r}; give bytes, more than 0, one number or one for each of {ranks} partitions",
-        )
+        mistakes.check(good, f"memory={memory!r}; give bytes, more than 0, one number or one for each partition")
 
 
 def _read_devices(
@@ -307,32 +306,25 @@ def _stages_of_each(asked: Arguments, schedule: Schedule) -> int:
 def _read_placement(asked: Arguments, schedule: Schedule, layers: int, mistakes: Mistakes) -> Placement:
     """The rank of each stage, or nothing if it cannot be; how many layers there are is not known where that is 0."""
     partitions, m = asked.partitions, asked.micro_batches
-    mistakes.check(
-        asked.stages_per_rank is None or is_count(asked.stages_per_rank),
-        f"stages_per_rank={asked.stages_per_rank!r}; give a whole number of at least 1"
-        f"{int_remedy(asked.stages_per_rank)}, or None for what the schedule has",
-    )
     ranks, each = count_ranks(asked, schedule), _stages_of_each(asked, schedule)
-    least = ranks * max(each, 1)
     if not _are_counts(partitions, ranks, each, layers, mistakes):
         return ()
-    if layers and least > layers:  # before a table is built of so many
-        mistakes.append(_too_few_layers(partitions, least, layers))
+    stages = ranks * max(each, 1)
+    if layers and stages > layers:  # before a table is built of so many
+        several = "" if stages == partitions else f", {stages} stages in all"
+        remedy = "give at most that, or cut the layers finer"
+        mistakes.append(f"partitions={partitions}{several}, but there are only {layers} layers; {remedy}")
         return ()
     try:
         placement = schedule.placement(ranks, each)
     except ValueError as error:  # of the user's function, say
         mistakes.append(f"schedule: {error}")
         return ()
-    if not placement:
+    if placement is None:
         mistakes.append(unplaced(schedule, each) if each else f"schedule: {schedule.name} is not for K={ranks} ranks")
-        return ()
-    if is_count(m) and m <= MOST_MICRO_BATCHES and not schedule.table(placement, m):
+    elif is_count(m) and m <= MOST_MICRO_BATCHES and not schedule.table(placement, m):
         mistakes.append(without_table(schedule, placement, m))
-    if isinstance(partitions, int) and 0 < layers < len(placement):
-        mistakes.append(_too_few_layers(partitions, len(placement), layers))
-        return ()
-    return placement
+    return placement or ()
 
 
 def _are_counts(partitions: Any, ranks: int, each: int, layers: int, mistakes: Mistakes) -> bool:
@@ -350,12 +342,4 @@ def _are_counts(partitions: Any, ranks: int, each: int, layers: int, mistakes: M
     return mistakes.check(
         is_count(partitions),
         f"partitions={partitions!r}; give K, at least 1, or the layers of each partition{remedy}",
-    )
-
-
-def _too_few_layers(partitions: object, stages: int, layers: int) -> str:
-    several = "" if stages == partitions else f", {stages} stages in all"
-    return (
-        f"partitions={partitions}{several}, but there are only {layers} layers; give at most that, or cut the "
-        f"layers finer"
     )

@@ -7,6 +7,7 @@ import logging
 import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gpipe._torch.modules import AnyBatchNorm, hooks_of
+from gpipe._torch.modules import AnyBatchNorm
 from gpipe.config.settings import Settings
 from gpipe.distributed.processes import OneProcess
 from gpipe.runtime.run import Run
@@ -26,12 +27,12 @@ from gpipe.stages.side_effects import (
     Snapshot,
     TensorVersion,
     read_by_called,
-    read_by_function,
     references,
     snapshot,
 )
 from gpipe.stages.tree import version
 
+READ = "which it reads"  # so end the words of `references` for what is no attribute
 TENSORS = (
     "{places}: a forward leaves tensors there. If that is a cache of the module's own, never mind. Whoever else "
     "reads it, another layer, a hook or the loss, may see it of another micro-batch, since several are under way, or "
@@ -87,17 +88,12 @@ def find_buffer_readers(
     """Tells of functions, of the loss or of layers, that read modules whose buffers a step has changed."""
     after = buffers_of(layers)
     changed = {module for module, versions in after.items() if before.get(module, []) != versions}
-    readers: list[tuple[str, object, set[nn.Module]]] = [("loss_fn", loss_fn, set())]
-    for words, root in layers.items():
-        own = set(root.modules())
-        readers += [
-            (words, function, own) for m in own for function in (type(m).forward, *vars(m).values(), *hooks_of(m))
-        ]
+    own = {words: set(root.modules()) for words, root in layers.items()}
+    reads = [(("loss_fn", f"{name}, {READ}"), value) for name, value in read_by_called(loss_fn)]
     places = [
-        (words, f"which reads {name}")
-        for words, function, own in readers
-        for name, value in (read_by_called(function) if words == "loss_fn" else read_by_function(function))
-        if not changed.isdisjoint(_modules_in(value) - own)
+        place
+        for place, value in chain(reads, references(layers))
+        if place[1].endswith(READ) and not changed.isdisjoint(_modules_in(value) - own.get(place[0], set()))
     ]
     return _told(BUFFERS, places)
 
@@ -140,12 +136,7 @@ def random_states() -> dict[str, object]:
 def find_unkeyed_draws(layers: Mapping[str, nn.Module], drawn: Iterable[str], step: int) -> list[str]:
     """Tells that somebody drew in a step from the generators of these modules, Python's and numpy's."""
     libraries = (random, np, np.random)
-    mention = [
-        words
-        for words, layer in layers.items()
-        for module in layer.modules()
-        if any(value is one for _, value in read_by_function(type(module).forward) for one in libraries)
-    ]
+    mention = [words for (words, _), value in references(layers) if any(value is one for one in libraries)]
     where = f"perhaps in {', '.join(dict.fromkeys(mention)) or 'a layer or loss_fn'}, or in another thread"
     return [f"something was drawn by the module {name} in step {step}, {where}: {UNKEYED}" for name in drawn]
 
@@ -156,25 +147,22 @@ SMALL = 0.1  # a bubble that is not worth a word
 
 def examine_settings(settings: Settings) -> list[str]:
     """Tells of few micro-batches, empty and costly stages, and generators without a key."""
-    stages = layers_of_stages(settings)
     empty = [
         f"stage {stage} has no parameters; an optimizer over it alone would be refused, and it does little work: "
         f"give costs, or join its layers to a neighbour by partitions=[...]"
-        for stage, layers in enumerate(stages)
+        for stage, layers in enumerate(layers_of_stages(settings))
         if not any(True for name in layers for _ in settings.layers[name].parameters())
     ]
-    return [*_bubble(settings), *empty, *_giants(settings, stages), *find_own_generators(settings.layers)]
+    return [*_bubble(settings), *empty, *_giants(settings), *find_own_generators(settings.layers)]
 
 
 def _bubble(settings: Settings) -> Iterator[str]:
     k, m = len(settings.devices), settings.micro_batches
-    rows = [settings.schedule.table(settings.placement, count) for count in (m, 4 * k)]
-    if k == 1 or m >= 4 * k or None in rows:
+    tables = {count: settings.schedule.table(settings.placement, count) for count in (m, 4 * k)}
+    if k == 1 or m >= 4 * k or not all(tables.values()):
         return
-    now, then = (
-        equal_bubble(Program.of(each or (), count, rank_of=settings.placement))
-        for each, count in zip(rows, (m, 4 * k), strict=True)
-    )
+    programs = (Program.of(table or (), count, rank_of=settings.placement) for count, table in tables.items())
+    now, then = map(equal_bubble, programs)
     if now > SMALL:
         yield (
             f"M={m} micro-batches for K={k} partitions leave a bubble of {now:.0%}; with M={4 * k}, four times K, it "
@@ -182,16 +170,14 @@ def _bubble(settings: Settings) -> Iterator[str]:
         )
 
 
-def _giants(settings: Settings, stages: Sequence[Sequence[str]]) -> Iterator[str]:
-    cost = dict(zip(settings.layers, settings.costs, strict=True))
-    shares = [sum(cost[name] for name in layers) for layers in stages]
-    mean = sum(shares) / len(shares)
-    for stage, (layers, share) in enumerate(zip(stages, shares, strict=True)):
-        if mean and share > DWARFS * mean:
-            largest = max(layers, key=cost.__getitem__)
+def _giants(settings: Settings) -> Iterator[str]:
+    found, costs, names = settings.partition, settings.costs, list(settings.layers)
+    for stage, ((first, end), cost) in enumerate(zip(found.bounds, found.seconds, strict=True)):
+        if cost > DWARFS * found.mean:
+            largest = max(range(first, end), key=costs.__getitem__)
             yield (
-                f"stage {stage} costs {share / mean:.1f} times the mean, so the others wait for it; its largest "
-                f"layer is {largest} with {cost[largest] / share:.0%} of it: cut that layer finer, use fewer "
+                f"stage {stage} costs {cost / found.mean:.1f} times the mean, so the others wait for it; its largest "
+                f"layer is {names[largest]} with {costs[largest] / cost:.0%} of it: cut that layer finer, use fewer "
                 f"partitions, or give measured costs"
             )
 

@@ -1,6 +1,6 @@
 """What a pipe is made of: arguments checked, defaults filled in, layers weighed and cut."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,4 +173,4 @@ def _limits(asked: Arguments, devices: Sequence[torch.device]) -> list[float]:
     if asked.memory is None:
         return [memory_of(device) / list(devices).count(device) for device in devices]
     memory: Any = asked.memory
-    return list(memory) if isinstance(memory, Sequence) else [memory] * len(devices)
+    return list(memory) if isinstance(memory, Iterable) else [memory] * len(devices)

@@ -11,10 +11,10 @@ from gpipe.errors import entrance
 P = ParamSpec("P")
 R = TypeVar("R")
 
-HOW_MANY = "micro_batches=, how many, not how many rows each has"
-WORDS_OF_PIPES = {
-    "chunks": "micro_batches=",
-    "n_microbatches": "micro_batches=",
+HOW_MANY = "micro_batches= to GPipe itself, how many, not how many rows each has"
+WORDS = {
+    "chunks": "micro_batches= to GPipe itself",
+    "n_microbatches": "micro_batches= to GPipe itself",
     "micro_batch_size": HOW_MANY,
     "batch_size": HOW_MANY,
     "num_stages": "partitions=",
@@ -23,36 +23,20 @@ WORDS_OF_PIPES = {
     "layers": "model=",
     "device_mesh": "mesh=, a DeviceMesh with a dimension 'pp'",
     "loss_fn": "to each step: pipe.step(inputs, targets, loss_fn)",
-    "optimizer": "none to the pipe: make your own over pipe.parameters(), and step it after pipe.step(...)",
-}
-WORDS_OF_STEPS = {
-    "labels": "targets=",
-    "x": "inputs=",
-    "input_ids": "all of the batch as one dict: pipe.step(batch)",
-    "criterion": "loss_fn=",
-    "chunks": "micro_batches= to GPipe itself",
-    "optimizer": "none to the step: step your optimizer after it",
-}
-WORDS_OF_CALLS = {
+    "criterion": "loss_fn= to each step",
+    "optimizer": "none: make your own over pipe.parameters(), and step it after pipe.step(...)",
     "x": "inputs=, or just pipe(x)",
+    "input_ids": "all of the batch as one dict: pipe.step(batch)",
     "mask": "one value: pipe({'x': x, 'mask': mask})",
+    "labels": "targets= to each step",
     "targets": "it to pipe.step(inputs, targets, loss_fn)",
 }
-ENTRANCES = {
-    "__init__": (
-        WORDS_OF_PIPES,
-        "give the layers as one: GPipe([layer, layer, ...], partitions, micro_batches), the rest by name",
-    ),
-    "step": (
-        WORDS_OF_STEPS,
-        "step takes (inputs, targets, loss_fn), the rest by name; several inputs are a tuple or a dict",
-    ),
-    "forward": (
-        WORDS_OF_CALLS,
-        "a pipe takes one value, as its first layer does; give several as a tuple, pipe((x, mask)), or a dict",
-    ),
+"""Words of other libraries, and of other entrances of a pipe."""
+TOO_MANY = {
+    "__init__": "give the layers as one: GPipe([layer, layer, ...], partitions, micro_batches), the rest by name",
+    "step": "step takes (inputs, targets, loss_fn), the rest by name; several inputs are a tuple or a dict",
+    "forward": "a pipe takes one value, as its first layer does; give several as a tuple, pipe((x, mask)), or a dict",
 }
-"""What is said at each entrance of a pipe for words of others, and for too many values."""
 
 
 def checked_entrance(function: Callable[P, R]) -> Callable[P, R]:
@@ -62,28 +46,28 @@ def checked_entrance(function: Callable[P, R]) -> Callable[P, R]:
 
 def _explain(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
     """What is wrong with arguments that a function does not take; None: Python says it as well."""
-    words, too_many = ENTRANCES[function.__name__]
     parameters = inspect.signature(function).parameters.values()
     known = [p.name for p in parameters]
     if unknown := [word for word in kwargs if word not in known]:
-        return _instead_of(unknown, known, words)
-    return too_many if len(args) > sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) else None
+        return _instead_of(unknown, known)
+    positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    return TOO_MANY[function.__name__] if len(args) > positional else None
 
 
 def refuse_names(batch: Mapping[str, object]) -> None:
     """Refuses arguments by name in a call of a pipe that is no model."""
-    raise TypeError(_instead_of(batch, ["inputs", "gather"], WORDS_OF_CALLS))
+    raise TypeError(_instead_of(batch, ["inputs", "gather"]))
 
 
-def _instead_of(unknown: Collection[str], known: Sequence[str], words: Mapping[str, str]) -> str:
-    found = [f"there is no {word}=; {_instead(word, known, words)}" for word in unknown]
-    if not all(word in words for word in unknown):
+def _instead_of(unknown: Collection[str], known: Sequence[str]) -> str:
+    found = [f"there is no {word}=; {_instead(word, known)}" for word in unknown]
+    if not all(word in WORDS for word in unknown):
         found.append(f"known are {', '.join(name for name in known if name != 'self')}")
     return "\n".join(found)
 
 
-def _instead(word: str, known: Sequence[str], words: Mapping[str, str]) -> str:
-    close = [word] if word in words else get_close_matches(word, [*known, *words], 1)
+def _instead(word: str, known: Sequence[str]) -> str:
+    close = [word] if word in WORDS else get_close_matches(word, [*known, *WORDS], 1)
     if not close:
         return "leave it out"
-    return f"give {words[close[0]]}" if close[0] in words else f"give {close[0]}="
+    return f"give {close[0]}=" if close[0] in known else f"give {WORDS[close[0]]}"

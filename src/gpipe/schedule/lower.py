@@ -1,10 +1,10 @@
 """Passes from a bare schedule to a program that can be run: each takes a program and gives a fuller one."""
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import accumulate, filterfalse, pairwise
+from itertools import filterfalse, pairwise
 from typing import Literal, TypeAlias, get_args
 
 from gpipe.schedule.action import TRANSFERS, Action, Kind
@@ -53,8 +53,7 @@ def recomputed(row: RankActions, remat: Sequence[Remat], *, halved: bool = False
     for action, after in zip(row, (*row[1:], None), strict=True):
         stage, m = action.stage, action.micro_batch
         if action.kind is Kind.FORWARD:
-            back = after is not None and after.kind in BACKWARDS and (after.stage, after.micro_batch) == (stage, m)
-            follows = back and not halved
+            follows = not halved and after in [Action(kind, stage, m) for kind in BACKWARDS]
             if not follows and _recomputes(remat[stage], m, len(kept[stage])):
                 again.add((stage, m))
             elif not follows:
@@ -65,13 +64,9 @@ def recomputed(row: RankActions, remat: Sequence[Remat], *, halved: bool = False
 
 
 def _recomputes(remat: Remat, micro_batch: int | None, kept: int) -> bool:
-    match remat:
-        case int():
-            return kept >= remat
-        case "always" | "never":
-            return remat == "always"
-        case "except_last":
-            return micro_batch != 0
+    if remat == "except_last":
+        return micro_batch != 0
+    return remat == "always" if isinstance(remat, str) else kept >= remat
 
 
 def place_transfers(program: Program) -> Program:
@@ -102,23 +97,14 @@ def place_commits(program: Program, stages: Collection[int]) -> Program:
     0F0 0F1 0COMMIT 0B0 0B1
     """
 
-    def commits(row: RankActions) -> dict[int, list[Action]]:
-        last = {action.stage: at for at, action in enumerate(row) if action.kind is Kind.FORWARD}
-        return {at: [Action(Kind.COMMIT, stage)] for stage, at in last.items() if stage in stages}
-
-    return _insert(program, commits)
-
-
-def _insert(program: Program, behind: Callable[[RankActions], Mapping[int, list[Action]]]) -> Program:
-    """The program with more actions behind some of each row, by the places of these."""
-
-    def longer(row: RankActions) -> Iterator[Action]:
-        more = behind(row)
-        for at, action in enumerate(row):
+    def with_commits(row: RankActions) -> Iterator[Action]:
+        last = {action.stage: action for action in row if action.kind is Kind.FORWARD}
+        for action in row:
             yield action
-            yield from more.get(at, ())
+            if action.stage in stages and action is last.get(action.stage):
+                yield Action(Kind.COMMIT, action.stage)
 
-    return program.with_table(map(longer, program.table))
+    return program.with_table(map(with_commits, program.table))
 
 
 def place_ties(program: Program, stages: Collection[int]) -> Program:
@@ -151,24 +137,21 @@ def place_reduces(program: Program, stages: Collection[int]) -> Program:
     >>> place_reduces(place_ties(program, [1]), [0, 1]).around(1, 3)
     '1RECEIVE0@x:0>1 1F0 1B0 >1SEND0@x:0>1< 1TIE 1REDUCE'
     """
+    ends = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
 
-    def is_before(action: Action) -> bool:
-        return action.kind in _BEFORE_REDUCE or (action.kind is Kind.SEND and action.carries_gradient)
+    def with_reduces(row: RankActions) -> Iterator[Action]:
+        last = {
+            a.stage: at for at, a in enumerate(row) if a.stage in stages and (a.kind in ends or a.carries_gradient)
+        }
+        ties = {a.stage: at for at, a in enumerate(row) if a.kind is Kind.TIE}
+        last |= dict.fromkeys(ties.keys() & last.keys(), max(ties.values(), default=0))
+        waiting = deque(sorted((Action(Kind.REDUCE, stage) for stage in last), key=partial(closing_order, program)))
+        for at, action in enumerate(row):
+            yield action
+            while waiting and last[waiting[0].stage] <= at:
+                yield waiting.popleft()
 
-    def reduces(row: RankActions) -> dict[int, list[Action]]:
-        last = {action.stage: at for at, action in enumerate(row) if is_before(action) and action.stage in stages}
-        ties = {action.stage: at for at, action in enumerate(row) if action.kind is Kind.TIE}
-        last |= {stage: max(ties.values()) for stage in ties.keys() & last.keys()}
-        order = sorted((Action(Kind.REDUCE, stage) for stage in last), key=partial(closing_order, program))
-        behind = defaultdict(list)
-        for reduce, at in zip(order, accumulate((last[reduce.stage] for reduce in order), max), strict=True):
-            behind[at].append(reduce)
-        return behind
-
-    return _insert(program, reduces)
-
-
-_BEFORE_REDUCE = frozenset({*BACKWARDS, Kind.BACKWARD_WEIGHT, Kind.TIE})
+    return program.with_table(map(with_reduces, program.table))
 
 
 def join_backwards(program: Program, unsplit: Collection[int] = ()) -> Program:

@@ -89,7 +89,7 @@ def loss_in_place(draw: Draw) -> Case:
 def loss_reads_a_buffer(draw: Draw) -> Case:
     """The loss reads a layer whose buffers each forward changes: told."""
     layer = Prototypes()
-    words = ("loss_fn, which reads layers?, of which a forward changes buffers",)
+    words = ("loss_fn, layers?, which it reads, of which a forward changes buffers",)
     return network(
         draw, WIDTH, layer, loss=lambda o, t: F.mse_loss(o, layer.mean.clone().expand_as(o)), ways=("step",),
         told=words, must_tell=True,
