@@ -94,10 +94,8 @@ class Action:
     @property
     def carries_gradient(self) -> bool:
         """Whether this transfer goes against its route, with the gradient."""
-        if self.route is None:
-            return False
-        sender = self.route.source if self.kind is Kind.SEND else self.route.target
-        return self.stage != sender
+        route = self.route
+        return route is not None and self.stage != (route.source if self.kind is Kind.SEND else route.target)
 
     @property
     def peer(self) -> "Action":
@@ -134,8 +132,5 @@ def parse_action(text: str) -> Action:
         raise ValueError(f"{text!r} is not an action; an action looks like 2F0, 0SEND3@x:0>1 or 2COMMIT")
     stage, kind, micro_batch, route = match.groups()[:4]
     return Action(
-        Kind(kind),
-        int(stage),
-        None if micro_batch is None else int(micro_batch),
-        None if route is None else parse_route(route),
+        Kind(kind), int(stage), int(micro_batch) if micro_batch else None, parse_route(route) if route else None
     )

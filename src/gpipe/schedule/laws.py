@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain, combinations
 
-from gpipe.schedule.action import CLOSING, TRANSFERS, Action, Kind
+from gpipe.schedule.action import CLOSING, COMPUTE, TRANSFERS, Action, Kind
 from gpipe.schedule.program import Program, ScheduleError
 from gpipe.schedule.rules import closing_order, linearize, needs
 
@@ -111,7 +111,7 @@ def _out_of_turn(program: Program) -> Iterator[str]:
     for row in program.table:
         last: dict[tuple[Kind, int], Action] = {}
         for action in row:
-            if action.kind in _IN_TURN:
+            if action.kind in COMPUTE - {Kind.RECOMPUTE}:
                 before = last.get((action.kind, action.stage), action)
                 if (before.micro_batch or 0) > (action.micro_batch or 0):
                     yield f"{action} stands behind {before}; a stage takes the micro-batches in their order"
@@ -125,9 +125,6 @@ def _closed_out_of_turn(program: Program) -> Iterator[str]:
         if closing != wanted:
             listed, right = (" ".join(map(str, some)) for some in (closing, wanted))
             yield f"rank {rank} closes its stages in the order {listed}; in all replicas it is {right}"
-
-
-_IN_TURN = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 
 
 def messages(program: Program, rank: int, peer: int) -> list[Action]:

@@ -4,7 +4,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import filterfalse, pairwise
+from itertools import filterfalse
 from typing import Literal, TypeAlias, get_args
 
 from gpipe.schedule.action import TRANSFERS, Action, Kind
@@ -159,19 +159,16 @@ def join_backwards(program: Program, unsplit: Collection[int] = ()) -> Program:
 
     These are an I and its W that stand together, if what I gives goes to no other rank: it would be sent later.
     """
-    pairs = {
-        first
-        for row in program.table
-        for first, second in pairwise(row)
-        if second == replace(first, kind=Kind.BACKWARD_WEIGHT) and not any(crossing(first, program))
-    }
 
     def joined(row: RankActions) -> Iterator[Action]:
-        for action in row:
-            is_joined = action.stage in unsplit or replace(action, kind=Kind.BACKWARD_INPUT) in pairs
-            if is_joined and action.kind is Kind.BACKWARD_INPUT:
+        done = set[Action]()  # the W of those that are joined
+        for action, after in zip(row, (*row[1:], None), strict=True):
+            own = replace(action, kind=Kind.BACKWARD_WEIGHT)
+            together = action.stage in unsplit or (after == own and not any(crossing(action, program)))
+            if together and action.kind is Kind.BACKWARD_INPUT:
+                done.add(own)
                 yield replace(action, kind=Kind.BACKWARD)
-            elif not (is_joined and action.kind is Kind.BACKWARD_WEIGHT):
+            elif action not in done:
                 yield action
 
     return program.with_table(map(joined, program.table))

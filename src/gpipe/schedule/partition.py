@@ -128,36 +128,6 @@ class Partition:
                     return layer
         return None
 
-    def explain(self, names: Sequence[str] | None = None) -> str:
-        """Says what each stage costs and holds, how far that is from the best thinkable, and what is in the way.
-
-        >>> print(given([2, 1, 2], [1, 1, 6, 1, 1]).explain("abcde"))
-        stage 0: a to b (2): cost 2, 60% of the mean
-        stage 1: c (1): cost 6, 180% of the mean
-        stage 2: d to e (2): cost 2, 60% of the mean
-        slowest stage: 80.0% over the mean 3.33333, 0.0% over the lower bound 6
-        in the way: c, cost 6
-        """
-        costs = self.chain.costs
-        names = [f"layer {layer}" for layer in range(len(costs))] if names is None else names
-        if len(names) != len(costs):
-            raise ValueError(f"{len(names)} names for {len(costs)} layers: give one for each")
-        lines = [self._line(stage, names) for stage in range(len(self.layers))]
-        bound = f"{self.gap:.1f}% over the lower bound {self.lower_bound:.6g}"
-        lines.append(f"slowest stage: {self.imbalance:.1f}% over the mean {self.mean:.6g}, {bound}")
-        if (layer := self.obstacle) is not None:
-            lines.append(f"in the way: {names[layer]}, cost {costs[layer]:.6g}")
-        return "\n".join(lines)
-
-    def _line(self, stage: int, names: Sequence[str]) -> str:
-        first, end = self.bounds[stage]
-        which = names[first] if end - first == 1 else f"{names[first]} to {names[end - 1]}"
-        cost, held, limit = self.seconds[stage], self.bytes[stage], self.chain.limits[stage]
-        share = f"{_percent(cost, self.mean):.0f}% of the mean"
-        memory = f"; {held:,.15g} bytes of {limit:,.15g}" if held else ""
-        over = " (TOO MUCH)" if held > limit else ""
-        return f"stage {stage}: {which} ({end - first}): cost {cost:.6g}, {share}{memory}{over}"
-
     def _after_move(self, stage: int, target: int) -> float:
         """The slower of two neighbours once `stage` gave `target` its edge layer; infinite if that cannot be."""
         change = {stage: -1, target: 1}
@@ -178,7 +148,7 @@ def given(
 ) -> Partition:
     """Takes the layers of each stage as they are; the other arguments are those of `planner.search.cuts.partition`.
 
-    Limits of memory are not enforced: `Partition.explain` marks a stage that exceeds them.
+    Limits of memory are not enforced.
 
     Raises:
         ValueError: A stage is empty, layers are left over or missing, or another argument cannot be.
@@ -235,9 +205,8 @@ def _wrong(
     least = math.ulp(0) if positive else 0
     bad = [f"{name}[{at}] is {value}" for at, value in enumerate(values) if not least <= value <= most]
     if bad:
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         limits = f"{'more than' if positive else 'at least'} 0{'' if most == math.inf else ' and finite'}"
-        yield f"{', '.join(bad[:3])}{more}, must be {limits}"
+        yield f"{', '.join(bad)}, must be {limits}"
 
 
 def _each(value: float | Sequence[float], count: int) -> tuple[float, ...]:

@@ -137,8 +137,12 @@ Due: TypeAlias = tuple[int, int, Action, tuple[Action, ...]]
 
 def linearize_with_needs(program: Program, rng: Random | None = None) -> Iterator[Due]:
     """Yields what `linearize` does, and what each action needs."""
-    rows = [_with_needs(rank, program) for rank in range(program.ranks)]
-    fronts = {rank: due for rank, row in enumerate(rows) if (due := next(row, None))}
+
+    def due(rank: int, place: int) -> Due:
+        action = program.table[rank][place]
+        return rank, place, action, needs(action, program)
+
+    fronts = {rank: due(rank, 0) for rank, row in enumerate(program.table) if row}
     done: set[Action] = set()
     while fronts:
         ready = [due for due in fronts.values() if done.issuperset(due[-1])]
@@ -151,11 +155,7 @@ def linearize_with_needs(program: Program, rng: Random | None = None) -> Iterato
         for rank, place, action, needed in [rng.choice(ready)] if rng else ready:
             yield rank, place, action, needed
             done.add(action)
-            if following := next(rows[rank], None):
-                fronts[rank] = following
+            if place + 1 < len(program.table[rank]):
+                fronts[rank] = due(rank, place + 1)
             else:
                 del fronts[rank]
-
-
-def _with_needs(rank: int, program: Program) -> Iterator[Due]:
-    return ((rank, place, action, needs(action, program)) for place, action in enumerate(program.table[rank]))

@@ -5,7 +5,8 @@ Lays timelines of ranks on several hosts side by side, whose clocks have nothing
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import inf
+from statistics import fmean
 
 from gpipe.schedule.action import COMPUTE, Action, Kind
 from gpipe.schedule.rules import BACKWARDS
@@ -84,34 +85,30 @@ def offsets(hosts: Sequence[str], timelines: Sequence[Timeline]) -> list[float]:
     messages took equally long both ways. Ranks that nothing connects with rank 0 are taken to begin when it does.
     """
     known = {hosts[0]: 0.0}
-    bounds = _bounds(hosts, timelines)
-    while reached := [(a, b) for a, b in bounds if (a in known) != (b in known)]:
-        a, b = reached[0]
-        least, most = bounds[a, b]
-        ahead = (least + most) / 2 if isfinite(least + most) else least if isfinite(least) else most
-        known |= {b: known[a] + ahead} if a in known else {a: known[b] - ahead}
+    least = _least_ahead(hosts, timelines)
+    pairs = dict.fromkeys([*least, *((b, a) for a, b in least)])
+    while reached := next(((a, b) for a, b in pairs if a in known and b not in known), None):
+        a, b = reached
+        bounds = [sign * least[pair] for pair, sign in (((a, b), 1), ((b, a), -1)) if pair in least]
+        known[b] = known[a] + fmean(bounds)
     begun = [min((span.start for span in timeline.spans), default=0.0) for timeline in timelines]
     return [known.get(host, begun[0] - start) for host, start in zip(hosts, begun, strict=True)]
 
 
-def _bounds(hosts: Sequence[str], timelines: Sequence[Timeline]) -> dict[tuple[str, str], tuple[float, float]]:
-    """By two hosts, between what lies that which the second's clock is to be put forward by."""
+def _least_ahead(hosts: Sequence[str], timelines: Sequence[Timeline]) -> dict[tuple[str, str], float]:
+    """By two hosts between which something crossed, what the second's clock is to be put forward by at the least."""
     made: dict[tuple[int, Action], tuple[str, Span]] = {}  # by replica
     seen: list[set[int]] = []
     for host, timeline in zip(hosts, timelines, strict=True):
         seen.append({span.action.stage for span in timeline.spans})
         made |= {(seen.count(seen[-1]), span.action): (host, span) for span in timeline.spans}
-    found: dict[tuple[str, str], tuple[float, float]] = {}
+    least: dict[tuple[str, str], float] = {}
     for (replica, action), (host, span) in made.items():
         for need in _brought(action):
             other, before = made.get((replica, need), (host, span))
-            if other == host:
-                continue
-            a, b = sorted((host, other))
-            least, most = found.get((a, b), (-inf, inf))
-            waited = before.end - span.start
-            found[a, b] = (max(least, waited), most) if host == b else (least, min(most, -waited))
-    return found
+            if other != host:
+                least[other, host] = max(least.get((other, host), -inf), before.end - span.start)
+    return least
 
 
 def _brought(action: Action) -> Iterator[Action]:

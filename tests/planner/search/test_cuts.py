@@ -223,18 +223,6 @@ def test_the_unit_does_not_matter(balance: Balance, power: int) -> None:
     assert partition(scaled[0], 4, balance=balance, transfers=scaled[1]).layers == plain.layers
 
 
-def test_the_account_of_a_partition() -> None:
-    memory = Memory([4000, 10, 10], [0, 7, 7], [5, 5, 5], limits=4100, in_flight=2)
-    text = given([1, 2], [6, 1, 1], memory=memory).explain(["embedding", "block", "head"])
-    assert text == (
-        "stage 0: embedding (1): cost 6, 150% of the mean; 4,005 bytes of 4,100\n"
-        "stage 1: block to head (2): cost 2, 50% of the mean; 44 bytes of 4,100\n"
-        "slowest stage: 50.0% over the mean 4, 0.0% over the lower bound 6\n"
-        "in the way: embedding, cost 6"
-    )
-    assert "(TOO MUCH)" in given([2, 1], [6, 1, 1], memory=Memory([9] * 3, [0] * 3, [1] * 3, 15)).explain()
-
-
 def test_layers_given() -> None:
     found = given((2, 3, 1), [1, 2, 3, 4, 5, 6])
     assert (found.cuts, found.bounds, found.seconds) == ((2, 5), ((0, 2), (2, 5), (5, 6)), (3, 12, 6))

@@ -10,8 +10,13 @@ from dataclasses import dataclass
 
 from gpipe.schedule.program import Table
 from gpipe.schedule.schedules.fill_drain import fill_drain, fill_drain_table, forward_only, forward_only_table
-from gpipe.schedule.schedules.interleaved import interleaved, interleaved_zb
-from gpipe.schedule.schedules.one_forward_one_backward import one_forward_one_backward, zb_h1, zb_h2
+from gpipe.schedule.schedules.one_forward_one_backward import (
+    interleaved,
+    interleaved_zb,
+    one_forward_one_backward,
+    zb_h1,
+    zb_h2,
+)
 from gpipe.schedule.schedules.v_shaped import dualpipe_v, v_half, v_min, zb_v
 from gpipe.schedule.schedules.writing import Placement, line, loop, loops, vee
 

@@ -1,12 +1,16 @@
 """1F1B: once the pipeline is full, a backward after each forward (PipeDream's order, made synchronous).
 
-ZB-H1 and ZB-H2: the same with split backwards, so that W fills what would be idle (Qi et al., 2023).
+ZB-H1 and ZB-H2: the same with split backwards, so that W fills what would be idle (Qi et al., 2023). Interleaved
+1F1B (Megatron-LM), and the same with split backwards: several stages a rank, in a loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from gpipe.schedule.program import Table
-from gpipe.schedule.schedules.writing import Placement, in_turn, one_for_one
+from gpipe.schedule.schedules.writing import Cell, Placement, in_turn, one_for_one
+
+ByRank: TypeAlias = Callable[[int], int]
 
 
 def one_forward_one_backward(placement: Placement, micro_batches: int) -> Table:
@@ -20,7 +24,7 @@ def one_forward_one_backward(placement: Placement, micro_batches: int) -> Table:
 
     As long as fill-drain, (K-1)(F+B) beside the work (Narayanan et al., 2021, section 2.2).
     """
-    return _in_line(placement, micro_batches, ahead=lambda r: len(placement) - r)
+    return _in_rounds(placement, micro_batches, lambda behind: behind + 1)
 
 
 def zb_h1(placement: Placement, micro_batches: int) -> Table:
@@ -35,7 +39,7 @@ def zb_h1(placement: Placement, micro_batches: int) -> Table:
     (K-1)(F+I-W) beside the work, a third of 1F1B's, for the K micro-batches that 1F1B holds on its first rank
     (section 2.3).
     """
-    return _in_line(placement, micro_batches, ahead=lambda r: len(placement) - r, late=lambda r: r)
+    return _in_rounds(placement, micro_batches, lambda behind: behind + 1, late=lambda r: r)
 
 
 def zb_h2(placement: Placement, micro_batches: int) -> Table:
@@ -50,17 +54,53 @@ def zb_h2(placement: Placement, micro_batches: int) -> Table:
     No rank is idle between its first and its last action, so (K-1)F beside the work, for 2K-1 micro-batches held
     (section 2.3).
     """
-    return _in_line(placement, micro_batches, lambda r: 2 * (len(placement) - r) - 1, late=lambda r: 2 * r)
+    return _in_rounds(placement, micro_batches, lambda behind: 2 * behind + 1, late=lambda r: 2 * r)
 
 
-def _in_line(
-    placement: Placement,
-    micro_batches: int,
-    ahead: Callable[[int], int],
-    late: Callable[[int], int | None] = lambda r: None,
-) -> Table:
-    """A forward for each backward on every rank, which holds one stage; the rest by rank, as `one_for_one` has it."""
-    return tuple(
-        in_turn(one_for_one([r] * micro_batches, [r] * micro_batches, ahead(r), late(r)), micro_batches)
-        for r in placement
-    )
+def interleaved(placement: Placement, micro_batches: int) -> Table:
+    """The table of interleaved 1F1B: rounds of K micro-batches go through the v stages of a rank in turn.
+
+    ```text
+    rank 0  F0 F1 f0 f1 F2 .. b0--- F3 b1--- f2 B0--- f3 B1--- .. b2--- .. b3--- B2--- B3---
+    rank 1  .. F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3--- .. ..
+    ```
+
+    (K-1)(F+B) of one stage beside the work, which is 1/v of fill-drain's, for K + (K-1)/v of a rank's activations
+    (Narayanan et al., 2021, section 2.2). Where K does not divide M, rounds are longer: fill and drain stay as they
+    are, and more is held.
+    """
+    return _in_rounds(placement, micro_batches, lambda behind: 2 * behind + 1)
+
+
+def interleaved_zb(placement: Placement, micro_batches: int) -> Table:
+    """The table of interleaved zero bubble: fewer forwards ahead than interleaved 1F1B, since I takes less than B.
+
+    ```text
+    rank 0  F0 F1 f0 f1 .. i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
+    rank 1  .. F0 F1 f0 i0 f1 i1 w0 F2 I0 w1 F3 I1 W0 f2 i2 W1 f3 i3 w2 I2 w3 I3 W2 W3
+    ```
+
+    (K-1)F/v beside the work for K micro-batches held.
+    """
+    return _in_rounds(placement, micro_batches, lambda behind: behind + 1, late=lambda r: r)
+
+
+def _in_rounds(placement: Placement, micro_batches: int, ahead: ByRank, late: ByRank | None = None) -> Table:
+    """A forward for each backward, in rounds through the stages of each rank, as `one_for_one` has it.
+
+    `ahead`: the forwards by which a rank's last stage is, of the ranks behind it. Rounds are of K micro-batches or,
+    where K does not divide M, of as few more as can be, the largest first.
+    """
+    ranks = max(placement) + 1
+    rounds = max(1, micro_batches // ranks)
+    sizes = [micro_batches // rounds + (number < micro_batches % rounds) for number in range(rounds)]
+
+    def through(stages: Sequence[int]) -> list[int]:
+        return [stage for size in sizes for stage in stages for _ in range(size)]
+
+    def cells(r: int) -> Iterable[Cell]:
+        stages = range(r, len(placement), ranks)
+        before = (len(stages) - 1) * max(ranks, sizes[0]) + ahead(ranks - 1 - r)
+        return one_for_one(through(stages), through(stages[::-1]), before, late(r) if late else None)
+
+    return tuple(in_turn(cells(r), micro_batches) for r in range(ranks))
