@@ -11,11 +11,14 @@ image, and the filters double with each, from D/4 in the first one to 4D in the 
 Cells are data, as evolution found them: Real et al. (AAAI 2019). Where the figures printed there and the TPU
 reference model differ, the reference is followed: its parameter counts are those of the GPipe paper. It pads a
 strided window at one side only; here padding is symmetric, which gives the same shapes, seen one pixel apart.
+It runs BatchNorm with torch's defaults; with the other constants that it states, decay 0.9997 and epsilon 1e-3, the
+running statistics would be useless for the first ten thousand steps.
 ScheduledDropPath is of Zoph et al. (2018), section 3: in training, more and more samples go without an output.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,16 +88,16 @@ def drop_path_keep(step: int, steps: int, final: float = 0.7) -> float:
 State = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Genotype:
+class Genotype(NamedTuple):
     """A cell as evolution found it: which operation reads which state, in pairs that are added.
 
-    State 0 is the projected output of the previous cell, state 1 the adapted output of the one before it;
-    each pair adds one state. The output is the concatenation of the states in `outputs`.
+    State 0 is the projected output of the previous cell, state 1 the adapted output of the one before it; each pair
+    adds one state. Operations on the first two have a `stride`. The states in `outputs`, in a row, are the output.
     """
 
     pairs: tuple[tuple[tuple[str, int], tuple[str, int]], ...]
     outputs: tuple[int, ...]
+    stride: int = 1
 
 
 D_NORMAL = Genotype(
@@ -116,6 +119,7 @@ D_REDUCTION = Genotype(
         (("avg3x3", 2), ("conv1x1", 3)),
     ),
     outputs=(4, 5, 6),
+    stride=2,
 )
 B_NORMAL = Genotype(
     pairs=(
@@ -136,6 +140,7 @@ B_REDUCTION = Genotype(
         (("avg3x3", 4), ("conv1x1", 3)),
     ),
     outputs=(5, 6),
+    stride=2,
 )
 
 
@@ -156,72 +161,49 @@ def conv(
     return made
 
 
-def norm(channels: int) -> nn.BatchNorm2d:
-    """Makes a BatchNorm with torch's momentum of 0.1 and epsilon of 1e-5, as the reference runs it (decay 0.9).
-
-    The alternative that it also states, decay 0.9997 and epsilon 1e-3, leaves the running statistics useless for the
-    first ten thousand steps.
-    """
-    return nn.BatchNorm2d(channels, eps=1e-5, momentum=0.1)
-
-
 def relu_conv_norm(inputs: int, outputs: int, kernel: Size = (1, 1), stride: Size = (1, 1)) -> nn.Sequential:
     """Makes ReLU, convolution, BatchNorm. The ReLU is not in place: other operations read the same input."""
-    return nn.Sequential(nn.ReLU(), conv(inputs, outputs, kernel, stride), norm(outputs))
+    return nn.Sequential(nn.ReLU(), conv(inputs, outputs, kernel, stride), nn.BatchNorm2d(outputs))
 
 
-Operation = Callable[[int, int, int], nn.Module]  # (input channels, filters, stride) -> module
+def _narrow(kernels: Sequence[Size], inputs: int, filters: int, stride: int) -> nn.Module:
+    """Makes convolutions of a fourth of the filters, between two of 1x1; wide ones are strided."""
+    narrow = filters // 4
+    stages = [relu_conv_norm(inputs, narrow)]
+    for height, width in kernels:
+        strides = stride if height > 1 else 1, stride if width > 1 else 1
+        stages.append(relu_conv_norm(narrow, narrow, (height, width), strides))
+    return nn.Sequential(*stages, relu_conv_norm(narrow, filters))
 
 
-def _narrow(*kernels: Size) -> Operation:
-    """Makes an operation of convolutions of a fourth of the filters, between two of 1x1; wide ones are strided."""
-
-    def build(inputs: int, filters: int, stride: int) -> nn.Module:
-        narrow = filters // 4
-        stages = [relu_conv_norm(inputs, narrow)]
-        for height, width in kernels:
-            strides = stride if height > 1 else 1, stride if width > 1 else 1
-            stages.append(relu_conv_norm(narrow, narrow, (height, width), strides))
-        return nn.Sequential(*stages, relu_conv_norm(narrow, filters))
-
-    return build
+def _separable(size: int, inputs: int, filters: int, stride: int) -> nn.Module:
+    """Makes two depthwise-separable convolutions in turn, the first one strided."""
+    stages: list[nn.Module] = []
+    for channels, step in ((inputs, stride), (filters, 1)):
+        depthwise = conv(channels, channels, (size, size), (step, step), groups=channels)
+        stages += [nn.ReLU(), depthwise, conv(channels, filters), nn.BatchNorm2d(filters)]
+    return nn.Sequential(*stages)
 
 
-def _separable(size: int) -> Operation:
-    """Makes an operation of two depthwise-separable convolutions in turn, the first one strided."""
-
-    def build(inputs: int, filters: int, stride: int) -> nn.Module:
-        stages: list[nn.Module] = []
-        for channels, step in ((inputs, stride), (filters, 1)):
-            depthwise = conv(channels, channels, (size, size), (step, step), groups=channels)
-            stages += [nn.ReLU(), depthwise, conv(channels, filters), norm(filters)]
-        return nn.Sequential(*stages)
-
-    return build
+def _pool(pool: Callable[[int], nn.Module], inputs: int, filters: int, stride: int) -> nn.Module:
+    """Makes a pooling, followed by a 1x1 convolution where the channels differ."""
+    if inputs == filters:
+        return pool(stride)
+    return nn.Sequential(pool(stride), conv(inputs, filters), nn.BatchNorm2d(filters))
 
 
-def _pool(pool: Callable[[int], nn.Module]) -> Operation:
-    """Makes an operation of a pooling, followed by a 1x1 convolution where the channels differ."""
-
-    def build(inputs: int, filters: int, stride: int) -> nn.Module:
-        if inputs == filters:
-            return pool(stride)
-        return nn.Sequential(pool(stride), conv(inputs, filters), norm(filters))
-
-    return build
-
-
-OPERATIONS: dict[str, Operation] = {
+OPERATIONS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "none": lambda inputs, filters, stride: nn.Identity(),
-    "avg3x3": _pool(lambda stride: nn.AvgPool2d(3, stride, padding=1, count_include_pad=False)),
-    "max2x2": _pool(lambda stride: nn.MaxPool2d(2, stride, ceil_mode=True)),
-    "max3x3": _pool(lambda stride: nn.MaxPool2d(3, stride, padding=1)),
+    "avg3x3": partial(_pool, lambda stride: nn.AvgPool2d(3, stride, padding=1, count_include_pad=False)),
+    "max2x2": partial(_pool, lambda stride: nn.MaxPool2d(2, stride, ceil_mode=True)),
+    "max3x3": partial(_pool, lambda stride: nn.MaxPool2d(3, stride, padding=1)),
     "conv1x1": lambda inputs, filters, stride: relu_conv_norm(inputs, filters, stride=(stride, stride)),
-    "conv3x3": _narrow((3, 3)),
-    "conv1x7_7x1": _narrow((1, 7), (7, 1)),
-    "separable3x3": _separable(3),
-    "separable5x5": _separable(5),
+    "conv3x3": partial(_narrow, [(3, 3)]),
+    "conv1x7_7x1": partial(_narrow, [(1, 7), (7, 1)]),
+    "separable3x3": partial(_separable, 3),
+    "separable5x5": partial(_separable, 5),
 }
+"""Each makes a module from input channels, filters and stride."""
 
 
 class FactorizedReduction(nn.Module):
@@ -234,7 +216,7 @@ class FactorizedReduction(nn.Module):
         super().__init__()
         self.even = conv(inputs, (filters + 1) // 2, stride=(2, 2))
         self.odd = conv(inputs, filters // 2, stride=(2, 2))
-        self.norm = norm(filters)
+        self.norm = nn.BatchNorm2d(filters)
 
     def forward(self, x: Tensor) -> Tensor:
         """Halves height and width."""
@@ -252,16 +234,7 @@ class Cell(nn.Module):
     `drop_path` falls on what each operation gives but `none`, each time anew.
     """
 
-    def __init__(
-        self,
-        genotype: Genotype,
-        inputs: int,
-        skip: int | None,
-        filters: int,
-        *,
-        stride: int = 1,
-        larger: bool = False,
-    ) -> None:
+    def __init__(self, genotype: Genotype, inputs: int, skip: int | None, filters: int, *, larger: bool) -> None:
         super().__init__()
         self.genotype = genotype
         self.auxiliary: nn.Module | None = None
@@ -275,7 +248,7 @@ class Cell(nn.Module):
         self.operations = nn.ModuleList()
         for name, source in (term for pair in genotype.pairs for term in pair):
             channels = inputs if source == 1 and skip is None else filters
-            self.operations.append(OPERATIONS[name](channels, filters, stride if source < 2 else 1))
+            self.operations.append(OPERATIONS[name](channels, filters, genotype.stride if source < 2 else 1))
 
     def forward(self, state: Tensor | State) -> State:
         """Gives (output, x) and whatever came behind (x, skip)."""
@@ -328,22 +301,16 @@ def _auxiliary_head(inputs: int, classes: int, image_size: int) -> nn.Module:
     pooled = (size - 5) // 3 + 1
     return nn.Sequential(
         *(nn.ReLU(), nn.AvgPool2d(5, stride=3)),
-        *(conv(inputs, narrow), norm(narrow), nn.ReLU()),
-        *(conv(narrow, wide, (pooled, pooled), pad=False), norm(wide), nn.ReLU()),
+        *(conv(inputs, narrow), nn.BatchNorm2d(narrow), nn.ReLU()),
+        *(conv(narrow, wide, (pooled, pooled), pad=False), nn.BatchNorm2d(wide), nn.ReLU()),
         *(nn.Flatten(), nn.Linear(wide, classes)),
     )
 
 
 def _amoebanet(
-    normal: Genotype,
-    reduction: Genotype,
-    layers: int,
-    filters: int,
-    classes: int,
-    dropout: float,
-    aux_size: int | None,
+    normal: Genotype, reduction: Genotype, layers: int, filters: int, classes: int, dropout: float, aux: int | None
 ) -> list[nn.Module]:
-    """Builds the layers, with an auxiliary head where the size of the image is given for it."""
+    """Builds the layers, with an auxiliary head for images of `aux` pixels a side unless it is None."""
     if layers < 3 or filters < 16:
         raise ValueError(
             "AmoebaNet needs at least 3 layers (a normal cell for each stack) and 16 filters (4 in the first "
@@ -355,17 +322,16 @@ def _amoebanet(
             filters *= 2
             cells.append((reduction, filters))
         cells.append((normal, filters))
-    stem = nn.Sequential(conv(3, _STEM_CHANNELS, (3, 3), (2, 2), pad=False), norm(_STEM_CHANNELS))
+    stem = nn.Sequential(conv(3, _STEM_CHANNELS, (3, 3), (2, 2), pad=False), nn.BatchNorm2d(_STEM_CHANNELS))
     network: list[nn.Module] = [stem]
     inputs, larger = _STEM_CHANNELS, False
     skip: int | None = None
     for genotype, width in cells:
-        reduces = genotype is reduction
-        cell = Cell(genotype, inputs, skip, width, stride=2 if reduces else 1, larger=larger)
+        cell = Cell(genotype, inputs, skip, width, larger=larger)
         network.append(cell)
-        inputs, skip, larger = width * len(genotype.outputs), inputs, reduces
-        if aux_size is not None and len(network) == 2 * layers // 3 + 4:  # the last cell of the second stack
-            cell.auxiliary = _auxiliary_head(inputs, classes, aux_size)
+        inputs, skip, larger = width * len(genotype.outputs), inputs, genotype is reduction
+        if aux is not None and len(network) == 2 * layers // 3 + 4:  # the last cell of the second stack
+            cell.auxiliary = _auxiliary_head(inputs, classes, aux)
     return [*network, Head(inputs, classes, dropout)]
 
 

@@ -109,29 +109,20 @@ class CausalAttention(nn.Module):
 
 
 class ResidualLayer(nn.Module):
-    """Attention and a feed-forward layer in a stack of `depth`, (N, T, model_dim) -> (N, T, model_dim).
+    """One attention or two and a feed-forward layer in a stack of `depth`, (N, T, model_dim) -> (N, T, model_dim).
 
-    Each reads the normalized x, and what it makes is added to x; a `memory_attention` comes between the two. Weights
-    of the feed-forward layer start smaller the deeper the stack is: each matrix by 1 / sqrt(depth), so their product
-    by 1 / depth, as section 5 of the GPipe paper scales them to train deep models. A depth of 1 leaves them.
+    Each reads the normalized x, and what it makes is added to x. Weights of the feed-forward layer start smaller the
+    deeper the stack is, each matrix by 1 / sqrt(depth), as section 5 of the GPipe paper scales them to train deep
+    models. A depth of 1 leaves them.
     """
 
-    def __init__(
-        self,
-        attention: nn.Module,
-        memory_attention: nn.Module | None = None,
-        *,
-        model_dim: int,
-        ffn_dim: int,
-        depth: int,
-        dropout: float,
-    ) -> None:
+    def __init__(self, model_dim: int, ffn_dim: int, depth: int, dropout: float, *attentions: nn.Module) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(model_dim)
-        self.attention = attention
-        if memory_attention is not None:
+        self.attention = attentions[0]
+        if len(attentions) > 1:
             self.memory_norm = nn.LayerNorm(model_dim)
-            self.memory_attention = memory_attention
+            self.memory_attention = attentions[1]
         self.ffn_norm = nn.LayerNorm(model_dim)
         widen, narrow = nn.Linear(model_dim, ffn_dim), nn.Linear(ffn_dim, model_dim)
         for linear in (widen, narrow):
@@ -191,8 +182,8 @@ def transformer_lm(
         raise ValueError(f"clip_logits={clip_logits} leaves no logits to choose from: give more than 0, or None")
     embedding = Embedding(vocabulary(vocab, model_dim))
     depth = layers if scaled_init else 1
-    block = partial(Block, model_dim=model_dim, ffn_dim=ffn_dim, depth=depth, dropout=dropout)
-    blocks = [block(CausalAttention(model_dim, heads, dropout)) for _ in range(layers)]
+    attentions = (CausalAttention(model_dim, heads, dropout) for _ in range(layers))
+    blocks = [Block(model_dim, ffn_dim, depth, dropout, attention) for attention in attentions]
     weight = embedding.weight if tied else vocabulary(vocab, model_dim)
     return [embedding, *blocks, Head(weight, clip_logits, affine=False)]
 
@@ -230,7 +221,7 @@ class Attention(nn.Module):
 
 
 class SourceEmbedding(nn.Module):
-    """Token ids (source (N, S), target (N, T)) -> the source as vectors (N, S, model_dim); see `_readable`."""
+    """Token ids (source (N, S), target (N, T)) -> the source as vectors (N, S, model_dim)."""
 
     stash = ("target", "mask")
 
@@ -241,16 +232,12 @@ class SourceEmbedding(nn.Module):
         self.pad = pad
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Stashing:
-        """Embeds the source, and stashes the target and where the source may be read."""
+        """Embeds the source, and stashes the target and where the source may be read: words, or else the first."""
         source, target = inputs
-        return self.dropout(self.embedding(source)), {"target": target, "mask": _readable(source, self.pad)}
-
-
-def _readable(source: Tensor, pad: int) -> Tensor:
-    """Where a source (N, S) is no padding; of padding alone the first is read, for a softmax over nothing is NaN."""
-    words = source != pad
-    first = torch.arange(source.shape[1], device=source.device) == 0
-    return words | (first & ~words.any(dim=1, keepdim=True))
+        words = source != self.pad
+        first = torch.arange(source.shape[1], device=source.device) == 0  # a softmax over nothing would be NaN
+        mask = words | (first & ~words.any(dim=1, keepdim=True))
+        return self.dropout(self.embedding(source)), {"target": target, "mask": mask}
 
 
 class EncoderLayer(ResidualLayer):
@@ -340,18 +327,15 @@ def transformer(
         raise ValueError("\n".join(mistakes))
     depth = layers if scaled_init else 1
     attention = partial(Attention, model_dim, heads, head_dim, dropout)
-    encoder, decoder = (
-        partial(layer, model_dim=model_dim, ffn_dim=ffn_dim, depth=depth, dropout=dropout)
-        for layer in (EncoderLayer, DecoderLayer)
-    )
+    sizes = model_dim, ffn_dim, depth, dropout
     source = vocabulary(vocab, model_dim)
     target = source if matrices == 1 else vocabulary(vocab, model_dim)
     softmax = vocabulary(vocab, model_dim) if matrices == 3 else target
     return [
         SourceEmbedding(source, pad, dropout),
-        *(encoder(attention()) for _ in range(layers)),
+        *(EncoderLayer(*sizes, attention()) for _ in range(layers)),
         Bridge(target, dropout),
-        *(decoder(attention(), attention()) for _ in range(layers)),
+        *(DecoderLayer(*sizes, attention(), attention()) for _ in range(layers)),
         Head(softmax, clip_logits, affine=True),
     ]
 
