@@ -4,7 +4,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from pathlib import Path
@@ -85,8 +85,9 @@ def locked(folder: Path, world: World) -> Iterator[None]:
     if world.rank:
         yield
         return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with ExitStack() as stack:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        stack.callback(os.close, handle)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -96,8 +97,6 @@ def locked(folder: Path, world: World) -> Iterator[None]:
         except OSError:
             pass  # a file system without locks
         yield
-    finally:
-        os.close(handle)
 
 
 class Job:

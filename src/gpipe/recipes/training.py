@@ -82,7 +82,7 @@ def run(job: Job, console: Console | None = None) -> list[Epoch]:
     with locked(job.options.out, job.world):
         with job.pipe, one_thread():
             with gpipe.catch_sigterm(job.pipe, ctrl_c=True) as is_to_end:
-                recorded = _train(job, say, _bar(console), is_to_end)
+                recorded = _train(job, say, console, is_to_end)
             weights = job.begin_save()()
             if job.recipe.averaging:
                 with job.averages.applied():
@@ -92,30 +92,25 @@ def run(job: Job, console: Console | None = None) -> list[Epoch]:
     return job.progress.epochs
 
 
-def _bar(console: Console) -> Progress:
-    """How far it is, and the time left: on a terminal only, never in a log."""
-    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TimeRemainingColumn()
-    silent = not console.is_terminal or console.quiet
-    return Progress(*columns, TextColumn("left"), console=console, transient=True, disable=silent)
-
-
-def _train(job: Job, say: Say, bar: Progress, is_to_end: Callable[[], int]) -> Recorded | None:
+def _train(job: Job, say: Say, console: Console, is_to_end: Callable[[], int]) -> Recorded | None:
     """Trains what is left; gives what was recorded of the last epoch, if there is one left."""
     progress, recorded = job.progress, None
     if job.done:
         over = "" if len(progress.epochs) < job.epochs else ": all was trained before"
         say(f"goes on after {progress}, from {job.checkpoints}{over}")
-    _write_metrics(job)
     say(job.name)
     say(job.pipe.summary())
-    task = bar.add_task("", total=job.steps, completed=job.done)
+    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TimeRemainingColumn(), TextColumn("left")
+    silent = not console.is_terminal or console.quiet  # never in a log
+    with Progress(*columns, console=console, transient=True, disable=silent) as bar:
+        task = bar.add_task("", total=job.steps, completed=job.done)
 
-    def step_ended() -> None:
-        bar.advance(task)
-        if ending := is_to_end():
-            _end(job, say, signal.Signals(ending))
+        def step_ended() -> None:
+            bar.advance(task)
+            if ending := is_to_end():
+                _end(job, say, signal.Signals(ending))
 
-    with bar:
+        _write_metrics(job)
         while len(progress.epochs) < job.epochs:
             epoch, recorded = _epoch(job, step_ended)
             progress.epochs.append(epoch)
@@ -248,29 +243,25 @@ def _told(recorded: Recorded, plain_seconds: float | None, out: Path) -> Iterato
 
 def _report(job: Job, recorded: Recorded) -> Report:
     """What `gpipe report` draws."""
-    pipe = job.pipe
-    configuration = {
-        name.replace("_", " ").strip(): value for name, value in {**vars(job.options), **job.how}.items()
-    }
-    configuration |= {
-        "partitions": pipe.partitions,
-        "layers of each stage": pipe.layers_per_partition,
-        "devices": list(dict.fromkeys(pipe.devices)),
+    settings = {name.replace("_", " ").strip(): value for name, value in {**vars(job.options), **job.how}.items()}
+    settings |= {
+        "partitions": job.pipe.partitions,
+        "layers of each stage": job.pipe.layers_per_partition,
+        "devices": list(dict.fromkeys(job.pipe.devices)),
         "torch": torch.__version__,
     }
+    for name, value in settings.items():
+        if isinstance(value, list | tuple):
+            settings[name] = ", ".join(map(str, value))
+        elif isinstance(value, Path):
+            settings[name] = str(value)
     return replace(
         recorded.steps.report(job.name),
         memory=recorded.held,
-        configuration={name: _words(value) for name, value in configuration.items()},
+        configuration=settings,
         losses=tuple(epoch.loss for epoch in job.progress.epochs),
         loss_each="epoch",
     )
-
-
-def _words(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    return str(value) if isinstance(value, Path) else value
 
 
 def measure_plain_step(recipe: Recipe[Any], micro_batches: int, device: torch.device) -> float:

@@ -123,11 +123,9 @@ def read_catalogues() -> list[Pair]:
 def _translations(catalogue: Iterable[Any]) -> Iterator[tuple[str, str]]:
     """Yields (source, English) of a catalogue."""
     for entry in catalogue:
-        if not entry.msgid_plural:
-            yield entry.msgstr, entry.msgid
-        else:
-            forms = [entry.msgstr_plural[number] for number in sorted(entry.msgstr_plural)]
-            yield forms[0], entry.msgid
+        forms = [entry.msgstr_plural[number] for number in sorted(entry.msgstr_plural)] or [entry.msgstr]
+        yield forms[0], entry.msgid
+        if entry.msgid_plural:
             yield forms[-1], entry.msgid_plural
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import fsum
 from typing import NamedTuple
 
@@ -55,16 +56,13 @@ def evaluation_of(
     `nlls` are negative log-likelihoods by language, and of how many subwords; so many `tokens` at most are translated
     at once, by a beam of `width`, or of 1 greedily alone.
     """
-    likeliest = _translate(corpus, lambda sources: greedy(network, sources), tokens, "greedily")
+    likeliest = _translate(corpus, partial(greedy, network), tokens, "greedily")
     searched: Sequence[str | None] = [None] * len(likeliest)
     if width > 1:
-        searched = _translate(
-            corpus, lambda sources: beam(network, sources, width), tokens // width, f"by a beam of {width}"
-        )
-    translated = [
-        Translated(*one.pair, likely, found)
-        for one, likely, found in zip(corpus.test, likeliest, searched, strict=True)
-    ]
+        what = f"by a beam of {width}"
+        searched = _translate(corpus, partial(beam, network, width=width), tokens // width, what)
+    outcomes = zip(corpus.test, likeliest, searched, strict=True)
+    translated = [Translated(*one.pair, likely, found) for one, likely, found in outcomes]
     frequent = Counter(pair.english for pair in corpus.split.train).most_common(1)[0][0]
     languages = {
         language: _scores(
@@ -95,18 +93,16 @@ def _translate(corpus: Corpus, decode: Decode, tokens: int, what: str) -> list[s
 
 def _scores(translated: Sequence[Translated], train: int, nll: tuple[float, int], frequent: str) -> Scores:
     """What translations come to together."""
-    right = [one.english for one in translated]
-    likeliest = [one.greedy for one in translated]
-    searched = [one.beam for one in translated if one.beam is not None]
+    _, sources, right, likeliest, searched = zip(*translated, strict=True)
     return Scores(
         train,
         len(translated),
         nll[0] / nll[1],
         chrf(likeliest, right),
         bleu(likeliest, right),
-        chrf(searched, right) if searched else None,
-        bleu(searched, right) if searched else None,
-        chrf([one.source for one in translated], right),
+        None if None in searched else chrf(searched, right),
+        None if None in searched else bleu(searched, right),
+        chrf(sources, right),
         chrf([frequent] * len(right), right),
     )
 

@@ -29,20 +29,8 @@ from gpipe.recipes.translation.evaluation import SACREBLEU, evaluation_of, toget
 VOCABULARY = "vocabulary.json"
 
 
-def _in_common(options: TranslationOptions, vocabulary: int) -> dict[str, Any]:
-    o = options
-    clip_logits = o.clip_logits or None
-    return {"vocab": vocabulary, "dropout": o.dropout, "scaled_init": o.scaled_init, "clip_logits": clip_logits}
-
-
 class EncoderDecoder:
-    """T(L, H, A) of the paper's section 5."""
-
-    def layers(self, options: TranslationOptions, vocabulary: int) -> list[nn.Module]:
-        """Builds the network for so many subwords."""
-        o = options
-        sizes: dict[str, Any] = {"model_dim": o.model_dim, "head_dim": o.head_dim, "matrices": o.matrices}
-        return transformer(o.layers, o.ffn_dim, o.heads, pad=PAD, **sizes, **_in_common(o, vocabulary))
+    """T(L, H, A) of the paper's section 5: a sentence and its translation are two rows."""
 
     def batch(self, sentences: Sequence[Sentence]) -> Batch:
         """What it reads, and what it should say; PAD where anything may be said."""
@@ -56,12 +44,6 @@ class EncoderDecoder:
 
 class Decoder(EncoderDecoder):
     """The language model of the paper's Table 1: a sentence and its translation are one row."""
-
-    def layers(self, options: TranslationOptions, vocabulary: int) -> list[nn.Module]:
-        """Builds the network for so many subwords."""
-        o = options
-        sizes = 2 * o.layers, o.model_dim, o.ffn_dim, o.heads
-        return transformer_lm(*sizes, tied=o.matrices < 3, **_in_common(o, vocabulary))
 
     def batch(self, sentences: Sequence[Sentence]) -> Batch:
         """What it reads, and what it should say: what is not English is not learnt."""
@@ -130,7 +112,17 @@ class TranslationRecipe(Recipe[TranslationOptions]):
 
     def layers(self) -> list[nn.Module]:
         """Builds the network."""
-        return self._layout.layers(self.options, len(self.vocabulary))
+        o, vocab, clip = self.options, len(self.vocabulary), self.options.clip_logits or None
+        common: dict[str, Any] = {
+            "vocab": vocab,
+            "dropout": o.dropout,
+            "scaled_init": o.scaled_init,
+            "clip_logits": clip,
+        }
+        if o.model == "decoder":
+            return transformer_lm(2 * o.layers, o.model_dim, o.ffn_dim, o.heads, tied=o.matrices < 3, **common)
+        sizes: dict[str, Any] = {"model_dim": o.model_dim, "head_dim": o.head_dim, "matrices": o.matrices}
+        return transformer(o.layers, o.ffn_dim, o.heads, pad=PAD, **sizes, **common)
 
     def sample(self, replicas: int) -> Batch:
         """The mini-batch of median length of the first epoch."""
