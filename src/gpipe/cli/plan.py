@@ -1,7 +1,6 @@
 """The command `gpipe plan`: the fastest way to train a network on devices, found without them."""
 
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
@@ -101,14 +100,6 @@ def _about_model(model: str) -> Iterator[str]:
             yield f"{model} is no network of gpipe.models ({', '.join(NETWORKS)}), and no MODULE:FUNCTION"
     elif not (module and function):
         yield f"{model} has no {'function' if module else 'module'}; give MODULE:FUNCTION, as my_module:network"
-    else:
-        sys.path.insert(0, str(Path.cwd()))  # the module may be in the folder in which the command runs
-        try:
-            found = importlib.util.find_spec(module) is not None
-        except (ImportError, ValueError):
-            found = False
-        if not found:
-            yield f"there is no module {module!r}; give MODULE:FUNCTION, MODULE as Python imports it from this folder"
 
 
 def _about_sizes(model: str, size: Sequence[str]) -> Iterator[str]:
@@ -146,11 +137,12 @@ def _of_ours(model: str, size: Sequence[str], measure: bool) -> tuple[Any, Any]:
 def _own(where: str) -> tuple[Any, Any]:
     """What the user's function gives: a model, and an example mini-batch."""
     module, _, name = where.partition(":")
+    sys.path.insert(0, str(Path.cwd()))  # the module may be in the folder in which the command runs
     function = getattr(importlib.import_module(module), name, None)
-    if function is None:
-        raise ValueError(f"{module} has no {name}; give MODULE:FUNCTION")
     if not callable(function):
-        raise ValueError(f"{where} is no function; give MODULE:FUNCTION")
+        raise ValueError(
+            f"{where} is no function; give MODULE:FUNCTION, MODULE as Python imports it from this folder"
+        )
     given = function()
     if not isinstance(given, tuple) or len(given) != 2:
         kind = type(given).__name__

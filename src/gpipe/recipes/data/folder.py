@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from glob import iglob
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,8 +25,6 @@ HELD_OUT_EVERY = 5  # of each class, in the order of names, where no folder says
 SHOWN = 3  # of many files, in a message
 START = "spawn"  # a copy of a process in which threads run, as those of a pipe do, could wait forever for their locks
 
-Files = Mapping[str, Sequence[str]]  # of each class, as paths below the folder, sorted
-
 
 class ImageFolder(NamedTuple):
     """Images in files: `names` are paths below `root`, class by class, `labels` places in `classes`."""
@@ -36,7 +35,7 @@ class ImageFolder(NamedTuple):
     classes: tuple[str, ...]
 
     @classmethod
-    def of(cls, root: Path, found: Files) -> "ImageFolder":
+    def of(cls, root: Path, found: Mapping[str, Sequence[str]]) -> "ImageFolder":
         """The files of some classes, which are numbered in this order."""
         pairs = [(file, number) for number, files in enumerate(found.values()) for file in files]
         return cls(root, tuple(file for file, _ in pairs), tuple(number for _, number in pairs), tuple(found))
@@ -58,11 +57,10 @@ def load_folder(
     whole = root = held_out_root = Path(directory)
     if not root.is_dir():
         raise ValueError(f"{root} is no folder; give one that holds a folder of images for each class")
-    if _subfolders(root / "train"):
+    if _class_folders(root / "train"):
         root = root / "train"
         held_out_root = next((whole / name for name in HELD_OUT_FOLDERS if (whole / name).is_dir()), root)
-    train = _find(root)
-    mistakes = _mistakes(root, train)
+    train, mistakes = _find(root)
     if held_out_root == root:
         held_out = {name: files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY] for name, files in train.items()}
         train = {name: sorted({*files} - {*held_out[name]}) for name, files in train.items()}
@@ -72,8 +70,8 @@ def load_folder(
                 "add images, or put some into val/CLASS and the others into train/CLASS"
             )
     else:
-        held_out = _find(held_out_root)
-        mistakes += _mistakes(held_out_root, held_out)
+        held_out, more = _find(held_out_root)
+        mistakes += more
         if unknown := [name for name in held_out if name not in train]:
             mistakes.append(
                 f"{held_out_root} has classes that {root} lacks: {_some(unknown)}; add them there or remove them"
@@ -108,37 +106,32 @@ def read_image(file: Path) -> "Image":
     return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
 
 
-def _subfolders(folder: Path) -> list[str]:
+def _class_folders(folder: Path) -> list[str]:
     """The names of folders in a folder, which may not exist, sorted; as numbers, if all are."""
-    if not folder.is_dir():
-        return []
-    with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    names = sorted(path.name for path in folder.glob("[!.]*/"))
     return sorted(names, key=int) if all(name.isascii() and name.isdecimal() for name in names) else names
 
 
-def _find(folder: Path) -> dict[str, list[str]]:
-    return {name: sorted(_files(folder, name)) for name in _subfolders(folder)}
-
-
-def _files(root: Path, name: str) -> Iterable[str]:
-    for at, folders, files in os.walk(root / name, followlinks=True):
-        folders[:] = [folder for folder in folders if not folder.startswith(".")]
-        below = Path(at).relative_to(root).as_posix()
-        yield from (f"{below}/{file}" for file in files if not file.startswith("."))
-
-
-def _mistakes(root: Path, found: Files) -> list[str]:
+def _find(root: Path) -> tuple[dict[str, list[str]], list[str]]:
+    """The files of each class, as sorted paths below the root, and what cannot be."""
+    found: dict[str, list[str]] = {}
+    strange = []
+    for name in _class_folders(root):
+        below = [f"{name}/{file}" for file in iglob("**/*", root_dir=root / name, recursive=True)]
+        others = [file for file in below if Path(file).suffix.lower() not in SUFFIXES]
+        folders = {file for file in others if (root / file).is_dir()}
+        found[name] = sorted({*below} - folders)
+        strange += sorted({*others} - folders)
     if not found:
-        return [
+        return found, [
             f"{root} has no class folders; put the images of each class into a folder of its own: {root}/cat/1.jpg"
         ]
-    empty = [name for name, files in found.items() if not files]
-    strange = [file for files in found.values() for file in files if Path(file).suffix.lower() not in SUFFIXES]
-    return [
-        *([f"{root} has empty class folders: {_some(empty)}; add images or remove them"] if empty else []),
-        *([f"{root} has files that are no images: {_some(strange)}; remove them"] if strange else []),
-    ]
+    mistakes = []
+    if empty := [name for name, files in found.items() if not files]:
+        mistakes.append(f"{root} has empty class folders: {_some(empty)}; add images or remove them")
+    if strange:
+        mistakes.append(f"{root} has files that are no images: {_some(strange)}; remove them")
+    return found, mistakes
 
 
 def _some(names: Sequence[str]) -> str:
