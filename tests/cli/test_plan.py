@@ -21,11 +21,7 @@ def test_a_network_by_name_is_planned(capsys: pytest.CaptureFixture[str]) -> Non
     assert out.startswith("K=2 M=")
     assert "rank 1 (tpuv2): " in out
     assert "rejected, slower" in out
-
-
-def test_a_network_of_two_inputs_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ("--size", "layers=1", "model_dim=16", "ffn_dim=16", "heads=2", "vocab=50", "--batch", "8")
-    main(["plan", "transformer", *small, "--devices", "2xtpuv2", "-k", "2"])
+    main(["plan", "transformer", "--size", "layers=1", *SMALL[2:], "--devices", "2xtpuv2", "-k", "2"])  # two inputs
     assert capsys.readouterr().out.startswith("K=2 M=")
 
 
@@ -39,48 +35,39 @@ def test_a_function_of_the_users_is_planned(
     assert "rank 0 (t4): 0, remat never" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["resnet"], "resnet is no network of gpipe.models (amoebanet_d,"),
-        (["unet", "--batch", "0"], "--batch is 0: choose 1 or more"),
-        (["unet", "--batch", "8", "-m", "3"], "--micro-batches is 3: choose a number that divides --batch 8"),
-        (["unet", "--schedule", "zbv"], "--schedule is zbv: choose one of gpipe, 1f1b"),
-        (["unet", "--size", "b"], "--size has b: write NAME=NUMBER"),
-        (["unet", "--devices", "4xtpu"], "'4xtpu' is no devices; give COUNTxPRESET"),
-        (
-            ["unet", "--devices", "2x1x1"],
-            "'2x1x1' is one device of 2 GiB, or 2 devices without a link; write 1x2x1x1 for the one",
-        ),
-        (["unet", "--devices", "0xv100"], "'0xv100' is no device at all; give a count of at least 1"),
-        (["unet", "--devices", "1.5x1x1x1"], "'1.5x1x1x1' begins with 1.5, which is no number of devices"),
-        (["unet", "--devices", "2xnanx1x1"], "'2xnanx1x1' is no devices; give COUNTxPRESET"),
-        (["unet", "--devices", "2x1x1x1x1"], "'2x1x1x1x1' is no devices"),
-        (["unet", "--devices", "2x0x1x1"], "memory=0.0; give more than 0, in bytes"),
-        (["unet", "--optimizer-numbers", "nan"], "--optimizer-numbers is nan: choose 0 or more"),
-        (["unet", "--optimizer-numbers", "-1"], "--optimizer-numbers is -1.0: choose 0 or more"),
-        (["unet", "--size", "depth=3"], "--size has depth=3: unet takes b, c, inputs, outputs, dropout"),
-        (["transformer_lm", "--size", "heads=0"], "--size has heads=0: choose 1 or more"),
-        (["mine:"], "mine: has no function; give MODULE:FUNCTION"),
-        ([":net"], ":net has no module; give MODULE:FUNCTION"),
-        (["nosuch:f"], "No module named 'nosuch'"),
-        (["gpipe.nosuch.deep:f"], "No module named 'gpipe.nosuch'"),
-        (["math:tau", "--size", "b=1"], "--size is for the networks of gpipe.models"),
-        (["unet", "-k", "9"], "--partitions is 9: choose at most 4, as many as there are devices"),
-        (["unet", "--devices"], "--devices has none: give at least one, as 4xtpuv2"),
-        (["math:tau"], "math:tau is no function; give MODULE:FUNCTION"),
-        (["time:localtime"], "time:localtime gives struct_time; return (model, sample)"),
-        (["gpipe:nothing"], "nothing"),
-        (["transformer_lm", *SMALL, "--devices", "1x0.00001x1x1"], "nothing fits"),
-    ],
-)
-def test_what_cannot_be_ends_with_status_2_and_what_to_do(
-    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", *arguments])
-    assert ended.value.code == 2
-    assert text in " ".join(capsys.readouterr().err.split())
+def test_what_cannot_be_ends_with_status_2_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, text in (
+        ("resnet", "resnet is no network of gpipe.models (amoebanet_d,"),
+        ("unet --batch 0", "--batch is 0: choose 1 or more"),
+        ("unet --batch 8 -m 3", "--micro-batches is 3: choose a number that divides --batch 8"),
+        ("unet --schedule zbv", "--schedule is zbv: choose one of gpipe, 1f1b"),
+        ("unet --size b", "--size has b: write NAME=NUMBER"),
+        ("unet --devices 4xtpu", "'4xtpu' is no devices; give COUNTxPRESET"),
+        ("unet --devices 2x1x1", "2 devices without a link; write 1x2x1x1 for the one"),
+        ("unet --devices 0xv100", "'0xv100' is no device at all; give a count of at least 1"),
+        ("unet --devices 1.5x1x1x1", "'1.5x1x1x1' begins with 1.5, which is no number of devices"),
+        ("unet --devices 2xnanx1x1", "'2xnanx1x1' is no devices; give COUNTxPRESET"),
+        ("unet --devices 2x1x1x1x1", "'2x1x1x1x1' is no devices"),
+        ("unet --devices 2x0x1x1", "memory=0.0; give more than 0, in bytes"),
+        ("unet --optimizer-numbers nan", "--optimizer-numbers is nan: choose 0 or more"),
+        ("unet --optimizer-numbers -1", "--optimizer-numbers is -1.0: choose 0 or more"),
+        ("unet --size depth=3", "--size has depth=3: unet takes b, c, inputs, outputs, dropout"),
+        ("transformer_lm --size heads=0", "--size has heads=0: choose 1 or more"),
+        ("mine:", "mine: has no function; give MODULE:FUNCTION"),
+        (":net", ":net has no module; give MODULE:FUNCTION"),
+        ("nosuch:f", "No module named 'nosuch'"),
+        ("math:tau --size b=1", "--size is for the networks of gpipe.models"),
+        ("unet -k 9", "--partitions is 9: choose at most 4, as many as there are devices"),
+        ("unet --devices", "--devices has none: give at least one, as 4xtpuv2"),
+        ("math:tau", "math:tau is no function; give MODULE:FUNCTION"),
+        ("time:localtime", "time:localtime gives struct_time; return (model, sample)"),
+        ("gpipe:nothing", "nothing"),
+        (f"transformer_lm {' '.join(SMALL)} --devices 1x0.00001x1x1", "nothing fits"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", *arguments.split()])
+        assert ended.value.code == 2
+        assert text in " ".join(capsys.readouterr().err.split())
 
 
 def test_help_lists_the_presets_and_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,3 @@
-import sys
-
 import pytest
 import torch
 
@@ -17,12 +15,6 @@ def test_the_split_is_fixed_stratified_and_complete_and_images_are_scaled_and_no
     large, _ = load_digits(size=64)[0].tensors
     assert (large.shape, large.dtype) == ((1442, 3, 64, 64), torch.float32)
     assert torch.equal(large[:, 0], large[:, 2])
-
-
-def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ImportError, match=r"pip install 'gpipe\[digits\]'"):
-        load_digits()
 
 
 def test_classes_are_kept_and_numbered_in_the_order_given() -> None:

@@ -106,26 +106,22 @@ def test_what_is_no_folder_of_images_is_refused(tmp_path: Path, monkeypatch: pyt
         load_folder(tmp_path)
 
 
-def test_images_are_read_upright(tmp_path: Path) -> None:
+def test_images_are_read_upright_and_as_rgb_whatever_their_mode(tmp_path: Path) -> None:
     lying = Image.new("RGB", (6, 2))
     lying.putpixel((0, 0), (255, 0, 0))
     turned = lying.getexif()
     turned[0x0112] = 6  # to be turned a quarter to the right
     lying.save(tmp_path / "lying.png", exif=turned)
     image = read_image(tmp_path / "lying.png")
-    assert image.size == (2, 6)
-    assert image.getpixel((1, 0)) == (255, 0, 0)
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
-def test_images_of_all_modes_are_read_as_rgb(tmp_path: Path, mode: str) -> None:
-    file = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
-    made = Image.new("RGB", (4, 4), (255, 255, 255)).convert(mode)
-    made.save(file)
-    assert (read_image(file).mode, read_image(file).getpixel((2, 2))) == ("RGB", (255, 255, 255))
-    if mode == "P":
-        made.save(file, transparency=b"\x00\x80")  # of which Pillow would warn
-        assert read_image(file).mode == "RGB"
+    assert (image.size, image.getpixel((1, 0))) == ((2, 6), (255, 0, 0))
+    for mode in ("1", "L", "LA", "P", "RGBA", "CMYK"):
+        file = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
+        made = Image.new("RGB", (4, 4), (255, 255, 255)).convert(mode)
+        made.save(file)
+        assert (read_image(file).mode, read_image(file).getpixel((2, 2))) == ("RGB", (255, 255, 255))
+        if mode == "P":
+            made.save(file, transparency=b"\x00\x80")  # of which Pillow would warn
+            assert read_image(file).mode == "RGB"
 
 
 def test_a_file_that_cannot_be_learnt_from_is_told_by_its_path(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Pairs of tables and of Django's catalogues, and how they are split."""
 
-import sys
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
@@ -89,10 +88,3 @@ def test_django_gives_each_translation_once_and_plurals_with_their_english() -> 
         assert (len(pairs), len(per_language)) == (65_472, 96)
         assert per_language.most_common()[0] == ("cs", 902)
         assert per_language.most_common()[-1] == ("fy", 20)
-
-
-@pytest.mark.parametrize("missing", ["django", "polib"])
-def test_without_its_libraries_the_error_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ImportError, match=r"pip install 'gpipe\[translation\]'"):
-        read_catalogues()

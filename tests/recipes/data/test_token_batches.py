@@ -1,6 +1,5 @@
 """A vocabulary from which every text comes back, and mini-batches of pairs by their tokens."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -70,12 +69,6 @@ def test_a_saved_vocabulary_is_the_same_and_learning_twice_gives_one(
         Vocabulary.load(tmp_path / "other.json")
 
 
-def test_without_tokenizers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"pip install 'gpipe\[translation\]'"):
-        Vocabulary.learn([], size=300)
-
-
 @given(LENGTHS, TOKENS, st.data(), SEEDS, st.integers(0, 1000))
 def test_exactly_as_many_batches_as_asked_for_and_each_within_tokens(
     lengths: Lengths, tokens: int, data: st.DataObject, seed: int, epoch: int
@@ -117,17 +110,3 @@ def test_batches_depend_on_seed_and_epoch_alone_and_come_in_no_order_of_length()
     assert made(1, 2) != made(2, 2)
     longest = [max(sum(lengths[row]) for row in batch) for batch in made(1, 2)]
     assert longest != sorted(longest)
-
-
-IDS = st.lists(st.integers(3, 99), max_size=6)
-
-
-@given(st.lists(st.tuples(IDS, IDS), min_size=1, max_size=5))
-def test_what_is_laid_out_can_be_read_back(rows: list[tuple[list[int], list[int]]]) -> None:
-    sources, targets = [source for source, _ in rows], [target for _, target in rows]
-    laid_out = collate(sources, targets)
-    expected = [[*one, END] for one in sources], [[BEGIN, *one] for one in targets], [[*one, END] for one in targets]
-    for tensor, own in zip(laid_out, expected, strict=True):
-        longest = max(map(len, own))
-        assert tensor.dtype == torch.int64
-        assert tensor.tolist() == [[*row, *[PAD] * (longest - len(row))] for row in own]

@@ -14,7 +14,6 @@ from gpipe.recipes.data.token_batches import BEGIN, END, PAD
 from gpipe.recipes.models.transformer import Head
 from gpipe.recipes.recipe import Batch, Share
 from gpipe.recipes.translation.corpus import Sentence
-from gpipe.recipes.translation.decode import beam, greedy
 from gpipe.recipes.translation.recipe import LAYOUTS, TranslationRecipe, count_words
 from tests.support.toy_language import options
 
@@ -176,37 +175,11 @@ def test_decoding_asks_for_what_training_teaches(model: str, tmp_path: Path) -> 
                 torch.testing.assert_close(asked[row], whole[row, at], rtol=1e-4, atol=1e-5)
 
 
-@each_model
-def test_a_pipe_translates_together_as_one_by_one(model: str, tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, model=model)
-    torch.manual_seed(2)
-    sources = [one.source[:length] for length, one in enumerate(sentences_of(recipe, 3), start=1)]
-    with piped(recipe, recipe.layers()) as pipe, torch.no_grad():
-        pipe.eval()
-        network = recipe.network(pipe)
-        assert greedy(network, sources) == [greedy(network, [source])[0] for source in sources]
-        assert beam(network, sources, 2) == [beam(network, [source], 2)[0] for source in sources]
-        assert len(greedy(network, [[]])) == 1
-
-
 # Options reach the network.
 
 
-@pytest.mark.parametrize(("model", "depth"), [("encoder-decoder", 4), ("decoder", 8)])
-def test_scaled_init_has_weights_start_smaller_by_the_root_of_the_depth(
-    model: str, depth: int, tmp_path: Path
-) -> None:
-    made = []
-    for scaled in (True, False):
-        torch.manual_seed(0)
-        made.append(recipe_of(tmp_path, model=model, layers=4, scaled_init=scaled).layers()[1])
-    for matrix in ("ffn.0.weight", "ffn.2.weight"):
-        smaller, usual = (layer.get_parameter(matrix) for layer in made)
-        torch.testing.assert_close(smaller * depth**0.5, usual)
-
-
 @each_model
-def test_other_options_reach_the_network(model: str, tmp_path: Path) -> None:
+def test_options_reach_the_network(model: str, tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, model=model, clip_logits=0.25, dropout=0.5)
     network = gpipe.Sequential(*recipe.layers())
     inputs, _ = batch_of(recipe, sentences_of(recipe))
@@ -214,9 +187,14 @@ def test_other_options_reach_the_network(model: str, tmp_path: Path) -> None:
         assert network.train()(inputs).abs().max().item() == 0.25
         assert not torch.equal(network(inputs), network(inputs))
         assert network.eval()(inputs).abs().max().item() > 0.25
-    unclipped = recipe_of(tmp_path, model=model).layers()[-1]
-    assert isinstance(unclipped, Head)
-    assert unclipped.clip_logits is None
+    made = []
+    for scaled in (True, False):
+        torch.manual_seed(0)
+        made.append(recipe_of(tmp_path, model=model, layers=2, scaled_init=scaled).layers())
+    smaller, usual = (layers[1].get_parameter("ffn.0.weight") for layers in made)
+    torch.testing.assert_close(smaller * (2 if model == "decoder" else 2**0.5), usual)
+    assert isinstance(made[0][-1], Head)
+    assert made[0][-1].clip_logits is None
     for matrices, shared in ((3, 0), (2, 1), (1, 1 if model == "decoder" else 2)):
         recipe = recipe_of(tmp_path, model=model, layers=2, matrices=matrices)
         layers = recipe.layers()

@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
-import gpipe
 from gpipe.recipes.options.translation import TranslationOptions
 from gpipe.recipes.prepare import prepare
 from gpipe.recipes.training import run
@@ -78,37 +76,6 @@ def test_more_steps_later_give_what_they_give_at_once(
     train(options(folder, steps=steps, out=out))
     train(options(folder, steps=13, out=out, resume=True, partitions=3))
     check_same(out, whole.out)
-
-
-def test_a_run_that_had_ended_within_an_epoch_goes_on_to_the_same_files(
-    whole: TranslationOptions, folder: Path, tmp_path: Path
-) -> None:
-    given = options(folder, steps=13, out=tmp_path / "out")
-    train(given)
-    before = {path.name: path.read_bytes() for path in given.out.iterdir() if path.suffix in (".svg", ".json")}
-    (given.out / WEIGHTS).unlink()
-    train(options(folder, steps=13, out=given.out, resume=True))
-    check_same(given.out, whole.out)
-    assert {name: (given.out / name).read_bytes() for name in before} == before
-
-
-def test_sigterm_saves_within_an_epoch_and_the_run_goes_on_to_the_same_bits(
-    whole: TranslationOptions, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before_step = TranslationRecipe.before_step
-
-    def tell(self: TranslationRecipe, pipe: gpipe.GPipe, step: int, steps: int) -> None:
-        before_step(self, pipe, step, steps)
-        if step == 4:
-            signal.raise_signal(signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TranslationRecipe, "before_step", tell)
-        with pytest.raises(SystemExit) as left:
-            train(options(folder, steps=13, out=tmp_path))
-    assert left.value.code == 143
-    train(options(folder, steps=13, out=tmp_path, resume=True))
-    check_same(tmp_path, whole.out)
 
 
 def test_another_training_is_not_gone_on_with(whole: TranslationOptions, folder: Path, tmp_path: Path) -> None:
