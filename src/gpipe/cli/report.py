@@ -48,9 +48,6 @@ def report(
 def _read(run: Path) -> Report:
     """The report in the folder of a run; mistakes say what to do."""
     file = run / NAME
-    if not run.is_dir():
-        odd = "is a file" if run.exists() else "does not exist"
-        raise ValueError(f"{run} {odd}: give the folder of a run, such as `gpipe train digits` writes")
     if not file.is_file():
         raise ValueError(
             f"{run} has no {NAME}, which `gpipe train` writes when it ends: give the folder of such a run"

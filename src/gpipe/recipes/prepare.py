@@ -177,7 +177,6 @@ def prepare(recipe: Recipe[Any], costs: Sequence[float] | None = None, world: Wo
     Raises:
         ValueError: The options cannot be, or the checkpoint does not fit them: what to do, a line for each. Or
             another training writes into the folder.
-        OSError: The folder cannot be made.
     """
     if world is None and find_world(os.environ).launched:
         raise ValueError(
@@ -241,7 +240,11 @@ def make_pipe(
     sample = None if costs and o.plan is None else recipe.sample(replicas).inputs
 
     def planned() -> dict[str, Any]:
-        plan = gpipe.find_plan(layers, _even(sample, m), k, partitions=k, micro_batches=m, measure=True)
+        first: Any = sample
+        while not isinstance(first, Tensor):
+            first = first[0]
+        even = max(m, len(first) - len(first) % m)  # rows that make equal parts
+        plan = gpipe.find_plan(layers, sample, k, even, partitions=k, micro_batches=m, measure=True)
         return {
             "partitions": list(plan.layers_per_partition),
             "schedule": plan.schedule,
@@ -268,14 +271,6 @@ def make_pipe(
 
 def _replicas(partitions: int, world: World) -> int:
     return world.size // partitions if world.launched else 1
-
-
-def _even(sample: Any, parts: int) -> Any:
-    """Rows of a sample, or of each of a tuple, so many that they make equal parts."""
-    if not isinstance(sample, Tensor):
-        return tuple(_even(one, parts) for one in sample)
-    rows = len(sample)
-    return sample[torch.arange(max(parts, rows - rows % parts)) % rows]
 
 
 def _begin(job: Job) -> None:

@@ -1,7 +1,6 @@
 """A run that is over, or was left: its recipe and its network again, to be evaluated, recorded or used."""
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -103,10 +102,10 @@ def record_run(run: Path, steps: int, partitions: int | None, world: World) -> s
         messages = recording.messages()
         if not world.rank:
             recording.save(run / MESSAGES)
-    count, size = Counter(one.kind for one in messages), Counter[str]()
-    for one in messages:
-        size[one.kind] += one.bytes
-    said = [f"{kind} {number}, {size[kind] / 2**20:.2f} MiB" for kind, number in sorted(count.items())]
+    said = []
+    for kind in sorted({one.kind for one in messages}):
+        sizes = [one.bytes for one in messages if one.kind == kind]
+        said.append(f"{kind} {len(sizes)}, {sum(sizes) / 2**20:.2f} MiB")
     return f"{run / MESSAGES}: {len(messages)} messages of {len(recording.timelines)} steps: {'; '.join(said)}"
 
 

@@ -7,11 +7,12 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
@@ -40,27 +41,11 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 
 
-class Recorded:
-    """Recordings of an epoch of so many steps: when what was done in all but the first, and what was held in that."""
+class Recorded(NamedTuple):
+    """Of an epoch: its steps but the first, and the bytes that each rank here held in that at its peak, by use."""
 
-    def __init__(self, pipe: gpipe.GPipe, steps: int) -> None:
-        self.steps = gpipe.record(pipe, keep=min(steps, KEPT))
-        self._first = gpipe.record(pipe, memory=True) if steps > 1 else self.steps
-
-    def loading(self, batches: Iterable[T]) -> Iterator[T]:
-        """Iterates over the mini-batches; memory is watched until the second is asked for."""
-        try:
-            for batch in self.steps.loading(batches):
-                yield batch
-                self._first.stop()
-        finally:
-            self._first.stop()
-            self.steps.stop()
-
-    @property
-    def held(self) -> tuple[Mapping[str, int], ...]:
-        """The bytes of each rank at its peak, by what they were for; nothing where other processes have ranks."""
-        return self._first.report("").memory
+    steps: gpipe.Recording
+    held: tuple[Mapping[str, int], ...]
 
 
 def watched(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
@@ -135,24 +120,30 @@ def _epoch(job: Job, step_ended: Callable[[], None]) -> tuple[Epoch, Recorded | 
     """Trains and evaluates the next epoch, or what is left of it; the last one is recorded."""
     progress, number = job.progress, len(job.progress.epochs) + 1
     first, start = len(progress.losses), time.perf_counter() - progress.seconds
-    steps, recorded = job.steps_of(number), None
+    left, recording, watching = job.steps_of(number) - first, None, None
 
     def after_step(loss: float) -> None:
         progress.losses.append(loss)
         progress.seconds = time.perf_counter() - start
+        if watching is not None:
+            watching.stop()
         step_ended()
 
     batches: Iterator[tuple[int, Batch]]
-    batches = zip(range(first, steps), job.recipe.batches(number, first, job.share), strict=False)
-    if number == job.epochs and first < steps:
-        recorded = Recorded(job.pipe, steps - first)
-        batches = recorded.loading(batches)
-    train_epoch(job, number, batches, after_step)
+    batches = zip(range(first, first + left), job.recipe.batches(number, first, job.share), strict=False)
+    with ExitStack() as stack:
+        if number == job.epochs and left > 0:
+            recording = stack.enter_context(gpipe.record(job.pipe, keep=min(left, KEPT)))
+            watching = stack.enter_context(gpipe.record(job.pipe, memory=True)) if left > 1 else None
+            batches = recording.loading(batches)
+        train_epoch(job, number, batches, after_step)
     with job.averages.applied(), precision(job.options, job.pipe.devices[0]):
         job.pipe.eval()
         measured = job.recipe.measure(job.pipe)
     loss = sum(progress.losses) / len(progress.losses)
-    return Epoch(number, loss, dict(measured), time.perf_counter() - start), recorded
+    epoch = Epoch(number, loss, dict(measured), time.perf_counter() - start)
+    held = watching.report("").memory if watching else ()
+    return epoch, None if recording is None else Recorded(recording, held)
 
 
 def train_epoch(

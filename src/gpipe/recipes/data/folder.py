@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from glob import iglob
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,24 +27,9 @@ SHOWN = 3  # of many files, in a message
 START = "spawn"  # a copy of a process in which threads run, as those of a pipe do, could wait forever for their locks
 
 
-class ImageFolder(NamedTuple):
-    """Images in files: `names` are paths below `root`, class by class, `labels` places in `classes`."""
-
-    root: Path
-    names: tuple[str, ...]
-    labels: tuple[int, ...]
-    classes: tuple[str, ...]
-
-    @classmethod
-    def of(cls, root: Path, found: Mapping[str, Sequence[str]]) -> "ImageFolder":
-        """The files of some classes, which are numbered in this order."""
-        pairs = [(file, number) for number, files in enumerate(found.values()) for file in files]
-        return cls(root, tuple(file for file, _ in pairs), tuple(number for _, number in pairs), tuple(found))
-
-
 def load_folder(
     directory: str | os.PathLike[str], classes: Sequence[str] = (), per_class: int | None = None, seed: int = 0
-) -> tuple[ImageFolder, ImageFolder]:
+) -> "tuple[ImageFolder, ImageFolder]":
     """Finds the images of a folder of class folders, `directory/cat/1.jpg`, also deeper: to train on, and held out.
 
     Where `directory/train` has class folders, `directory/val`, `validation` or `test`, whichever exists first, holds
@@ -139,22 +125,34 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join([*names[:SHOWN], *more])
 
 
-Order = tuple[list[int], int | None]  # rows to read, and the epoch for which is drawn; None is evaluation
+Order = tuple[list[int], Augmentation, int | None]  # rows to read, and how for which epoch; None is evaluation
 
 
-class Batches(Dataset[Batch | UnreadableImage]):
-    """Reads whole batches: a function of the order, the same in every process."""
+@dataclass(frozen=True)
+class ImageFolder(Dataset[Batch | UnreadableImage]):
+    """Images in files: `names` are paths below `root`, class by class, `labels` places in `classes`.
 
-    def __init__(self, folder: ImageFolder, how: Augmentation) -> None:
-        self._folder, self._how = folder, how
+    It reads whole batches: a function of the order, the same in every process.
+    """
+
+    root: Path
+    names: tuple[str, ...]
+    labels: tuple[int, ...]
+    classes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, root: Path, found: Mapping[str, Sequence[str]]) -> "ImageFolder":
+        """The files of some classes, which are numbered in this order."""
+        pairs = [(file, number) for number, files in enumerate(found.values()) for file in files]
+        return cls(root, tuple(file for file, _ in pairs), tuple(number for _, number in pairs), tuple(found))
 
     def __getitem__(self, order: Order) -> Batch | UnreadableImage:
         from PIL.Image import Resampling
 
-        (rows, epoch), how, pixels = order, self._how, []
+        (rows, how, epoch), pixels = order, []
         for row in rows:
             try:
-                image = read_image(self._folder.root / self._folder.names[row])
+                image = read_image(self.root / self.names[row])
             except UnreadableImage as error:
                 return error  # raised where it is read: a DataLoader would put a traceback into its text
             box = central_box(*image.size)
@@ -165,7 +163,7 @@ class Batches(Dataset[Batch | UnreadableImage]):
         images = (stacked.to(torch.float32) / 127.5 - 1).contiguous()
         if epoch is not None:
             images = augment(images, torch.tensor(rows), how, epoch)
-        return Batch(images, torch.tensor([self._folder.labels[row] for row in rows]))
+        return Batch(images, torch.tensor([self.labels[row] for row in rows]))
 
 
 class Reader:
@@ -176,9 +174,9 @@ class Reader:
     """
 
     def __init__(self, folder: ImageFolder, how: Augmentation, workers: int = 0) -> None:
-        self._orders: list[Order] = []
+        self._how, self._orders = how, list[Order]()
         self._loader: DataLoader[Batch | UnreadableImage] = DataLoader(
-            Batches(folder, how),
+            folder,
             batch_size=None,  # an order is a batch
             sampler=self._orders,
             num_workers=workers,
@@ -189,7 +187,7 @@ class Reader:
 
     def read(self, batches: Iterable[Tensor], epoch: int | None) -> Iterator[Batch]:
         """Reads batches given by their rows, [N] each: augmented by (seed, epoch, row), or for None as they are."""
-        self._orders[:] = [(rows.tolist(), epoch) for rows in batches]
+        self._orders[:] = [(rows.tolist(), self._how, epoch) for rows in batches]
         for images in self._loader:
             if isinstance(images, UnreadableImage):
                 raise images

@@ -162,16 +162,13 @@ class TrainOptions:
                 f"--partitions is {self.partitions}{stages}, but --layers {getattr(self, 'layers', '')} makes "
                 f"{self.depth} layers: choose {self.depth // each} or fewer partitions, or more layers"
             )
-        unlike_paper = {
-            "--schedule": self.schedule != "gpipe",
-            "--remat": self.remat != "always",
-            "--plan": self.plan is not None,
-        }
-        other = [name for name, is_other in unlike_paper.items() if is_other]
-        if self.plan is not None and other[:-1]:
-            yield f"--plan {self.plan} chooses {', '.join(other[:-1])} itself: leave them out, or --plan"
-        if self.paper and other:
-            yield f"--paper is --schedule gpipe --remat always: leave {', '.join(other)} out, or --paper"
+        other = [name for name, usual in (("schedule", "gpipe"), ("remat", "always")) if getattr(self, name) != usual]
+        flags = ", ".join(map(flag, other))
+        if self.plan is not None and other:
+            yield f"--plan {self.plan} chooses {flags} itself: leave them out, or --plan"
+        if self.paper and (other or self.plan):
+            flags = ", ".join(map(flag, [*other, *["plan"] * (self.plan is not None)]))
+            yield f"--paper is --schedule gpipe --remat always: leave {flags} out, or --paper"
         if self.from_ is not None and not self.resume and self.from_.absolute() == self.out.absolute():
             yield f"--from and --out are {self.out} both: choose another folder for this run"
         if self.out.exists() and not self.out.is_dir():
