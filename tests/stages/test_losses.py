@@ -119,20 +119,36 @@ def close(one: Tensor | None, other: Tensor | None) -> bool:
     return one is not None and other is not None and torch.allclose(one, other, rtol=1e-12, atol=1e-14)
 
 
+def assert_whole(
+    pipe: gpipe.GPipe, layers: list[nn.Module], x: Tensor, y: Tensor, loss_fn: Callable[..., Any]
+) -> None:
+    """A step gives the loss and the gradients that the layers give of the whole mini-batch, also in a second run."""
+    plain = nn.Sequential(*layers)
+
+    def loss_of(found: Any) -> Tensor:
+        loss: Tensor = found[0] if isinstance(found, tuple) else found
+        return loss
+
+    expected = loss_of(loss_fn(plain(x), y))
+    expected.backward()
+    for _ in range(2):
+        pipe.zero_grad()
+        assert close(loss_of(pipe.step(x, y, loss_fn)), expected.detach())
+        pairs = zip(pipe.parameters(), plain.parameters(), strict=True)
+        assert all(close(one.grad, other.grad) for one, other in pairs)
+    with torch.no_grad():
+        assert close(loss_of(pipe.step(x, y, loss_fn)), expected.detach())
+    assert not [text for text in pipe.findings if "loss_fn" in text]
+
+
 @pytest.mark.filterwarnings("ignore:size_average")
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4])
-def test_a_step_gives_the_loss_of_the_whole_mini_batch(micro_batches: int, name: str) -> None:
+def test_a_step_gives_the_loss_of_the_whole_mini_batch(name: str) -> None:
     loss_fn, targets = ALL[name]
     x, y = torch.randn(ROWS, 4, dtype=torch.float64), targets()
-    whole = build_for(name)
-    pipe = gpipe.GPipe(mine := build_for(name), 2, micro_batches, seed=0)
-    expected = loss_fn(nn.Sequential(*whole)(x), y)
-    expected.backward()
-    assert close(pipe.step(x, y, loss_fn), expected.detach())
-    pairs = zip(nn.Sequential(*mine).parameters(), nn.Sequential(*whole).parameters(), strict=True)
-    assert all(close(one.grad, other.grad) for one, other in pairs)
-    assert not any("-100" in finding for finding in pipe.findings)
+    for micro_batches in (1, 2, 3, 4):
+        pipe = gpipe.GPipe(build_for(name), 2, micro_batches, seed=0)
+        assert_whole(pipe, build_for(name), x, y, loss_fn)
 
 
 @pytest.mark.filterwarnings("ignore:size_average")
@@ -154,32 +170,22 @@ def test_given_the_weights_the_bits_are_those_of_the_plain_loop(driver: str, rem
 @pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), F.cross_entropy, partial(F.cross_entropy, weight=WEIGHT)])
 def test_a_micro_batch_of_ignored_labels_alone_is_left_out(loss_fn: Callable[..., Any]) -> None:
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.tensor([-100, -100, 0, 2, 1, -100])
-    whole = build(None)
     pipe = gpipe.GPipe(build(None), 2, 3, seed=0)
-    expected = loss_fn(nn.Sequential(*whole)(x), y)
-    expected.backward()
-    assert close(pipe.step(x, y, loss_fn), expected.detach())
-    pairs = zip(pipe.parameters(), nn.Sequential(*whole).parameters(), strict=True)
-    assert all(close(one.grad, other.grad) for one, other in pairs)
-    with torch.no_grad():
-        assert close(pipe.step(x, y, loss_fn), expected.detach())
+    assert_whole(pipe, build(None), x, y, loss_fn)
     with pytest.raises(ValueError, match="weights of all micro-batches are 0: there is nothing to average"):
         pipe.step(x, torch.full((6,), -100), loss_fn)
 
 
-@pytest.mark.parametrize(
-    "loss_fn",
-    [
+def test_a_loss_for_each_row_is_refused_before_anything_runs() -> None:
+    for loss_fn in (
         nn.MSELoss(reduction="none"),
         partial(F.cross_entropy, reduction="none"),
         partial(F.mse_loss, reduce=False),
-    ],
-)
-def test_a_loss_for_each_row_is_refused_before_anything_runs(loss_fn: Callable[..., Any]) -> None:
-    pipe = gpipe.GPipe(build(None), 2, 2)
-    with pytest.raises(ValueError, match=r"reduction='none', .* add \.mean\(\)"):
-        pipe.step(torch.randn(4, 4).double(), torch.rand(4, CLASSES).double(), loss_fn)
-    assert pipe.step_number == 0
+    ):
+        pipe = gpipe.GPipe(build(None), 2, 2)
+        with pytest.raises(ValueError, match=r"reduction='none', .* add \.mean\(\)"):
+            pipe.step(torch.randn(4, 4).double(), torch.rand(4, CLASSES).double(), loss_fn)
+        assert pipe.step_number == 0
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
@@ -189,11 +195,6 @@ def test_bug_a_target_that_every_micro_batch_takes_whole_leaves_the_mean_to_the_
     for target in (y, gpipe.Whole(y.view(1, 1))):
         pipe = gpipe.GPipe(build(None), 2, 2)
         assert close(pipe.step(x, target, nn.MSELoss()), nn.Sequential(*pipe.children())(x).pow(2).mean().detach())
-
-
-def test_compiled_losses_are_read() -> None:
-    assert find_reduction(torch.compile(nn.MSELoss(reduction="sum"), backend="eager")) == "sum"
-    assert find_reduction(torch.compile(F.mse_loss, backend="eager")) == "mean"
 
 
 class Own(nn.CrossEntropyLoss):
@@ -217,9 +218,10 @@ UNREAD: list[Callable[..., Any]] = [
 ]
 
 
-@pytest.mark.parametrize("loss_fn", UNREAD)
-def test_what_torch_did_not_write_is_not_read(loss_fn: Callable[..., Any]) -> None:
-    assert find_reduction(loss_fn) is None
+def test_what_torch_wrote_is_read_though_compiled_and_nothing_else() -> None:
+    assert find_reduction(torch.compile(nn.MSELoss(reduction="sum"), backend="eager")) == "sum"
+    assert find_reduction(torch.compile(F.mse_loss, backend="eager")) == "mean"
+    assert [find_reduction(loss_fn) for loss_fn in UNREAD] == [None] * len(UNREAD)
 
 
 class Wraps(nn.Module):
@@ -253,23 +255,9 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
 def test_a_loss_around_one_of_torch_is_that_of_the_whole_mini_batch(
     partitions: int, schedule: str, remat: str, name: str
 ) -> None:
-    loss_fn = WRAPPERS[name]
     x, y = torch.randn(8, 4, dtype=torch.float64), torch.tensor([0, 0, 0, 1, 2, 0, 1, 1])
-    whole = build(None)
     pipe = gpipe.GPipe(build(None), partitions, 4, schedule=schedule, remat=remat)
-    expected = loss_fn(nn.Sequential(*whole)(x), y)
-    expected = expected[0] if isinstance(expected, tuple) else expected
-    expected.backward()
-    for _ in range(2):
-        pipe.zero_grad()
-        found = pipe.step(x, y, loss_fn)
-        assert close(found[0] if isinstance(found, tuple) else found, expected.detach())
-        pairs = zip(pipe.parameters(), nn.Sequential(*whole).parameters(), strict=True)
-        assert all(close(one.grad, other.grad) for one, other in pairs)
-    with torch.no_grad():
-        found = pipe.step(x, y, loss_fn)
-        assert close(found[0] if isinstance(found, tuple) else found, expected.detach())
-    assert not [text for text in pipe.findings if "loss_fn" in text]
+    assert_whole(pipe, build(None), x, y, WRAPPERS[name])
 
 
 def test_labels_of_the_next_word_are_counted_from_the_second_on() -> None:
@@ -392,24 +380,19 @@ def test_ready_made_micro_batches_count_by_what_the_loss_averages_over(loss_fn: 
     assert close(found, loss_fn(flat[0], torch.cat([part.flatten() for part in y]) if out == "labels" else flat[1]))
 
 
-@pytest.mark.parametrize(
-    "loss_fn",
-    [
-        partial(F.mse_loss, weight=torch.rand(4, CLASSES).double()),  # type: ignore[call-arg]  # newer than its types
-        nn.BCEWithLogitsLoss(weight=torch.rand(4, 1).double()),
-    ],
-)
-def test_weights_of_rows_that_the_loss_holds_are_refused(loss_fn: Callable[..., Any]) -> None:
-    pipe = gpipe.GPipe(build(None), 2, 4)
-    x, y = torch.randn(4, 4).double(), torch.rand(4, CLASSES).double()
-    with pytest.raises(ValueError, match=r"a row for each of the mini-batch's 4, .* hand it over among the targets"):
-        pipe.step(x, y, loss_fn)
-    gpipe.GPipe(build(None), 2, 1).step(x, y, loss_fn)
+def test_weights_of_rows_that_the_loss_holds_are_refused() -> None:
+    x, y, wide, narrow = torch.randn(4, 4).double(), *torch.rand(3, 4, CLASSES).double()
+    by_rows: Any = partial(F.mse_loss, weight=wide)  # type: ignore[call-arg]  # newer than its types
+    for loss_fn in (by_rows, nn.BCEWithLogitsLoss(weight=narrow[:, :1])):
+        with pytest.raises(ValueError, match="hand it over among the targets, which are split"):
+            gpipe.GPipe(build(None), 2, 4).step(x, y, loss_fn)
+        gpipe.GPipe(build(None), 2, 1).step(x, y, loss_fn)
 
 
-@pytest.mark.parametrize(("own", "given", "told"), [("sum", "mean", 1), ("mean", "sum", 1), ("sum", "sum", 0)])
-def test_a_loss_that_averages_otherwise_than_the_step_is_told_of(own: str, given: Any, told: int) -> None:
-    pipe = gpipe.GPipe([nn.Linear(3, CLASSES)], 1, 2, driver="lockstep")
-    for _ in range(2):
-        pipe.step(torch.randn(ROWS, 3), torch.zeros(ROWS).long(), nn.CrossEntropyLoss(reduction=own), reduction=given)
-    assert sum(f"reduction={own!r} and step was given" in finding for finding in pipe.findings) == told
+def test_a_loss_that_averages_otherwise_than_the_step_is_told_of() -> None:
+    for own, given in (("sum", "mean"), ("mean", "sum"), ("sum", "sum")):
+        pipe = gpipe.GPipe([nn.Linear(3, CLASSES)], 1, 2, driver="lockstep")
+        for _ in range(2):
+            how: Any = {"reduction": given}
+            pipe.step(torch.randn(ROWS, 3), torch.zeros(ROWS).long(), nn.CrossEntropyLoss(reduction=own), **how)
+        assert sum(f"reduction={own!r} and step was given" in text for text in pipe.findings) == (own != given)

@@ -28,21 +28,13 @@ def rows_of(rows: int, micro_batches: int) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("rows", "micro_batches", "expected"),
-    [
-        (5, 4, [2, 1, 1, 1]),
-        (3, 4, [1, 1, 1]),
-        (1, 4, [1]),
-        (8, 4, [2, 2, 2, 2]),
-        (11, 4, [3, 3, 3, 2]),
-        (7, 1, [7]),
-    ],
-)
-def test_the_first_micro_batches_are_one_row_larger_and_none_is_empty(
-    rows: int, micro_batches: int, expected: list[int]
-) -> None:
-    assert rows_of(rows, micro_batches) == expected
+def test_the_first_micro_batches_are_one_row_larger_and_none_is_empty() -> None:
+    assert rows_of(5, 4) == [2, 1, 1, 1]
+    assert rows_of(3, 4) == [1, 1, 1]
+    assert rows_of(1, 4) == [1]
+    assert rows_of(8, 4) == [2, 2, 2, 2]
+    assert rows_of(11, 4) == [3, 3, 3, 2]
+    assert rows_of(7, 1) == [7]
 
 
 def trees(rows: int) -> st.SearchStrategy[Tree]:

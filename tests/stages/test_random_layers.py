@@ -1,7 +1,11 @@
-"""Randomness in whole pipes: keyed by (seed, step, layer, micro-batch), the same however a pipe is cut and run."""
+"""Randomness in whole pipes, keyed by (seed, step, layer, micro-batch), however a pipe is cut and run.
+
+Torch's own generator stays to those who draw from it: layers that touch it, and other threads.
+"""
 
 import copy
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,16 +15,7 @@ from torch import Tensor, nn
 
 import gpipe
 from tests.support.plain_loop import REMATS, assert_same_bits, plain_loop, same_bits
-from tests.support.random_layers import (
-    RANDOM,
-    WIDTH,
-    Does,
-    M,
-    data,
-    network,
-    run,
-    run_plainly,
-)
+from tests.support.random_layers import RANDOM, WIDTH, Does, M, data, network, run, run_plainly
 
 
 @pytest.mark.parametrize("kind", RANDOM)
@@ -57,32 +52,25 @@ class Mask(nn.Module):
         return x * mask[:WIDTH] * self.scale
 
 
-def masks(seed: int, *, steps: int = 2, layers: int = 2) -> list[list[Tensor]]:
-    made = [Mask() for _ in range(layers)]
-    pipe = gpipe.GPipe(made, 1, M, remat="never", driver="lockstep", seed=seed)
-    for _ in range(steps):
-        pipe.step(data()[0], data()[0], F.mse_loss)
-    return [layer.masks for layer in made]
-
-
 def all_different(drawn: Sequence[Tensor]) -> bool:
     return len({tuple(mask.tolist()) for mask in drawn}) == len(drawn)
 
 
 def test_every_micro_batch_step_layer_and_seed_draws_its_own() -> None:
-    drawn = [mask for seed in (0, 1) for of_layer in masks(seed) for mask in of_layer]
+    drawn = []
+    for seed in (0, 1):
+        layers = [Mask(), Mask()]
+        pipe = gpipe.GPipe(layers, 1, M, remat="never", driver="lockstep", seed=seed)
+        for _ in range(2):
+            pipe.step(data()[0], data()[0], F.mse_loss)
+        drawn += [mask for layer in layers for mask in layer.masks]
     assert len(drawn) == 2 * 2 * 2 * M
     assert all_different(drawn)
-
-
-def test_a_step_number_set_back_draws_the_same_again() -> None:
-    layer = Mask()
-    pipe = gpipe.GPipe([layer], 1, M, remat="never", seed=0)
-    for number in (5, 6, 5):
-        pipe.step_number = number
-        pipe.step(data()[0], data()[0], F.mse_loss)
-    assert all(torch.equal(one, other) for one, other in zip(layer.masks[:M], layer.masks[2 * M :], strict=True))
-    assert all_different(layer.masks[: 2 * M])
+    pipe.step_number = 1
+    pipe.step(data()[0], data()[0], F.mse_loss)
+    assert all(
+        torch.equal(*masks) for masks in zip(layers[0].masks[M : 2 * M], layers[0].masks[2 * M :], strict=True)
+    )
 
 
 def test_a_call_keys_its_recompute_by_its_own_step() -> None:
@@ -139,3 +127,90 @@ def test_a_layer_with_a_generator_of_its_own_draws_from_it() -> None:
             torch.zeros(4, 3)
         )
     assert torch.equal(output, torch.cat([torch.rand(2, 3, generator=other) for _ in range(2)]))
+
+
+# Layers that touch torch's own generator: what they draw is keyed all the same.
+
+
+def seeds_inside_a_fork(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        x = x + torch.rand(x.shape)
+    return x + torch.rand(x.shape)
+
+
+def sets_it_back(x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    x = F.dropout(x)
+    torch.set_rng_state(state)
+    return F.dropout(x)
+
+
+def seeds_it(x: Tensor) -> Tensor:
+    torch.manual_seed(5)
+    return x + torch.rand(x.shape)
+
+
+TOUCHING = [seeds_inside_a_fork, sets_it_back, seeds_it]
+
+
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("function", TOUCHING)
+def test_a_layer_that_touches_torchs_generator_draws_from_the_key_and_leaves_it_to_others(
+    function: Callable[[Tensor], Tensor], remat: str, driver: str
+) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), Does(function), Does(function), nn.Linear(WIDTH, 2)]
+    plain = copy.deepcopy(layers)
+    pipe = gpipe.GPipe(layers, 3, M, remat=remat, driver=driver, seed=7)
+    before = torch.get_rng_state()
+    for step in (0, 1):
+        loss = run(pipe)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert same_bits(loss, run_plainly(plain, step=step))
+        assert_same_bits(pipe, plain)
+        torch.set_rng_state(before)
+
+
+# Other threads.
+
+
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_another_thread_may_draw_during_a_step_and_neither_notices(driver: str) -> None:
+    asked, done = threading.Semaphore(0), threading.Semaphore(0)
+    drawn: list[Tensor] = []
+
+    def draw() -> None:
+        while asked.acquire() and not over:
+            drawn.append(torch.rand(1))
+            done.release()
+
+    def meanwhile(x: Tensor) -> Tensor:
+        x = F.dropout(x)
+        if disturbed:
+            asked.release()
+            done.acquire()
+        return F.dropout(x)
+
+    over, disturbed = False, True
+    layers = [nn.Linear(WIDTH, WIDTH), Does(meanwhile), nn.Linear(WIDTH, 2)]
+    plain = copy.deepcopy(layers)
+    thread = threading.Thread(target=draw, daemon=True)
+    thread.start()
+    try:
+        torch.manual_seed(3)
+        pipe = gpipe.GPipe(layers, 2, M, driver=driver, seed=7)
+        for step in (0, 1):
+            disturbed = True
+            loss = run(pipe)
+            disturbed = False
+            assert same_bits(loss, run_plainly(plain, step=step))
+        assert_same_bits(pipe, plain)
+    finally:
+        over = True
+        asked.release()
+        thread.join()
+    torch.manual_seed(3)
+    assert len(drawn) > M
+    assert same_bits(torch.cat(drawn), torch.cat([torch.rand(1) for _ in drawn]))

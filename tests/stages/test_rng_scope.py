@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpipe
-from gpipe._torch import dispatcher
-from gpipe.stages import rng as random_ops
 from gpipe.stages.rng import rng_seed
 from tests.support.plain_loop import all_same_bits
 
@@ -152,12 +150,6 @@ def test_whatever_is_raised_nothing_is_keyed_behind_a_scope(error: type[BaseExce
         expected = torch.rand(3)
         torch.manual_seed(5)
         assert torch.equal(torch.rand(3), expected)
-
-
-def test_a_torch_without_the_key_is_refused_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher, "UNUSED_KEY", "NoSuchKey")
-    with pytest.raises(RuntimeError, match=rf"{torch.__version__}.*no dispatch key NoSuchKey".replace("+", r"\+")):
-        random_ops._make_kernels()
 
 
 def test_two_threads_at_once_draw_what_each_draws_alone() -> None:

@@ -1,10 +1,17 @@
-"""Layers given as callables: known in outline without their weights, and built for real wherever they run."""
+"""Layers given as callables: known in outline without their weights, and built for real wherever they run.
 
+What stands for a parameter of another process tells whoever computes with it, and is a parameter otherwise.
+"""
+
+import copy
+import io
 import random
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +19,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parameters_to_vector, parametrizations
 
-from gpipe.stages.sequence import Outline, build_layers, cut_into_stages, outline, realize
+from gpipe.stages.sequence import (
+    Outline,
+    RemoteParameter,
+    build_layers,
+    cut_into_stages,
+    outline,
+    realize,
+    stand_in,
+)
 from gpipe.stages.shared_weights import find_shared, find_ties
 from gpipe.stages.skips import find_pops
 from tests.support.odd_layers import Pop, Stash
@@ -316,3 +331,97 @@ def test_an_outline_leaves_a_cuda_generator_alone_that_is_not_there_yet(monkeypa
     if not torch.cuda.is_initialized():
         monkeypatch.delattr(torch.cuda, "manual_seed_all")  # it would be remembered until there is one
     realized(outlined([Attribute]), [0])
+
+
+# What stands for the parameters of others.
+
+TOLD = re.escape("this parameter is held by another process (layer 3); ")
+
+
+def remote(*size: int) -> RemoteParameter:
+    made = stand_in(nn.Parameter(torch.empty(size or (2, 3), device="meta")), 3)
+    assert isinstance(made, RemoteParameter)
+    return made
+
+
+def with_remote(module: nn.Module) -> nn.Module:
+    """A module of another process."""
+    for part in module.modules():
+        part._parameters.update({name: remote(*one.shape) for name, one in part.named_parameters(recurse=False)})
+        part._buffers.update({name: one.to("meta") for name, one in part.named_buffers(recurse=False)})
+        if isinstance(part, nn.RNNBase):
+            part._flat_weights = list(part._parameters.values())
+    return module
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
+    "linear": (lambda: nn.Linear(3, 2), (torch.ones(1, 3),)),
+    "embedding": (lambda: nn.Embedding(3, 2), (torch.tensor([1]),)),
+    "batch norm": (lambda: nn.BatchNorm1d(3), (torch.ones(2, 3),)),
+    "rnn": (lambda: nn.LSTM(3, 3), (torch.ones(1, 1, 3),)),
+    "attention": (lambda: nn.MultiheadAttention(2, 1), (torch.ones(2, 1, 2),) * 3),
+}  # fmt: skip
+
+
+def test_modules_that_compute_with_it_say_so() -> None:
+    for make, inputs in MODULES.values():
+        for trains in (True, False):
+            with pytest.raises(RuntimeError, match=TOLD + "compute by"), torch.set_grad_enabled(trains):
+                with_remote(make()).train(trains)(*inputs)
+
+
+OPERATIONS: dict[str, Callable[[Any], object]] = {
+    "product": lambda weight: torch.ones(1, 2) @ weight,
+    "sum": lambda weight: weight.sum(),
+    "item": lambda weight: weight[0, 0].item(),
+    "equal": lambda weight: torch.equal(weight, torch.ones(2, 3)),
+    "in place": lambda weight: torch.no_grad()(weight.zero_)(),
+    "many at once": lambda weight: torch._foreach_mul([weight, torch.ones(1)], 2),
+    "a vector": lambda weight: parameters_to_vector([weight]),
+    "into another": lambda weight: torch.ones(2, 3).copy_(weight),
+    "to a device": lambda weight: weight.to("cpu"),
+}
+
+
+def test_operations_that_need_its_values_or_its_gradient_say_so() -> None:
+    for name, operation in OPERATIONS.items():
+        with pytest.raises(RuntimeError, match=TOLD + "compute by"):
+            pytest.fail(f"{name}: {operation(remote())}")
+    with pytest.raises(RuntimeError, match=TOLD + "use pipe.parameters"):
+        nn.utils.clip_grad_norm_([remote()], 1.0)
+    with pytest.raises(RuntimeError, match=TOLD + "use pipe.parameters"):
+        torch.optim.SGD([remote()], lr=1.0).step()
+
+
+def test_what_it_is_can_be_read() -> None:
+    weight = remote()
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.shape, weight.size(0), weight.ndim, len(weight)) == ((2, 3), 2, 2, 2)
+    assert (weight.numel(), weight.nbytes, weight.stride(), weight.itemsize) == (6, 24, (3, 1), 4)
+    assert (weight.dtype, weight.device.type, weight.is_meta) == (torch.float32, "meta", True)
+    assert (weight.layout, weight.is_floating_point()) == (torch.strided, True)
+    assert (weight.requires_grad, weight.is_leaf, weight.grad_fn) == (True, True, None)
+    assert "device='meta'" in repr(weight)
+    assert weight in {weight: 1}
+    assert (weight.is_contiguous(), weight.is_shared(), weight.data_ptr()) == (True, False, 0)
+
+
+def test_it_can_be_frozen_copied_and_moved() -> None:
+    weight = remote()
+    weight.requires_grad_(False)
+    assert not weight.requires_grad
+    weight.requires_grad = True
+    copied = copy.deepcopy(weight)
+    assert (type(copied), copied.layer) == (RemoteParameter, 3)
+    assert copied.requires_grad
+    for plain in (weight.data, weight.detach(), torch.empty_like(weight), weight.clone(), weight.to(torch.float16)):
+        assert type(plain) is Tensor
+        assert plain.is_meta
+    with torch.no_grad():
+        weight.copy_(torch.ones(2, 3))  # as load_state_dict does, for whom it warns
+    stream = io.BytesIO()
+    torch.save({"weight": weight}, stream)
+    stream.seek(0)
+    loaded = torch.load(stream)["weight"]
+    assert type(loaded) is nn.Parameter
+    assert loaded.is_meta

@@ -3,8 +3,7 @@
 import copy
 import gc
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -65,13 +64,15 @@ class Perceptron(nn.Module):
 
 
 class Of(nn.Module):
-    """A network of some parts, with a forward of its own."""
+    """A network of some parts, with a forward of its own; of parameters, their shapes."""
 
-    def __init__(self, run: Callable[[Any, Tensor], Tensor], **parts: nn.Module | nn.Parameter) -> None:
+    def __init__(
+        self, run: Callable[[Any, Tensor], Tensor], **parts: nn.Module | nn.Parameter | tuple[int, ...]
+    ) -> None:
         super().__init__()
         self.run = run
         for name, part in parts.items():
-            setattr(self, name, part)
+            setattr(self, name, nn.Parameter(torch.randn(*part)) if isinstance(part, tuple) else part)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(self, x)
@@ -112,17 +113,18 @@ def compiled(network: nn.Module) -> nn.Module:
     return wrapped
 
 
-def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    return nn.Parameter(torch.randn(*shape, dtype=dtype))
+def words(self: Any, x: Tensor) -> Tensor:
+    found = self.words((x[:, 0] * 3).long().clamp(0, 9))
+    made: Tensor = self.out(torch.cat([found, x], 1))
+    return made
 
 
-def sparse_words() -> nn.Module:
+def checkpointed(*, use_reentrant: bool) -> nn.Module:
     def run(self: Any, x: Tensor) -> Tensor:
-        found: Tensor = self.words((x[:, 0] * 3).long().clamp(0, 9))
-        made: Tensor = self.out(torch.cat([found, x], 1))
+        made: Tensor = self.b(checkpoint(self.a, x, use_reentrant=use_reentrant))
         return made
 
-    return Of(run, words=nn.Embedding(10, 4, sparse=True), out=nn.Linear(10, 3))
+    return Of(run, a=linears(6, 5, 4), b=nn.Linear(4, 3))
 
 
 @dataclass(frozen=True)
@@ -142,31 +144,25 @@ def bfloat16() -> AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-LINEAR = ("0.weight", "0.bias")
+ROWS, IMAGES = (5, 6), (2, 3, 7, 7)
 CASES = {
-    "linear": Case(lambda: nn.Linear(6, 3), (5, 6)),
-    "linear without bias": Case(lambda: nn.Linear(6, 3, bias=False), (5, 6)),
+    "linear": Case(lambda: nn.Linear(6, 3), ROWS),
+    "linear without bias": Case(lambda: nn.Linear(6, 3, bias=False), ROWS),
     "linear of three dimensions": Case(lambda: linears(6, 5, 3), (4, 5, 6)),
     "linear of one row": Case(lambda: nn.Linear(6, 3), (1, 6)),
     "linear of nothing": Case(lambda: nn.Linear(6, 3), (0, 6)),
     "a transposed input": Case(lambda: nn.Linear(6, 3), (6, 5), before=lambda x: x.t()),
     "an expanded input": Case(lambda: nn.Linear(6, 3), (1, 6), before=lambda x: x.expand(5, 6)),
     "deep": Case(lambda: linears(16, 64, 32, 8, 3), (33, 16)),
-    "matrix": Case(lambda: Of(lambda self, x: x @ self.w, w=parameter(6, 3)), (5, 6)),
+    "matrix": Case(lambda: Of(lambda self, x: x @ self.w, w=(6, 3)), ROWS),
     "einsum of heads": Case(
-        lambda: Of(lambda self, x: torch.einsum("bsd,hdf->bhsf", x, self.w), w=parameter(2, 6, 3)), (4, 5, 6)
+        lambda: Of(lambda self, x: torch.einsum("bsd,hdf->bhsf", x, self.w), w=(2, 6, 3)), (4, 5, 6)
     ),
-    "a weight that is broadcast": Case(lambda: Of(lambda self, x: x * self.w, w=parameter(1, 6)), (5, 6), ()),
-    "a weight in front": Case(lambda: Of(lambda self, x: self.w @ x, w=parameter(3, 5)), (5, 6), ()),
-    "addmm": Case(
-        lambda: Of(lambda self, x: torch.addmm(self.b, x, self.w), w=parameter(6, 3), b=parameter(3)), (5, 6)
-    ),
+    "a weight that is broadcast": Case(lambda: Of(lambda self, x: x * self.w, w=(1, 6)), ROWS, ()),
+    "a weight in front": Case(lambda: Of(lambda self, x: self.w @ x, w=(3, 5)), ROWS, ()),
+    "addmm": Case(lambda: Of(lambda self, x: torch.addmm(self.b, x, self.w), w=(6, 3), b=(3,)), ROWS),
     "addmm with factors": Case(
-        lambda: Of(
-            lambda self, x: torch.addmm(self.b, x, self.w, alpha=2, beta=3), w=parameter(6, 3), b=parameter(3)
-        ),
-        (5, 6),
-        (),
+        lambda: Of(lambda self, x: torch.addmm(self.b, x, self.w, alpha=2, beta=3), w=(6, 3), b=(3,)), ROWS, ()
     ),
     "multi-head attention": Case(
         lambda: Of(
@@ -179,91 +175,71 @@ CASES = {
         lambda: nn.Sequential(Attention(), Perceptron(), Attention()),
         (2, 7, 16),
         tuple(
-            f"{at}.{name}.{one}"
-            for at, names in enumerate((("qkv", "out"), ("inner.0", "inner.2"), ("qkv", "out")))
-            for name in names
+            f"{part}.{one}"
+            for part in ("0.qkv", "0.out", "1.inner.0", "1.inner.2", "2.qkv", "2.out")
             for one in ("weight", "bias")
         ),
     ),
-    "convolution": Case(lambda: nn.Conv2d(3, 4, 3, padding=1), (2, 3, 7, 7)),
+    "convolution": Case(lambda: nn.Conv2d(3, 4, 3, padding=1), IMAGES),
     "transposed convolution": Case(lambda: nn.ConvTranspose2d(3, 4, 3, stride=2, output_padding=1), (2, 3, 5, 5)),
     "convolution, channels last": Case(
-        lambda: nn.Conv2d(3, 4, 3), (2, 3, 7, 7), before=lambda x: x.contiguous(memory_format=torch.channels_last)
+        lambda: nn.Conv2d(3, 4, 3), IMAGES, before=lambda x: x.contiguous(memory_format=torch.channels_last)
     ),
-    "convolution, weight of channels last": Case(lambda: by_channels(nn.Conv2d(3, 4, 3)), (2, 3, 7, 7)),
-    "convolution with a frozen weight": Case(lambda: frozen(nn.Conv2d(3, 4, 3), "weight"), (2, 3, 7, 7), ()),
+    "convolution, weight of channels last": Case(lambda: by_channels(nn.Conv2d(3, 4, 3)), IMAGES),
+    "convolution with a frozen weight": Case(lambda: frozen(nn.Conv2d(3, 4, 3), "weight"), IMAGES, ()),
     "batch normalization": Case(
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
-        (2, 3, 7, 7),
-        ("0.weight",),
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()), IMAGES, ("0.weight",)
     ),
-    "layer normalization": Case(lambda: nn.LayerNorm(6), (5, 6), ()),
+    "layer normalization": Case(lambda: nn.LayerNorm(6), ROWS, ()),
     "long short-term memory": Case(
         lambda: Of(lambda self, x: self.a(x)[0], a=nn.LSTM(6, 4, batch_first=True)), (3, 5, 6), ()
     ),
-    "sparse words": Case(sparse_words, (5, 6), ("out.weight", "out.bias")),
-    "a weight used twice": Case(lambda: Of(lambda self, x: self.a(self.a(x).tanh()), a=nn.Linear(6, 6)), (5, 6), ()),
+    "sparse words": Case(
+        lambda: Of(words, words=nn.Embedding(10, 4, sparse=True), out=nn.Linear(10, 3)),
+        ROWS,
+        ("out.weight", "out.bias"),
+    ),
+    "a weight used twice": Case(lambda: Of(lambda self, x: self.a(self.a(x).tanh()), a=nn.Linear(6, 6)), ROWS, ()),
     "one bias for two": Case(
-        lambda: Of(
-            lambda self, x: F.linear(F.linear(x, self.v, self.b), self.w, self.b),
-            v=parameter(6, 6),
-            w=parameter(6, 6),
-            b=parameter(6),
-        ),
-        (5, 6),
+        lambda: Of(lambda self, x: F.linear(F.linear(x, self.v, self.b), self.w, self.b), v=(6, 6), w=(6, 6), b=(6,)),
+        ROWS,
         (),
     ),
     "a weight used otherwise too": Case(
-        lambda: Of(lambda self, x: self.a(x) * self.a.weight.sum(), a=nn.Linear(6, 3)), (5, 6), ()
+        lambda: Of(lambda self, x: self.a(x) * self.a.weight.sum(), a=nn.Linear(6, 3)), ROWS, ()
     ),
     "a weight returned too": Case(
-        lambda: Of(lambda self, x: torch.cat([self.a(x), self.a.weight]), a=nn.Linear(6, 6)), (5, 6), ()
+        lambda: Of(lambda self, x: torch.cat([self.a(x), self.a.weight]), a=nn.Linear(6, 6)), ROWS, ()
     ),
     "a product of two weights": Case(
-        lambda: Of(lambda self, x: x @ (self.v @ self.w), v=parameter(6, 2), w=parameter(2, 3)), (5, 6), ("w",)
+        lambda: Of(lambda self, x: x @ (self.v @ self.w), v=(6, 2), w=(2, 3)), ROWS, ("w",)
     ),
     "weight normalization": Case(
         lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4)), nn.Linear(4, 3)),
-        (5, 6),
+        ROWS,
         ("1.weight", "1.bias"),
     ),
-    "a frozen weight": Case(lambda: frozen(linears(6, 5, 3), "0.weight"), (5, 6), ("2.weight", "2.bias")),
-    "an input that wants no gradient": Case(lambda: linears(6, 5, 3), (5, 6), wants=False),
-    "a convolution of such an input": Case(lambda: nn.Conv2d(3, 4, 3), (2, 3, 7, 7), wants=False),
-    "autocast": Case(lambda: linears(6, 5, 3), (5, 6), around=bfloat16),
+    "a frozen weight": Case(lambda: frozen(linears(6, 5, 3), "0.weight"), ROWS, ("2.weight", "2.bias")),
+    "an input that wants no gradient": Case(lambda: linears(6, 5, 3), ROWS, wants=False),
+    "a convolution of such an input": Case(lambda: nn.Conv2d(3, 4, 3), IMAGES, wants=False),
+    "autocast": Case(lambda: linears(6, 5, 3), ROWS, around=bfloat16),
     "complex numbers": Case(
-        lambda: Of(lambda self, x: x @ self.w, w=parameter(6, 3, dtype=torch.complex64)),
-        (5, 6),
+        lambda: Of(lambda self, x: x @ self.w, w=nn.Parameter(torch.randn(6, 3, dtype=torch.complex64))),
+        ROWS,
         (),
         dtype=torch.complex64,
     ),
     "a function of one's own": Case(
-        lambda: Of(lambda self, x: Twice.apply(self.a(x), self.w), a=nn.Linear(6, 5), w=parameter(5, 3)),
-        (5, 6),
+        lambda: Of(lambda self, x: Twice.apply(self.a(x), self.w), a=nn.Linear(6, 5), w=(5, 3)),
+        ROWS,
         ("a.weight", "a.bias"),
     ),
-    "weights of no size": Case(
-        lambda: Of(lambda self, x: x @ self.v @ self.w, v=parameter(6, 0), w=parameter(0, 3)), (5, 6)
-    ),
+    "weights of no size": Case(lambda: Of(lambda self, x: x @ self.v @ self.w, v=(6, 0), w=(0, 3)), ROWS),
     "a compiled part": Case(
-        lambda: nn.Sequential(compiled(linears(6, 5, 3)), nn.Linear(3, 2)),
-        (5, 6),
-        ("1.weight", "1.bias"),
+        lambda: nn.Sequential(compiled(linears(6, 5, 3)), nn.Linear(3, 2)), ROWS, ("1.weight", "1.bias")
     ),
-    "checkpoint": Case(
-        lambda: Of(
-            lambda self, x: self.b(checkpoint(self.a, x, use_reentrant=False)), a=linears(6, 5, 4), b=nn.Linear(4, 3)
-        ),
-        (5, 6),
-        ("b.weight", "b.bias"),
-    ),
-    "reentrant checkpoint": Case(
-        lambda: Of(
-            lambda self, x: self.b(checkpoint(self.a, x, use_reentrant=True)), a=linears(6, 5, 4), b=nn.Linear(4, 3)
-        ),
-        (5, 6),
-        (),
-    ),
+    "checkpoint": Case(lambda: checkpointed(use_reentrant=False), ROWS, ("b.weight", "b.bias")),
+    "reentrant checkpoint": Case(lambda: checkpointed(use_reentrant=True), ROWS, ()),
 }
 
 
@@ -319,14 +295,16 @@ def wrong(network: nn.Module, expected: nn.Module) -> list[str]:
 
 
 def same_gradient(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None or one.layout is not torch.strided or other.layout is not torch.strided:
-        return one is other or (
-            one is not None
-            and other is not None
-            and one.layout == other.layout
-            and torch.equal(one.to_dense(), other.to_dense())
-        )
+    if one is None or other is None:
+        return one is other
+    if one.layout is not torch.strided:
+        return one.layout == other.layout and torch.equal(one.to_dense(), other.to_dense())
     return same_bits(one, other) and one.stride() == other.stride()
+
+
+def finish(owed: Iterable[PendingWeights]) -> None:
+    for deferred in owed:
+        backward_weight(deferred)
 
 
 def flops(act: Callable[[], object]) -> int:
@@ -343,8 +321,7 @@ def test_a_backward_in_two_gives_the_bits_of_a_whole_one_and_computes_nothing_tw
     for run, theirs in zip(runs_of(case, network), outer, strict=True):
         owed.append(run.split(owed))
         assert all(map(same_gradient, run.gradients, theirs))  # type: ignore[arg-type]  # none is undefined
-    for deferred in owed:
-        backward_weight(deferred)
+    finish(owed)
     assert wrong(network, expected) == []
     network, _ = both(case)
     every = {name for name, p in network.named_parameters() if p.requires_grad}
@@ -421,8 +398,7 @@ def test_a_hook_on_the_first_of_two_layers_sees_the_same_as_in_whole_backwards(n
         run.whole()
     owed = [run.split() for run in runs_of(case, network)]
     assert (network.get_parameter("0.weight").grad is None) is waits
-    for deferred in owed:
-        backward_weight(deferred)
+    finish(owed)
     assert wrong(network, expected) == []
     assert len(seen) == len(also) >= M
     assert all(map(same_bits, seen, also))
@@ -477,8 +453,7 @@ def test_leaves_that_wait_in_some_micro_batches_alone_are_added_up_in_their_orde
     for run in runs_of(case, network):
         owed.append(run.split(owed))
     assert [len(deferred.products) for deferred in owed] == [0, 1, 2]  # the first was done before the second I
-    for deferred in owed:
-        backward_weight(deferred)
+    finish(owed)
     assert wrong(network, expected) == []
 
 
@@ -605,7 +580,7 @@ def generated(draw: Random) -> tuple[nn.Module, tuple[int, ...]]:
             again = nn.Linear(b, b)
             layers += [again, nn.Tanh(), again]
         if draw.random() < 0.2:
-            layers.append(Of(lambda self, x: x + x @ self.w, w=parameter(b, b)))
+            layers.append(Of(lambda self, x: x + x @ self.w, w=(b, b)))
         if draw.random() < 0.2:
             layers[-1].requires_grad_(False)
     shape = (4, widths[0]) if draw.random() < 0.5 else (2, 3, widths[0])
@@ -622,13 +597,12 @@ def test_any_network_gives_the_bits_of_whole_backwards(draw: Random, wants: bool
     if not any(p.requires_grad for p in network.parameters()):
         return
     outer = [run.whole() for run in runs_of(case, expected)]
-    owed: deque[PendingWeights] = deque()
+    owed: list[PendingWeights] = []
     for run, theirs, split in zip(runs_of(case, network), outer, splits, strict=True):
         owed.append(run.split(owed))
         if not split:
-            while owed:
-                backward_weight(owed.popleft())
+            finish(owed)
+            owed.clear()
         assert all(map(same_gradient, run.gradients, theirs))  # type: ignore[arg-type]  # none is undefined
-    for deferred in owed:
-        backward_weight(deferred)
+    finish(owed)
     assert wrong(network, expected) == []
