@@ -1,7 +1,7 @@
 """`find_plan`: the fastest way to train a network on given devices, found without them."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -93,12 +93,10 @@ def find_plan(
     if wrong:
         raise ValueError("\n".join(wrong))
     here = devices if isinstance(devices, Sequence) else _devices_here(devices)
-    sizes = _sizes(rows, batch, micro_batches, measure)
-    on_cores = measure and isinstance(devices, int) and not torch.cuda.is_available()
-    layers, names, samples = _read(model, plain(sample), {*sizes, rows} if on_cores else sizes, blocks, measure)
-    every_row = samples[rows] if on_cores else None
-    if on_cores and rows not in sizes and len(samples) > 1:
-        del samples[rows]
+    sample = plain(sample)
+    layers, names, taken = _read(model, sample, blocks, measure)
+    parts = [_about(size, sample) for size in _sizes(rows, batch, micro_batches, measure)]
+    samples = {count_rows(part): taken(part) for part in parts}
     profiled = partial(profile_layers, layers, samples, names, optimizer_numbers=optimizer_numbers)
     choices = replace(choices, least_rows=_least_rows([*layers, model]))
     if not measure:
@@ -106,13 +104,12 @@ def find_plan(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     at_once = (partitions or len(here)) if isinstance(devices, int) else 1
     with as_in_training(device, intra_op_threads):
-        parts = schedule is None or splits(schedule)
-        profile = profiled(measured_on=device, at_once=at_once, parts=parts)
+        profile = profiled(measured_on=device, at_once=at_once, parts=schedule is None or splits(schedule))
     plan = search(profile, here, batch, choices)
-    if not on_cores:
+    if device.type == "cuda" or not isinstance(devices, int):
         return plan
     with as_in_training(device, at_once * intra_op_threads):
-        took = measure_seconds(layers, every_row, device)
+        took = measure_seconds(layers, taken(sample), device)
     return replace(plan, plain_seconds=batch / rows * sum(layer.forward + layer.backward for layer in took))
 
 
@@ -172,27 +169,24 @@ def _sizes(rows: int, batch: int, micro_batches: int | None, measure: bool) -> s
     return {max(least, rows // share) for least, share in zip(COUNTED_ROWS, MEASURED_SHARES, strict=True)}
 
 
+def _about(size: int, sample: Tree) -> Tree:
+    """The first micro-batch of the sample, of about so many rows, or all that it has."""
+    return first_micro_batch(sample, max(1, count_rows(sample) // size))
+
+
 def _read(
-    model: Any, sample: Tree, sizes: Collection[int], blocks: Sequence[str] | None, measure: bool
-) -> tuple[Sequence[nn.Module], list[str], dict[int, Tree]]:
-    """The layers, their names, and what the first takes of micro-batches of these sizes."""
-    rows = count_rows(sample)
-
-    def first(wanted: int) -> Tree:
-        """The first micro-batch of the sample, of about so many rows, or all that it has."""
-        return first_micro_batch(sample, max(1, rows // wanted))
-
-    parts = {count_rows(part): part for part in map(first, sizes)}
-    replayed = read_model(model, first(TWO_ROWS), blocks)
-    if replayed is not None:
-        states = {count: replayed.begin([part]).states[0] for count, part in parts.items()}
-        return replayed.alone(), list(replayed.layers), states
+    model: Any, sample: Tree, blocks: Sequence[str] | None, measure: bool
+) -> tuple[Sequence[nn.Module], list[str], Callable[[Tree], Tree]]:
+    """The layers, their names, and what the first takes of a micro-batch."""
+    traced = read_model(model, _about(TWO_ROWS, sample), blocks)
+    if traced is not None:
+        return traced.alone(), list(traced.layers), lambda part: traced.begin([part]).states[0]
     if wrong := why_not_layers(model, blocks):
         raise ValueError("\n".join(wrong))
     named, wrong = build_layers(model, seed=0) if measure else name_layers(model, _build_on_meta)
     if wrong:
         raise ValueError("\n".join(wrong))
-    return list(named.values()), list(named), parts
+    return list(named.values()), list(named), lambda part: part
 
 
 def _build_on_meta(maker: Maker, index: int) -> object:

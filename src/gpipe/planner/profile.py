@@ -30,7 +30,6 @@ from gpipe._torch.modes import (
     LSTM_ON_CPU_BACKWARD,
     flop_counter,
 )
-from gpipe._torch.modules import refresh_weights_of_rnn
 from gpipe.planner.measure import LayerOutput, measure_seconds, roots_of, run_layer
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.watch import Watch, storage_identity
@@ -39,6 +38,7 @@ from gpipe.stages.boundary import run_backward
 from gpipe.stages.buffers import untouched
 from gpipe.stages.skips import skip_names
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in
+from gpipe.tracing.meta_model import exchanged
 
 T = TypeVar("T")
 ADAM = 2  # numbers that the optimizer keeps of each that it trains: Adam keeps two
@@ -232,17 +232,6 @@ class _Run:
         """A tensor of the same layout without values."""
         return self._fakes.like(tensor.detach()).requires_grad_(tensor.requires_grad)
 
-    def _take_values(self, layer: nn.Module) -> None:
-        """Has the modules of a layer hold tensors without values; `untouched` puts back what they held."""
-        made: dict[int, Tensor] = {}
-        for module in layer.modules():
-            tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
-            for own in tables:
-                for name, tensor in own.items():
-                    if tensor is not None:
-                        own[name] = made.setdefault(id(tensor), self._fakes.like(tensor))
-            refresh_weights_of_rnn(module)
-
     def layer(self, index: int, layer: nn.Module, value: Tree, *, is_last: bool) -> Tree:
         """Counts one layer, or takes for its costs those of one that is alike; gives what it hands on."""
         popped = {name: self._stashed[name] for name in skip_names(layer, "pop")}
@@ -250,8 +239,7 @@ class _Run:
         alone = is_last or copied or popped or skip_names(layer, "stash")
         key = None if alone else likeness((layer, value), self._kept)
         saved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        with untouched(layer):
-            self._take_values(layer)
+        with untouched(layer), exchanged(layer, self._fakes.like):
             own = {id(tensor.untyped_storage()) for tensor in (*layer.parameters(), *layer.buffers())}
 
             def save(tensor: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Dry:
 
     def faking(self, model: nn.Module) -> AbstractContextManager[None]:
         """Has the modules of a model have tensors without values that say to be on the CPU."""
-        return _exchanged(model, lambda tensor: self._fakes.like(tensor) if tensor.is_meta else tensor)
+        return exchanged(model, lambda tensor: self._fakes.like(tensor) if tensor.is_meta else tensor)
 
     def do(self, call: OpCall) -> Any:
         """Does an operation."""
@@ -69,13 +69,13 @@ class Dry:
                 raise CannotSplitError(BRANCHES.format(name=call.name)) from error
             if unit is None or lacks_memory(error):
                 raise
-        with _exchanged(unit, _zeros), torch.no_grad():
+        with exchanged(unit, _zeros), torch.no_grad():
             made = call.given(_zeros).do()
         return tree_map_only(Tensor, lambda tensor: tensor if is_fake(tensor) else self._fakes.like(tensor), made)
 
 
 @contextmanager
-def _exchanged(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def exchanged(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Has a model have others in place of its parameters and buffers, one for each."""
     others = {id(tensor): other(tensor) for tensor in (*model.parameters(), *model.buffers())}
     with ExitStack() as back:

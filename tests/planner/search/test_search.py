@@ -127,7 +127,6 @@ def test_no_cuts_take_less_than_the_bounds(
     costs = trial.costs(cuts)
     seconds = Simulator(program, messages=True).seconds(costs)
     assert least_seconds(shape, sized, speeds) <= seconds * (1 + 1e-9)
-    assert trial.least(costs) <= seconds * (1 + 1e-9)
     assert likely_seconds(shape, sized, speeds) >= least_seconds(shape, sized, speeds)
 
 
@@ -141,8 +140,8 @@ def test_a_split_backward_may_end_before_its_weights_are_on_the_way() -> None:
     assert least_seconds(shape, sized, [1.0] * 8) <= seconds < sum(sized.work)
     short = Profile((replace(layer, backward=Line(9.0), parts=(Line(1.0), Line(1.0))),) * 16).of_micro_batch(1)
     trial = Trial(shape, program, short, [Device(flops=1.0)] * 8, [1.0] * 8)
-    costs = trial.costs((1,) * 16)  # whose two parts take less than the whole
-    assert max(least_seconds(shape, short, [1.0] * 8), trial.least(costs)) <= trial.simulator.seconds(costs)
+    seconds = trial.simulator.seconds(trial.costs((1,) * 16))  # the two parts take less than the whole
+    assert least_seconds(shape, short, [1.0] * 8) <= seconds
 
 
 def test_a_stage_costs_what_its_layers_do() -> None:

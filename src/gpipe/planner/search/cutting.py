@@ -12,7 +12,7 @@ from gpipe.planner.search.cuts import partition
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.fitting import Fitting, Levels, Misfit
 from gpipe.planner.search.profile import SizedProfile, bounds
-from gpipe.planner.search.shapes import Shape, splits
+from gpipe.planner.search.shapes import Shape
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.partition import Memory, given
 from gpipe.schedule.program import Program
@@ -106,46 +106,23 @@ class Trial:
         messages = zip(bare, under_way[1:], under_way[:-1], strict=True)
         return tuple(replace(cost, send=ahead, send_gradient=back) for cost, ahead, back in messages)
 
-    def least(self, costs: Sequence[StageCost]) -> float:
-        """A time that a mini-batch does not go below: on each rank its work, behind the way to it, and the way back.
-
-        Where backwards are split, a rank may have work left when the last gradient is on its way back.
-        """
-        ahead = back = found = 0.0
-        split = splits(self.shape.schedule)
-        took = [cost.forward + (_least_backward(cost) if split else cost.backward) for cost in costs]
-        for stage, cost in enumerate(costs):
-            own = self.simulator.stages_of[self.program.rank_of[stage]]
-            back += cost.send_gradient or 0.0
-            if own[0] == stage:
-                work = self.shape.micro_batches * sum(took[each] for each in own)
-                found = max(found, ahead + work + (0.0 if split else back))
-            ahead += cost.forward + cost.send
-            back += cost.backward
-        return max(found, ahead)
-
     def _attempt(self, layers: Cuts) -> bool:
         """Whether these cuts are the fastest of all that were tried and fit."""
         if layers in self._tried:
             return False
         self._tried.add(layers)
         costs = self.costs(layers)
-        if self._is_slower(self.least(costs)):
-            return False
-        misfit = self.fitting.misfit(costs)  # before the table is timed, which is slow
+        misfit = self.fitting.misfit(costs)
         if misfit is not None:
             self.misfit = min(misfit, self.misfit or misfit, key=lambda each: each.excess)
             return False
-        if self._is_slower(self.simulator.seconds(costs)):
+        seconds = self.simulator.seconds(costs)  # if nothing were recomputed
+        if self._is_enough(seconds) or (self.best is not None and seconds >= self.best.seconds):
             return False
         found = Settled(layers, costs, *self.fitting.fastest(costs))
         better = self.best is None or found.seconds < self.best.seconds
         self.best = found if better else self.best
         return better
-
-    def _is_slower(self, seconds: float) -> bool:
-        """Whether cuts that take so long are no use, though nothing were recomputed."""
-        return self._is_enough(seconds) or (self.best is not None and seconds >= self.best.seconds)
 
     def _even_that_fit(self) -> Cuts | None:
         """The most even cuts that fit if all is recomputed and each stage of a rank has an equal share of its memory.
@@ -173,12 +150,6 @@ class Trial:
             return partition(work, shape.stages, balance="minmax", speeds=self.stage_speeds, memory=memory).layers
         except ValueError:  # none do
             return None
-
-
-def _least_backward(cost: StageCost) -> float:
-    if cost.backward_input is None or cost.backward_weight is None:
-        return cost.backward
-    return min(cost.backward, cost.backward_input + cost.backward_weight)
 
 
 def _neighbours(layers: Cuts) -> Iterator[Cuts]:

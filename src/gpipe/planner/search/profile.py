@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import inf
 from operator import add
 from typing import Literal
 
@@ -87,28 +86,14 @@ class SizedProfile:
         return list(map(add, self.forward, self.backward))
 
     @cached_property
-    def parts(self) -> list[tuple[float, float]] | None:
-        """The work of each layer's backward for its input alone, and for its weights; None if that is not known."""
-        known = [layer.parts for layer in self.layers if layer.parts is not None]
-        if len(known) < len(self.layers):
-            return None
-        return [(inputs.at(self.rows), weights.at(self.rows)) for inputs, weights in known]
-
-    @cached_property
-    def inputs(self) -> list[float]:
-        """The work of each layer's backward for its input alone."""
-        return [work / 2 for work in self.backward] if self.parts is None else [inputs for inputs, _ in self.parts]
-
-    @cached_property
-    def least_work(self) -> list[float]:
-        """Of each layer, forward and backward, this whole or in its two parts, whichever takes less."""
-        each = zip(self.work, self.forward, self.parts or [(inf, inf)] * len(self.layers), strict=True)
-        return [min(whole, forward + sum(parts)) for whole, forward, parts in each]
-
-    @cached_property
-    def boundary(self) -> list[float]:
-        """The bytes that enter a stage of which a layer is the first, by the main line."""
-        return self._each(lambda layer: layer.boundary)
+    def parts(self) -> list[tuple[float, float]]:
+        """The work of each layer's backward for its input alone, and for its weights; half each if not known."""
+        return [
+            (whole / 2, whole / 2)
+            if layer.parts is None
+            else (layer.parts[0].at(self.rows), layer.parts[1].at(self.rows))
+            for layer, whole in zip(self.layers, self.backward, strict=True)
+        ]
 
     @cached_property
     def kept(self) -> list[float]:
@@ -118,7 +103,9 @@ class SizedProfile:
     def entering(self, first: int, end: int) -> float:
         """The bytes that a stage of the layers from `first` to before `end` is sent, skip connections included."""
         skips = {source: line.at(self.rows) for layer in self.layers[first:end] for source, line in layer.popped}
-        return self.boundary[first] + sum(size for source, size in skips.items() if source < first)
+        return self.layers[first].boundary.at(self.rows) + sum(
+            size for source, size in skips.items() if source < first
+        )
 
     def working(self, first: int, end: int) -> float:
         """The bytes beside what is kept, when a backward holds most: what later layers kept is gone by then.
@@ -128,7 +115,7 @@ class SizedProfile:
         """
         is_last = end == len(self.layers)
         loss = self.layers[-1].leaving.at(self.rows) if is_last else 0.0
-        sent = self.entering(first, end) if first else 0.0 if is_last else self.boundary[end]
+        sent = self.entering(first, end) if first else 0.0 if is_last else self.layers[end].boundary.at(self.rows)
         most, gone = 2 * loss, loss
         for layer in range(end - 1, first - 1, -1):
             most = max(most, self.layers[layer].working.at(self.rows) - gone)
@@ -138,13 +125,13 @@ class SizedProfile:
     def cost(self, first: int, end: int, speed: float) -> StageCost:
         """What a stage of the layers from `first` to before `end` costs, but for its messages."""
         own, run = self.layers[first:end], slice(first, end)
-        inputs, weights = zip(*self.parts[run], strict=True) if self.parts is not None else (None, None)
+        known = all(layer.parts is not None for layer in own)
+        parts = [sum(part) / speed if known else None for part in zip(*self.parts[run], strict=True)]
         inside = sum(self.kept[run]) - own[0].keeps_input.at(self.rows) + own[-1].leaving.at(self.rows)
         return StageCost(
             sum(self.forward[run]) / speed,
             sum(self.backward[run]) / speed,
-            None if inputs is None else sum(inputs) / speed,
-            None if weights is None else sum(weights) / speed,
+            *parts,
             boundary=round(self.entering(first, end) + sum(layer.buffers for layer in own)),
             inside=round(inside),
             working=round(self.working(first, end)),

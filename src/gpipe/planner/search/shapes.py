@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import isqrt
+from operator import add
 
 from gpipe.errors import int_remedy, is_count
 from gpipe.planner.search.profile import SizedProfile
@@ -122,11 +123,13 @@ def _divisors(number: int) -> list[int]:
 def least_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) -> float:
     """A time that no cuts of this shape go below: of all work shared evenly, and of the way through all layers."""
     m, fastest = shape.micro_batches, max(speeds)
-    split = splits(shape.schedule)
-    work = sized.least_work if split else sized.work
-    path = sum(sized.forward) + sum(map(min, sized.inputs, sized.backward) if split else sized.backward)
+    whole = path = sized.backward
+    if splits(shape.schedule):
+        path = [min(inputs, back) for (inputs, _), back in zip(sized.parts, sized.backward, strict=True)]
+        whole = [min(sum(parts), back) for parts, back in zip(sized.parts, sized.backward, strict=True)]
+    work = list(map(add, sized.forward, whole))
     slowest = max(sum(work) / sum(speeds), max(work) / fastest)
-    return max(path / fastest, m * slowest)
+    return max((sum(sized.forward) + sum(path)) / fastest, m * slowest)
 
 
 @cache
