@@ -68,6 +68,8 @@ UNDOCUMENTED = {
     "autocast_decrement_nesting": {"runtime/threads.py"},
     "BackwardCFunction": {"stages/boundary.py", "stages/rng.py"},
     "conv_flop_count": {"planner/profile.py"},
+    "sdpa_flop_count": {"planner/profile.py"},
+    "sdpa_backward_flop_count": {"planner/profile.py"},
     "WeakIdKeyDictionary": {"stages/sequence.py"},
 }
 """Names without an underscore that torch does not document, or not for use, and the modules that use them."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median, median_low
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,8 @@ from gpipe.stages.skips import skip_names, unpack_stashes
 from gpipe.stages.tree import Tree, copy_of, moved, replace_tensors, tensors_in
 
 T = TypeVar("T")
-LayerInput: TypeAlias = tuple[Tree, dict[str, Tensor | None]]  # what a layer takes of the main line, and what it pops
-LayerOutput: TypeAlias = tuple[Tree, Mapping[str, Tensor | None]]  # what a layer returns, and what it stashes
+Values: TypeAlias = tuple[Tree, Mapping[str, Tensor | None]]
+"""What a layer takes of the main line, and what it pops; or what it returns, and what it stashes."""
 
 FEWEST_ROUNDS, MOST_ROUNDS, PATIENCE_SECONDS = 2, 15, 0.1
 """Rounds in which all layers are timed, behind one that warms up, and seconds for each layer after which no more are
@@ -44,7 +44,7 @@ def measure_each(layers: Sequence[nn.Module], sample: Tree, measure: Callable[["
     value: Tree = sample
     held: dict[str, Tensor | None] = {}
     for index, layer in enumerate(layers):
-        run = LayerRun(index, layer, value, {name: held[name] for name in skip_names(layer, "pop")})
+        run = LayerRun(index, layer, (value, {name: held[name] for name in skip_names(layer, "pop")}))
         with run.named(), untouched(layer):
             numbers.append(measure(run))
             value, stashed = run.output()
@@ -52,15 +52,13 @@ def measure_each(layers: Sequence[nn.Module], sample: Tree, measure: Callable[["
     return numbers
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class LayerRun:
     """Runs of one layer on what it takes of the main line and pops."""
 
     index: int
     layer: nn.Module
-    value: Tree
-    popped: Mapping[str, Tensor | None]
-    _output: LayerOutput | None = None
+    values: Values
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -72,7 +70,7 @@ class LayerRun:
             error.add_note(f"while layer {self.index} ({name}) was run on the sample, for its cost")
             raise
 
-    def given(self) -> tuple[LayerInput, list[Tensor]]:
+    def given(self) -> tuple[Values, list[Tensor]]:
         """What the layer takes, for it to keep, since it may work in place; and the leaves its gradients come to."""
         leaves: list[Tensor] = []
 
@@ -81,35 +79,32 @@ class LayerRun:
             leaves.append(tensor.detach().requires_grad_(tensor.requires_grad))
             return copy_of(leaves[-1])
 
-        popped = {name: None if tensor is None else copy(tensor) for name, tensor in self.popped.items()}
-        value = replace_tensors(self.value, copy)
-        return (value, popped), [leaf for leaf in leaves if leaf.requires_grad]
+        values: Any = replace_tensors(self.values, copy)
+        return values, [leaf for leaf in leaves if leaf.requires_grad]
 
-    def forward(self, given: LayerInput) -> LayerOutput:
-        """Runs the layer, with the same randomness each time; gives what it returns, and what it stashes."""
+    def forward(self, given: Values) -> Values:
+        """Runs the layer, with the same randomness each time."""
         with rng_scope(0, 0, self.index, 0):
-            return run_layer(self.layer, *given)
+            return run_layer(self.layer, given)
 
-    def output(self) -> LayerOutput:
-        """What later layers take, cut from its graph: of the first run of the layer, which warms it up."""
-        if self._output is None:
-            output = self.forward(self.given()[0])
-            stashed = {name: detach_boundary(tensor)[0].value for name, tensor in output[1].items()}
-            self._output = detach_boundary(output[0])[0].value, stashed
-            run_backward(*roots_of(output))
-        return self._output
+    def output(self) -> Values:
+        """What later layers take, cut from its graph; the run warms the layer up."""
+        output = self.forward(self.given()[0])
+        found: Any = detach_boundary(output)[0].value
+        run_backward(*roots_of(output))
+        return found  # type: ignore[no-any-return]  # as it came, but for the tensors
 
 
-def run_layer(layer: nn.Module, value: Tree, popped: Mapping[str, Tensor | None]) -> LayerOutput:
+def run_layer(layer: nn.Module, values: Values) -> Values:
     """What a layer returns, and what it stashes."""
-    result = layer(value, **popped)
+    result = layer(values[0], **values[1])
     stash = skip_names(layer, "stash")
     return unpack_stashes(result, stash) if stash else (result, {})
 
 
-def roots_of(output: LayerOutput) -> tuple[list[Tensor], Gradients]:
+def roots_of(output: Values) -> tuple[list[Tensor], Gradients]:
     """What of the output of a layer a backward starts at, and a gradient for each."""
-    roots = [t for t in (*tensors_in(output[0]), *output[1].values()) if t is not None and t.requires_grad]
+    roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     return roots, [torch.ones_like(root) for root in roots]
 
 

@@ -19,7 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
-from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    conv_flop_count,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from gpipe._torch.dispatcher import Fakes, is_fake
 from gpipe._torch.modes import (
@@ -30,7 +35,7 @@ from gpipe._torch.modes import (
     LSTM_ON_CPU_BACKWARD,
     flop_counter,
 )
-from gpipe.planner.measure import LayerOutput, measure_seconds, roots_of, run_layer
+from gpipe.planner.measure import Values, measure_seconds, roots_of, run_layer
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.watch import Watch, storage_identity
 from gpipe.schedule.cost import LayerSeconds
@@ -235,6 +240,7 @@ class _Run:
     def layer(self, index: int, layer: nn.Module, value: Tree, *, is_last: bool) -> Tree:
         """Counts one layer, or takes for its costs those of one that is alike; gives what it hands on."""
         popped = {name: self._stashed[name] for name in skip_names(layer, "pop")}
+        values = value, {name: tensor for name, (_, tensor) in popped.items()}
         copied = any(id(tensor.untyped_storage()) in self._origin for tensor in tensors_in(value))
         alone = is_last or copied or popped or skip_names(layer, "stash")
         key = None if alone else likeness((layer, value), self._kept)
@@ -248,10 +254,10 @@ class _Run:
                     saved[id(storage)] = weakref.ref(storage)
                 return tensor
 
-            def forward() -> LayerOutput:
-                given = {name: None if tensor is None else self._copy(tensor) for name, (_, tensor) in popped.items()}
+            def forward() -> Values:
+                given: Any = replace_tensors(values, self._copy)
                 with saved_tensors_hooks(save, lambda tensor: tensor):
-                    return run_layer(layer, replace_tensors(value, self._copy), given)
+                    return run_layer(layer, given)
 
             with self._fakes.inside():
                 if key is not None and key in self._known:
@@ -264,22 +270,21 @@ class _Run:
         self.counts.append(found)
         if key is not None:
             self._known[key] = found
-        for name, tensor in output[1].items():
-            self._stashed[name] = index, None if tensor is None else _cut(tensor)
-        handed = replace_tensors(output[0], _cut)
+        handed: Any = replace_tensors(output, _cut)
         del output  # and with it what its graph keeps
+        self._stashed |= {name: (index, tensor) for name, tensor in handed[1].items()}
         self._kept |= _alive(saved)
-        return handed
+        return handed[0]
 
     def _count(
         self,
         layer: nn.Module,
         value: Tree,
-        forward: Callable[[], LayerOutput],
+        forward: Callable[[], Values],
         saved: dict[int, "weakref.ref[torch.UntypedStorage]"],
         *,
         is_last: bool,
-    ) -> tuple[LayerOutput, LayerCounts]:
+    ) -> tuple[Values, LayerCounts]:
         """Runs a layer forward and backward; the forward notes what it has `saved`."""
         entering, watch = _storages(tensors_in(value)), Watch(storage_identity)
         for parameter in layer.parameters():  # as it is behind the first micro-batch
@@ -287,7 +292,7 @@ class _Run:
         with counting() as counter, watch:
             output = forward()
             found = LayerCounts(forward=float(counter.get_total_flops()), boundary=_bytes(entering))
-            leaving = _storages([t for t in (*tensors_in(output[0]), *output[1].values()) if t is not None])
+            leaving = _storages(tensors_in(output))
             found.keeps_input = _bytes({at: storage for at, storage in entering.items() if at in saved})
             found.inside = _bytes(_alive(saved)) - found.keeps_input
             found.leaving = _bytes(leaving if is_last else {at: s for at, s in leaving.items() if at not in saved})
@@ -333,8 +338,8 @@ def counting() -> FlopCounterMode:
     """Counts the floating-point operations of matrix products, convolutions, attention and LSTMs inside it."""
     formulas: dict[object, Callable[..., int]] = {
         torch.ops.aten.convolution_backward: _flops_of_convolution_backward,
-        ATTENTION_ON_CPU: _flops_of_attention,
-        ATTENTION_ON_CPU_BACKWARD: _flops_of_attention_backward,
+        ATTENTION_ON_CPU: lambda *shapes, **more: sdpa_flop_count(*shapes[:3]),
+        ATTENTION_ON_CPU_BACKWARD: lambda *shapes, **more: sdpa_backward_flop_count(*shapes[:4]),
         LSTM_ON_CPU: _flops_of_lstm,
         LSTM_ON_CPU_BACKWARD: lambda *shapes, **more: 2 * _flops_of_lstm(*shapes),  # of inputs, and of weights
         torch.ops.aten.mv: lambda matrix, *others, **more: 2 * prod(matrix),
@@ -342,20 +347,6 @@ def counting() -> FlopCounterMode:
         BILINEAR: _flops_of_bilinear,
     }
     return flop_counter(formulas)
-
-
-def _flops_of_attention(query: list[int], key: list[int], value: list[int], *others: Any, **more: Any) -> int:
-    """Of scores, and of the values that they weigh."""
-    rows, heads, length, width = query
-    return 2 * rows * heads * length * key[-2] * (width + value[-1])
-
-
-def _flops_of_attention_backward(
-    gradient: list[int], query: list[int], key: list[int], value: list[int], *others: Any, **more: Any
-) -> int:
-    """Of the scores once more, of their gradient, and of those of the queries, keys and values."""
-    rows, heads, length, width = query
-    return 2 * rows * heads * length * key[-2] * (3 * width + 2 * value[-1])
 
 
 def _flops_of_lstm(x: list[int], weight: list[int], recurrent: list[int], *others: Any, **more: Any) -> int:

@@ -126,12 +126,13 @@ class SizedProfile:
         """What a stage of the layers from `first` to before `end` costs, but for its messages."""
         own, run = self.layers[first:end], slice(first, end)
         known = all(layer.parts is not None for layer in own)
-        parts = [sum(part) / speed if known else None for part in zip(*self.parts[run], strict=True)]
+        inputs, weights = (sum(part) / speed if known else None for part in zip(*self.parts[run], strict=True))
         inside = sum(self.kept[run]) - own[0].keeps_input.at(self.rows) + own[-1].leaving.at(self.rows)
         return StageCost(
             sum(self.forward[run]) / speed,
             sum(self.backward[run]) / speed,
-            *parts,
+            inputs,
+            weights,
             boundary=round(self.entering(first, end) + sum(layer.buffers for layer in own)),
             inside=round(inside),
             working=round(self.working(first, end)),

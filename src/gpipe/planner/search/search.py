@@ -109,14 +109,12 @@ class _Search:
         sized, memory = self.size(shape.micro_batches), sum(each.memory for each in self.devices[: shape.partitions])
         state = sum(layer.state for layer in sized.layers)
         least = state + sum(layer.inside.at(sized.rows) for layer in sized.layers) / shape.stages_per_rank
-        has = f"devices {bytes_text(memory)}"
         if shape.stages > len(sized.layers):
             why = f"{shape.stages} stages, {len(sized.layers)} layers"
             self._reject(shape, "more stages than layers", why)
-        elif state > memory:
-            self._reject(shape, "too big", f"weights, gradients and optimizer are {bytes_text(state)}, {has}")
         elif least > memory:
-            why = f"{bytes_text(least)} with one micro-batch inside one stage of each rank, {has}"
+            inside = f"with one micro-batch inside one stage of each rank {bytes_text(least)}"
+            why = f"weights, gradients and optimizer are {bytes_text(state)}, {inside}, devices {bytes_text(memory)}"
             self._reject(shape, "too big", why)
         else:
             return True

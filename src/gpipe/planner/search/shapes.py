@@ -127,7 +127,7 @@ def least_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) ->
     if splits(shape.schedule):
         path = [min(inputs, back) for (inputs, _), back in zip(sized.parts, sized.backward, strict=True)]
         whole = [min(sum(parts), back) for parts, back in zip(sized.parts, sized.backward, strict=True)]
-    work = list(map(add, sized.forward, whole))
+    work: list[float] = list(map(add, sized.forward, whole))
     slowest = max(sum(work) / sum(speeds), max(work) / fastest)
     return max((sum(sized.forward) + sum(path)) / fastest, m * slowest)
 
