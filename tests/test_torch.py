@@ -43,6 +43,7 @@ from gpipe._torch import dispatcher as operations
 from gpipe._torch import modes as casts
 from gpipe._torch.checkpoint import CheckpointFrame
 from gpipe._torch.modes import intra_op_threads
+from gpipe.tracing.interpreter import Placeholder
 
 SOURCE = Path(gpipe.__file__).parent
 PRIVATE = SOURCE / "_torch"
@@ -632,10 +633,11 @@ def test_a_tensor_without_values_says_to_be_on_the_cpu() -> None:
             for needs in (made.sum().item, made.nonzero):
                 with pytest.raises(fakes.NEEDS_VALUES):
                     needs()
-    with relied_on("empty_on_meta", "stands for what other layers made where all else is made without values"):
+    with relied_on("without_memory", "stands for what other layers made where all else is made without values"):
         with faking.inside():
-            assert not fakes.is_fake(fakes.empty_on_meta((2, 3), torch.float64))
-        assert fakes.empty_on_meta((2, 3), torch.float64).shape == (2, 3)
+            made_by_others = fakes.without_memory(Placeholder, (2, 3), torch.float64, torch.device("cuda"), True)
+        assert type(made_by_others) is Placeholder
+        assert (made_by_others.shape, made_by_others.is_cuda, made_by_others.requires_grad) == ((2, 3), True, True)
     with relied_on("is_fake", "tells such tensors from others"):
         assert fakes.is_fake(made)
         assert not fakes.is_fake(weight)

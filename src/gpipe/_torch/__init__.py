@@ -9,6 +9,6 @@ Some names stay where they are used, because so much code uses them that torch c
 
 So do a few names without an underscore that torch has for itself all the same, each in one module or two, where a
 function of another name would explain nothing: `redispatch` of an operator, `autocast_increment_nesting` and
-`autocast_decrement_nesting`, `autograd.function.BackwardCFunction`, `utils.flop_counter.conv_flop_count` and
-`utils.weak.WeakIdKeyDictionary`. The test lists who uses them.
+`autocast_decrement_nesting`, `autograd.function.BackwardCFunction`, of `utils.flop_counter` `conv_flop_count`,
+`sdpa_flop_count` and `sdpa_backward_flop_count`, and `utils.weak.WeakIdKeyDictionary`. The test lists who uses them.
 """

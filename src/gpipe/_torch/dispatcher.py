@@ -153,12 +153,11 @@ class Fakes:
             return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def empty_on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor on the meta device; no fake, though this thread makes fakes of what it makes."""
-    if not torch._C._len_torch_dispatch_stack():
-        return torch.empty(shape, dtype=dtype, device="meta")
-    with torch.utils._python_dispatch._disable_current_modes():
-        return torch.empty(shape, dtype=dtype, device="meta")
+def without_memory(
+    kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> Tensor:
+    """A tensor of a class with a `__torch_dispatch__`; no fake, though this thread makes fakes of what it makes."""
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 def is_fake(tensor: object) -> bool:

@@ -7,14 +7,13 @@ crossed the cut; what did not cross, a placeholder stands for. Behind its own la
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gpipe._torch.dispatcher import empty_on_meta
+from gpipe._torch.dispatcher import without_memory
 from gpipe._torch.modes import as_plain_tensors, paused
 from gpipe.stages.buffers import Slot
 from gpipe.stages.rng import PipeRngScope
@@ -69,22 +68,12 @@ def asks_for_layout(function: Callable[..., Any]) -> bool:
     >>> asks_for_layout(Tensor.size), asks_for_layout(Tensor.shape.__get__), asks_for_layout(Tensor.mT.__get__)
     (True, True, False)
     """
-    name = getattr(function, "__name__", "")
-    return name in LAYOUT or (name == "__get__" and _attribute_of(function) not in TENSORS_OF)
-
-
-def _attribute_of(getter: Callable[..., Any]) -> str:
-    return getattr(getattr(getter, "__self__", None), "__name__", "")
+    name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
+    return name in LAYOUT or (name == "__get__" and getattr(owner, "__name__", "") not in TENSORS_OF)
 
 
 class Placeholder(Tensor):
-    """A tensor without values: whoever asks for its layout gets it, whoever computes with it is refused.
-
-    It lies on the meta device, so that nothing can compute with it unseen, and says where its values would be.
-    """
-
-    home: torch.device
-    wants_gradient: bool
+    """A tensor without values or memory: whoever asks for its layout gets it, whoever computes with it is refused."""
 
     @classmethod
     def __torch_function__(
@@ -98,16 +87,15 @@ class Placeholder(Tensor):
         if not asks_for_layout(func):
             _refuse(getattr(func, "__name__", str(func)), "a tensor")
         with as_plain_tensors():
-            asked = next((item for item in args if isinstance(item, cls)), None)
-            if asked is not None and "home" in vars(asked):
-                match _attribute_of(func):
-                    case "device":
-                        return asked.home
-                    case "requires_grad":
-                        return asked.wants_gradient
-                    case "is_meta" | "is_cpu" | "is_cuda" as name:
-                        return asked.home.type == name.removeprefix("is_")
             return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Never:
+        """Refuses what came past: a kernel."""
+        _refuse(str(func), "a tensor")
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Placeholder({tuple(self.shape)}, {self.dtype})"
 
 
 class OpaquePlaceholder:
@@ -136,16 +124,6 @@ def describe(leaves: Sequence[Any]) -> list[list[Any]]:
         else ([leaf] if isinstance(leaf, CARRIED_AS_THEY_ARE) else [])
         for leaf in leaves
     ]
-
-
-@lru_cache(maxsize=1024)  # each micro-batch asks for the same; one for each id, since interpreters tell tensors apart
-def placeholder(
-    value_id: ValueId, dtype: str, shape: tuple[int, ...], wants_gradient: bool, home: torch.device
-) -> Placeholder:
-    """Stands for a tensor of this layout."""
-    made = empty_on_meta(shape, DTYPES[dtype]).as_subclass(Placeholder)
-    made.home, made.wants_gradient = home, wants_gradient
-    return made
 
 
 class Interpreter(TorchFunctionMode):
@@ -281,7 +259,7 @@ class StageInterpreter(Interpreter):
         if found is None:
             match described:
                 case [dtype, shape, wants_gradient]:
-                    found = placeholder(value_id, dtype, tuple(shape), wants_gradient, self.device)
+                    found = without_memory(Placeholder, shape, DTYPES[dtype], self.device, wants_gradient)
                 case [value]:
                     return value
                 case _:

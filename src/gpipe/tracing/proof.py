@@ -42,11 +42,10 @@ def prove(found: TracerRun, given: ForwardArguments) -> list[float]:
             output, seconds = _interpreted(found, given, dry)
         _compare(model, found.output, output)
         return seconds
-    with rng_scopes(found.parts, found.trace, SAMPLE_KEY):
-        own, expected = watched(model, lambda: given.call(model))
-    (output, seconds), buffers = watched(
-        model, lambda: failing_apart(model, given, lambda: _interpreted(found, given, None))
-    )
+    with rng_scopes(found.parts, found.trace, SAMPLE_KEY), watched(model) as expected:
+        own = given.call(model)
+    with watched(model) as buffers:
+        output, seconds = failing_apart(model, given, lambda: _interpreted(found, given, None))
     _compare(model, own, output)
     for name in {*expected, *buffers}:
         if _differ(expected.get(name), buffers.get(name)):
@@ -76,8 +75,8 @@ class _EchoingInterpreter(StageInterpreter):
         real = any(map(is_carried, call.tensors))
         other = call.given(lambda tensor: _other(tensor) if is_carried(tensor) or not real else tensor)
         try:
-            with rng_scope(0, 0, 0, 0):  # the layer goes on to draw as if there were none
-                watched(unit, other.do)
+            with rng_scope(0, 0, 0, 0), watched(unit):  # the layer goes on to draw as if there were none
+                other.do()
         except Exception as error:
             if not is_of_code(error):  # else it cannot do with them, or not twice with one cache
                 error.add_note(ECHOED.format(name=call.name))

@@ -8,7 +8,6 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -49,16 +48,17 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             raise
 
 
-def watched(model: nn.Module, run: Callable[[], T]) -> tuple[T, dict[str, Tensor | None]]:
-    """What a run gives, and the buffers that it wrote, with their new values; they are put back."""
+@contextmanager
+def watched(model: nn.Module) -> Iterator[dict[str, Tensor | None]]:
+    """Notes the buffers that what runs inside writes, with their new values, at its end; they are put back."""
     before = {
         f"{path}.{key}".lstrip("."): (module._buffers, key, buffer, copy_of(buffer), version(buffer))
         for path, module in model.named_modules()
         for key, buffer in module._buffers.items()
         if buffer is not None and not buffer.is_meta and not is_fake(buffer)
     }
-    made = run()
     changed: dict[str, Tensor | None] = {}
+    yield changed
     with torch.no_grad():
         for name, (held, key, buffer, copy, was) in before.items():
             now = held.get(key)
@@ -66,7 +66,6 @@ def watched(model: nn.Module, run: Callable[[], T]) -> tuple[T, dict[str, Tensor
                 changed[name] = None if now is None else copy_of(now)
                 held[key] = buffer
                 buffer.copy_(copy)
-    return made, changed
 
 
 class ForwardArguments(NamedTuple):
@@ -104,10 +103,15 @@ def failing_apart(
 
     `left` tells, for the refusal, where the forward puts tensors.
     """
+
+    def by_itself() -> None:
+        with watched(model):
+            given.call(model)
+
     try:
         return run()
     except Exception as error:
-        if not is_of_code(error) or not _passes(partial(watched, model, partial(given.call, model))):
+        if not is_of_code(error) or not _passes(by_itself):
             raise
         places = left()
         if _passes(run):

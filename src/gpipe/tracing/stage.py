@@ -7,7 +7,6 @@ the model itself draw random numbers as a pipe of it does.
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -157,15 +156,16 @@ def rng_scopes(parts: Parts, trace: Trace, key: RngKey) -> Iterator[None]:
     A layer ends where a block returns; the first also where the first block is called.
     """
     first_is_block = trace.ops[0].name in parts.blocks
-    entered = count()
-    calls = count()
+    entered = 0
 
     def enter_next(*_: Any) -> None:
+        nonlocal entered
         scope.close()
-        scope.enter_context(rng_scope(key.seed, key.step, next(entered), key.micro_batch))
+        scope.enter_context(rng_scope(key.seed, key.step, entered, key.micro_batch))
+        entered += 1
 
     def before(*_: Any) -> None:
-        if not next(calls) and not first_is_block:
+        if entered == 1 and not first_is_block:
             enter_next()
 
     with ExitStack() as hooks, ExitStack() as scope:

@@ -175,9 +175,6 @@ class Trace:
         return [edge.value_id for edge in self.edges if edge.source < layer <= edge.target]
 
 
-WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None)})  # what most arguments are that hold no tensor
-
-
 class OpCall(NamedTuple):
     """A call of a unit, or of a function of torch between units."""
 
@@ -212,8 +209,6 @@ class OpCall(NamedTuple):
 
 def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
     for value in values:
-        if type(value) in WITHOUT_TENSORS:
-            continue
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):

@@ -339,7 +339,8 @@ def trace_forward(parts: Parts, given: ForwardArguments) -> TracerRun:
     with nullcontext() if dry is None else dry.faking(parts.model):
         while True:
             parts = Parts(parts.model, parts.blocks, parts.stateful | stateful)
-            tracer, output, trace, changed = _traced(parts, given, dry)
+            with watched(parts.model) as changed:
+                tracer, output, trace = _traced(parts, given, dry)
             closed = {name: module for name, module in parts.copied.items() if name not in parts.opened}
             stateful = {n for n, m in closed.items() if any(f"{n}.{leaf}" in changed for leaf in m._buffers)}
             if not stateful:
@@ -349,22 +350,20 @@ def trace_forward(parts: Parts, given: ForwardArguments) -> TracerRun:
     return TracerRun(output, trace, parts, tracer.losses, tracer.reads)
 
 
-def _traced(
-    parts: Parts, given: ForwardArguments, dry: Dry | None
-) -> tuple[Tracer, Any, Trace, Mapping[str, Tensor | None]]:
-    """Runs a forward; gives also the buffers that it changed."""
+def _traced(parts: Parts, given: ForwardArguments, dry: Dry | None) -> tuple[Tracer, Any, Trace]:
+    """Runs a forward; refuses what it leaves behind."""
     tracers: list[Tracer] = []
 
-    def run() -> tuple[tuple[Any, Trace], dict[str, Tensor | None]]:
+    def run() -> tuple[Any, Trace]:
         tracers.append(Tracer(ShallowCopy(parts), dry))
-        return watched(parts.model, lambda: tracers[-1].trace(*given))
+        return tracers[-1].trace(*given)
 
     before = _generators()
     try:
         if dry is None:
-            (output, trace), changed = failing_apart(parts.model, given, run, lambda: tracers[-1].left_behind())
+            output, trace = failing_apart(parts.model, given, run, lambda: tracers[-1].left_behind())
         else:
-            (output, trace), changed = run()
+            output, trace = run()
     except TypeError as error:
         if given.args and isinstance(given.args[0], (tuple, list)):
             names = ", ".join(signature(parts.model.forward).parameters)
@@ -380,7 +379,7 @@ def _traced(
     for whose, state in _generators().items():
         if state != before[whose]:
             raise CannotSplitError(DRAWS.format(model=model, what=f"from {whose} generator"))
-    return tracers[-1], output, trace, changed
+    return tracers[-1], output, trace
 
 
 def _refuse_leftovers(tracer: Tracer, given: ForwardArguments) -> None:
@@ -389,7 +388,8 @@ def _refuse_leftovers(tracer: Tracer, given: ForwardArguments) -> None:
     shallow_copy.refuse_changed_buffers()
     if [*shallow_copy.changed_since(tracer.left)]:
         once = shallow_copy.attributes()
-        watched(tracer.parts.model, lambda: given.call(shallow_copy.root))
+        with watched(tracer.parts.model):
+            given.call(shallow_copy.root)
         if counts := [*shallow_copy.changed_since(once)]:
             places = [f"{type(shallow_copy.copies[name]).__name__}.{key}" for name, key, _ in counts]
             raise CannotSplitError(COUNTS.format(model=type(tracer.parts.model).__name__, places=", ".join(places)))
