@@ -18,7 +18,6 @@ attributes and `requires_grad`. That is refused where somebody has a weak refere
 there the new parameter is put in all places where modules have the old one.
 """
 
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ from gpipe._torch.trees import tree_map_only
 from gpipe.stages.rng import rng_seed
 from gpipe.stages.sequence import seeded
 from gpipe.stages.shared_weights import put_parameter
-from gpipe.tracing.runs import lacks_memory
+from gpipe.tracing.runs import can_be_called, lacks_memory
 from gpipe.tracing.trace import CannotSplitError, OpCall
 
 BRANCHES = (
@@ -117,12 +116,7 @@ class TensorPlace(NamedTuple):
     module: nn.Module
     held: dict[str, Any]
     key: str
-
-    @property
-    def tensor(self) -> Tensor:
-        """What stands there."""
-        found: Tensor = self.held[self.key]
-        return found
+    tensor: Tensor
 
 
 Places = Mapping[str, TensorPlace]  # by the names that their tensors have in the model
@@ -150,7 +144,7 @@ def give_values(
     ('meta', [0.0, 0.0])
     """
     places = {
-        f"{path}.{key}".lstrip("."): TensorPlace(module, held, key)
+        f"{path}.{key}".lstrip("."): TensorPlace(module, held, key, tensor)
         for path, module in model.named_modules(remove_duplicate=False)
         for held in (module._parameters, module._buffers)
         for key, tensor in held.items()
@@ -217,11 +211,11 @@ def _run(model: nn.Module, places: Places, left: Sequence[TensorPlace], *, by_mo
     beside = {place.module for place in left}
     with ExitStack() as back, torch.no_grad(), torch.device("cpu"):
         for place in {(id(place.held), place.key): place for place in places.values()}.values():  # each once
-            tensor, is_beside = place.tensor, place.module in beside
-            back.callback(place.held.__setitem__, place.key, tensor)
-            if _can_have_values(tensor) and (is_beside or not tensor.is_meta):
-                place.held[place.key] = _alike(tensor, "cpu" if is_beside else "meta")
-        stand_ins = [place.tensor for place in left]
+            is_beside = place.module in beside
+            back.callback(place.held.__setitem__, place.key, place.tensor)
+            if _can_have_values(place.tensor) and (is_beside or not place.tensor.is_meta):
+                place.held[place.key] = _alike(place.tensor, "cpu" if is_beside else "meta")
+        stand_ins = [place.held[place.key] for place in left]
         addresses = [_fill(stood) for stood in stand_ins]
         _initialize(model, beside, (), by_model=by_model)
         found = [place.held[place.key] for place in left]
@@ -256,22 +250,13 @@ def _initialize(module: nn.Module, holders: set[nn.Module], around: tuple[nn.Mod
     for child in module.children():
         _initialize(child, holders, around, by_model=by_model)
     reset = reset_of(module)
-    if not by_model and reset is not None and _takes(reset):
+    if not by_model and reset is not None and can_be_called(reset):
         reset()
     for owner in around if by_model else ():
         initialize = getattr(owner, "_init_weights", None)
-        if callable(initialize) and _takes(initialize, module):
+        if callable(initialize) and can_be_called(initialize, module):
             initialize(module)
             break
-
-
-def _takes(function: Callable[..., object], *arguments: object) -> bool:
-    """Whether a function can be called so."""
-    try:
-        inspect.signature(function).bind(*arguments)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _fill(tensor: Tensor) -> int:

@@ -162,11 +162,18 @@ def arguments(model: nn.Module, value: Tree) -> ForwardArguments:
     """A mapping goes in as keywords, where the forward takes its keys; anything else is the one argument."""
     if not isinstance(value, Mapping):
         return ForwardArguments((value,), {})
-    try:
-        inspect.signature(model.forward).bind(**value)
-    except TypeError:
+    if not can_be_called(model.forward, **value):
         return ForwardArguments((dict(value),), {})
     return ForwardArguments((), dict(value))
+
+
+def can_be_called(function: Callable[..., object], *args: object, **kwargs: object) -> bool:
+    """Whether a function takes such arguments."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def without_cache(model: nn.Module, value: Tree) -> Tree:

@@ -127,8 +127,13 @@ class ShallowCopy:
                 before, was = self._buffers.get((name, key), (None, 0))
                 if buffer is before and (buffer is None or version(buffer) == was):
                     continue
-                grew = before is None or buffer is None or before.shape != buffer.shape
-                if buffer is before or name in self.parts.opened or not (grew or _same_values(before, buffer)):
+                may_be = (
+                    before is None
+                    or buffer is None
+                    or before.shape != buffer.shape
+                    or (before.device == buffer.device and torch.equal(before, buffer))
+                )
+                if buffer is before or name in self.parts.opened or not may_be:
                     model, place = type(self.parts.model).__name__, f"{name}.{key}".lstrip(".")
                     raise CannotSplitError(CHANGES_BUFFER.format(model=model, name=place))
 
@@ -147,7 +152,3 @@ class ShallowCopy:
         for name, key in {**before, **now}:
             if before.get((name, key)) != now.get((name, key)):
                 yield name, key, vars(self.copies[name]).get(key)
-
-
-def _same_values(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and one.device == other.device and torch.equal(one, other)
