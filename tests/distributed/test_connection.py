@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe.distributed.codec import encode
-from gpipe.distributed.connection import INLINE_BYTES, Connection, TcpConnection
-from gpipe.distributed.frames import CHUNK_BYTES, SLOTS, Frame, Gone
+from gpipe.distributed.codec import Gone, encode
+from gpipe.distributed.connection import CHUNK_BYTES, INLINE_BYTES, SLOTS, Connection, Frame, TcpConnection
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Label
 from tests.support.endpoints import KINDS

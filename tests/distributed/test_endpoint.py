@@ -13,9 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe.distributed.connection import INLINE_BYTES, Connection
+from gpipe.distributed.connection import INLINE_BYTES, SLOTS, Connection
 from gpipe.distributed.endpoint import Endpoint
-from gpipe.distributed.frames import SLOTS
 from gpipe.errors import RemoteError
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.lower import place_recompute, place_transfers

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from gpipe.distributed import endpoint as endpoint_module
-from gpipe.distributed.connection import Connection, TcpConnection
+from gpipe.distributed.connection import SLOTS, Connection, TcpConnection
 from gpipe.distributed.endpoint import Endpoint
-from gpipe.distributed.frames import SLOTS
 from gpipe.errors import RemoteError
 from tests.support.endpoints import BIG, KINDS, LIMIT, endpoints, exchange, label_of, receive, send, together, waits
 from tests.support.progress import wait_until

@@ -19,10 +19,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from gpipe.distributed.codec import decode, encode
-from gpipe.distributed.connection import ALLOCATED_AT_ONCE_BYTES, SLOT_HEADER_BYTES, Connection, TcpConnection
+from gpipe.distributed.codec import Damaged, Gone, decode, encode
+from gpipe.distributed.connection import (
+    ALLOCATED_AT_ONCE_BYTES,
+    LARGEST_CONTROL_BYTES,
+    SLOT_HEADER_BYTES,
+    Connection,
+    Frame,
+    TcpConnection,
+)
 from gpipe.distributed.endpoint import Endpoint
-from gpipe.distributed.frames import LARGEST_CONTROL_BYTES, Damaged, Frame, Gone
 from gpipe.errors import RemoteError
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Label

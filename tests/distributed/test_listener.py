@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gpipe.distributed import listener as listener_module
-from gpipe.distributed.listener import HELLO_BYTES, STREAMS, Listener, dial
+from gpipe.distributed import rendezvous
+from gpipe.distributed.rendezvous import HELLO_BYTES, STREAMS, Listener, dial
 from tests.support.endpoints import LIMIT
 from tests.support.processes.listening import Listening, family, listening_sockets
 
@@ -19,8 +19,8 @@ from tests.support.processes.listening import Listening, family, listening_socke
 @contextmanager
 def listening(monkeypatch: pytest.MonkeyPatch, *, crosses_hosts: bool = False) -> Iterator[Listener]:
     """A process that can be reached; other hosts would reach it by the loopback device."""
-    monkeypatch.setattr(listener_module, "own_host", lambda: "127.0.0.1")
-    with listener_module.listening(crosses_hosts=crosses_hosts) as own:
+    monkeypatch.setattr(rendezvous, "own_host", lambda: "127.0.0.1")
+    with rendezvous.listening(crosses_hosts=crosses_hosts) as own:
         yield own
 
 
@@ -122,5 +122,5 @@ def test_the_look_for_what_listens_is_right_itself(address: str) -> None:
 def test_a_first_host_at_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     refused = pytest.raises(ValueError, match=r"MASTER_ADDR=127\.0\.0\.1 is the loopback address")
-    with refused, listener_module.listening(crosses_hosts=True):
+    with refused, rendezvous.listening(crosses_hosts=True):
         pass

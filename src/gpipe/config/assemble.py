@@ -15,7 +15,6 @@ from gpipe.config.arguments import AUTO, Arguments
 from gpipe.config.check import Mistakes, count_ranks, draw_seed, read_schedule
 from gpipe.config.settings import Settings, settle
 from gpipe.distributed.agree import agree
-from gpipe.distributed.frames import explaining_limits
 from gpipe.distributed.launcher import end_with_launcher
 from gpipe.distributed.mesh import Position, find_position, is_joined
 from gpipe.distributed.processes import OneProcess, Processes
@@ -50,7 +49,7 @@ def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
     end_with_launcher()
     if not is_joined():
         _find_position(asked)  # says what is missing
-    with Rendezvous() as rendezvous, explaining_limits():
+    with Rendezvous() as rendezvous:
         position = _find_position(asked)
         settings = _settle_together(asked, position, rendezvous)
         processes = Processes(

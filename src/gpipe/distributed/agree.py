@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from gpipe.distributed.codec import reading
 from gpipe.distributed.endpoint import Endpoint
-from gpipe.distributed.frames import reading
 from gpipe.distributed.mesh import Position
 from gpipe.errors import RemoteError
 from gpipe.stages.messages import Control, Label

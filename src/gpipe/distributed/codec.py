@@ -12,7 +12,8 @@ import json
 import math
 import mmap
 from collections import OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
@@ -29,7 +30,7 @@ from gpipe._torch.trees import (
     tree_flatten,
     tree_unflatten,
 )
-from gpipe.distributed.frames import Damaged, reading
+from gpipe.errors import RemoteError, received
 from gpipe.stages.boundary import UNDEFINED, BoundaryValue, Undefined
 from gpipe.stages.messages import Message, Payload
 from gpipe.stages.tree import UNITS, alignment, allocate
@@ -55,6 +56,30 @@ ADVICE = (
 Buffer: TypeAlias = bytearray | mmap.mmap
 Shape: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool, int]
 """What is known of a tensor before it comes: dtype, size, strides, whether it requires a gradient, alignment."""
+
+
+class Gone(ConnectionError):  # noqa: N818 it is a state, and caught where it arises
+    """The process at the other end has ended, or cannot be reached any more."""
+
+
+class Damaged(ValueError):  # noqa: N818 a state of the message
+    """What came is nothing that gpipe sends."""
+
+
+def damaged(peer: int, error: object) -> RemoteError:
+    """What to raise where a process sent what cannot be."""
+    return received(f"rank {peer} sent what gpipe never sends: {error}", peer)
+
+
+@contextmanager
+def reading(what: str, peer: int | None = None) -> Iterator[None]:
+    """While something is read that may be damaged; if it is known whose it is, a RemoteError says so."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, RuntimeError, RecursionError, OverflowError, AttributeError) as error:
+        said = f"{what} that gpipe does not send: {type(error).__name__}: {str(error)[:300]}"
+        found = error if isinstance(error, Damaged) else Damaged(said)
+        raise (found if peer is None else damaged(peer, found)) from error
 
 
 @dataclass(frozen=True, slots=True)

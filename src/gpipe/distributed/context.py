@@ -92,20 +92,18 @@ class ProcessContext(Context):
         if self.replicas == 1:
             return
         texts = {name: repr(value) for name, value in settings.items()}
-        gathered = self.gather_replicas(Control.REDUCTION, texts)
+        label = Label(Control.REDUCTION, 0, gradient=False)
+        gathered = gather_replicas(self.endpoint, self.position, label, texts)
         if mistakes := differences(dict(zip(self.position.ranks_of_row, gathered, strict=True))):
             raise ValueError(
                 f"the replicas were given different things: {'; '.join(mistakes)}. Give step the same loss_fn, "
                 f"reduction, scale and scaler in every process"
             )
 
-    def gather_replicas(self, control: Control, value: Tree) -> list[Any]:
-        """Gathers a value from each replica."""
-        return gather_replicas(self.endpoint, self.position, Label(control, 0, gradient=False), value)
-
     def sum_over_replicas(self, number: float) -> float:
         """Adds up a number of each replica."""
-        return float(sum(self.gather_replicas(Control.WEIGHT, number)))
+        label = Label(Control.WEIGHT, 0, gradient=False)
+        return float(sum(gather_replicas(self.endpoint, self.position, label, number)))
 
     def gather_outputs(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
         """Gives every process of the replica the outputs that the last stage made."""

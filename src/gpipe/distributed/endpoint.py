@@ -23,10 +23,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
-from gpipe.distributed.codec import encode, payload_of
+from gpipe.distributed.codec import Damaged, Gone, damaged, encode, payload_of
 from gpipe.distributed.connection import Connection
 from gpipe.distributed.failures import LONG_WAIT_SECONDS, FailureDetector, Memory, Report, Status, in_no_step
-from gpipe.distributed.frames import Damaged, Gone, damaged
 from gpipe.distributed.nccl import Coming, NcclGroups
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Control, Crossed, Label, Message, ReadyEvent

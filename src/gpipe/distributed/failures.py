@@ -9,8 +9,8 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, NoReturn, Self, TypeAlias
 
+from gpipe.distributed.codec import Gone, reading
 from gpipe.distributed.connection import Connection
-from gpipe.distributed.frames import Gone, reading
 from gpipe.errors import RemoteError, folded, received
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gpipe._torch.trees import tree_flatten, tree_unflatten
 from gpipe.distributed import codec
-from gpipe.distributed.frames import Gone, reading
+from gpipe.distributed.codec import Gone, reading
 from gpipe.distributed.mesh import Position
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Message

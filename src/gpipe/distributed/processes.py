@@ -7,11 +7,9 @@ from typing import Any
 from gpipe.distributed.agree import CALLED, Communicator, follow_first
 from gpipe.distributed.context import ProcessContext
 from gpipe.distributed.endpoint import Endpoint
-from gpipe.distributed.frames import explaining_limits
-from gpipe.distributed.listener import connect
 from gpipe.distributed.mesh import Position
 from gpipe.distributed.nccl import groups_for
-from gpipe.distributed.rendezvous import LINKING, Rendezvous
+from gpipe.distributed.rendezvous import LINKING, Rendezvous, connect
 from gpipe.distributed.stragglers import Stragglers
 from gpipe.runtime.context import Context, Request
 from gpipe.runtime.engine import Engine
@@ -78,7 +76,7 @@ class Processes(OneProcess):
     def linked(self) -> Endpoint:
         """The connections, made anew by all processes at once if they were closed."""
         if self._endpoint is None:
-            with Rendezvous() as rendezvous, explaining_limits():
+            with Rendezvous() as rendezvous:
                 rendezvous.greet(self.position)
                 rendezvous.phase = LINKING
                 self.link(rendezvous)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gpipe._torch.autograd import copy_each
+from gpipe.distributed.codec import damaged
 from gpipe.distributed.endpoint import Endpoint
-from gpipe.distributed.frames import damaged
 from gpipe.distributed.mesh import DATA, Position
 from gpipe.stages.boundary import Gradients
 from gpipe.stages.messages import Control, Label

@@ -59,7 +59,7 @@ def train_remotely(rank: int, world: int, *args: Any) -> Json:
     with (
         mock.patch("gpipe.distributed.context.host_name", **host),
         mock.patch("gpipe.distributed.rendezvous.host_name", **host),
-        mock.patch("gpipe.distributed.listener.own_host", return_value="127.0.0.1"),
+        mock.patch("gpipe.distributed.rendezvous.own_host", return_value="127.0.0.1"),
     ):
         return train(rank, world, *args)
 

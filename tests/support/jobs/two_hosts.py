@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.distributed import listener
+from gpipe.distributed import rendezvous
 from tests.support.plain_loop import plain_loop, squares
 from tests.support.processes.listening import Listening, family, listening_sockets
 
@@ -92,13 +92,13 @@ def local_losses(world: int) -> list[float]:
 def watch_listeners() -> list[Sequence[Any]]:
     """Notes what this process listens on while it waits for others to connect."""
     seen: list[Sequence[Any]] = []
-    accept = listener.Listener.accept
+    accept = rendezvous.Listener.accept
 
     def watched(self: Any, *given: Any) -> Any:
         seen.extend(listening_sockets([os.getpid()]))
         return accept(self, *given)
 
-    listener.Listener.accept = watched  # type: ignore[assignment, method-assign]
+    rendezvous.Listener.accept = watched  # type: ignore[assignment, method-assign]
     return seen
 
 
