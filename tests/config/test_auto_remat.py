@@ -1,12 +1,19 @@
 """remat="auto" recomputes where memory demands it and as often; and a pipe by a plan does what the plan says."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import gpipe
+from gpipe.config.assemble import memory_by_row
+from gpipe.distributed.mesh import Position
+from tests.support.jobs import automatic as jobs
 from tests.support.plain_loop import plain_loop, weights_of
+from tests.support.processes.launch import WorkerPool
+from tests.support.processes.outcome import answers
 
 WIDTH, ROWS = 64, 128
 X = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH)
@@ -33,18 +40,12 @@ def test_more_memory_recomputes_less() -> None:
     assert levels[0] < levels[1] < levels[-1]
 
 
-def test_each_partition_has_its_own_memory() -> None:
-    assert remats(pipe([300_000, 10**6]))[1] == "never"
-    assert remats(pipe([300_000, 10**6]))[0] != "never"
-
-
-def test_what_does_not_fit_is_refused() -> None:
+def test_each_partition_has_its_own_memory_or_that_of_the_machine_and_what_does_not_fit_is_refused() -> None:
+    first, last = remats(pipe([300_000, 10**6]))
+    assert last == "never" != first
+    assert remats(gpipe.GPipe(layers(), 2, 8, sample=X, costs=[1] * 6, remat="auto")) == ("never", "never")
     with pytest.raises(ValueError, match=r"remat='auto': rank 0 needs .* KiB of 97.66 KiB, all recomputed"):
         pipe(100_000)
-
-
-def test_without_memory_that_of_the_machine_counts() -> None:
-    assert remats(gpipe.GPipe(layers(), 2, 8, sample=X, costs=[1] * 6, remat="auto")) == ("never", "never")
 
 
 @pytest.mark.parametrize(
@@ -102,3 +103,39 @@ def test_the_peak_of_each_partition_is_foretold_where_bytes_were_counted() -> No
         assert gpipe.GPipe(layers(), 2, 8, sample=X).prediction.peak_bytes is None
     plan = gpipe.find_plan(layers(), X, [gpipe.Device(memory=10**6, flops=1e9)] * 2, micro_batches=8)
     assert gpipe.GPipe(layers(), plan=plan).prediction.peak_bytes == plan.peak_bytes
+
+
+# Over processes.
+
+
+def assert_same(found: Any, alone: Any) -> None:
+    """What a process has is what one process had."""
+    assert (found["remat"], found["loss"]) == (alone["remat"], alone["loss"])
+    assert found["gradients"]
+    assert all(alone["gradients"][name] == gradient for name, gradient in found["gradients"].items())
+
+
+def test_remat_auto_gives_the_bits_of_one_process_and_recomputes_by_the_memory_of_each(pool: WorkerPool) -> None:
+    alone = jobs.by_memory(jobs.TIGHT, driver="lockstep")
+    assert "never" not in alone["remat"]
+    for found in answers(pool.run(jobs.auto, jobs.TIGHT, world=2)):
+        assert_same(found, alone)
+    for found in answers(pool.run(jobs.auto, jobs.TIGHT, world=4)):
+        assert found["remat"] == alone["remat"]
+    for found in answers(pool.run(jobs.auto, None, world=2)):
+        assert found["remat"] == ["never", "never"]
+
+
+def test_a_plan_gives_the_bits_of_the_same_plan_in_one_process(pool: WorkerPool) -> None:
+    alone = jobs.by_plan(driver="lockstep")
+    for found in answers(pool.run(jobs.planned, world=2)):
+        assert_same(found, alone)
+
+
+def test_processes_of_a_host_share_its_memory_and_the_least_replica_counts() -> None:
+    def position(device: str) -> Position:
+        return Position(0, 0, 2, 2, (0, 1, 2, 3), torch.device(device), 60.0)
+
+    hosts, memory = ["a", "a", "a", "b"], [12.0, 12.0, 12.0, 8.0]
+    assert memory_by_row(position("cpu"), hosts, memory) == [4.0, 4.0]
+    assert memory_by_row(position("cuda:0"), hosts, [12.0, 12.0, 10.0, 8.0]) == [10.0, 8.0]

@@ -39,16 +39,11 @@ def test_a_healthy_pipe_has_no_findings_before_or_after_a_step() -> None:
     assert "finding" not in pipe.summary()
 
 
-@pytest.mark.parametrize(
-    ("partitions", "micro_batches", "bubble", "better"),
-    [(2, 4, "20%", "11%"), (4, 4, "43%", "16%"), (8, 1, "88%", "18%")],
-)
-def test_few_micro_batches_are_found_with_the_bubble_that_they_cost(
-    partitions: int, micro_batches: int, bubble: str, better: str
-) -> None:
-    (finding,) = gpipe.GPipe(linears(), partitions, micro_batches).findings
-    assert f"M={micro_batches} micro-batches for K={partitions} partitions leave a bubble of {bubble}" in finding
-    assert f"with M={4 * partitions}, four times K, it would be {better}" in finding
+def test_few_micro_batches_are_found_with_the_bubble_that_they_cost() -> None:
+    for k, m, bubble, better in ((2, 4, "20%", "11%"), (4, 4, "43%", "16%"), (8, 1, "88%", "18%")):
+        (finding,) = gpipe.GPipe(linears(), k, m).findings
+        assert f"M={m} micro-batches for K={k} partitions leave a bubble of {bubble}" in finding
+        assert f"with M={4 * k}, four times K, it would be {better}" in finding
 
 
 def test_a_partition_without_parameters_is_found_by_number() -> None:
@@ -64,9 +59,6 @@ def test_a_partition_that_dwarfs_the_others_is_found_with_its_largest_layer() ->
     (finding,) = gpipe.GPipe(layers, [2, 2, 1], 12, costs=[1, 1, 1, 20, 1]).findings
     assert finding.startswith("stage 1 costs 2.6 times the mean")
     assert "largest layer is 3 with 95% of it" in finding
-
-
-def test_balanced_partitions_are_not_found_to_dwarf() -> None:
     assert not gpipe.GPipe(linears(4), [2, 1, 1], 12, costs=[1, 1, 1.5, 1]).findings
     assert not gpipe.GPipe(linears(4), [1, 3], 8, costs=[0, 0, 0, 0]).findings
 
@@ -85,15 +77,11 @@ def test_a_batch_norm_of_tiny_micro_batches_is_found_behind_the_first_step(defer
     assert pipe.findings == [finding]
 
 
-def test_a_batch_norm_in_evaluation_may_have_tiny_micro_batches() -> None:
+def test_a_batch_norm_in_evaluation_may_have_tiny_micro_batches_and_evaluation_is_not_the_first_step() -> None:
     pipe = healthy()
-    layer = list(pipe.children())[1]
-    layer.eval()
+    list(pipe.children())[1].eval()
     train(pipe, 16)
     assert pipe.findings == []
-
-
-def test_evaluation_is_not_the_first_step() -> None:
     pipe = healthy()
     pipe.eval()
     train(pipe, 16)
@@ -171,26 +159,19 @@ LIBRARIES = pytest.mark.parametrize(("make", "module"), [(PythonDrop, "random"),
 
 
 @LIBRARIES
-def test_draws_from_python_or_numpy_are_found_behind_the_step(make: type[PythonDrop], module: str) -> None:
-    pipe = gpipe.GPipe([nn.Linear(4, 4), nn.Sequential(make())], 2, 8, costs=[1, 1], remat="never")
-    assert pipe.findings == []
-    train(pipe)
-    (finding,) = pipe.findings
-    assert finding.startswith(f"something was drawn by the module {module} in step 0")
-    assert "perhaps in layer 1 (1: Sequential)" in finding
-
-
-@LIBRARIES
-def test_draws_that_begin_in_a_later_step_are_found_and_said_once(make: type[PythonDrop], module: str) -> None:
-    pipe = gpipe.GPipe([nn.Linear(4, 4), make()], 2, 8, costs=[1, 1], remat="never")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(make, "forward", lambda self, x: x + self.linear(x))
-        train(pipe)
-    assert pipe.findings == []
-    for _ in range(3):
-        train(pipe)
-    (finding,) = pipe.findings
-    assert finding.startswith(f"something was drawn by the module {module} in step 1")
+def test_draws_from_python_or_numpy_are_found_behind_the_step_once(make: type[PythonDrop], module: str) -> None:
+    for first in (0, 1):  # the step in which they begin
+        pipe = gpipe.GPipe([nn.Linear(4, 4), nn.Sequential(make())], 2, 8, costs=[1, 1], remat="never")
+        for _ in range(first):
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(make, "forward", lambda self, x: x + self.linear(x))
+                train(pipe)
+        assert pipe.findings == []
+        for _ in range(3):
+            train(pipe)
+        (finding,) = pipe.findings
+        assert finding.startswith(f"something was drawn by the module {module} in step {first}")
+        assert "perhaps in layer 1 (1: Sequential)" in finding
 
 
 def test_draws_between_steps_are_no_finding() -> None:

@@ -79,17 +79,12 @@ class Counts(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("remat", "told"), [("always", True), ("never", False)])
-def test_a_count_that_a_recompute_would_raise_again_is_told(remat: str, told: bool) -> None:
-    pipe = gpipe.GPipe([nn.Linear(4, 4), Counts()], 2, M, remat=remat)
-    pipe.step(X, Y, F.mse_loss)
-    assert (
-        any(
-            text.startswith("layer 1 (1: Counts), its attribute forwards: a forward changes it")
-            for text in pipe.findings
-        )
-        is told
-    )
+def test_a_count_that_a_recompute_would_raise_again_is_told() -> None:
+    for remat in ("always", "never"):
+        pipe = gpipe.GPipe([nn.Linear(4, 4), Counts()], 2, M, remat=remat)
+        pipe.step(X, Y, F.mse_loss)
+        text = "layer 1 (1: Counts), its attribute forwards: a forward changes it"
+        assert any(finding.startswith(text) for finding in pipe.findings) == (remat == "always")
 
 
 def test_layers_that_keep_nothing_are_not_mentioned() -> None:
@@ -99,34 +94,26 @@ def test_layers_that_keep_nothing_are_not_mentioned() -> None:
     assert not [text for text in pipe.findings if "a forward" in text]
 
 
-@pytest.mark.parametrize(("driver", "told"), [("threads", True), ("lockstep", False)])
-def test_what_each_thread_has_for_itself_is_told(driver: str, told: bool) -> None:
+@DRIVERS
+def test_what_each_thread_has_for_itself_and_context_variables_that_layers_set_are_told(driver: str) -> None:
     class Reads(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * getattr(here, "scale", 1.0)
 
-    pipe = gpipe.GPipe([nn.Linear(4, 4), Reads()], 2, M, driver=driver)
-    pipe.step(X, Y, F.mse_loss)
-    assert (
-        any(text.startswith("layer 1 (1: Reads), here, which it reads: a threading.local") for text in pipe.findings)
-        is told
-    )
-
-
-@pytest.mark.parametrize(("driver", "told"), [("threads", True), ("lockstep", False)])
-def test_context_variables_that_layers_set_are_told(driver: str, told: bool) -> None:
     class Sets(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             mask.set(2.0)
             return x
 
-    def train() -> list[str]:
-        pipe = gpipe.GPipe([nn.Linear(4, 4), Sets()], 2, M, driver=driver)
+    def train(layer: nn.Module) -> list[str]:
+        pipe = gpipe.GPipe([nn.Linear(4, 4), layer], 2, M, driver=driver)
         pipe.step(X, Y, F.mse_loss)
         return pipe.findings
 
-    findings = contextvars.copy_context().run(train)
-    assert any("set the context variables mask" in text for text in findings) is told
+    text = "layer 1 (1: Reads), here, which it reads: a threading.local"
+    assert any(finding.startswith(text) for finding in train(Reads())) == (driver == "threads")
+    findings = contextvars.copy_context().run(train, Sets())
+    assert any("set the context variables mask" in text for text in findings) == (driver == "threads")
 
 
 class Delayed(torch.autograd.Function):

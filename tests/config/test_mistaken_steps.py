@@ -102,20 +102,10 @@ class Slotted:
         self.deep = {"a": [(X,)]}
 
 
-@pytest.mark.parametrize(
-    "hidden",
-    [
-        Words(x=X),
-        Parts([X]),
-        {X},
-        frozenset([X]),
-        Sample(X),
-        Slotted(),
-        SimpleNamespace(a={"b": [X]}),
-        nn.Linear(1, 1),
-    ],
-    ids=lambda hidden: type(hidden).__name__,
-)
+HIDDEN = [Words(x=X), Parts([X]), {X}, frozenset([X]), Sample(X), Slotted(), SimpleNamespace(a=[X]), nn.Linear(1, 1)]
+
+
+@pytest.mark.parametrize("hidden", HIDDEN, ids=lambda hidden: type(hidden).__name__)
 def test_tensors_that_cannot_be_seen_are_refused_by_name_unless_meant_whole(hidden: Any) -> None:
     pipe, name = make(), type(hidden).__name__
     for call in (
@@ -178,19 +168,16 @@ def check_refused(wrong: object, text: str) -> None:
     ] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
+def test_inputs_without_a_tensor_say_what_they_are() -> None:
+    for wrong, text in (
         (None, "not None without one"),
         (torch.tensor(1.0), "not a Tensor without one"),
         (gpipe.Whole(X), "not a Whole without one"),
         ({}, "not an empty dict"),
         ("words", "not a str without one"),
         ([1.0, 2.0], "not numbers in a list: torch.tensor(...)"),
-    ],
-)
-def test_inputs_without_a_tensor_say_what_they_are(wrong: object, text: str) -> None:
-    assert text in refusal(lambda: make()(wrong), ValueError)
+    ):
+        assert text in refusal(lambda wrong=wrong: make()(wrong), ValueError)  # type: ignore[misc]
 
 
 def test_a_list_with_a_value_for_each_row_would_go_whole_to_every_micro_batch() -> None:
@@ -218,14 +205,14 @@ def test_a_layer_that_is_given_none_or_a_tuple_is_told_where_it_may_come_from() 
     assert "as of an LSTM or an attention; put one between that takes the tensor out" in text
 
 
-@pytest.mark.parametrize("returned", [None, torch.ones(3), "much"])
-def test_a_weight_that_is_no_number_is_refused(returned: object) -> None:
-    text = refusal(lambda: make().step(X, Y, F.mse_loss, reduction=lambda target: returned), TypeError)
-    assert "reduction must return the weight of a micro-batch, one number" in text
+def test_a_weight_that_is_no_number_is_refused() -> None:
+    for returned in (None, torch.ones(3), "much"):
+        with pytest.raises(TypeError, match="reduction must return the weight of a micro-batch, one number"):
+            make().step(X, Y, F.mse_loss, reduction=lambda target, returned=returned: returned)
 
 
-@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf"), 0, 0.0])
-def test_a_scale_that_leaves_nothing_of_the_gradients_is_refused(scale: float) -> None:
+def test_a_scale_that_leaves_nothing_of_the_gradients_is_refused() -> None:
     pipe = gpipe.GPipe([nn.Linear(2, 1)], 1, 1)
-    with pytest.raises(ValueError, match="give a finite number other than 0"):
-        pipe.step(torch.ones(2, 2), torch.ones(2, 1), nn.functional.mse_loss, scale=scale)
+    for scale in (float("nan"), float("inf"), -float("inf"), 0, 0.0):
+        with pytest.raises(ValueError, match="give a finite number other than 0"):
+            pipe.step(torch.ones(2, 2), torch.ones(2, 1), nn.functional.mse_loss, scale=scale)

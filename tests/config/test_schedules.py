@@ -48,9 +48,8 @@ def assert_trains(pipe: gpipe.GPipe, *, rows: int = 7) -> None:
 
 
 def test_an_unknown_name_is_refused_with_all_names() -> None:
-    said = refused(schedule="zbv")
-    assert all(repr(name) in said for name in SCHEDULES)
-    assert all(repr(name) in refused(schedule=3) for name in SCHEDULES)
+    for unknown in ("zbv", 3):
+        assert all(repr(name) in refused(schedule=unknown) for name in SCHEDULES)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,53 @@
+"""Actions and programs: what they print, what is read back, what is refused."""
+
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
-from gpipe.schedule.action import COMPUTE, MAIN, Kind, Route
+from gpipe.schedule.action import CLOSING, COMPUTE, MAIN, TRANSFERS, Action, Kind, Route, parse_action
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import fill_drain
 from tests.support.programs import LAW, computing, listed, lowered, lowered_programs
+
+numbers = st.integers(0, 10**6)
+names = st.text(min_size=1).filter(lambda name: name.split() == [name] and not set(name) & set("@:"))
+routes = st.builds(Route, numbers, numbers, names)
+actions = (
+    st.builds(Action, st.sampled_from(sorted(COMPUTE, key=str)), numbers, numbers)
+    | st.builds(Action, st.sampled_from(sorted(CLOSING, key=str)), numbers)
+    | st.builds(Action, st.sampled_from(sorted(TRANSFERS, key=str)), numbers, numbers, routes)
+)
+
+
+@LAW
+@given(actions)
+def test_an_action_reads_back_from_what_it_prints(action: Action) -> None:
+    assert parse_action(str(action)) == action
+
+
+def test_actions_print_as_the_words_say() -> None:
+    for action, text in (
+        (Action(Kind.BACKWARD_WEIGHT, 10, 3), "10W3"),
+        (Action(Kind.RECEIVE, 4, 3, Route(1, 4, "e0")), "4RECEIVE3@e0:1>4"),
+        (Action(Kind.COMMIT, 2), "2COMMIT"),
+    ):
+        assert str(action) == text
+    for text, gradient in (
+        ("0SEND0@x:0>1", False),
+        ("1SEND0@x:0>1", True),
+        ("0RECEIVE0@x:0>1", True),
+        ("0F0", False),
+    ):
+        assert parse_action(text).carries_gradient is gradient
+
+
+def test_what_is_no_action_or_would_not_read_back_is_refused() -> None:
+    for text in ("", "F0", "2f0", "2X0", "-1F0", "2F0 ", "0SEND3@x", "0SEND3@x:0>", "0SEND3@:0>1"):
+        with pytest.raises(ValueError, match="is not an action; an action looks like 2F0"):
+            parse_action(text)
+    for name in ("", " ", "my skip", "a:b", "a@b", "e0\n", "e0\u2028"):
+        with pytest.raises(ValueError, match="cannot name a route"):
+            Route(0, 1, name)
 
 
 @LAW
@@ -48,27 +91,19 @@ def test_a_small_lowered_program_reads_as_it_always_did() -> None:
     assert lowered(3, 2, skips=[Route(0, 2, "e0")]).to_text() == SMALL
 
 
-@pytest.mark.parametrize(
-    "line", ["rows 0F0", "row 0X0", "routes x0>1", "routes :0>1", "micro_batches 1 2", "rank_of a"]
-)
-def test_a_line_that_cannot_be_read_is_refused(line: str) -> None:
-    with pytest.raises(ValueError, match=r".+"):
-        Program.from_text(line)
-
-
-def test_a_table_of_too_many_micro_batches_is_refused_before_it_is_built() -> None:
+def test_what_cannot_be_read_or_has_too_many_micro_batches_is_refused() -> None:
+    for line in ("rows 0F0", "row 0X0", "routes x0>1", "routes :0>1", "micro_batches 1 2", "rank_of a"):
+        with pytest.raises(ValueError, match=r".+"):
+            Program.from_text(line)
     with pytest.raises(ValueError, match="micro_batches=1000000000; give at most 100,000"):
         Program.from_text("rank_of 0\nmicro_batches 1000000000\nrow 0F0 0B0")
 
 
-@pytest.mark.parametrize(
-    ("at", "text"),
-    [
+def test_around_shows_the_place_and_what_is_cut_off() -> None:
+    for at, text in (
         (0, ">0F0< 0F1 0F2 ..."),
         (2, "0F0 0F1 >0F2< 0B0 0B1 ..."),
         (3, "... 0F1 0F2 >0B0< 0B1 0B2"),
         (5, "... 0B0 0B1 >0B2<"),
-    ],
-)
-def test_around_shows_the_place_and_what_is_cut_off(at: int, text: str) -> None:
-    assert Program.of(fill_drain(1, 3), 3).around(0, at, reach=2) == text
+    ):
+        assert Program.of(fill_drain(1, 3), 3).around(at=at, rank=0, reach=2) == text

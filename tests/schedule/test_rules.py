@@ -1,15 +1,27 @@
-"""The dependency rule: by generated programs, then rule by rule."""
+"""The dependency rule, by generated programs, then rule by rule; and orders that keep it."""
 
 from collections.abc import Iterator
+from random import Random
 
+import pytest
 from hypothesis import given
 
 from gpipe.schedule.action import TRANSFERS, Action, Kind, Route, parse_action
 from gpipe.schedule.lower import place_commits, place_reduces, place_ties, place_transfers
-from gpipe.schedule.program import Program
-from gpipe.schedule.rules import needs
+from gpipe.schedule.program import Program, ScheduleError
+from gpipe.schedule.rules import linearize, needs
 from gpipe.schedule.schedules import fill_drain
-from tests.support.programs import LAW, SPLIT, bare_programs, listed, lowered, lowered_programs, scattered
+from tests.support.programs import (
+    LAW,
+    SPLIT,
+    bare_programs,
+    listed,
+    lowered,
+    lowered_programs,
+    parsed,
+    scattered,
+    seeds,
+)
 
 
 def through_transfers(action: Action, program: Program) -> Iterator[Action]:
@@ -114,3 +126,48 @@ def test_bug_two_routes_between_two_stages_make_one_need() -> None:
     program = Program.of(fill_drain(2, 1), 1, skips=[Route(0, 1, "e0")])
     assert found("1F0", program) == ["0F0"]
     assert found("0B0", program) == ["0F0", "1B0"]
+
+
+# Orders that keep it.
+
+
+def assert_is_legal(order: list[tuple[int, int, Action]], program: Program) -> None:
+    done: set[Action] = set()
+    places = [0] * program.ranks
+    for rank, place, action in order:
+        assert place == places[rank]
+        assert program.table[rank][place] is action
+        assert set(needs(action, program)) <= done
+        places[rank] += 1
+        done.add(action)
+    assert places == [len(row) for row in program.table]
+
+
+@LAW
+@given(lowered_programs(), seeds)
+def test_each_action_comes_once_after_its_needs_in_row_order(program: Program, seed: int) -> None:
+    assert_is_legal(list(linearize(program)), program)
+    assert_is_legal(list(linearize(program, Random(seed))), program)
+    assert list(linearize(program, Random(seed))) == list(linearize(program, Random(seed)))
+
+
+def test_seeds_reach_different_orders_and_without_one_the_ranks_keep_in_step() -> None:
+    assert len({tuple(linearize(lowered(3, 3), Random(seed))) for seed in range(20)}) > 10
+    order = [action for _, _, action in linearize(Program.of(fill_drain(2, 3), 3))]
+    assert order == parsed("0F0 0F1 1F0 0F2 1F1 1F2 1B0 0B0 1B1 0B1 1B2 0B2")
+
+
+def test_a_deadlock_says_who_waits_for_what() -> None:
+    program = Program.of([parsed("0F0 0B0 0F1 0B1"), parsed("1F0 1F1 1B1 1B0")], 2)
+    order = linearize(program)
+    assert [str(next(order)[2]) for _ in range(2)] == ["0F0", "1F0"]
+    with pytest.raises(ScheduleError) as raised:
+        next(order)
+    assert str(raised.value).splitlines() == [
+        "deadlock:",
+        "rank 0 waits for 1B0: 0F0 >0B0< 0F1 0B1",
+        "rank 1 waits for 0F1: 1F0 >1F1< 1B1 1B0",
+    ]
+    with pytest.raises(ScheduleError) as raised:  # ranks that are done and needs that are met are left out
+        list(linearize(Program.of([parsed("0F0"), parsed("1B0 1F0")], 1)))
+    assert str(raised.value).splitlines() == ["deadlock:", "rank 1 waits for 1F0: >1B0< 1F0"]

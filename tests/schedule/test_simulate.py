@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from gpipe.schedule.action import CLOSING, COMPUTE, Action, Kind, Route, parse_action
 from gpipe.schedule.cost import StageCost, unit_costs
 from gpipe.schedule.lower import Remat, place_recompute, place_reduces, place_transfers
+from gpipe.schedule.partition import given as given_cuts
 from gpipe.schedule.program import Program
 from gpipe.schedule.rules import needs
-from gpipe.schedule.schedules import fill_drain, forward_only
-from gpipe.schedule.simulate import simulate
+from gpipe.schedule.schedules import SCHEDULES, fill_drain, forward_only
+from gpipe.schedule.schedules.by_name import program_of
+from gpipe.schedule.simulate import figures, predict, simulate
 from gpipe.schedule.timeline import Span, bubble
 from tests.support.programs import LAW, REMATS, listed, lowered, lowered_programs, parsed, skips
 
@@ -207,3 +209,70 @@ def test_a_skip_does_not_hold_up_the_main_line() -> None:
     with_skip = lowered(4, 4, skips=[Route(0, 3, "e0")])
     costs = [StageCost(forward=1, backward=2, send=1)] * 4
     assert simulate(with_skip, costs).timeline.seconds == simulate(lowered(4, 4), costs).timeline.seconds
+
+
+# What a mini-batch costs by its schedule.
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_work_is_that_of_a_rank_and_the_rest_is_the_bubble(name: str) -> None:
+    program = program_of(name, 4, 8)
+    found = figures(program)
+    assert found.work == 3 * 8 * program.stages / 4
+    assert found.bubble == pytest.approx(1 - found.work / found.seconds)
+    assert len(found.peaks) == 4
+
+
+def test_what_is_held_is_counted_in_shares_of_a_rank_and_split_backwards_are_counted() -> None:
+    assert figures(program_of("1f1b", 4, 8)).peaks == (4, 3, 2, 1)
+    assert figures(program_of("interleaved", 2, 4, 3)).peaks == pytest.approx((7 / 3, 5 / 3))
+    there_and_back = Program.of(program_of("zb_v", 1, 3).table, 3, rank_of=(0, 0))
+    assert figures(there_and_back).peaks == (1,)
+    for name, split in (("gpipe", 0), ("zb_h1", 1), ("dualpipe_v", 22 / 64)):
+        assert figures(program_of(name, 4, 8)).split == split
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("zbv", 4, 8), r"schedule='zbv'; known are 'gpipe', '1f1b', .*'dualpipe_v'$"),
+        (("zb_v", 0, 0), r"partitions=0; give .*\nmicro_batches=0; give"),
+        (("gpipe", 4, 10**9), r"micro_batches=1000000000; give at most 100,000"),
+        (("zb_v", 2, 2, 0), r"stages_per_rank=0; give"),
+        (("1f1b", 2, 2, 2), r"schedule='1f1b' cannot place stages_per_rank=2; the nearest that it can is 1"),
+        (("dualpipe_v", 4, 7), r"has no table for micro_batches=7 over K=4 ranks; .* is micro_batches=8"),
+    ],
+)
+def test_names_and_sizes_that_cannot_be_are_refused(asked: tuple[str, int, int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        program_of(*asked)
+
+
+# What is predicted from the costs of layers alone.
+
+
+def table(stages: int, micro_batches: int, remat: str | None = None) -> Program:
+    program = Program.of(fill_drain(stages, micro_batches), micro_batches)
+    return place_transfers(program if remat is None else place_recompute(program, [remat] * stages))  # type: ignore[list-item]
+
+
+@LAW
+@given(stages=st.integers(1, 6), micro_batches=st.integers(1, 9), cost=st.sampled_from([3.0, 0.0, 0.1]))
+def test_equal_stages_have_the_bubble_of_the_paper(stages: int, micro_batches: int, cost: float) -> None:
+    plan = predict(given_cuts([1] * stages, [cost] * stages), table(stages, micro_batches))
+    assert plan.bubble == pytest.approx(bubble(stages, micro_batches))
+    unit = cost or 1.0  # costs of zero count as equal
+    assert plan.timeline.seconds == pytest.approx(unit * (micro_batches + stages - 1))
+
+
+def test_a_cost_holds_the_recompute_where_every_stage_recomputes() -> None:
+    cut = given_cuts([1], [8.0])
+    assert predict(cut, table(1, 5)).timeline.seconds == pytest.approx(5 * 8)
+    assert predict(cut, table(1, 5, "always")).timeline.seconds == pytest.approx(5 * 8)
+    assert predict(cut, table(1, 5, "except_last")).timeline.seconds == pytest.approx(5 * 8 - 2)
+
+
+def test_bytes_are_predicted_where_they_were_counted() -> None:
+    held = [StageCost(1.0, 2.0, boundary=2, inside=3, state=10)] * 2
+    assert predict(given_cuts([2, 1], [1, 1, 1]), table(2, 4), held=held).peak_bytes == (10 + 4 * 5,) * 2
+    assert predict(given_cuts([2, 1], [1, 1, 1]), table(2, 4)).peak_bytes is None
