@@ -37,14 +37,9 @@ def swapped(program: Program, first: Action, second: Action) -> Program:
 
 
 @LAW
-@given(bare_programs())
-def test_every_bare_program_is_lawful(program: Program) -> None:
-    check(program)
-
-
-@LAW
-@given(lowered_programs())
-def test_every_lowered_program_is_lawful(program: Program) -> None:
+@given(bare_programs(), lowered_programs())
+def test_every_program_is_lawful_bare_and_lowered(bare: Program, program: Program) -> None:
+    check(bare)
     check(program)
 
 

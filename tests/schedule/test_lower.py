@@ -90,21 +90,13 @@ def test_as_many_insides_are_kept_at_once_as_a_number_says(bare: Program, most: 
 
 @LAW
 @given(lowered_programs())
-def test_recompute_stands_right_before_its_backward(program: Program) -> None:
+def test_recompute_stands_right_before_its_backward_and_waits_for_nothing_of_another_stage(program: Program) -> None:
     for row in map(computing, program.table):
-        for at, action in enumerate(row):
+        for action, behind in pairwise(row):
             if action.kind is Kind.RECOMPUTE:
-                behind = row[at + 1]
                 assert behind.kind in BACKWARDS
                 assert (behind.stage, behind.micro_batch) == (action.stage, action.micro_batch)
-
-
-@LAW
-@given(lowered_programs())
-def test_recompute_waits_for_nothing_of_another_stage(program: Program) -> None:
-    for action in listed(program):
-        if action.kind is Kind.RECOMPUTE:
-            assert needs(action, program) == (Action(Kind.FORWARD, action.stage, action.micro_batch),)
+                assert needs(action, program) == (Action(Kind.FORWARD, action.stage, action.micro_batch),)
 
 
 @LAW
@@ -161,31 +153,18 @@ def test_commit_stands_behind_the_last_forward_of_its_stage(bare: Program, data:
 
 @LAW
 @given(lowered_programs())
-def test_tie_and_reduce_stand_behind_all_backwards_and_messages_of_their_stage(program: Program) -> None:
+def test_tie_and_reduce_stand_behind_what_they_close_and_reduce_as_early_as_it_may(program: Program) -> None:
     for row in program.table:
         for at, action in enumerate(row):
             if action.kind in {Kind.TIE, Kind.REDUCE}:
                 assert {a.kind for a in row[at + 1 :] if a.stage == action.stage} <= {Kind.REDUCE}
-
-
-@LAW
-@given(lowered_programs())
-def test_reduce_stands_as_early_as_it_may(program: Program) -> None:
-    for row in program.table:
-        for at, action in enumerate(row):
+            if action.kind is Kind.TIE:  # nothing that another stage could wait for stands behind it
+                assert all(a.kind in CLOSING for a in row[at + 1 :])
             if action.kind is Kind.REDUCE:
                 reduces = list(takewhile(lambda a: a.kind is Kind.REDUCE, row[at::-1]))  # it waits for later stages
                 before = row[at - len(reduces)]
                 assert before.kind is Kind.TIE or before.stage in {a.stage for a in reduces}  # ties of all come first
                 assert before.kind in {*WEIGHTS, Kind.SEND, Kind.TIE}
-
-
-@LAW
-@given(lowered_programs())
-def test_nothing_that_another_stage_could_wait_for_stands_behind_a_tie(program: Program) -> None:
-    for row in program.table:
-        behind = [row[at + 1 :] for at, action in enumerate(row) if action.kind is Kind.TIE]
-        assert all(action.kind in CLOSING for rest in behind for action in rest)
 
 
 @LAW

@@ -42,30 +42,18 @@ def test_a_transfer_stands_for_what_it_carries(bare: Program) -> None:
 
 @LAW
 @given(lowered_programs())
-def test_nothing_needs_itself_or_what_the_program_lacks(program: Program) -> None:
+def test_what_an_action_needs_is_there_once_and_of_its_rank_but_for_messages_and_ties(program: Program) -> None:
+    tied = {a.stage for a in listed(program) if a.kind is Kind.TIE}
+    backwards = {Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
     for action in listed(program):
         found = needs(action, program)
         assert set(found) <= program.actions - {action}
         assert len(set(found)) == len(found)
-
-
-@LAW
-@given(lowered_programs())
-def test_only_a_message_and_shared_gradients_come_from_another_rank(program: Program) -> None:
-    for action in listed(program):
-        away = [n for n in needs(action, program) if program.rank_of[n.stage] != program.rank_of[action.stage]]
-        if action.kind is not Kind.TIE:
+        if action.kind is Kind.TIE:
+            assert set(found) == {a for a in program.actions if a.kind in backwards and a.stage in tied}
+        else:
+            away = [need for need in found if program.rank_of[need.stage] != program.rank_of[action.stage]]
             assert all(need.kind is Kind.SEND and action.kind is Kind.RECEIVE for need in away)
-
-
-@LAW
-@given(lowered_programs())
-def test_a_tie_needs_the_backwards_of_all_stages_that_tie(program: Program) -> None:
-    tied = {a.stage for a in listed(program) if a.kind is Kind.TIE}
-    backwards = {Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
-    for stage in tied:
-        expected = {a for a in program.actions if a.kind in backwards and a.stage in tied}
-        assert set(needs(Action(Kind.TIE, stage), program)) == expected
 
 
 def found(text: str, program: Program) -> list[str]:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from gpipe.cli.ending import ending_by_mistakes
 from gpipe.profiling import timelines_svg
-from gpipe.profiling.lanes import find_ruler, legend, needed, panel, words
+from gpipe.profiling.lanes import find_ruler, legend, panel, words
 from gpipe.recipes.options.training import Positive, out_of_bounds, refuse
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.program import Program
@@ -108,8 +108,9 @@ def _show(drawn: Sequence[Drawn], console: Console) -> None:
     colored = console.color_system in COLORFUL and not console.no_color
     timelines = [one.figures.timeline for one in drawn]
     ruler = find_ruler(timelines, console.width, colored=colored)
-    if ruler is None:
-        least = needed(timelines, colored=colored)
+    least = ruler.columns(timelines)
+    has_room = least <= console.width
+    if not has_room:
         console.print(
             f"no lanes: they have at least {least} columns, and there are {console.width}; widen the terminal, set "
             f"COLUMNS={least}, or have a picture by --svg FILE\n",
@@ -117,7 +118,7 @@ def _show(drawn: Sequence[Drawn], console: Console) -> None:
         )
     for one in drawn:
         console.print(one.title, style="bold" if colored else "")
-        if ruler is not None:
+        if has_room:
             for line in panel(one.figures.timeline, ruler, colored=colored):
                 console.print(line, soft_wrap=True)
         for said in words(one.figures):
@@ -125,7 +126,7 @@ def _show(drawn: Sequence[Drawn], console: Console) -> None:
         console.print()
     if len(drawn) > 1:
         console.print(_comparison(*drawn))
-    if ruler is not None:
+    if has_room:
         console.print(*legend(timelines, colored=colored), sep="\n")
 
 

@@ -6,7 +6,7 @@ and with a mark from its third on. Where there are, the background does, lighter
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from math import floor
+from math import floor, inf
 
 from rich.text import Text
 
@@ -60,7 +60,7 @@ def lanes_text(program: Program, costs: Costs | None = None) -> str:
     rank 1  .. F0 B0--- F1 B1--- F2 B2--- .. ..
     """
     timeline = figures(program, costs).timeline
-    return "\n".join(lane.plain.rstrip() for lane in lanes(timeline, rulers([timeline])[0]))
+    return "\n".join(lane.plain.rstrip() for lane in lanes(timeline, find_ruler([timeline])))
 
 
 def margin(ranks: int) -> int:
@@ -68,24 +68,17 @@ def margin(ranks: int) -> int:
     return len(f"rank {ranks - 1}") + BETWEEN
 
 
-def rulers(timelines: Collection[Timeline], *, colored: bool = False) -> list[Ruler]:
-    """From that by which the shortest action has its whole label and a gap, to that of which it has the least."""
+def find_ruler(timelines: Collection[Timeline], width: float = inf, *, colored: bool = False) -> Ruler:
+    """The ruler by which timelines, one above the other, fill so many columns at most; the least if there is none.
+
+    They reach from that by which the shortest action has its whole label and a gap, to that by which the least of it.
+    """
     drawn = [each for timeline in timelines for each in _drawn(timeline)]
     labels = [_labels(span, nth, colored) for span, nth in drawn]
     most, least = max(len(each[0]) for each in labels) + 1, max(len(each[-1]) for each in labels)
     shortest = min(span.seconds for span, _ in drawn)
-    return [Ruler(unit, shortest) for unit in range(most, least - 1, -1)]
-
-
-def find_ruler(timelines: Collection[Timeline], width: int, *, colored: bool = False) -> Ruler | None:
-    """The ruler by which timelines, one above the other, fill no more than so many columns; None if there is none."""
-    each = rulers(timelines, colored=colored)
-    return next((ruler for ruler in each if ruler.columns(timelines) <= width), None)
-
-
-def needed(timelines: Collection[Timeline], *, colored: bool = False) -> int:
-    """The columns that timelines fill at the least."""
-    return rulers(timelines, colored=colored)[-1].columns(timelines)
+    rulers = (Ruler(unit, shortest) for unit in range(most, least, -1))
+    return next((ruler for ruler in rulers if ruler.columns(timelines) <= width), Ruler(least, shortest))
 
 
 def fitted(timelines: Collection[Timeline], width: int) -> Ruler:

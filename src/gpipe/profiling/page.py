@@ -51,25 +51,17 @@ def steps_json(report: Report) -> str:
     """
     stages = most_stages(_all_timelines(report))
     places: dict[tuple[Action, int], int] = {}  # whatever their micro-batch, actions are written once
-    table: list[dict[str, object]] = []
 
-    def place(action: Action, nth: int) -> int:
-        """Where an action at the n-th stage of its rank stands in the table, which is entered if it is not there."""
-        key = Action(action.kind, action.stage, route=action.route), nth
-        if key not in places:
-            places[key] = len(table)
-            color = shade(action.kind, nth, stages)
-            table.append(
-                {
-                    "name": NAMES[action.kind],
-                    "stage": action.stage,
-                    "route": "" if action.route is None else str(action.route),
-                    "color": color,
-                    "dark": is_bright(color),
-                    "thin": action.kind in TRANSFERS,
-                }
-            )
-        return places[key]
+    def described(action: Action, nth: int) -> dict[str, object]:
+        color = shade(action.kind, nth, stages)
+        return {
+            "name": NAMES[action.kind],
+            "stage": action.stage,
+            "route": "" if action.route is None else str(action.route),
+            "color": color,
+            "dark": is_bright(color),
+            "thin": action.kind in TRANSFERS,
+        }
 
     def encoded(timeline: Timeline) -> dict[str, object]:
         part, nth = timeline.seconds / PARTS, nth_stages(timeline)
@@ -78,8 +70,9 @@ def steps_json(report: Report) -> str:
         for span in sorted(timeline.spans, key=lambda span: span.start):
             start, end, action = round(span.start / part), round(span.end / part), span.action
             micro_batch = -1 if action.micro_batch is None else action.micro_batch
-            of_rank = place(action, nth[span.rank, action.stage]), micro_batch, start - begun[span.rank], end - start
-            lanes[span.rank] += of_rank
+            alike = Action(action.kind, action.stage, route=action.route), nth[span.rank, action.stage]
+            place = places.setdefault(alike, len(places))
+            lanes[span.rank] += place, micro_batch, start - begun[span.rank], end - start
             begun[span.rank] = start
         busy = (round(timeline.busy(rank) / timeline.seconds, 4) for rank in range(timeline.ranks))
         ranks = [{"busy": share, "actions": lane} for share, lane in zip(busy, lanes, strict=True)]
@@ -88,7 +81,8 @@ def steps_json(report: Report) -> str:
     numbered = ((step + 1, report.timelines[step]) for step in drawn_steps(report))
     steps = [{"number": number, **encoded(timeline), "other": dict(timeline.other)} for number, timeline in numbered]
     predicted = None if report.predicted is None else encoded(report.predicted)
-    members = {"steps": steps, "predicted": predicted, "actions": table, "parts": PARTS}
+    actions = [described(*each) for each in places]
+    members = {"steps": steps, "predicted": predicted, "actions": actions, "parts": PARTS}
     return json.dumps(members, separators=(",", ":"), allow_nan=False)
 
 

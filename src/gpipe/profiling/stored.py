@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from gpipe.schedule.action import NAMES, parse_action
 from gpipe.schedule.timeline import Span, Timeline, steps_among
@@ -16,6 +16,7 @@ LARGEST = 1e18  # the most seconds or bytes that a file may name
 SHORTEST = 1e-9  # seconds: the shortest step that a file may hold
 SLACK = 0.01  # the part of a step by which a span may lie outside of it, since clocks of several hosts differ
 
+N = TypeVar("N", int, float)
 Setting: TypeAlias = str | int | float | bool | None
 
 
@@ -112,8 +113,8 @@ def read_report(text: str) -> Report:
 
 
 def _read(members: Mapping[str, Any]) -> Report:
-    memory = tuple({name: _bytes(count) for name, count in parts.items()} for parts in members["memory"])
-    predicted_memory = tuple(map(_bytes, members.get("predicted_memory", ())))
+    memory = tuple(_amounts(parts, int) for parts in members["memory"])
+    predicted_memory = tuple(_amount(value, int) for value in members.get("predicted_memory", ()))
     if memory and predicted_memory and len(memory) != len(predicted_memory):
         raise ValueError(f"it predicts the memory of {len(predicted_memory)} ranks, and has that of {len(memory)}")
     if members["loss_each"] not in ("step", "epoch"):
@@ -123,7 +124,7 @@ def _read(members: Mapping[str, Any]) -> Report:
         configuration=dict(members["configuration"]),
         timelines=tuple(map(_timeline, members["timelines"])),
         predicted=None if members["predicted"] is None else _timeline(members["predicted"]),
-        shares=_amounts(members["shares"]),
+        shares=_amounts(members["shares"], float),
         memory=memory,
         predicted_memory=predicted_memory,
         losses=tuple(map(float, members["losses"])),
@@ -136,34 +137,30 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _amounts(each: Mapping[str, Any]) -> dict[str, float]:
-    """Times or shares by name: finite, and not negative."""
-    amounts = {name: float(value) for name, value in each.items()}
-    if wrong := [amount for amount in amounts.values() if not 0 <= amount <= LARGEST]:
-        raise ValueError(f"a time or share is {wrong[0]}")
-    return amounts
+def _amount(value: Any, kind: type[N]) -> N:
+    """A time, share or size: finite, and not negative."""
+    amount = kind(value)
+    if not 0 <= amount <= LARGEST:
+        raise ValueError(f"a time, share or size is {amount}")
+    return amount
 
 
-def _bytes(value: int) -> int:
-    if not 0 <= int(value) <= LARGEST:
-        raise ValueError(f"a rank holds {value} bytes")
-    return int(value)
+def _amounts(each: Mapping[str, Any], kind: type[N]) -> dict[str, N]:
+    return {name: _amount(value, kind) for name, value in each.items()}
 
 
 def _timeline(members: Mapping[str, Any]) -> Timeline:
-    ranks, seconds = int(members["ranks"]), _amounts({"": members["seconds"]})[""]
+    ranks, seconds = int(members["ranks"]), _amount(members["seconds"], float)
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"a timeline of {ranks} ranks; a page draws 1 to {MOST_RANKS}")
     if seconds < SHORTEST:
         raise ValueError(f"a timeline is {seconds} seconds long")
     spans = tuple(Span(int(rank), parse_action(it), float(a), float(b)) for rank, it, a, b in members["spans"])
     for span in spans:
-        if not 0 <= span.rank < ranks:
-            raise ValueError(f"a span is of rank {span.rank}, and its timeline has {ranks} ranks")
-        if not -SLACK * seconds <= span.start <= span.end <= (1 + SLACK) * seconds:
-            when = f"from {span.start} to {span.end} seconds"
-            raise ValueError(f"a span lies {when}, outside of its step of {seconds}")
-    return Timeline(ranks, spans, seconds, _amounts(members["other"]))
+        if not (0 <= span.rank < ranks and -SLACK * seconds <= span.start <= span.end <= (1 + SLACK) * seconds):
+            what = f"a span of rank {span.rank}, from {span.start} to {span.end} seconds"
+            raise ValueError(f"{what}, lies outside of its step of {seconds} seconds on {ranks} ranks")
+    return Timeline(ranks, spans, seconds, _amounts(members["other"], float))
 
 
 MICROSECONDS = 1e6  # the unit of trace events
