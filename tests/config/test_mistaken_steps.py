@@ -206,9 +206,10 @@ def test_a_layer_that_is_given_none_or_a_tuple_is_told_where_it_may_come_from() 
 
 
 def test_a_weight_that_is_no_number_is_refused() -> None:
-    for returned in (None, torch.ones(3), "much"):
+    wrong: list[Any] = [lambda target: None, lambda target: torch.ones(3), lambda target: "much"]
+    for weight in wrong:
         with pytest.raises(TypeError, match="reduction must return the weight of a micro-batch, one number"):
-            make().step(X, Y, F.mse_loss, reduction=lambda target, returned=returned: returned)
+            make().step(X, Y, F.mse_loss, reduction=weight)
 
 
 def test_a_scale_that_leaves_nothing_of_the_gradients_is_refused() -> None:

@@ -32,11 +32,9 @@ def drawn_steps(report: Report) -> tuple[int, ...]:
     """The numbers, from 0, of the steps to draw: all, or the typical, the slowest, and others evenly between."""
     steps = report.timelines
     longest = max((len(timeline.spans) for timeline in steps), default=0)
-    room = max(1, min(MOST_STEPS, MOST_SPANS // max(1, longest)))
+    room = max(2, min(MOST_STEPS, MOST_SPANS // max(1, longest)))
     if len(steps) <= room:
         return tuple(range(len(steps)))
-    if room == 1:
-        return (report.typical,)
     slowest = max(range(len(steps)), key=lambda step: steps[step].seconds)
     evenly = (round(at * (len(steps) - 1) / max(1, room - 3)) for at in range(room - 2))
     return tuple(sorted({report.typical, slowest, *evenly}))
@@ -160,11 +158,8 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
         if predicted is not None:
             ratio = typical.seconds / predicted.seconds
             more = f"{percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"
-            yield (
-                "predicted",
-                lasts(predicted.seconds),
-                f"it took {f'{ratio:.1f} times as long' if ratio >= 2 else more}",
-            )
+            more = f"{ratio:.1f} times as long" if ratio >= 2 else more
+            yield "predicted", lasts(predicted.seconds), f"it took {more}"
             beside = f"predicted {percent(predicted.idle_share())}"
         yield "not computing", percent(typical.idle_share()), beside
     elif predicted is not None:
