@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.recipes.data.augment import Augmentation, augment, batches, jitter
-from gpipe.recipes.data.digits import CLASSES, load_digits
-from gpipe.recipes.data.folder import Reader, load_folder
+from gpipe.recipes.data.augment import Augmentation, batches
+from gpipe.recipes.data.digits import CLASSES, Digits, load_digits
+from gpipe.recipes.data.folder import ImageFolder, Reader, load_folder
 from gpipe.recipes.models.amoebanet import amoebanet_b, amoebanet_d, drop_path_keep, set_keep
 from gpipe.recipes.options.images import ImagesOptions
 from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share, cosine, exponential, load
@@ -21,53 +21,6 @@ EVALUATED = 256  # images that are evaluated at once
 SHOWN = 25  # classes, above which the terminal shows no confusion table
 FEW = 5  # classes that are thought most likely
 NETWORKS = {"amoebanet-d": (amoebanet_d, "AmoebaNet-D"), "amoebanet-b": (amoebanet_b, "AmoebaNet-B")}
-
-
-class DigitImages:
-    """The digits that the options name: names of `classes`, and the class of each image to `train` on and `held_out`.
-
-    `data` tells the images to train on from others.
-    """
-
-    data = "digits"
-
-    def __init__(self, options: ImagesOptions) -> None:
-        o = self._options = options
-        self.classes = o.classes or tuple(map(str, range(CLASSES)))
-        chosen = tuple(map(int, self.classes))
-        self._train, self._held_out = load_digits(o.image_size, chosen, o.per_class, o.seed)
-        self.train, self.held_out = self._train.tensors[1], self._held_out.tensors[1]
-
-    def read(self, batches: Iterable[Tensor], epoch: int | None) -> Iterator[Batch]:
-        """Yields mini-batches given by rows: to train on, changed as the options say, or for None those held out."""
-        o = self._options
-        how = Augmentation(o.image_size, o.crop, o.flip, o.cutout, o.seed)
-        for rows in batches:
-            if epoch is None:
-                yield Batch(*self._held_out[rows])
-                continue
-            images, classes = self._train[rows]
-            if o.jitter:
-                images = jitter(images, rows, seed=o.seed, epoch=epoch)
-            yield Batch(augment(images, rows, how, epoch), classes)
-
-
-class FolderImages:
-    """The images of a folder, as `DigitImages` gives the digits."""
-
-    def __init__(self, options: ImagesOptions) -> None:
-        o = options
-        assert o.image_folder is not None
-        train, held_out = load_folder(o.image_folder, o.classes, o.per_class, o.seed)
-        how = Augmentation(o.image_size, o.crop, o.flip, o.cutout, o.seed)
-        self._train, self._held_out = Reader(train, how, o.workers), Reader(held_out, how, min(1, o.workers))
-        self.classes = train.classes
-        self.train, self.held_out = torch.tensor(train.labels), torch.tensor(held_out.labels)
-        self.data = hashlib.sha256(repr((train.names, train.labels)).encode()).hexdigest()
-
-    def read(self, batches: Iterable[Tensor], epoch: int | None) -> Iterator[Batch]:
-        """Yields mini-batches given by rows: to train on, changed as the options say, or for None those held out."""
-        return (self._held_out if epoch is None else self._train).read(batches, epoch)
 
 
 def evaluation_of(classified: Iterable[tuple[Tensor, Tensor]], classes: Sequence[str]) -> Evaluation:
@@ -102,44 +55,53 @@ class ImagesRecipe(Recipe[ImagesOptions]):
 
     def __init__(self, options: ImagesOptions) -> None:
         super().__init__(options)
-        self.source = source = DigitImages(options) if options.image_folder is None else FolderImages(options)
-        if len(source.classes) < 2:
-            raise ValueError(f"there is one class, {source.classes[0]}, and nothing to tell apart: give two or more")
-        if len(source.train) < options.batch_size:
+        o = options
+        how = Augmentation(o.image_size, o.crop, o.flip, o.cutout, o.seed, o.jitter and o.image_folder is None)
+        if o.image_folder is None:
+            self.classes, self.data, workers = o.classes or tuple(map(str, range(CLASSES))), "digits", 0
+            chosen = tuple(map(int, self.classes))
+            parts: Sequence[Digits | ImageFolder] = load_digits(o.image_size, chosen, o.per_class, o.seed)
+        else:
+            parts = train, _ = load_folder(o.image_folder, o.classes, o.per_class, o.seed)
+            self.classes, workers = train.classes, o.workers
+            self.data = hashlib.sha256(repr((train.names, train.labels)).encode()).hexdigest()
+        self.train, self.held_out = Reader(parts[0], how, workers), Reader(parts[1], how, min(1, workers))
+        count = len(self.train.labels)
+        if len(self.classes) < 2:
+            raise ValueError(f"there is one class, {self.classes[0]}, and nothing to tell apart: give two or more")
+        if count < o.batch_size:
             raise ValueError(
-                f"--batch-size is {options.batch_size}, and there are {len(source.train)} images to train on: "
-                "choose fewer"
+                f"--batch-size is {o.batch_size}, and there are {count} images to train on: choose fewer"
             )
-        self.title = f"{NETWORKS[options.model][1]} ({options.layers}, {options.filters})"
-        self.steps_per_epoch = len(source.train) // options.batch_size
-        self.averaging, self.data = options.ema, source.data
+        self.title = f"{NETWORKS[o.model][1]} ({o.layers}, {o.filters})"
+        self.steps_per_epoch, self.averaging = count // o.batch_size, o.ema
 
     def layers(self) -> list[nn.Module]:
         """Builds the network."""
         o = self.options
         make, _ = NETWORKS[o.model]
-        classes, aux_head = len(self.source.classes), o.aux_head > 0
+        classes, aux_head = len(self.classes), o.aux_head > 0
         return make(o.layers, o.filters, classes, aux_head, dropout=o.dropout, image_size=o.image_size)
 
     def sample(self, replicas: int) -> Batch:
         """The first images of a mini-batch."""
-        return next(iter(self.source.read([torch.arange(self.options.batch_size // replicas)], 1)))
+        return next(self.train.read([torch.arange(self.options.batch_size // replicas)], 1))
 
     def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
         """Makes the mini-batches of an epoch."""
         o = self.options
-        order = batches(len(self.source.train), o.batch_size, seed=o.seed, epoch=epoch)[first:]
+        order = batches(len(self.train.labels), o.batch_size, seed=o.seed, epoch=epoch)[first:]
         return self._read([share.of(rows) for rows in order], epoch, share.reads_inputs)
 
     def _read(self, batches: Iterable[Tensor], epoch: int | None, reads_inputs: bool) -> Iterator[Batch]:
         """The images where the first layer is; elsewhere blank ones."""
+        images = self.held_out if epoch is None else self.train
         if reads_inputs:
-            yield from self.source.read(batches, epoch)
+            yield from images.read(batches, epoch)
             return
         blank = torch.zeros(1, 3, self.options.image_size, self.options.image_size)
-        classes = self.source.held_out if epoch is None else self.source.train
         for rows in batches:
-            yield Batch(blank.expand(len(rows), -1, -1, -1), classes[rows])
+            yield Batch(blank.expand(len(rows), -1, -1, -1), images.labels[rows])
 
     def loss(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
         """Cross-entropy, and that of the auxiliary head in its weight."""
@@ -177,16 +139,16 @@ class ImagesRecipe(Recipe[ImagesOptions]):
 
     def measure(self, pipe: gpipe.GPipe) -> Mapping[str, float]:
         """The share of held-out images that are classified rightly."""
-        return {"accuracy": evaluation_of(self._classified(pipe), self.source.classes).numbers["top1"]}
+        return {"accuracy": evaluation_of(self._classified(pipe), self.classes).numbers["top1"]}
 
     def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:
         """Top-1, top-5 and a confusion table over the held-out images, each seen once."""
-        parts = -(-len(self.source.held_out) // EVALUATED)
-        return evaluation_of(watched(self._classified(pipe), "images", parts), self.source.classes)
+        parts = -(-len(self.held_out.labels) // EVALUATED)
+        return evaluation_of(watched(self._classified(pipe), "images", parts), self.classes)
 
     @torch.no_grad()
     def _classified(self, pipe: gpipe.GPipe) -> Iterator[tuple[Tensor, Tensor]]:
-        rows = torch.arange(len(self.source.held_out)).split(EVALUATED)
+        rows = torch.arange(len(self.held_out.labels)).split(EVALUATED)
         for images, classes in self._read(rows, None, pipe.reads_inputs):
             logits = pipe(images, gather=True)
             yield logits.float().cpu(), classes

@@ -48,7 +48,8 @@ class Augmentation(NamedTuple):
     """What becomes of an image before a network sees it.
 
     `size` is pixels a side, always. The rest is for training: a random box of `least_area` of the image or more is
-    scaled to the size, mirrored half of the time if `flip`, and a square of `cutout` pixels a side is left out of it.
+    scaled to the size, shifted and turned a little if `jitter`, mirrored half of the time if `flip`, and a square of
+    `cutout` pixels a side is left out of it.
     """
 
     size: int = 224
@@ -56,6 +57,7 @@ class Augmentation(NamedTuple):
     flip: bool = True
     cutout: int = 0
     seed: int = 0
+    jitter: bool = False
 
 
 def random_box(width: int, height: int, row: int, *, least_area: float, seed: int, epoch: int) -> Box:
@@ -81,7 +83,9 @@ def central_box(width: int, height: int) -> Box:
 
 
 def augment(images: Tensor, rows: Tensor, how: Augmentation, epoch: int) -> Tensor:
-    """Flips images [N, 3, H, W] of mean 0 and cuts out of them, as far as `how` asks for it."""
+    """Jitters images [N, 3, H, W] of mean 0, flips them and cuts out of them, as far as `how` asks for it."""
+    if how.jitter:
+        images = jitter(images, rows, seed=how.seed, epoch=epoch)
     if how.flip:
         images = flip(images, rows, seed=how.seed, epoch=epoch)
     return cutout(images, rows, how.cutout, seed=how.seed, epoch=epoch) if how.cutout else images

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import iglob
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -169,14 +169,17 @@ class ImageFolder(Dataset[Batch | UnreadableImage]):
 class Reader:
     """Reads batches of images in `workers` processes, which begin with the first batch and live as long as it does.
 
+    `labels` are the classes of all rows, [N].
+
     The bits are the same for any number of workers, also for 0, which reads in the process itself. It reads one thing
     at a time. Workers are fresh processes, which import the script again.
     """
 
-    def __init__(self, folder: ImageFolder, how: Augmentation, workers: int = 0) -> None:
+    def __init__(self, images: Any, how: Augmentation, workers: int = 0) -> None:
+        self.labels = torch.as_tensor(images.labels)
         self._how, self._orders = how, list[Order]()
         self._loader: DataLoader[Batch | UnreadableImage] = DataLoader(
-            folder,
+            images,
             batch_size=None,  # an order is a batch
             sampler=self._orders,
             num_workers=workers,
