@@ -83,10 +83,14 @@ def test_options_that_cannot_be_leave_no_folder(tmp_path: Path) -> None:
         prepared(replace(OPTIONS, partitions=0, out=tmp_path / "out"))
     with pytest.raises(ValueError, match="--batch-size is 19, and there are 18 images to train on: choose fewer"):
         prepared(replace(OPTIONS, batch_size=19, out=tmp_path / "out"))
+    with pytest.raises(ValueError, match="partitions=5, 10 stages in all, but there are only 9 layers; give at most"):
+        prepared(replace(OPTIONS, partitions=5, schedule="zb_v", out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"--out is .*, which cannot be made: Not a directory; choose"):
         prepared(replace(OPTIONS, out=tmp_path / "file" / "out"))
+    with pytest.raises(ValueError, match=r"--out is .*, which cannot be made: File exists; choose"):
+        prepared(replace(OPTIONS, out=tmp_path / "file"))
 
 
 def test_a_run_that_torchrun_starts_anew_begins_where_nothing_was_saved(tmp_path: Path) -> None:

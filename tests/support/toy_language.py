@@ -78,7 +78,7 @@ def options(folder: Path, **changes: Any) -> TranslationOptions:
 def job_of(given: TranslationOptions) -> Job:
     """A training that is ready; no layer is measured."""
     recipe = TranslationRecipe(given.settled())
-    return prepare(recipe, costs=[1.0] * (given.depth or 0))
+    return prepare(recipe, costs=[1.0] * (2 * given.layers + (3 if given.model == "encoder-decoder" else 2)))
 
 
 def train(given: TranslationOptions) -> list[Epoch]:

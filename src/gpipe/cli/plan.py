@@ -68,20 +68,9 @@ def plan(
     settled: dict[str, Any] = {"partitions": partitions, "micro_batches": micro_batches, "schedule": schedule}
     settled["optimizer_numbers"] = optimizer_numbers
     with ending_by_mistakes():
-        problems = [*_about_model(model), *out_of_bounds(plan, {"batch": batch, **settled})]
-        problems += _about_sizes(model, size)
-        if micro_batches and batch > 0 and batch % micro_batches:
-            problems.append(f"--micro-batches is {micro_batches}: choose a number that divides --batch {batch}")
-        if schedule is not None and schedule not in SCHEDULES:
-            problems.append(f"--schedule is {schedule}: choose one of {', '.join(SCHEDULES)}")
+        problems = [*_mistakes(model, size), *out_of_bounds(plan, {"batch": batch, **settled})]
         try:
             fleet = [device for text in devices for device in parse_devices(text)]
-            if not fleet:
-                problems.append("--devices has none: give at least one, as 4xtpuv2")
-            elif partitions is not None and partitions > len(fleet):
-                problems.append(
-                    f"--partitions is {partitions}: choose at most {len(fleet)}, as many as there are devices"
-                )
         except ValueError as error:
             problems.append(f"--devices: {error}")
         refuse(problems)
@@ -92,19 +81,14 @@ def plan(
     print(found.explain())
 
 
-def _about_model(model: str) -> Iterator[str]:
-    """A line if there is no such network, as far as that is known without torch."""
+def _mistakes(model: str, size: Sequence[str]) -> Iterator[str]:
+    """A line if there is no such network, and for each size that is none, as far as is known without torch."""
     module, colon, function = model.partition(":")
-    if not colon:
-        if model not in NETWORKS:
-            yield f"{model} is no network of gpipe.models ({', '.join(NETWORKS)}), and no MODULE:FUNCTION"
-    elif not (module and function):
+    if not colon and model not in NETWORKS:
+        yield f"{model} is no network of gpipe.models ({', '.join(NETWORKS)}), and no MODULE:FUNCTION"
+    if colon and not (module and function):
         yield f"{model} has no {'function' if module else 'module'}; give MODULE:FUNCTION, as my_module:network"
-
-
-def _about_sizes(model: str, size: Sequence[str]) -> Iterator[str]:
-    """A line for each size that is none, as far as that is known without torch."""
-    if size and ":" in model:
+    if colon and size:
         yield "--size is for the networks of gpipe.models; leave it to your function"
     for one in size:
         name, _, number = one.partition("=")

@@ -21,12 +21,6 @@ from gpipe.recipes.options.training import Count, TrainOptions, out_of_bounds, r
 if TYPE_CHECKING:
     from gpipe.recipes.trained import Translator
 
-HELP = {
-    "digits": "Trains AmoebaNet on scikit-learn's handwritten digits, 1797 real images, here of 64x64 pixels.",
-    "images": "Trains AmoebaNet on a folder that has a folder of images for each class; --config paper: as the paper "
-    "does.",
-    "translation": "Trains one Transformer to translate from many languages to English.",
-}
 AT_ONCE = 64  # lines that are read before they are translated, unless somebody types them
 
 
@@ -38,7 +32,7 @@ def train_app(arguments: Sequence[str]) -> SubcommandApp:
         if list(arguments[:2]) == ["train", name]:
             with ending_by_mistakes():
                 default = options_before(name, arguments[2:])
-        app.command(name=name, help=HELP[name])(_trainer(name, default))
+        app.command(name=name, help=options.__doc__)(_trainer(name, default))
     return app
 
 

@@ -149,12 +149,12 @@ class Averages:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
-        self._optimizer = optimizer
-        self._decay = decay
+        self._optimizer, self._decay = optimizer, decay
+        self._weights = [weight for group in optimizer.param_groups for weight in group["params"]]
 
     def update(self, step: int) -> None:
         """Moves the averages towards the weights after a step, counted from 0, before gradients are dropped."""
-        weights = [weight for weight in self._weights() if weight.grad is not None]
+        weights = [weight for weight in self._weights if weight.grad is not None]
         if self._decay and weights:
             states = [self._optimizer.state[weight] for weight in weights]
             for weight, state in zip(weights, states, strict=True):
@@ -173,12 +173,9 @@ class Averages:
         finally:
             self._swap()
 
-    def _weights(self) -> list[Tensor]:
-        return [weight for group in self._optimizer.param_groups for weight in group["params"]]
-
     def _swap(self) -> None:
         with torch.no_grad():
-            for weight in self._weights():
+            for weight in self._weights:
                 if (average := self._optimizer.state.get(weight, {}).get(AVERAGE)) is not None:
                     own = weight.clone()
                     weight.copy_(average)

@@ -21,10 +21,7 @@ def test_what_is_kept_falls_linearly_from_1_to_the_final_share(steps: int, final
     assert drop_path_keep(steps + step, steps, final) == final
 
 
-def test_impossible_schedules_and_shares_are_refused() -> None:
-    for step, steps, final in ((-1, 5, 0.7), (0, 0, 0.7), (0, 5, 0.0), (0, 5, 1.5)):
-        with pytest.raises(ValueError, match=f"got step={step}, steps={steps}, final={final}"):
-            drop_path_keep(step, steps, final)
+def test_shares_that_cannot_be_are_refused() -> None:
     for keep in (0.0, -0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match=f"keep={keep}"):
             set_keep(DropPath(), keep)

@@ -8,7 +8,7 @@ import pytest
 from gpipe.cli.main import main
 from gpipe.recipes.options.files import write_config
 from gpipe.recipes.options.images import DigitsOptions
-from tests.support.toy_language import job_of, options
+from tests.support.toy_language import job_of, options, pairs, write_table
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -42,7 +42,6 @@ def test_a_run_must_be_there_and_have_weights(
                 "has neither model.safetensors nor a checkpoint: give the folder of a run that was trained",
             ),
             ((untrained, "--beam", "0"), "--beam is 0: choose 1 or more"),
-            ((untrained, "--partitions", "6"), "--partitions is 6, but --layers 1 makes 5 layers: choose 5 or fewer"),
         ):
             assert words in told(capsys, *command, *map(str, given))
     (untrained / "vocabulary.json").unlink()
@@ -66,16 +65,17 @@ def test_all_options_that_cannot_be_are_told_at_once(tmp_path: Path, capsys: pyt
         "--clip-logits": "-1",
         "--dropout": "1",
         "--beam": "0",
-        "--model-dim": "33",
         "--tokens": "100",
-        "--tsv": str(tmp_path / "none.tsv"),
     }
     said = told(capsys, "train", "translation", *(word for flag in wrong.items() for word in flag))
     assert all(flag in said for flag in wrong)
     assert len(said.splitlines()) == len(wrong)
     assert "--tokens is 100: choose 204 or more, for a pair of --longest each" in said
-    heads = told(capsys, "train", "translation", "--model", "decoder", "--heads", "3")
-    assert heads == "gpipe: --model-dim is 128: choose a multiple of 3, --heads\n"
+    out, none = ("--out", str(tmp_path / "out")), str(tmp_path / "none.tsv")
+    assert "No such file or directory" in told(capsys, "train", "translation", *out, "--tsv", none)
+    table = ("--tsv", str(write_table(tmp_path / "pairs.tsv", pairs(120))))
+    heads = told(capsys, "train", "translation", "--model", "decoder", "--heads", "3", *out, *table)
+    assert "even model_dim that is a multiple of heads: got layers=2, model_dim=128, heads=3" in heads
 
 
 @pytest.mark.parametrize(

@@ -196,8 +196,6 @@ def test_options_reach_the_network(model: str, tmp_path: Path) -> None:
     assert isinstance(made[0][-1], Head)
     assert made[0][-1].clip_logits is None
     for matrices, shared in ((3, 0), (2, 1), (1, 1 if model == "decoder" else 2)):
-        recipe = recipe_of(tmp_path, model=model, layers=2, matrices=matrices)
-        layers = recipe.layers()
-        assert len(layers) == recipe.options.depth
+        layers = recipe_of(tmp_path, model=model, layers=2, matrices=matrices).layers()
         of_words = [p for layer in layers for p in layer.parameters(recurse=True) if p.shape == (300, 32)]
         assert len(of_words) - len(set(of_words)) == shared

@@ -36,9 +36,9 @@ def load_digits(
 ) -> tuple[Digits, Digits]:
     """Reads the digits to train on and those held out, images [N, 3, size, size] in float32 and their classes [N].
 
-    The pixels of all training images together have mean 0 and standard deviation 1. The split is stratified: the
-    held-out images are a fifth of each class, and none is left out by `per_class`, the number of training images that
-    are kept of each class, chosen by `seed`. `classes` keeps only these digits, numbered in the order given.
+    The pixels of all training images together have mean 0 and standard deviation 1. Held out is a fifth of each
+    class. `classes` keeps only these digits, numbered in the order given, and `per_class` only so many training
+    images of each, chosen by `seed`.
     """
     found = imported("sklearn.datasets", "the digits come with scikit-learn", "digits").load_digits()
     pixels = torch.from_numpy(found.images.astype(np.float32))[:, None]

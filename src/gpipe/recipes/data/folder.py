@@ -33,11 +33,9 @@ def load_folder(
     """Finds the images of a folder of class folders, `directory/cat/1.jpg`, also deeper: to train on, and held out.
 
     Where `directory/train` has class folders, `directory/val`, `validation` or `test`, whichever exists first, holds
-    out. Elsewhere every fifth image of each class is held out, in the order of names. Names that begin with a dot,
-    and files beside the class folders, are left alone. No image is read before it is asked for.
-
-    `classes` keeps only these, numbered from 0 in the order given. `per_class` keeps only so many training images of
-    each, chosen by `seed`; no held-out image is left out by it. A ValueError lists all that cannot be.
+    out; elsewhere every fifth image of each class, in the order of names. Names that begin with a dot, and files
+    beside the class folders, are left alone. `classes` keeps only these, numbered from 0 in the order given;
+    `per_class` only so many training images of each, chosen by `seed`. A ValueError lists all that cannot be.
     """
     imported("PIL.Image", "images are read by Pillow", "images")
     whole = root = held_out_root = Path(directory)

@@ -41,10 +41,8 @@ class Split(NamedTuple):
 def split_by_english(pairs: Iterable[Pair]) -> Split:
     """Splits pairs by their English text, so that none of the test is seen in training in any language.
 
-    A tenth of the English texts goes to the test and a twentieth to validation. Which part a text falls into is a
-    function of that text alone: more pairs move none of the others. Texts that differ in case, in whitespace around
-    them or in punctuation at their end fall together; a singular and its plural are two texts. Each part keeps the
-    order of `pairs`.
+    A tenth of the English texts goes to the test and a twentieth to validation, by `place_of` alone: more
+    pairs move none of the others. Each part keeps the order of `pairs`.
     """
     split = Split([], [], [])
     for pair in pairs:
@@ -55,7 +53,7 @@ def split_by_english(pairs: Iterable[Pair]) -> Split:
 
 
 def place_of(english: str) -> float:
-    """Returns a number in [0, 1) that is a function of the text alone, apart from case and what ends it."""
+    """Returns a number in [0, 1) that is a function of the text alone, apart from case, blanks and what ends it."""
     text = english.casefold().strip()
     while text and (text[-1].isspace() or unicodedata.category(text[-1]).startswith("P")):
         text = text[:-1]
@@ -103,10 +101,9 @@ def _pair_of(columns: list[str]) -> Pair:
 def read_catalogues() -> list[Pair]:
     """Reads every translation in the Django that is installed: short texts, the same in all languages.
 
-    Each (source, English) stands once per language, sorted by language, then English, then source. Texts that were
-    left as they are in English, and blank ones, are left out; of the plurals the first and the last form are taken,
-    which go with the English singular and plural. Only Django's compiled catalogues are read, which hold no
-    translation marked as doubtful. Django 5.2.19 gives 65,472 in 96 languages.
+    Each (source, English) stands once per language, sorted by language, then English, then source; of plurals the
+    first and the last form, which go with the English singular and plural. Texts that are blank or left in English
+    are left out. Django 5.2.19 gives 65,472 in 96 languages.
     """
     what = "the translations come with Django and are read by polib"
     django, polib = (imported(name, what, "translation") for name in ("django", "polib"))
@@ -143,9 +140,8 @@ def language_probabilities(counts: Mapping[str, int], temperature: float) -> dic
 def draw(pairs: Sequence[Pair], temperature: float, count: int, *, seed: int, epoch: int) -> list[int]:
     """Returns the numbers of the `count` pairs that an epoch sees: a function of the arguments, at any epoch.
 
-    Of each language come `count` times its probability in every epoch, rounded so that the sum is `count`; one whose
-    share is less than half a pair may go without. They come in rounds: each pair once in a new order, then all again,
-    and an epoch goes on where the one before it stopped. So at temperature 1 `len(pairs)` are each pair once.
+    Of each language come `count` times its probability, rounded so that the sum is `count`. They come in rounds: each
+    pair once in a new order, then all again, and an epoch goes on where the one before it stopped.
     """
     numbers: dict[str, list[int]] = {}
     for number, pair in enumerate(pairs):

@@ -99,10 +99,9 @@ class Vocabulary:
 def token_batches(lengths: Lengths, tokens: int, steps: int, *, seed: int, epoch: int) -> list[Tensor]:
     """Returns the row numbers [N] of each of exactly `steps` mini-batches, rows of similar length together.
 
-    Rows x (longest source + longest target), each with its `END`, is at most `tokens`, which no row alone may exceed:
-    so much `collate` makes of it, padding included. No row comes twice. If the rows fill more than `steps`
-    mini-batches, some drawn by lot are dropped; if fewer, the largest ones are halved. Given
-    `steps_per_epoch(lengths, tokens)` steps, every row comes once, as a test needs.
+    Rows x (longest source + longest target), each with its `END`, is at most `tokens`, which no row alone may exceed.
+    No row comes twice. If the rows fill more than `steps` mini-batches, some drawn by lot are dropped; if fewer, the
+    largest ones are halved; given `steps_per_epoch(lengths, tokens)` steps, every row comes once.
     """
     random = np.random.default_rng((seed, epoch, ORDER))
     packed = _pack(lengths, tokens, random.permutation(len(lengths)).tolist())

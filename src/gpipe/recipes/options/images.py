@@ -12,7 +12,7 @@ DIGITS = 10
 
 @dataclass(frozen=True)
 class ImagesOptions(TrainOptions):
-    """Which network learns which images, and how; the defaults suit the digits."""
+    """Trains AmoebaNet on a folder that has a folder of images for each class; --config paper: as the paper does."""
 
     UNDECISIVE: ClassVar[frozenset[str]] = TrainOptions.UNDECISIVE | {"workers"}
     NETWORK: ClassVar[tuple[str, ...]] = ("model", "layers", "filters", "image_size", "aux_head")
@@ -108,11 +108,6 @@ class ImagesOptions(TrainOptions):
     than (1 + n) / (10 + n), so that the first ones are soon forgotten; 0: the weights themselves. The statistics of
     BatchNorm are as they are."""
 
-    @property
-    def depth(self) -> int | None:
-        """A stem, two reductions, the normal cells, two reductions and a head."""
-        return self.layers + 6 if self.layers >= 3 else None
-
     def problems(self) -> Iterator[str]:
         """A line for each option that cannot be, with what to do."""
         yield from super().problems()
@@ -120,14 +115,10 @@ class ImagesOptions(TrainOptions):
             yield f"--classes is {' '.join(self.classes)}: choose two or more, each once"
         elif self.image_folder is None and (odd := set(self.classes) - set(map(str, range(DIGITS)))):
             yield f"--classes has {' '.join(sorted(odd))}, which is no digit: choose of 0 to 9"
-        if self.image_folder is not None and not self.image_folder.is_dir():
-            yield f"--image-folder is {self.image_folder}, which is no folder: give one that has a folder a class"
         if not 0 <= self.cutout <= self.image_size:
             yield f"--cutout is {self.cutout}: choose 0 to {self.image_size}, --image-size"
         if self.image_folder is None and self.crop != 1:
             yield "--crop is for --image-folder: digits fill their images"
-        if self.aux_head and self.image_size < 67:
-            yield f"--aux-head needs images of 67 pixels or more, and --image-size is {self.image_size}"
         if self.bf16 and 16 <= self.image_size < 19:  # the last reduction would read single pixels
             yield (
                 f"--bf16 needs images of 19 pixels or more, and --image-size is {self.image_size}: in bfloat16 "
@@ -137,6 +128,6 @@ class ImagesOptions(TrainOptions):
 
 @dataclass(frozen=True)
 class DigitsOptions(ImagesOptions):
-    """The same for the digits."""
+    """Trains AmoebaNet on scikit-learn's handwritten digits, 1797 real images, here of 64x64 pixels."""
 
     out: Path = Path("out/digits")

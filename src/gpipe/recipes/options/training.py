@@ -8,8 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import tyro
 
-from gpipe.schedule.schedules import SCHEDULES
-
 
 class Bounds(NamedTuple):
     """What the number of an option must be, in words too: `Annotated[int, Bounds(...)]`."""
@@ -124,11 +122,6 @@ class TrainOptions:
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """The folder of a run whose weights are where this one starts, and whose options say which network it is."""
 
-    @property
-    def depth(self) -> int | None:
-        """How many layers the network has to be cut between; None where that cannot be said."""
-        return None
-
     def settled(self, processes: int | None = None) -> Self:
         """Fills in the number of partitions, for one process or, under a launcher, for so many.
 
@@ -155,13 +148,6 @@ class TrainOptions:
     def problems(self) -> Iterator[str]:
         """A line for each option that cannot be, with what to do."""
         yield from out_of_bounds(type(self), vars(self))
-        each = SCHEDULES[self.schedule].stages_per_rank
-        if self.depth is not None and (self.partitions or 1) * each > self.depth:
-            stages = f" of {each} stages each" if each > 1 else ""
-            yield (
-                f"--partitions is {self.partitions}{stages}, but --layers {getattr(self, 'layers', '')} makes "
-                f"{self.depth} layers: choose {self.depth // each} or fewer partitions, or more layers"
-            )
         other = [name for name, usual in (("schedule", "gpipe"), ("remat", "always")) if getattr(self, name) != usual]
         flags = ", ".join(map(flag, other))
         if self.plan is not None and other:
@@ -171,5 +157,3 @@ class TrainOptions:
             yield f"--paper is --schedule gpipe --remat always: leave {flags} out, or --paper"
         if self.from_ is not None and not self.resume and self.from_.absolute() == self.out.absolute():
             yield f"--from and --out are {self.out} both: choose another folder for this run"
-        if self.out.exists() and not self.out.is_dir():
-            yield f"--out is {self.out}, a file: choose a folder"

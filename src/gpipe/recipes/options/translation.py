@@ -10,7 +10,7 @@ from gpipe.recipes.options.training import Bounds, Count, NotNegative, Part, Pos
 
 @dataclass(frozen=True)
 class TranslationOptions(TrainOptions):
-    """Which Transformer learns to translate which languages to English, and how; the defaults suit a laptop."""
+    """Trains one Transformer to translate from many languages to English."""
 
     UNDECISIVE: ClassVar[frozenset[str]] = TrainOptions.UNDECISIVE | {"epochs", "steps", "beam", "sentences"}
     NETWORK: ClassVar[tuple[str, ...]] = (
@@ -89,21 +89,8 @@ class TranslationOptions(TrainOptions):
     sentences: Count | None = None
     """How many sentences of each language an evaluation translates at most; by default all of the test."""
 
-    @property
-    def depth(self) -> int | None:
-        """An embedding, the layers, in the middle what leads from the encoder to the decoder, and a softmax layer."""
-        if self.layers < 1:
-            return None
-        return 2 * self.layers + (3 if self.model == "encoder-decoder" else 2)
-
     def problems(self) -> Iterator[str]:
         """A line for each option that cannot be, with what to do."""
         yield from super().problems()
-        if self.model_dim % 2:
-            yield f"--model-dim is {self.model_dim}: choose an even number"
-        elif self.model == "decoder" and self.heads >= 1 and self.model_dim % self.heads:
-            yield f"--model-dim is {self.model_dim}: choose a multiple of {self.heads}, --heads"
         if self.tokens < 2 * self.longest + 4:
             yield f"--tokens is {self.tokens}: choose {2 * self.longest + 4} or more, for a pair of --longest each"
-        if self.tsv is not None and not self.tsv.is_file():
-            yield f"--tsv is {self.tsv}, which is no file"
