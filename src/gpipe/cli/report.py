@@ -31,7 +31,14 @@ def report(
     with ending_by_mistakes():
         if text and picture is not None:
             raise ValueError("--text draws in the terminal and --picture in a file: choose one")
-        found = _read(run)
+        if not (run / NAME).is_file():
+            raise ValueError(
+                f"{run} has no {NAME}, which `gpipe train` writes when it ends: give the folder of such a run"
+            )
+        try:
+            found = read_report((run / NAME).read_text(encoding="utf-8"))
+        except ValueError as mistake:
+            raise ValueError(f"{run / NAME} cannot be read: {mistake}; train again") from None
         if text:
             _show(found, Console(highlight=False))
             return
@@ -43,19 +50,6 @@ def report(
         else:
             write_picture(file, typical_svg(found))
         print(file)
-
-
-def _read(run: Path) -> Report:
-    """The report in the folder of a run; mistakes say what to do."""
-    file = run / NAME
-    if not file.is_file():
-        raise ValueError(
-            f"{run} has no {NAME}, which `gpipe train` writes when it ends: give the folder of such a run"
-        )
-    try:
-        return read_report(file.read_text(encoding="utf-8"))
-    except ValueError as mistake:
-        raise ValueError(f"{file} cannot be read: {mistake}; train again") from None
 
 
 def _show(report: Report, console: Console) -> None:

@@ -33,10 +33,8 @@ def evaluation_of(classified: Iterable[tuple[Tensor, Tensor]], classes: Sequence
     confusion = confusion.reshape(len(classes), len(classes))
     images = int(confusion.sum())
     numbers = {"top1": int(confusion.diag().sum()) / images, "top5": among_few / images}
-    lines = [
-        f"{images} held-out images, each as a whole:",
-        f"top-1 {numbers['top1']:.2%}, top-5 {numbers['top5']:.2%}",
-    ]
+    shares = f"top-1 {numbers['top1']:.2%}, top-5 {numbers['top5']:.2%}"
+    lines = [f"{images} held-out images, each as a whole:", shares]
     if len(classes) <= SHOWN:
         lines.append("")
         head = "is \\ taken for"

@@ -1,7 +1,8 @@
 """The shape of a recipe: what is particular to a workload; and how learning rates and averages of weights go."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import cos, pi, sqrt
@@ -117,23 +118,19 @@ class Recipe(ABC, Generic[Options]):
         """Writes what else must be kept to use the network, to the folder of the run; by default nothing."""
 
 
-def load(state: Mapping[str, Tensor], layers: Sequence[nn.Module], new: Iterable[str] = ()) -> None:
+def load(state: Mapping[str, Tensor], layers: Sequence[nn.Module], new: Container[str] = ()) -> None:
     """Gives layers weights and buffers by name, all but the `new` ones; a ValueError names those that do not fit."""
     plain = nn.Sequential(*layers)
-    own, other = ({name: one[name] for name in one.keys() - set(new)} for one in (plain.state_dict(), state))
-    odd = [
-        f"{name}: {_size(other.get(name))} in the run, {_size(own.get(name))} here"
-        for name in sorted(own.keys() | other.keys())
-        if _size(own.get(name)) != _size(other.get(name))
+    sizes = [
+        {name: "x".join(map(str, value.shape)) or "a number" for name, value in one.items() if name not in new}
+        for one in (state, plain.state_dict())
     ]
-    if odd:
+    there, here = (defaultdict(lambda: "missing", one) for one in sizes)
+    names = sorted(there.keys() | here.keys())
+    if odd := [f"{name}: {there[name]} in the run, {here[name]} here" for name in names if there[name] != here[name]]:
         more = [f"and {len(odd) - 10} more"] if len(odd) > 10 else []
         raise ValueError("\n".join(["the run has trained another network: give its options", *odd[:10], *more]))
-    plain.load_state_dict(other, strict=False)
-
-
-def _size(value: Tensor | None) -> str:
-    return "missing" if value is None else "x".join(map(str, value.shape)) or "a number"
+    plain.load_state_dict({name: state[name] for name in names}, strict=False)
 
 
 AVERAGE = "average"  # the key in an optimizer's state, with which checkpoints keep it

@@ -93,7 +93,12 @@ def _train(job: Job, say: Say, console: Console, is_to_end: Callable[[], int]) -
         def step_ended() -> None:
             bar.advance(task)
             if ending := is_to_end():
-                _end(job, say, signal.Signals(ending))
+                folder = job.begin_save()()
+                again = f"gpipe train {job.recipe.name} --out {shlex.quote(str(job.options.out))} --resume"
+                if job.recipe.name not in OPTIONS:
+                    again = "the same options with resume=True"
+                say(f"{ENDINGS[signal.Signals(ending)]}: saved to {folder}; go on by\n  {again}")
+                raise SystemExit(128 + ending)
 
         _write_metrics(job)
         while len(progress.epochs) < job.epochs:
@@ -102,18 +107,15 @@ def _train(job: Job, say: Say, console: Console, is_to_end: Callable[[], int]) -
             if len(progress.losses) == job.recipe.steps_per_epoch:
                 progress.losses, progress.seconds = [], 0.0
             _write_metrics(job)
-            say(_line(epoch, job.epochs))
+            measured = [
+                f"{name} {f'{value:.2%}' if name == 'accuracy' else f'{value:.4f}'}"
+                for name, value in epoch.measured.items()
+            ]  # nothing in it depends on the number of partitions
+            head = f"epoch {epoch.epoch:{len(str(job.epochs))}}/{job.epochs}"
+            say(f"{head}  loss {epoch.loss:<10.6g}  held-out {', '.join(measured)}")
             if epoch.epoch % job.options.checkpoint_every == 0 and epoch.epoch < job.epochs:
                 job.begin_save()
     return recorded
-
-
-def _line(epoch: Epoch, epochs: int) -> str:
-    """Of an epoch; nothing in it depends on the number of partitions."""
-    measured = ", ".join(
-        f"{name} {f'{value:.2%}' if name == 'accuracy' else f'{value:.4f}'}" for name, value in epoch.measured.items()
-    )
-    return f"epoch {epoch.epoch:{len(str(epochs))}}/{epochs}  loss {epoch.loss:<10.6g}  held-out {measured}"
 
 
 def _epoch(job: Job, step_ended: Callable[[], None]) -> tuple[Epoch, Recorded | None]:
@@ -165,16 +167,6 @@ def train_epoch(
         job.averages.update(step)
         job.optimizer.zero_grad()
         after_step(loss.item())
-
-
-def _end(job: Job, say: Say, ending: signal.Signals) -> None:
-    """Saves, says how to go on, and ends the process."""
-    folder = job.begin_save()()
-    again = f"gpipe train {job.recipe.name} --out {shlex.quote(str(job.options.out))} --resume"
-    if job.recipe.name not in OPTIONS:
-        again = "the same options with resume=True"
-    say(f"{ENDINGS[ending]}: saved to {folder}; go on by\n  {again}")
-    raise SystemExit(128 + ending)
 
 
 def _write_metrics(job: Job) -> None:

@@ -138,22 +138,6 @@ def _pack(lengths: Lengths, tokens: int, rows: Iterable[int]) -> list[list[int]]
     return batches
 
 
-def collate(sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns source [N, S], target in [N, T] and target out [N, T] in int64, padded with `PAD` at the right.
-
-    >>> for tensor in collate([[5, 6], [7]], [[8], [9, 10]]):
-    ...     print(tensor.tolist())
-    [[5, 6, 2], [7, 2, 0]]
-    [[1, 8, 0], [1, 9, 10]]
-    [[8, 2, 0], [9, 10, 2]]
-    """
-    return (
-        padded([[*source, END] for source in sources]),
-        padded([[BEGIN, *target] for target in targets]),
-        padded([[*target, END] for target in targets]),
-    )
-
-
 def padded(rows: Sequence[Sequence[int]]) -> Tensor:
     """Returns rows [N, T] of the longest one's length, with `PAD` at the right."""
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD)

@@ -58,23 +58,6 @@ def _convolutions(count: int, inputs: int, inner: int, outputs: int, dropout: fl
         yield nn.LeakyReLU(0.01)
 
 
-def _layers(b: int, c: int, inputs: int, outputs: int, dropout: float) -> Iterator[nn.Module]:
-    """Yields the layers from the top down to the bottom and up again."""
-    for level in range(_LEVELS):
-        width = c * 2**level
-        yield from _convolutions(b, inputs, width, width, dropout)
-        yield Stash(f"e{level}")
-        yield nn.MaxPool2d(2)
-        inputs = width
-    yield from _convolutions(b, inputs, 2 * inputs, inputs, dropout)
-    for level in reversed(range(_LEVELS)):
-        width = c * 2**level
-        yield nn.Upsample(scale_factor=2)
-        yield Join(f"e{level}")
-        yield from _convolutions(b, 2 * width, width // 2, width // 2, dropout)
-    yield nn.Conv2d(c // 2, outputs, 1, bias=False)
-
-
 def unet(b: int, c: int, *, inputs: int = 3, outputs: int = 1, dropout: float = 0.1) -> list[nn.Module]:
     """Builds U-Net (B, C), images (N, inputs, H, W) -> logits (N, outputs, H, W): a list of 44 B + 21 layers.
 
@@ -91,4 +74,12 @@ def unet(b: int, c: int, *, inputs: int = 3, outputs: int = 1, dropout: float = 
     """
     if b < 1 or c < 2 or c % 2:
         raise ValueError(f"a U-Net needs B >= 1 and an even C >= 2, got B={b}, C={c}")
-    return list(_layers(b, c, inputs, outputs, dropout))
+    widths, layers = [c * 2**level for level in range(_LEVELS)], list[nn.Module]()
+    for level, width in enumerate(widths):
+        layers += [*_convolutions(b, inputs, width, width, dropout), Stash(f"e{level}"), nn.MaxPool2d(2)]
+        inputs = width
+    layers += _convolutions(b, inputs, 2 * inputs, inputs, dropout)
+    for level, width in reversed([*enumerate(widths)]):
+        layers += [nn.Upsample(scale_factor=2), Join(f"e{level}")]
+        layers += _convolutions(b, 2 * width, width // 2, width // 2, dropout)
+    return [*layers, nn.Conv2d(c // 2, outputs, 1, bias=False)]

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe.recipes.data import imported
-from gpipe.recipes.data.token_batches import BEGIN, END, PAD, Vocabulary, collate, padded
+from gpipe.recipes.data.token_batches import BEGIN, END, PAD, Vocabulary, padded
 from gpipe.recipes.models.transformer import transformer, transformer_lm
 from gpipe.recipes.options.files import CONFIG, read_config
 from gpipe.recipes.options.translation import TranslationOptions
@@ -34,8 +34,9 @@ class EncoderDecoder:
 
     def batch(self, sentences: Sequence[Sentence]) -> Batch:
         """What it reads, and what it should say; PAD where anything may be said."""
-        source, target_in, target_out = collate([one.source for one in sentences], [one.english for one in sentences])
-        return Batch((source, target_in), target_out)
+        source = padded([[*one.source, END] for one in sentences])
+        begun = padded([[BEGIN, *one.english] for one in sentences])
+        return Batch((source, begun), padded([[*one.english, END] for one in sentences]))
 
     def network(self, forward: Callable[[Any], Tensor]) -> Network:
         """What decoding asks, by a forward of the network."""
