@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gpipe
-from gpipe.checkpoint import part
+from gpipe.checkpoint import save as saving
 from gpipe.errors import RemoteError
 from tests.support.checkpointed import differences, make, remembered, trained
 from tests.support.thread_ranks import RankPipe, all_well, optimizer_of, rank_pipes, run_ranks, save_in_ranks
@@ -45,9 +45,9 @@ def test_what_one_rank_cannot_save_no_rank_saves(tmp_path: Path) -> None:
 def test_a_rank_of_which_nothing_comes_is_given_up_after_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, all_but_1 = part.write_part, threading.Barrier(2)
+    original, all_but_1 = saving.write_part, threading.Barrier(2)
 
-    def write_part(writing: part.Writing) -> None:
+    def write_part(writing: saving.Writing) -> None:
         if writing.rank != 1:
             original(writing)
             all_but_1.wait()
@@ -77,8 +77,8 @@ def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
             notes[1].touch()
 
     notes[0].touch()
-    monkeypatch.setattr(part, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-    part._await_parts(part.Writing(0, 2, tmp_path, part.Part(), {}, None, None, 0.8, tuple))
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    saving._await_parts(saving.Writing(0, 2, tmp_path, saving.Part(), {}, None, None, 0.8, tuple))
     assert now > 10 * 0.8
 
 

@@ -18,8 +18,7 @@ from gpipe._torch.trees import tree_map_only
 from gpipe.checkpoint.files import Shelf, why_not_storable
 from gpipe.checkpoint.folder import LATEST, Found, find, find_damage, others, read_manifest
 from gpipe.checkpoint.manifest import MANIFEST, SOME, CheckpointError, Json, Manifest, decode
-from gpipe.checkpoint.part import first_names, names_of_parameters, why_not_by_name
-from gpipe.checkpoint.save import check_order, settle
+from gpipe.checkpoint.save import check_order, first_names, names_of_parameters, settle, why_not_by_name
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
 from gpipe.stages.tree import spread_like
 

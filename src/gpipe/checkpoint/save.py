@@ -5,31 +5,336 @@
     rank 0's                                                   | the same, awaits all notes, makes it final
 
 In the foreground the calling thread does all of it, and the ranks agree before rank 0 makes it final. Only calling
-threads exchange with other ranks; writing threads meet in the folder.
+threads exchange with other ranks; writing threads meet in the folder:
+
+all      in the background: of rank 2 part_2.begun, locked for as long as the process lives
+rank 2   of each of its stages, say 5, stage_5.safetensors and stage_5.optimizer.safetensors, all synced;
+         then part_2.json, which has their hashes
+rank 0   the same; once all parts are there: manifest.json, the parts' notes removed, rename, latest
 """
 
+import fcntl
+import hashlib
+import json
 import logging
 import os
 import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gpipe.checkpoint.folder import begin
-from gpipe.checkpoint.part import Part, Writing, begin_part, copied, finish, gather, note_failure, write_part
-from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
+from gpipe._torch.modes import intra_op_threads
+from gpipe.checkpoint.files import encoded, opened, put_file, why_not_storable, write_file
+from gpipe.checkpoint.folder import Draft, begin, clear_leftovers, prune, publish
+from gpipe.checkpoint.manifest import MANIFEST, Encoder, Group, Manifest, Optimizer, to_bytes
+from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of, versions
+from gpipe.errors import RemoteError
+from gpipe.stages.tree import full_tensor
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
 
+Files = dict[str, dict[str, Tensor]]
+
+EXTRA = "extra.safetensors"
+NO_OPTIONS = ("params", "param_names")  # of a parameter group: these say whose options they are
+POLL = 0.05  # seconds between two looks for the parts of other ranks
 
 logger = logging.getLogger("gpipe")
 
 _under_way: "WeakKeyDictionary[nn.Module, Saving]" = WeakKeyDictionary()  # what the next save or load waits for
+
+
+@dataclass
+class Part:
+    """The part of a rank."""
+
+    files: Files = field(default_factory=dict)  # the tensors of each, by name
+    said: dict[str, Any] = field(default_factory=dict)  # what the fields of the manifest get from it
+    mistakes: list[str] = field(default_factory=list)  # what cannot be saved, each with what to do
+
+    def put(self, file: str, name: str, tensor: Tensor) -> str:
+        """Puts a tensor into a file, and gives the name that it got there."""
+        tensors = self.files.setdefault(file, {})
+        while name in tensors:
+            name += "'"
+        tensors[name] = full_tensor(tensor.detach())
+        return name
+
+    def encoder(self, file: Callable[[str], str]) -> Encoder:
+        """Puts the tensors of values into files, by where they were found."""
+        return Encoder(lambda where, tensor: self.put(file(where), where, tensor), self.mistakes)
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """For each name of the state_dict the first name of the same tensor, over all ranks."""
+    known: dict[int, str] = {}
+    ties: Mapping[str, str] = getattr(module, "ties_of_names", {})
+    names = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        first = known.setdefault(id(value), name) if isinstance(value, Tensor) else name
+        names[name] = ties.get(name, ties.get(first, first))
+    return names
+
+
+def names_of_parameters(module: nn.Module) -> dict[Tensor, str]:
+    """The first name of each parameter."""
+    firsts = first_names(module)
+    return {parameter: firsts.get(name, name) for name, parameter in module.named_parameters()}
+
+
+def gather(
+    pipe: "GPipe", optimizer: torch.optim.Optimizer | None, extra: object, keep: int | None, rank: int
+) -> Part:
+    """Collects what a rank has to save; those of other replicas than the first only help to put shards together."""
+    if not hasattr(pipe, "layers_per_partition"):
+        raise TypeError(f"a {type(pipe).__name__} cannot be saved; give the gpipe.GPipe itself, not what wraps it")
+    part = Part()
+    stage_of = pipe.stage_of
+
+    def file(name: str, kind: str = "") -> str:
+        """The file for what belongs to a name of the state_dict; what is of no layer goes with the first."""
+        stage = stage_of.get(name, stage_of.get(name.partition(".")[0], min(stage_of.values())))
+        return f"stage_{stage}{kind}.safetensors"
+
+    part.files |= {f"stage_{stage}.safetensors": {} for stage in stage_of.values()}
+    _gather_state(pipe, part, file)
+    if optimizer is not None:
+        _gather_optimizer(pipe, optimizer, part, part.encoder(lambda name: file(name, ".optimizer")))
+    if rank == 0:
+        part.said["extra"] = part.encoder(lambda name: EXTRA)(extra, "extra")
+    if keep is not None and not (isinstance(keep, int) and keep >= 1):
+        part.mistakes.append(f"keep={keep!r}; give how many checkpoints stay, at least 1, or None for all")
+    if part.mistakes:
+        raise ValueError("nothing was saved:\n" + "\n".join(f"- {mistake}" for mistake in part.mistakes))
+    return part if rank < pipe.partitions else Part()
+
+
+def _gather_state(pipe: "GPipe", part: Part, file: Callable[..., str]) -> None:
+    """Collects parameters and buffers, each once, and whatever else a state_dict holds."""
+    firsts = first_names(pipe)
+    encode = part.encoder(lambda name: file(name, ".values"))
+    names, values = [], {}
+    for name, value in pipe.state_dict().items():
+        if firsts[name] != name or name in pipe.held_before:
+            continue
+        if not isinstance(value, Tensor):
+            values[name] = encode(value, name)
+            continue
+        if wrong := why_not_storable(value):
+            part.mistakes.append(f"{name} {wrong}")
+        names.append(part.put(file(name), name, value))
+    ties = {name: first for name, first in firsts.items() if name != first}
+    part.said |= {"names": names, "values": values, "ties": ties}
+
+
+def _gather_optimizer(pipe: "GPipe", optimizer: torch.optim.Optimizer, part: Part, encode: Encoder) -> None:
+    """Collects the state of each parameter, and its group's options, by the parameter's first name."""
+    part.mistakes += why_not_by_name(optimizer)
+    names = names_of_parameters(pipe)
+    foreign = {*part.said["ties"].values(), *pipe.held_before} - set(part.said["names"])  # others save these
+    groups, state = list[Group](), {}
+    for at, group in enumerate(optimizer.param_groups):
+        if strange := [tuple(parameter.shape) for parameter in group["params"] if parameter not in names]:
+            part.mistakes.append(
+                f"group {at} of the optimizer has parameters of shapes {strange} that are not the pipe's; give them "
+                f"an optimizer of their own, and put its state into extra="
+            )
+        own = {names[p]: p for p in group["params"] if p in names and names[p] not in foreign}
+        options = {key: encode(value, f"group {at}/{key}") for key, value in group.items() if key not in NO_OPTIONS}
+        groups.append({"parameters": list(own), "options": options})
+        for name, parameter in own.items():
+            if parameter in optimizer.state:
+                remembered = optimizer.state[parameter]
+                state[name] = {key: encode(value, f"{name}/{key}") for key, value in remembered.items()}
+    part.said["optimizer"] = {"type": type(optimizer).__name__, "groups": groups, "state": state}
+
+
+def why_not_by_name(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Why the state of an optimizer cannot be split by parameter, if so."""
+    kind = type(optimizer).__name__
+    if hasattr(optimizer, "consolidate_state_dict"):
+        return [f"{kind} spreads its state over the replicas, and no rank has all of it; save with another optimizer"]
+    mistakes = []
+    if more := sorted(set(optimizer.state_dict()) - {"state", "param_groups"}):
+        mistakes.append(f"{kind} has {', '.join(more)} beside its state by parameter; put that into extra=")
+    if keys := [key for key in optimizer.state if not isinstance(key, Tensor)]:
+        mistakes.append(f"{kind} has state of no parameter, {keys}, which no stage can hold; move it into a group")
+    return mistakes
+
+
+def copied(files: Files) -> Files:
+    """The tensors as they are now, in memory of their own.
+
+    One thread copies as fast as the memory goes; several wait for each other whenever a core is busy otherwise.
+    """
+    with intra_op_threads(1):
+        return {
+            file: {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            for file, tensors in files.items()
+        }
+
+
+@dataclass(frozen=True)
+class Writing:
+    """What a rank has to write, and where."""
+
+    rank: int
+    ranks: int  # that write; others do nothing
+    path: Path  # of the temporary folder
+    part: Part  # emptied on the way
+    numbers: Mapping[str, Any]  # the fields of the manifest that every rank knows
+    draft: Draft | None  # of rank 0 alone
+    keep: int | None  # how many checkpoints stay, if not all
+    limit: float  # seconds that rank 0 waits for ranks of which nothing more comes
+    gone: Callable[[], Collection[int]]  # which have no connection any more: they may have closed it, and write on
+
+    def said(self, rank: int, what: str) -> Path:
+        """Where a rank says that its part has `begun`, has `failed`, or is there (`json`)."""
+        return self.path / f"part_{rank}.{what}"
+
+    def say(self, what: str, content: object) -> None:
+        """Says it of this rank."""
+        path = self.said(self.rank, what)
+        put_file(path, path.with_suffix(f".{what}.tmp"), json.dumps(content).encode())
+
+
+def write_part(writing: Writing) -> None:
+    """Writes this rank's part, and then the note that it is there."""
+    if writing.rank >= writing.ranks:
+        return
+    if writing.rank == 0:
+        clear_leftovers(writing.path.parent)
+    files, part = {}, writing.part
+    for name in list(part.files):
+        files[name] = write_file(writing.path / name, encoded(part.files.pop(name)))
+    writing.say("json", part.said | {"files": files})
+
+
+def begin_part(writing: Writing) -> int | None:
+    """Shows the others that this rank lives and will write: a lock, which ends with the process."""
+    if writing.rank >= writing.ranks:
+        return None
+    shown = writing.said(writing.rank, "begun")
+    hidden = shown.with_suffix(".begun.tmp")
+    with opened(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as made:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(made, fcntl.LOCK_EX)
+        os.rename(hidden, shown)
+        return os.dup(made)  # which holds the lock on
+
+
+def _is_gone(writing: Writing, rank: int) -> bool:
+    """Whether a process has ended before its part was there."""
+    try:
+        sign = os.open(writing.said(rank, "begun"), os.O_RDONLY)
+    except FileNotFoundError:
+        return rank in writing.gone() and not writing.said(rank, "begun").exists()
+    try:
+        fcntl.flock(sign, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # it is locked, or cannot be
+        return False
+    finally:
+        os.close(sign)
+    return not any(writing.said(rank, what).exists() for what in ("json", "failed"))
+
+
+def note_failure(writing: Writing, error: Exception) -> None:
+    """Lets rank 0 know that this part will not come."""
+    if writing.draft is not None:
+        return  # it is rank 0's
+    for stage in {name.partition(".")[0] for name in writing.part.files}:
+        for file in writing.path.glob(f"{stage}.*"):
+            file.unlink()  # on a full disk there is no room for the note else
+    writing.say("failed", [type(error).__name__, str(error)])
+
+
+def _await_parts(writing: Writing) -> None:
+    size, since = -1, time.monotonic()
+    while missing := [rank for rank in range(writing.ranks) if not writing.said(rank, "json").exists()]:
+        for rank in missing:
+            failed = writing.said(rank, "failed")
+            if failed.exists():
+                kind, text = json.loads(failed.read_text())
+                raise RemoteError(f"rank {rank} failed: {kind}: {text}", rank, kind)
+            if _is_gone(writing, rank):
+                raise RemoteError(
+                    f"rank {rank} is gone; it ended before its part of the checkpoint was written", rank
+                )
+        now = _bytes_in(writing.path)
+        if now != size:
+            size, since = now, time.monotonic()
+        if time.monotonic() - since > writing.limit:
+            raise TimeoutError(
+                f"ranks {missing} wrote nothing into {writing.path} for {writing.limit:g} seconds; look whether they "
+                f"are alive, and whether the folder is one that all hosts share"
+            )
+        time.sleep(POLL)
+
+
+def _bytes_in(folder: Path) -> int:
+    size = 0
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):  # renamed meanwhile
+            size += entry.stat().st_size
+    return size
+
+
+def finish(writing: Writing) -> str | None:
+    """On rank 0, makes the parts one checkpoint, the latest, and removes what is too much; gives its name."""
+    if writing.draft is None:
+        return None
+    _await_parts(writing)
+    notes = [writing.said(rank, "json") for rank in range(writing.ranks)]
+    manifest = _joined([json.loads(path.read_text()) for path in notes], writing.numbers)
+    data = to_bytes(manifest, versions())
+    write_file(writing.path / MANIFEST, [data])
+    for path in [*notes, *writing.path.glob("part_*.begun")]:
+        os.unlink(path)
+    name = publish(writing.draft, manifest.step_number, hashlib.sha256(data).hexdigest())
+    if writing.keep is not None:
+        try:
+            prune(writing.path.parent, writing.keep, name)
+        except OSError as error:
+            logger.warning("%s is saved, but older checkpoints could not be removed: %s", name, error)
+    return name
+
+
+def _joined(parts: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]) -> Manifest:
+    names = [name for part in parts for name in part["names"]]
+    optimizers = [part["optimizer"] for part in parts if "optimizer" in part]
+    kinds = sorted({optimizer["type"] for optimizer in optimizers})
+    if len(kinds) > 1:
+        raise ValueError(
+            f"the ranks have different optimizers, {', '.join(kinds)}; give save one type on all of them"
+        )
+    return Manifest(
+        files={name: file for part in parts for name, file in part["files"].items()},
+        names=names,
+        ties={name: first for part in parts for name, first in part["ties"].items()},
+        values={name: value for part in parts for name, value in part["values"].items()},
+        optimizer=_joined_optimizer(optimizers) if optimizers else None,
+        extra=parts[0]["extra"],
+        **numbers,
+    )
+
+
+def _joined_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
+    """One optimizer; parameters of the same options make one group, whichever rank they are of."""
+    groups: dict[str, Group] = {}
+    for group in [group for optimizer in optimizers for group in optimizer["groups"] if group["parameters"]]:
+        key = json.dumps(group["options"], sort_keys=True)
+        same = groups.setdefault(key, {"parameters": [], "options": group["options"]})
+        same["parameters"] += group["parameters"]
+    state = {name: remembered for optimizer in optimizers for name, remembered in optimizer["state"].items()}
+    return {"type": optimizers[0]["type"], "groups": list(groups.values()), "state": state}
 
 
 class Saving:

@@ -26,8 +26,7 @@ from gpipe.checkpoint.files import (
 )
 from gpipe.checkpoint.load import Ready, all_of, listed, put, read_weights
 from gpipe.checkpoint.manifest import LARGEST, CheckpointError, is_of
-from gpipe.checkpoint.part import first_names
-from gpipe.checkpoint.save import check_order, settle
+from gpipe.checkpoint.save import check_order, first_names, settle
 from gpipe.distributed.agree import FirstError, agree, communicator_of
 from gpipe.stages.tree import full_tensor
 
