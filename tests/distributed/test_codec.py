@@ -189,17 +189,14 @@ def test_of_elements_that_overlap_only_the_bits_arrive() -> None:
         assert_same(there_and_back(BoundaryValue(tensor, [])), BoundaryValue(tensor, []), strides=False)
 
 
-def test_a_size_stays_a_size_and_a_container_what_it_is() -> None:
+def test_containers_and_keys_stay_what_they_are_also_where_they_are_equal() -> None:
+    """The layout that is kept for one is not the other's."""
     counts = defaultdict(int, {(1, "a"): 2})
     for value in (torch.Size([2, 3]), {None: torch.Size(())}, {(1, (True, 2.5)): 3}, counts, deque([1], maxlen=3)):
         back = there_and_back(BoundaryValue(value, []))
         assert isinstance(back, BoundaryValue)
         assert back.value == value
         assert isinstance(value, torch.Size) or type(back.value) is type(value)
-
-
-def test_keys_stay_what_they_are_also_where_they_are_equal() -> None:
-    """The layout that is kept for one is not the other's."""
     for key in (1, True, "1", 1, (1,), (True,), True, 1.0):
         back = there_and_back(BoundaryValue({key: torch.ones(1)}, []))
         assert isinstance(back, BoundaryValue)

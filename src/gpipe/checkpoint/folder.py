@@ -70,11 +70,6 @@ def find(folder: Path) -> Found | None:
     return found
 
 
-def others(path: Path) -> list[str]:
-    """The other checkpoints beside one, newest first."""
-    return [str(other) for other in reversed(checkpoints(path.parent)) if other != path] if age(path.name) else []
-
-
 # Writing. Whoever writes a checkpoint holds a lock on its temporary folder, which ends with the process: what is not
 # locked on this machine was left behind. What another machine left behind is nobody's to judge, and stays.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gpipe._torch.trees import tree_map_only
 from gpipe.checkpoint.files import Shelf, why_not_storable
-from gpipe.checkpoint.folder import LATEST, Found, find, find_damage, others, read_manifest
+from gpipe.checkpoint.folder import LATEST, Found, age, checkpoints, find, find_damage, read_manifest
 from gpipe.checkpoint.manifest import MANIFEST, SOME, CheckpointError, Json, Manifest, decode
 from gpipe.checkpoint.save import check_order, first_names, names_of_parameters, settle, why_not_by_name
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
@@ -97,11 +97,10 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 def read_state(module: nn.Module, manifest: Manifest, weights: Shelf, others: Shelf, ready: Ready) -> None:
     """Reads the state_dict of a module from a checkpoint."""
     read_weights(module, weights, lambda name: [name, manifest.ties.get(name, name)], ready)
-    values = [name for name, value in module.state_dict().items() if not isinstance(value, Tensor)]
-    ready.lacks([name for name in values if name not in manifest.values])
-    for name in values:
-        if name in manifest.values:
-            ready.values[name] = decoded(manifest.values[name], others, name, ready)
+    names = [name for name, value in module.state_dict().items() if not isinstance(value, Tensor)]
+    ready.lacks([name for name in names if name not in manifest.values])
+    known = {name: manifest.values[name] for name in names if name in manifest.values}
+    ready.values |= {name: decoded(value, others, name, ready) for name, value in known.items()}
 
 
 def decoded(value: Json, shelf: Shelf, where: str, ready: Ready) -> Any:
@@ -329,7 +328,8 @@ def _agree_whole(found: Found, team: Communicator) -> Manifest:
             findings = [str(wrong)]
     findings = all_of(agree(team, findings, error=failed.error))
     if manifest is None or findings:
-        beside = others(found.path)
+        older = reversed(checkpoints(found.path.parent)) if age(found.path.name) else ()
+        beside = [str(other) for other in older if other != found.path]
         advice = f"Restore what is damaged from a copy, or load another: {', '.join(beside)}" if beside else ""
         raise CheckpointError(found.path, findings, advice)
     return manifest
@@ -352,7 +352,15 @@ def _agree_fit(
     with failed, torch.inference_mode(False), torch.no_grad():  # it will be trained, whatever the caller is at
         ready.extra = decoded(manifest.extra, _shelf(path, manifest, EXTRA), "extra", ready)
         if pipe is not None:
-            _read(path, manifest, pipe, optimizer, ready)
+            weights, values, states = (_shelf(path, manifest, kind) for kind in (WEIGHTS, VALUES, OPTIMIZER))
+            ready.findings += [*weights.findings, *values.findings, *states.findings]
+            if odd := sorted(weights.home.keys() ^ set(manifest.names)):
+                text = "stand in the manifest alone, or in the files alone; do not trust it"
+                ready.findings.append(f"{listed(odd)} {text}")
+            if not ready.findings:
+                read_state(pipe, manifest, weights, values, ready)
+                if optimizer is not None:
+                    read_optimizer(pipe, optimizer, manifest, states, ready)
     gathered = agree(team, [ready.findings, sorted(ready.names), sorted(ready.trained)], error=failed.error)
     findings, names, trained = map(all_of, zip(*gathered, strict=True))
     if pipe is not None and not findings:
@@ -364,16 +372,3 @@ def _agree_fit(
 
 def _shelf(path: Path, manifest: Manifest, pattern: str) -> Shelf:
     return Shelf(path / name for name in sorted(manifest.files) if re.fullmatch(pattern, name))
-
-
-def _read(
-    path: Path, manifest: Manifest, pipe: nn.Module, optimizer: torch.optim.Optimizer | None, ready: Ready
-) -> None:
-    weights, values, states = (_shelf(path, manifest, kind) for kind in (WEIGHTS, VALUES, OPTIMIZER))
-    ready.findings += [*weights.findings, *values.findings, *states.findings]
-    if odd := sorted(weights.home.keys() ^ set(manifest.names)):
-        ready.findings.append(f"{listed(odd)} stand in the manifest alone, or in the files alone; do not trust it")
-    if not ready.findings:
-        read_state(pipe, manifest, weights, values, ready)
-        if optimizer is not None:
-            read_optimizer(pipe, optimizer, manifest, states, ready)
