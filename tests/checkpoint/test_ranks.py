@@ -1,6 +1,7 @@
 """Several processes save one checkpoint: all of them, or none."""
 
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,9 +109,7 @@ def test_a_rank_that_dies_leaves_no_checkpoint(background: bool, tmp_path: Path)
 def test_all_ranks_hear_what_the_first_one_finds(tmp_path: Path) -> None:
     pipes = rank_pipes(make())
 
-    def find(own: RankPipe) -> Path | None:
-        return gpipe.find_checkpoint(tmp_path, own)
-
+    find = partial(gpipe.find_checkpoint, tmp_path)
     assert all_well(run_ranks(find, pipes)) == [None] * 3
     path = gpipe.save(tmp_path, make()).wait()
     assert all_well(run_ranks(find, pipes)) == [path] * 3

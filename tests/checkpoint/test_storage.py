@@ -76,10 +76,9 @@ def test_every_operation_may_fail_any_time(
 
 def test_permission_to_make_the_folder_is_asked_first(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match=r"Not a directory: '.*file'"):
-        gpipe.save(tmp_path / "file", make())
-    with pytest.raises(NotADirectoryError, match=r"Not a directory: '.*file.*'"):
-        gpipe.save(tmp_path / "file" / "below", make())
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(NotADirectoryError, match=r"Not a directory: '.*file.*'"):
+            gpipe.save(folder, make())
 
 
 def test_one_rank_that_cannot_write_fails_all_and_leaves_nothing(

@@ -41,8 +41,6 @@ from gpipe.stages.tree import full_tensor
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
 
-Files = dict[str, dict[str, Tensor]]
-
 EXTRA = "extra.safetensors"
 NO_OPTIONS = ("params", "param_names")  # of a parameter group: these say whose options they are
 POLL = 0.05  # seconds between two looks for the parts of other ranks
@@ -56,7 +54,7 @@ _under_way: "WeakKeyDictionary[nn.Module, Saving]" = WeakKeyDictionary()  # what
 class Part:
     """The part of a rank."""
 
-    files: Files = field(default_factory=dict)  # the tensors of each, by name
+    files: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # the tensors of each, by name
     said: dict[str, Any] = field(default_factory=dict)  # what the fields of the manifest get from it
     mistakes: list[str] = field(default_factory=list)  # what cannot be saved, each with what to do
 
@@ -170,18 +168,6 @@ def why_not_by_name(optimizer: torch.optim.Optimizer) -> list[str]:
     return mistakes
 
 
-def copied(files: Files) -> Files:
-    """The tensors as they are now, in memory of their own.
-
-    One thread copies as fast as the memory goes; several wait for each other whenever a core is busy otherwise.
-    """
-    with intra_op_threads(1):
-        return {
-            file: {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-            for file, tensors in files.items()
-        }
-
-
 @dataclass(frozen=True)
 class Writing:
     """What a rank has to write, and where."""
@@ -212,9 +198,8 @@ def write_part(writing: Writing) -> None:
         return
     if writing.rank == 0:
         clear_leftovers(writing.path.parent)
-    files, part = {}, writing.part
-    for name in list(part.files):
-        files[name] = write_file(writing.path / name, encoded(part.files.pop(name)))
+    part = writing.part
+    files = {name: write_file(writing.path / name, encoded(part.files.pop(name))) for name in list(part.files)}
     writing.say("json", part.said | {"files": files})
 
 
@@ -481,8 +466,9 @@ def save(
     root, team, part, draft, failed = Path(os.path.abspath(folder)), communicator_of(pipe), Part(), None, FirstError()
     with failed:
         part = gather(pipe, optimizer, extra, keep, team.rank)
-        if background:
-            part.files = copied(part.files)
+        with intra_op_threads(1):  # which copies as fast as the memory goes; several wait whenever a core is busy
+            for tensors in part.files.values() if background else ():
+                tensors.update({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
         if team.rank == 0:
             draft = begin(root, pipe.step_number)
     same = {"folder": str(root), "step_number": getattr(pipe, "step_number", None), "background": background}

@@ -9,7 +9,6 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -93,7 +92,13 @@ def _open(folder: Path, ready: Ready) -> Shelf:
         if not (folder / INDEX).exists():
             ready.findings.append(f"there is neither {SINGLE} nor {INDEX}; give the folder that holds one")
             return Shelf([])
-        where = _read_index(folder / INDEX, ready)
+        try:
+            where = json.loads(read_small(folder / INDEX, LARGEST, follow=True))["weight_map"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            where = {}
+        if not where or not is_of(where, dict[str, str]):
+            ready.findings.append(f"{INDEX} is damaged; get it again")
+            return Shelf([])
     names = sorted(set(where.values())) or [SINGLE]
     ready.findings += [
         f"{INDEX} names {name!r}, which is no safetensors file of the folder; do not trust it"
@@ -109,15 +114,6 @@ def _open(folder: Path, ready: Ready) -> Shelf:
             f"{INDEX} says where {listed(lost)} would be, and it is not there; get all shards again"
         )
     return shelf
-
-
-def _read_index(index: Path, ready: Ready) -> dict[str, str]:
-    with suppress(ValueError, LookupError, TypeError, RecursionError):
-        where = json.loads(read_small(index, LARGEST, follow=True))["weight_map"]
-        if is_of(where, dict[str, str]):
-            return dict(where)
-    ready.findings.append(f"{INDEX} is damaged; get it again")
-    return {}
 
 
 def save_weights(

@@ -228,11 +228,10 @@ class Slot:
     @classmethod
     def of_other(cls, handle: int, capacity: int) -> "Slot":
         """One of the other end, if its memory is of this size for good: else reading it could kill this process."""
+        sealed = 0
         try:
-            sealed = fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        except OSError:  # no such memory at all
-            sealed = 0
-        try:
+            with suppress(OSError):  # no such memory at all
+                sealed = fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if not sealed or os.fstat(handle).st_size != SLOT_HEADER_BYTES + capacity:
                 raise Damaged(f"a handle of memory that is not {SLOT_HEADER_BYTES + capacity} bytes for good")
             return cls(handle, capacity)
