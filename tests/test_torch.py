@@ -278,19 +278,15 @@ def test_a_structure_can_be_read_and_made() -> None:
 
 
 def test_registered_classes_are_known_by_name() -> None:
-    with relied_on("registered_name", "names a class of the user in a message"):
-        assert (trees.registered_name(Pair), trees.registered_name(list)) == ("tests.Pair", "builtins.list")
-        assert trees.registered_name(set) is None
+    with relied_on(
+        "registration", "names a class of the user in a message, and writes what it keeps beside its leaves"
+    ):
+        known = trees.registration(Pair)
+        assert (known.serialized_type_name, trees.registration(set)) == ("tests.Pair", None)
+        assert trees.registration(list).serialized_type_name == "builtins.list"
+        assert known.from_dumpable_context(known.to_dumpable_context("context")) == "context"
     with relied_on("registered_class", "finds a class of the user by its name in a message"):
         assert (trees.registered_class("tests.Pair"), trees.registered_class("nobody.Knows")) == (Pair, None)
-    with relied_on("context_writer", "writes what a class of the user keeps beside its leaves"):
-        write = trees.context_writer(Pair)
-        assert write is not None
-        assert write("context") == ["context"]
-    with relied_on("context_reader", "reads what a class of the user keeps beside its leaves"):
-        read = trees.context_reader(Pair)
-        assert read is not None
-        assert read(["context"]) == "context"
 
 
 # ---- autograd ----

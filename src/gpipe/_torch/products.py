@@ -13,23 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+_nodes: Any = torch._C._functions
 WEIGHT_SLOTS: dict[type, tuple[int, ...]] = {
-    getattr(torch._C._functions, name): slots
-    for name, slots in {
-        "AddmmBackward0": (2, 0),
-        "MmBackward0": (1,),
-        "BmmBackward0": (1,),
-        "ConvolutionBackward0": (1, 2),
-    }.items()
+    _nodes.AddmmBackward0: (2, 0),
+    _nodes.MmBackward0: (1,),
+    _nodes.BmmBackward0: (1,),
+    _nodes.ConvolutionBackward0: (1, 2),
 }
 """The kinds of node that are products, and the places of their weight and of its bias among what they were given."""
-LAYOUT_NODES: frozenset[type] = frozenset(
-    getattr(torch._C._functions, name)
-    for name in (
-        "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
-        "ExpandBackward0", "UnsqueezeBackward0", "SqueezeBackward1", "CloneBackward0", "ToCopyBackward0",
-    )
-)  # fmt: skip
+LAYOUT_NODES: frozenset[type] = frozenset({
+    _nodes.TBackward0, _nodes.TransposeBackward0, _nodes.PermuteBackward0, _nodes.ViewBackward0,
+    _nodes.UnsafeViewBackward0, _nodes.ExpandBackward0, _nodes.UnsqueezeBackward0, _nodes.SqueezeBackward1,
+    _nodes.CloneBackward0, _nodes.ToCopyBackward0,
+})  # fmt: skip
 """The kinds of node that lay out or cast one tensor, and save none for it."""
 LEAF_NODE: type[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 """The kind of node that adds to the `.grad` of a leaf."""

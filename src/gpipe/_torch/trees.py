@@ -1,6 +1,6 @@
 """Trees of values: leaves in containers, and the structure apart from the leaves. torch has no public ones."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch.utils import _pytree
@@ -14,26 +14,18 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 
-def registered_name(kind: type) -> str | None:
-    """The name under which a class was registered with torch's trees, if it has one."""
+def registration(kind: type) -> Any:
+    """How a class was registered with torch's trees: its `serialized_type_name`, `to_dumpable_context` and reverse.
+
+    None where it was not, or without a name.
+    """
     known = _pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
-    name = None if known is None else known.serialized_type_name
-    return None if name == _pytree.NO_SERIALIZED_TYPE_NAME_FOUND else name
+    return None if known is None or known.serialized_type_name == _pytree.NO_SERIALIZED_TYPE_NAME_FOUND else known
 
 
 def registered_class(name: str) -> type | None:
     """The class that was registered with torch's trees under a name, if there is one."""
     return None if name == _pytree.NO_SERIALIZED_TYPE_NAME_FOUND else _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name)
-
-
-def context_writer(kind: type) -> Callable[[Any], Any] | None:
-    """What turns the context of a registered class into plain values, if that was registered."""
-    return _pytree.SUPPORTED_SERIALIZED_TYPES[kind].to_dumpable_context
-
-
-def context_reader(kind: type) -> Callable[[Any], Any] | None:
-    """What makes the context of a registered class of plain values, if that was registered."""
-    return _pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
 
 
 class OpenDataclass:

@@ -23,10 +23,8 @@ from torch import Tensor
 
 from gpipe._torch.trees import (
     TreeSpec,
-    context_reader,
-    context_writer,
     registered_class,
-    registered_name,
+    registration,
     tree_flatten,
     tree_unflatten,
 )
@@ -349,16 +347,16 @@ def _write(value: object, numbered: dict[int, tuple[int, Tensor]]) -> Any:
         case type() if FACTORIES.get(kind_name := value.__name__) is value:
             return ["type", kind_name]
     parts, spec = _parts_of(value)
-    registered = registered_name(kind)
+    registered = registration(kind)
     if spec.type is None or (registered is None and kind not in CONTAINERS.values()):
         raise TypeError(f"a {kind.__name__} cannot go to another process; {ADVICE}")
     children = [_write(part, numbered) for part in parts]
     if kind in CONTAINERS.values():
         return [kind.__name__, _write(spec.context, numbered), children]
     if spec.type is namedtuple:
-        return [f"namedtuple {registered}", None, children]
-    write = context_writer(kind)
-    return [f"registered {registered}", write(spec.context) if write else _write(spec.context, numbered), children]
+        return [f"namedtuple {registered.serialized_type_name}", None, children]
+    write = registered.to_dumpable_context or (lambda context: _write(context, numbered))
+    return [f"registered {registered.serialized_type_name}", write(spec.context), children]
 
 
 def _parts_of(value: object) -> tuple[list[Any], TreeSpec]:
@@ -401,8 +399,8 @@ def _container(name: str, context: Any, parts: list[object], deepest: int) -> ob
     if kind is None or kind in CONTAINERS.values() or form not in ("namedtuple", "registered"):
         raise ValueError(f"{name[:200]!r} is not registered with torch.utils._pytree in this process; register it")
     if form == "registered":
-        read = context_reader(kind)
-        return tree_unflatten(parts, TreeSpec(kind, read(context) if read else _build(context, deepest - 1), leaves))
+        read = registration(kind).from_dumpable_context or (lambda context: _build(context, deepest - 1))
+        return tree_unflatten(parts, TreeSpec(kind, read(context), leaves))
     if len(getattr(kind, "_fields", ())) != len(parts):
         raise ValueError(f"{known} is no named tuple of {len(parts)} parts")
     return tree_unflatten(parts, TreeSpec(namedtuple, kind, leaves))

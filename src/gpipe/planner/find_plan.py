@@ -18,7 +18,7 @@ from gpipe.planner.search.found import Plan
 from gpipe.planner.search.search import search
 from gpipe.planner.search.shapes import Choices, splits
 from gpipe.stages.microbatch import TWO_ROWS, count_rows, first_micro_batch, plain
-from gpipe.stages.sequence import Maker, build, build_layers, name_layers
+from gpipe.stages.sequence import build_layers, outline
 from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.layers_of import read_model, why_not_layers
 
@@ -183,15 +183,14 @@ def _read(
         return traced.alone(), list(traced.layers), lambda part: traced.begin([part]).states[0]
     if wrong := why_not_layers(model, blocks):
         raise ValueError("\n".join(wrong))
-    named, wrong = build_layers(model, seed=0) if measure else name_layers(model, _build_on_meta)
+    if measure:
+        named, wrong = build_layers(model, seed=0)
+    else:
+        found = outline(model, seed=0)
+        named, wrong = found.layers, found.mistakes
     if wrong:
         raise ValueError("\n".join(wrong))
     return list(named.values()), list(named), lambda part: part
-
-
-def _build_on_meta(maker: Maker, index: int) -> object:
-    with torch.device("meta"):
-        return build(maker, 0, index)
 
 
 def _devices_here(count: int) -> list[Device]:

@@ -8,7 +8,7 @@ parts of a micro-batch: what does not add up is told.
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from types import MethodType
@@ -70,7 +70,8 @@ WEIGHS = (
     "Give step(..., reduction=...), 'sum' or a function of the target that gives the weight of a micro-batch, or "
     "'mean' if the mean of the losses of micro-batches is what is meant"
 )
-HALVES, NEARLY = 2, 1e-2
+HALVES = 2
+_nearly = partial(math.isclose, rel_tol=1e-2, abs_tol=1e-4)
 
 
 class LossCall(NamedTuple):
@@ -327,7 +328,7 @@ def call_watched_loss(
         loss, metrics = call_loss(loss_fn, output, target, popped)
     reduction = _find_reduction_in_calls(calls, target)
     weigh(reduction or "mean")
-    unread = [] if reduction else list(_find_unread(calls, target, targets))
+    unread = [] if reduction else _find_unread(calls, target, targets)
     lengths = {tuple(leaf.shape[1:]) for one in targets for leaf in tree_leaves(one)[:1] if isinstance(leaf, Tensor)}
     if tries and not reduction and not unread and len(lengths) > 1:
         tell([OF_SEVERAL_LENGTHS])
@@ -366,21 +367,21 @@ def _reduction_of(call: LossCall, target: Tree) -> Callable[[Tree], float] | Non
     return None
 
 
-def _find_unread(calls: Sequence[LossCall], target: Tree, targets: Sequence[Tree]) -> Iterator[str]:
+def _find_unread(calls: Sequence[LossCall], target: Tree, targets: Sequence[Tree]) -> list[str]:
     """Tells of labels that count for more or less than others, in a loss of which it is not known how it averages."""
     everywhere = _labels_in(targets)
-
-    def leaves_out(call: LossCall, given: Tensor) -> bool:
-        sizes = [leaf.numel() for leaf in _labels_in(target) if is_shifted(given, leaf) is None]
-        ignores = any(bool(leaf.eq(call.ignored).any()) for leaf in [given, *everywhere])  # type: ignore[call-overload]  # a number
-        return ignores or max(sizes, default=0) > given.numel()
-
-    of_labels = [(call, call.target) for call in calls if call.name in OF_LABELS and call.target is not None]
-    unread = [call.name for call, given in of_labels if call.weight is not None or leaves_out(call, given)]
+    unread = [
+        call.name
+        for call in calls
+        if call.name in OF_LABELS and (given := call.target) is not None
+        if call.weight is not None
+        or any(bool(leaf.eq(call.ignored).any()) for leaf in [given, *everywhere])  # type: ignore[call-overload]  # a number
+        or any(leaf.numel() > given.numel() and is_shifted(given, leaf) is None for leaf in _labels_in(target))
+    ]
     if unread:
-        yield UNREAD.format(names=", ".join(dict.fromkeys(unread)))
-    elif not calls and any(bool((leaf == IGNORED).any()) for leaf in everywhere):
-        yield IGNORED_LABELS
+        return [UNREAD.format(names=", ".join(dict.fromkeys(unread)))]
+    ignored = not calls and any(bool((leaf == IGNORED).any()) for leaf in everywhere)
+    return [IGNORED_LABELS] if ignored else []
 
 
 def _labels_in(target: Tree) -> list[Tensor]:
@@ -414,10 +415,6 @@ def _find_apart(
     except Exception:  # it takes no parts: there is nothing to compare
         return []
     together = sum(one * weight for one, weight in zip(losses, weights, strict=True) if weight)
-    if not math.isfinite(whole) or _is_nearly(together, whole):
+    if not math.isfinite(whole) or _nearly(together, whole):
         return []
-    return [APART.format(together=together, whole=whole, remedy=SUMS if _is_nearly(sum(losses), whole) else WEIGHS)]
-
-
-def _is_nearly(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=NEARLY, abs_tol=NEARLY**2)
+    return [APART.format(together=together, whole=whole, remedy=SUMS if _nearly(sum(losses), whole) else WEIGHS)]

@@ -42,7 +42,7 @@ def is_maker(layer: object) -> bool:
     """Whether a layer is given as a callable without arguments that builds it."""
     function = _function(layer)
     of_torch = getattr(functional, getattr(function, "__name__", ""), None) is function
-    return callable(layer) and not of_torch and _needed(layer) == []
+    return callable(layer) and not isinstance(layer, nn.Module) and not of_torch and _needed(layer) == []
 
 
 def _function(layer: object) -> object:
@@ -165,29 +165,22 @@ def build_layers(layers: object, seed: int) -> tuple[dict[str, nn.Module], list[
 
     Callables are built here, each under a key of its own, so that its weights do not depend on how many are built.
     """
-    return name_layers(layers, lambda maker, index: build(maker, seed, index))
+    return _name_layers(layers, lambda maker, index: _build(maker, seed, index))
 
 
-def name_layers(layers: object, make: Callable[[Maker, int], object]) -> tuple[dict[str, nn.Module], list[str]]:
+def _name_layers(layers: object, make: Callable[[Maker, int], object]) -> tuple[dict[str, nn.Module], list[str]]:
     """Reads what the user gave; `make` turns the callable of an index into a layer."""
     if isinstance(layers, nn.Sequential):
         return {name: module for name, module in layers._modules.items() if module is not None}, []
     if wrong := describe_invalid_sequence(layers):
         return {}, [wrong]
     assert isinstance(layers, Iterable)
-    mistakes = []
-    named = {}
-    for at, layer in enumerate(layers):
-        if not isinstance(layer, nn.Module) and is_maker(layer):
-            layer = make(layer, at)
-        if isinstance(layer, nn.Module):
-            named[str(at)] = layer
-        else:
-            mistakes.append(describe_invalid_layer(at, layer))
-    return named, mistakes
+    made = [make(layer, at) if is_maker(layer) else layer for at, layer in enumerate(layers)]
+    mistakes = [describe_invalid_layer(at, one) for at, one in enumerate(made) if not isinstance(one, nn.Module)]
+    return {str(at): one for at, one in enumerate(made) if isinstance(one, nn.Module)}, mistakes
 
 
-def build(maker: Callable[[], object], seed: int, index: int) -> object:
+def _build(maker: Callable[[], object], seed: int, index: int) -> object:
     """Builds a layer whose weights depend on (seed, index) alone.
 
     Torch's own generators, numpy's and Python's stay untouched.
@@ -356,7 +349,7 @@ def outline(layers: object, seed: int) -> Outline:
         makers[index] = maker
         return _without_values(_build_on_meta(maker, seed, index), known)
 
-    named, mistakes = name_layers(layers, without_values)
+    named, mistakes = _name_layers(layers, without_values)
     return Outline(named, makers, seed, mistakes)
 
 
@@ -370,7 +363,7 @@ def realize(found: Outline, own: Collection[int]) -> tuple[dict[str, nn.Module],
     named = dict(found.layers)
     for index, maker in found.makers.items():
         if index in own:
-            layer = build(maker, found.seed, index)
+            layer = _build(maker, found.seed, index)
             mistakes += _find_differences(index, found.layers[str(index)], layer)
             if isinstance(layer, nn.Module):
                 named[str(index)] = layer
@@ -400,8 +393,8 @@ def _build_on_meta(maker: Maker, seed: int, index: int) -> object:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whoever builds the layer for real is warned
         with suppress(Exception), torch.device("meta"):  # whatever is raised without values; other errors come again
-            return build(maker, seed, index)
-        return build(maker, seed, index)
+            return _build(maker, seed, index)
+        return _build(maker, seed, index)
 
 
 def _without_values(value: object, known: WeakIdKeyDictionary) -> object:
