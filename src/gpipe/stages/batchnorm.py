@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import zip_longest
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +119,7 @@ def _lend(norm: AnyBatchNorm) -> Iterator[list[Statistics]]:
     lent: list[tuple[int, Tensor, Tensor]] = []
     momenta: dict[nn.Module, float | None] = {}
 
-    def before_forward(used: AnyBatchNorm, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+    def before_forward(used: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         """`used` may be a stand-in for the module, which shares its buffers but not its momentum (WeightAliases)."""
         given = args[0] if args else kwargs["input"]
         momenta.setdefault(used, used.momentum)
@@ -127,8 +127,6 @@ def _lend(norm: AnyBatchNorm) -> Iterator[list[Statistics]]:
         used._buffers.update(
             {name: buffer if buffer is None else allocate_like(buffer).zero_() for name, buffer in own.items()}
         )
-        assert used.running_mean is not None
-        assert used.running_var is not None
         lent.append((given.numel() // given.shape[1], used.running_mean, used.running_var))
 
     hook = norm.register_forward_pre_hook(before_forward, with_kwargs=True)
@@ -146,8 +144,6 @@ def _lend(norm: AnyBatchNorm) -> Iterator[list[Statistics]]:
 @torch.no_grad()
 def update_running_statistics(norm: AnyBatchNorm, batch: Statistics) -> None:
     """What a plain forward of the whole mini-batch does to the buffers, unbiased variance and all."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
     factor = norm.momentum
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
@@ -156,4 +152,5 @@ def update_running_statistics(norm: AnyBatchNorm, batch: Statistics) -> None:
     factor = 0.0 if factor is None else factor
     variance = batch.squares / max(batch.count - 1, 1)
     for running, new in ((norm.running_mean, batch.mean), (norm.running_var, variance)):
+        assert running is not None
         running.copy_(running.double() * (1 - factor) + new * factor)

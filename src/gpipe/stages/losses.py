@@ -121,9 +121,8 @@ def _read_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def read_loss(loss_fn: object) -> LossCall | None:
     """A loss of torch, also in a `functools.partial`; None of what is not torch's, or does more than torch's."""
     keywords: dict[str, object] = {}
-    while isinstance(loss_fn, partial) and not loss_fn.args:
-        keywords = {**loss_fn.keywords, **keywords}
-        loss_fn = loss_fn.func
+    if isinstance(loss_fn, partial) and not loss_fn.args:
+        keywords, loss_fn = loss_fn.keywords, loss_fn.func
     if isinstance(loss_fn, MethodType) and loss_fn.__name__ in ("forward", "__call__", nn.Module.__call__.__name__):
         loss_fn = loss_fn.__self__
     function = without_compiler(loss_fn)

@@ -69,16 +69,7 @@ class Crossed(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """All that one process sent and received in a run; `routes` are what the numbers of labels stand for.
-
-    >>> import json
-    >>> sent = Crossed(True, 1, Label(0, 3, False), (Payload("float32", (2, 4), 32),), 0.5, 0.5, 0.75)
-    >>> traffic = Traffic(("x:0>1",), 4, (sent,))
-    >>> Traffic.of_json(json.loads(json.dumps(traffic))) == traffic
-    True
-    >>> traffic.moved(1.0).crossed[0].ended
-    1.75
-    """
+    """All that one process sent and received in a run; `routes` are what the numbers of labels stand for."""
 
     routes: tuple[str, ...] = ()
     micro_batches: int = 0
@@ -86,11 +77,10 @@ class Traffic(NamedTuple):
 
     def moved(self, by: float) -> Self:
         """The same by another clock."""
-        return self._replace(
-            crossed=tuple(
-                one._replace(asked=one.asked + by, begun=one.begun + by, ended=one.ended + by) for one in self.crossed
-            )
+        crossed = (
+            one._replace(asked=one.asked + by, begun=one.begun + by, ended=one.ended + by) for one in self.crossed
         )
+        return self._replace(crossed=tuple(crossed))
 
     @classmethod
     def of_json(cls, told: list[Any]) -> Self:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from types import MethodType
 from typing import Any, TypeAlias
 
@@ -40,16 +41,9 @@ PIPE = ("gpipe.pipeline", "GPipe")  # by name: it stands on this module
 
 def is_maker(layer: object) -> bool:
     """Whether a layer is given as a callable without arguments that builds it."""
-    function = _function(layer)
+    function = layer.func if isinstance(layer, partial) else layer
     of_torch = getattr(functional, getattr(function, "__name__", ""), None) is function
     return callable(layer) and not isinstance(layer, nn.Module) and not of_torch and _needed(layer) == []
-
-
-def _function(layer: object) -> object:
-    """What is called in the end, perhaps with some of its arguments."""
-    while isinstance(layer, partial):
-        layer = layer.func
-    return layer
 
 
 def describe_invalid_layer(at: int, layer: object) -> str:
@@ -61,7 +55,7 @@ def describe_invalid_layer(at: int, layer: object) -> str:
     elif isinstance(owner := getattr(layer, "__self__", None), nn.Module):
         text = f"a method of a {type(owner).__name__}; give the module itself"
     elif callable(layer):
-        name = str(getattr(_function(layer), "__name__", "<lambda>"))
+        name = str(getattr(getattr(layer, "func", layer), "__name__", "<lambda>"))
         called = "a function" if name == "<lambda>" else f"the function {name}"
         module = {key.lower(): found for key, found in vars(nn).items()}.get(name.replace("_", ""))
         if isinstance(module, type):
@@ -233,16 +227,14 @@ def cut_into_stages(
         )
         for index, (name, module) in enumerate(named.items())
     ]
-    stages = []
-    first = 0
+    stages, rest = [], iter(layers)
     for index, (count, device) in enumerate(zip(counts, devices, strict=True)):
-        held = layers[first : first + count]
+        held = list(islice(rest, count))
         for layer in held if index in own else ():
             if device.type != "cpu":
                 layer.module._apply(partial(moved, device=device))  # as `to` does, and tensors lie as they did
             layer.module.to(device)
         stages.append(make(index, held, device))
-        first += count
     for shared in find_shared(list(named.values())):  # each lives where it is first used
         home = stage_of_layers(stages)[min(shared.slots)]
         if home in own:

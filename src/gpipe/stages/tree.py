@@ -66,13 +66,7 @@ HIDDEN = (
 
 
 def hides_tensors(item: object) -> bool:
-    """Whether a tensor can be reached from an object, by whatever it refers to: attributes, slots, items, closures.
-
-    >>> class Box: pass
-    >>> box = Box(); box.inner = [{"deep": torch.ones(1)}]
-    >>> hides_tensors(box), hides_tensors({box}), hides_tensors(Box()), hides_tensors(range(3))
-    (True, True, False, False)
-    """
+    """Whether a tensor can be reached from an object, by what it refers to: attributes, slots, items, closures."""
     todo, seen = [item], {id(item)}
     while todo and len(seen) < MOST:
         found = todo.pop()
@@ -101,11 +95,7 @@ UNITS = {"cpu": 64, "cuda": 512}
 
 
 def alignment(tensor: Tensor) -> int:
-    """The address of a tensor modulo its device's unit; 0 where there is no address to look at.
-
-    >>> alignment(torch.zeros(8)), alignment(torch.zeros(8)[3:]), alignment(torch.zeros(8, device="meta")[3:])
-    (0, 12, 0)
-    """
+    """The address of a tensor modulo its device's unit; 0 where there is no address to look at."""
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
         return 0
     return tensor.data_ptr() % (64 if tensor.is_cpu else UNITS.get(tensor.device.type, 1))
@@ -121,11 +111,7 @@ def storage_address(tensor: Tensor) -> int:
 def allocate(
     dtype: torch.dtype, size: Sequence[int], strides: Sequence[int], aligned: int, device: torch.device
 ) -> Tensor:
-    """Memory for a tensor that lies like this.
-
-    >>> alignment(allocate(torch.float32, (2, 3), (5, 1), 20, torch.device("cpu")))
-    20
-    """
+    """Memory for a tensor that lies like this."""
     if not aligned:
         return torch.empty_strided(size, strides, dtype=dtype, device=device)
     reach = 1 + sum((count - 1) * stride for count, stride in zip(size, strides, strict=True))
@@ -143,14 +129,7 @@ def allocate_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A copy that lies like the tensor, in its graph if it has one.
-
-    >>> tensor = torch.arange(8.0)[3:]
-    >>> copy_of(tensor), alignment(copy_of(tensor))
-    (tensor([3., 4., 5., 6., 7.]), 12)
-    >>> copy_of(torch.ones(2, dtype=torch.complex64).conj()).is_conj()
-    True
-    """
+    """A copy that lies like the tensor, in its graph if it has one."""
     if tensor.is_conj():
         return torch.conj(copy_of(torch.conj(tensor)))
     if tensor.is_neg():
