@@ -159,7 +159,7 @@ def build_layers(layers: object, seed: int) -> tuple[dict[str, nn.Module], list[
 
     Callables are built here, each under a key of its own, so that its weights do not depend on how many are built.
     """
-    return _name_layers(layers, lambda maker, index: _build(maker, seed, index))
+    return _name_layers(layers, lambda maker, index: build(maker, seed, index))
 
 
 def _name_layers(layers: object, make: Callable[[Maker, int], object]) -> tuple[dict[str, nn.Module], list[str]]:
@@ -174,7 +174,7 @@ def _name_layers(layers: object, make: Callable[[Maker, int], object]) -> tuple[
     return {str(at): one for at, one in enumerate(made) if isinstance(one, nn.Module)}, mistakes
 
 
-def _build(maker: Callable[[], object], seed: int, index: int) -> object:
+def build(maker: Callable[[], object], seed: int, index: int) -> object:
     """Builds a layer whose weights depend on (seed, index) alone.
 
     Torch's own generators, numpy's and Python's stay untouched.
@@ -355,7 +355,7 @@ def realize(found: Outline, own: Collection[int]) -> tuple[dict[str, nn.Module],
     named = dict(found.layers)
     for index, maker in found.makers.items():
         if index in own:
-            layer = _build(maker, found.seed, index)
+            layer = build(maker, found.seed, index)
             mistakes += _find_differences(index, found.layers[str(index)], layer)
             if isinstance(layer, nn.Module):
                 named[str(index)] = layer
@@ -385,8 +385,8 @@ def _build_on_meta(maker: Maker, seed: int, index: int) -> object:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whoever builds the layer for real is warned
         with suppress(Exception), torch.device("meta"):  # whatever is raised without values; other errors come again
-            return _build(maker, seed, index)
-        return _build(maker, seed, index)
+            return build(maker, seed, index)
+        return build(maker, seed, index)
 
 
 def _without_values(value: object, known: WeakIdKeyDictionary) -> object:
