@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gpipe.config.arguments import AUTO, Arguments
@@ -224,10 +224,8 @@ def _compare_weights(rendezvous: Rendezvous, settings: Settings, own: Sequence[i
 def _checksum(layer: nn.Module) -> int:
     """Of the bits of all parameters and buffers."""
     tensors = [local(tensor.detach()) for tensor in (*layer.parameters(), *layer.buffers()) if not is_lazy(tensor)]
-    found = 0
-    for word in digest(tensors).words:
-        found = zlib.crc32(word.cpu().view(torch.uint8).numpy().tobytes(), found)
-    return found
+    words = digest(tensors).words
+    return zlib.crc32(b"".join(word.cpu().view(torch.uint8).numpy().tobytes() for word in words))
 
 
 def _tie(
@@ -238,7 +236,7 @@ def _tie(
     index_of = {name: index for index, name in enumerate(named)}
     held = [module for index, layer in enumerate(named.values()) if index in own for module in layer.modules()]
     for group, places in zip(ties, groups, strict=True):
-        same = {id(_parameter(slot)) for slot in places}
+        same = {id(module.get_parameter(leaf)) for module, leaf in places}
         here = [(module, leaf) for module in held for leaf, p in module._parameters.items() if id(p) in same]
         if not here:
             continue
@@ -247,12 +245,6 @@ def _tie(
             built, _ = realize(sketch, [first])
             (((module, name), *_), *_), _ = find_ties(built, [group])
             with torch.no_grad():
-                _parameter(here[0]).copy_(_parameter((module, name)))
+                here[0][0].get_parameter(here[0][1]).copy_(module.get_parameter(name))
         tie([here])
     return groups
-
-
-def _parameter(slot: Slot) -> Tensor:
-    parameter = slot[0]._parameters[slot[1]]
-    assert parameter is not None
-    return parameter

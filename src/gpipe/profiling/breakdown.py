@@ -233,14 +233,7 @@ def windows(
     updates: Sequence["Interval"],
     loads: Sequence["Interval"],
 ) -> list[Timeline]:
-    """The timelines of runs, each with the seconds that went by outside of it until the next began, by part.
-
-    >>> from gpipe.runtime.recorder import RecordedRun
-    >>> runs = [RecordedRun(Timeline(1, (), 3.0), (1.0, 4.0)), RecordedRun(Timeline(1, (), 3.0), (11.0, 14.0))]
-    >>> first, second = windows(runs, [(0.0, 5.0), (10.0, 15.0)], updates=[(5.0, 6.0)], loads=[(6.0, 9.5)])
-    >>> first.other
-    {'data': 3.5, 'weight update': 1.0, 'host': 2.0, 'between steps': 0.5}
-    """
+    """The timelines of runs, each with the seconds that went by outside of it until the next began, by part."""
     if not runs:
         return []
     entries = [_entry(run, inside) for run in runs]

@@ -150,16 +150,7 @@ def style(kind: Kind, nth: int, stages: int) -> str:
 
 
 def panel(timeline: Timeline, ruler: Ruler, *, colored: bool, unit: Unit = "") -> Iterator[Text]:
-    """The lanes of a timeline, and under them the time, in milliseconds or as it is.
-
-    >>> from gpipe.schedule.schedules.by_name import program_of
-    >>> timeline = figures(program_of("gpipe", ranks=2, micro_batches=2)).timeline
-    >>> for line in panel(timeline, Ruler(unit=3, seconds=1.0), colored=False):
-    ...     print(line)
-    rank 0  F0 F1 .. .. .. B0--- B1---
-    rank 1  .. F0 F1 B0--- B1--- .. ..
-    time    0              5
-    """
+    """The lanes of a timeline, and under them the time, in milliseconds or as it is."""
     for lane in lanes(timeline, ruler, colored=colored):
         yield lane if colored else Text(lane.plain.rstrip())
     factor = 1000 if unit == "ms" else 1
@@ -191,14 +182,7 @@ def legend(timelines: Collection[Timeline], *, colored: bool) -> Iterator[Text]:
 
 
 def words(found: Figures) -> Iterator[str]:
-    r"""What a schedule costs, in a few lines.
-
-    >>> from gpipe.schedule.schedules.by_name import program_of
-    >>> print(*words(figures(program_of("1f1b", ranks=4, micro_batches=8))), sep="\n")
-    bubble 27.3%: 33 from beginning to end, of which a rank works 24
-    micro-batches held at most: 4, 3, 2, 1, by rank
-    backwards: whole
-    """
+    """What a schedule costs, in a few lines."""
     yield f"bubble {found.bubble:.1%}: {found.seconds:g} from beginning to end, of which a rank works {found.work:g}"
     peaks = [f"{peak:.3g}" for peak in found.peaks]
     each = f"{peaks[0]} on each rank" if len(set(peaks)) == 1 else f"{', '.join(peaks)}, by rank"

@@ -91,7 +91,7 @@ def _unmatched(program: Program) -> Iterator[str]:
 
 def _disordered(program: Program) -> Iterator[str]:
     for first, second in combinations(range(program.ranks), 2):
-        listed, too = messages(program, first, second), messages(program, second, first)
+        listed, too = _messages(program, first, second), _messages(program, second, first)
         both = {*listed} & {*too}  # the others are unmatched
         ours, theirs = ([message for message in side if message in both] for side in (listed, too))
         for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -127,7 +127,7 @@ def _closed_out_of_turn(program: Program) -> Iterator[str]:
             yield f"rank {rank} closes its stages in the order {listed}; in all replicas it is {right}"
 
 
-def messages(program: Program, rank: int, peer: int) -> list[Action]:
+def _messages(program: Program, rank: int, peer: int) -> list[Action]:
     """What a rank exchanges with a peer, in the rank's order, each message as its SEND."""
     transfers = [action for action in program.table[rank] if action.kind in TRANSFERS]
     return [a if a.kind is Kind.SEND else a.peer for a in transfers if program.rank_of[a.peer.stage] == peer]

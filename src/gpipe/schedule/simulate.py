@@ -130,24 +130,18 @@ class Simulator:
         for at, action in enumerate(row):
             if action.stage == stage:
                 places.setdefault(action.micro_batch, {})[action.kind] = at
-        change = np.zeros((len(row) + 1, 3), np.int64)
-
-        def hold(what: int, first: int, last: int) -> None:
-            change[first, what] += 1
-            change[last + 1, what] -= 1
-
+        held = np.zeros((len(row), 3), np.int64)
         for m, at_kind in places.items():
             forward = at_kind.get(Kind.FORWARD, 0)  # or done before the program began
             backward = at_kind.get(Kind.BACKWARD, at_kind.get(Kind.BACKWARD_INPUT))
             end = at_kind.get(Kind.BACKWARD, at_kind.get(Kind.BACKWARD_WEIGHT, forward))
             redo = at_kind.get(Kind.RECOMPUTE, backward if m in again else None)
-            hold(0, forward, end)
-            hold(1, forward, end if redo is None else forward)
+            held[forward : end + 1, 0] += 1
+            held[forward : (end if redo is None else forward) + 1, 1] += 1
             if redo is not None:
-                hold(1, redo, end)
+                held[redo : end + 1, 1] += 1
             if backward is not None:
-                hold(2, backward, backward)
-        held: Counts = change.cumsum(axis=0)[:-1]
+                held[backward, 2] += 1
         return held
 
 

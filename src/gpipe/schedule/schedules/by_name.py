@@ -72,14 +72,11 @@ def without_table(schedule: Schedule, placement: Placement, micro_batches: int) 
 Maker: TypeAlias = Callable[[int, int], Program]
 """From the number of ranks and of micro-batches, a program of forwards and backwards alone."""
 
-PLACED = {*TRANSFERS, *CLOSING, Kind.RECOMPUTE}
-"""What a pipe places itself."""
-
 
 def check_given(program: Program) -> None:
     """Refuses a program that breaks the laws, leaves a rank without a stage, or has what a pipe places itself."""
-    kinds = {action.kind for action in program.actions}
-    names = [kind.name for kind in Kind if kind in PLACED & kinds]
+    placed = {action.kind for action in program.actions} & {*TRANSFERS, *CLOSING, Kind.RECOMPUTE}
+    names = [kind.name for kind in Kind if kind in placed]
     if names:
         raise ScheduleError(
             f"the program has {', '.join(names)}, which a pipe places itself, by remat, skips, replicas and what "
