@@ -107,26 +107,21 @@ def test_waiting_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @DRIVERS
-def test_recording_changes_no_bit(driver: str) -> None:
+def test_recording_changes_no_bit_and_nothing_is_recorded_unless_asked_for(
+    driver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with make(driver=driver) as one, make(driver=driver) as other:
         loss = one.step(X, Y, squares)
         with gpipe.record(other) as outer, gpipe.record(other) as inner:
+            assert other.recorder is inner
             assert same_bits(other.step(X, Y, squares), loss)
         assert (len(outer.timelines), len(inner.timelines)) == (0, 1)
         assert all(same_bits(p.grad, q.grad) for p, q in zip(one.parameters(), other.parameters(), strict=True))
-
-
-@DRIVERS
-def test_nothing_is_recorded_unless_asked_for(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with make(driver=driver) as pipe:
-        with gpipe.record(pipe) as recording:
-            assert pipe.recorder is recording
-            pipe.step(X, Y, squares)
-        assert pipe.recorder is None
+        assert other.recorder is None
         monkeypatch.delattr(RankStream, "stamp")  # no clock is read
-        pipe.step(X, Y, squares)
-        squares(pipe(X), Y).backward()
-        assert len(recording.timelines) == 1
+        other.step(X, Y, squares)
+        squares(other(X), Y).backward()
+        assert len(inner.timelines) == 1
 
 
 @DRIVERS

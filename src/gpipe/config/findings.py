@@ -297,10 +297,7 @@ def summary(settings: Settings, plan: Prediction, findings: Sequence[str]) -> st
 def _table(settings: Settings, plan: Prediction) -> Iterator[str]:
     costs = settings.partition.seconds
     split = {action.stage for action in plan.program.actions if action.kind is Kind.BACKWARD_WEIGHT}
-    yield (
-        f"{'stage':>5} {'rank':>4}  {'layers':<16} {'device':<8} {'remat':<12} "
-        f"{'parameters':>12} {'MiB':>8} {'cost':>6} {'W':>5}"
-    )
+    yield "stage rank  layers           device   remat          parameters      MiB   cost     W"
     for stage, (names, rank) in enumerate(zip(layers_of_stages(settings), settings.placement, strict=True)):
         parameters = {p for name in names for p in settings.layers[name].parameters() if not is_lazy(p)}
         share = costs[stage] / (sum(costs) or 1)

@@ -122,17 +122,12 @@ def breakdown(timelines: Sequence[Timeline]) -> Breakdown:
     by_step = [[_of_replica(replica) for replica in replicas_of(timeline)] for timeline in timelines]
     each = [one for replicas in by_step for one in replicas]
     whole = sum(one.seconds for one in each)
-
-    def mean(parts: Sequence[Mapping[str, float]], names: Iterable[str]) -> dict[str, float]:
-        """Weighted by the length of the steps."""
-        weighted = list(zip(parts, each, strict=True))
-        return {name: sum(some.get(name, 0.0) * one.seconds for some, one in weighted) / whole for name in names}
-
+    names = [name for name in MEANING if any(name in one.shares for one in each)]
     return Breakdown(
         seconds=whole / len(each),
         steps=len(by_step),
-        shares=mean([one.shares for one in each], [name for name in MEANING if any(name in o.shares for o in each)]),
-        bubble=mean([one.bubble for one in each], each[0].bubble),
+        shares={name: sum(one.shares.get(name, 0.0) * one.seconds for one in each) / whole for name in names},
+        bubble={name: sum(one.bubble[name] * one.seconds for one in each) / whole for name in each[0].bubble},
         theory=fmean(one.theory for one in each),
         busy=tuple(map(fmean, zip(*([busy for one in some for busy in one.busy] for some in by_step), strict=True))),
         stage_seconds=tuple(map(fmean, zip(*(one.stage_seconds for one in each), strict=True))),
