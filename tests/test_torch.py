@@ -36,7 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
 import gpipe
-from gpipe._torch import autograd, dispatcher, modes, modules, products, trees
+from gpipe._torch import autograd, dispatcher, modes, modules, trees
 from gpipe._torch import checkpoint as checkpoints
 from gpipe._torch import dispatcher as fakes
 from gpipe._torch import dispatcher as operations
@@ -323,11 +323,11 @@ def product_nodes() -> dict[str, Any]:
 def test_products_are_known_with_the_places_of_their_weights() -> None:
     with relied_on("WEIGHT_SLOTS", "finds the products whose weights can wait"):
         nodes = product_nodes()
-        assert {kind.__name__: kind for kind in products.WEIGHT_SLOTS} == {n: type(f) for n, f in nodes.items()}
+        assert {kind.__name__: kind for kind in autograd.WEIGHT_SLOTS} == {n: type(f) for n, f in nodes.items()}
     with relied_on("LEAF_NODE", "finds the leaves that a backward comes to"):
         leaf, _ = nodes["AddmmBackward0"].next_functions[0]
         assert leaf.variable.shape == (3,)
-        assert type(leaf) is products.LEAF_NODE
+        assert type(leaf) is autograd.LEAF_NODE
     with relied_on("LAYOUT_NODES", "finds weights that were laid out or cast for a product"):
         weight = torch.randn(1, 2, 3, requires_grad=True)
         laid = (
@@ -344,18 +344,18 @@ def test_products_are_known_with_the_places_of_their_weights() -> None:
             torch.ops.aten._unsafe_view(weight, [6]),
         )
         kinds = {type(one.grad_fn) for one in laid if one.grad_fn is not None}
-        assert kinds == products.LAYOUT_NODES
+        assert kinds == autograd.LAYOUT_NODES
     with relied_on("PLAIN", "leaves weights alone that have a way of their own"):
-        assert {Tensor, nn.Parameter} == products.PLAIN
+        assert {Tensor, nn.Parameter} == autograd.PLAIN
 
 
 @pytest.mark.parametrize("name", product_nodes())
 def test_the_gradients_of_a_products_weights_are_those_of_torch(name: str) -> None:
     with relied_on("Product", "keeps what is needed for it"), relied_on("read_product", "computes gradients later"):
         node = product_nodes()[name]
-        product: products.Product | None = products.read_product(node)
+        product: autograd.Product | None = autograd.read_product(node)
         assert product is not None
-        slots = tuple(slot for slot in products.WEIGHT_SLOTS[type(node)] if node.next_functions[slot][0] is not None)
+        slots = tuple(slot for slot in autograd.WEIGHT_SLOTS[type(node)] if node.next_functions[slot][0] is not None)
         dy = torch.randn(1, 3, 3, 3) if name == "ConvolutionBackward0" else torch.randn(4, 3)
         dy = dy[None] if name == "BmmBackward0" else dy
         expected = node(dy)
@@ -369,11 +369,11 @@ def test_what_a_product_saved_is_not_read_where_hooks_unpack_it_or_the_formulas_
     with relied_on("read_product", "computes the gradients of weights later"):
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             hooked = torch.mm(torch.randn(4, 5), weight)
-        assert products.read_product(hooked.grad_fn) is None
-        assert products.read_product(torch.addmm(bias, torch.randn(4, 5), weight, alpha=2).grad_fn) is None
-        assert products.read_product(torch.mm(torch.randn(4, 5).to_sparse(), weight).grad_fn) is None
+        assert autograd.read_product(hooked.grad_fn) is None
+        assert autograd.read_product(torch.addmm(bias, torch.randn(4, 5), weight, alpha=2).grad_fn) is None
+        assert autograd.read_product(torch.mm(torch.randn(4, 5).to_sparse(), weight).grad_fn) is None
         x = torch.randn(4, 5)
-        read: products.Product | None = products.read_product(torch.mm(x, weight).grad_fn)
+        read: autograd.Product | None = autograd.read_product(torch.mm(x, weight).grad_fn)
         assert read is not None
         x.add_(1)
         assert read.x._version == x._version
@@ -382,11 +382,11 @@ def test_what_a_product_saved_is_not_read_where_hooks_unpack_it_or_the_formulas_
 def test_hooks_on_nodes_are_seen() -> None:
     with relied_on("has_node_hooks", "sees that somebody looks at the gradients of weights"):
         node = product_nodes()["AddmmBackward0"]
-        assert not products.has_node_hooks(node)
+        assert not autograd.has_node_hooks(node)
         handle = node.register_hook(lambda made, came: None)
-        assert products.has_node_hooks(node)
+        assert autograd.has_node_hooks(node)
         handle.remove()
-        assert not products.has_node_hooks(node)
+        assert not autograd.has_node_hooks(node)
 
 
 class Asks(torch.autograd.Function):

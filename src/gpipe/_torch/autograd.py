@@ -1,12 +1,19 @@
-"""What autograd's engine, nodes and tensors do not say in public."""
+"""What autograd's engine, nodes and tensors do not say in public.
+
+Products with weights, as nodes have them: a node computes the gradients of its input and of its weights in one go.
+Where the weights' are to be computed later, they must be computed as torch would have: the formulas here are those of
+its `derivatives.yaml`, for real numbers.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
 def accumulate_gradients(
@@ -67,3 +74,98 @@ def memory_users(tensor: Tensor) -> int:
     """How many tensors there are of the memory of one, but for that which it is a view of and keeps alive."""
     users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # one is the storage's own, in Python
     return users - tensor._is_view()
+
+
+_nodes: Any = torch._C._functions
+WEIGHT_SLOTS: dict[type, tuple[int, ...]] = {
+    _nodes.AddmmBackward0: (2, 0),
+    _nodes.MmBackward0: (1,),
+    _nodes.BmmBackward0: (1,),
+    _nodes.ConvolutionBackward0: (1, 2),
+}
+"""The kinds of node that are products, and the places of their weight and of its bias among what they were given."""
+LAYOUT_NODES: frozenset[type] = frozenset({
+    _nodes.TBackward0, _nodes.TransposeBackward0, _nodes.PermuteBackward0, _nodes.ViewBackward0,
+    _nodes.UnsafeViewBackward0, _nodes.ExpandBackward0, _nodes.UnsqueezeBackward0, _nodes.SqueezeBackward1,
+    _nodes.CloneBackward0, _nodes.ToCopyBackward0,
+})  # fmt: skip
+"""The kinds of node that lay out or cast one tensor, and save none for it."""
+LEAF_NODE: type[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+"""The kind of node that adds to the `.grad` of a leaf."""
+PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter})
+"""What is no subclass of a tensor with a life of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """What a product saved, for the gradients of its weights."""
+
+    x: Tensor  # what it was given
+    gradients: Callable[[Tensor, tuple[int, ...]], tuple[Tensor, ...]]  # for some places, from that of the product
+
+
+def read_product(node: Any) -> Product | None:
+    """What a node of `WEIGHT_SLOTS` saved; None where the formulas here are not for it, or hooks are to unpack it.
+
+    Hooks may unpack a tensor once and for its own node alone, as those of `torch.utils.checkpoint` do.
+    """
+    match type(node).__name__:
+        case "AddmmBackward0" if node._saved_alpha == 1 and node._saved_beta == 1:
+            return _read_matrix_product(node, "mat1", bias_slot=0)
+        case "MmBackward0":
+            return _read_matrix_product(node, "self", bias_slot=None)
+        case "BmmBackward0":
+            x = _plain(node, "self")
+            return x if x is None else Product(x, partial(_of_batched, x))
+        case "ConvolutionBackward0":
+            x, weight = _plain(node, "input"), _plain(node, "weight")
+            if x is not None and weight is not None:
+                names = "bias_sym_sizes_opt stride padding dilation transposed output_padding groups"
+                options = [getattr(node, f"_saved_{name}") for name in names.split()]
+                return Product(x, partial(_of_convolution, x, weight, options))
+    return None
+
+
+def _read_matrix_product(node: Any, name: str, bias_slot: int | None) -> Product | None:
+    """With a matrix, perhaps plus a bias: of that the gradient is the product's, which autograd sums to its shape."""
+    x, sizes, strides = _plain(node, name), node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
+    if x is None:
+        return None
+    by_columns = strides[0] == 1 and strides[1] == sizes[0]
+
+    def gradients(dy: Tensor, slots: tuple[int, ...]) -> tuple[Tensor, ...]:
+        columns = by_columns and dy.layout is torch.strided
+        return tuple(dy if slot == bias_slot else dy.t().mm(x).t() if columns else x.t().mm(dy) for slot in slots)
+
+    return Product(x, gradients)
+
+
+def _of_batched(x: Tensor, dy: Tensor, slots: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.transpose(1, 2).bmm(dy) for _ in slots)
+
+
+def _of_convolution(
+    x: Tensor, weight: Tensor, options: list[Any], dy: Tensor, slots: tuple[int, ...]
+) -> tuple[Tensor, ...]:
+    """In one go: torch has kernels that compute both."""
+    made = torch.ops.aten.convolution_backward(dy, x, weight, *options, [False, 1 in slots, 2 in slots])
+    return tuple(made[slot] for slot in slots)
+
+
+def _plain(node: Any, name: str) -> Tensor | None:
+    """A tensor that a node saved, out of its graph, if it is a plain one of real numbers that no hook unpacks."""
+    if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:
+        return None
+    saved = getattr(node, f"_saved_{name}")
+    if type(saved) not in PLAIN or saved.layout is not torch.strided or saved.is_nested or saved.is_complex():
+        return None
+    return saved.detach()  # type: ignore[no-any-return]  # untyped in torch
+
+
+def has_node_hooks(node: Node) -> bool:
+    """Whether somebody put a hook behind a node, where what it computed is seen."""
+    handle = node.register_hook(lambda made, came: None)
+    try:
+        return len(handle.hooks_dict_ref() or ()) > 1
+    finally:
+        handle.remove()

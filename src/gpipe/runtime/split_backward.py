@@ -6,7 +6,7 @@ gradients alone, and keeps what the weights' are made of: the gradient that came
 input. All else is done in I: norms, embeddings, functions of the user's own, weights used twice.
 
 The bits are those of a whole backward, because
-- nothing is computed by other formulas than torch's (`gpipe._torch.products`), nor on other values;
+- nothing is computed by other formulas than torch's (`gpipe._torch.autograd`), nor on other values;
 - a leaf that waits has one use in a graph, so there is no sum within one whose order could change;
 - the sums over micro-batches are in their order: where a backward comes to a leaf for which the weights of an
   earlier one are still pending, these are done first.
@@ -25,14 +25,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from gpipe._torch.autograd import accumulate_gradients, has_gradient_hooks, node_number
-from gpipe._torch.products import (
+from gpipe._torch.autograd import (
     LAYOUT_NODES,
     LEAF_NODE,
     PLAIN,
     WEIGHT_SLOTS,
     Product,
+    accumulate_gradients,
+    has_gradient_hooks,
     has_node_hooks,
+    node_number,
     read_product,
 )
 from gpipe.stages.boundary import Gradients, known_roots, shares_memory

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gpipe._torch.autograd import accumulate_gradients, has_gradient_hooks, memory_users, node_number
-from gpipe._torch.products import LEAF_NODE
+from gpipe._torch.autograd import LEAF_NODE, accumulate_gradients, has_gradient_hooks, memory_users, node_number
 from gpipe.stages.tree import (
     Tree,
     copy_of,

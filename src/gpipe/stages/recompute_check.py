@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from gpipe._torch.products import PLAIN
+from gpipe._torch.autograd import PLAIN
 from gpipe._torch.trees import tree_leaves
 from gpipe.stages.boundary import BoundaryValue, leaves_of
 from gpipe.stages.tree import OPAQUE, Tree, tensors_in

@@ -17,8 +17,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gpipe._torch.autograd import next_node_number
-from gpipe._torch.products import has_node_hooks
+from gpipe._torch.autograd import has_node_hooks, next_node_number
 from gpipe.stages.boundary import BoundaryValue, carry_attributes, detach_boundary, find_ancestors, leaves_of
 from gpipe.stages.buffers import Buffers, Slot
 from gpipe.stages.recompute_check import differ, digest

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpipe._torch.autograd import negative_view
-from gpipe._torch.products import PLAIN
+from gpipe._torch.autograd import PLAIN, negative_view
 from gpipe._torch.trees import tree_leaves, tree_map_only
 
 Tree: TypeAlias = object
