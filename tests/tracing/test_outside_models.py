@@ -270,12 +270,11 @@ COLLECTED = r"output_hidden_states.*model.config"
 
 
 def test_what_is_collected_inside_of_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match=COLLECTED):
-        made(llama(output_hidden_states=True))
-    with pytest.raises(ValueError, match=COLLECTED):
-        made(llama(output_attentions=True, attn_implementation="eager"))
-    with pytest.raises(ValueError, match=COLLECTED):
-        made(llama(), sample={**batch(4, 7), "output_hidden_states": True})
+    asked: dict[str, Any] = {"sample": {**batch(4, 7), "output_hidden_states": True}}
+    eager = {"output_attentions": True, "attn_implementation": "eager"}
+    for of_config, settings in (({"output_hidden_states": True}, {}), (eager, {}), ({}, asked)):
+        with pytest.raises(ValueError, match=COLLECTED):
+            made(llama(**of_config), **settings)
     model = llama()
     pipe = made(model)
     with pytest.raises(ValueError, match=COLLECTED):
@@ -288,13 +287,7 @@ def test_what_is_collected_inside_of_blocks_is_refused() -> None:
         pipe.eval()(**batch())
 
 
-def test_a_cache_that_is_asked_for_is_refused() -> None:
-    pipe = made(llama())
-    with pytest.raises(TypeError, match=r"DynamicCache holds tensors .*use_cache=False"), torch.no_grad():
-        pipe(**batch(), use_cache=True)
-
-
-def test_a_cache_that_is_given_is_refused_by_name() -> None:
+def test_a_cache_that_is_asked_for_or_given_is_refused_by_name() -> None:
     def cached() -> dict[str, Any]:
         return {**batch(4, 7), "past_key_values": transformers.DynamicCache()}
 
@@ -305,6 +298,8 @@ def test_a_cache_that_is_given_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=told):
         pipe.step(cached())
     pipe.step(batch())
+    with pytest.raises(TypeError, match=r"DynamicCache holds tensors .*use_cache=False"), torch.no_grad():
+        pipe(**batch(), use_cache=True)
 
 
 def test_a_call_leaves_out_the_cache_of_a_model_within() -> None:
@@ -336,15 +331,3 @@ def test_other_keys_are_recorded_when_they_come() -> None:
         parts = [{name: value.tensor_split(M)[m] for name, value in given.items()} for m in range(M)]
         losses = [model(**part, num_items_in_batch=count).loss for part in parts]
     assert same_bits(pipe.step(given), sum(losses[1:], start=losses[0]))
-
-
-def test_models_that_drop_layers_are_refused_by_name() -> None:
-    config = transformers.OPTConfig(
-        hidden_size=16, num_hidden_layers=3, ffn_dim=16, num_attention_heads=2, vocab_size=64, word_embed_proj_dim=16,
-        max_position_embeddings=32, layerdrop=0.5, dropout=0.0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with pytest.raises(ValueError, match=r"draws a random number, .* between blocks.* to 0"):
-        made(transformers.OPTForCausalLM(config).train())
-    config.layerdrop = 0.0
-    made(transformers.OPTForCausalLM(config).train()).step(batch())

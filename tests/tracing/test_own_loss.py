@@ -26,17 +26,20 @@ class Head(nn.Module):
 class Words(nn.Module):
     """A model of words."""
 
-    def __init__(self, times: int) -> None:
+    def __init__(self, times: int = 1) -> None:
         super().__init__()
         self.embed = nn.Embedding(5, 6)
         self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
         self.head = Head(times)
 
-    def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        x = self.embed(words)
+    def states(self, words: Tensor) -> Tensor:
+        x: Tensor = self.embed(words)
         for block in self.blocks:
             x = x + block(x).tanh()
-        return {"loss": self.head(x, labels)}
+        return x
+
+    def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.head(self.states(words), labels)}
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -44,34 +47,24 @@ def test_the_labels_of_a_loss_inside_a_head_are_counted(times: int) -> None:
     # Losses were only seen between modules: those of flaubert and xlm, whose heads have them, were weighed by rows.
     # So were those of prophetnet, which gives its loss all labels several times, for the words ahead.
     torch.manual_seed(0)
-    model, words = Words(times), torch.randint(5, (4, 7))
-    labels = words.where(torch.arange(7) < torch.tensor([[7], [6], [2], [1]]), -100)
-    whole = copy.deepcopy(model)(words, labels)["loss"]
+    model, batch = Words(times), ragged()
+    whole = copy.deepcopy(model)(**batch)["loss"]
 
-    with gpipe.GPipe(model, 2, 2, sample={"words": words, "labels": words}) as pipe:
-        loss = pipe.step({"words": words, "labels": labels})
+    with gpipe.GPipe(model, 2, 2, sample={"words": batch["words"], "labels": batch["words"]}) as pipe:
+        loss = pipe.step(batch)
 
     torch.testing.assert_close(loss, whole.detach())
     assert not any("cannot be known how it averages" in finding for finding in pipe.findings)
 
 
-class Counted(nn.Module):
+class Counted(Words):
     """A model that divides its loss by the labels that it is told of."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 6)
-        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
-        self.head = nn.Linear(6, 5)
-
     def forward(self, words: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
-        x = self.embed(words)
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        words = self.head(x).flatten(0, 1)
+        words, labels = self.head.to_words(self.states(words)).flatten(0, 1), labels.flatten()
         if num_items_in_batch is None:
-            return {"loss": F.cross_entropy(words, labels.flatten())}
-        return {"loss": F.cross_entropy(words, labels.flatten(), reduction="sum") / num_items_in_batch}
+            return {"loss": F.cross_entropy(words, labels)}
+        return {"loss": F.cross_entropy(words, labels, reduction="sum") / num_items_in_batch}
 
 
 def ragged() -> dict[str, Tensor]:
@@ -118,18 +111,12 @@ class Divided(Words):
         self.by = by
 
     def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        x = self.embed(words)
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        words = self.head.to_words(x).transpose(1, 2)
+        words = self.head.to_words(self.states(words)).transpose(1, 2)
         if self.by == "mean":
             return {"loss": F.cross_entropy(words, labels)}
         total = F.cross_entropy(words, labels, reduction="sum")
-        return {
-            "loss": {"labels": total / (labels != -100).sum(), "rows": total / len(labels), "root": total.sqrt()}[
-                self.by
-            ]
-        }
+        ways = {"labels": total / (labels != -100).sum(), "rows": total / len(labels), "root": total.sqrt()}
+        return {"loss": ways[self.by]}
 
 
 @pytest.mark.parametrize("by", ["mean", "labels", "rows"])

@@ -426,16 +426,7 @@ def test_a_block_that_reads_what_was_put_past_its_arguments_is_refused_by_name()
         made(Puts(reads_parent, puts))
     with pytest.raises(KeyError, match="x") as raised:
         made(Puts(reads, puts))
-    assert "while the Puts was traced, whole" in "\n".join(raised.value.__notes__)
-
-
-def test_an_error_on_the_sample_is_the_models_own() -> None:
-    def strict(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
-        raise LookupError("no such row")
-
-    with pytest.raises(LookupError, match="no such row") as raised:
-        made(Written(strict))
-    assert "while the Written was traced, whole and in layers: on the sample" in "\n".join(raised.value.__notes__)
+    assert "while the Puts was traced, whole and in layers: on the sample" in "\n".join(raised.value.__notes__)
 
 
 def test_a_tuple_is_one_argument_and_the_note_says_so() -> None:
