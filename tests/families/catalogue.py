@@ -12,7 +12,7 @@ from tests.families.family import Family, Task, build
 from tests.families.senses import SENSES
 from tests.families.text import TEXT
 
-__all__ = ["DOZEN", "DRAWING", "FAMILIES", "NOT_BUILT", "Family", "Task", "batch", "build", "named"]
+__all__ = ["DOZEN", "FAMILIES", "NOT_BUILT", "Family", "Task", "batch", "build", "named"]
 
 
 FAMILIES: tuple[Family, ...] = (*TEXT, *SENSES)
@@ -23,9 +23,6 @@ DOZEN: tuple[str, ...] = (
     *("bert", "deberta-v2", "t5", "whisper", "vit", "swin"),
 )
 """Those that differ most, for what is to be quick."""
-
-DRAWING: frozenset[str] = frozenset({"dpt", "phimoe"})
-"""Those that draw without dropout too: a dropout that no configuration turns off, a router that samples."""
 
 REASONS: Mapping[str, str] = {
     "needs natten": "dinat",

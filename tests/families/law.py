@@ -72,7 +72,6 @@ class Verdict:
     gradients: float = 0.0  # how far they are from those of the loop, relative to the largest
     shared: float | None = None  # likewise those of parameters that several layers use
     mini_batch: float = 0.0  # how far the loss is from that of the undivided mini-batch
-    counted_apart: bool = False  # whether Trainer counts other labels than the undivided mini-batch's loss
     mistakes: list[str] = field(default_factory=list)
     refused: str = ""  # why it cannot be trained in parts
     output: str = ""  # why the outputs of micro-batches cannot be put together
@@ -103,9 +102,7 @@ def judge_mode(family: Family, found: Verdict, *, dropout: bool) -> None:
     expected = reference(family, model, given)
     found.layers, found.recording = expected.layers, expected.recording
     if not dropout:
-        calm = build(family, dropout=False)
-        found.mini_batch = distance(expected.trained.loss, loss_of(calm, given))
-        found.counted_apart = expected.weighing.labels not in (None, count_of_trainer(calm, given))
+        found.mini_batch = distance(expected.trained.loss, loss_of(build(family, dropout=False), given))
     outcomes = []
     for partitions in dict.fromkeys(min(cut, found.layers) for cut in CUTS):
         own = copy.deepcopy(model)
@@ -113,6 +110,7 @@ def judge_mode(family: Family, found: Verdict, *, dropout: bool) -> None:
         with pipe_of(own, sample, partitions) as pipe:
             outcomes.append(state_of(own, pipe.step(given)))
             mistakes = compare(expected, outcomes[-1], found)
+            mistakes += [] if outcomes[-1].loss.isfinite() else ["a loss that is no number"]
             if list(pipe.state_dict()) != list(model.state_dict()):
                 mistakes.append("other names in state_dict()")
             if not dropout:
@@ -207,11 +205,6 @@ def shifts_labels(model: nn.Module) -> bool:
 
     of_causal = LOSS_MAPPING.get(str(getattr(model, "loss_type", None))) is ForCausalLMLoss
     return of_causal and not getattr(model.config, "is_encoder_decoder", False)
-
-
-def count_of_trainer(model: nn.Module, given: Batch) -> int:
-    """The labels that Trainer counts."""
-    return labels_that_count(given, shifted=shifts_labels(model))
 
 
 def labels_that_count(part: Batch, *, shifted: bool) -> int:

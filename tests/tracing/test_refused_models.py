@@ -157,7 +157,7 @@ def test_what_is_between_blocks_is_refused_when_recorded(name: str) -> None:
     assert not model.mean.any()
 
 
-def test_what_is_left_the_same_each_time_is_taken_and_statistics_count_once() -> None:
+def test_what_is_left_the_same_each_time_is_taken_and_layers_that_are_never_dropped() -> None:
     class Says(Written):
         def forward(self, x: Tensor) -> Tensor:
             self.width = x.shape[-1]
@@ -165,9 +165,6 @@ def test_what_is_left_the_same_each_time_is_taken_and_statistics_count_once() ->
 
     layers = [nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W)) for _ in range(3)]
     step(made(Says(through, layers), blocks=["layers.0", "layers.1", "layers.2"]))
-
-
-def test_layers_that_are_never_dropped_are_taken() -> None:
     model = Net(drops)
     model.layerdrop = 0.0
     step(made(model))
