@@ -179,6 +179,7 @@ REFUSED: list[tuple[str, list[Any], str]] = [
     ("intra_op_threads", [0, "x"], "intra_op_threads=.*; give a whole number of at least 1"),
     ("measure", ["no"], "measure='no'; give True or False"),
     ("model", [[3]], "layer 0"),
+    ("model", [[]], "there are no layers"),
 ]
 
 

@@ -95,6 +95,8 @@ def find_plan(
     here = devices if isinstance(devices, Sequence) else _devices_here(devices)
     sample = plain(sample)
     layers, names, taken = _read(model, sample, blocks, measure)
+    if not layers:
+        raise ValueError("there are no layers; give at least one")
     parts = [_about(size, sample) for size in _sizes(rows, batch, micro_batches, measure)]
     samples = {count_rows(part): taken(part) for part in parts}
     profiled = partial(profile_layers, layers, samples, names, optimizer_numbers=optimizer_numbers)

@@ -45,7 +45,7 @@ def measure_each(layers: Sequence[nn.Module], sample: Tree, measure: Callable[["
     held: dict[str, Tensor | None] = {}
     for index, layer in enumerate(layers):
         run = LayerRun(index, layer, (value, {name: held[name] for name in skip_names(layer, "pop")}))
-        with run.named(), untouched(layer):
+        with named(index, layer), untouched(layer):
             numbers.append(measure(run))
             value, stashed = run.output()
         held |= stashed
@@ -59,16 +59,6 @@ class LayerRun:
     index: int
     layer: nn.Module
     values: Values
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Inside, an exception says which layer was run."""
-        try:
-            yield
-        except Exception as error:
-            name = type(self.layer).__name__
-            error.add_note(f"while layer {self.index} ({name}) was run on the sample, for its cost")
-            raise
 
     def given(self) -> tuple[Values, list[Tensor]]:
         """What the layer takes, for it to keep, since it may work in place; and the leaves its gradients come to."""
@@ -93,6 +83,16 @@ class LayerRun:
         found: Any = detach_boundary(output)[0].value
         run_backward(*roots_of(output))
         return found  # type: ignore[no-any-return]  # as it came, but for the tensors
+
+
+@contextmanager
+def named(index: int, layer: nn.Module, doing: str = "run on the sample, for its cost") -> Iterator[None]:
+    """Inside, an exception says what was done to which layer."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while layer {index} ({type(layer).__name__}) was {doing}")
+        raise
 
 
 def run_layer(layer: nn.Module, values: Values) -> Values:
@@ -154,7 +154,7 @@ def _time_in_company(
     operations = torch.get_num_threads()
 
     def timed(run: LayerRun) -> LayerSeconds:
-        with run.named():
+        with named(run.index, run.layer):
             return once(run)
 
     def go(at: int) -> None:

@@ -35,7 +35,7 @@ from gpipe._torch.modes import (
     LSTM_ON_CPU_BACKWARD,
     flop_counter,
 )
-from gpipe.planner.measure import Values, measure_seconds, roots_of, run_layer
+from gpipe.planner.measure import Values, measure_seconds, named, roots_of, run_layer
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.watch import Watch, storage_identity
 from gpipe.schedule.cost import LayerSeconds
@@ -170,12 +170,8 @@ def count(layers: Sequence[nn.Module], sample: Tree) -> list[LayerCounts]:
     with torch.random.fork_rng([]), torch.inference_mode(False), torch.enable_grad():
         value = replace_tensors(sample, run.fake)
         for index, layer in enumerate(layers):
-            try:
+            with named(index, layer, f"counted without values; {IF_IT_NEEDS_VALUES}"):
                 value = run.layer(index, layer, value, is_last=index + 1 == len(layers))
-            except Exception as error:
-                name = type(layer).__name__
-                error.add_note(f"while layer {index} ({name}) was counted without values; {IF_IT_NEEDS_VALUES}")
-                raise
     return run.counts
 
 

@@ -222,9 +222,9 @@ class StageInterpreter(Interpreter):
     ) -> None:
         super().__init__(shallow_copy, dry)
         self.trace, self.log, self.device = trace, log, device
-        self.begin, self.end = trace.ops_of(layers[0].index, layers[-1].index)
         self.last_layer = layers[-1].index
         self.is_last = self.last_layer == len(trace.starts) - 1
+        self.begin, self.end = trace.starts[layers[0].index], (*trace.starts, len(trace.ops))[self.last_layer + 1]
         self.made = {one: value for one, value in values.items() if one in wanted and value is not None}
         self._values, self._wanted, self._key, self._progress = values, wanted, rng_key, progress
         self._to_enter = list(layers)
@@ -309,7 +309,6 @@ class StageInterpreter(Interpreter):
             return self.do(call)
 
     def _enter(self, index: int) -> None:
-        """Enters the layers up to this one."""
         while self._to_enter and self._to_enter[0].index <= index:
             layer = self._layer = self._to_enter.pop(0)
             self._progress.enter()

@@ -155,15 +155,12 @@ def give_values(
     seen: set[int] = set()
     made: dict[int, Tensor] = {}
     for index, group in (*enumerate(layers), (FREE, free)):
-        among = set(group)
-        mine: list[TensorPlace] = []
-        for name, place in places.items():
-            if name in among and id(place.tensor) not in seen:
-                seen.add(id(place.tensor))
-                mine.append(place)
-        if any(id(place.tensor) in wanted for place in mine):
+        of_group = [places[name] for name in reversed([*places]) if name in set(group)]  # each where it stands first
+        mine = {id(place.tensor): place for place in of_group if id(place.tensor) not in seen}
+        seen |= mine.keys()
+        if not mine.keys().isdisjoint(wanted):
             with seeded(rng_seed(seed, FREE, index, 0)):
-                given = _initial_values(model, places, mine, index)
+                given = _initial_values(model, places, [*mine.values()], index)
             made |= {it: value for it, value in given.items() if it in wanted}
     if mistakes := list(_find_mistakes(model, places, wanted, made)):
         raise ValueError("; ".join(mistakes))

@@ -101,8 +101,9 @@ class TracedModel:
         return works[0]
 
     def _trace_first(self, sample: Tree) -> First:
-        if self.lacks_values:
-            give_values(self.model, [], [], 0, self.parts.buffers_of_all)
+        if self.lacks_values:  # buffers outside of units, which every layer may read, get some
+            copied = self.parts.copied.items()
+            give_values(self.model, [], [], 0, [f"{n}.{leaf}".lstrip(".") for n, m in copied for leaf in m._buffers])
         with unchanged(self.model):
             counted = self._trace_counted(sample) if self._may_count(sample) else None
             given = arguments(self.model, sample if counted is None else self._with_count(sample, 1))

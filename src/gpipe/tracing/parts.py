@@ -151,11 +151,6 @@ class Parts:
             if part is not None and part not in seen:
                 self._sort(f"{name}.{key}" if name else key, part, seen)
 
-    @property
-    def buffers_of_all(self) -> list[str]:
-        """The names of the buffers that every layer may read: those outside of units."""
-        return [f"{name}.{leaf}".lstrip(".") for name, module in self.copied.items() for leaf in module._buffers]
-
 
 class ModelPart(nn.Module):
     """A layer of a model that is interpreted: it stands for a module, in words, and runs units.
@@ -282,7 +277,7 @@ def _add_unused(
 class Names:
     """The names of a model's parameters and buffers, and which layers have them."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, ModelPart]) -> None:
+    def __init__(self, model: nn.Module, layers: dict[str, ModelPart]) -> None:
         self._model, self._layers = model, layers
 
     def in_layer(self, layer: str) -> list[str]:
@@ -296,20 +291,14 @@ class Names:
             if module in own or (module, leaf) in own
         ]
 
-    def homes(self) -> dict[str, list[str]]:
-        """The layers that have each; buffers outside of units, which all layers read, have none."""
-        found: dict[str, list[str]] = {}
-        for layer in self._layers:
-            for name in self.in_layer(layer):
-                found.setdefault(name, []).append(layer)
-        return found
-
     def of_others(self, own: Collection[str]) -> frozenset[str]:
-        """What none of these layers has, nor all."""
-        return frozenset(name for name, layers in self.homes().items() if not set(layers) & set(own))
+        """What others have and none of these layers; of buffers outside of units, which all read, none is."""
+        return frozenset().union(*map(self.in_layer, self._layers)).difference(*map(self.in_layer, own))
 
     def first_layers(self) -> dict[str, str]:
         """The first layer that has each; what every layer reads counts to the first."""
         buffers = [name for name, _ in self._model.named_buffers(remove_duplicate=False)]
         first = dict.fromkeys(buffers, next(iter(self._layers)))
-        return first | {name: layers[0] for name, layers in self.homes().items()}
+        for layer in reversed(self._layers):
+            first |= dict.fromkeys(self.in_layer(layer), layer)
+        return first

@@ -83,7 +83,6 @@ class TracedStage(Stage):
     ) -> None:
         self._parts, self._traces, self._stage_of = parts, traces, stage_of
         self._shallow_copy: ShallowCopy | None = None
-        self._crossings: dict[int, Crossings] = {}
         super().__init__(index, layers, device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,9 +105,7 @@ class TracedStage(Stage):
         assert self._shallow_copy is not None
         number = value["path"]
         trace = self._traces[number]
-        if number not in self._crossings:
-            self._crossings[number] = Crossings.of(trace, self.index, self._stage_of)
-        crossings = self._crossings[number]
+        crossings = Crossings.of(trace, self.index, self._stage_of)
         values = dict(zip(crossings.enters, value["live"], strict=True))
         for route, value_id in crossings.arrives.items():
             values[value_id] = call.arrived[route]

@@ -150,10 +150,6 @@ class Trace:
         """The layer that does an operation; the inputs are with the first."""
         return max(bisect_right(self.starts, op) - 1, 0)
 
-    def ops_of(self, first: int, last: int) -> tuple[int, int]:
-        """The first operation of a layer, and the first one behind another."""
-        return self.starts[first], self.starts[last + 1] if last + 1 < len(self.starts) else len(self.ops)
-
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
         """The ways of all tensors that cross from layer to layer."""

@@ -6,9 +6,9 @@ back, `least[k, a]` is the best that stages k, k+1, .. make of the layers from a
 of (x[b] - y[a] - mean)^2 + least[k+1, b] (variance) or of max(x[b] - y[a], least[k+1, b]) (min-max). Of the answers
 to min-max, the one of least variance is taken: the same search among stages no slower than the optimum.
 
-Costs are counted in ticks, 2^-51 of their total, so that sums are exact and stages alike are equal to the last bit.
-Answers within 1e-12 of the best, relative to the mean, tie (variance: in root-mean-square deviation). Of these, the
-first stage takes as many layers as it can, then the second, and so on.
+Costs are counted in ticks, 2^-51 of the longest stage that can be, so that sums are exact and stages alike are equal
+to the last bit. Answers within 1e-12 of the best, relative to the mean (of deviations, their root mean square), tie:
+the first stage takes as many layers as it can, then the second, and so on.
 """
 
 import math
@@ -24,7 +24,6 @@ from gpipe.schedule.partition import TOLERANCE, Balance, Chain, Memory, Partitio
 Reals: TypeAlias = npt.NDArray[np.float64]
 
 _TICKS = 51
-_NO_SQUARE = 1e-150  # where the longest possible stage is 1, squares of deviations below this are lost
 _FIRSTS_AT_ONCE = 64  # first layers of a stage: with all its ends, as many numbers as stay in a core's cache
 
 
@@ -122,7 +121,7 @@ class _Search:
         """The largest amount that still ties with the best."""
         if self.mean is None:
             return best * (1 + TOLERANCE)
-        return (math.sqrt(best) * (1 + TOLERANCE) + self.mean * TOLERANCE + _NO_SQUARE) ** 2
+        return (math.sqrt(best) * (1 + TOLERANCE) + self.mean * TOLERANCE) ** 2
 
     def _amounts(self, stage: int, firsts: slice, rest: Reals) -> Reals:
         """By first layer and end, what a stage and the best of those behind it amount to; infinite: it cannot be.
@@ -143,18 +142,20 @@ class _Search:
 
 
 def _search(chain: Chain) -> _Search:
-    """Spans are seconds, scaled by a power of two lest their squares be too large or too small."""
+    """Spans are in ticks, lest their squares be too large or too small."""
     if not any(chain.costs + chain.transfers):
         chain = replace(chain, costs=(1.0,) * len(chain.costs))
-    tick, scale = math.frexp(sum(chain.costs))[1] - _TICKS, -math.frexp(chain.longest)[1]
-    before = np.ldexp(np.cumsum([0, *np.rint(np.ldexp(chain.costs, -tick))]), tick) / np.array(chain.speeds)[:, None]
-    moved = np.array([0, *chain.transfers, 0])
+    scale = _TICKS - math.frexp(chain.longest)[1]
+    before = np.cumsum([0, *np.rint(np.ldexp(chain.costs, scale))]) / np.array(chain.speeds)[:, None]
+    moved = np.ldexp([0, *chain.transfers, 0], scale)
     held = np.cumsum([0, *chain.held])
     mean = sum(chain.costs) / sum(chain.speeds)
-    dealt = mean + max(chain.costs) / min(chain.speeds) + 2 * max(moved)  # layers in turn, until each has its share
+    dealt = (
+        mean + max(chain.costs) / min(chain.speeds) + 2 * max((0, *chain.transfers))
+    )  # layers in turn, until each has its share
     return _Search(
-        x=np.ldexp(before + moved, scale),
-        y=np.ldexp(before - moved, scale),
+        x=before + moved,
+        y=before - moved,
         held=held,
         free=held - np.outer(chain.in_flight, [*chain.boundary, 0]),
         limits=chain.limits,

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from math import prod
 from operator import attrgetter, ge
 from typing import TypeAlias
@@ -55,7 +55,6 @@ class Fitting:
         return frozenset(m for other, m in again if other == stage)
 
     def _own(self, costs: Sequence[StageCost]) -> list[Own]:
-        """What the stages of each rank cost."""
         return [tuple(costs[stage] for stage in stages) for stages in self.simulator.stages_of]
 
     def _peak_bytes(self, rank: int, own: Own, levels: Levels) -> int:
@@ -77,12 +76,8 @@ class Fitting:
             options = [[self._least_recomputed(*of_rank)] for of_rank in each]
         timed = []
         for choice in product(*options):
-            by_stage = {
-                stage: level
-                for stages, levels in zip(self.simulator.stages_of, choice, strict=True)
-                for stage, level in zip(stages, levels, strict=True)
-            }
-            levels = tuple(by_stage[stage] for stage in range(len(costs)))
+            by_stage = sorted(zip(chain(*self.simulator.stages_of), chain(*choice), strict=True))
+            levels = tuple(level for _, level in by_stage)
             timed.append((levels, self.simulator.seconds(costs, self.again(levels))))
         return min(timed, key=lambda levels_and_seconds: levels_and_seconds[1])
 
@@ -92,9 +87,8 @@ class Fitting:
 
     def peaks(self, costs: Sequence[StageCost], levels: Levels) -> tuple[int, ...]:
         """The most bytes that each rank holds, with the levels of all stages."""
-        each = zip(self._own(costs), self.simulator.stages_of, strict=True)
-        own = ((costs_of, tuple(levels[stage] for stage in stages)) for costs_of, stages in each)
-        return tuple(self._peak_bytes(rank, *of_rank) for rank, of_rank in enumerate(own))
+        each = enumerate(zip(self._own(costs), self.simulator.stages_of, strict=True))
+        return tuple(self._peak_bytes(rank, own, tuple(levels[at] for at in stages)) for rank, (own, stages) in each)
 
     def remat(self, levels: Levels) -> tuple[Remat, ...]:
         """What the stages recompute, in the words of `GPipe`."""
@@ -138,7 +132,6 @@ class Fitting:
             yield levels
 
     def _least_recomputed(self, stages: Sequence[int], own: Own, options: Sequence[Levels]) -> Levels:
-        """The levels with which a rank recomputes for the least time."""
 
         def recomputes(levels: Levels) -> float:
             each = zip(own, map(self._recomputed, stages, levels), strict=True)

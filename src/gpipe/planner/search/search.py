@@ -41,11 +41,11 @@ def search(
         profile: What the layers cost.
         devices: In the order in which they are linked.
         global_batch: The rows of a mini-batch.
-        choices: What the plan may be, if not anything.
+        choices: What the plan may be, if not anything; it has no `mistakes`.
         alternatives: How many of the next best are to be found too.
 
     Raises:
-        ValueError: An argument cannot be, or nothing fits; says how near the nearest comes.
+        ValueError: Nothing fits; says how near the nearest comes.
 
     >>> from gpipe.planner.search.profile import LayerProfile, Line
     >>> layer = LayerProfile("layer", forward=Line(per_row=1e9), backward=Line(per_row=2e9))
@@ -53,11 +53,6 @@ def search(
     >>> plan.layers_per_partition, plan.micro_batches, plan.seconds
     ((1, 1, 1, 1), 4, 25.0)
     """
-    wrong = [] if profile.layers else ["there are no layers; give at least one"]
-    wrong += [] if devices else ["there are no devices; give at least one"]
-    wrong += choices.mistakes(len(devices), global_batch)
-    if wrong:
-        raise ValueError("\n".join(wrong))
     found = _Search(profile, devices, global_batch, alternatives + 1)
     shapes = partial(choices.shapes, len(devices), global_batch, len(profile.layers))
     found.attempt_all(shapes())
