@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gpipe.checkpoint.files import DTYPE_NAMES, DTYPES, File, why_not_storable
+from gpipe.distributed.agree import versions
 
 MANIFEST = "manifest.json"
 FORMAT = "gpipe checkpoint"
@@ -105,9 +106,9 @@ def is_of(value: object, wanted: Any) -> bool:
     return type(value) is wanted  # True is no number here
 
 
-def to_bytes(manifest: Manifest, versions: dict[str, str]) -> bytes:
-    """The manifest as it is written; `versions` of software is for people who look into it."""
-    fields = {"format": FORMAT, "version": VERSION, "written_by": versions, **asdict(manifest), "sha256": NO_HASH}
+def to_bytes(manifest: Manifest) -> bytes:
+    """The manifest as it is written; who wrote it is for people who look into it."""
+    fields = {"format": FORMAT, "version": VERSION, "written_by": versions(), **asdict(manifest), "sha256": NO_HASH}
     blank = json.dumps(fields, indent=1, allow_nan=False)
     head, _, tail = blank.rpartition(NO_HASH)
     return (head + hashlib.sha256(blank.encode()).hexdigest() + tail).encode()

@@ -34,7 +34,7 @@ from gpipe._torch.modes import intra_op_threads
 from gpipe.checkpoint.files import encoded, opened, put_file, why_not_storable, write_file
 from gpipe.checkpoint.folder import Draft, begin, clear_leftovers, prune, publish
 from gpipe.checkpoint.manifest import MANIFEST, Encoder, Group, Manifest, Optimizer, to_bytes
-from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of, versions
+from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
 from gpipe.errors import RemoteError
 from gpipe.stages.tree import full_tensor
 
@@ -279,7 +279,7 @@ def finish(writing: Writing) -> str | None:
     _await_parts(writing)
     notes = [writing.said(rank, "json") for rank in range(writing.ranks)]
     manifest = _joined([json.loads(path.read_text()) for path in notes], writing.numbers)
-    data = to_bytes(manifest, versions())
+    data = to_bytes(manifest)
     write_file(writing.path / MANIFEST, [data])
     for path in [*notes, *writing.path.glob("part_*.begun")]:
         os.unlink(path)

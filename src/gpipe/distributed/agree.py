@@ -6,6 +6,7 @@ Before a run the first stage sends the others of its replica a header, which the
 import json
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -49,7 +50,7 @@ def communicator_of(pipe: object) -> Communicator:
     return getattr(pipe, "_processes", None) or Communicator()
 
 
-class FirstError:
+class FirstError(AbstractContextManager["FirstError"]):
     """The first error in any of the blocks that were run `with` it: kept until all ranks are told, by `agree`.
 
     So a rank on which something fails does not leave the others waiting.
@@ -62,9 +63,6 @@ class FirstError:
     """
 
     error: Exception | None = None
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if isinstance(error, Exception):  # else nothing is wrong, or it is an interrupt, which goes on

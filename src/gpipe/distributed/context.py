@@ -15,13 +15,7 @@ from gpipe.distributed.agree import CALLED, GRADIENTS, differences, follow_first
 from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.failures import Status
 from gpipe.distributed.mesh import host_name
-from gpipe.distributed.reduce import (
-    add_over_replicas,
-    add_over_stages,
-    check_lockstep,
-    gather_replicas,
-    reduces_itself,
-)
+from gpipe.distributed.reduce import add_over_replicas, add_over_stages, gather_replicas, reduces_itself
 from gpipe.distributed.sync_batchnorm import LOCKSTEP, Synced, find_norms
 from gpipe.runtime.context import Context, Request
 from gpipe.runtime.engine import Engine
@@ -220,7 +214,13 @@ class ProcessContext(Context):
         norms = find_norms(layers) if self.processes.sync_batch_norm else []
         reasons = [SPREAD] * bool(spread) + [LOCKSTEP] * any(norm.training for norm in norms)
         if reasons:
-            check_lockstep(self.endpoint, self.position, program.micro_batches, " and ".join(reasons))
+            label = Label(Control.MICRO_BATCHES, 0, gradient=False)
+            counts = gather_replicas(self.endpoint, self.position, label, program.micro_batches)
+            if len(set(counts)) > 1:
+                raise ValueError(
+                    f"{' and '.join(reasons)}, but the replicas have {counts} of them; give each replica at least M "
+                    f"rows in every step, and leave out a last mini-batch that is smaller (drop_last=True)"
+                )
         if spread and any(reduces_itself(parameter) for parameter in self.aliases.sources.values()):
             raise ValueError(
                 "a weight that several layers share is under fully_shard, which puts another in its place while a "

@@ -17,11 +17,10 @@ import math
 import os
 import select
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from gpipe.distributed.codec import Damaged, Gone, damaged, encode, payload_of
 from gpipe.distributed.connection import Connection
@@ -90,7 +89,7 @@ class Endpoint:
         self._sources: Collection[int] = ()
         self._poll = Poll(self.connections)
         self.detector = FailureDetector(self.connections, shared, limit)
-        os.register_at_fork(after_in_child=partial(_drop, weakref.ref(self)))
+        _endpoints.add(self)
 
     @contextmanager
     def in_run(self, *, notes: bool) -> Iterator[None]:
@@ -299,9 +298,14 @@ class Endpoint:
             connection.close()
 
 
-def _drop(reference: "weakref.ref[Endpoint]") -> None:
-    """In a forked process, say a DataLoader's, as long as it had them nobody would see this process end."""
-    endpoint = reference()
-    if endpoint is not None:
+_endpoints: "WeakSet[Endpoint]" = WeakSet()
+
+
+def _drop_all() -> None:
+    """In a forked process, say a DataLoader's, as long as it had connections nobody would see this process end."""
+    for endpoint in _endpoints:
         for connection in endpoint.connections.values():
             connection.drop()
+
+
+os.register_at_fork(after_in_child=_drop_all)

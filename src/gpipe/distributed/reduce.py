@@ -134,16 +134,6 @@ def _buckets(gradients: Iterable[Tensor]) -> list[Bucket]:
     return buckets
 
 
-def check_lockstep(endpoint: Endpoint, position: Position, micro_batches: int, why: str) -> None:
-    """Checks that all replicas have as many micro-batches, because they will wait for each other in each."""
-    counts = gather_replicas(endpoint, position, Label(Control.MICRO_BATCHES, 0, gradient=False), micro_batches)
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"{why}, but the replicas have {counts} of them; give each replica at least M rows in every step, and "
-            f"leave out a last mini-batch that is smaller (drop_last=True)"
-        )
-
-
 def gather_replicas(endpoint: Endpoint, position: Position, label: Label, value: Tree) -> list[Any]:
     """Gathers a value from each replica, by replica; once a run for each label."""
     return endpoint.swap(label, dict.fromkeys(position.ranks_of_row, value))

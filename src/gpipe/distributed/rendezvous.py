@@ -23,11 +23,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from itertools import count, product
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -153,7 +153,7 @@ class WorldChannel:
             thread.join(FAREWELL_SECONDS)
 
 
-class Rendezvous(Communicator):
+class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
     """A communicator of the processes that build one pipe; `with` it, whoever fails inside tells the others.
 
     They raise a RemoteError of it wherever they wait. Before `greet` it speaks of the whole world.
@@ -170,9 +170,6 @@ class Rendezvous(Communicator):
         self._messages: dict[int, deque[bytes]] = {peer: deque() for peer in self._channel.peers}
         self._failures: list[Report] = []
         self._has_ended = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
