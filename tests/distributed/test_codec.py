@@ -179,7 +179,8 @@ def test_gradients_come_as_they_left(found: Gradients) -> None:
     assert_same(there_and_back(gradients), gradients)
 
 
-def test_of_elements_that_overlap_only_the_bits_arrive() -> None:
+def test_of_elements_that_overlap_only_the_bits_arrive_and_repeated_ones_travel_once() -> None:
+    assert encode(BoundaryValue(torch.ones(1000, 1).expand(1000, 1000), [])).size == 4000
     numbers = torch.arange(12.0)
     for tensor in (
         numbers.unfold(0, 4, 2),
@@ -221,10 +222,6 @@ def test_a_tensor_may_lie_at_any_address(dtype: torch.dtype) -> None:
         assert_same(back, BoundaryValue(tensor, []))
         assert isinstance(back, BoundaryValue)
         assert back.value.data_ptr() % 64 == ahead % 64
-
-
-def test_an_expanded_tensor_travels_once() -> None:
-    assert encode(BoundaryValue(torch.ones(1000, 1).expand(1000, 1000), [])).size == 4000
 
 
 Pair = namedtuple("Pair", "a b")

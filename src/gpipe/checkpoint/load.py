@@ -181,16 +181,6 @@ def _placed(remembered: dict[str, object], parameter: Tensor, group: Mapping[str
     }
 
 
-def find_unexpected(manifest: Manifest, names: set[str], trained: set[str]) -> Iterator[str]:
-    """What a checkpoint holds that no rank's model has, or that no rank's optimizer has, if any was given."""
-    if odd := [name for name in [*manifest.names, *manifest.values] if name not in names]:
-        yield f"the checkpoint holds {listed(odd)}, which the model lacks; load into the model it is of"
-    if trained and manifest.optimizer is not None:
-        before = [name for group in manifest.optimizer["groups"] for name in group["parameters"]]
-        if idle := [name for name in before if name not in trained and name in names]:
-            yield f"the checkpoint's optimizer trained {listed(idle)}, which this one has not; add it"
-
-
 def put(ready: Ready, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Puts what was read where it belongs."""
     state = module.state_dict()  # which also tells the versions of its modules
@@ -362,9 +352,17 @@ def _agree_fit(
                 if optimizer is not None:
                     read_optimizer(pipe, optimizer, manifest, states, ready)
     gathered = agree(team, [ready.findings, sorted(ready.names), sorted(ready.trained)], error=failed.error)
-    findings, names, trained = map(all_of, zip(*gathered, strict=True))
+    findings, *every = map(all_of, zip(*gathered, strict=True))
+    names, trained = map(set, every)
     if pipe is not None and not findings:
-        findings = list(find_unexpected(manifest, set(names), set(trained)))
+        if odd := [name for name in [*manifest.names, *manifest.values] if name not in names]:
+            findings.append(
+                f"the checkpoint holds {listed(odd)}, which the model lacks; load into the model it is of"
+            )
+        groups = manifest.optimizer["groups"] if trained and manifest.optimizer is not None else []
+        before = [name for group in groups for name in group["parameters"]]
+        if idle := [name for name in before if name not in trained and name in names]:
+            findings.append(f"the checkpoint's optimizer trained {listed(idle)}, which this one has not; add it")
     if findings:
         raise CheckpointError(path, findings)
     return ready

@@ -35,8 +35,7 @@ import torch
 from gpipe.distributed.codec import Damaged, Encoded, Gone, decode
 from gpipe.stages.messages import Label, Message
 
-SLOTS = 4
-"""Messages that may be under way from one process to another and not yet taken."""
+SLOTS = 4  # messages that may be under way from one process to another and not yet taken
 CHUNK_BYTES = 2**16
 LARGEST_LAYOUT_BYTES = 2**26  # bytes: some hundred thousand tensors
 LARGEST_CONTROL_BYTES = 2**20
@@ -45,8 +44,7 @@ _CONTROL = struct.Struct("<I")
 _HANDLES = socket.CMSG_SPACE(64)  # bytes, room for the handles that come at once
 MOST_HANDLES = 2**10  # those of new slots, not read yet: messages that small fit into the sockets' own memory
 LAST_ANSWER = 56  # where in Linux's tcp_info stands how long ago the other end last answered, in ms
-INLINE_BYTES = 2**15
-"""Bytes up to which tensors go through the stream: there two processes take about 25 us."""
+INLINE_BYTES = 2**15  # up to which tensors go through the stream: there two processes take about 25 us
 SLOT_HEADER_BYTES = 64  # where in a slot the message begins
 ALLOCATED_AT_ONCE_BYTES = 2**26  # bytes that a message is said to have and that are allocated before they are here
 

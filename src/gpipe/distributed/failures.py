@@ -58,8 +58,7 @@ REPORT_SECONDS = 1.0  # from the end of a process's connection until its own rep
 LONGEST_TEXT = 20_000  # characters of a traceback, and of an exception's text
 HANGS_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 
-Memory: TypeAlias = Status | mmap.mmap
-"""Where a status stands."""
+Memory: TypeAlias = Status | mmap.mmap  # where a status stands
 
 
 class Report(NamedTuple):

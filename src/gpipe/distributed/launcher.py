@@ -11,8 +11,7 @@ from pathlib import Path
 NAME = "gpipe-launcher"
 POLL_SECONDS = 0.5  # between two looks
 GRACE_SECONDS = 3.0  # between the two signals
-WORKER_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")
-"""What torchrun sets for each of its workers, and these for what they start; nobody else has all of them."""
+WORKER_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")  # which torchrun's workers and theirs have alone
 ADOPTERS = frozenset({"init", "systemd", "tini", "dumb-init", "docker-init", "catatonit", "runit", "s6-svscan"})
 """Who becomes the parent of processes whose own is gone, by name."""
 ANSWER_SECONDS = 2.0  # for the launcher's store to answer

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 PIPELINE, DATA = "pp", "dp"
-LONGEST_SILENCE = 30.0
-"""Seconds after which a host that answers nothing counts as gone, if the process group's timeout is longer."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,6 @@ class Position:
     def ranks_of_row(self) -> list[int]:
         """The processes that run what this one runs, one for each replica."""
         return [self.rank_of(self.row, replica) for replica in range(self.replicas)]
-
-    @property
-    def silence(self) -> float:
-        """Seconds of silence after which another host is gone."""
-        return min(self.timeout, LONGEST_SILENCE)
 
 
 def is_joined() -> bool:

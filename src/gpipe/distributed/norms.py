@@ -29,7 +29,14 @@ def clip_grad_norm_(
     """
     named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
     norms = [full_tensor(torch.linalg.vector_norm(gradient, norm_type)).to(device) for _, gradient in named]
-    norms = _gathered(processes, [name for name, _ in named], norms, parameter_names)
+    if processes.position is not None:  # those of all parameters of the replica, each once
+        gathered = processes.gather(Request.NORMS, ([name for name, _ in named], norms))
+        ranks = processes.position.ranks_of_replica
+        found = {name: norm for rank in ranks for name, norm in zip(*gathered[rank], strict=True)}
+        layers = [layer.name for stage in processes.engine.stages for layer in stage.layers]
+        order = {name: at for at, name in enumerate(layers)}
+        names = parameter_names or sorted(found, key=lambda name: order[name.partition(".")[0]])
+        norms = [found[name] for name in names if name in found]
     if not norms:
         return torch.zeros(())
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -37,23 +44,6 @@ def clip_grad_norm_(
     for _, gradient in named:
         local(gradient).mul_(factor.to(gradient.device))
     return total
-
-
-def _gathered(
-    processes: OneProcess, named: Sequence[str], norms: Sequence[Tensor], parameter_names: Sequence[str]
-) -> list[Tensor]:
-    """The norms of all parameters of the replica, each once, in the order of the layers, or of the model."""
-    if processes.position is None:
-        return list(norms)
-    gathered = processes.gather(Request.NORMS, (list(named), list(norms)))
-    found = {
-        name: norm for rank in processes.position.ranks_of_replica for name, norm in zip(*gathered[rank], strict=True)
-    }
-    if parameter_names:
-        return [found[name] for name in parameter_names if name in found]
-    layers = [layer.name for stage in processes.engine.stages for layer in stage.layers]
-    order = {name: at for at, name in enumerate(layers)}
-    return [found[name] for name in sorted(found, key=lambda name: order[name.partition(".")[0]])]
 
 
 def refuse_norms_of_a_part() -> None:

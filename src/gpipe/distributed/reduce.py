@@ -19,12 +19,9 @@ from gpipe.stages.messages import Control, Label
 from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.tree import Tree, is_spread_over, local
 
-BUCKET = 2**22
-"""Bytes of gradients that travel together between replicas; measured between 2**19 and 2**23, on two cores."""
-SMALL = 2**16
-"""Bytes of a gradient that is copied to be together with others: a message costs more."""
-MOST = 2**20
-"""Messages that a stage numbers: one for each bucket, and the last says which gradients there are."""
+BUCKET = 2**22  # bytes of gradients that travel together between replicas; measured from 2**19 to 2**23, on two cores
+SMALL = 2**16  # bytes of a gradient that is copied to be together with others: a message costs more
+MOST = 2**20  # messages that a stage numbers: one for each bucket, and the last says which gradients there are
 
 Bucket: TypeAlias = list[Tensor]
 """Gradients that travel together: flat pieces of the memory that `.grad` has."""
@@ -51,9 +48,7 @@ def add_over_stages(
         message, _ = endpoint.receive(position.rank_of(row), label)
         if not isinstance(message, list):
             raise damaged(position.rank_of(row), "a value in place of gradients")
-        theirs = (
-            gradient if isinstance(gradient, Tensor) else None for gradient in message
-        )  # no weight's is UNDEFINED
+        theirs = (one if isinstance(one, Tensor) else None for one in message)  # no weight's is UNDEFINED
         for at in shared:
             found[at] |= {layer: next(theirs) for layer in sorted(aliases.users[at]) if row_of[layer] == row}
     aliases.add_up(found)

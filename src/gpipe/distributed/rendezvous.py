@@ -59,6 +59,7 @@ FAREWELL_SECONDS = 1.0  # that a process which fails waits for the others to tak
 
 HELLO_BYTES = 48  # a token of 32, a rank, one of the streams
 STREAMS = ("messages", "control")
+LONGEST_SILENCE = 30.0  # seconds after which a host that answers nothing is gone, unless the group's timeout is less
 LINK_SECONDS = 60.0  # for all to connect, once all have told their addresses, unless the group's timeout is less
 LIMITS = (errno.EMFILE, errno.ENFILE)
 POLL_SECONDS = 0.02  # between two looks whether another process has failed
@@ -274,6 +275,7 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
     """Connects this process with the others of its pipe, which do so at the same time; ends the rendezvous."""
     hosts = [rendezvous.hosts[member] for member in position.members]
     local = {peer for peer, host in enumerate(hosts) if host == hosts[position.rank]}
+    silence = min(position.timeout, LONGEST_SILENCE)
     with ExitStack() as on_failure, listening(crosses_hosts=len(local) < len(hosts)) as listener:
         status = Status.shown_in(listener.address.folder)
         addresses = [Address(*remote) for remote in agree(rendezvous, listener.address)]
@@ -281,7 +283,7 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
         sockets: dict[tuple[int, str], socket.socket] = {}
         for peer, stream in product(range(position.rank), STREAMS):
             try:
-                found = dial(addresses[peer], position.rank, stream, position.silence, local=peer in local)
+                found = dial(addresses[peer], position.rank, stream, silence, local=peer in local)
             except OSError as error:
                 if error.errno not in LIMITS:  # it soon says why, or is gone
                     rendezvous.check(REPORT_SECONDS)
@@ -292,7 +294,7 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
         sockets |= listener.accept(later, min(LINK_SECONDS, position.timeout), rendezvous.check)
         for end in sockets.values():
             on_failure.enter_context(end)
-            _keep_alive(end, position.silence)
+            _keep_alive(end, silence)
         connections = {}
         for peer in (*range(position.rank), *later):
             kind = Connection if peer in local else TcpConnection
