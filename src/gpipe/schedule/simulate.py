@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -72,37 +72,98 @@ class Simulator:
     """
 
     def __init__(self, program: Program, *, messages: bool = False) -> None:
-        self.program, self.messages = program, messages
+        self.program = program
         self.stages_of = [
             [stage for stage, own in enumerate(program.rank_of) if own == rank] for rank in range(program.ranks)
         ]
         self._held = cache(self._find_held)
         self._held_by_rank = cache(lambda rank, again: np.hstack([*map(self._held, self.stages_of[rank], again)]))
+        self._actions: list[Action] = []
+        self._steps: list[tuple[int, int | None, list[int]]] = []  # rank, link of a SEND, steps of others awaited
+        self._links: dict[tuple[int, int], int] = {}
+        self._list_steps(messages)
+        self._kinds = [(action.kind, action.stage, action.carries_gradient) for action in self._actions]
+        self._alike = dict(zip(self._kinds, self._actions, strict=True))  # one of those that cost the same
+        self._backwards = {
+            (a.stage, a.micro_batch): step for step, a in enumerate(self._actions) if a.kind in BACKWARDS
+        }
 
-    @cached_property
-    def _steps(self) -> "_Steps":
-        return _Steps(self.program, self.messages)
+    def _list_steps(self, messages: bool) -> None:
+        """Lists the actions in a legal order. A RECEIVE is none of them: what waits for it waits for its SEND."""
+        rank_of = self.program.rank_of
+        step_of: dict[Action, int] = {}
+        sent: dict[tuple[Action, int], list[int]] = {}  # by what made it and the stage that gets it
+        for rank, _, action, needed in linearize_with_needs(self.program):
+            if action.kind is Kind.RECEIVE:
+                step_of.update((action, step_of[need]) for need in needed)
+                continue
+            others = [
+                step
+                for need in needed
+                if need.kind is Kind.RECEIVE or rank_of[need.stage] != rank
+                for step in sent.get((need, action.stage)) or [step_of[need]]
+            ]
+            step_of[action] = self._add(rank, action, others)
+            for send in crossing(action, self.program) if messages else ():
+                sent.setdefault((action, send.peer.stage), []).append(self._add(rank, send, []))
+
+    def _add(self, rank: int, action: Action, others: list[int]) -> int:
+        link = None
+        if action.kind is Kind.SEND:
+            ends = rank, self.program.rank_of[action.peer.stage]
+            link = self._links.setdefault(ends, len(self._links))
+        self._steps.append((rank, link, others))
+        self._actions.append(action)
+        return len(self._actions) - 1
+
+    def _seconds(self, costs: Costs) -> list[float]:
+        by_kind = {kind: seconds(action, costs) for kind, action in self._alike.items()}
+        return [by_kind[kind] for kind in self._kinds]
+
+    def _recompute_seconds(self, costs: Costs, again: Recomputed) -> list[float]:
+        """How long each recomputes before it begins."""
+        found = [0.0] * len(self._actions)
+        for stage, micro_batches in again.items():
+            took = seconds(Action(Kind.RECOMPUTE, stage), costs)
+            for micro_batch in micro_batches:
+                found[self._backwards[stage, micro_batch]] = took
+        return found
+
+    def _run(self, took: Sequence[float], recomputing: Sequence[float]) -> tuple[list[float], list[float]]:
+        free, idle = [0.0] * self.program.ranks, [0.0] * len(self._links)  # from when on ranks and links are
+        starts: list[float] = []
+        ends: list[float] = []
+        for (rank, link, others), seconds_, before in zip(self._steps, took, recomputing, strict=True):
+            start = free[rank] + before
+            for other in others:
+                if ends[other] > start:
+                    start = ends[other]
+            if link is None:
+                end = free[rank] = start + seconds_
+            else:  # a message waits for its turn on its link, and its rank goes on
+                end = idle[link] = max(start, idle[link]) + seconds_
+            starts.append(start)
+            ends.append(end)
+        return starts, ends
 
     def seconds(self, costs: Costs, again: Recomputed | None = None) -> float:
         """How long a mini-batch takes, if `again` is recomputed right before its backward."""
-        _, ends = self._steps.run(self._steps.seconds(costs), self._steps.recompute_seconds(costs, again or {}))
+        _, ends = self._run(self._seconds(costs), self._recompute_seconds(costs, again or {}))
         return max(ends, default=0.0)
 
     def busy(self, costs: Costs, again: Recomputed) -> float:
         """The seconds that all ranks compute together."""
-        steps = self._steps
-        each = zip(steps.actions, steps.seconds(costs), strict=True)
+        each = zip(self._actions, self._seconds(costs), strict=True)
         work = sum(took for action, took in each if action.kind in COMPUTE)
-        return work + sum(steps.recompute_seconds(costs, again))
+        return work + sum(self._recompute_seconds(costs, again))
 
     def timeline(self, costs: Costs, duration: Callable[[Action], float] | None = None) -> Timeline:
         """When each action is done but for transfers; `duration` replaces the seconds that `costs` gives."""
-        steps = self._steps
-        took = steps.seconds(costs) if duration is None else list(map(duration, steps.actions))
-        starts, ends = steps.run(took, [0.0] * len(took))
+        took = self._seconds(costs) if duration is None else list(map(duration, self._actions))
+        starts, ends = self._run(took, [0.0] * len(took))
         spans = (
             Span(self.program.rank_of[action.stage], action, start, end)
-            for action, start, end in zip(steps.actions, starts, ends, strict=True)
+            for action, start, end in zip(self._actions, starts, ends, strict=True)
             if action.kind is not Kind.SEND
         )
         return Timeline(self.program.ranks, tuple(spans), max(ends, default=0.0))
@@ -143,80 +204,6 @@ class Simulator:
             if backward is not None:
                 held[backward, 2] += 1
         return held
-
-
-class _Steps:
-    """The actions of a program in a legal order, with what each waits for on other ranks.
-
-    A RECEIVE is none of them: what waits for it waits for its SEND.
-    """
-
-    def __init__(self, program: Program, messages: bool) -> None:
-        self.actions: list[Action] = []
-        self._program = program
-        self._steps: list[tuple[int, int | None, list[int]]] = []  # rank, link of a SEND, steps of others awaited
-        self._links: dict[tuple[int, int], int] = {}
-        step_of: dict[Action, int] = {}
-        sent: dict[tuple[Action, int], list[int]] = {}  # by what made it and the stage that gets it
-        for rank, _, action, needed in linearize_with_needs(program):
-            if action.kind is Kind.RECEIVE:
-                step_of.update((action, step_of[need]) for need in needed)
-                continue
-            others = [
-                step
-                for need in needed
-                if need.kind is Kind.RECEIVE or program.rank_of[need.stage] != rank
-                for step in sent.get((need, action.stage)) or [step_of[need]]
-            ]
-            step_of[action] = self._add(rank, action, others)
-            for send in crossing(action, program) if messages else ():
-                sent.setdefault((action, send.peer.stage), []).append(self._add(rank, send, []))
-        self._kinds = [(action.kind, action.stage, action.carries_gradient) for action in self.actions]
-        self._alike = dict(zip(self._kinds, self.actions, strict=True))  # one of those that cost the same
-
-    def _add(self, rank: int, action: Action, others: list[int]) -> int:
-        link = None
-        if action.kind is Kind.SEND:
-            ends = rank, self._program.rank_of[action.peer.stage]
-            link = self._links.setdefault(ends, len(self._links))
-        self._steps.append((rank, link, others))
-        self.actions.append(action)
-        return len(self.actions) - 1
-
-    @cached_property
-    def _backwards(self) -> dict[tuple[int, int | None], int]:
-        """By stage and micro-batch."""
-        return {(a.stage, a.micro_batch): step for step, a in enumerate(self.actions) if a.kind in BACKWARDS}
-
-    def seconds(self, costs: Costs) -> list[float]:
-        by_kind = {kind: seconds(action, costs) for kind, action in self._alike.items()}
-        return [by_kind[kind] for kind in self._kinds]
-
-    def recompute_seconds(self, costs: Costs, again: Recomputed) -> list[float]:
-        """How long each recomputes before it begins."""
-        found = [0.0] * len(self.actions)
-        for stage, micro_batches in again.items():
-            took = seconds(Action(Kind.RECOMPUTE, stage), costs)
-            for micro_batch in micro_batches:
-                found[self._backwards[stage, micro_batch]] = took
-        return found
-
-    def run(self, took: Sequence[float], recomputing: Sequence[float]) -> tuple[list[float], list[float]]:
-        free, idle = [0.0] * self._program.ranks, [0.0] * len(self._links)  # from when on ranks and links are
-        starts: list[float] = []
-        ends: list[float] = []
-        for (rank, link, others), seconds_, before in zip(self._steps, took, recomputing, strict=True):
-            start = free[rank] + before
-            for other in others:
-                if ends[other] > start:
-                    start = ends[other]
-            if link is None:
-                end = free[rank] = start + seconds_
-            else:  # a message waits for its turn on its link, and its rank goes on
-                end = idle[link] = max(start, idle[link]) + seconds_
-            starts.append(start)
-            ends.append(end)
-        return starts, ends
 
 
 @dataclass(frozen=True)
