@@ -11,10 +11,10 @@ from gpipe.errors import entrance
 P = ParamSpec("P")
 R = TypeVar("R")
 
-HOW_MANY = "micro_batches= to GPipe itself, how many, not how many rows each has"
+HOW_MANY = "micro_batches= of GPipe, how many, not how many rows each has"
 WORDS = {
-    "chunks": "micro_batches= to GPipe itself",
-    "n_microbatches": "micro_batches= to GPipe itself",
+    "chunks": "micro_batches= of GPipe, how many",
+    "n_microbatches": "micro_batches= of GPipe, how many",
     "micro_batch_size": HOW_MANY,
     "batch_size": HOW_MANY,
     "num_stages": "partitions=",
