@@ -26,7 +26,6 @@ from gpipe.stages.microbatch import Reduction, count_rows, loss_weights, merge, 
 from gpipe.stages.side_effects import note, read_by_called
 from gpipe.stages.tree import Tree, copy_of, replace_tensors
 
-TORCH_LOSSES = "torch.nn.modules.loss"
 NO_METRICS = object()
 IGNORED = -100  # the label that torch's losses ignore by default, and users' losses by habit
 OF_LABELS = ("cross_entropy", "nll_loss")
@@ -128,8 +127,8 @@ def read_loss(loss_fn: object) -> LossCall | None:
     function = without_compiler(loss_fn)
     if isinstance(function, nn.Module):
         kind = type(function)
-        calls_torch = module_of_forward(function) == TORCH_LOSSES and "forward" not in vars(function)
-        if keywords or not calls_torch or kind.__call__ is not nn.Module.__call__:
+        own = "forward" in vars(function) or kind.__call__ is not nn.Module.__call__
+        if keywords or own or not is_loss_of_torch(function):
             return None
         name = next((base.__name__ for base in kind.__mro__ if base.__name__ in OF_ELEMENTS), "")
         return LossCall.of(name, {at: getattr(function, at, None) for at in ("reduction", "ignore_index", *PER_ROW)})
@@ -137,9 +136,9 @@ def read_loss(loss_fn: object) -> LossCall | None:
     return _read_arguments(name, (None, None), keywords) if getattr(functional, name, None) is function else None
 
 
-def module_of_forward(module: nn.Module) -> str:
-    """The module of Python that a module's forward was written in."""
-    return getattr(getattr(type(module), "forward", None), "__module__", "")
+def is_loss_of_torch(module: nn.Module) -> bool:
+    """Whether torch wrote a module's forward, as that of a loss."""
+    return getattr(getattr(type(module), "forward", None), "__module__", "") == "torch.nn.modules.loss"
 
 
 def find_contradiction(loss_fn: object, reduction: Reduction) -> list[str]:
@@ -348,22 +347,21 @@ def _find_reduction_in_calls(calls: Sequence[LossCall], target: Tree) -> Reducti
     """
     averages = [one for one in calls if one.name in OF_LABELS and one.reduction == "mean" and one.target is not None]
     found = [_reduction_of(call, target) for call in averages]
-    known = [one for one in found if one is not None]
-    if not found or len(known) < len(found) or any(one(target) != known[0](target) for one in known):
+    if not found or None in found or len({one(target) for one in found if one is not None}) > 1:
         return None
-    return known[0]
+    return found[0]
 
 
 def _reduction_of(call: LossCall, target: Tree) -> Callable[[Tree], float] | None:
     for at, leaf in enumerate(tree_leaves(target)):
         if (shifted := is_shifted(call.target, leaf)) is not None:
-
-            def weight(target: Tree, at: int = at, shifted: bool = shifted) -> float:
-                labels: Any = tree_leaves(target)[at]
-                return float(sum_of_weights(labels[..., 1:] if shifted else labels, call.ignored, call.weight))  # type: ignore[arg-type]
-
-            return weight
+            return partial(_count_labels, call, at, shifted)
     return None
+
+
+def _count_labels(call: LossCall, at: int, shifted: bool, target: Tree) -> float:
+    labels: Any = tree_leaves(target)[at]
+    return float(sum_of_weights(labels[..., 1:] if shifted else labels, call.ignored, call.weight))  # type: ignore[arg-type]
 
 
 def _find_unread(calls: Sequence[LossCall], target: Tree, targets: Sequence[Tree]) -> list[str]:

@@ -6,7 +6,6 @@ their rows or columns. Small tensors it holds whole.
 """
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -106,8 +105,8 @@ class Fingerprint(NamedTuple):
     @classmethod
     def of(cls, made: "StageOutput") -> "Fingerprint":
         """The fingerprint of what a stage made."""
-        roots = list(chain.from_iterable(map(tensors_in, made.values)))
-        return cls(digest([*made.values, *made.for_loss.values()]), frozenset(map(id, leaves_of(roots))))
+        reached = frozenset(map(id, leaves_of(tensors_in(made.values))))
+        return cls(digest([*made.values, *made.for_loss.values()]), reached)
 
     def differs(self, other: "Fingerprint", stage: "Stage", given: Sequence[BoundaryValue]) -> "bool | Tensor":
         """Whether another run made something else, or reached others of the stage's weights, or of what it was given.

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gpipe._torch.modules import refresh_weights_of_rnn
 from gpipe._torch.trees import tree_leaves, tree_map
-from gpipe.stages.losses import TORCH_LOSSES, module_of_forward
+from gpipe.stages.losses import is_loss_of_torch
 from gpipe.stages.rng import rng_seed
 from gpipe.stages.shared_weights import find_shared
 from gpipe.stages.skips import Sequential, find_pops, skip_names
@@ -105,7 +105,7 @@ def find_invalid_layers(named: Mapping[str, nn.Module]) -> Iterator[str]:
     """The modules that cannot be layers, and what to do."""
     for name, layer in named.items():
         start = f"layer {name} ({type(layer).__name__})"
-        if module_of_forward(layer) == TORCH_LOSSES and not skip_names(layer, "pop"):
+        if is_loss_of_torch(layer) and not skip_names(layer, "pop"):
             yield f"{start} is a loss; give it to each step: pipe.step(inputs, targets, {_written(type(layer))})"
         if isinstance(layer, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
             yield f"{start} has no forward; give its parts as layers, or join them by nn.Sequential(*...)"

@@ -226,7 +226,7 @@ class WeightOwners:
                 self._home.update(dict.fromkeys(map(id, layer.module.parameters()), stage.index))
         for weight in shared:  # layers have aliases of these, and nothing else may use them
             self._home[id(weight)] = -1
-        self._claims: dict[int, tuple[int, Tensor]] = {}  # of what belongs to no layer, the first stage that came
+        self._claimed: list[Tensor] = []  # what belongs to no layer is that of the first stage that came
         self._checked: set[int] = set()
 
     def check(self, stage: int, roots: Sequence[Tensor], given: Iterable[Tensor]) -> None:
@@ -238,11 +238,12 @@ class WeightOwners:
         for leaf in leaves_of(roots):
             if id(leaf) in own:
                 continue
-            first, _ = self._claims.setdefault(id(leaf), (stage, leaf))
-            if self._home.get(id(leaf), stage) != stage or first != stage:
-                self._refuse(stage, leaf, first)
+            if id(leaf) not in self._home:
+                self._claimed.append(leaf)
+            if (home := self._home.setdefault(id(leaf), stage)) != stage:
+                self._refuse(stage, leaf, home)
 
-    def _refuse(self, at: int, leaf: Tensor, first: int) -> NoReturn:
+    def _refuse(self, at: int, leaf: Tensor, home: int) -> NoReturn:
         names = [
             f"{name} of {layer}"
             for stage in self._stages
@@ -250,7 +251,7 @@ class WeightOwners:
             for name, parameter in layer.module.named_parameters()
             if parameter is leaf
         ]
-        name = names[-1] if names else f"a weight of shape {tuple(leaf.shape)}, which stage {first} uses too"
+        name = names[-1] if names else f"a weight of shape {tuple(leaf.shape)}, which stage {home} uses too"
         graphs = tensors_left_on(self._stages, graphs=True)
         left = f" ({graphs})" if graphs else ""
         (own,) = (stage for stage in self._stages if stage.index == at)
