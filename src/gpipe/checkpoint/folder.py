@@ -9,7 +9,6 @@ import re
 import secrets
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -74,18 +73,15 @@ def find(folder: Path) -> Found | None:
 # locked on this machine was left behind. What another machine left behind is nobody's to judge, and stays.
 
 
-@dataclass(slots=True)
-class Draft:
+class Draft(NamedTuple):
     """A checkpoint under a temporary name, and the lock on it."""
 
     path: Path
-    lock: int | None
+    lock: int
 
     def end(self) -> None:
-        """Lets go of the lock, and gives up a checkpoint that has got no name."""
-        if self.lock is not None:
-            os.close(self.lock)
-            self.lock = None
+        """Lets go of the lock, and gives up a checkpoint that has got no name; once."""
+        os.close(self.lock)
         if self.path.exists():
             remove_folder(self.path)
 

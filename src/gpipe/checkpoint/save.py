@@ -373,11 +373,12 @@ class Saving:
 
     def _end(self, name: str | None) -> None:
         """Lets go of everything, once all ranks have said how it went."""
-        self._settled, self._name, sign, self._sign = True, name, self._sign, None
-        if self._writing.draft is not None:
-            self._writing.draft.end()
-        if sign is not None:
-            os.close(sign)
+        if not self._settled:
+            self._settled, self._name = True, name
+            if self._writing.draft is not None:
+                self._writing.draft.end()
+            if self._sign is not None:
+                os.close(self._sign)
 
     @property
     def done(self) -> bool:

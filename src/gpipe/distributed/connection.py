@@ -365,12 +365,8 @@ class Connection:
                 memory[1] = 0
                 self.control.send(b"")
 
-    def close(self) -> None:
-        """Ends the connection."""
-        self.drop()
-
     def drop(self) -> None:
-        """Lets go of a connection that another process goes on with, the one that this one was forked from."""
+        """Lets go of a connection, with which another process may go on: the one that this one was forked from."""
         self._stream.close()
         self.control.socket.close()
         for handle in (*self._arrived.handles, *(slot.unsent for slot in self._own)):
@@ -378,6 +374,8 @@ class Connection:
                 os.close(handle)
         for held in (self._arrived.handles, self._own, self._theirs):
             held.clear()
+
+    close = drop  # nothing else has to end
 
 
 class TcpConnection(Connection):

@@ -16,7 +16,6 @@ from gpipe._torch.modules import seconds_of_group
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-
 PIPELINE, DATA = "pp", "dp"
 
 

@@ -50,15 +50,6 @@ def matchings(pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
     return found
 
 
-def pairs_of(position: Position, crossings: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
-    """The pairs of processes that have tensors for each other: within a replica, and the replicas of a row."""
-    rows, replicas, rank_of = range(position.rows), range(position.replicas), position.rank_of
-    within = {(rank_of(low, replica), rank_of(high, replica)) for replica in replicas for low, high in crossings}
-    return within | {
-        (rank_of(row, one), rank_of(row, other)) for row in rows for one, other in combinations(replicas, 2)
-    }
-
-
 @dataclass(frozen=True)
 class Coming:
     """A message some of whose tensors are on their way; `sharing` is None of gradients."""
@@ -96,7 +87,10 @@ class NcclGroups:
 
     def __init__(self, position: Position, crossings: Iterable[tuple[int, int]], backend: str | None) -> None:
         self._rank, self._members, self._device = position.rank, position.members, position.device
-        numbers = matchings(pairs_of(position, crossings)) if backend else {}
+        rows, replicas, rank_of = range(position.rows), range(position.replicas), position.rank_of
+        pairs = {(rank_of(low, replica), rank_of(high, replica)) for replica in replicas for low, high in crossings}
+        pairs |= {(rank_of(row, one), rank_of(row, two)) for row in rows for one, two in combinations(replicas, 2)}
+        numbers = matchings(pairs) if backend else {}
         limit = timedelta(seconds=position.timeout)
         ways = {
             number: [dist.new_group(backend=backend, timeout=limit) for _ in range(2)]
