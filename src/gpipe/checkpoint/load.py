@@ -18,7 +18,7 @@ from gpipe._torch.trees import tree_map_only
 from gpipe.checkpoint.files import Shelf, why_not_storable
 from gpipe.checkpoint.folder import LATEST, Found, age, checkpoints, find, find_damage, read_manifest
 from gpipe.checkpoint.manifest import MANIFEST, SOME, CheckpointError, Json, Manifest, decode
-from gpipe.checkpoint.save import check_order, first_names, names_of_parameters, settle, why_not_by_name
+from gpipe.checkpoint.save import EXTRA, check_order, first_names, names_of_parameters, settle, why_not_by_name
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
 from gpipe.stages.tree import spread_like
 
@@ -43,11 +43,9 @@ class Ready:
             )
 
 
-def listed(names: Iterable[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """Names for a message; of many, the first."""
-    every = list(names)
-    more = f" and {len(every) - SOME} more" if len(every) > SOME else ""
-    return ", ".join(every[:SOME]) + more
+    return ", ".join(names[:SOME]) + (f" and {len(names) - SOME} more" if len(names) > SOME else "")
 
 
 def read_weights(module: nn.Module, shelf: Shelf, stored_as: Callable[[str], list[str]], ready: Ready) -> None:
@@ -195,7 +193,6 @@ def put(ready: Ready, module: nn.Module, optimizer: torch.optim.Optimizer | None
 
 
 WEIGHTS, VALUES, OPTIMIZER = (rf"stage_[0-9]+{kind}\.safetensors" for kind in ("", r"\.values", r"\.optimizer"))
-EXTRA = r"extra\.safetensors"
 
 
 @dataclass(frozen=True)

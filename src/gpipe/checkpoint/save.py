@@ -253,7 +253,10 @@ def _await_parts(writing: Writing) -> None:
                 raise RemoteError(
                     f"rank {rank} is gone; it ended before its part of the checkpoint was written", rank
                 )
-        now = _bytes_in(writing.path)
+        now = 0
+        for entry in os.scandir(writing.path):
+            with suppress(FileNotFoundError):  # renamed meanwhile
+                now += entry.stat().st_size
         if now != size:
             size, since = now, time.monotonic()
         if time.monotonic() - since > writing.limit:
@@ -262,14 +265,6 @@ def _await_parts(writing: Writing) -> None:
                 f"are alive, and whether the folder is one that all hosts share"
             )
         time.sleep(POLL)
-
-
-def _bytes_in(folder: Path) -> int:
-    size = 0
-    for entry in os.scandir(folder):
-        with suppress(FileNotFoundError):  # renamed meanwhile
-            size += entry.stat().st_size
-    return size
 
 
 def finish(writing: Writing) -> str | None:
@@ -514,8 +509,7 @@ def check_order(folder: object, pipe: object, name: str, optimizer: object = Non
 
 def settle(pipe: nn.Module | None, folder: str | os.PathLike[str] | None = None) -> None:
     """Waits for the checkpoint that is being written of a pipe, if nobody did yet, or of any pipe into a folder."""
-    before = None if pipe is None else _under_way.pop(pipe, None)
-    if before is not None:
+    if pipe is not None and (before := _under_way.pop(pipe, None)) is not None:
         before.wait_once()
     if folder is not None:
         for saving in list(_under_way.values()):

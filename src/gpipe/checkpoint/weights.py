@@ -154,7 +154,10 @@ def save_weights(
             make_folder(path)
     token = secrets.token_hex(4)
     gathered = agree(team, [token, [list(shard) for shard in shards]], same={"folder": str(path)}, error=failed.error)
-    token, files = gathered[0][0], _files([names for _, lists in gathered for names in lists])
+    token, every = gathered[0][0], [names for _, lists in gathered for names in lists]
+    files = {f"model-{at:05}-of-{len(every):05}.safetensors": names for at, names in enumerate(every, 1)}
+    if len(every) <= 1:
+        files = {SINGLE: every[0] if every else []}
     first = sum(len(lists) for _, lists in gathered[: team.rank])
     temporary = {name: path / f"{name}.tmp-{token}" for name in files}
     own = dict(zip(list(files)[first:], shards, strict=False))
@@ -203,12 +206,6 @@ def _shards(tensors: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]
             size = tensor.nbytes
         shards[-1][name] = tensor
     return shards
-
-
-def _files(shards: Sequence[Sequence[str]]) -> dict[str, Sequence[str]]:
-    if len(shards) <= 1:
-        return {SINGLE: shards[0] if shards else []}
-    return {f"model-{at:05}-of-{len(shards):05}.safetensors": names for at, names in enumerate(shards, 1)}
 
 
 def _put_in_place(folder: Path, files: Mapping[str, Sequence[str]], temporary: Mapping[str, Path], size: int) -> None:
