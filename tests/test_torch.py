@@ -38,11 +38,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import gpipe
 from gpipe._torch import autograd, dispatcher, modes, modules, trees
 from gpipe._torch import checkpoint as checkpoints
-from gpipe._torch import dispatcher as fakes
-from gpipe._torch import dispatcher as operations
-from gpipe._torch import modes as casts
 from gpipe._torch.checkpoint import CheckpointFrame
-from gpipe._torch.modes import intra_op_threads
 from gpipe.tracing.interpreter import Placeholder
 
 SOURCE = Path(gpipe.__file__).parent
@@ -483,20 +479,20 @@ def test_tensors() -> None:
 
 def test_a_rank_that_leaves_an_autocast_is_heard_of() -> None:
     with relied_on("as_rank", "keeps a rank's casts of weights while another rank leaves its autocast"):
-        with casts.as_rank():
-            assert torch.clear_autocast_cache is not casts._forget
+        with modes.as_rank():
+            assert torch.clear_autocast_cache is not modes._forget
             with torch.autocast("cpu", torch.bfloat16):
-                assert casts._rounds._inside == {threading.get_ident()}
-            assert not casts._rounds._inside | casts._rounds._left
+                assert modes._rounds._inside == {threading.get_ident()}
+            assert not modes._rounds._inside | modes._rounds._left
         with torch.autocast("cpu", torch.bfloat16):  # no rank
-            assert not casts._rounds._inside
-        assert torch.clear_autocast_cache is casts._forget
-        assert torch.autocast_increment_nesting is casts._enter
+            assert not modes._rounds._inside
+        assert torch.clear_autocast_cache is modes._forget
+        assert torch.autocast_increment_nesting is modes._enter
 
 
 def test_a_rank_enters_again_when_the_casts_of_before_are_forgotten() -> None:
     forgot: list[str] = []
-    rounds = casts._Rounds(lambda: forgot.append(threading.current_thread().name))
+    rounds = modes._Rounds(lambda: forgot.append(threading.current_thread().name))
     went_on = threading.Event()
 
     def other() -> None:
@@ -553,7 +549,7 @@ def test_a_mode_that_is_paused_sees_nothing() -> None:
 
 
 def test_operations_are_seen_with_those_of_backwards() -> None:
-    class Sizes(operations.Operations):
+    class Sizes(dispatcher.Operations):
         def __init__(self) -> None:
             super().__init__()
             self.found: list[int] = []
@@ -616,7 +612,7 @@ def test_operations_are_counted_without_hooks_on_what_modules_take() -> None:
 
 
 def test_a_tensor_without_values_says_to_be_on_the_cpu() -> None:
-    faking, weight = fakes.Fakes(), nn.Parameter(torch.empty(4, 3, device="meta"))
+    faking, weight = dispatcher.Fakes(), nn.Parameter(torch.empty(4, 3, device="meta"))
     with relied_on("Fakes", "runs models on the meta device as far as layouts go"):
         like = faking.like(weight)
         assert isinstance(like, nn.Parameter)
@@ -627,18 +623,18 @@ def test_a_tensor_without_values_says_to_be_on_the_cpu() -> None:
             assert made.requires_grad
             assert made.float() is made
             for needs in (made.sum().item, made.nonzero):
-                with pytest.raises(fakes.NEEDS_VALUES):
+                with pytest.raises(dispatcher.NEEDS_VALUES):
                     needs()
     with relied_on("without_memory", "stands for what other layers made where all else is made without values"):
         with faking.inside():
-            made_by_others = fakes.without_memory(Placeholder, (2, 3), torch.float64, torch.device("cuda"), True)
+            made_by_others = dispatcher.without_memory(Placeholder, (2, 3), torch.float64, torch.device("cuda"), True)
         assert type(made_by_others) is Placeholder
         assert (made_by_others.shape, made_by_others.is_cuda, made_by_others.requires_grad) == ((2, 3), True, True)
     with relied_on("is_fake", "tells such tensors from others"):
-        assert fakes.is_fake(made)
-        assert not fakes.is_fake(weight)
+        assert dispatcher.is_fake(made)
+        assert not dispatcher.is_fake(weight)
     with relied_on("NEEDS_VALUES", "tells what cannot be done without values"):
-        assert all(issubclass(kind, RuntimeError) for kind in fakes.NEEDS_VALUES)
+        assert all(issubclass(kind, RuntimeError) for kind in dispatcher.NEEDS_VALUES)
 
 
 def test_a_module_holds_the_state_of_another() -> None:
@@ -972,6 +968,6 @@ def test_compiled_recomputes_are_known() -> None:
 def test_the_threads_of_an_operation_are_put_back() -> None:
     before = torch.get_num_threads()
     with relied_on("intra_op_threads", "has every rank compute with the same number of threads"):
-        with intra_op_threads(before + 1):
+        with modes.intra_op_threads(before + 1):
             assert torch.get_num_threads() == before + 1
         assert torch.get_num_threads() == before

@@ -46,7 +46,6 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def scripts_of(page: Path) -> set[str]:
-    """The names of the scripts of a page."""
     return {block.file for block in blocks_of(page) if block.file is not None}
 
 

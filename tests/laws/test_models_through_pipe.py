@@ -26,7 +26,6 @@ def cross_entropy(output: Tree, target: Tree) -> Tensor:
 
 
 def with_auxiliary(output: Tree, target: Tree) -> Tensor:
-    """The loss of an AmoebaNet with an auxiliary head."""
     assert isinstance(output, tuple)
     logits, auxiliary = output
     return cross_entropy(logits, target) + 0.4 * cross_entropy(auxiliary, target)
@@ -46,8 +45,6 @@ def tokens() -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Example:
-    """A model, and what it is trained on."""
-
     build: Callable[[], list[nn.Module]]
     data: Callable[[], tuple[Tensor, Tensor]]
     loss_fn: Callable[[Tree, Tree], Tensor] = squares

@@ -42,7 +42,6 @@ def sums(replicas: Sequence[Sequence[nn.Module]]) -> dict[str, Any]:
 
 
 def added(found: Tensor) -> Tensor:
-    """The sum of a few numbers, in their order."""
     first, *others = found
     return sum(others, start=first)
 

@@ -34,7 +34,6 @@ def scale_of(scaler: torch.amp.GradScaler) -> float:
 
 
 def steep(output: object, target: object) -> Tensor:
-    """A loss of large gradients."""
     assert isinstance(output, Tensor)
     assert isinstance(target, Tensor)
     return F.mse_loss(output, target) * 1e3
@@ -154,8 +153,6 @@ def in_place(layer: nn.Module, backend: str) -> nn.Module:
 
 
 class Broken(Block):
-    """Its graph breaks at its dropout."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout(self.linear(x), 0.5)
         torch._dynamo.graph_break()

@@ -37,7 +37,6 @@ class Messages(Context):
     """Hands over what would arrive if each rank were a process."""
 
     def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
-        """Hands a message to a rank."""
         encoded = encode(message)
         super().send(rank, label, decode(encoded.layout, bytearray(b"".join(map(bytes, encoded.pieces())))), mark)
 
@@ -53,7 +52,6 @@ class Outcome:
 
 
 def layers_of(number: int) -> list[nn.Module]:
-    """A model of three layers or more."""
     draw = Random(number)
     width = draw.choice(WIDTHS)
     with weights_of(number):
@@ -79,7 +77,6 @@ def data_of(number: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def in_plain_torch(number: int) -> Outcome:
-    """A model in the plain loop."""
     layers = layers_of(number)
 
     def step(at: int) -> Tensor:
@@ -89,7 +86,6 @@ def in_plain_torch(number: int) -> Outcome:
 
 
 def through_pipe(number: int, partitions: int) -> Outcome:
-    """A model through a pipe, in one of all ways."""
     draw = Random(f"{number} {partitions}")
     driver, remat = draw.choice(DRIVERS), [draw.choice(REMATS) for _ in range(partitions)]
     context, driver = (Messages, "lockstep") if driver == "messages" else (Context, driver)

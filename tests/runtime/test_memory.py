@@ -74,7 +74,6 @@ def no_collector() -> Iterator[Callable[..., int]]:
 
 
 def megabytes() -> float:
-    """The memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
 
 

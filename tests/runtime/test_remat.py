@@ -19,8 +19,6 @@ FORWARDS = {"never": M, "except_last": 2 * M - 1, "always": 2 * M}
 
 
 class Counting(nn.Module):
-    """Counts its forwards."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)

@@ -11,7 +11,6 @@ from tests.support.odd_layers import Pop, Stash
 
 
 def actions_of(step: CompiledAction) -> list[Action]:
-    """All that a step does of the table."""
     transfers = [transfer.action for transfer in (*step.takes, *step.gives) if transfer.action is not None]
     return [*transfers, step.action]
 

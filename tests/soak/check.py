@@ -81,8 +81,6 @@ class NoHooks(Loop):
 
 
 class Vague(Loop):
-    """An error that says nothing, at the first step."""
-
     def run(self, inputs: Any, targets: Any) -> Any:
         raise RuntimeError("something went wrong")
 
@@ -99,15 +97,11 @@ class Late(Loop):
 
 
 class Hanging(Loop):
-    """Does not come back."""
-
     def run(self, inputs: Any, targets: Any) -> Any:
         time.sleep(1000)
 
 
 class Gone(Loop):
-    """Takes the interpreter with it."""
-
     def run(self, inputs: Any, targets: Any) -> Any:
         os._exit(3)
 

@@ -34,7 +34,6 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """The error with its notes, and what caused it."""
         texts, error = [], self.error
         while error is not None:
             texts += [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
@@ -55,7 +54,6 @@ class Verdict:
 
 
 def attempt(case: Case, setting: Setting, make: Make) -> Outcome:
-    """Trains the case, from the same ambient randomness each time."""
     outcome = Outcome()
     torch.manual_seed(1234)
     np.random.seed(1234)
@@ -90,12 +88,10 @@ def judge(kind: Kind, number: int, make: Make = Piped) -> Verdict:
 
 
 def loop(kind: Kind, number: int) -> Outcome:
-    """What the plain loop gives."""
     return attempt(*kind.case(number), Loop)
 
 
 def decide(kind: Kind, number: int, case: Case, expected: Outcome, got: Outcome) -> tuple[str, str]:
-    """The verdict on what the library gave."""
     if got.error is not None:
         return judge_error(case, expected, got)
     if case.must_refuse:
@@ -128,12 +124,10 @@ def judge_error(case: Case, expected: Outcome, got: Outcome) -> tuple[str, str]:
 
 
 def says(text: str, words: tuple[str, ...]) -> str | None:
-    """The first of `words` that the text does not hold."""
     return next((word for word in words if not re.search(word, text, re.IGNORECASE)), None)
 
 
 def differences(kind: Kind, number: int, case: Case, expected: Outcome, got: Outcome) -> str:
-    """What differs from what should be, or nothing."""
     if case.oracle == "loop":
         return compare(expected.observed, got.observed)
     near = compare(expected.observed, got.observed, tolerance=1e-4)
@@ -147,7 +141,6 @@ def alone(kind: Kind, number: int) -> Outcome:
 
 
 def compare(expected: Observed, got: Observed, tolerance: float | None = None) -> str:
-    """The first differences between two observations; bit for bit unless there is a tolerance."""
     wrong = [f"{name}: missing" for name in expected if name not in got]
     wrong += [f"{name}: unexpected" for name in got if name not in expected]
     for name in expected.keys() & got.keys():
@@ -180,5 +173,4 @@ def differ(a: Any, b: Any, tolerance: float | None) -> str:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Its values, whatever its layout."""
     return tensor.to_dense() if tensor.layout != torch.strided else tensor

@@ -44,7 +44,6 @@ class Piped(Trainer):
         self.pipe.close()
 
     def findings(self) -> list[str]:
-        """What the pipe says of itself."""
         return [str(finding) for finding in getattr(self.pipe, "findings", ())]
 
 

@@ -37,7 +37,6 @@ class Trainer(ABC):
         """Ends what was begun."""
 
     def train(self, mode: bool = True) -> None:
-        """Switches all layers."""
         self.model.train(mode)
 
     def run(self, inputs: Any, targets: Any) -> Any:
@@ -152,7 +151,6 @@ def observe(trainer: Trainer, into: Observed, at: str, gradients: bool = True) -
 
 
 def train(trainer: Trainer, into: Observed) -> None:
-    """Trains as the case says, observing after each step."""
     case = trainer.case
     case.begin(trainer)
     optimizer = case.optimizer(trainer.model.parameters())

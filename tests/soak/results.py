@@ -33,7 +33,6 @@ def facts() -> dict[str, str]:
 
 
 def processor() -> str:
-    """The name of the processor, where it can be found."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -42,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configurations", type=int, help="how many; one with --only, else one of each kind")
     parser.add_argument("--seed", type=int, default=0, help="the number of the first configuration of each kind")
@@ -101,7 +100,6 @@ def soak(kinds: Sequence[Kind], options: argparse.Namespace) -> list[Verdict]:
 
 
 def show(verdict: Verdict, verbose: bool) -> None:
-    """One line for a failure, or all of it."""
     if verbose or verdict.verdict in FAILED:
         print(f"{verdict.verdict:10} --only {verdict.kind} --seed {verdict.number}   {verdict.setting}", flush=True)
         lines = verdict.why.splitlines()

@@ -80,7 +80,6 @@ def trainings() -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
 
 
 def drawn(kind: Kind, number: int) -> Observed:
-    """What a configuration leaves."""
     return observed(*kind.case(number))
 
 
@@ -101,7 +100,6 @@ def digests(found: Mapping[str, Any]) -> Digests:
 
 
 def over_processes() -> dict[str, Digests]:
-    """What each of two processes finds."""
     with WorkerPool(WORLD) as pool:
         return {
             f"{name}, rank {rank}": found
@@ -111,7 +109,6 @@ def over_processes() -> dict[str, Digests]:
 
 
 def read(path: Path) -> dict[str, Digests]:
-    """The digests of a file, by the name of the training."""
     return dict(map(json.loads, path.read_text().splitlines()[1:]))
 
 

@@ -61,7 +61,6 @@ class Worker:
         self.link.close()
 
     def close(self) -> None:
-        """Lets the process end."""
         self.link.send(None)
         self.process.join(10)
         if self.process.is_alive():

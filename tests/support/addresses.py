@@ -47,8 +47,6 @@ class ByAddress(nn.Module):
 
 
 class ByAddressInPlace(nn.Module):
-    """Scales what it is given in place."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(factor_of(x))
 

@@ -35,25 +35,15 @@ def vars_or_items(value: Any) -> Sequence[Any]:
 
 @dataclass
 class Case:
-    """What is trained: a model, its inputs and targets, and the loss; the model's own where there is none.
-
-    Attributes:
-        build: Makes the model; the same weights every time.
-        inputs: Makes inputs of so many rows.
-        target: Makes targets of so many rows.
-        loss_fn: Of output and target.
-        sample: What the pipe is shown; by default the inputs.
-        blocks: As given to the pipe.
-        deep: How many partitions there are at most.
-    """
+    """What is trained: a model, its inputs and targets, and the loss; the model's own where there is none."""
 
     build: Callable[[], nn.Module]
-    inputs: Callable[[int], Tree]
-    target: Callable[[int], Tree] | None = None
-    loss_fn: Callable[..., Tensor] | None = squared
-    sample: Tree = None
+    inputs: Callable[[int], Tree]  # of so many rows
+    target: Callable[[int], Tree] | None = None  # likewise
+    loss_fn: Callable[..., Tensor] | None = squared  # of output and target
+    sample: Tree = None  # what the pipe is shown; by default the inputs
     blocks: list[str] | None = None
-    deep: int = 4
+    deep: int = 4  # the most partitions
     settings: dict[str, Any] = field(default_factory=dict)
 
     def model(self) -> nn.Module:
@@ -71,7 +61,6 @@ class Case:
 def train_plainly(
     case: Case, model: nn.Module, inputs: Tree, targets: Tree, *, micro_batches: int = M, step: int = 0
 ) -> Tensor:
-    """The plain loop over the model as it is."""
     replayed = TracedModel(
         model, unwrapped(parts_of(case.inputs(5) if case.sample is None else case.sample, M)[0]), case.blocks
     )

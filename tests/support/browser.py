@@ -36,7 +36,6 @@ class Page:
             self.do(f"{domain}.enable")
 
     def do(self, method: str, **parameters: Any) -> Any:
-        """Gives a command, and waits for its result."""
         self._sent += 1
         session = {"sessionId": self._session} if self._session else {}
         message = {"id": self._sent, "method": method, "params": parameters, **session}
@@ -47,7 +46,6 @@ class Page:
         return heard["result"]
 
     def open(self, file: Path, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
-        """Opens a file in a window of this size, that of a phone if it is narrow."""
         phone = width < 500
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": phone}
         self.do("Emulation.setDeviceMetricsOverride", **size)
@@ -72,7 +70,6 @@ class Page:
         return str(self.value(f"((one) => (one.checkVisibility() ? one.innerText : ''))({found})"))
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        """Moves, presses, releases or wheels the mouse at a place of the window."""
         self.do("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, **more)
 
     def fingers(self, kind: str, *places: tuple[float, float]) -> None:
@@ -80,13 +77,11 @@ class Page:
         self.do("Input.dispatchTouchEvent", type=f"touch{kind}", touchPoints=[{"x": x, "y": y} for x, y in places])
 
     def key(self, name: str) -> None:
-        """Presses a key: a character, or a name such as ArrowLeft."""
         text = {"text": name} if len(name) == 1 else {}
         self.do("Input.dispatchKeyEvent", type="keyDown", key=name, **text)
         self.do("Input.dispatchKeyEvent", type="keyUp", key=name)
 
     def picture(self, file: Path, *, whole: bool = True) -> None:
-        """Takes a picture of the whole page, or of what is in the window."""
         found = self.do("Page.captureScreenshot", captureBeyondViewport=whole, **self._clip(whole))
         file.write_bytes(b64decode(found["data"]))
 

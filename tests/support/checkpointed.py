@@ -108,7 +108,6 @@ def remembered(pipe: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict
 
 
 def snapshot(pipe: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """The same, as it is now."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), remembered(pipe, optimizer))
 
 

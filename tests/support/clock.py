@@ -19,6 +19,5 @@ class Clock:
             monkeypatch.setattr(RankStream, name, staticmethod(time.perf_counter))
 
     def sleep(self, seconds: float) -> None:
-        """Lets so many seconds pass, for all threads."""
         with self._one_at_a_time:
             self._now += seconds

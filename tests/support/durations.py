@@ -41,12 +41,10 @@ TIERS = {
 
 
 def test_of(nodeid: str) -> str:
-    """The test that a case is of."""
     return nodeid.partition("[")[0]
 
 
 def read(file: Path = FILE) -> dict[str, float]:
-    """The seconds that one case of a test takes."""
     known: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return known
 
@@ -62,7 +60,6 @@ def keep(seconds: Mapping[str, float], file: Path = FILE) -> None:
 
 
 def choose(items: Sequence[pytest.Item], tier: str, known: Mapping[str, float]) -> set[pytest.Item]:
-    """The cases that a tier takes."""
     together, alone = TIERS[tier]
     tests = defaultdict(list)
     for item in items:
@@ -79,7 +76,6 @@ def choose(items: Sequence[pytest.Item], tier: str, known: Mapping[str, float]) 
 
 
 def is_drawn(item: pytest.Item) -> bool:
-    """Whether hypothesis draws the examples of a test."""
     return getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
 
 

@@ -59,14 +59,12 @@ def send(endpoint: Endpoint, peer: int, number: int, size: int = 8) -> None:
 
 
 def receive(endpoint: Endpoint, peer: int, number: int, size: int = 8) -> None:
-    """Receives a message, which must be right."""
     message, _ = endpoint.receive(peer, label_of(number))
     assert isinstance(message, BoundaryValue)
     assert torch.equal(message.value, torch.full([size // 8], number))
 
 
 def exchange(endpoint: Endpoint, told: bytes) -> list[Any]:
-    """Has all agree in a run of its own."""
     try:
         endpoint.begin()
         return endpoint.exchange(told)
@@ -76,5 +74,4 @@ def exchange(endpoint: Endpoint, told: bytes) -> list[Any]:
 
 
 def waits(endpoint: Endpoint) -> bool:
-    """Whether a rank waits for others."""
     return endpoint.status.waits

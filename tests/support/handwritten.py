@@ -64,8 +64,6 @@ def blocks(count: int = 5, **given: Any) -> nn.ModuleList:
 
 
 class Layered(nn.Module):
-    """A model with a list of blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = blocks()
@@ -348,8 +346,6 @@ class OtherMethods(Layered):
 
 
 class Translator(nn.Module):
-    """torch.nn.Transformer, with masks for padding and for the future."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, W)
@@ -367,8 +363,6 @@ class Translator(nn.Module):
 
 
 class Encoder(nn.Module):
-    """torch.nn.TransformerEncoder, with masks."""
-
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(W, 2, 12, dropout=0.1, batch_first=True, norm_first=True)

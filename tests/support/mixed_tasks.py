@@ -51,7 +51,6 @@ class Task:
     seed: int
 
     def inputs(self, step: int) -> Tree:
-        """The inputs of a mini-batch."""
         generator, rows = torch.Generator().manual_seed(self.seed + step), self.rows[step]
         x = torch.randn(self.ahead + rows, self.model.width, generator=generator)[self.ahead :]
         match self.given:
@@ -73,7 +72,6 @@ class Task:
         return {"y": torch.randn(self.ahead + rows, generator=generator)[self.ahead :], "valid": valid}
 
     def keys(self, step: int) -> Keys:
-        """What the plain loop is told of a mini-batch."""
         return Keys(micro_batches=self.micro_batches, seed=self.seed, step=step)
 
     def loss(self, output: Tree, target: Tree) -> Tensor:
@@ -91,12 +89,10 @@ def mean_of_valid(output: Tree, target: Any) -> Tensor:
 
 
 def count_valid(target: Any) -> Tensor:
-    """A weight, for `reduction`."""
     return target["valid"].sum()
 
 
 def root_of_rows(target: Any) -> float:
-    """Another."""
     return len(target["y"]) ** 0.5
 
 
@@ -135,8 +131,6 @@ def generate_task(draw: Random) -> Task:
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is cut and run."""
-
     cut: tuple[int, ...]
     remat: tuple[str | int, ...]
     driver: str
@@ -155,23 +149,19 @@ def generate_way(draw: Random, model: Model, partitions: int) -> Way | None:
 
 
 def whole(model: Model) -> Way:
-    """One partition, in the simplest way."""
     return Way((len(model.layers),), ("never",), "lockstep")
 
 
 def twin(model: Model) -> Model:
-    """A copy of a model."""
     return replace(model, layers=twins(model.layers))
 
 
 def run_pipe(task: Task, way: Way) -> Outcome:
-    """A run through a pipe."""
     with make(twin(task.model), task, way) as pipe:
         return run(task, pipe)
 
 
 def make(model: Model, task: Task, way: Way) -> gpipe.GPipe:
-    """A model as a pipe."""
     return gpipe.GPipe(
         model.layers,
         way.cut,
@@ -186,8 +176,6 @@ def make(model: Model, task: Task, way: Way) -> gpipe.GPipe:
 
 
 def run(task: Task, pipe: gpipe.GPipe) -> Outcome:
-    """What a task leaves that is run through a pipe."""
-
     def train(inputs: Tree, step: int) -> Tensor:
         given = inputs, task.targets(step), task.loss, task.way
         return laws.train(pipe, *given, reduction=task.reduction, scale=task.scale)
@@ -196,7 +184,6 @@ def run(task: Task, pipe: gpipe.GPipe) -> Outcome:
 
 
 def run_plain(task: Task) -> Outcome:
-    """The same in plain PyTorch."""
     model = twin(task.model)
     root = nn.Sequential(*model.layers)
     for first, *others in model.ties:

@@ -47,8 +47,6 @@ class Fork(nn.Module):
 
 
 class Join(nn.Module):
-    """Several values in, one tensor out."""
-
     def __init__(self, width: int, side: int, out: int) -> None:
         super().__init__()
         self.main = nn.Linear(width, out)
@@ -63,8 +61,6 @@ class Join(nn.Module):
 
 
 class Stash(nn.Module):
-    """Keeps what it is given for later layers."""
-
     def __init__(self, name: str, width: int) -> None:
         super().__init__()
         self.stash = (name,)
@@ -75,8 +71,6 @@ class Stash(nn.Module):
 
 
 class Pop(nn.Module):
-    """Adds what earlier layers kept."""
-
     def __init__(self, widths: dict[str, int], width: int) -> None:
         super().__init__()
         self.pop = tuple(widths)
@@ -89,15 +83,11 @@ class Pop(nn.Module):
 
 
 class Turned(nn.Module):
-    """Gives a tensor that is not contiguous."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x.t().contiguous().t()
 
 
 class EverySecond(nn.Module):
-    """Gives a view."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x[:, ::2]
 
@@ -136,8 +126,6 @@ class Draws(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """Leaves its layer out for some rows."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.inner = nn.Linear(width, width)
@@ -217,8 +205,6 @@ class Images(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block of several modules."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.inner = nn.Sequential(
@@ -261,8 +247,6 @@ class Experts(nn.Module):
 
 
 class Unused(nn.Module):
-    """Has a parameter that has no say."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))

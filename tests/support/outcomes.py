@@ -23,7 +23,6 @@ def state(root: nn.Module, when: object) -> Outcome:
 
 
 def noted(root: nn.Module, when: object) -> Outcome:
-    """All that there is of a model."""
     return gradients(root, when) | state(root, when)
 
 
@@ -60,6 +59,5 @@ def train_twice(
 
 
 def differences(one: Outcome, other: Outcome, *, leave_out: Callable[[str], bool] = lambda name: False) -> list[str]:
-    """What is not the same to the last bit."""
     assert list(one) == list(other), "not the same names"
     return [name for name in one if not leave_out(name) and not same_bits(one[name], other[name])]

@@ -39,7 +39,6 @@ def weights_of(seed: int) -> Iterator[None]:
 
 
 def mini_batch(given: int, wanted: int, rows: int = 8) -> tuple[Tensor, Tensor]:
-    """Rows of inputs and of targets, so wide."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(rows, given, generator=generator), torch.randn(rows, wanted, generator=generator)
 
@@ -125,7 +124,6 @@ def plain_call(
 
 
 def plain_outputs(layers: Sequence[nn.Module], inputs: Tree, *, micro_batches: int, seed: int, step: int = 0) -> Tree:
-    """What `pipe(inputs)` gives without grad."""
     with torch.no_grad(), one_thread():
         parts = enumerate(parts_of(inputs, micro_batches))
         return as_given(inputs, (run_layers(layers, x, seed=seed, step=step, micro_batch=m) for m, x in parts))
@@ -162,7 +160,6 @@ def train_plainly(
     reduction: Reduction = "mean",
     scale: float = 1.0,
 ) -> Tensor:
-    """Likewise through the plain loop."""
     given = layers, inputs, targets, loss_fn
     if way == "step":
         return plain_loop(*given, micro_batches=micro_batches, seed=seed, step=step, reduction=reduction, scale=scale)
@@ -170,13 +167,11 @@ def train_plainly(
 
 
 def replaced(tree: Tree, old: Sequence[Tensor], new: Sequence[Tensor]) -> Tree:
-    """The value with some of its tensors replaced by others."""
     known = {id(tensor): other for tensor, other in zip(old, new, strict=True)}
     return pytree.tree_map(lambda leaf: known.get(id(leaf), leaf), tree)
 
 
 def tensors_in(tree: Tree) -> list[Tensor]:
-    """All tensors of a value."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -222,7 +217,6 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def joined(parts: Iterable[Tree]) -> Tree:
-    """The outputs of all micro-batches as one."""
     outputs = list(parts)
     if len(outputs) == 1:
         return outputs[0]
@@ -250,7 +244,6 @@ def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def all_same_bits(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Whether all tensors are the same as the others, in their order."""
     return all(same_bits(one, other) for one, other in zip(some, others, strict=True))
 
 

@@ -100,15 +100,12 @@ def closed(program: Program) -> Program:
 
 
 def computing(row: Iterable[Action]) -> list[Action]:
-    """What of a row runs layers."""
     return [action for action in row if action.kind in COMPUTE]
 
 
 def listed(program: Program) -> list[Action]:
-    """All actions, row by row, as often as they appear."""
     return [action for row in program.table for action in row]
 
 
 def parsed(text: str) -> list[Action]:
-    """A row as it prints."""
     return [parse_action(word) for word in text.split()]

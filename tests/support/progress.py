@@ -48,23 +48,30 @@ class Progress:
         return len(self._looks) > LOOKS and self._looks[-1] - self._looks[0] < LEAST_SHARE * LOOKS * LOOK_SECONDS
 
     def restart(self) -> None:
-        """Something was done."""
         self._looks.clear()
 
 
 def seconds_of(pids: Collection[int]) -> dict[int, float]:
     """The processor time of processes and of all below them, those that have ended counted with their parents."""
-    parents, seconds = {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with suppress(FileNotFoundError, ProcessLookupError):
-                words = (entry / "stat").read_text().rpartition(")")[2].split()
-                parents[int(entry.name)] = int(words[1])
-                seconds[int(entry.name)] = sum(map(int, words[11:15])) / TICKS
+    stats = all_stats()
+    parents = {pid: int(words[1]) for pid, words in stats.items()}
     family = set(pids)
     while more := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= more
-    return {pid: seconds[pid] for pid in family & seconds.keys()}
+    return {pid: sum(map(int, stats[pid][11:15])) / TICKS for pid in family & stats.keys()}
+
+
+def stat_of(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on; nothing of one that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def all_stats() -> dict[int, list[str]]:
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+    return {pid: words for pid in pids if (words := stat_of(pid))}
 
 
 def wait_until(condition: Callable[[], bool], log: Path | None = None) -> None:

@@ -16,8 +16,6 @@ WIDTH = 6
 
 
 class Does(nn.Module):
-    """A layer that does what a function does."""
-
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.function = function
@@ -27,7 +25,6 @@ class Does(nn.Module):
 
 
 def images(layer: nn.Module) -> nn.Module:
-    """A layer of images of three channels."""
     return nn.Sequential(nn.Unflatten(1, (3, 2, 1)), layer, nn.Flatten())
 
 

@@ -110,19 +110,12 @@ RESHAPING: dict[str, Callable[[Random, int, int], nn.Module]] = {
 
 @dataclass(frozen=True)
 class Knobs:
-    """What a model may be like.
+    """What a model may be like."""
 
-    Attributes:
-        layers: How many it has, at least and at most, before its ends are brought together.
-        reshapes: Whether layers may change the width, and the model may end with several values.
-        norms: Whether it may have BatchNorms, for which a micro-batch needs two rows.
-        shares: Whether modules and parameters may be used twice, and a table be taken whole.
-    """
-
-    layers: tuple[int, int]
-    reshapes: bool
-    norms: bool
-    shares: bool
+    layers: tuple[int, int]  # at least and at most, before its ends are brought together
+    reshapes: bool  # layers may change the width, and the model may end with several values
+    norms: bool  # it may have BatchNorms, for which a micro-batch needs two rows
+    shares: bool  # modules and parameters may be used twice, and a table be taken whole
 
     def kinds(self) -> list[str]:
         """What a layer may be, as often as it is to be chosen."""
@@ -132,8 +125,6 @@ class Knobs:
 
 @dataclass
 class Model:
-    """A generated model."""
-
     layers: list[nn.Module]
     width: int  # of what it is given
     kinds: list[str]

@@ -78,8 +78,6 @@ TARGET = data(99)
 
 
 class Piped:
-    """A pipe, as a story uses it."""
-
     def __init__(self, pipe: gpipe.GPipe) -> None:
         self.module = self.pipe = pipe
 
@@ -140,14 +138,12 @@ class _Loop(torch.autograd.Function):
 
 
 def pipes(partitions: int, **settings: Any) -> list[Piped]:
-    """A pipe of layers, and one of a model."""
     given: dict[str, Any] = {"seed": SEED, "micro_batches": M, "costs": [1] * 8} | settings
     layers = gpipe.GPipe(network(0), partitions, **given)
     return [Piped(layers), Piped(gpipe.GPipe(model(1), partitions, **given | {"sample": TARGET, "costs": "params"}))]
 
 
 def plain(replica: int = 0, replicas: int = 1) -> list[Plain]:
-    """The same as plain loops."""
     return [Plain(network(0), replica, replicas), Plain([model(1)], replica, replicas)]
 
 

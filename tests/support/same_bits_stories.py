@@ -312,8 +312,6 @@ STORIES: Mapping[str, Story] = {
 
 
 def maker(partitions: int, **settings: Any) -> Make:
-    """Makes pipes of so many partitions."""
-
     def make(layers: Any, **how: Any) -> gpipe.GPipe:
         return gpipe.GPipe(layers, partitions, MICRO_BATCHES, seed=SEED, **settings, **how)
 

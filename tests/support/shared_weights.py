@@ -39,7 +39,6 @@ def own_leaves(layers: Sequence[nn.Module]) -> list[dict[Place, Tensor]]:
 
 
 def add_up(leaves: Sequence[Mapping[Place, Tensor]]) -> None:
-    """Adds the gradients of the leaves to those of the parameters."""
     totals: dict[nn.Parameter, Tensor] = {}
     for of_layer in leaves:
         for (module, name), leaf in of_layer.items():
@@ -62,7 +61,6 @@ class Lent(nn.Module):
         self.pop = () if isinstance(layer, nn.Sequential) else getattr(layer, "pop", ())
 
     def forward(self, value: Tree, **popped: Tensor) -> Tree:
-        """Runs the layer."""
         value = pytree.tree_map_only(gpipe.Whole, lambda whole: whole.tensor, value)
         with self._in_place():
             return self.layer[0](value, **popped)

@@ -58,17 +58,14 @@ def train(
 
 
 def shown(text: str) -> list[str]:
-    """The lines of the epochs."""
     return [line for line in text.splitlines() if line.startswith("epoch")]
 
 
 def weights(out: Path) -> dict[str, Tensor]:
-    """The weights that a run has left."""
     return load_file(out / "model.safetensors")
 
 
 def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    """Whether all are the same, bit by bit."""
     return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
 
 

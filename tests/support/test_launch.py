@@ -18,14 +18,11 @@ from tests.support.processes.outcome import HungError, Outcome, answers
 
 def alive(pid: int) -> bool:
     """Whether a process runs; one that has ended and was not yet waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    words = progress.stat_of(pid)
+    return bool(words) and words[0] != "Z"
 
 
 def gone(pid: int) -> bool:
-    """Waits until a process has ended."""
     while alive(pid):
         time.sleep(0.01)
     return True

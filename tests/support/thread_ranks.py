@@ -16,20 +16,15 @@ Made = TypeVar("Made")
 
 
 class Meeting:
-    """Where the members of a team exchange."""
-
     def __init__(self, size: int) -> None:
         self.told = [b""] * size
         self.barrier = threading.Barrier(size)
 
     def leave(self) -> None:
-        """What the death of a process is to the others."""
         self.barrier.abort()
 
 
 class Member:
-    """A rank of a team."""
-
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, len(meeting.told)
 

@@ -6,7 +6,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from gpipe.recipes.data.pairs import Pair
@@ -37,7 +36,6 @@ def in_toy(word: str) -> str:
 
 
 def in_mirror(word: str) -> str:
-    """What it is in the language `mirror`."""
     return word[::-1]
 
 
@@ -82,7 +80,6 @@ def job_of(given: TranslationOptions) -> Job:
 
 
 def train(given: TranslationOptions) -> list[Epoch]:
-    """Trains, and leaves all files."""
     return run(job_of(given), Console(quiet=True))
 
 
@@ -92,8 +89,3 @@ def steps_of(job: Job, count: int) -> list[float]:
     batches: Iterator[Any] = zip(range(count), job.recipe.batches(1, 0, job.share), strict=False)
     train_epoch(job, 1, batches, losses.append)
     return losses
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Whether weights have the same names and bits."""
-    return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())

@@ -14,7 +14,8 @@ from gpipe.recipes.options.translation import TranslationOptions
 from gpipe.recipes.prepare import prepare
 from gpipe.recipes.training import run
 from gpipe.recipes.translation.recipe import VOCABULARY, TranslationRecipe
-from tests.support.toy_language import job_of, options, pairs, same, steps_of, train, write_table
+from tests.support.small_images import same
+from tests.support.toy_language import job_of, options, pairs, steps_of, train, write_table
 
 WEIGHTS = "model.safetensors"
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from gpipe.recipes.options.translation import TranslationOptions
 from tests.support.processes.torchrun import torchrun
-from tests.support.small_images import flags
-from tests.support.toy_language import options, same, train
+from tests.support.small_images import flags, same
+from tests.support.toy_language import options, train
 
 
 def launched(given: TranslationOptions, folder: Path) -> str:

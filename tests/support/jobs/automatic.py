@@ -14,13 +14,11 @@ Json = Any
 
 
 def layers() -> list[nn.Module]:
-    """Alike in all processes."""
     with weights_of(3):
         return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)]
 
 
 def batch() -> torch.Tensor:
-    """Inputs, which are the targets too."""
     return torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH)
 
 
@@ -39,12 +37,10 @@ def by_plan(driver: str) -> Json:
 
 
 def auto(rank: int, world: int, memory: float | None) -> Json:
-    """As in one process, by several; replicas are given the same rows."""
     return by_memory(memory, driver="process")
 
 
 def planned(rank: int, world: int) -> Json:
-    """Likewise by a plan."""
     return by_plan(driver="process")
 
 

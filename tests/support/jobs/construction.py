@@ -3,7 +3,6 @@
 import os
 import resource
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ from gpipe.stages.sequence import _build_on_meta
 from tests.support.jobs.training import FEATURES, MICRO_BATCHES, Json, batch
 from tests.support.plain_loop import squares
 from tests.support.processes.faults import EXCEPTIONS, strike
-from tests.support.processes.marks import FOLDER, mark
+from tests.support.processes.marks import FOLDER, mark, wait_for
 
 OURS = str(Path(gpipe.__file__).parent)
 FEW = "few files"
@@ -67,11 +66,6 @@ class Slowly:
         return layer
 
 
-def wait_for(file: Path) -> None:
-    while not file.exists():
-        time.sleep(0.01)
-
-
 @contextmanager
 def counted(kind: str, at: int) -> Iterator[list[int]]:
     """Counts the calls of ours in this thread, and has the fault happen at one of them.
@@ -105,7 +99,6 @@ def is_tried(frame: FrameType | None) -> bool:
 
 
 def happen(kind: str) -> None:
-    """Does the deed."""
     if kind != FEW:
         strike(kind)
         return

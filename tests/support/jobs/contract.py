@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import gpipe
-from tests.support.networks import WIDTH, WORDS, data, network, squared, with_metrics, words
-from tests.support.plain_loop import weights_of
+from tests.support.networks import WIDTH, data, network, squared, tied_network, with_metrics, words
 from tests.support.processes.listening import listening_sockets
 from tests.support.said import said
 
@@ -62,14 +61,12 @@ def only_where_read(rank: int, world: int) -> Json:
 
 
 def tied() -> list[nn.Module]:
-    with weights_of(3):
-        layers = [nn.Embedding(WORDS, WIDTH), *network()[:-1], nn.Linear(7, WIDTH), nn.Linear(WIDTH, WORDS)]
+    layers = tied_network()
     layers[-1].weight = layers[0].weight
     return layers
 
 
 def names(rank: int, world: int) -> Json:
-    """Names of this rank's parameters, of its state, and how many there are of either."""
     pipe = make(world, tied())
     pipe.step(*words(0, 9), squared)
     state = {name: value.tolist() for name, value in pipe.state_dict().items()}
@@ -159,47 +156,27 @@ def differ(rank: int, world: int, name: str, odd: int) -> None:
 
 
 def mesh_without(rank: int, world: int) -> None:
-    """A mesh of all ranks but the last."""
     make(world - 1, mesh=DeviceMesh("cpu", torch.arange(world - 1), mesh_dim_names=("pp",)))
 
 
 # What one rank does while the others make a step.
 
 
-def _call(pipe: gpipe.GPipe, x: Tensor, y: Tensor) -> None:
-    with torch.no_grad():
-        pipe(x)
-
-
-def _gathering_call(pipe: gpipe.GPipe, x: Tensor, y: Tensor) -> None:
-    pipe(x, gather=True)
-
-
-def _step_without_gradients(pipe: gpipe.GPipe, x: Tensor, y: Tensor) -> None:
-    with torch.no_grad():
-        pipe.step(x, y, F.mse_loss)
-
-
-def _step_in_evaluation(pipe: gpipe.GPipe, x: Tensor, y: Tensor) -> None:
-    pipe.eval().step(x, y, F.mse_loss)
-
-
-def _step_of_another_number(pipe: gpipe.GPipe, x: Tensor, y: Tensor) -> None:
+def step_of_another_number(pipe: gpipe.GPipe, x: Tensor, y: Tensor) -> None:
     pipe.step_number += 1
     pipe.step(x, y, F.mse_loss)
 
 
-def _clip(pipe: gpipe.GPipe, x: Tensor, y: Tensor) -> None:
-    pipe.clip_grad_norm_(1.0)
-
-
-INSTEAD: Mapping[str, tuple[Callable[[gpipe.GPipe, Tensor, Tensor], None], str]] = {
-    "a call": (_call, "what was called"),
-    "a call that gathers": (_gathering_call, "what was called"),
-    "a step without gradients": (_step_without_gradients, "whether gradients are enabled"),
-    "a step in evaluation": (_step_in_evaluation, "training mode"),
-    "a step of another number": (_step_of_another_number, "the step number"),
-    "clipping": (_clip, "what was called"),
+INSTEAD: Mapping[str, tuple[Callable[[gpipe.GPipe, Tensor, Tensor], object], str]] = {
+    "a call": (torch.no_grad()(lambda pipe, x, y: pipe(x)), "what was called"),
+    "a call that gathers": (lambda pipe, x, y: pipe(x, gather=True), "what was called"),
+    "a step without gradients": (
+        torch.no_grad()(lambda pipe, x, y: pipe.step(x, y, F.mse_loss)),
+        "whether gradients are enabled",
+    ),
+    "a step in evaluation": (lambda pipe, x, y: pipe.eval().step(x, y, F.mse_loss), "training mode"),
+    "a step of another number": (step_of_another_number, "the step number"),
+    "clipping": (lambda pipe, x, y: pipe.clip_grad_norm_(1.0), "what was called"),
 }
 
 
@@ -227,8 +204,6 @@ def backward_apart(rank: int, world: int) -> Json:
 
 
 class Ends(nn.Module):
-    """Kills its process in some call."""
-
     def __init__(self, when: int) -> None:
         super().__init__()
         self.when, self.calls = when, 0
@@ -281,8 +256,6 @@ def _internet_sockets() -> set[str]:
 
 
 class Views(nn.Module):
-    """Gives a tensor and a part of it."""
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x + 1
         return x, x[:, :1]

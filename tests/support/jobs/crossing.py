@@ -23,7 +23,6 @@ Json = dict[str, Any]
 
 
 def wide_and_narrow(stages: int) -> list[nn.Module]:
-    """A layer for each stage."""
     with weights_of(1):
         return [nn.Linear(WIDTHS[stage], WIDTHS[stage + 1]) for stage in range(stages)]
 
@@ -88,17 +87,14 @@ def train_tied(rank: int, world: int, **how: Any) -> list[Json]:
 
 
 def train_synced(rank: int, world: int) -> list[Json]:
-    """Likewise, normalized over replicas."""
     return train_tied(rank, world, sync_batch_norm=True)
 
 
 def train_deferred(rank: int, world: int) -> list[Json]:
-    """Likewise, with statistics of whole mini-batches."""
     return train_tied(rank, world, deferred_batch_norm=True)
 
 
 def linked(pipe: gpipe.GPipe) -> Endpoint:
-    """The links of a process."""
     assert isinstance(pipe._processes, Processes)
     return pipe._processes.linked()
 

@@ -28,18 +28,15 @@ STEPS = 4
 
 
 def mesh_of(**sizes: int) -> DeviceMesh:
-    """A mesh of all ranks."""
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def seeded(*build: Any) -> list[nn.Module]:
-    """Layers of the same weights every time."""
     with weights_of(5):
         return [make() for make in build]
 
 
 def data(step: int, rows: int) -> tuple[Tensor, Tensor]:
-    """The mini-batch of all replicas."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(rows, 6, generator=generator), torch.randn(rows, 6, generator=generator)
 
@@ -56,7 +53,6 @@ def tensors_of(found: dict[str, Tensor | None]) -> dict[str, Any]:
 
 
 def gradients(pipe: nn.Module) -> dict[str, Any]:
-    """The gradients of a rank, as JSON."""
     return tensors_of({name: p.grad for name, p in pipe.named_parameters()})
 
 
@@ -166,8 +162,6 @@ def overlap(rank: int, world: int) -> Json:
 
 
 class Aside(nn.Module):
-    """Looks at what passes; changes nothing."""
-
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.norm = norm
@@ -334,7 +328,6 @@ def break_down(rank: int, world: int) -> Json:
 
 
 def mlp() -> list[nn.Module]:
-    """Layers of more parameters than ranks."""
     return seeded(*[lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(4)])
 
 
@@ -450,7 +443,6 @@ def step_alike(rank: int, world: int) -> list[float]:
 
 
 def scale_by_torchs(rank: int, world: int) -> None:
-    """Torch's own scaler, on one rank."""
     pipe = gpipe.GPipe(seeded(lambda: nn.Linear(6, 6), lambda: nn.Linear(6, 6)), 2, 2, driver="process")
     x, y = data(0, 4)
     pipe.step(x, y, F.mse_loss, scaler=(gpipe.GradScaler(pipe), torch.amp.GradScaler("cpu"))[rank])

@@ -36,7 +36,6 @@ def raises(rank: int, world: int, who: int) -> None:
 
 
 def ends(rank: int, world: int, who: int, how: str) -> str:
-    """One rank ends in some way, the others answer."""
     if rank == who:
         mark()
         match how:
@@ -53,5 +52,4 @@ def ends(rank: int, world: int, who: int, how: str) -> str:
 
 
 def leaves_a_process(rank: int, world: int) -> int:
-    """Starts something that outlives it."""
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid

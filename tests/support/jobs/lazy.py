@@ -45,7 +45,6 @@ def build_in_little_memory(rank: int, world: int) -> Json:
 
 
 def draws_around(rank: int, world: int) -> Json:
-    """Building a pipe leaves the process's own generator where it was, in every process."""
     torch.manual_seed(rank)
     before = torch.get_rng_state()
     gpipe.GPipe(makers(4), world, 2, seed=SEED, driver="process").close()
@@ -66,7 +65,6 @@ class Fails(nn.Module):
 
 
 def fails_on_one(rank: int, world: int, index: int) -> None:
-    """A callable that fails when its layer is built for real, which one process does."""
     layers: list[Any] = makers(4)
     layers[index] = Fails
     gpipe.GPipe(layers, world, 2, seed=SEED, driver="process")

@@ -18,7 +18,6 @@ def optimizer_of(pipe: gpipe.GPipe) -> torch.optim.Optimizer:
 
 
 def clipped(pipe: gpipe.GPipe, optimizer: torch.optim.Optimizer, name: str, steps: int) -> Outcome:
-    """Steps whose gradients are clipped; what they leave."""
     found: Outcome = {}
     for _ in range(steps):
         at = pipe.step_number
@@ -48,7 +47,6 @@ def other(name: str) -> torch.nn.Module:
 
 
 def resumed(name: str, world: int, folder: str, **how: Any) -> Digests:
-    """Two steps from what was saved."""
     with piped(other(name), name, world, **how) as pipe:
         optimizer = optimizer_of(pipe)
         gpipe.load(folder, pipe, optimizer)

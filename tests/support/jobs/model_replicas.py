@@ -33,7 +33,6 @@ def share(name: str, replica: int, step: int, at: int = 0) -> dict[str, Tensor]:
 
 
 def parts(name: str, step: int, *, ready_made: bool) -> gpipe.MicroBatches:
-    """The micro-batches of both replicas, one after another."""
     found = []
     for replica in range(len(SIZES)):
         given = mini_batch(name, replica, step, ready_made=ready_made)
@@ -48,7 +47,6 @@ def parts(name: str, step: int, *, ready_made: bool) -> gpipe.MicroBatches:
 
 
 def train(rank: int, world: int, name: str, ready_made: bool, schedule: str) -> dict[str, Any]:
-    """Two steps of two replicas."""
     given = [mini_batch(name, rank // 2, step, ready_made=ready_made) for step in (0, 1)]
     how: Any = {"costs": "params", "seed": SEED, "driver": "process", "schedule": schedule}
     with gpipe.GPipe(model_of(name), 2, MICRO_BATCHES, sample=batch_of(name), **how) as pipe:

@@ -17,7 +17,6 @@ Json = Any
 
 
 def piped(model: nn.Module, name: str, partitions: int, **how: Any) -> gpipe.GPipe:
-    """A pipe of a model, cut by the number of parameters."""
     how = {"micro_batches": MICRO_BATCHES, "costs": "params", "seed": SEED, **how}
     return gpipe.GPipe(model, partitions, sample=batch_of(name), **how)
 
@@ -36,7 +35,6 @@ def stepped(pipe: gpipe.GPipe, given: Sequence[Any]) -> Outcome:
 
 
 def batches(name: str) -> list[dict[str, Tensor]]:
-    """Two mini-batches of different lengths."""
     return [batch_of(name, step, length=12 - step) for step in (0, 1)]
 
 

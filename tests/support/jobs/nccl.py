@@ -14,7 +14,6 @@ ROWS, WIDTH, MICRO_BATCHES, STEPS, SEED = 32, 64, 4, 3, 7
 
 
 def network() -> list[nn.Module]:
-    """Layers of the same weights every time."""
     torch.manual_seed(5)
     return [
         layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Dropout())
@@ -22,13 +21,11 @@ def network() -> list[nn.Module]:
 
 
 def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mini-batch of a step, on the CPU."""
     made = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
     return made[0], made[1]
 
 
 def train_pipe(pipe: gpipe.GPipe, batch_of: Callable[[int], Sequence[torch.Tensor]]) -> tuple[list[str], Any]:
-    """Trains; the losses and the sums of this process's parameters, with all their bits."""
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     losses = []
     for step in range(STEPS):
@@ -40,7 +37,6 @@ def train_pipe(pipe: gpipe.GPipe, batch_of: Callable[[int], Sequence[torch.Tenso
 
 
 def bits(tensor: torch.Tensor) -> str:
-    """A number, exactly."""
     return float(tensor.detach()).hex()
 
 

@@ -27,7 +27,6 @@ def wired(*, grouped: bool = True) -> Iterator[None]:
 
 
 def over_wires(rank: int, world: int, grouped: bool, module: str, name: str, *args: Any) -> Json:
-    """Does another job."""
     with wired(grouped=grouped):
         return getattr(import_module(f"tests.support.jobs.{module}"), name)(rank, world, *args)
 

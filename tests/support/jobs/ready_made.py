@@ -19,7 +19,6 @@ SIZES = ([(3, 2), (1, 5)], [(2, 1), (4, 2), (1, 3)])
 
 
 def data(sizes: Sequence[Sequence[int]], seed: int) -> gpipe.MicroBatches:
-    """Micro-batches of these sizes."""
     generator = torch.Generator().manual_seed(seed)
     return gpipe.MicroBatches([torch.randn(*size, WIDTH, generator=generator) for size in sizes])
 

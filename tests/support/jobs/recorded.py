@@ -16,7 +16,6 @@ class Slow(nn.Linear):
     """A layer that takes no less than some seconds, whatever the machine."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Sleeps first."""
         time.sleep(SECONDS)
         return super().forward(x)
 

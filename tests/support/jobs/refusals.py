@@ -52,7 +52,6 @@ def other_kind(rank: int, world: int) -> list[Json]:
 
 
 def other_model(rank: int, world: int) -> None:
-    """Builds another model on the last rank."""
     piped(model_of("llama" if rank < world - 1 else "gpt2"), "llama", world, driver="process")
 
 
@@ -67,7 +66,6 @@ def other_sample(rank: int, world: int) -> None:
 
 
 def dies(rank: int, world: int) -> None:
-    """The last rank dies between steps."""
     pipe = piped(model_of("llama"), "llama", world, driver="process")
     pipe.step(batch_of("llama"))
     if rank == world - 1:

@@ -40,7 +40,6 @@ def mixed(
 
 
 def tell(rank: int, world: int, name: str) -> Digests:
-    """A story, through a pipe over all ranks."""
     remat = [REMATS[(stage + len(name)) % len(REMATS)] for stage in range(world)]
     make, pipes = maker(world, driver="process", remat=remat), []
 

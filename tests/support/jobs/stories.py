@@ -49,19 +49,16 @@ def build(world: int) -> list[nn.Module]:
 
 
 def data(step: int, length: int = 0) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a step."""
     generator = torch.Generator().manual_seed(step)
     made = torch.randn(2, ROWS, *([length] if length else []), FEATURES, generator=generator)
     return made[0], made[1]
 
 
 def pipe_of(world: int) -> gpipe.GPipe:
-    """A pipe over all ranks."""
     return gpipe.GPipe(build(world), [1] * world, MICRO_BATCHES, seed=0, driver="process")
 
 
 def own(pipe: gpipe.GPipe, rank: int) -> Guarded:
-    """This rank's layer."""
     layer = dict(pipe.named_children())[str(rank)]
     assert isinstance(layer, Guarded)
     return layer
@@ -75,8 +72,6 @@ def throw(error: BaseException) -> Deed:
 
 
 class MuteError(Exception):
-    """It has no text."""
-
     def __str__(self) -> str:
         raise ValueError("no text")
 
@@ -121,7 +116,6 @@ def go_on(pipe: gpipe.GPipe, act: Callable[[], object]) -> Json:
 
 
 def caught(act: Callable[[], object]) -> BaseException | None:
-    """What an act raises."""
     try:
         act()
     except BaseException as error:
@@ -130,7 +124,6 @@ def caught(act: Callable[[], object]) -> BaseException | None:
 
 
 def odd_exception(rank: int, world: int, name: str) -> Json:
-    """The last rank raises something odd."""
     pipe = pipe_of(world)
     if rank == world - 1:
         own(pipe, rank).arm(1, throw(ODD[name]()))
@@ -155,14 +148,12 @@ def wrong_data(rank: int, world: int, name: str) -> Json:
 
 
 def a_step_more(rank: int, world: int, who: int) -> None:
-    """One rank goes on alone."""
     pipe = pipe_of(world)
     for step in range(2 if rank == who else 1):
         pipe.step(*data(step), squares)
 
 
 def all_at_once(rank: int, world: int) -> Json:
-    """All ranks raise at about the same time."""
     pipe = pipe_of(world)
     own(pipe, rank).arm(1 if rank else 2, throw(FaultError(code=rank)))
     return go_on(pipe, lambda: pipe.step(*data(0), squares))
@@ -222,7 +213,6 @@ def again_and_again(rank: int, world: int, length: int) -> Json:
 
 
 def two_pipes(rank: int, world: int) -> Json:
-    """One pipe fails, another goes on."""
     one, other = pipe_of(world), pipe_of(world)
     before = other.step(*data(0), squares).item()
     if rank == 0:
@@ -233,8 +223,6 @@ def two_pipes(rank: int, world: int) -> Json:
 
 
 def builder_dies(rank: int, world: int, who: int) -> None:
-    """A rank is killed while it builds a layer."""
-
     def make() -> nn.Module:
         if rank == who:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -244,12 +232,10 @@ def builder_dies(rank: int, world: int, who: int) -> None:
 
 
 def not_there(rank: int, world: int, who: int) -> Json:
-    """One rank never makes a pipe, and ends."""
     return None if rank == who else [pipe_of(world).partitions]
 
 
 def dies_in_save(rank: int, world: int, folder: str) -> None:
-    """The last rank is killed where the others save."""
     pipe = gpipe.GPipe([nn.Linear(2, 2), nn.Linear(2, 2)], world, 2, driver="process")
     if rank == world - 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -14,8 +14,6 @@ SECONDS = 0.03
 
 
 class Slow(nn.Linear):
-    """A layer that takes so many seconds."""
-
     def __init__(self, seconds: float, clock: Clock) -> None:
         super().__init__(4, 4)
         self.seconds, self.clock = seconds, clock

@@ -24,7 +24,6 @@ def faulty_layer(stage: int, partitions: int) -> int:
 
 
 def build(fault: Fault) -> list[nn.Module]:
-    """The layers, of the same weights every time."""
     with weights_of(3):
         layers: list[nn.Module] = []
         for _ in range(LAYERS // 2):
@@ -91,13 +90,10 @@ def train(rank: int, world: int, fault: Mapping[str, Any], retry: bool, length: 
 
 
 def make(layers: Sequence[nn.Module], world: int) -> gpipe.GPipe:
-    """A pipe of as many layers on each rank."""
     return gpipe.GPipe(layers, [LAYERS // world] * world, MICRO_BATCHES, seed=0, driver="process")
 
 
 class _StrikeAt:
-    """A hook of an optimizer."""
-
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
         self.steps = 0

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +24,7 @@ import gpipe
 from gpipe.distributed import rendezvous
 from tests.support.plain_loop import plain_loop, squares
 from tests.support.processes.listening import Listening, family, listening_sockets
+from tests.support.processes.marks import wait_for
 
 FEATURES, ROWS, MICRO_BATCHES, SOUND_STEPS = 8, 10, 4, 3
 LENGTHS = (3, 9000)  # of sequences: messages that fit the stream, and larger ones
@@ -52,12 +52,6 @@ class Middle(nn.Module):
         wait_for(self.folder / "cut")
 
 
-def wait_for(file: Path) -> None:
-    """Waits until there is such a file; whoever waits for ever is ended with the test."""
-    while not file.exists():
-        time.sleep(0.01)
-
-
 def build(world: int, middle: nn.Module | None = None, at: int = 1) -> list[nn.Module]:
     """Layers of the same weights everywhere, `middle` in stage `at`."""
     torch.manual_seed(5)
@@ -70,14 +64,12 @@ def build(world: int, middle: nn.Module | None = None, at: int = 1) -> list[nn.M
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """The mini-batch of a step."""
     generator = torch.Generator().manual_seed(step)
     made = torch.randn(2, ROWS, LENGTHS[step % len(LENGTHS)], FEATURES, generator=generator)
     return made[0], made[1]
 
 
 def local_losses(world: int) -> list[float]:
-    """Of the sound steps, without a pipeline."""
     layers = build(world)
     optimizer = torch.optim.SGD(nn.Sequential(*layers).parameters(), lr=0.1)
     found = []
@@ -148,7 +140,6 @@ def main(folder: str, fault: str, timeout: str) -> None:
 
 
 def heard(found: Sequence[Sequence[Any]]) -> list[Listening]:
-    """What a record says of listening sockets."""
     return [Listening(*one) for one in found]
 
 

@@ -26,8 +26,6 @@ Json = Any
 
 
 class Passes(nn.Module):
-    """Hands on what it is given."""
-
     def forward(self, value: Tree) -> Tree:
         return value
 
@@ -69,7 +67,6 @@ def run_value(make: Make, kind: str) -> tuple[list[Json], list[Json], Outcome]:
 
 
 def expected(kind: str) -> Digests:
-    """What the local run leaves."""
     return digests(run_value(locally, kind)[2])
 
 
@@ -148,7 +145,6 @@ def refuse(rank: int, world: int, kind: str) -> Json:
 
 
 def unrefused() -> Digests:
-    """What the steps that are fine leave."""
     with weights_of(4):
         layers = [Sometimes("set", 0), First()]
     pipe = locally(layers)
@@ -179,7 +175,6 @@ class Slow(nn.Module):
 
 
 def shared_bytes() -> int:
-    """The shared memory of messages that this process has."""
     rows = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:gpipe" in line]
     return sum(int(row[0].split("-")[1], 16) - int(row[0].split("-")[0], 16) for row in rows)
 

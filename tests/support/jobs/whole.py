@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
+from tests.support.jobs.values import First
 from tests.support.plain_loop import weights_of
 from tests.support.said import said
 
@@ -27,13 +28,6 @@ Json = Any
 def network() -> list[nn.Module]:
     with weights_of(2):
         return [nn.Linear(4, 6), nn.Tanh(), nn.LSTM(6, 6), First(), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)]
-
-
-class First(nn.Module):
-    """What comes first of several."""
-
-    def forward(self, given: tuple[Tensor, object]) -> Tensor:
-        return given[0]
 
 
 def plain() -> list[nn.Module]:
@@ -121,12 +115,10 @@ class Breaks(nn.Module):
 
 
 def broken(rank: int, world: int) -> Json:
-    """A layer of the last stage raises."""
     gpipe.GPipe([*plain()[:3], Breaks()], world, 2, driver="process").step(*data(), LOSSES["entropy"])
 
 
 def places(rank: int, world: int) -> Json:
-    """Layers by their place among all."""
     pipe = gpipe.GPipe(plain(), world, 2, driver="process")
     return [[said(partial(operator.getitem, pipe, at)) for at in range(len(pipe))], len(list(pipe))]
 

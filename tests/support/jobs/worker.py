@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests.support.jobs.training import batch, build, faulty_layer, make
 from tests.support.plain_loop import squares
 from tests.support.processes.faults import Fault
+from tests.support.processes.marks import wait_for
 
 
 def main(folder: str, stuck: str) -> None:
@@ -23,8 +24,7 @@ def main(folder: str, stuck: str) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     Path(folder, f"joined_{rank}").touch()
-    while not Path(folder, "go").exists():
-        time.sleep(0.01)
+    wait_for(Path(folder, "go"))
     layer = faulty_layer(int(stuck), world) if int(stuck) >= 0 else -1
     pipe = make(build(Fault("sleep", "forward", layer)), world)
     while True:

@@ -89,8 +89,6 @@ def s11_tensor_attributes(draw: Draw) -> Case:
 
 
 class CountOps(TorchDispatchMode):
-    """Counts operations."""
-
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
@@ -101,16 +99,12 @@ class CountOps(TorchDispatchMode):
 
 
 class Doubling(TorchFunctionMode):
-    """Doubles what `tanh` gives."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         return out * 2 if func in (torch.tanh, torch.Tensor.tanh) else out
 
 
 class Halving(TorchDispatchMode):
-    """Halves what `tanh` gives."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         return out * 0.5 if func is torch.ops.aten.tanh.default else out

@@ -14,14 +14,13 @@ from .case import Case, Draw
 
 
 class Apply(nn.Module):
-    """A function as a layer."""
+    """A function as a layer, and the layer that it uses, if any."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], uses: nn.Module | None = None) -> None:
         super().__init__()
-        self.function = function
+        self.function, self.uses = function, uses
 
     def forward(self, *inputs: Any) -> Any:
-        """Calls the function."""
         return self.function(*inputs)
 
 
@@ -34,14 +33,11 @@ def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Calla
 
 
 class Residual(nn.Module):
-    """`x + inner(x)`."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Adds what the inner layer makes."""
         return x + self.inner(x)
 
 
@@ -73,7 +69,6 @@ def around(draw: Draw, width: int, *core: nn.Module, before: int = 0, after: int
 
 
 def mini_batches(draw: Draw, width: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """One mini-batch of inputs and targets a step."""
     return [(draw.data(draw.rows, width), draw.data(draw.rows, width)) for _ in range(draw.steps)]
 
 
@@ -87,7 +82,6 @@ def network(draw: Draw, width: int, core: nn.Module | Sequence[nn.Module], **fur
 
 
 def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A mean of squares written by hand."""
     return (output - target).pow(2).mean()
 
 
@@ -98,5 +92,4 @@ def tokens(draw: Draw, classes: int, length: int) -> list[tuple[torch.Tensor, to
 
 
 def token_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Cross entropy over all places of all rows."""
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())

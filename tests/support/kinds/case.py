@@ -33,7 +33,6 @@ class Setting:
     way: str
 
     def __str__(self) -> str:
-        """All of it on one line, as the arguments of a pipe."""
         names = ("cut", "micro_batches", "rows", "remat", "driver", "seed", "steps", "way")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
@@ -49,11 +48,9 @@ class Draw(random.Random):
         self.steps = self.choice((1, 2, 2, 3))
 
     def maybe(self, chance: float = 0.5) -> bool:
-        """True, that often."""
         return self.random() < chance
 
     def width(self) -> int:
-        """A number of features, often odd."""
         return self.choice((3, 4, 5, 7, 8, 10, 13, 16, 33))
 
     def data(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -64,7 +61,6 @@ class Draw(random.Random):
         return torch.randn(offset + shape[0] + 2, *shape[1:], dtype=dtype)[offset : offset + shape[0]]
 
     def labels(self, *shape: int, classes: int) -> torch.Tensor:
-        """Class numbers of `shape`."""
         return torch.randint(classes, shape)
 
 

@@ -32,8 +32,6 @@ class Scale(torch.autograd.Function):
 
 
 class Scaled(nn.Module):
-    """A layer with a weight, through the Function."""
-
     def __init__(self, width: int, materialize: bool) -> None:
         super().__init__()
         self.weight, self.materialize = nn.Parameter(torch.rand(width) + 0.5), materialize
@@ -90,8 +88,6 @@ class ThreeOut(torch.autograd.Function):
 
 
 class Pair(nn.Module):
-    """Gives two tensors."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.first, self.second = Scaled(width, True), Scaled(width, False)

@@ -14,8 +14,6 @@ Change = Callable[[Tensor], Tensor | None]
 
 
 def changes(draw: Draw, log: list[float]) -> Change:
-    """What a hook does to a gradient."""
-
     def record(g: Tensor) -> None:
         log.append(g.double().abs().sum().item())
 
@@ -124,20 +122,9 @@ def s1_multi_grad_hook(draw: Draw) -> Case:
                 register_multi_grad_hook((x, h) if inner else (x,), hear, mode="all" if every else "any")
             return h.tanh() + x
 
-        return WithLayer(linear, work)
+        return Apply(work, linear)
 
     return hearing(draw, log, *(layer() for _ in range(draw.randint(1, 2))), width=width)
-
-
-class WithLayer(nn.Module):
-    """A function that uses a layer."""
-
-    def __init__(self, inner: nn.Module, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner, self.function = inner, function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
 
 
 FORKS: tuple[Callable[[Tensor], tuple[Tensor, Tensor]], ...] = (
@@ -160,7 +147,7 @@ def s1_hook_on_one_of_two(draw: Draw) -> Case:
         return linear(pair[0]) * pair[1]
 
     words = (r"layer \d", r"hook")  # where one of the two was made from the other, a hook would see a part
-    core = [Apply(draw.choice(FORKS)), WithLayer(linear, work)]
+    core = [Apply(draw.choice(FORKS)), Apply(work, linear)]
     return network(draw, width, core, before=1, extra=lambda: {"hooks": sorted(log)}, refusal=words)
 
 

@@ -51,8 +51,6 @@ class Gate(nn.Module):
 
 
 class Balanced:
-    """A loss that pops it."""
-
     pop = ("balance",)
 
     def __call__(self, output: Tensor, target: Tensor, balance: Tensor) -> Tensor:
@@ -76,8 +74,6 @@ def s10_stashes_and_losses(draw: Draw) -> Case:
 
 @kind()
 def loss_in_place(draw: Draw) -> Case:
-    """The loss changes its output and its target."""
-
     def loss(output: Tensor, target: Tensor) -> Tensor:
         target[target > 1] = 0.0
         return F.mse_loss(output.clamp_(-0.5, 0.5), target)

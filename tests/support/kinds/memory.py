@@ -34,8 +34,6 @@ def s2_slice_of_data(draw: Draw) -> Case:
 
 
 class Split(nn.Module):
-    """Gives a view that begins in the middle of its memory."""
-
     def __init__(self, width: int, take: Callable[[torch.Tensor, int], torch.Tensor], parts: int) -> None:
         super().__init__()
         self.linear, self.take, self.width = nn.Linear(width, parts * width), take, width
@@ -103,7 +101,6 @@ def s2_strided_inputs(draw: Draw) -> Case:
 
 
 def inplace_layers(width: int) -> tuple[Callable[[], nn.Module], ...]:
-    """Layers that change what they are given."""
     return (
         lambda: nn.ReLU(inplace=True),
         lambda: nn.LeakyReLU(0.1, inplace=True),

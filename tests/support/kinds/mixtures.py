@@ -7,7 +7,6 @@ from torch import nn
 
 from .blocks import Apply, Residual, network, plain
 from .case import Case, Draw, kind
-from .hooks import WithLayer
 
 
 class Experts(nn.Module):
@@ -57,7 +56,7 @@ def capacity_drops(draw: Draw) -> Case:
         return x.index_add(0, keep, kept)
 
     linear = nn.Linear(width, width)
-    inner = WithLayer(linear, lambda value: (linear(value[0]), *value[1:]))
+    inner = Apply(lambda value: (linear(value[0]), *value[1:]), linear)
     return network(draw, width, [Apply(drop), inner, Apply(back), plain(draw, width)])
 
 

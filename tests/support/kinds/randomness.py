@@ -62,7 +62,11 @@ def s12_foreign_draws(draw: Draw) -> Case:
     """One layer draws from numpy, random, a generator of its own or a counter: right, or refused when it shows."""
     width = draw.width()
     source, use = draw.choice(sources()), draw.choice(uses())
-    layer = Apply(lambda x: use(x, source()))
+    return foreign(draw, width, Apply(lambda x: use(x, source())))
+
+
+def foreign(draw: Draw, width: int, layer: nn.Module) -> Case:
+    """Right, or refused when it shows."""
     words = (r"layer \d", r"random|draw|numpy|generator|differ|same|state")
     return network(
         draw, width, [layer, nn.Linear(width, width)], before=1, refusal=words, told=(r"not keyed",), late=True
@@ -94,10 +98,7 @@ def s12_foreign_draw_of_weight(draw: Draw) -> Case:
                         out = self.paths[0](out)
             return out
 
-    words = (r"layer \d", r"random|draw|numpy|generator|differ|same|state")
-    return network(
-        draw, width, [Chooses(), nn.Linear(width, width)], before=1, refusal=words, told=(r"not keyed",), late=True
-    )
+    return foreign(draw, width, Chooses())
 
 
 @kind()

@@ -49,8 +49,6 @@ How = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 class Block(nn.Module):
-    """A module, run as it is or in another way."""
-
     def __init__(self, inner: nn.Module, how: How | None) -> None:
         super().__init__()
         self.inner, self.how = inner, how
@@ -96,7 +94,6 @@ def s4_own_checkpoint(draw: Draw) -> Case:
 
 
 def checkpointed(reentrant: bool) -> How:
-    """By torch's own checkpoint."""
     return partial(checkpoint, use_reentrant=reentrant)
 
 

@@ -166,8 +166,6 @@ def s9_weight_in_loss(draw: Draw) -> Case:
 
 
 class Head(nn.Module):
-    """A head over a given weight."""
-
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = weight
@@ -178,7 +176,6 @@ class Head(nn.Module):
 
 @kind("errors")
 def sparse_tied(draw: Draw) -> Case:
-    """A sparse embedding tied to the head."""
     count, length, width = draw.choice((5, 11)), draw.choice((1, 3)), draw.choice((4, 7))
     embedding = nn.Embedding(count, width, sparse=True)
     layers = [embedding, *(plain(draw, width) for _ in range(draw.randint(0, 3))), Head(embedding.weight)]

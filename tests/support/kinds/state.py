@@ -16,8 +16,6 @@ from .case import Case, Draw, kind
 
 
 class Symmetric(nn.Module):
-    """A parametrization without state."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x.triu() + x.triu(1).mT
 
@@ -112,8 +110,6 @@ def layers_with_state(draw: Draw) -> Case:
 
 
 class Greedy(nn.Module):
-    """Calls backward in its forward."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)

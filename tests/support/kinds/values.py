@@ -93,8 +93,6 @@ class Pair(NamedTuple):
 
 
 class Bare(nn.Module):
-    """Hands its own parameter on."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH**2).reshape(WIDTH, WIDTH))
@@ -236,8 +234,6 @@ def s6_hidden_tensors(draw: Draw) -> Case:
 
 @kind("S6")
 def s6_tensors_on_tensors(draw: Draw) -> Case:
-    """An attribute of a tensor that is a tensor."""
-
     def put(x: Tensor) -> Tensor:
         out = x * 2
         out.mask = x  # type: ignore[attr-defined]
@@ -248,8 +244,6 @@ def s6_tensors_on_tensors(draw: Draw) -> Case:
 
 
 class Prototypes(nn.Module):
-    """Keeps a mean, and hands it on."""
-
     mean: Tensor
 
     def __init__(self, mean: Tensor | None = None, hands_on: bool = False) -> None:
@@ -285,8 +279,6 @@ def a_buffer_of_two_modules(draw: Draw) -> Case:
 
 
 class Flat(nn.Module):
-    """Has buffers that lie in one memory."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("flat", torch.zeros(2 * WIDTH))
@@ -311,8 +303,6 @@ class Stash(nn.Module):
 
 
 class Pop(nn.Module):
-    """Uses what was stashed."""
-
     pop = ("early",)
 
     def __init__(self) -> None:

@@ -40,27 +40,16 @@ TEXTS = {"FaultError": "tired 7", "MemoryError": "full", "KeyboardInterrupt": ""
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, and where.
+    """What goes wrong, and where."""
 
-    Attributes:
-        kind: One of `KINDS`. Exceptions and deaths are named by themselves; `"SIGINT"` is Ctrl-C; `"nan"` and
-            `"shape"` change what the phase gives.
-        phase: One of `PHASES`; `"between"` is in the user's loop, before a step.
-        layer: The layer that does it, if the phase is a layer's.
-        rank: Who does it, if the phase is `"optimizer"` or `"between"`.
-        step: When.
-        micro_batch: When in the step.
-    """
-
-    kind: str
-    phase: str
-    layer: int = -1
-    rank: int = -1
+    kind: str  # of KINDS: exceptions and deaths by name, "SIGINT" is Ctrl-C, "nan" and "shape" change what is given
+    phase: str  # of PHASES; "between" is in the user's loop, before a step
+    layer: int = -1  # that does it, if the phase is a layer's
+    rank: int = -1  # that does it, if the phase is "optimizer" or "between"
     step: int = 1
     micro_batch: int = 1
 
     def is_at(self, phase: str, step: int, micro_batch: int) -> bool:
-        """Whether it is due."""
         return (self.phase, self.step, self.micro_batch) == (phase, step, micro_batch)
 
 

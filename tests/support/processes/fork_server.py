@@ -38,21 +38,14 @@ SET_PARENT_DEATH_SIGNAL = 1
 
 @dataclass
 class Forked:
-    """A process that a fork server has forked: what is needed here of `subprocess.Popen`.
+    """A process that a fork server has forked: what is needed here of `subprocess.Popen`."""
 
-    Attributes:
-        pid: Its number, and that of its session.
-        stdin: Where to write to it.
-        returncode: What it ended with, a signal as its negative number; None while it is not known to have ended.
-    """
-
-    pid: int
+    pid: int  # of its session too
     stdin: TextIO
     _news: TextIO
-    returncode: int | None = None
+    returncode: int | None = None  # a signal as its negative number; None while it is not known to have ended
 
     def poll(self) -> int | None:
-        """What it ended with, if it has."""
         with suppress(subprocess.TimeoutExpired):
             self.wait(0.0)
         return self.returncode
@@ -103,14 +96,12 @@ class ForkServer:
         return Forked(int(told.readline()), open(stdin, "w"), told)
 
     def close(self) -> None:
-        """Ends it, and with it all that it has forked."""
         self._socket.close()
         self._popen.wait()
 
 
 @cache
 def fork_servers() -> tuple[ForkServer, ...]:
-    """Those of this process."""
     return tuple(ForkServer.start() for _ in range(SEEDS))
 
 

@@ -24,7 +24,7 @@ from tests.support.processes.fork_server import ONE_THREAD, Forked, fork_servers
 from tests.support.processes.marks import first_mark
 from tests.support.processes.outcome import HungError, Outcome
 from tests.support.processes.rank import Order
-from tests.support.progress import TICK, Progress
+from tests.support.progress import TICK, Progress, stat_of
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 GRACE, STUCK, HEARD = 2.0, 0.5, 60.0
@@ -155,7 +155,6 @@ class WorkerPool:
 
 
 def free_port() -> int:
-    """A port of the loopback device on which nobody listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -219,11 +218,8 @@ def _ask_where(hung: Sequence[_Process]) -> None:
 
 
 def _is_stopped(process: _Process) -> bool:
-    try:
-        stat = Path(f"/proc/{process.popen.pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat.rpartition(")")[2].split()[0] in "TZ"
+    words = stat_of(process.popen.pid)
+    return not words or words[0] in "TZ"
 
 
 def _wait_for(ranks: Sequence[_Process], due: Collection[int], folder: Path, limit: float, *, last: bool) -> bool:

@@ -8,12 +8,12 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.progress import all_stats
+
 LISTEN = "0A"
 
 
 class Listening(NamedTuple):
-    """A TCP socket on which a process accepts connections."""
-
     pid: int
     address: str
     port: int
@@ -39,13 +39,9 @@ def listening_sockets(pids: Iterable[int]) -> list[Listening]:
 
 
 def family(pid: int) -> list[int]:
-    """A process, its children, and theirs."""
     children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():  # not every kernel lists children
-        if entry.name.isdecimal():
-            with suppress(FileNotFoundError, ProcessLookupError):
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
+    for process, words in all_stats().items():  # not every kernel lists children
+        children.setdefault(int(words[1]), []).append(process)
     found = [pid]
     for one in found:
         found += sorted(children.get(one, []))

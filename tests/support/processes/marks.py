@@ -20,3 +20,9 @@ def mark() -> None:
 def first_mark(folder: Path) -> float | None:
     """The earliest mark of all ranks, in seconds of `time.monotonic`; None if there is none."""
     return min((float(file.read_text()) for file in folder.glob("rank_*.mark")), default=None)
+
+
+def wait_for(file: Path) -> None:
+    """Waits until there is such a file; whoever waits for ever is ended with the test."""
+    while not file.exists():
+        time.sleep(0.01)

@@ -24,8 +24,6 @@ from tests.support.processes.outcome import HungError, Outcome
 
 @dataclass(frozen=True)
 class Case:
-    """A fault on one of the ranks."""
-
     partitions: int
     origin: int
     fault: Fault
@@ -46,7 +44,6 @@ class Case:
 
     @property
     def must_raise(self) -> list[int]:
-        """The ranks that must raise."""
         if self.fault.kind == "nan" and self.fault.phase not in {"forward", "recompute"}:
             return []  # as loud as it is without a pipeline; but a forward and its recompute must agree
         silent = self.stalls or self.fault.kind in DEATHS
@@ -76,25 +73,15 @@ def _can_be(kind: str, phase: str, *, is_last: bool) -> bool:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rank made of a case.
-
-    Attributes:
-        rank: Which.
-        seconds: From the fault until it raised; None if it did not.
-        told: What it raised, with its notes.
-        missing: What that leaves out; `"error"` if it raised nothing although it must.
-        hung: Whether it had to be killed.
-        wrong: Whether it gave other numbers than training without a pipeline does, and said nothing.
-        contented: Whether its process ended as if all were well, although it had failed.
-    """
+    """What one rank made of a case."""
 
     rank: int
-    seconds: float | None
-    told: str
-    missing: tuple[str, ...]
-    hung: bool
-    wrong: bool
-    contented: bool
+    seconds: float | None  # from the fault until it raised, if it did
+    told: str  # what it raised, with its notes
+    missing: tuple[str, ...]  # what that leaves out; "error" if it raised nothing although it must
+    hung: bool  # it had to be killed
+    wrong: bool  # it gave other numbers than training without a pipeline does, and said nothing
+    contented: bool  # its process ended as if all were well, although it had failed
 
 
 def wanted(case: Case, rank: int) -> dict[str, str]:
@@ -182,7 +169,6 @@ def same_numbers(answer: Json, right: Json) -> bool:
 
 
 def shortfalls(findings: Sequence[Finding]) -> list[str]:
-    """In words, what the ranks of a case did not do as they must."""
     found = []
     for one in findings:
         if one.hung:

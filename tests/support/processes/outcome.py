@@ -7,35 +7,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended on one rank.
-
-    Attributes:
-        rank: Which.
-        code: What the process ended with, a signal as its negative number; None if it lives, or was ended by us.
-        hung: Whether it had to be ended, at the limit or because it was meant to be stuck.
-        answered: Whether the job returned.
-        answer: What it returned.
-        error: The name of the type of what it raised; empty if it raised nothing.
-        told: The text of what it raised, with its notes.
-        text: The same with the whole traceback.
-        marked: When any rank first said `mark()`, in seconds of `time.monotonic`.
-        seconds: From then until it raised, or else until its process had ended.
-        stderr: What it wrote there meanwhile; if it hung, also where.
-        left: Whether processes that it had started outlived it by two seconds.
-    """
+    """How a job ended on one rank."""
 
     rank: int
-    code: int | None = None
-    hung: bool = False
-    answered: bool = False
+    code: int | None = None  # what the process ended with, a signal as its negative number; None if it lives, or hung
+    hung: bool = False  # it had to be ended, as nothing moved or because it was meant to be stuck
+    answered: bool = False  # the job returned
     answer: Any = None
-    error: str = ""
-    told: str = ""
-    text: str = ""
-    marked: float | None = None
-    seconds: float | None = None
-    stderr: str = ""
-    left: bool = False
+    error: str = ""  # the name of the type of what it raised
+    told: str = ""  # the text of that, with its notes
+    text: str = ""  # the same with the whole traceback
+    marked: float | None = None  # when any rank first said `mark()`, in seconds of `time.monotonic`
+    seconds: float | None = None  # from then until it raised, or else until its process had ended
+    stderr: str = ""  # what it wrote there meanwhile; if it hung, also where
+    left: bool = False  # processes that it had started outlived it by two seconds
 
     def __str__(self) -> str:
         how = f"raised {self.error}" if self.error else "answered" if self.answered else "ended without an answer"
@@ -45,11 +30,7 @@ class Outcome:
 
 
 class HungError(AssertionError):
-    """Ranks were still at it, and none got on any more; all were killed.
-
-    Attributes:
-        outcomes: Of all ranks.
-    """
+    """Ranks were still at it, and none got on any more; all were killed."""
 
     def __init__(self, outcomes: Sequence[Outcome]) -> None:
         hung = ", ".join(str(outcome.rank) for outcome in outcomes if outcome.hung)
@@ -68,5 +49,4 @@ def answers(outcomes: Sequence[Outcome]) -> list[Any]:
 
 
 def told_by(outcomes: Sequence[Outcome]) -> str:
-    """What every rank had to say, in words."""
     return "\n".join(map(str, outcomes))

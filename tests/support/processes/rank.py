@@ -26,27 +26,16 @@ from tests.support.processes.marks import FOLDER
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank is told to do.
+    """What a rank is told to do."""
 
-    Attributes:
-        job: The function, `module:name`; it is called with (rank, world, *args).
-        args: JSON values.
-        world: How many ranks take part.
-        folder: Where they meet, and where each leaves `rank_<number>.json`.
-        port: What MASTER_PORT says: a free one, on which nobody listens yet.
-        timeout: Seconds that the process group waits for a message.
-        join: Whether the ranks find a process group made; else the job makes its own, say from `env://`.
-        last: Whether the process ends with the job, as a user's script would.
-    """
-
-    job: str
-    args: Sequence[Any]
-    world: int
-    folder: str
-    port: int
-    timeout: float
-    join: bool
-    last: bool
+    job: str  # the function, `module:name`; it is called with (rank, world, *args)
+    args: Sequence[Any]  # JSON values
+    world: int  # how many ranks take part
+    folder: str  # where they meet, and where each leaves `rank_<number>.json`
+    port: int  # what MASTER_PORT says: a free one, on which nobody listens yet
+    timeout: float  # seconds that the process group waits for a message
+    join: bool  # the ranks find a process group made; else the job makes its own, say from `env://`
+    last: bool  # the process ends with the job, as a user's script would
 
 
 def main(rank: int, folder: str) -> None:

@@ -13,22 +13,16 @@ from pathlib import Path
 from tests.support.processes.fork_server import ONE_THREAD, ROOT
 from tests.support.processes.launch import GRACE, LOOPBACK
 from tests.support.processes.listening import family
-from tests.support.progress import TICK, wait_until
+from tests.support.progress import TICK, stat_of, wait_until
 
 
 @dataclass
 class Launched:
-    """A launcher and its workers.
-
-    Attributes:
-        popen: The launcher.
-        log: Where it and its workers write.
-        known: The workers that were seen, and when the kernel says they began: a number may be given again.
-    """
+    """A launcher and its workers."""
 
     popen: subprocess.Popen[bytes]
-    log: Path
-    known: dict[int, str] = field(default_factory=dict)
+    log: Path  # where it and its workers write
+    known: dict[int, str] = field(default_factory=dict)  # workers seen, and when they began: numbers are given again
 
     def workers(self) -> list[int]:
         """All that the launcher has started and that still runs, also if the launcher is gone."""
@@ -59,11 +53,8 @@ class Launched:
 
 def _began(pid: int) -> str:
     """When a process began, in ticks of the kernel; empty if it has ended."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return "" if state == "Z" else rest[18]
+    words = stat_of(pid)
+    return words[19] if words and words[0] != "Z" else ""
 
 
 @contextmanager
