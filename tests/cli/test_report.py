@@ -6,7 +6,7 @@ import pytest
 
 from gpipe.cli.main import main
 from gpipe.profiling import Report, report_html, report_json
-from tests.support.reports import full
+from tests.support.timelines import full
 
 PICTURE = """\
 three ranks

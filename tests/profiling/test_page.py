@@ -17,8 +17,7 @@ from gpipe.profiling.page import MOST_SPANS, MOST_STEPS, drawn_steps, steps_json
 from gpipe.schedule.action import CLOSING, Action, Kind
 from gpipe.schedule.timeline import Span, Timeline
 from tests.support.browser import CHROMIUM, Page, browser
-from tests.support.reports import full
-from tests.support.timelines import pipelined
+from tests.support.timelines import full, pipelined
 
 VOID = ("meta", "link", "input")
 EVIL = """</script><img src=x onerror=alert(1)>"'&amp;"""

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from gpipe.profiling import Report, read_report, report_html, report_json, trace_json
 from gpipe.schedule.action import CLOSING, Action, Kind, Route
 from gpipe.schedule.timeline import Span, Timeline
-from tests.support.reports import full
-from tests.support.timelines import pipelined
+from tests.support.timelines import full, pipelined
 
 NUMBERS = st.floats(allow_nan=False)
 SHARES = st.floats(0, 1e18)

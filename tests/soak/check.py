@@ -3,8 +3,6 @@
 python -m tests.soak.check
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Runs one configuration both ways and gives its verdict."""
 
-from __future__ import annotations
-
 import random
 import re
 import time

@@ -1,7 +1,5 @@
 """The library behind the face of the loop."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import warnings

@@ -1,7 +1,5 @@
 """The plain loop that everybody writes, from the contract alone, and the face that it shares with the library."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any

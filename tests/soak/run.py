@@ -4,8 +4,6 @@ python -m tests.soak.run --configurations 6000 --seed 0 --minutes 20 --out resul
 python -m tests.soak.run --only s1_tensor_hook --seed 17 -v
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import threading

@@ -10,8 +10,6 @@ a training leaves. They depend on the processor, on torch, and on the trainings:
 with the same tests.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -1,7 +1,5 @@
 """One configuration after another in a process of its own, which may crash or hang without ending the soak."""
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing as mp
 from multiprocessing.connection import Connection

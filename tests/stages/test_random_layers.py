@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
+from tests.support.odd_layers import Apply
 from tests.support.plain_loop import REMATS, assert_same_bits, plain_loop, same_bits
-from tests.support.random_layers import RANDOM, WIDTH, Does, M, data, network, run, run_plainly
+from tests.support.random_layers import RANDOM, WIDTH, M, data, network, run, run_plainly
 
 
 @pytest.mark.parametrize("kind", RANDOM)
@@ -86,7 +87,7 @@ def test_a_call_keys_its_recompute_by_its_own_step() -> None:
 
 
 def test_evaluation_draws_nothing_from_dropout_and_noise_is_keyed_there_too() -> None:
-    noise = Does(lambda x: x + torch.randn_like(x))
+    noise = Apply(lambda x: x + torch.randn_like(x))
     pipe = gpipe.GPipe([nn.Linear(WIDTH, WIDTH), nn.Dropout(), noise], 2, M, seed=0).eval()
     untouched = torch.get_rng_state()
     with torch.no_grad():
@@ -123,7 +124,7 @@ def test_a_seed_is_drawn_once_from_torchs_generator() -> None:
 def test_a_layer_with_a_generator_of_its_own_draws_from_it() -> None:
     own, other = (torch.Generator().manual_seed(7) for _ in range(2))
     with torch.no_grad():
-        output = gpipe.GPipe([nn.Identity(), Does(lambda x: x + torch.rand(x.shape, generator=own))], 2, 2)(
+        output = gpipe.GPipe([nn.Identity(), Apply(lambda x: x + torch.rand(x.shape, generator=own))], 2, 2)(
             torch.zeros(4, 3)
         )
     assert torch.equal(output, torch.cat([torch.rand(2, 3, generator=other) for _ in range(2)]))
@@ -161,7 +162,7 @@ def test_a_layer_that_touches_torchs_generator_draws_from_the_key_and_leaves_it_
     function: Callable[[Tensor], Tensor], remat: str, driver: str
 ) -> None:
     torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), Does(function), Does(function), nn.Linear(WIDTH, 2)]
+    layers = [nn.Linear(WIDTH, WIDTH), Apply(function), Apply(function), nn.Linear(WIDTH, 2)]
     plain = copy.deepcopy(layers)
     pipe = gpipe.GPipe(layers, 3, M, remat=remat, driver=driver, seed=7)
     before = torch.get_rng_state()
@@ -194,7 +195,7 @@ def test_another_thread_may_draw_during_a_step_and_neither_notices(driver: str) 
         return F.dropout(x)
 
     over, disturbed = False, True
-    layers = [nn.Linear(WIDTH, WIDTH), Does(meanwhile), nn.Linear(WIDTH, 2)]
+    layers = [nn.Linear(WIDTH, WIDTH), Apply(meanwhile), nn.Linear(WIDTH, 2)]
     plain = copy.deepcopy(layers)
     thread = threading.Thread(target=draw, daemon=True)
     thread.start()

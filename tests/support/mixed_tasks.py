@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from random import Random
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +23,6 @@ from tests.support.shared_weights import lent
 
 ROWS = 16  # at most, in a mini-batch
 MIXED, VARIOUS = Knobs((3, 9), reshapes=False, norms=True, shares=True), Knobs((1, 8), True, norms=True, shares=False)
-
-
-class Keys(TypedDict):
-    """How a mini-batch is cut, and what its randomness is keyed by."""
-
-    micro_batches: int
-    seed: int
-    step: int
 
 
 @dataclass(frozen=True)
@@ -71,8 +63,8 @@ class Task:
         valid[-1] = True
         return {"y": torch.randn(self.ahead + rows, generator=generator)[self.ahead :], "valid": valid}
 
-    def keys(self, step: int) -> Keys:
-        return Keys(micro_batches=self.micro_batches, seed=self.seed, step=step)
+    def keys(self, step: int) -> dict[str, Any]:
+        return {"micro_batches": self.micro_batches, "seed": self.seed, "step": step}
 
     def loss(self, output: Tree, target: Tree) -> Tensor:
         """A loss over all that the model gives, random if so wished."""

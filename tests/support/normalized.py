@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from tests.support.plain_loop import (
-    mini_batch,
-)
+from tests.support.plain_loop import mini_batch
 
 M = 4
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")

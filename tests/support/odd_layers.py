@@ -1,10 +1,25 @@
 """Layers for tests: what a layer may give to the next, draw, keep, leave unused or change in place."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.plain_loop import Tree
+
+
+class Apply(nn.Module):
+    """A function as a layer, and the layer that it uses, if any."""
+
+    def __init__(self, function: Callable[..., Any], uses: nn.Module | None = None) -> None:
+        super().__init__()
+        self.function, self.uses = function, uses
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
+
 
 # What comes in, and what is given to the next layer.
 
@@ -80,16 +95,6 @@ class Pop(nn.Module):
         for name, tensor in popped.items():
             x = x + self.linears[name](tensor) * tensor.mean(1, keepdim=True)
         return x
-
-
-class Turned(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.t().contiguous().t()
-
-
-class EverySecond(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, ::2]
 
 
 class TakesWhole(nn.Module):

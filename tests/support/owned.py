@@ -6,10 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-from tests.support.plain_loop import (
-    squares,
-    weights_of,
-)
+from tests.support.plain_loop import squares, weights_of
 
 M = 3
 _generator = torch.Generator().manual_seed(0)

@@ -135,13 +135,11 @@ def train(
     targets: Tree,
     loss_fn: LossFunction,
     way: str = "step",
-    *,
-    reduction: Reduction = "mean",
-    scale: float = 1.0,
+    **how: Any,
 ) -> Tensor:
     """One mini-batch through a pipe: by `step`, or by a "call", which knows neither reduction nor scale."""
     if way == "step":
-        return pipe.step(inputs, targets, loss_fn, reduction=reduction, scale=scale)
+        return pipe.step(inputs, targets, loss_fn, **how)
     loss = loss_fn(pipe(inputs, gather=True), targets)
     loss.backward()
     return loss.detach()
@@ -154,16 +152,14 @@ def train_plainly(
     loss_fn: LossFunction,
     way: str = "step",
     *,
-    micro_batches: int,
-    seed: int,
-    step: int = 0,
     reduction: Reduction = "mean",
     scale: float = 1.0,
+    **keys: Any,
 ) -> Tensor:
     given = layers, inputs, targets, loss_fn
     if way == "step":
-        return plain_loop(*given, micro_batches=micro_batches, seed=seed, step=step, reduction=reduction, scale=scale)
-    return plain_call(*given, micro_batches=micro_batches, seed=seed, step=step)
+        return plain_loop(*given, reduction=reduction, scale=scale, **keys)
+    return plain_call(*given, **keys)
 
 
 def replaced(tree: Tree, old: Sequence[Tensor], new: Sequence[Tensor]) -> Tree:

@@ -8,20 +8,11 @@ from torch import Tensor, nn
 
 import gpipe
 from tests.support import plain_loop as laws
-from tests.support.odd_layers import LayerDrop, OfPairs, StochasticDepth, attention, recurrent
+from tests.support.odd_layers import Apply, LayerDrop, OfPairs, StochasticDepth, attention, recurrent
 from tests.support.plain_loop import mini_batch
 
 M = 3
 WIDTH = 6
-
-
-class Does(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 def images(layer: nn.Module) -> nn.Module:
@@ -75,10 +66,10 @@ RANDOM: dict[str, Callable[[], nn.Module]] = {
     "dropout3d": lambda: nn.Sequential(nn.Unflatten(1, (3, 2, 1, 1)), nn.Dropout3d(), nn.Flatten()),
     "alpha dropout": lambda: nn.AlphaDropout(0.5),
     "feature alpha dropout": lambda: images(nn.FeatureAlphaDropout(0.5)),
-    "functional dropout": lambda: Does(lambda x: F.dropout(x, 0.3, training=True)),
+    "functional dropout": lambda: Apply(lambda x: F.dropout(x, 0.3, training=True)),
     "rrelu": nn.RReLU,
     "rrelu in place": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU(inplace=True)),
-    "scaled dot product attention": lambda: Does(attend),
+    "scaled dot product attention": lambda: Apply(attend),
     "multi-head attention": lambda: attention(WIDTH),
     "multi-head attention, weights": lambda: attention(WIDTH, need_weights=True),
     "transformer layer": lambda: OfPairs(nn.TransformerEncoderLayer(WIDTH, 1, 5, dropout=0.4, batch_first=True)),
@@ -90,15 +81,15 @@ RANDOM: dict[str, Callable[[], nn.Module]] = {
     "fractional pooling": lambda: nn.Sequential(
         nn.Unflatten(1, (1, 2, 3)), nn.FractionalMaxPool2d(2, output_size=(1, 2)), nn.Flatten(), nn.Linear(2, WIDTH)
     ),
-    "rand": lambda: Does(lambda x: x * torch.rand(len(x), 1)),
-    "randn": lambda: Does(lambda x: x + torch.randn(x.shape, dtype=torch.float64).float()),
-    "randint": lambda: Does(lambda x: x * torch.randint(1, 5, (len(x), 1))),
-    "randperm": lambda: Does(permuted),
-    "multinomial": lambda: Does(multinomial),
-    "like": lambda: Does(like),
-    "in place fills": lambda: Does(in_place),
-    "gumbel softmax": lambda: Does(gumbel),
-    "distributions": lambda: Does(distributions),
+    "rand": lambda: Apply(lambda x: x * torch.rand(len(x), 1)),
+    "randn": lambda: Apply(lambda x: x + torch.randn(x.shape, dtype=torch.float64).float()),
+    "randint": lambda: Apply(lambda x: x * torch.randint(1, 5, (len(x), 1))),
+    "randperm": lambda: Apply(permuted),
+    "multinomial": lambda: Apply(multinomial),
+    "like": lambda: Apply(like),
+    "in place fills": lambda: Apply(in_place),
+    "gumbel softmax": lambda: Apply(gumbel),
+    "distributions": lambda: Apply(distributions),
 }
 
 

@@ -10,11 +10,11 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from tests.support.addresses import AddressedBuffer, Behind, ByAddress, ByAddressInPlace, Third, misplaced
 from tests.support.odd_layers import (
+    Apply,
     Attention,
     Block,
     Draws,
     Drift,
-    EverySecond,
     Experts,
     Fork,
     Images,
@@ -27,7 +27,6 @@ from tests.support.odd_layers import (
     Stash,
     StochasticDepth,
     TakesWhole,
-    Turned,
     Unused,
     attention,
     half_frozen,
@@ -44,7 +43,7 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "gelu": lambda w: nn.GELU(),
     "layer norm": lambda w: nn.LayerNorm(w),
     "identity": lambda w: nn.Identity(),
-    "turned": lambda w: Turned(),
+    "turned": lambda w: Apply(lambda x: x.t().contiguous().t()),
     "in place": lambda w: nn.ReLU(inplace=True),
     "dropout in place": lambda w: nn.Dropout(0.3, inplace=True),
     "dropout": lambda w: nn.Dropout(0.3),
@@ -102,7 +101,7 @@ RESHAPING: dict[str, Callable[[Random, int, int], nn.Module]] = {
     "linear to another width": linear_to,
     "frozen to another width": lambda draw, w, out: linear_to(draw, w, out).requires_grad_(False),
     "spectral norm to another width": lambda draw, w, out: spectral_norm(nn.Linear(w, out)),
-    "every second": lambda draw, w, out: EverySecond(),
+    "every second": lambda draw, w, out: Apply(lambda x: x[:, ::2]),
     "sigmoid": lambda draw, w, out: nn.Sigmoid(),
 }
 """Layers for models whose width changes: from a width to another, but for the last two."""

@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,20 +74,9 @@ def rank_pipes(whole: gpipe.GPipe, replicas: int = 1) -> list[RankPipe]:
 
 def run_ranks(act: Callable[[Any], Made], pipes: Sequence[nn.Module]) -> list[Made | BaseException]:
     """What each rank's thread makes, or raises; a rank that raises is gone for the others."""
-    made: list[Made | BaseException] = [TimeoutError("this rank hangs")] * len(pipes)
-
-    def run(rank: int) -> None:
-        try:
-            made[rank] = act(pipes[rank])
-        except BaseException as error:
-            made[rank] = error
-
-    threads = [threading.Thread(target=run, args=[rank], daemon=True) for rank in range(len(pipes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return made
+    with ThreadPoolExecutor(len(pipes)) as threads:
+        futures = [threads.submit(act, pipe) for pipe in pipes]
+        return [future.exception() or future.result() for future in futures]
 
 
 def all_well(made: Sequence[Made | BaseException]) -> list[Made]:

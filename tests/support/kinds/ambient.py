@@ -1,7 +1,5 @@
 """S11: what surrounds a layer in the calling thread."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import decimal

@@ -1,7 +1,5 @@
 """Small layers that the kinds are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,19 +7,9 @@ import torch
 from torch import nn
 
 from tests.support.addresses import by_address
+from tests.support.odd_layers import Apply as Apply
 
 from .case import Case, Draw
-
-
-class Apply(nn.Module):
-    """A function as a layer, and the layer that it uses, if any."""
-
-    def __init__(self, function: Callable[..., Any], uses: nn.Module | None = None) -> None:
-        super().__init__()
-        self.function, self.uses = function, uses
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.function(*inputs)
 
 
 def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,5 @@
 """S7: buffers that a forward changes, seen or unseen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a configuration is: a network with its data, what may be said of it, and how it is cut and run."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable, Iterable, Sequence

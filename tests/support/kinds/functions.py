@@ -1,7 +1,5 @@
 """S5: custom Functions, undefined gradients in all positions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses that keep state, pop what a layer stashed, work in place, or read layers."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """S2: where tensors lie in memory; views, slices, strides, and layers that work in place on what comes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

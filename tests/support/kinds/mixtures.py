@@ -1,7 +1,5 @@
 """Mixtures of experts, adapters, and parts that take no part."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

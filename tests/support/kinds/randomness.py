@@ -1,7 +1,5 @@
 """S12: what layers draw from elsewhere than torch's default generator, and all that torch draws."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """S4 and checkpoints: layers that run themselves again in the backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers with state of any kind: parametrizations, pruning, buffers that are written in every way, parts frozen."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What layers hand on to the next: containers, dtypes, views, attributes, objects; and what cannot cross a cut."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

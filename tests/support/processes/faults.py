@@ -49,9 +49,6 @@ class Fault:
     step: int = 1
     micro_batch: int = 1
 
-    def is_at(self, phase: str, step: int, micro_batch: int) -> bool:
-        return (self.phase, self.step, self.micro_batch) == (phase, step, micro_batch)
-
 
 def strike(kind: str) -> None:
     """Does the deed, unless it is one that changes values.
@@ -127,16 +124,13 @@ class Faulty(nn.Linear):
 
     def pass_by(self, visit: Visit, value: Tensor) -> Tensor:
         """A phase is under way; gives what it shall give."""
-        if self.fault is None or not self.fault.is_at(*visit):
+        fault = self.fault
+        if fault is None or (fault.phase, fault.step, fault.micro_batch) != visit:
             return value
-        strike(self.fault.kind)
-        match self.fault.kind:
-            case "nan":
-                return value * float("nan")
-            case "shape":
-                return value[:, :-1]
-            case _:
-                return value
+        strike(fault.kind)
+        if fault.kind == "nan":
+            return value * float("nan")
+        return value[:, :-1] if fault.kind == "shape" else value
 
 
 class _Watched(torch.autograd.Function):
