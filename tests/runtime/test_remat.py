@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import gpipe
 from tests.support.odd_layers import Drift
-from tests.support.plain_loop import REMATS, assert_same_bits, plain_call, plain_loop, same_bits
+from tests.support.plain_loop import REMATS, assert_same_bits, same_bits, train, train_plainly
 
 M = 4
 FORWARDS = {"never": M, "except_last": 2 * M - 1, "always": 2 * M}
@@ -31,11 +31,7 @@ class Counting(nn.Module):
 
 
 def step(pipe: gpipe.GPipe, way: str) -> None:
-    x, y = torch.ones(9, 3), torch.ones(9, 3)
-    if way == "step":
-        pipe.step(x, y, F.mse_loss)
-    else:
-        F.mse_loss(pipe(x), y).backward()
+    train(pipe, torch.ones(9, 3), torch.ones(9, 3), F.mse_loss, way)
 
 
 @pytest.mark.parametrize("way", ["step", "call"])
@@ -190,19 +186,15 @@ class MakesItsBuffer(nn.Module):
         return x - self.mean
 
 
-def sequential(*layers: nn.Module) -> nn.Module:
-    return nn.Sequential(*layers)
-
-
 STATEFUL: dict[str, Callable[[], nn.Module]] = {
     "batch_norm": lambda: nn.BatchNorm1d(6),
     "batch_norm_cumulative": lambda: nn.BatchNorm1d(6, momentum=None),
     "batch_norm_without_statistics": lambda: nn.BatchNorm1d(6, track_running_stats=False),
-    "instance_norm": lambda: sequential(
+    "instance_norm": lambda: nn.Sequential(
         nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
     ),
     "spectral_norm": lambda: spectral_norm(nn.Linear(6, 6), n_power_iterations=2),
-    "spectral_norm_of_a_batch_norm": lambda: sequential(spectral_norm(nn.Linear(6, 6)), nn.BatchNorm1d(6)),
+    "spectral_norm_of_a_batch_norm": lambda: nn.Sequential(spectral_norm(nn.Linear(6, 6)), nn.BatchNorm1d(6)),
     "weight_norm": lambda: weight_norm(nn.Linear(6, 6)),
     "drift_in_place": lambda: Drift(6, in_place=True),
     "drift_by_assignment": lambda: Drift(6, in_place=False),
@@ -225,12 +217,8 @@ def test_a_recompute_sees_the_state_that_the_forward_saw(name: str, cut: list[in
     with gpipe.GPipe(layers, cut, M, remat=remat, seed=1) as pipe:
         optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (pipe, nn.Sequential(*reference))]
         for number in range(3):
-            if way == "step":
-                pipe.step(x, y, F.mse_loss)
-                plain_loop(reference, x, y, F.mse_loss, micro_batches=M, seed=1, step=number)
-            else:
-                F.mse_loss(pipe(x), y).backward()
-                plain_call(reference, x, y, F.mse_loss, micro_batches=M, seed=1, step=number)
+            train(pipe, x, y, F.mse_loss, way)
+            train_plainly(reference, x, y, F.mse_loss, way, micro_batches=M, seed=1, step=number)
             assert_same_bits(pipe, reference)
             for optimizer in optimizers:
                 optimizer.step()
