@@ -5,7 +5,6 @@ what autograd saves, each storage once and in the first layer that saves it, par
 """
 
 import pickle
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,17 +13,13 @@ from math import prod
 from operator import attrgetter, itemgetter
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    conv_flop_count,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
 
 from gpipe._torch.dispatcher import Fakes, is_fake
 from gpipe._torch.modes import (
@@ -240,14 +235,14 @@ class _Run:
         copied = any(id(tensor.untyped_storage()) in self._origin for tensor in tensors_in(value))
         alone = is_last or copied or popped or skip_names(layer, "stash")
         key = None if alone else likeness((layer, value), self._kept)
-        saved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        saved = WeakValueDictionary[int, torch.UntypedStorage]()
         with untouched(layer), exchanged(layer, self._fakes.like):
             own = {id(tensor.untyped_storage()) for tensor in (*layer.parameters(), *layer.buffers())}
 
             def save(tensor: Tensor) -> Tensor:
                 storage = self._original(tensor.untyped_storage())
                 if id(storage) not in own | self._kept.keys():
-                    saved[id(storage)] = weakref.ref(storage)
+                    saved[id(storage)] = storage
                 return tensor
 
             def forward() -> Values:
@@ -269,7 +264,7 @@ class _Run:
         handed: Any = replace_tensors(output, _cut)
         del output  # and with it what its graph keeps
         self._stashed |= {name: (index, tensor) for name, tensor in handed[1].items()}
-        self._kept |= _alive(saved)
+        self._kept |= dict(saved)  # those that are alive
         return handed[0]
 
     def _count(
@@ -277,7 +272,7 @@ class _Run:
         layer: nn.Module,
         value: Tree,
         forward: Callable[[], Values],
-        saved: dict[int, "weakref.ref[torch.UntypedStorage]"],
+        saved: Mapping[int, torch.UntypedStorage],
         *,
         is_last: bool,
     ) -> tuple[Values, LayerCounts]:
@@ -285,12 +280,12 @@ class _Run:
         entering, watch = _storages(tensors_in(value)), Watch(storage_identity)
         for parameter in layer.parameters():  # as it is behind the first micro-batch
             parameter.grad = self._fakes.like(parameter.detach()) if parameter.requires_grad else None
-        with counting() as counter, watch:
+        with flop_counter(FORMULAS) as counter, watch:
             output = forward()
             found = LayerCounts(forward=float(counter.get_total_flops()), boundary=_bytes(entering))
             leaving = _storages(tensors_in(output))
             found.keeps_input = _bytes({at: storage for at, storage in entering.items() if at in saved})
-            found.inside = _bytes(_alive(saved)) - found.keeps_input
+            found.inside = _bytes(saved) - found.keeps_input
             found.leaving = _bytes(leaving if is_last else {at: s for at, s in leaving.items() if at not in saved})
             watch.end(gradients=())
             before = watch.held
@@ -322,27 +317,8 @@ def _storages(tensors: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:
     return {id(storage): storage for storage in storages}
 
 
-def _alive(saved: Mapping[int, "weakref.ref[torch.UntypedStorage]"]) -> dict[int, torch.UntypedStorage]:
-    return {at: storage for at, one in saved.items() if (storage := one()) is not None}
-
-
 def _bytes(storages: Mapping[int, torch.UntypedStorage]) -> float:
     return float(sum(storage.nbytes() for storage in storages.values()))
-
-
-def counting() -> FlopCounterMode:
-    """Counts the floating-point operations of matrix products, convolutions, attention and LSTMs inside it."""
-    formulas: dict[object, Callable[..., int]] = {
-        torch.ops.aten.convolution_backward: _flops_of_convolution_backward,
-        ATTENTION_ON_CPU: lambda *shapes, **more: sdpa_flop_count(*shapes[:3]),
-        ATTENTION_ON_CPU_BACKWARD: lambda *shapes, **more: sdpa_backward_flop_count(*shapes[:4]),
-        LSTM_ON_CPU: _flops_of_lstm,
-        LSTM_ON_CPU_BACKWARD: lambda *shapes, **more: 2 * _flops_of_lstm(*shapes),  # of inputs, and of weights
-        torch.ops.aten.mv: lambda matrix, *others, **more: 2 * prod(matrix),
-        torch.ops.aten.addmv: lambda summand, matrix, *others, **more: 2 * prod(matrix),
-        BILINEAR: _flops_of_bilinear,
-    }
-    return flop_counter(formulas)
 
 
 def _flops_of_lstm(x: list[int], weight: list[int], recurrent: list[int], *others: Any, **more: Any) -> int:
@@ -366,3 +342,16 @@ def _flops_of_convolution_backward(
     """From shapes; torch's own formula takes the gradient of the weight as if there were one group."""
     _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, wanted = others
     return int(sum(wanted[:2])) * conv_flop_count(x, weight, gradient, transposed=transposed)
+
+
+FORMULAS: dict[object, Callable[..., int]] = {
+    torch.ops.aten.convolution_backward: _flops_of_convolution_backward,
+    ATTENTION_ON_CPU: lambda *shapes, **more: sdpa_flop_count(*shapes[:3]),
+    ATTENTION_ON_CPU_BACKWARD: lambda *shapes, **more: sdpa_backward_flop_count(*shapes[:4]),
+    LSTM_ON_CPU: _flops_of_lstm,
+    LSTM_ON_CPU_BACKWARD: lambda *shapes, **more: 2 * _flops_of_lstm(*shapes),  # of inputs, and of weights
+    torch.ops.aten.mv: lambda matrix, *others, **more: 2 * prod(matrix),
+    torch.ops.aten.addmv: lambda summand, matrix, *others, **more: 2 * prod(matrix),
+    BILINEAR: _flops_of_bilinear,
+}
+"""Floating-point operations of matrix products, convolutions, attention and LSTMs, where torch has no formula."""

@@ -227,7 +227,6 @@ def _run(model: nn.Module, places: Places, left: Sequence[TensorPlace], *, by_mo
 
 
 def _alike(tensor: Tensor, device: str) -> Tensor:
-    """A tensor of the same kind and shape that has no values yet."""
     made = torch.empty_like(tensor, device=device, requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
@@ -277,7 +276,6 @@ def _is_written(tensor: Tensor) -> bool:
 
 
 def _put(places: Places, made: Mapping[int, Tensor]) -> None:
-    """Gives tensors, by identity, what was made for them."""
     by_tensor: dict[int, list[TensorPlace]] = {}
     for place in places.values():
         by_tensor.setdefault(id(place.tensor), []).append(place)

@@ -116,7 +116,6 @@ class TracedModel:
         return self.parts.model
 
     def _may_count(self, value: Tree) -> bool:
-        """Whether a forward might be told how many labels of the mini-batch count."""
         given = isinstance(value, Mapping) and "labels" in value and COUNT not in value
         return given and takes(self.model, COUNT)
 

@@ -177,7 +177,6 @@ class ModelPart(nn.Module):
         self.follow()
 
     def _holder(self, path: str) -> nn.Module:
-        """The module at a path, made if there is none."""
         found: nn.Module = self
         for part in path.split(".") if path else ():
             found = found._modules.setdefault(part, nn.Module())  # type: ignore[assignment]  # none of them is None

@@ -129,7 +129,6 @@ def _interpreted(found: TracerRun, given: ForwardArguments, dry: Dry | None) -> 
 
 
 def _compare(model: nn.Module, own: Any, found: Any) -> None:
-    """Compares the structures of outputs, and all bits."""
     (leaves, structure), (others, other) = take_apart(own), take_apart(found)
     name = type(model).__name__
     if structure != other:

@@ -47,8 +47,6 @@ Attributes: TypeAlias = dict[tuple[str, str], object]
 
 
 class _Refusal:
-    """Refuses to say whether something is so."""
-
     def __init__(self, text: str) -> None:
         self._text = text
 
