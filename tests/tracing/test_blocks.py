@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import gpipe
 from gpipe.tracing.parts import find_blocks
 from tests.support.clock import Clock
-from tests.support.plain_loop import same_bits
+from tests.support.plain_loop import accumulated, same_bits
 
 
 class Repeated(nn.Module):
@@ -68,11 +68,7 @@ def trained(model: nn.Module, x: Tensor, partitions: int, micro_batches: int) ->
         with gpipe.GPipe(own, partitions, micro_batches, sample=x, costs="params") as pipe:
             total = pipe.step(x)
     else:
-        total = torch.zeros(())
-        for part in x.tensor_split(micro_batches):
-            loss = own(part)
-            loss.backward(torch.tensor(1 / micro_batches))
-            total = total + loss.detach() * (1 / micro_batches)
+        total = accumulated(map(own, x.tensor_split(micro_batches)), [1 / micro_batches] * micro_batches)
     return total, {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
 
 

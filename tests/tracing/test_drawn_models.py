@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gpipe
-from tests.support.plain_loop import one_thread, same_bits
+from tests.support.plain_loop import accumulated, one_thread, same_bits
 
 W = 6
 STEPS, M = 4, 2
@@ -95,12 +95,8 @@ class Drawn(nn.Module):
 
 @one_thread()
 def train_plainly(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    losses = []
-    for rows, target in zip(x.split(len(x) // M), y.split(len(y) // M), strict=True):
-        loss = mse_loss(model(rows), target) / M
-        loss.backward()
-        losses.append(loss.detach())
-    return sum(losses[1:], start=losses[0])
+    pairs = zip(x.split(len(x) // M), y.split(len(y) // M), strict=True)
+    return accumulated((mse_loss(model(rows), target) for rows, target in pairs), [1 / M] * M)
 
 
 def assert_as_plain(plain: nn.Module, model: nn.Module) -> None:

@@ -16,7 +16,7 @@ import gpipe
 from gpipe.tracing.model import TracedModel
 from tests.support.beside_plain import SEED, Case, M, assert_as_plain
 from tests.support.handwritten import VOCABULARY, cross_entropy, word_targets, words
-from tests.support.plain_loop import one_thread, same_bits, weights_of
+from tests.support.plain_loop import accumulated, one_thread, same_bits, weights_of
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -79,14 +79,14 @@ def train_plainly(
     count = (whole["labels"][:, 1:] != -100).sum()
     parts = [{name: value.tensor_split(M)[m] for name, value in whole.items()} for m in range(M)]
     replayed = TracedModel(model, parts[0])
-    losses = []
-    for m, part in enumerate(parts):
+
+    def loss_of(m: int, part: dict[str, Tensor]) -> Tensor:
         with replayed.rng_scope(SEED, step, m), around():
             given = {name: value.clone() for name, value in part.items()}
-            loss = model(**given, num_items_in_batch=count, use_cache=False).loss
-        loss.backward()
-        losses.append(loss.detach())
-    return sum(losses[1:], start=losses[0])
+            loss: Tensor = model(**given, num_items_in_batch=count, use_cache=False).loss
+        return loss
+
+    return accumulated((loss_of(m, part) for m, part in enumerate(parts)), [1.0] * M)
 
 
 def rope(kind: str, **settings: Any) -> nn.Module:

@@ -160,27 +160,23 @@ def _time_in_company(
     def go(at: int) -> None:
         end = time.perf_counter() + PATIENCE_SECONDS * len(groups[at])
         try:
-            while not stopped.is_set():
-                one = [timed(run) for run in groups[at]]
-                if not stopped.is_set():  # a round that ends later was not in company
-                    found[at].append(one)
-                late = time.perf_counter() >= end
-                enough[at] = len(found[at]) >= (FEWEST_ROUNDS if late else MOST_ROUNDS)
-                if all(enough):
-                    stopped.set()
-        except BaseException:
-            stopped.set()
-            raise
-
-    def go_in_thread(at: int) -> None:
-        with intra_op_threads(operations):
-            go(at)
+            with intra_op_threads(operations):
+                while not stopped.is_set():
+                    one = [timed(run) for run in groups[at]]
+                    if not stopped.is_set():  # a round that ends later was not in company
+                        found[at].append(one)
+                    late = time.perf_counter() >= end
+                    enough[at] = len(found[at]) >= (FEWEST_ROUNDS if late else MOST_ROUNDS)
+                    if all(enough):
+                        stopped.set()
+        finally:
+            stopped.set()  # for the others too, where one fails
 
     if len(groups) == 1:
         go(0)
     else:
         with ThreadPoolExecutor(max(1, len(groups))) as pool:
-            for done in [pool.submit(go_in_thread, at) for at in range(len(groups))]:
+            for done in [pool.submit(go, at) for at in range(len(groups))]:
                 done.result()
     return [each for rounds in found for each in _typical(rounds)]
 
