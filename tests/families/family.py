@@ -53,6 +53,11 @@ def plain(task: Task, names: str) -> Iterator[Family]:
     return (Family(name, task) for name in names.split())
 
 
+def sized(task: Task, configs: Mapping[str, Mapping[str, Any]]) -> Iterator[Family]:
+    """Families of which more must be said, by their names."""
+    return (Family(name, task, config) for name, config in configs.items())
+
+
 def config_of(family: Family, *, dropout: bool = False) -> PreTrainedConfig:
     """The tiny configuration of a family."""
     return tiny_config(family.name, family.config, dropout=dropout)

@@ -181,13 +181,13 @@ def weigh(model: nn.Module, given: Batch, parts: Sequence[Batch]) -> Weighing:
     else:
         rows = [len(next(iter(part.values()))) for part in parts]
         ways = [*(Weighing(None, shares_of(counts)) for counts in (*by_labels, rows)), Weighing(None, ones)]
-    return min(ways, key=lambda way: round(abs(whole - sum_of_losses(model, parts, way)) / abs(whole), 6))
 
+    def off(way: Weighing) -> float:
+        losses = [float(loss_of(model, part, way.told)) for part in parts]
+        together = sum(loss * share for loss, share in zip(losses, way.shares, strict=True))
+        return round(abs(whole - together) / abs(whole), 6)
 
-def sum_of_losses(model: nn.Module, parts: Sequence[Batch], way: Weighing) -> float:
-    """The loss that a weighing makes of those of the micro-batches."""
-    losses = [float(loss_of(model, part, way.told)) for part in parts]
-    return sum(loss * share for loss, share in zip(losses, way.shares, strict=True))
+    return min(ways, key=off)
 
 
 def uses_count(model: nn.Module, part: Batch) -> bool:

@@ -357,9 +357,7 @@ def test_parameters_of_a_module_that_is_used_in_a_block_are_that_blocks_too(by: 
 
 
 def test_a_block_that_uses_a_parameter_of_its_parent_is_refused_by_name() -> None:
-    with pytest.raises(
-        ValueError, match=r"layers.0 uses weight by a reference, .* Hand it to layers.0 as an argument"
-    ):
+    with pytest.raises(ValueError, match=r"layers.0 uses weight by a reference, .* Hand it to layers.0"):
         made(Shares("parent"))
 
 
@@ -369,9 +367,7 @@ def test_blocks_that_are_not_called_are_refused() -> None:
             x = x + layer.get_submodule("inner")(x)
         return x
 
-    with pytest.raises(
-        ValueError, match=r"none of the blocks \(layers.0, .*\) is called .* of the Written.* Name modules"
-    ):
+    with pytest.raises(ValueError, match=r"none of the blocks \(layers.0, .*\) is called .* of the Written.* Name"):
         made(Written(forward))
     step(made(Written(forward), blocks=[f"layers.{at}.inner" for at in range(5)]))
 
