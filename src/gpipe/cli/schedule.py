@@ -94,11 +94,11 @@ def _timed(
     programs: list[tuple[str, Program]], forward: float, backward_input: float, backward_weight: float
 ) -> list[Drawn]:
     """The schedules, each with the same work for a rank."""
-    most, drawn = max(program.stages for _, program in programs), []
+    most, works = max(program.stages for _, program in programs), (forward, backward_input, backward_weight)
+    drawn = []
     for name, program in programs:
-        factor = most / program.stages
-        inputs, weights = factor * backward_input, factor * backward_weight
-        cost = StageCost(factor * forward, inputs + weights, inputs, weights)
+        forward, inputs, weights = (most / program.stages * work for work in works)
+        cost = StageCost(forward, inputs + weights, inputs, weights)
         drawn.append(Drawn(name, program, figures(program, [cost] * program.stages)))
     return drawn
 

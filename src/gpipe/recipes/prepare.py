@@ -172,18 +172,13 @@ def prepare(recipe: Recipe[Any], costs: Sequence[float] | None = None, world: Wo
     Args:
         recipe: What is trained, with options that are settled for the processes.
         costs: What each layer costs; by default its time is measured.
-        world: The processes that train together; by default this one alone.
+        world: The processes that train together; by default those of torchrun, or else this one alone.
 
     Raises:
         ValueError: The options cannot be, or the checkpoint does not fit them: what to do, a line for each. Or
             another training writes into the folder.
     """
-    if world is None and find_world(os.environ).launched:
-        raise ValueError(
-            "torchrun has started this process among others: give prepare the world, from find_world(os.environ), "
-            "within joined(world)"
-        )
-    world, options = world or World(), recipe.options
+    world, options = world or find_world(os.environ), recipe.options
     layers = build(recipe)
     begun = options.resume and gpipe.find_checkpoint(options.out / CHECKPOINTS) is not None
     if options.resume and not begun and (options.out / WEIGHTS).is_file():

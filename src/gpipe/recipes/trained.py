@@ -39,10 +39,7 @@ def open_recipe(run: Path, partitions: int | None, world: World, **changes: Any)
     if odd := [flag(option) for option in changes if not hasattr(options, option)]:
         raise ValueError(f"{', '.join(odd)} says nothing to the recipe {name}, which {run} is a run of")
     options = replace(options, partitions=partitions, plan=None, out=run, from_=None, resume=True, **changes)
-    try:
-        return RECIPES[name](options.settled(world.size if world.launched else None))
-    except ValueError as mistake:
-        raise ValueError(f"{run / CONFIG} cannot be gone by: {mistake}") from None
+    return RECIPES[name](options.settled(world.size if world.launched else None))
 
 
 def _pipe_of(recipe: Recipe[Any], world: World) -> tuple[gpipe.GPipe, dict[str, Any]]:

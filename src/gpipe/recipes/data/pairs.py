@@ -149,7 +149,10 @@ def draw(pairs: Sequence[Pair], temperature: float, count: int, *, seed: int, ep
     probabilities = language_probabilities({name: len(numbers[name]) for name in sorted(numbers)}, temperature)
     drawn: list[int] = []
     for index, (language, quota) in enumerate(_quotas(probabilities, count).items()):
-        drawn += _next_of_rounds(numbers[language], start=epoch * quota, quota=quota, key=(seed, index))
+        own, start, end = numbers[language], epoch * quota, (epoch + 1) * quota
+        for turn in range(start // len(own), -(-end // len(own))):
+            order, before = np.random.default_rng((seed, index, turn, ROUND)).permutation(len(own)), turn * len(own)
+            drawn += [own[place] for place in order[max(start - before, 0) : end - before]]
     order = np.random.default_rng((seed, epoch, EPOCH)).permutation(len(drawn))
     return [drawn[place] for place in order]
 
@@ -162,11 +165,3 @@ def _quotas(probabilities: Mapping[str, float], count: int) -> dict[str, int]:
     for language in by_remainder[: count - sum(quotas.values())]:
         quotas[language] += 1
     return quotas
-
-
-def _next_of_rounds(numbers: Sequence[int], start: int, quota: int, key: tuple[int, int]) -> Iterator[int]:
-    """Yields `quota` numbers from the endless row of rounds through `numbers`, from place `start` on."""
-    size, end = len(numbers), start + quota
-    for turn in range(start // size, -(-end // size)):
-        order = np.random.default_rng((*key, turn, ROUND)).permutation(size)
-        yield from (numbers[place] for place in order[max(start - turn * size, 0) : end - turn * size])

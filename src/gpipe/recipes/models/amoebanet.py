@@ -369,8 +369,5 @@ def amoebanet_b(
     ...     network = amoebanet_b(layers=3, filters=16, classes=10)
     >>> len(network), sum(p.numel() for layer in network for p in layer.parameters())
     (9, 125803)
-
-    Raises:
-        ValueError: Fewer than 3 layers or 16 filters, or an image too small for the auxiliary head.
     """
     return _amoebanet(B_NORMAL, B_REDUCTION, layers, filters, classes, dropout, image_size if aux_head else None)

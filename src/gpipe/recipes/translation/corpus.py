@@ -52,11 +52,6 @@ class Corpus:
         return hashlib.sha256(repr(list(map(tuple, self.split.train))).encode()).hexdigest()
 
     @cached_property
-    def counts(self) -> Counter[str]:
-        """How many pairs of each language there are to train on."""
-        return Counter(pair.language for pair in self.split.train)
-
-    @cached_property
     def validation(self) -> list[Sentence]:
         """The sentences to look at while training goes on."""
         return self._encoded(self.split.validation)

@@ -10,6 +10,7 @@ evaluation mode, to which the same sentences are given again with one word more 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -71,41 +72,40 @@ def beam(network: Network, sources: Sequence[Sequence[int]], width: int) -> list
     return [cut(max(search.ended)[1] if search.ended else search.beginnings[0]) for search in searches]
 
 
+@dataclass
 class Search:
     """The beam search for the translation of one sentence.
 
-    `beginnings` are those that are followed, from BEGIN on, likeliest first, all of one length; `ended` are
-    translations that ended, behind their scores.
+    `beginnings` are those that are followed, from BEGIN on, likeliest first, all of one length, with their `scores`;
+    `ended` are translations that ended, behind theirs.
     """
 
-    def __init__(self, source: Sequence[int], width: int) -> None:
-        self.source = source
-        self.beginnings: list[list[int]] = [[BEGIN]]
-        self._scores = torch.zeros(1)
-        self._width = width
-        self.ended: list[tuple[float, list[int]]] = []
+    source: Sequence[int]
+    width: int
+    beginnings: list[list[int]] = field(default_factory=lambda: [[BEGIN]])
+    scores: Tensor = field(default_factory=lambda: torch.zeros(1))
+    ended: list[tuple[float, list[int]]] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
         """Whether nothing better can be found, or no longer beginning is allowed."""
         if not self.beginnings or len(self.beginnings[0]) > limit_of(self.source):
             return True
-        best_possible = float(self._scores.max()) / penalty(limit_of(self.source))
+        best_possible = float(self.scores.max()) / penalty(limit_of(self.source))
         return bool(self.ended) and max(self.ended)[0] >= best_possible
 
     def go_on(self, logs: Tensor) -> None:
         """Takes the likeliest words after the beginnings, from log-probabilities [beginnings, vocabulary]."""
-        scores = self._scores[:, None] + logs
-        wanted = min(2 * self._width, scores.numel())  # so many that enough go on though some end
+        scores = self.scores[:, None] + logs
+        wanted = min(2 * self.width, scores.numel())  # so many that enough go on though some end
         values, places = scores.flatten().topk(wanted)
-        beginnings: list[list[int]] = []
-        kept: list[float] = []
+        beginnings, kept = list[list[int]](), list[float]()
         for value, place in zip(values.tolist(), places.tolist(), strict=True):
-            row = self.beginnings[place // logs.shape[1]]
-            word = place % logs.shape[1]
+            number, word = divmod(place, logs.shape[1])
+            row = self.beginnings[number]
             if word == END:
                 self.ended.append((value / penalty(len(row)), row))
-            elif len(beginnings) < self._width:
+            elif len(beginnings) < self.width:
                 beginnings.append([*row, word])
                 kept.append(value)
-        self.beginnings, self._scores = beginnings, torch.tensor(kept)
+        self.beginnings, self.scores = beginnings, torch.tensor(kept)

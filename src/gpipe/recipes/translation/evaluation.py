@@ -64,13 +64,14 @@ def evaluation_of(
     outcomes = zip(corpus.test, likeliest, searched, strict=True)
     translated = [Translated(*one.pair, likely, found) for one, likely, found in outcomes]
     frequent = Counter(pair.english for pair in corpus.split.train).most_common(1)[0][0]
+    trained = Counter(pair.language for pair in corpus.split.train)
     languages = {
         language: _scores(
-            [one for one in translated if one.language == language], corpus.counts[language], nlls[language], frequent
+            [one for one in translated if one.language == language], trained[language], nlls[language], frequent
         )
         for language in sorted({one.language for one in translated})
     }
-    overall = _scores(translated, corpus.counts.total(), together(nlls.values()), frequent)
+    overall = _scores(translated, trained.total(), together(nlls.values()), frequent)
     numbers = {name: value for name, value in asdict(overall).items() if isinstance(value, float)}
     details = {
         "beam": width,
