@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command.
 
     Mistakes of its user end it with a message and status 2, a failure in another process with status 1, SIGTERM in a
-    training, which is saved, with status 143, and Ctrl-C with status 130; in a training it is saved, too.
+    training with 143, and Ctrl-C with 130; either saves a training.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given == ["--version"]:

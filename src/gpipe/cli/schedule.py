@@ -81,26 +81,17 @@ def schedule(
         refuse(problems)
         requests = zip(names, (stages_per_rank or (None,)) * len(names), strict=False)
         programs = [program_of(one, partitions, micro_batches, stages) for one, stages in requests]
-        drawn = _timed(list(zip(names, programs, strict=True)), **times)
+        most, drawn = max(program.stages for program in programs), []
+        for one, program in zip(names, programs, strict=True):  # each with the same work for a rank
+            ahead, inputs, weights = (most / program.stages * time for time in times.values())
+            cost = StageCost(ahead, inputs + weights, inputs, weights)
+            drawn.append(Drawn(one, program, figures(program, [cost] * program.stages)))
         if svg is not None:
             picture = timelines_svg({one.title: one.figures.timeline for one in drawn}, unit="")
             svg.write_text(picture, encoding="utf-8")
         if csv is not None:
             csv.write_text(programs[0].to_csv(), encoding="utf-8")
         _show(drawn, Console(highlight=False))
-
-
-def _timed(
-    programs: list[tuple[str, Program]], forward: float, backward_input: float, backward_weight: float
-) -> list[Drawn]:
-    """The schedules, each with the same work for a rank."""
-    most, works = max(program.stages for _, program in programs), (forward, backward_input, backward_weight)
-    drawn = []
-    for name, program in programs:
-        forward, inputs, weights = (most / program.stages * work for work in works)
-        cost = StageCost(forward, inputs + weights, inputs, weights)
-        drawn.append(Drawn(name, program, figures(program, [cost] * program.stages)))
-    return drawn
 
 
 def _show(drawn: Sequence[Drawn], console: Console) -> None:

@@ -1,8 +1,4 @@
-"""The command `gpipe train`, a subcommand for each recipe, and those for what it leaves.
-
-`gpipe evaluate` says how well a run does, or several and their mean; `gpipe record` notes what crosses processes;
-`gpipe translate` translates lines of stdin to English.
-"""
+"""The command `gpipe train`, a subcommand for each recipe; and `evaluate`, `record` and `translate` for its runs."""
 
 import os
 import sys
@@ -166,11 +162,7 @@ def _translate(to_english: "Translator") -> None:
 
 
 def _chunks(size: int) -> Iterator[list[str]]:
-    """The lines of stdin, so many at once; before one that is no UTF-8 all are given.
-
-    Raises:
-        ValueError: A line is no UTF-8.
-    """
+    """The lines of stdin, so many at once; a ValueError comes after those before a line that is no UTF-8."""
     lines: list[str] = []
     for line in getattr(sys.stdin, "buffer", sys.stdin):
         try:

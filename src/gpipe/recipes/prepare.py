@@ -102,8 +102,7 @@ def locked(folder: Path, world: World) -> Iterator[None]:
 class Job:
     """All that training needs, checked and built, and how far it is.
 
-    `how` is how the network is cut and run, in plain values; the last of its `epochs` may be short; `share` is what
-    this process reads of each mini-batch.
+    `how` is how the network is cut and run, in plain values; `share` is what this process reads of each mini-batch.
     """
 
     def __init__(self, recipe: Recipe[Any], pipe: gpipe.GPipe, how: Mapping[str, Any], world: World) -> None:
@@ -113,7 +112,7 @@ class Job:
         self.averages = Averages(self.optimizer, recipe.averaging)
         self.progress = Progress()
         self.checkpoints = self.options.out / CHECKPOINTS
-        replicas = _replicas(pipe.partitions, world)
+        replicas = self.options.micro_batches // pipe.micro_batches
         self.share = Share(world.rank // pipe.partitions, replicas, pipe.reads_inputs)
         self.steps: int = self.options.steps or self.options.epochs * recipe.steps_per_epoch
         self.epochs = ceil(self.steps / recipe.steps_per_epoch)
@@ -230,7 +229,7 @@ def make_pipe(
     o: TrainOptions = recipe.options
     k = o.partitions
     assert k is not None
-    replicas = _replicas(k, world)
+    replicas = world.size // k if world.launched else 1
     m = o.micro_batches // replicas
     sample = None if costs and o.plan is None else recipe.sample(replicas).inputs
 
@@ -264,15 +263,8 @@ def make_pipe(
     return pipe, how
 
 
-def _replicas(partitions: int, world: World) -> int:
-    return world.size // partitions if world.launched else 1
-
-
 def _begin(job: Job) -> None:
-    """Goes back to the latest checkpoint if that is wanted, and there is one; else puts those of earlier runs aside.
-
-    Rank 0 looks, so that all do the same.
-    """
+    """Goes back to the latest checkpoint if rank 0 finds one that is wanted; else puts those of others aside."""
     wanted = job.options.resume or job.world.restarts > 0
     found = wanted and not job.world.rank and gpipe.find_checkpoint(job.checkpoints) is not None
     if any(job.pipe.exchange(b"found" if found else b"")):

@@ -137,12 +137,10 @@ AVERAGE = "average"  # the key in an optimizer's state, with which checkpoints k
 
 
 class Averages:
-    """The moving average of the parameters of an optimizer.
+    """The moving averages of the parameters of an optimizer, kept in its state, and so in its checkpoints.
 
-    Args:
-        optimizer: Over the parameters; their averages are kept in its state, and so in its checkpoints.
-        decay: How much of itself an average keeps at each step; fewer at the beginning, (1 + n) / (10 + n) at
-            step n, so that the first weights are soon forgotten. 0: there is no average.
+    An average keeps a share of `decay` of itself at each step, fewer at the beginning, (1 + n) / (10 + n) at step n,
+    so that the first weights are soon forgotten. 0: there is no average.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:

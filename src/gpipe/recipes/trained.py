@@ -58,13 +58,9 @@ def opened(recipe: Recipe[Any], world: World) -> Iterator[gpipe.GPipe]:
 
 
 def evaluate_run(run: Path, partitions: int | None, changes: Mapping[str, Any], world: World) -> Evaluation:
-    """Evaluates a run, and writes evaluation.json into its folder.
-
-    `partitions` of None are as many as there are processes, or 2; `changes` of None leave the run's options.
-    """
-    recipe = open_recipe(
-        run, partitions, world, **{name: value for name, value in changes.items() if value is not None}
-    )
+    """Evaluates a run by its options, changed by what is not None, and writes evaluation.json into the folder."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    recipe = open_recipe(run, partitions, world, **given)
     with opened(recipe, world) as pipe:
         found = recipe.evaluate(pipe)
     if not (run / WEIGHTS).is_file():

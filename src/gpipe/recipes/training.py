@@ -250,8 +250,7 @@ def _report(job: Job, recorded: Recorded) -> Report:
 def measure_plain_step(recipe: Recipe[Any], micro_batches: int, device: torch.device) -> float:
     """Returns the median seconds of forward and backward of a mini-batch, micro-batch by micro-batch, no remat.
 
-    Layers that the recipe builds anew do it, for this process may not have all, on one device, with one thread on the
-    CPU; torch's randomness stays as it was.
+    Layers that the recipe builds anew do it, for this process may not have all; torch's randomness stays as it was.
     """
     seconds: list[float] = []
     with one_thread(), torch.random.fork_rng([] if device.type == "cpu" else [device]):

@@ -27,8 +27,7 @@ SIOCGIFADDR = 0x8915  # Linux's question for the address of an interface
 class World:
     """One process among those that train together; rank 0 writes files and talks.
 
-    `launched` is whether a launcher started them; else there is one, of as many threads as partitions. `restarts` is
-    how often torchrun has started all of them anew after a failure.
+    `launched` is whether a launcher started them, `restarts` how often torchrun has done so anew after a failure.
     """
 
     rank: int = 0

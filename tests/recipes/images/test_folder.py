@@ -85,7 +85,6 @@ def test_what_cannot_be_used_ends_with_what_to_do(
 ) -> None:
     out, images = ["--out", str(tmp_path / "out")], ["train", "images", "--image-folder", str(folder)]
     for given, told in (
-        ([*images[:3], str(tmp_path), *out], "has no class folders; put the images of each class into a folder"),
         ([*images, "--classes", "ant", "yak", *out], "there is no class yak; there are ant, bee, cat"),
         ([*images, "--batch-size", "31", *out], "there are 30 images to train on: choose fewer"),
         (["evaluate"], "give the folder of a run"),

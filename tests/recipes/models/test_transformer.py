@@ -161,18 +161,6 @@ def test_a_padded_batch_gives_the_logits_of_each_row_alone(quiet: list[nn.Module
     torch.testing.assert_close(run(other, targets, source.expand(3, -1)), run(other, targets, longer.expand(3, -1)))
 
 
-def test_padding_changes_no_gradient(quiet: list[nn.Module]) -> None:
-    source, target, labels = words(2, 4), words(2, 3), words(2, 3)
-    gradients = []
-    for more in (0, 3):
-        network = copy.deepcopy(quiet)
-        logits = run(network, padded(target, 3 + more), padded(source, 4 + more))
-        F.cross_entropy(logits.flatten(0, 1), padded(labels, 3 + more).flatten(), ignore_index=0).backward()
-        gradients.append([p.grad for p in nn.Sequential(*network).parameters()])
-    for alone, with_padding in zip(*gradients, strict=True):
-        torch.testing.assert_close(alone, with_padding)
-
-
 def test_a_source_of_padding_alone_is_one_word(quiet: list[nn.Module]) -> None:
     target, source = words(2, 3), padded(words(2, 2), 6)
     source[1] = 0

@@ -91,7 +91,6 @@ def test_another_training_is_not_gone_on_with(whole: TranslationOptions, folder:
             {**started, "vocabulary": 500},
             f"--vocabulary is 500, and {whole.out} has one of 300, which is kept: leave",
         ),
-        ({**started, "ffn_dim": 48}, "the run has trained another network: give its options"),
         ({**started, "from_": tmp_path}, "has neither model.safetensors nor a checkpoint"),
     ):
         with pytest.raises(ValueError, match=re.escape(told)):

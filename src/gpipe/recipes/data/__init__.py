@@ -5,11 +5,7 @@ from typing import Any
 
 
 def imported(name: str, what: str, extra: str) -> Any:
-    """A library that an extra of gpipe brings.
-
-    Raises:
-        ImportError: It is not installed: what it is for, and how to get it.
-    """
+    """A library that an extra of gpipe brings; an ImportError says what it is for, and how to get it."""
     try:
         return import_module(name)
     except ImportError as error:

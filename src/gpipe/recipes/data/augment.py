@@ -26,8 +26,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 def batches(rows: int, batch_size: int, *, seed: int, epoch: int) -> list[Tensor]:
     """Returns the row numbers of each mini-batch of an epoch: every row at most once.
 
-    The rows left over after the last whole mini-batch sit this epoch out, others in the next, so that every step has
-    the same shape.
+    The rows left over after the last whole mini-batch sit this epoch out, others in the next.
     """
     order = torch.from_numpy(np.random.default_rng((seed, epoch)).permutation(rows))
     return list(order[: rows - rows % batch_size].split(batch_size))
@@ -47,9 +46,8 @@ def some_of_each(classes: Mapping[int, Sequence[T]], count: int, seed: int) -> d
 class Augmentation(NamedTuple):
     """What becomes of an image before a network sees it.
 
-    `size` is pixels a side, always. The rest is for training: a random box of `least_area` of the image or more is
-    scaled to the size, shifted and turned a little if `jitter`, mirrored half of the time if `flip`, and a square of
-    `cutout` pixels a side is left out of it.
+    `size` is pixels a side, always. Training scales a random box of `least_area` of the image or more to it; digits
+    are shifted and turned a little if `jitter`. Half are mirrored if `flip`, and `cutout` pixels a side are left out.
     """
 
     size: int = 224
@@ -98,10 +96,7 @@ def flip(images: Tensor, rows: Tensor, *, seed: int, epoch: int) -> Tensor:
 
 
 def cutout(images: Tensor, rows: Tensor, size: int, *, seed: int, epoch: int) -> Tensor:
-    """Sets a square of `size` pixels a side to 0 in each image [N, C, H, W], which should have mean 0.
-
-    The square's center is any pixel of the image, so that the square may hang over the edge.
-    """
+    """Sets a square of `size` pixels a side to 0 in each image [N, C, H, W], around any pixel, also at an edge."""
     covered = []
     for centers, side in zip(_draw(rows.tolist(), CUTOUT, 2, seed, epoch).T, images.shape[-2:], strict=True):
         first, pixels = (centers * side).floor()[:, None] - size // 2, torch.arange(side)

@@ -165,12 +165,10 @@ class ImageFolder(Dataset[Batch | UnreadableImage]):
 
 
 class Reader:
-    """Reads batches of images in `workers` processes, which begin with the first batch and live as long as it does.
+    """Reads batches of images, of `labels` [N], in `workers` processes, for 0 in this one, to the same bits.
 
-    `labels` are the classes of all rows, [N].
-
-    The bits are the same for any number of workers, also for 0, which reads in the process itself. It reads one thing
-    at a time. Workers are fresh processes, which import the script again.
+    Workers are fresh processes, which import the script again; they begin with the first batch and live as long as it
+    does. It reads one thing at a time.
     """
 
     def __init__(self, images: Any, how: Augmentation, workers: int = 0) -> None:

@@ -1,7 +1,4 @@
-"""Sentences with their English translations: of tables, or of Django's catalogues; split by what the English says.
-
-Django's catalogues are what its forms and pages say in some hundred languages.
-"""
+"""Sentences with their English translations: of tables, or of Django's catalogues; split by what the English says."""
 
 import hashlib
 import math
@@ -63,9 +60,9 @@ def place_of(english: str) -> float:
 def read_tsv(file: str | PathLike[str]) -> list[Pair]:
     """Reads pairs from a table in UTF-8 whose columns are separated by tabs, without a heading.
 
-    The columns are language, source and English, or only source and English, whose language is then `"und"`.
-    Blank lines are skipped, and spaces around a text are not part of it. Quotation marks mean themselves. A
-    ValueError lists the first ten lines that are not so, or says that there is no pair.
+    The columns are language, source and English, or only source and English, whose language is then `"und"`. Blank
+    lines are skipped, spaces around a text are not part of it, and quotation marks mean themselves. A ValueError
+    lists the first ten lines that are not so, or says that there is no pair.
     """
     pairs, mistakes = [], []
     for number, line in enumerate(Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):

@@ -43,8 +43,7 @@ class Vocabulary:
     def learn(cls, texts: Iterable[str], size: int) -> "Vocabulary":
         """Learns a vocabulary of at most `size` ids, 259 or more, by byte-pair encoding; equal texts give equal ones.
 
-        It is smaller where the texts do not repeat enough to fill it. How often a language stands in `texts` is how
-        much of the vocabulary it gets.
+        It is smaller where the texts do not repeat enough to fill it.
         """
         imported(*TOKENIZERS)
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -88,10 +87,7 @@ class Vocabulary:
         return [[piece + SPECIAL for piece in found.ids] for found in self._tokenizer.encode_batch(list(texts))]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text that ids stand for, up to the first `END`; `PAD` and `BEGIN` say nothing.
-
-        Bytes that are no UTF-8, which no text encodes to but a model may say, become the replacement character.
-        """
+        """Returns the text of ids up to the first `END`; bytes that are no UTF-8 become the replacement character."""
         said = ids[: ids.index(END)] if END in ids else ids
         return self._tokenizer.decode([number - SPECIAL for number in said if number >= SPECIAL])
 

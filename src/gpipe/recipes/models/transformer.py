@@ -23,8 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Stashing = tuple[Tensor, dict[str, Tensor]]
-
 
 def vocabulary(vocab: int, model_dim: int) -> nn.Parameter:
     """Makes a vector of expected length 1 for each word, (vocab, model_dim)."""
@@ -45,11 +43,7 @@ class Embedding(nn.Module):
         self.weight = weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Looks tokens up, at unit variance, and adds their position.
-
-        Positions are sines and cosines of wavelengths 2 pi to 20000 pi, the sines first: Vaswani et al., "Attention
-        Is All You Need" (2017), section 3.5.
-        """
+        """Looks tokens up, at unit variance, and adds sines, then cosines (Vaswani et al., 2017, section 3.5)."""
         dim = self.weight.shape[1]
         x: Tensor = F.embedding(tokens, self.weight) * math.sqrt(dim)
         timescales = torch.logspace(0, 4, dim // 2, device=x.device)
@@ -231,7 +225,7 @@ class SourceEmbedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.pad = pad
 
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> Stashing:
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Embeds the source, and stashes the target and where the source may be read: words, or else the first."""
         source, target = inputs
         words = source != self.pad
@@ -262,7 +256,7 @@ class Bridge(nn.Module):
         self.embedding = Embedding(weight)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, target: Tensor) -> Stashing:
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Embeds the target, and stashes the normalized output of the encoder."""
         return self.dropout(self.embedding(target)), {"memory": self.norm(x)}
 

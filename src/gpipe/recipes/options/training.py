@@ -123,11 +123,7 @@ class TrainOptions:
     """The folder of a run whose weights are where this one starts, and whose options say which network it is."""
 
     def settled(self, processes: int | None = None) -> Self:
-        """Fills in the number of partitions, for one process or, under a launcher, for so many.
-
-        Raises:
-            ValueError: One line for each option that cannot be, with what to do.
-        """
+        """Fills in the number of partitions, for one process or, under a launcher, for so many; else as `check`."""
         chosen = self if self.partitions is not None else replace(self, partitions=processes or 2)
         chosen.check()
         k = chosen.partitions or 1

@@ -22,9 +22,8 @@ SACREBLEU = ("sacrebleu", "translations are scored by sacrebleu", "translation")
 class Scores:
     """What the translations of a language, or of all, come to.
 
-    So many pairs were trained on and translated; `nll` is the negative log-likelihood of the right translation, nats
-    a subword; chrF and BLEU, 0 to 100, are of greedy translations, of beam search if there was any, of the sentences
-    left as they are, and of the English sentence that is most frequent in training.
+    `train` and `test` count pairs; `nll` is of the right translation, in nats a subword; chrF and BLEU, 0 to 100, are
+    of greedy translations, of beam search, of sources as they are, and of the most frequent English in training.
     """
 
     train: int
@@ -51,10 +50,9 @@ class Translated(NamedTuple):
 def evaluation_of(
     corpus: Corpus, nlls: Mapping[str, tuple[float, int]], network: Network, tokens: int, width: int
 ) -> Evaluation:
-    """Translates all of a test, and compares.
+    """Translates all of a test, so many `tokens` at once, greedily and by a beam of a `width` above 1, and compares.
 
-    `nlls` are negative log-likelihoods by language, and of how many subwords; so many `tokens` at most are translated
-    at once, by a beam of `width`, or of 1 greedily alone.
+    `nlls` are negative log-likelihoods by language, and of how many subwords.
     """
     likeliest = _translate(corpus, partial(greedy, network), tokens, "greedily")
     searched: Sequence[str | None] = [None] * len(likeliest)
