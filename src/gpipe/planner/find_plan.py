@@ -144,7 +144,6 @@ def _wrong_others(measure: object, threads: object, optimizer_numbers: object) -
 
 
 def _unmeasurable(model: Any, sample: Tree) -> Iterator[str]:
-    """What cannot be run, since it is on the meta device."""
     if any(tensor.is_meta for tensor in tensors_in(sample)):
         yield "measure=True runs the sample, which is on the meta device; give one with numbers"
     parts = model if isinstance(model, Sequence) else [model]

@@ -95,10 +95,8 @@ class TracedStage(Stage):
         for layer in self.layers:
             if isinstance(layer.module, ModelPart):
                 layer.module.follow()
-        if self._shallow_copy is None:
-            self._shallow_copy = ShallowCopy(self._parts, self.device)
-        else:
-            self._shallow_copy.refresh()
+        self._shallow_copy = self._shallow_copy or ShallowCopy(self._parts, self.device)
+        self._shallow_copy.refresh()
 
     def _run(self, value: Tree, call: StageCall) -> Tree:
         assert isinstance(value, dict)

@@ -82,7 +82,7 @@ def take_apart(value: Any) -> tuple[Leaves, Structure]:
         return [value], ONE
     leaves, spec = tree_flatten(value)
     if any(map(_is_dataclass, leaves)):
-        leaves, spec = tree_flatten(_opened(value))
+        leaves, spec = tree_flatten(tree_map(_opened, value))
     return leaves, Structure(spec)
 
 
@@ -90,15 +90,12 @@ def _is_dataclass(value: object) -> bool:
     return is_dataclass(value) and not isinstance(value, type)
 
 
-def _opened(value: Any) -> Any:
-    """A value with all dataclasses opened, for torch's trees to look into."""
-
-    def opened(leaf: Any) -> Any:
-        if not _is_dataclass(leaf):
-            return leaf
-        return OpenDataclass(type(leaf), {field.name: _opened(getattr(leaf, field.name)) for field in fields(leaf)})
-
-    return tree_map(opened, value)
+def _opened(leaf: Any) -> Any:
+    """A dataclass opened, and those in it, for torch's trees to look into."""
+    if not _is_dataclass(leaf):
+        return leaf
+    inside = {field.name: tree_map(_opened, getattr(leaf, field.name)) for field in fields(leaf)}
+    return OpenDataclass(type(leaf), inside)
 
 
 def is_carried(leaf: object) -> bool:

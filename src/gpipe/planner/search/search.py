@@ -7,7 +7,7 @@ Of those that rounding, or a measurement, cannot tell apart, that of fewest stag
 than is known.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
@@ -77,14 +77,13 @@ class _Search:
     def attempt_all(self, shapes: Iterable[Shape]) -> None:
         """Finds the best cuts of shapes, the fast first, and of those alike the simple; or what is against them."""
 
-        def likely(shape: Shape) -> float:
-            return likely_seconds(shape, self.size(shape.micro_batches), self.speeds[: shape.partitions])
+        def of(bound: Callable[..., float], shape: Shape) -> float:
+            return bound(shape, self.size(shape.micro_batches), self.speeds[: shape.partitions])
 
         possible = filter(self._is_possible, shapes)
-        for seconds, _, shape in sorted(
-            ((float(f"{likely(shape):.9g}"), shape.stages, shape) for shape in possible), key=itemgetter(0, 1)
-        ):
-            least = least_seconds(shape, self.size(shape.micro_batches), self.speeds[: shape.partitions])
+        each = ((float(f"{of(likely_seconds, shape):.9g}"), shape.stages, shape) for shape in possible)
+        for seconds, _, shape in sorted(each, key=itemgetter(0, 1)):
+            least = of(least_seconds, shape)
             if self._is_enough(least):
                 self._reject(shape, "slower", f"takes {least:.4g} s at least")
             elif self.actions > MOST_ACTIONS:
