@@ -58,7 +58,7 @@ def test_what_cannot_be_ends_with_status_2_and_what_to_do(capsys: pytest.Capture
         ("nosuch:f", "No module named 'nosuch'"),
         ("math:tau --size b=1", "--size is for the networks of gpipe.models"),
         ("unet -k 9", "partitions=9; give numbers from 1 to 4, as many as there are devices"),
-        ("unet --devices", "devices=[]; give gpipe.Device objects"),
+        ("unet --devices", "--devices has none: give at least one, as 4xtpuv2"),
         ("math:tau", "math:tau is no function; give MODULE:FUNCTION"),
         ("time:localtime", "time:localtime gives struct_time; return (model, sample)"),
         ("gpipe:nothing", "nothing"),

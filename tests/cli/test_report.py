@@ -55,14 +55,12 @@ def test_what_is_not_there_is_not_drawn(run: Path, capsys: pytest.CaptureFixture
 
 
 def test_mistakes_are_told_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
     for folder, text in (("empty", ""), ("damaged", '{"format": "gpi'), ("older", '{"format": "gpipe report 0"}')):
         (tmp_path / folder).mkdir()
         if text:
             (tmp_path / folder / "report.json").write_text(text)
     for name, words in (
         ("nowhere", "has no report.json, which `gpipe train` writes when it ends: give the folder of such a run"),
-        ("file", "has no report.json"),
         ("empty", "has no report.json"),
         ("damaged", "report.json cannot be read: Unterminated string"),
         ("older", "its format is 'gpipe report 0', and this gpipe reads 'gpipe report 1'"),

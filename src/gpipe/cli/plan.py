@@ -69,6 +69,8 @@ def plan(
     settled["optimizer_numbers"] = optimizer_numbers
     with ending_by_mistakes():
         problems = [*_mistakes(model, size), *out_of_bounds(plan, {"batch": batch, **settled})]
+        if not devices:
+            problems.append("--devices has none: give at least one, as 4xtpuv2")
         try:
             fleet = [device for text in devices for device in parse_devices(text)]
         except ValueError as error:
