@@ -36,7 +36,6 @@ def losses(layers: Sequence[nn.Module], replica: int, step: int) -> Tensor:
 
 
 def sums(replicas: Sequence[Sequence[nn.Module]]) -> dict[str, Any]:
-    """The gradients of all replicas, added up in their order."""
     both = [dict(nn.Sequential(*layers).named_parameters()) for layers in replicas]
     return {name: (p.grad + both[1][name].grad).tolist() for name, p in both[0].items()}  # type: ignore[operator]  # there are
 

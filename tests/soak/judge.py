@@ -133,7 +133,6 @@ def differences(kind: Kind, number: int, case: Case, expected: Outcome, got: Out
 
 
 def alone(kind: Kind, number: int) -> Outcome:
-    """What the library gives with one partition."""
     case, setting = kind.case(number)
     return attempt(case, replace(setting, cut=(len(case.layers),), remat="never", driver="lockstep"), Piped)
 
@@ -153,7 +152,6 @@ def compare(expected: Observed, got: Observed, tolerance: float | None = None) -
 
 
 def differ(a: Any, b: Any, tolerance: float | None) -> str:
-    """In what two leaves differ, or nothing."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return "" if type(a) is type(b) and (a == b or (a != a and b != b)) else f"{a!r:.80} and {b!r:.80}"
     if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):

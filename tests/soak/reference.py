@@ -127,7 +127,6 @@ def split(value: Any, rows: int, parts: int) -> list[Any]:
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """One output of those of the micro-batches, cut off their graphs."""
     if not isinstance(parts[0], torch.Tensor):
         return parts[0]
     whole = torch.cat([part.detach() for part in parts])

@@ -23,7 +23,6 @@ from .worker import Worker
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what the command line says; 1 if anything failed."""
     options = read(arguments)
     if options.list:
         print("\n".join(f"{kind.row or '-':12} {kind.name}" for kind in KINDS.values()))
@@ -62,14 +61,12 @@ def matches(kind: Kind, words: Sequence[str]) -> bool:
 
 
 def sequence(kinds: Sequence[Kind], seed: int) -> Iterator[tuple[str, int]]:
-    """Every kind in turn with its next number, without end."""
     for number in count(seed):
         for kind in kinds:
             yield kind.name, number
 
 
 def soak(kinds: Sequence[Kind], options: argparse.Namespace) -> list[Verdict]:
-    """All verdicts, by as many workers as there are."""
     wanted = options.configurations or len(kinds)
     order, verdicts, lock = sequence(kinds, options.seed), list[Verdict](), threading.Lock()
     taken, deadline = 0, time.monotonic() + 60 * options.minutes

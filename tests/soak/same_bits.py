@@ -46,7 +46,6 @@ ROWS = (8, 7, 3)
 
 
 def models() -> dict[str, Case]:
-    """The models that the library has, with data."""
     torch.manual_seed(0)
     tokens = [(torch.randint(20, (rows, 9)), torch.randint(20, (rows, 9))) for rows in ROWS]
     images = [(torch.randn(rows, 3, 64, 64), torch.randint(5, (rows,))) for rows in ROWS]
@@ -111,7 +110,6 @@ def read(path: Path) -> dict[str, Digests]:
 
 
 def differences(before: Mapping[str, Digests], after: Mapping[str, Digests]) -> list[str]:
-    """What differs, in words: a line for each training."""
     said = []
     for name in sorted({*before, *after}):
         if name not in before or name not in after:

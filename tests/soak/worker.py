@@ -24,8 +24,6 @@ def serve(link: Connection, limit: float) -> None:
 
 
 class Worker:
-    """A process that judges; a new one is made when it is lost."""
-
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self._start()
@@ -39,7 +37,6 @@ class Worker:
         self.link.recv()  # ready
 
     def judge(self, name: str, number: int, stand_in: str = "library") -> Verdict:
-        """The verdict; a process that is silent for longer than the limit is ended."""
         self.link.send((name, number, stand_in))
         try:
             if self.link.poll(self.limit):

@@ -50,7 +50,6 @@ def read(file: Path = FILE) -> dict[str, float]:
 
 
 def keep(seconds: Mapping[str, float], file: Path = FILE) -> None:
-    """Notes what cases took, beside what is known of other tests."""
     cases = defaultdict(list)
     for nodeid, taken in seconds.items():
         cases[test_of(nodeid)].append(taken)
@@ -102,7 +101,6 @@ def draw(cases: Sequence[pytest.Item], count: int, name: str) -> list[pytest.Ite
 
 
 def parameters_of(item: pytest.Item) -> set[tuple[str, object]]:
-    """Each parameter of a case, with the number of its value."""
     spec = getattr(item, "callspec", None)
     return set(spec.indices.items()) if spec is not None else set()
 

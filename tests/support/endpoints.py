@@ -24,7 +24,6 @@ LIMIT = 1e6  # seconds that nobody waits, however busy the machine: who stands s
 def endpoints(
     count: int, kind: type[Connection] = Connection, limit: float = LIMIT, buffer: int = 2**17
 ) -> Iterator[list[Endpoint]]:
-    """So many ranks, each linked with all others, at their first run."""
     connections: list[dict[int, Connection]] = [{} for _ in range(count)]
     for one, other in combinations(range(count), 2):
         streams, news = socket.socketpair(), socket.socketpair()

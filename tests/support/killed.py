@@ -56,7 +56,6 @@ def kill_at(number: int) -> None:
 
 
 def survives(number: int, save: Callable[[], object]) -> bool:
-    """Whether a child process that is killed at its n-th operation was done before."""
     child = os.fork()
     if not child:
         kill_at(number)
@@ -81,7 +80,6 @@ def look(folder: Path, known: dict[int, dict[str, Any]], run: Run) -> tuple[int 
 
 
 def go_on(folder: Path, run: Run) -> list[str]:
-    """What is wrong with a save after the crash; it clears what was left behind."""
     saved = gpipe.save(folder, run[0]).wait()
     wrong = [] if gpipe.load(folder).path == saved else ["not the latest"]
     return wrong + [path.name for path in folder.glob("step_*.tmp-*")]

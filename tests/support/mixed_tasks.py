@@ -212,7 +212,6 @@ def is_statistic(task: Task) -> Callable[[str], bool]:
 
 
 def check(draw: Random) -> tuple[Task, dict[Way, list[str]]]:
-    """One model in all its ways: what differs in each."""
     task = generate_task(draw)
     plain, one = run_plain(task), run_pipe(task, whole(task.model))
     found = {}

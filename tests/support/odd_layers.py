@@ -120,8 +120,6 @@ class Noise(nn.Module):
 
 
 class Draws(nn.Module):
-    """Draws in every way that torch has."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = x + 0.1 * torch.rand(len(x), 1) + 0.1 * torch.randn(x.shape[1])
         x = x[:, torch.randperm(x.shape[1])] * torch.randint(1, 3, (len(x), 1))

@@ -40,7 +40,6 @@ def train_twice(
     *,
     adds: bool,
 ) -> Outcome:
-    """Trains two mini-batches, evaluates the first, and notes everything."""
     found: Outcome = {}
     optimizer = optimizer_of(root)
     for step in (0, 1):

@@ -196,7 +196,6 @@ def part_taken(leaf: object) -> object:
 
 
 def as_given(inputs: Tree, outputs: Iterable[Tree]) -> Tree:
-    """The outputs of all micro-batches as one, or those of each that was ready-made."""
     return list(outputs) if isinstance(inputs, gpipe.MicroBatches) else joined(outputs)
 
 
@@ -222,7 +221,6 @@ def joined(parts: Iterable[Tree]) -> Tree:
 
 
 def shares_of(reduction: Reduction, targets: Sequence[Tree]) -> list[float]:
-    """The share w_i of each micro-batch in the loss."""
     if reduction == "sum":
         return [1.0] * len(targets)
     rows = [float(len(pytree.tree_leaves(target)[0])) for target in targets]

@@ -59,7 +59,6 @@ def model(at: int) -> Model:
 
 
 def embedding() -> nn.Module:
-    """A layer of the user's own, before a pipe."""
     with weights_of(2):
         return nn.Linear(WIDTH, WIDTH)
 
@@ -151,7 +150,6 @@ Side: TypeAlias = Piped | Plain
 
 
 def state_of(sides: Sequence[Side]) -> Outcome:
-    """What a story leaves: parameters, their gradients, and buffers."""
     found: Outcome = {}
     for at, side in enumerate(sides):
         found |= noted(side.module, at)

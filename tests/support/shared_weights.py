@@ -22,7 +22,6 @@ def lent(layers: Sequence[nn.Module]) -> Iterator[list["Lent"]]:
 
 
 def own_leaves(layers: Sequence[nn.Module]) -> list[dict[Place, Tensor]]:
-    """For each layer, a leaf of its own for each parameter that other layers use too."""
     users: dict[nn.Parameter, dict[int, list[Place]]] = {}
     for index, layer in enumerate(layers):
         for module in layer.modules():

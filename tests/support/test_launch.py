@@ -17,7 +17,6 @@ from tests.support.processes.outcome import HungError, Outcome, answers
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not yet waited for does not."""
     words = progress.stat_of(pid)
     return bool(words) and words[0] != "Z"
 

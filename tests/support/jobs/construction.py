@@ -116,7 +116,6 @@ def filled_up() -> int:
 
 @contextmanager
 def limits_as_before() -> Iterator[None]:
-    """Undoes what a fault did to the limit of open files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         yield

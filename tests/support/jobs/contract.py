@@ -74,7 +74,6 @@ def names(rank: int, world: int) -> Json:
 
 
 def record(rank: int, world: int) -> Json:
-    """The timelines that each rank has: spans of all ranks."""
     pipe = make(world)
     with gpipe.record(pipe) as recorder:
         pipe.step(*data(0, 10), F.mse_loss)
@@ -192,7 +191,6 @@ def come_apart(rank: int, world: int, name: str, odd: int) -> Json:
 
 
 def backward_apart(rank: int, world: int) -> Json:
-    """Ranks that call the backwards of two forwards in different orders."""
     pipe = make(world)
     (x, y), (x2, y2) = data(0, 10), data(1, 10)
     losses = [F.mse_loss(pipe(x, gather=True), y), F.mse_loss(pipe(x2, gather=True), y2)]

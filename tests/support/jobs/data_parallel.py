@@ -42,7 +42,6 @@ def data(step: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def part_of(rank: int, stages: int, rows: Sequence[int], step: int) -> tuple[Tensor, Tensor]:
-    """What a rank's replica has of it; `rows` are those of each replica."""
     x, y = data(step, sum(rows))
     return x.split(list(rows))[rank // stages], y.split(list(rows))[rank // stages]
 
@@ -183,7 +182,6 @@ def aside(momentum: float | None) -> list[nn.Module]:
 
 
 def defer(rank: int, world: int, rows: Sequence[int], momentum: float | None) -> Json:
-    """Steps and an evaluation with deferred statistics; gives the buffers."""
     pipe = gpipe.GPipe(aside(momentum), 2, 4, seed=0, driver="process", deferred_batch_norm=True)
     for step in (0, 1):
         pipe.step(*part_of(rank, 2, rows, step), F.mse_loss)
@@ -401,7 +399,6 @@ def torchs_own(rank: int, world: int) -> Json:
 
 
 def begin_apart(rank: int, world: int, spoiled: str) -> None:
-    """The last rank has another bit in one parameter or buffer, or other weights."""
     layers = nn.Sequential(*seeded(lambda: nn.Linear(6, 6), lambda: nn.BatchNorm1d(6), lambda: nn.Linear(6, 3000)))
     if rank == world - 1:
         with torch.no_grad():

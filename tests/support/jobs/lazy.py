@@ -52,8 +52,6 @@ def draws_around(rank: int, world: int) -> Json:
 
 
 class Fails(nn.Module):
-    """Cannot be built where it is needed."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))

@@ -8,7 +8,7 @@ import gpipe
 from tests.support.jobs.models import piped
 from tests.support.open_models import batch_of, model_of
 from tests.support.outcomes import Outcome, state
-from tests.support.processes.digests import Digests, digest, digests
+from tests.support.processes.digests import Digests, digests
 
 NORM = 0.5
 
@@ -29,7 +29,6 @@ def clipped(pipe: gpipe.GPipe, optimizer: torch.optim.Optimizer, name: str, step
 
 
 def save(rank: int, world: int, name: str, folder: str, how: dict[str, Any]) -> tuple[Digests, Digests]:
-    """Two steps, saved, and two more; what each two leave."""
     with piped(model_of(name), name, world, driver="process", **how) as pipe:
         optimizer = optimizer_of(pipe)
         before = digests(clipped(pipe, optimizer, name, 2))
@@ -66,13 +65,13 @@ def save_weights(rank: int, world: int, name: str, folder: str) -> Digests:
         gpipe.save_weights(folder, pipe)
         if rank == 0 and hasattr(model, "config"):
             model.config.save_pretrained(folder)
-        return {key: digest(value) for key, value in pipe.state_dict().items()}
+        return digests(pipe.state_dict())
 
 
 def load_weights(rank: int, world: int, name: str, folder: str) -> Digests:
     """Loads weights into a model built on the meta device."""
     with piped(model_of(name, "meta"), name, world, driver="process") as pipe:
         gpipe.load_weights(folder, pipe)
-        found = {key: digest(value) for key, value in pipe.state_dict().items()}
+        found = digests(pipe.state_dict())
         assert pipe.step(batch_of(name)).isfinite()
         return found

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import gpipe
-from tests.support.jobs.models import SEED, stepped
+from tests.support.jobs.models import piped, stepped
 from tests.support.open_models import batch_of, model_of
 from tests.support.outcomes import Outcome
 from tests.support.said import said
@@ -48,24 +48,21 @@ def parts(name: str, step: int, *, ready_made: bool) -> gpipe.MicroBatches:
 
 def train(rank: int, world: int, name: str, ready_made: bool, schedule: str) -> dict[str, Any]:
     given = [mini_batch(name, rank // 2, step, ready_made=ready_made) for step in (0, 1)]
-    how: Any = {"costs": "params", "seed": SEED, "driver": "process", "schedule": schedule}
-    with gpipe.GPipe(model_of(name), 2, MICRO_BATCHES, sample=batch_of(name), **how) as pipe:
+    how: Any = {"driver": "process", "schedule": schedule}
+    with piped(model_of(name), name, 2, micro_batches=MICRO_BATCHES, **how) as pipe:
         return {what: value.tolist() for what, value in stepped(pipe, given).items() if value is not None}
 
 
 def alone(name: str, *, ready_made: bool) -> Outcome:
     """What one pipe leaves that is given the micro-batches of both."""
     given = [parts(name, step, ready_made=ready_made) for step in (0, 1)]
-    how: Any = {"costs": "params", "seed": SEED, "driver": "lockstep"}
-    with gpipe.GPipe(model_of(name), 1, 2 * MICRO_BATCHES, sample=batch_of(name), **how) as pipe:
+    with piped(model_of(name), name, 1, micro_batches=2 * MICRO_BATCHES, driver="lockstep") as pipe:
         return stepped(pipe, given)
 
 
 def uncounted(rank: int, world: int) -> str:
     """A step in which a replica has no label that counts, and one in which none has."""
-    model = model_of("llama")
-    how: Any = {"costs": "params", "seed": SEED, "driver": "process"}
-    with gpipe.GPipe(model, 2, MICRO_BATCHES, sample=batch_of("llama"), **how) as pipe:
+    with piped(model_of("llama"), "llama", 2, micro_batches=MICRO_BATCHES, driver="process") as pipe:
         given = mini_batch("llama", rank // 2, 0, ready_made=False)
         nothing = {**given, "labels": torch.full_like(given["labels"], -100)}
         assert pipe.step(nothing if rank // 2 else given).isfinite()

@@ -10,7 +10,7 @@ import gpipe
 from tests.support.open_models import batch_of, model_of, without_labels
 from tests.support.outcomes import Outcome, gradients, optimizer_of, state
 from tests.support.plain_loop import tensors_in
-from tests.support.processes.digests import Digests, digest, digests
+from tests.support.processes.digests import Digests, digests
 
 MICRO_BATCHES, SEED = 4, 5
 Json = Any
@@ -22,7 +22,6 @@ def piped(model: nn.Module, name: str, partitions: int, **how: Any) -> gpipe.GPi
 
 
 def stepped(pipe: gpipe.GPipe, given: Sequence[Any]) -> Outcome:
-    """A step with an optimizer for each mini-batch; what they leave."""
     found: Outcome = {}
     optimizer = optimizer_of(pipe)
     for step, batch in enumerate(given):
@@ -70,7 +69,7 @@ def train(rank: int, world: int, name: str, how: dict[str, Any]) -> tuple[Digest
     """What a rank has of the run, and its state_dict in the end."""
     with piped(model_of(name), name, world, driver="process", **how) as pipe:
         found = digests(trained(pipe, name))
-        return found, {key: digest(value) for key, value in pipe.state_dict().items()}
+        return found, digests(pipe.state_dict())
 
 
 def train_from_meta(rank: int, world: int, name: str, how: dict[str, Any]) -> tuple[Digests, list[str]]:

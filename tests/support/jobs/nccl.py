@@ -41,7 +41,6 @@ def bits(tensor: torch.Tensor) -> str:
 
 
 def train(rank: int, world: int, stages: int) -> Any:
-    """Trains over NCCL, each replica on its part."""
     torch.use_deterministic_algorithms(True)
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=world)

@@ -32,7 +32,6 @@ def over_wires(rank: int, world: int, grouped: bool, module: str, name: str, *ar
 
 
 def count(rank: int, world: int) -> Json:
-    """How many tensors a step sends over groups, and how many come."""
     sends, receives = [], []
 
     def sent(tensor: Tensor, *args: Any, **how: Any) -> Any:

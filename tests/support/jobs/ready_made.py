@@ -29,7 +29,6 @@ def loss_of(replica: int, outputs: Sequence[Tensor]) -> Tensor:
 
 
 def train(rank: int, world: int, how: dict[str, Any]) -> Json:
-    """A step, an evaluation and a call, of which each process is given what it reads, and no more."""
     replica = rank // 2
     with gpipe.GPipe(network(), 2, MOST, seed=SEED, driver="process", **how) as pipe:
         inputs = data(SIZES[replica], replica) if pipe.reads_inputs else None

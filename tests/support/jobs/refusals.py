@@ -9,14 +9,13 @@ import torch
 import gpipe
 from tests.support.jobs.models import piped
 from tests.support.open_models import batch_of, model_of
-from tests.support.processes.digests import digest
+from tests.support.processes.digests import digests
 from tests.support.said import said
 
 Json = Any
 
 
 def of_a_part(rank: int, world: int, folder: str) -> dict[str, str]:
-    """What the user's own model says that is no longer whole."""
     model: Any = model_of("llama")
     given = batch_of("llama")
     with piped(model, "llama", world, driver="process") as pipe:
@@ -37,13 +36,10 @@ def load_own(rank: int, world: int) -> bool:
             for parameter in pipe.parameters():
                 parameter.add_(1)
         pipe.load_state_dict(before)
-        return {name: digest(value) for name, value in pipe.state_dict().items()} == {
-            name: digest(value) for name, value in before.items()
-        }
+        return digests(pipe.state_dict()) == digests(before)
 
 
 def other_kind(rank: int, world: int) -> list[Json]:
-    """A step with inputs of other names than the sample's, and one as of the sample."""
     with piped(model_of("llama"), "llama", world, driver="process") as pipe:
         given = batch_of("llama")
         odd = {**given, "position_ids": torch.arange(12).expand(8, 12)}

@@ -43,7 +43,6 @@ class Guarded(nn.Linear):
 
 
 def build(world: int) -> list[nn.Module]:
-    """One layer a rank, of the same weights every time."""
     with weights_of(5):
         return [Guarded(FEATURES, FEATURES) for _ in range(world)]
 
@@ -141,7 +140,6 @@ WRONG: dict[str, tuple[Tensor, Tensor]] = {
 
 
 def wrong_data(rank: int, world: int, name: str) -> Json:
-    """A mini-batch that cannot be, behind a sound one."""
     pipe = pipe_of(world)
     pipe.step(*data(1), squares)
     return go_on(pipe, lambda: pipe.step(*WRONG[name], squares))

@@ -17,7 +17,6 @@ STEPS, SEED = 3, 5
 
 
 def model(device: str) -> nn.Module:
-    """A model of 38 million parameters."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 import gpipe
 from tests.support.kinds.values import WIDTH, Makes, Uses, loss_of
+from tests.support.odd_layers import Apply
 from tests.support.outcomes import Outcome, noted
 from tests.support.plain_loop import Tree, weights_of
 from tests.support.processes.digests import Digests, digest, digests
@@ -23,11 +24,6 @@ from tests.support.same_bits_stories import Make
 
 SEED, MICRO_BATCHES = 5, 3
 Json = Any
-
-
-class Passes(nn.Module):
-    def forward(self, value: Tree) -> Tree:
-        return value
 
 
 def describe(value: Tree) -> Json:
@@ -58,7 +54,7 @@ def run_value(make: Make, kind: str) -> tuple[list[Json], list[Json], Outcome]:
     with weights_of(4):
         layers = [
             Makes(kind, lambda v: seen[0].append(describe(v))),
-            Passes(),
+            Apply(lambda value: value),
             Uses(lambda v: seen[1].append(describe(v))),
         ]
     pipe = make(layers)
@@ -133,7 +129,11 @@ def with_an_object(output: Tensor, target: Tensor) -> tuple[Tensor, object]:
 def refuse(rank: int, world: int, kind: str) -> Json:
     """A step, one in which a micro-batch cannot travel, and another: losses, and what was raised."""
     with weights_of(4):
-        layers = [Sometimes(kind, MICRO_BATCHES + 2), *(Passes() for _ in range(world - 2)), First()]
+        layers = [
+            Sometimes(kind, MICRO_BATCHES + 2),
+            *(Apply(lambda value: value) for _ in range(world - 2)),
+            First(),
+        ]
     pipe = maker(world)(layers, remat="never")
     losses = [pipe.step(inputs(), inputs().cos(), F.mse_loss)]
     raised = said(lambda: pipe.step(inputs(), inputs().cos(), with_an_object if kind == "metrics" else F.mse_loss))

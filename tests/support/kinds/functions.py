@@ -39,7 +39,6 @@ class Scaled(nn.Module):
 
 
 def stops() -> tuple[Callable[[], nn.Module], ...]:
-    """Layers whose gradient of the input is undefined, at times or always."""
     calls = iter(range(10_000))
     return (
         lambda: Apply(stop),
@@ -114,7 +113,6 @@ def s5_several_routes(draw: Draw) -> Case:
 
 
 def doubled(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-    """Works in place and says so."""
     ctx.mark_dirty(x)
     return x.mul_(2)
 
@@ -140,8 +138,6 @@ class Inner(torch.autograd.Function):
 
 
 class SetUp(torch.autograd.Function):
-    """Of the newer form, with `setup_context`."""
-
     @staticmethod
     def forward(x: torch.Tensor, power: int) -> torch.Tensor:
         return x.pow(power)

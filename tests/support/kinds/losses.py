@@ -35,8 +35,6 @@ def s3_loss_with_state(draw: Draw) -> Case:
 
 
 class Gate(nn.Module):
-    """Gives a balancing loss beside its output."""
-
     stash = ("balance",)
 
     def __init__(self) -> None:

@@ -170,7 +170,6 @@ def values_between(draw: Draw) -> Case:
 
 @kind()
 def nothing_needs_a_gradient(draw: Draw) -> Case:
-    """Stages in front train nothing."""
     functions = (lambda x: x * 2, lambda x: (x, x + 1), lambda v: v[0] * v[1])
     return Case([*map(Apply, functions), nn.Linear(WIDTH, WIDTH)], mini_batches(draw, WIDTH))
 
@@ -196,8 +195,6 @@ def changing_lengths(draw: Draw) -> Case:
 
 
 class Attributes(dict):  # type: ignore[type-arg]  # as people write it
-    """A dict that can be read by attribute."""
-
     __getattr__ = dict.__getitem__
 
 

@@ -1,7 +1,7 @@
 """What a rank tells of a run: of each tensor a digest, small enough to be sent, the same for the same bits."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -20,7 +20,7 @@ def digest(tensor: Tensor | None) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha1(data).hexdigest()[:16]}"
 
 
-def digests(outcome: Outcome) -> Digests:
+def digests(outcome: Mapping[str, Tensor | None]) -> Digests:
     return {name: digest(tensor) for name, tensor in outcome.items()}
 
 
@@ -30,7 +30,6 @@ def own_inputs(found: Outcome, rank: int) -> Outcome:
 
 
 def wrong(found: Sequence[Digests], expected: Digests, leave_out: Callable[[str], bool] = lambda name: False) -> str:
-    """What differs on which rank, and what no rank has."""
     said = [
         f"{name} on rank {rank} is {digest}, not {expected.get(name)}"
         for rank, own in enumerate(found)

@@ -51,7 +51,6 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits until it has ended, at most so many seconds; gives what it ended with."""
         if self.returncode is None:
             if not select.select([self._news], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
@@ -106,7 +105,6 @@ def fork_servers() -> tuple[ForkServer, ...]:
 
 
 def end_with(parent: int) -> None:
-    """Has this process killed when its parent is gone."""
     ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -150,7 +148,6 @@ def keep(stdin: int, log: int, tells: int) -> None:
 
 
 def main() -> None:
-    """Loads torch, and forks."""
     end_with(int(sys.argv[2]))
     rank, *_ = map(import_module, LOADED)
     assert len(os.listdir("/proc/self/task")) == 1, (

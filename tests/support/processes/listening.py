@@ -20,7 +20,6 @@ class Listening(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only processes of this host can connect."""
         address = ip_address(self.address)
         mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
         return (mapped or address).is_loopback

@@ -53,7 +53,6 @@ class Case:
 def cases(
     partitions: int, kinds: Collection[str] = KINDS, phases: Collection[str] = PHASES, ranks: Collection[int] = ()
 ) -> Iterator[Case]:
-    """All cases of these kinds and phases; `ranks` are all by default."""
     for phase in phases:
         for kind in kinds:
             for rank in ranks or range(partitions):

@@ -39,7 +39,6 @@ class Order:
 
 
 def main(rank: int, folder: str) -> None:
-    """Serves until stdin ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file of torch takes seconds to write
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to it
     faulthandler.enable()
@@ -58,7 +57,6 @@ def main(rank: int, folder: str) -> None:
 
 
 def perform(rank: int, order: Order) -> None:
-    """Does a job; leaves its answer, or what it raised."""
     _settle_in(rank, order)
     record: dict[str, object] = {}
     try:
