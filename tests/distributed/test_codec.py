@@ -186,6 +186,8 @@ def test_of_elements_that_overlap_only_the_bits_arrive_and_repeated_ones_travel_
         numbers.unfold(0, 4, 2),
         numbers.as_strided((3, 4), (2, 1)),
         numbers.as_strided((2, 3, 2), (1, 1, 0)),
+        numbers.as_strided((1,), (3,)),
+        numbers.as_strided((0,), (3,)),
     ):
         assert_same(there_and_back(BoundaryValue(tensor, [])), BoundaryValue(tensor, []), strides=False)
 

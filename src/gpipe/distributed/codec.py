@@ -241,7 +241,7 @@ def flat(tensor: Tensor, extent: Extent) -> Tensor:
     """The elements of a tensor in one dimension, as they travel."""
     tensor = tensor.detach()
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-        return tensor.view(-1)
+        return tensor.as_strided((tensor.numel(),), (1,))  # of one or none any stride is contiguous
     for axis, count in enumerate(extent.size):  # without repetitions, which a copy would write out
         tensor = tensor.narrow(axis, 0, count)
     strides = extent.strides if extent.dense else _contiguous(extent.size)
