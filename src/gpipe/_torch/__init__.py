@@ -1,6 +1,6 @@
 """All of torch that is private, under names that say what it stands for.
 
-A new torch may rename or change any of it: `tests/test_torch_private.py` tries each on the torch that is installed,
+A new torch may rename or change any of it: `tests/test_torch.py` tries each on the torch that is installed,
 and says what broke, what it is for and where it is used. What differs between versions of torch is told apart here
 and nowhere else. Where a public thing would do but for its price, the docstring names it.
 

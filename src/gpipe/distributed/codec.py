@@ -1,6 +1,6 @@
 """Messages as bytes: a layout that says what there is, and the bytes of the tensors behind it. No pickle.
 
-A tensor arrives as it lay when it left (layout.py), because the bits of what is computed from it depend on that. A
+A tensor arrives as it lay when it left (stages/tree.py), since the bits of what comes of it depend on that. A
 layout is read once for as long as shapes stay the same: both ends keep those that they have seen.
 
 What is no tensor is text, which names no class, module or attribute that the other end would look up by itself: only

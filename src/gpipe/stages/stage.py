@@ -70,7 +70,7 @@ class Layer:
     pop: tuple[Pop, ...] = ()
     kind: str = ""  # what it is, in words; by default its class
     prefix: str | None = None  # of its parameters' names in the pipe; by default its own name
-    aliased: AbstractContextManager[object] = _OWN  # has it see its own aliases while it runs (see weight_aliases)
+    aliased: AbstractContextManager[object] = _OWN  # has it see its own aliases while it runs (shared_weights.py)
 
     def __str__(self) -> str:
         return f"layer {self.index} ({self.name}: {self.kind or type(self.module).__name__})"
