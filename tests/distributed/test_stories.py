@@ -107,6 +107,21 @@ def test_a_rank_that_never_makes_a_pipe_is_missed() -> None:
     assert outcomes[0].error, told_by(outcomes)
 
 
+@pytest.mark.parametrize("who", [0, 2])
+def test_who_missed_a_pipe_that_the_others_waited_for_makes_the_next_with_them(who: int, pool: WorkerPool) -> None:
+    """All counted their rendezvous for themselves, so that those two never met again.
+
+    And the one that came late was told at once that it had said nothing for so many seconds.
+    """
+    found = answers(pool.run(jobs.comes_late, who, world=3))
+    said = f"rank {who} said nothing for 0.1 s, the timeout of the process group"
+    for rank, (failed, _) in enumerate(found):
+        assert len(failed) == 2 * (rank != who)
+        assert all(said in text for text in failed)
+    (loss,) = {loss for _, losses in found for loss in losses}
+    check_went_on([{"loss": loss}] * 3)
+
+
 def test_who_loses_a_rank_in_a_save_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     first, _ = run_ranks(2, jobs.dies_in_save, str(tmp_path))
     assert first.error == "RemoteError"

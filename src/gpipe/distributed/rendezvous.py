@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
-from itertools import count, product
+from itertools import product
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -41,7 +41,7 @@ from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.failures import LONG_WAIT_SECONDS, REPORT_SECONDS, SILENT_SECONDS, Report, Status
 from gpipe.distributed.mesh import Position, host_name, timeout_of_world
 from gpipe.distributed.nccl import NcclGroups
-from gpipe.errors import received
+from gpipe.errors import RemoteError, received
 
 logger = logging.getLogger("gpipe")
 
@@ -51,8 +51,9 @@ BUILDING = "while it built its layers"
 LINKING = "while the processes linked up"
 BETTER_REASON_SECONDS = 0.2  # from the first bad news on, in which a better reason may come
 
-VALUE, LAST, FAILURE = b"=", b".", b"!"  # the first byte of a message; nothing follows the last, or a failure
-FIRST_TAG = 0x67700000  # of messages; whoever else sends through this group counts from 0
+VALUE, LEFT, LAST, FAILURE = b"=", b"-", b".", b"!"  # the first byte of a message
+ATTEMPT_BYTES = 8  # behind it: which rendezvous of this group it is of
+TAG = 0x67700000  # of messages; whoever else sends through this group counts from 0
 FOREVER = timedelta(days=365)
 LARGEST_MESSAGE_BYTES = 2**26
 FAREWELL_SECONDS = 1.0  # that a process which fails waits for the others to take that in
@@ -64,7 +65,8 @@ LINK_SECONDS = 60.0  # for all to connect, once all have told their addresses, u
 LIMITS = (errno.EMFILE, errno.ENFILE)
 POLL_SECONDS = 0.02  # between two looks whether another process has failed
 
-_opened: "WeakKeyDictionary[dist.ProcessGroup, count[int]]" = WeakKeyDictionary()  # none reads another's messages
+_attempts: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()  # the last that this process knows of
+_channels: "dict[dist.ProcessGroup, WorldChannel]" = {}  # those on which more may come, also of what failed
 _gloo: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()
 
 
@@ -86,62 +88,77 @@ class WorldChannel:
     none. So a thread for each other process waits for its next message, as long as the rendezvous lasts; an empty one
     stands for the end of a process.
 
+    After a rendezvous that failed the next one goes on with the same threads: who missed the first reads past it.
+
     A thread that waits in gloo while the interpreter ends would take the process down with it, should the other end
     be gone just then. So whoever leaves early waits a little for the others, and hangs up at the end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.received: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
         self.peers = [peer for peer in range(dist.get_world_size()) if peer != dist.get_rank()]
-        self._group = gloo_group()
-        self._tag = FIRST_TAG + next(_opened.setdefault(self._group, count())) % 2**20
+        self._group = group
         self._under_way: list[tuple[dist.Work, Tensor]] = []
-        self._threads = [
-            threading.Thread(target=self._receive_all, args=[peer], name=f"gpipe receives {peer}", daemon=True)
-            for peer in self.peers
-        ]
+        self._listens: set[int] = set()  # to whom a thread listens
+        self._threads: list[threading.Thread] = []
         atexit.register(self._hang_up)
-        for thread in self._threads:
-            thread.start()
+
+    def listen(self, *peers: int) -> None:
+        """Has a thread receive what each of them sends, up to the end of a rendezvous."""
+        for peer in {*peers} - self._listens:
+            self._listens.add(peer)
+            self._start(f"gpipe receives {peer}", self._receive_all, peer)
 
     def send(self, message: bytes) -> None:
-        """Sends a message to all others, and waits for nobody."""
+        """Sends a message to all others, and waits for nobody; an interrupt does not cut it in two."""
+        self._start("gpipe sends", self._send_all, message).join()
+
+    def close(self, seconds: float = FAREWELL_SECONDS) -> None:
+        """Waits until all have sent and received all; threads go on with it, for those who come late."""
+        until = time.monotonic() + seconds
+        under_way, self._under_way = self._under_way, []
+        self._start("gpipe awaits", self._await_sent, under_way)
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            del _channels[self._group]
+            atexit.unregister(self._hang_up)
+
+    def _start(self, name: str, work: Callable[[Any], None], given: object) -> threading.Thread:
+        thread = threading.Thread(target=work, args=[given], name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return thread
+
+    def _send_all(self, message: bytes) -> None:
         size = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
         body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         for peer in self.peers:
             with suppress(RuntimeError):  # it is gone, and the thread that receives from it says so
                 for sent in (size, body):
-                    self._under_way.append((self._group.send([sent], peer, self._tag), sent))
-
-    def close(self, seconds: float = FAREWELL_SECONDS) -> None:
-        """Waits until all have sent and received all; threads go on with it, for those who come late."""
-        until = time.monotonic() + seconds
-        self._threads.append(threading.Thread(target=self._await_sent, name="gpipe sends", daemon=True))
-        self._threads[-1].start()
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        if not any(thread.is_alive() for thread in self._threads):
-            atexit.unregister(self._hang_up)
+                    self._under_way.append((self._group.send([sent], peer, TAG), sent))
 
     def _receive_all(self, peer: int) -> None:
         def receive(count: int, dtype: torch.dtype) -> Tensor:
             memory = torch.empty(count, dtype=dtype, device="cpu")
-            self._group.recv([memory], peer, self._tag).wait(FOREVER)  # for those who wait to say what is too long
+            self._group.recv([memory], peer, TAG).wait(FOREVER)  # for those who wait to say what is too long
             return memory
 
         message = VALUE
-        try:
-            while message[:1] == VALUE:
+        while message[:1] in (VALUE, LEFT):
+            try:
                 size = int(receive(1, torch.int64))
                 if not 0 < size <= LARGEST_MESSAGE_BYTES:
                     raise RuntimeError(f"a message of {size} bytes")
                 message = receive(size, torch.uint8).numpy().tobytes()
-                self.received.put((peer, message))
-        except RuntimeError:
-            self.received.put((peer, b""))
+            except RuntimeError:
+                message = b""
+            if message[:1] not in (VALUE, LEFT):
+                self._listens.discard(peer)
+            self.received.put((peer, message))
 
-    def _await_sent(self) -> None:
-        for work, _ in self._under_way:
+    def _await_sent(self, under_way: Sequence[tuple[dist.Work, Tensor]]) -> None:
+        for work, _ in under_way:
             with suppress(RuntimeError):
                 work.wait(FOREVER)
 
@@ -149,15 +166,22 @@ class WorldChannel:
         """Has gloo end the connections on which threads wait, as after a timeout."""
         for peer in self.peers:
             with suppress(RuntimeError):
-                self._group.recv([torch.empty(1)], peer, self._tag).wait(timedelta(milliseconds=1))
+                self._group.recv([torch.empty(1)], peer, TAG).wait(timedelta(milliseconds=1))
         for thread in self._threads:
             thread.join(FAREWELL_SECONDS)
+
+
+class Behind(Exception):  # noqa: N818  # nothing is wrong
+    """The others have come together anew."""
 
 
 class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
     """A communicator of the processes that build one pipe; `with` it, whoever fails inside tells the others.
 
     They raise a RemoteError of it wherever they wait. Before `greet` it speaks of the whole world.
+
+    Each process counts those it knows of; who has missed some learns it from the others, and greets them again with
+    their number. So what a failed one has left is known, and thrown away.
     """
 
     def __init__(self) -> None:
@@ -167,8 +191,12 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
         self._members: Sequence[int] = range(self.size)
         self._timeout = timeout_of_world()
         self._began = time.monotonic()
-        self._channel = WorldChannel()
+        self._group = gloo_group()
+        self._attempt = _attempts[self._group] = _attempts.get(self._group, 0) + 1
+        self._channel = _channels.get(self._group) or _channels.setdefault(self._group, WorldChannel(self._group))
+        self._channel.listen(*self._channel.peers)
         self._messages: dict[int, deque[bytes]] = {peer: deque() for peer in self._channel.peers}
+        self._left: set[int] = set()  # who waited here for others in vain
         self._failures: list[Report] = []
         self._has_ended = False
 
@@ -181,13 +209,20 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
                     f"some: allow more where it is started, as by `ulimit -n {max(4096, 4 * may)}`"
                 )
             if not self._has_ended:
-                self._channel.send(FAILURE + Report.of(error, 0, self.rank, self.phase).write())
+                with suppress(RemoteError, Behind):
+                    self.check()  # for the number of those who wait
+                has_waited = self.phase == COMING and isinstance(error, RemoteError) and error.received
+                self._send(LEFT if has_waited else FAILURE, Report.of(error, 0, self.rank, self.phase).write())
             self._channel.close()
 
     def greet(self, position: Position, value: Any = None) -> list[Any]:
         """Begins: gathers a value from each process of the world, by its number there; all run the same versions."""
         installed = ", ".join(f"{name} {version}" for name, version in versions().items())
-        gathered = agree(self, {"host": host_name(), "value": value}, same={"what is installed": installed})
+        while True:
+            with suppress(Behind):
+                gathered = agree(self, {"host": host_name(), "value": value}, same={"what is installed": installed})
+                self.exchange(b"")  # what came may be of who has left since: now all know that all are here
+                break
         self.rank, self.size, self._members = position.rank, len(position.members), position.members
         self.hosts = [remote["host"] for remote in gathered]
         self.phase = SETTLING
@@ -201,11 +236,12 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
 
     def exchange(self, message: bytes, /, *, kind: bytes = VALUE) -> list[bytes]:
         """Sends a message to all processes of the pipe, and gathers those of all, by rank."""
-        self._channel.send(kind + message)
+        self._send(kind, message)
         until, warns_at = time.monotonic() + self._timeout, time.monotonic() + LONG_WAIT_SECONDS
         while missing := [peer for peer, messages in self._messages.items() if not messages]:
             if self._take(min(until, warns_at) - time.monotonic()):
                 continue
+            missing = [peer for peer in missing if peer not in self._left] or missing
             if time.monotonic() >= until:
                 limit = f"{self._timeout:g} s, the timeout of the process group"
                 raise received(self._silent(missing, limit), self._number(missing[0]))
@@ -213,6 +249,9 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
             warns_at = math.inf
         gathered = {peer: messages.popleft() for peer, messages in self._messages.items()}
         return [gathered.get(member, message) for member in self._members]
+
+    def _send(self, kind: bytes, message: bytes) -> None:
+        self._channel.send(kind + self._attempt.to_bytes(ATTEMPT_BYTES) + message)
 
     def check(self, seconds: float = 0.0) -> None:
         """Raises if another process has failed, or does so in so many seconds."""
@@ -229,13 +268,31 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
             peer, message = self._channel.received.get(timeout=max(seconds, 0.0))
         except Empty:
             return False
-        if message[:1] in (VALUE, LAST):
-            self._messages[peer].append(message[1:])
+        kind, body = message[:1], message[1 + ATTEMPT_BYTES :]
+        attempt = int.from_bytes(message[1 : 1 + ATTEMPT_BYTES]) if message else self._attempt
+        if self.phase == COMING and message:
+            self._channel.listen(peer)  # after a failure, too: perhaps that was before this process came
+        if attempt < self._attempt:
             return True
-        self._failures.append(self._failure(self._number(peer), message[1:]))
-        if len(self._failures) == 1:
-            self.check(BETTER_REASON_SECONDS)
-            raise max(self._failures, key=lambda report: bool(report.type_name)).error()
+        if attempt > self._attempt and self.phase == COMING:  # what this process waits in is over
+            self._attempt = _attempts[self._group] = attempt
+            for messages in self._messages.values():
+                messages.clear()
+            self._left.clear()
+            self._failures.clear()
+            self._channel.listen(*self._channel.peers)  # who was gone is so still
+            self._channel.received.put((peer, message))
+            raise Behind
+        if attempt == self._attempt and kind in (VALUE, LAST):
+            self._messages[peer].append(body)
+        elif kind == LEFT and self.phase == COMING:
+            self._messages[peer].clear()
+            self._left.add(peer)
+        else:
+            self._failures.append(self._failure(self._number(peer), body if kind == FAILURE else b""))
+            if len(self._failures) == 1:
+                self.check(BETTER_REASON_SECONDS)
+                raise max(self._failures, key=lambda report: bool(report.type_name)).error()
         return True
 
     def _failure(self, peer: int, message: bytes) -> Report:

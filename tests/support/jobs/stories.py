@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import gpipe
@@ -231,6 +233,17 @@ def builder_dies(rank: int, world: int, who: int) -> None:
 
 def not_there(rank: int, world: int, who: int) -> Json:
     return None if rank == who else [pipe_of(world).partitions]
+
+
+def comes_late(rank: int, world: int, who: int) -> Json:
+    """All but one wait for it in vain, twice; then all make a pipe together."""
+    failed = []
+    for _ in range(2):
+        if rank != who:
+            with mock.patch("gpipe.distributed.rendezvous.timeout_of_world", return_value=0.1):
+                failed.append(str(caught(lambda: pipe_of(world))))
+        dist.barrier()
+    return [failed, [pipe_of(world).step(*data(0), squares).item() for _ in range(2)]]
 
 
 def dies_in_save(rank: int, world: int, folder: str) -> None:
