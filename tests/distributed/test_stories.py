@@ -122,6 +122,22 @@ def test_who_missed_a_pipe_that_the_others_waited_for_makes_the_next_with_them(w
     check_went_on([{"loss": loss}] * 3)
 
 
+@pytest.mark.parametrize("who", [0, 1])
+def test_who_closes_its_pipe_too_early_is_named_as_that(who: int, pool: WorkerPool) -> None:
+    """The others were told that it was gone, which stood beside them."""
+    found = answers(pool.run(jobs.closes_early, who, world=3))
+    for rank, (failed, _) in enumerate(found):
+        assert failed == [f"rank {who} closed its pipe, after 1 run"] * 2 * (rank != who)
+    check_went_on([{"loss": loss} for _, loss in found])
+
+
+def test_who_died_in_a_step_is_said_to_have_died_there_in_all_that_follow() -> None:
+    """The second call said that it had ended outside of any step."""
+    first, *others = answers(run_ranks(3, jobs.dies_in_a_step, 1)[::2])[0]
+    assert "rank 1 is gone; it was last seen in the forward of micro-batch 1" in first
+    assert others == [first] * 2
+
+
 def test_who_loses_a_rank_in_a_save_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     first, _ = run_ranks(2, jobs.dies_in_save, str(tmp_path))
     assert first.error == "RemoteError"

@@ -292,9 +292,11 @@ class Endpoint:
             self._groups.settle()
         return every
 
-    def close(self) -> None:
-        """Ends all connections; the others see this process as gone."""
+    def close(self, why: str = "") -> None:
+        """Ends all connections; the others see this process as gone, or are told why."""
         for connection in self.connections.values():
+            if why:
+                connection.control.send(Report(0, self.rank, "", why).write())
             connection.close()
 
 

@@ -62,7 +62,7 @@ Memory: TypeAlias = Status | mmap.mmap  # where a status stands
 
 
 class Report(NamedTuple):
-    """What a process reports of a failure: the run, the rank that failed, and its exception."""
+    """What a process reports of a failure: the run (0: it leaves), the rank that failed, and its exception."""
 
     run: int
     rank: int
@@ -111,22 +111,26 @@ class FailureDetector:
         self.limit = limit  # seconds to wait for one
         self._connections = connections
         self._reports: list[Report] = []
+        self._ends: dict[int, str] = {}  # of who is gone, as it was first seen
         self._shared = shared  # what those of this host are at
 
     def check(self, needed: Collection[int]) -> list[int]:
         """Reads the control channels, and raises a failure of this run; gives who is gone and not needed any more."""
         for peer, connection in self._connections.items():
             with reading("a report", peer):
-                self._reports += [Report.read(message) for message in connection.control.read() if message]
+                reports = [Report.read(message) for message in connection.control.read() if message]
+            self._reports += reports
+            self._ends.update((peer, report.message) for report in reports if not report.run)
         self._reports = [report for report in self._reports if report.run >= self.run]
-        for report in self._reports:
-            if report.run == self.run:
-                raise report.error()
+        failed = [report for report in self._reports if report.run == self.run]
         gone = [peer for peer, connection in self._connections.items() if connection.control.gone]
+        for peer in gone if not any(report.type_name for report in failed) else ():
+            self._ends.setdefault(peer, f"rank {peer} is gone; {self.last_seen(peer, gone=True)}")
+        if failed:
+            raise failed[0].error()
         if missed := [peer for peer in gone if peer in needed]:
             silent = [peer for peer in self._silent() if peer not in missed]
-            last = [f"rank {peer} is gone; {self.last_seen(peer, gone=True)}" for peer in missed]
-            raise received("\n".join(last + self.all_last_seen(silent)), missed[0])
+            raise received("\n".join([self._ends[peer] for peer in missed] + self.all_last_seen(silent)), missed[0])
         return gone
 
     def raise_lost(self, peer: int, gone: Gone | None = None) -> NoReturn:

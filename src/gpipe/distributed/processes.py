@@ -102,5 +102,6 @@ class Processes(OneProcess):
     def close(self) -> None:
         """Ends the connections; the next run makes new ones."""
         if self._endpoint is not None:
-            self._endpoint.close()
+            runs = self._endpoint.detector.run
+            self._endpoint.close(f"rank {self.rank} closed its pipe, after {runs} run{'s' * (runs != 1)}")
             self._endpoint = None

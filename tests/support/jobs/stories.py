@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 from unittest import mock
@@ -244,6 +245,27 @@ def comes_late(rank: int, world: int, who: int) -> Json:
                 failed.append(str(caught(lambda: pipe_of(world))))
         dist.barrier()
     return [failed, [pipe_of(world).step(*data(0), squares).item() for _ in range(2)]]
+
+
+def closes_early(rank: int, world: int, who: int) -> Json:
+    """One closes its pipe while the others go on; then all close it, and use it again."""
+    pipe = pipe_of(world)
+    pipe.step(*data(1), squares)
+    if rank == who:
+        pipe.close()
+    failed = [str(caught(lambda: pipe.step(*data(0), squares))) for _ in range(2) if rank != who]
+    dist.barrier()
+    pipe.close()
+    pipe.step_number = 0
+    pipe.zero_grad()
+    return [failed, pipe.step(*data(0), squares).item()]
+
+
+def dies_in_a_step(rank: int, world: int, who: int) -> Json:
+    pipe = pipe_of(world)
+    if rank == who:
+        own(pipe, rank).arm(1, partial(os.kill, os.getpid(), signal.SIGKILL))
+    return [str(caught(lambda: pipe.step(*data(0), squares))) for _ in range(3)]
 
 
 def dies_in_save(rank: int, world: int, folder: str) -> None:
