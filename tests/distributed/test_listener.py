@@ -1,5 +1,6 @@
 """Where processes connect: only who knows the token gets in, and strangers keep nobody waiting."""
 
+import errno
 import math
 import os
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpipe.distributed import rendezvous
+from gpipe.distributed.failures import Status
 from gpipe.distributed.rendezvous import HELLO_BYTES, STREAMS, Listener, dial
 from tests.support.endpoints import LIMIT
 from tests.support.processes.listening import Listening, family, listening_sockets
@@ -124,3 +126,41 @@ def test_a_first_host_at_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     refused = pytest.raises(ValueError, match=r"MASTER_ADDR=127\.0\.0\.1 is the loopback address")
     with refused, rendezvous.listening(crosses_hosts=True):
         pass
+
+
+def test_what_killed_processes_left_is_removed_and_what_lives_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Killed with -9 while they linked up, processes left folders for ever in the memory of the host."""
+    monkeypatch.setattr(rendezvous, "MEMORY", str(tmp_path))
+    for name, files in {
+        "gpipe-7-dead": ("status", "listener"),
+        "gpipe-8-early": ("status",),
+        "gpipe-9-my": "ab",
+    }.items():
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).touch()
+    with listening(monkeypatch) as first, listening(monkeypatch) as second:
+        kept = {Path(own.address.folder).name for own in (first, second)} | {"gpipe-9-my"}
+        assert {path.name for path in tmp_path.iterdir()} == kept
+        with connect(first), connect(second):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["gpipe-9-my"]
+
+
+def test_where_the_memory_of_the_host_is_full_a_folder_on_disk_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where it could not be written at all that was so; a full one ended GPipe(...) with a bare OSError."""
+    monkeypatch.setattr(rendezvous, "MEMORY", str(tmp_path))
+    shown_in = Status.shown_in
+
+    def show(folder: str) -> Status:
+        if Path(folder).parent == tmp_path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return shown_in(folder)
+
+    monkeypatch.setattr(Status, "shown_in", show)
+    with listening(monkeypatch) as own:
+        connect(own).close()

@@ -1,5 +1,6 @@
 """Law 5 where it is easily forgotten: odd exceptions, several at once, other ways than a step, pipes being made."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,20 @@ def test_who_missed_a_pipe_that_the_others_waited_for_makes_the_next_with_them(w
         assert all(said in text for text in failed)
     (loss,) = {loss for _, losses in found for loss in losses}
     check_went_on([{"loss": loss}] * 3)
+
+
+@pytest.mark.parametrize(
+    ("job", "when"),
+    [
+        (jobs.interrupted_in_a_message, "before it came to build the pipe, or as it began"),
+        (jobs.interrupted_while_linking, "while the processes linked up"),
+    ],
+)
+def test_ctrl_c_while_a_pipe_is_made_is_told_as_that(job: Callable[[int, int], str], when: str) -> None:
+    """The other rank was told of what gpipe never sends, or of a file that was not found."""
+    first, second = answers(run_ranks(2, job))
+    assert first == "KeyboardInterrupt()"
+    assert second == f"RemoteError('rank 0 failed {when}: KeyboardInterrupt')"
 
 
 @pytest.mark.parametrize("who", [0, 1])

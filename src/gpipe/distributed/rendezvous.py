@@ -10,6 +10,7 @@ by which the others are reached, and only to who knows the token that was exchan
 
 import atexit
 import errno
+import fcntl
 import hmac
 import logging
 import math
@@ -17,6 +18,7 @@ import os
 import resource
 import secrets
 import selectors
+import shutil
 import socket
 import tempfile
 import threading
@@ -26,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from itertools import product
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -38,7 +41,7 @@ from gpipe.distributed.agree import Communicator, agree, versions
 from gpipe.distributed.codec import reading
 from gpipe.distributed.connection import Connection, TcpConnection
 from gpipe.distributed.endpoint import Endpoint
-from gpipe.distributed.failures import LONG_WAIT_SECONDS, REPORT_SECONDS, SILENT_SECONDS, Report, Status
+from gpipe.distributed.failures import LONG_WAIT_SECONDS, REPORT_SECONDS, SILENT_SECONDS, Memory, Report, Status
 from gpipe.distributed.mesh import Position, host_name, timeout_of_world
 from gpipe.distributed.nccl import NcclGroups
 from gpipe.errors import RemoteError, received
@@ -62,6 +65,7 @@ HELLO_BYTES = 48  # a token of 32, a rank, one of the streams
 STREAMS = ("messages", "control")
 LONGEST_SILENCE = 30.0  # seconds after which a host that answers nothing is gone, unless the group's timeout is less
 LINK_SECONDS = 60.0  # for all to connect, once all have told their addresses, unless the group's timeout is less
+MEMORY = "/dev/shm"  # no disk behind what others look at
 LIMITS = (errno.EMFILE, errno.ENFILE)
 POLL_SECONDS = 0.02  # between two looks whether another process has failed
 
@@ -98,9 +102,9 @@ class WorldChannel:
         self.received: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
         self.peers = [peer for peer in range(dist.get_world_size()) if peer != dist.get_rank()]
         self._group = group
-        self._under_way: list[tuple[dist.Work, Tensor]] = []
         self._listens: set[int] = set()  # to whom a thread listens
         self._threads: list[threading.Thread] = []
+        self._sends = threading.Lock()
         atexit.register(self._hang_up)
 
     def listen(self, *peers: int) -> None:
@@ -111,32 +115,34 @@ class WorldChannel:
 
     def send(self, message: bytes) -> None:
         """Sends a message to all others, and waits for nobody; an interrupt does not cut it in two."""
-        self._start("gpipe sends", self._send_all, message).join()
+        is_sent = threading.Event()
+        self._start("gpipe sends", self._send_all, message, is_sent)
+        is_sent.wait()
 
     def close(self, seconds: float = FAREWELL_SECONDS) -> None:
         """Waits until all have sent and received all; threads go on with it, for those who come late."""
         until = time.monotonic() + seconds
-        under_way, self._under_way = self._under_way, []
-        self._start("gpipe awaits", self._await_sent, under_way)
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         if not any(thread.is_alive() for thread in self._threads):
             del _channels[self._group]
             atexit.unregister(self._hang_up)
 
-    def _start(self, name: str, work: Callable[[Any], None], given: object) -> threading.Thread:
-        thread = threading.Thread(target=work, args=[given], name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-        return thread
+    def _start(self, name: str, work: Callable[..., None], *given: object) -> None:
+        self._threads.append(threading.Thread(target=work, args=given, name=name, daemon=True))
+        self._threads[-1].start()
 
-    def _send_all(self, message: bytes) -> None:
+    def _send_all(self, message: bytes, is_sent: threading.Event) -> None:
         size = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
         body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        under_way: list[dist.Work] = []
         for peer in self.peers:
-            with suppress(RuntimeError):  # it is gone, and the thread that receives from it says so
-                for sent in (size, body):
-                    self._under_way.append((self._group.send([sent], peer, TAG), sent))
+            with self._sends, suppress(RuntimeError):  # it is gone, and the thread that receives from it says so
+                under_way += [self._group.send([part], peer, TAG) for part in (size, body)]
+        is_sent.set()
+        for work in under_way:
+            with suppress(RuntimeError):
+                work.wait(FOREVER)
 
     def _receive_all(self, peer: int) -> None:
         def receive(count: int, dtype: torch.dtype) -> Tensor:
@@ -156,11 +162,6 @@ class WorldChannel:
             if message[:1] not in (VALUE, LEFT):
                 self._listens.discard(peer)
             self.received.put((peer, message))
-
-    def _await_sent(self, under_way: Sequence[tuple[dist.Work, Tensor]]) -> None:
-        for work, _ in under_way:
-            with suppress(RuntimeError):
-                work.wait(FOREVER)
 
     def _hang_up(self) -> None:
         """Has gloo end the connections on which threads wait, as after a timeout."""
@@ -192,13 +193,16 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
         self._timeout = timeout_of_world()
         self._began = time.monotonic()
         self._group = gloo_group()
-        self._attempt = _attempts[self._group] = _attempts.get(self._group, 0) + 1
         self._channel = _channels.get(self._group) or _channels.setdefault(self._group, WorldChannel(self._group))
-        self._channel.listen(*self._channel.peers)
-        self._messages: dict[int, deque[bytes]] = {peer: deque() for peer in self._channel.peers}
-        self._left: set[int] = set()  # who waited here for others in vain
-        self._failures: list[Report] = []
         self._has_ended = False
+        self._begin(_attempts.get(self._group, 0) + 1)
+
+    def _begin(self, attempt: int) -> None:
+        self._attempt = _attempts[self._group] = attempt
+        self._messages: dict[int, deque[bytes]] = {peer: deque() for peer in self._channel.peers}
+        self._failures: list[Report] = []
+        self._left: set[int] = set()  # who waited here for others in vain
+        self._channel.listen(*self._channel.peers)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
@@ -275,12 +279,7 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
         if attempt < self._attempt:
             return True
         if attempt > self._attempt and self.phase == COMING:  # what this process waits in is over
-            self._attempt = _attempts[self._group] = attempt
-            for messages in self._messages.values():
-                messages.clear()
-            self._left.clear()
-            self._failures.clear()
-            self._channel.listen(*self._channel.peers)  # who was gone is so still
+            self._begin(attempt)
             self._channel.received.put((peer, message))
             raise Behind
         if attempt == self._attempt and kind in (VALUE, LAST):
@@ -334,19 +333,20 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
     local = {peer for peer, host in enumerate(hosts) if host == hosts[position.rank]}
     silence = min(position.timeout, LONGEST_SILENCE)
     with ExitStack() as on_failure, listening(crosses_hosts=len(local) < len(hosts)) as listener:
-        status = Status.shown_in(listener.address.folder)
         addresses = [Address(*remote) for remote in agree(rendezvous, listener.address)]
-        shared = {peer: Status.memory_in(addresses[peer].folder) for peer in local - {position.rank}}
+        shared: dict[int, Memory] = {}
         sockets: dict[tuple[int, str], socket.socket] = {}
-        for peer, stream in product(range(position.rank), STREAMS):
-            try:
+        try:
+            for peer in local - {position.rank}:
+                shared[peer] = Status.memory_in(addresses[peer].folder)
+            for peer, stream in product(range(position.rank), STREAMS):
                 found = dial(addresses[peer], position.rank, stream, silence, local=peer in local)
-            except OSError as error:
-                if error.errno not in LIMITS:  # it soon says why, or is gone
-                    rendezvous.check(REPORT_SECONDS)
-                    raise received(f"rank {peer} cannot be reached {LINKING}: {error}", peer) from error
-                raise
-            sockets[peer, stream] = on_failure.enter_context(found)
+                sockets[peer, stream] = on_failure.enter_context(found)
+        except OSError as error:
+            if error.errno not in LIMITS:  # it soon says why, or is gone
+                rendezvous.check(REPORT_SECONDS)
+                raise received(f"rank {peer} cannot be reached {LINKING}: {error}", peer) from error
+            raise
         later = range(position.rank + 1, len(hosts))
         sockets |= listener.accept(later, min(LINK_SECONDS, position.timeout), rendezvous.check)
         for end in sockets.values():
@@ -357,7 +357,7 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
             kind = Connection if peer in local else TcpConnection
             connections[peer] = kind(*(sockets[peer, stream] for stream in STREAMS))
             on_failure.callback(connections[peer].close)
-        endpoint = Endpoint(position.rank, connections, position.timeout, status, shared, groups)
+        endpoint = Endpoint(position.rank, connections, position.timeout, listener.status, shared, groups)
         rendezvous.close()
         on_failure.pop_all()
         return endpoint
@@ -380,32 +380,45 @@ def listening(*, crosses_hosts: bool) -> Iterator["Listener"]:
     """While others can connect to this process: by a path within the host, by an address only if there are others."""
     host, port = own_host() if crosses_hosts else "", 0
     os.close(os.open(os.devnull, os.O_RDONLY))  # raises where no file can be opened: tempfile would not say so
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # no disk behind what others look at
-    made = tempfile.TemporaryDirectory(prefix=f"gpipe-{os.getpid()}-", dir=memory, ignore_cleanup_errors=True)
-    with made as folder, ExitStack() as opened:  # of mode 0700
-        sockets = [opened.enter_context(socket.socket(socket.AF_UNIX))]
-        sockets[0].bind(f"{folder}/listener")
-        sockets[0].listen(1024)
+    with ExitStack() as opened:
+        try:
+            folder, status, local = _show(opened, MEMORY)
+        except OSError:  # it is full, not to be written or not there
+            folder, status, local = _show(opened, tempfile.gettempdir())
+        sockets = [local]
         if crosses_hosts:
             sockets.append(opened.enter_context(socket.create_server((host, 0), backlog=1024)))
             host, port = sockets[1].getsockname()
-        yield Listener(Address(folder, host, port, secrets.token_hex(16)), sockets)
+        yield Listener(Address(folder, host, port, secrets.token_hex(16)), sockets, status)
+
+
+def _show(opened: ExitStack, parent: str) -> tuple[str, Status, socket.socket]:
+    """Makes a folder for others of this host, locked for life; removes those that killed processes left."""
+    for left in Path(parent).glob("gpipe-[0-9]*-*"):
+        with suppress(OSError), ExitStack() as closing:
+            closing.callback(os.close, handle := os.open(left, os.O_RDONLY | os.O_NOFOLLOW))
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if set(os.listdir(handle)) in ({"status"}, {"status", "listener"}):  # an empty one is not locked yet
+                shutil.rmtree(left)
+    name = f"gpipe-{os.getpid()}-"  # of mode 0700
+    folder = opened.enter_context(tempfile.TemporaryDirectory("", name, parent, ignore_cleanup_errors=True))
+    opened.callback(os.close, handle := os.open(folder, os.O_RDONLY))
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    status, listener = Status.shown_in(folder), opened.enter_context(socket.socket(socket.AF_UNIX))
+    listener.bind(f"{folder}/listener")
+    listener.listen(1024)
+    return folder, status, listener
 
 
 class Listener(NamedTuple):
-    """Where a process can be reached, and the sockets that others come to."""
+    """Where a process can be reached, the sockets that others come to, and what they see."""
 
     address: Address
     sockets: Sequence[socket.socket]
+    status: Status
 
     def accept(self, peers: range, seconds: float, check: Callable[[], None]) -> dict[tuple[int, str], socket.socket]:
-        """Takes the connections of these peers, and keeps no stranger, nor waits for one.
-
-        Args:
-            peers: Who shall connect, once for each stream.
-            seconds: In which all shall have connected.
-            check: Raises if one of them has failed.
-        """
+        """Takes the connections of these peers unless `check` raises; keeps no stranger, nor waits for one."""
         missing = {self.address.hello(peer, stream): (peer, stream) for peer in peers for stream in STREAMS}
         found: dict[tuple[int, str], socket.socket] = {}
         until = time.monotonic() + seconds

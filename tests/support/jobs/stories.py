@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
@@ -16,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gpipe
+from gpipe.distributed import rendezvous
+from gpipe.distributed.failures import Status
+from tests.support.endpoints import LIMIT
 from tests.support.jobs.training import Json
 from tests.support.plain_loop import squares, weights_of
 from tests.support.processes.faults import FaultError
@@ -259,6 +262,44 @@ def closes_early(rank: int, world: int, who: int) -> Json:
     pipe.step_number = 0
     pipe.zero_grad()
     return [failed, pipe.step(*data(0), squares).item()]
+
+
+class Interrupted:
+    """A process group in which Ctrl-C comes amid the first message: its length is sent, and the rest is not."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.recv, self.interrupts = group, group.recv, True
+
+    def send(self, *given: Any) -> object:
+        sent = self.group.send(*given)
+        if self.interrupts:
+            self.interrupts = False
+            os.kill(os.getpid(), signal.SIGINT)
+            while sum(thread.name == "gpipe sends" for thread in threading.enumerate()) < 2:  # the report of that
+                time.sleep(0.001)
+        return sent
+
+
+def interrupted_in_a_message(rank: int, world: int) -> str:
+    if rank:
+        return repr(caught(lambda: pipe_of(world)))
+    with mock.patch.object(rendezvous, "gloo_group", return_value=Interrupted(rendezvous.gloo_group())):
+        return repr(caught(lambda: pipe_of(world)))
+
+
+def interrupted_while_linking(rank: int, world: int) -> str:
+    """Ctrl-C comes to rank 0 while it looks at the others, which look for it once it has taken its folder away."""
+    look = Status.memory_in
+
+    def memory_in(folder: str) -> object:
+        if not rank:
+            raise KeyboardInterrupt
+        while Path(folder).exists():
+            time.sleep(0.001)
+        return look(folder)
+
+    with mock.patch.object(Status, "memory_in", memory_in), mock.patch.object(rendezvous, "REPORT_SECONDS", LIMIT):
+        return repr(caught(lambda: pipe_of(world)))
 
 
 def dies_in_a_step(rank: int, world: int, who: int) -> Json:
