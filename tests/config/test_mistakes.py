@@ -153,6 +153,8 @@ def test_words_of_other_libraries_are_refused_with_ours(given: dict[str, Any], t
         ({"partitions": np.array([2, 1])}, "or the layers of each partition, as a list of ints"),
         ({"ties": ("0.weight", "2.weight")}, "give groups of names: [('0.weight', '5.weight')]"),
         ({"balance": [2, 1]}, "known are 'variance', 'minmax'; give the layers of each partition as partitions="),
+        ({"deferred_batch_norm": "no"}, "deferred_batch_norm='no'; give True or False"),
+        ({"sync_batch_norm": 1}, "sync_batch_norm=1; give True or False"),
         ({"sample": X.numpy()}, "sample is a numpy array; give a tensor"),
     ],
 )

@@ -137,15 +137,15 @@ def _check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
         mistakes.check(is_count(value), f"{name}={value!r}; give {what} of at least 1{int_remedy(value)}")
     m = asked.micro_batches
     mistakes.check(not is_count(m) or m <= MOST_MICRO_BATCHES, too_many(m))
-    names = {
-        "driver": ("threads" if asked.driver is None else asked.driver, Driver),
-        "balance": (asked.balance, Balance),
-    }
-    for name, (given, known) in names.items():
+    driver = "threads" if asked.driver is None else asked.driver
+    for name, given, known in (("driver", driver, Driver), ("balance", asked.balance, Balance)):
         layers = isinstance(given, (list, tuple))  # torchgpipe's word for them is balance
         told = "; give the layers of each partition as partitions=" if layers and name == "balance" else ""
         words = ", ".join(map(repr, get_args(known)))
         mistakes.check(given in get_args(known), f"{name}={given!r}; known are {words}{told}")
+    for name in ("deferred_batch_norm", "sync_batch_norm"):
+        value = getattr(asked, name)
+        mistakes.check(isinstance(value, bool), f"{name}={value!r}; give True or False")
     mistakes.check(
         not (asked.deferred_batch_norm and asked.sync_batch_norm),
         "deferred_batch_norm=True and sync_batch_norm=True both say what running statistics are; with the second "

@@ -22,14 +22,7 @@ from gpipe.runtime.run import Run
 from gpipe.schedule.action import Kind
 from gpipe.schedule.program import Program
 from gpipe.schedule.simulate import Prediction, equal_bubble
-from gpipe.stages.side_effects import (
-    Place,
-    Snapshot,
-    TensorVersion,
-    read_by_called,
-    references,
-    snapshot,
-)
+from gpipe.stages.side_effects import Place, Snapshot, TensorVersion, read_by_called, references, snapshot
 from gpipe.stages.tree import version
 
 READ = "which it reads"  # so end the words of `references` for what is no attribute
