@@ -2,6 +2,8 @@
 
 import errno
 import os
+import resource
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +110,28 @@ def test_one_rank_that_cannot_write_fails_all_and_leaves_nothing(
         assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_2"]
         good = run_ranks(lambda own: gpipe.save(tmp_path / "good", own).wait(), pipes)  # the next one works
         assert all(isinstance(path, Path) for path in good)
+
+
+def test_without_file_descriptors_a_good_checkpoint_is_not_called_damaged(tmp_path: Path) -> None:
+    pipe = gpipe.GPipe([torch.nn.Linear(2, 3)], partitions=1, micro_batches=2)
+    gpipe.save(tmp_path, pipe).wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raised = []
+    for free in range(4):
+        held = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+        try:
+            with suppress(OSError):
+                while True:
+                    held.append(os.open(os.devnull, os.O_RDONLY))
+            for _ in range(free):
+                os.close(held.pop())
+            gpipe.load(tmp_path, pipe)
+        except OSError as error:
+            raised.append(error)
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(raised) in (2, 3)  # more are enough
+    assert all(error.errno == errno.EMFILE and str(tmp_path) in str(error.filename) for error in raised), raised

@@ -187,10 +187,11 @@ class Shelf:
         self._open: dict[str, safe_open] = {}
         for path in paths:
             try:
-                with reading(path, follow=True):  # safetensors opens whatever is there
-                    opened = self._open[path.name] = safe_open(path, framework="pt")
+                with reading(path, follow=True) as (file, _):  # safetensors opens whatever is there, twice,
+                    os.close(os.dup(file.fileno()))  # and calls it missing if it may not
+                opened = self._open[path.name] = safe_open(path, framework="pt")
                 self.home |= dict.fromkeys(opened.keys(), path.name)  # type: ignore[no-untyped-call]  # untyped in safetensors
-            except (SafetensorError, OSError, RuntimeError) as error:
+            except SafetensorError as error:
                 self.findings.append(f"{path.name} is no safetensors file: {error}")
             except ValueError as error:
                 self.findings.append(f"{path.name} {error}")
