@@ -32,6 +32,62 @@ def test_all_ranks_must_be_given_the_same(tmp_path: Path) -> None:
     assert [list(folder.iterdir()) for folder in tmp_path.iterdir()] == [[]]
 
 
+def test_an_optimizer_is_saved_of_all_ranks_or_none(tmp_path: Path) -> None:
+    whole, optimizer = trained()
+
+    def save(own: RankPipe, other: type[torch.optim.Optimizer] | None) -> None:
+        mine = optimizer_of(whole, optimizer, own)
+        if own._processes.rank == 1:
+            mine = other(own.parameters()) if other else None  # type: ignore[call-arg]  # not the base class
+        gpipe.save(tmp_path, own, mine)  # type: ignore[arg-type]
+
+    for other in (None, torch.optim.SGD):
+        text = f"optimizer is AdamW on rank 0 and {other.__name__ if other else None} on rank 1"
+        for error in run_ranks(partial(save, other=other), rank_pipes(whole)):
+            assert isinstance(error, ValueError)
+            assert text in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_replicas_that_have_drifted_apart_are_told_of_when_they_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipes = rank_pipes(trained()[0], replicas=2)
+    save = partial(gpipe.save, tmp_path)
+    all_well(run_ranks(save, pipes))
+    assert "not those of the first replica" not in caplog.text
+    caplog.clear()
+    with torch.no_grad():
+        next(pipes[4].parameters()).add_(1)  # the second replica's second stage skipped a step, say
+    all_well(run_ranks(save, pipes))
+    assert "the weights of ranks [4] are not those of the first replica, which are saved" in caplog.text
+
+
+def test_who_cannot_write_in_the_background_raises_its_own_error_though_others_do_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = saving.write_part
+
+    def write_part(writing: saving.Writing) -> None:
+        if writing.rank == 1:
+            raise PermissionError("may not write")
+        original(writing)
+
+    def silent(message: bytes) -> list[bytes]:
+        raise TimeoutError("nothing came for 20 s")
+
+    def save(own: RankPipe) -> Any:
+        under_way = gpipe.save(tmp_path, own, background=True)  # type: ignore[arg-type]
+        own._processes.exchange = silent  # type: ignore[method-assign]
+        return under_way.wait()
+
+    monkeypatch.setattr("gpipe.checkpoint.save.write_part", write_part)
+    first, second, third = run_ranks(save, rank_pipes(trained()[0]))
+    assert "rank 1 failed: PermissionError: may not write" in str(first)
+    assert isinstance(second, PermissionError)
+    assert isinstance(third, TimeoutError)
+
+
 def test_what_one_rank_cannot_save_no_rank_saves(tmp_path: Path) -> None:
     pipes = rank_pipes(trained()[0])
     pipes[1].register_buffer("wide", torch.zeros(2, dtype=torch.complex128))

@@ -34,8 +34,10 @@ from gpipe._torch.modes import intra_op_threads
 from gpipe.checkpoint.files import encoded, opened, put_file, why_not_storable, write_file
 from gpipe.checkpoint.folder import Draft, begin, clear_leftovers, prune, publish
 from gpipe.checkpoint.manifest import MANIFEST, Encoder, Group, Manifest, Optimizer, to_bytes
-from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
+from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of, differences
+from gpipe.distributed.reduce import reduces_itself
 from gpipe.errors import RemoteError
+from gpipe.stages.recompute_check import checksum
 from gpipe.stages.tree import full_tensor
 
 if TYPE_CHECKING:
@@ -290,11 +292,6 @@ def finish(writing: Writing) -> str | None:
 def _joined(parts: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]) -> Manifest:
     names = [name for part in parts for name in part["names"]]
     optimizers = [part["optimizer"] for part in parts if "optimizer" in part]
-    kinds = sorted({optimizer["type"] for optimizer in optimizers})
-    if len(kinds) > 1:
-        raise ValueError(
-            f"the ranks have different optimizers, {', '.join(kinds)}; give save one type on all of them"
-        )
     return Manifest(
         files={name: file for part in parts for name, file in part["files"].items()},
         names=names,
@@ -357,8 +354,10 @@ class Saving:
             return
         try:
             self._end(agree(self._team, self._name, error=self._failed.error)[0])
-        except BaseException:
+        except BaseException as error:
             self._end(None)
+            if self._failed.error not in (None, error):  # the others did not wait for it to be said
+                raise self._failed.error from None
             raise
 
     def wait_here(self, folder: Path | None = None) -> None:
@@ -460,16 +459,20 @@ def save(
     check_order(folder, pipe, "save", optimizer)
     settle(pipe)
     root, team, part, draft, failed = Path(os.path.abspath(folder)), communicator_of(pipe), Part(), None, FirstError()
+    own: tuple[str | None, int] = None, 0
     with failed:
         part = gather(pipe, optimizer, extra, keep, team.rank)
         with intra_op_threads(1):  # which copies as fast as the memory goes; several wait whenever a core is busy
             for tensors in part.files.values() if background else ():
                 tensors.update({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
+        own = _look(pipe, optimizer, team.size // pipe.partitions)
         if team.rank == 0:
             draft = begin(root, pipe.step_number)
     same = {"folder": str(root), "step_number": getattr(pipe, "step_number", None), "background": background}
     try:
-        name = agree(team, draft and draft.path.name, same=same, error=failed.error)[0]
+        gathered = agree(team, [draft and draft.path.name, *own], same=same, error=failed.error)
+        name = gathered[0][0]
+        _compare(gathered, pipe.partitions)
     except BaseException:
         if draft is not None:
             draft.end()
@@ -490,6 +493,24 @@ def save(
     else:
         saving.in_foreground()
     return saving
+
+
+def _look(pipe: "GPipe", optimizer: object, replicas: int) -> tuple[str | None, int]:
+    """The type of a rank's optimizer, None where there is nothing to train, and a checksum of its weights."""
+    own = list(pipe.parameters())
+    kind = "None" if any(parameter.requires_grad for parameter in own) else None
+    weights = [parameter for parameter in own if replicas > 1 and not reduces_itself(parameter)]
+    return kind if optimizer is None else type(optimizer).__name__, checksum(weights)
+
+
+def _compare(gathered: Sequence[tuple[object, str | None, int]], partitions: int) -> None:
+    """Checks that all ranks have optimizers of one type; tells of replicas whose weights have drifted apart."""
+    kinds = {rank: {"optimizer": kind} for rank, (_, kind, _) in enumerate(gathered) if kind}
+    if mistakes := differences(kinds):
+        raise ValueError(f"all ranks must be given the same: {'; '.join(mistakes)}")
+    if apart := [rank for rank, own in enumerate(gathered) if own[2] != gathered[rank % partitions][2]]:
+        told = "the weights of ranks %s are not those of the first replica, which are saved"
+        logger.warning(f"{told}: have all replicas take every optimizer step, and load this checkpoint", apart)
 
 
 def check_order(folder: object, pipe: object, name: str, optimizer: object = None) -> None:

@@ -1,6 +1,5 @@
 """A pipe is put together: settled in one process or, the same everywhere, in several, each with its own layers."""
 
-import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, replace
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from gpipe.config.arguments import AUTO, Arguments
 from gpipe.config.check import Mistakes, count_ranks, draw_seed, read_schedule
@@ -26,11 +25,11 @@ from gpipe.runtime.engine import Engine
 from gpipe.schedule.cost import StageCost
 from gpipe.stages.buffers import Slot
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch, plain
-from gpipe.stages.recompute_check import digest
+from gpipe.stages.recompute_check import checksum
 from gpipe.stages.sequence import Outline, cut_into_stages, outline, realize, release
 from gpipe.stages.shared_weights import find_ties, tie
 from gpipe.stages.stage import Layer, Stage
-from gpipe.stages.tree import Tree, local
+from gpipe.stages.tree import Tree
 from gpipe.tracing.layers_of import is_model, read_model
 from gpipe.tracing.model import TracedModel
 from gpipe.tracing.stage import TracedStage
@@ -121,11 +120,8 @@ def memory_by_row(position: Position, hosts: Sequence[str], memory: Sequence[flo
     """The bytes that a rank of each row may hold: the least of its replicas; processes of a host share its CPU's."""
     shared = position.device.type == "cpu"
     each = [own / (hosts.count(host) if shared else 1) for own, host in zip(memory, hosts, strict=True)]
-    replicas = range(position.replicas)
-    return [
-        min(each[position.members[position.rank_of(row, replica)]] for replica in replicas)
-        for row in range(position.rows)
-    ]
+    ranks = [[position.rank_of(row, replica) for replica in range(position.replicas)] for row in range(position.rows)]
+    return [min(each[position.members[rank]] for rank in of_row) for of_row in ranks]
 
 
 def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvous) -> Settings:
@@ -160,10 +156,8 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
             settings, stage_costs=stages, in_seconds=told["in_seconds"], unsplit=frozenset(told["unsplit"])
         )
     rendezvous.phase = BUILDING
-    row_of = [
-        r for r, count in zip(settings.placement, settings.layers_per_partition, strict=True) for _ in range(count)
-    ]
-    own = [at for at, row in enumerate(row_of) if row == position.row]
+    bounds = zip(settings.placement, settings.partition.bounds, strict=True)
+    own = [at for row, (first, end) in bounds if row == position.row for at in range(first, end)]
     if traced is not None:
         traced.realize(own, settings.seed)
     else:
@@ -177,55 +171,49 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
 
 
 def _compare(rendezvous: Rendezvous, settings: Settings, asked: Arguments) -> None:
-    chosen = (
-        "micro_batches",
-        "remat",
-        "placement",
-        "seed",
-        "intra_op_threads",
-        "deferred_batch_norm",
-        "sync_batch_norm",
-    )
-    same = {name: getattr(settings, name) for name in chosen} | dict(
-        partitions=settings.layers_per_partition,
-        schedule=settings.schedule.name,
-        stages_per_rank=asked.stages_per_rank,
-        ties=[list(group) for group in asked.ties],
-        sample=[] if settings.traced is None else settings.traced.sample_names,
-        path=[] if settings.traced is None else settings.traced.outlines(),
-        **{f"layer {name}": _words(layer) for name, layer in settings.layers.items()},
-    )
+    chosen = ("micro_batches", "remat", "placement", "seed", "intra_op_threads")
+    same = {name: getattr(settings, name) for name in chosen} | {
+        "deferred_batch_norm": asked.deferred_batch_norm,
+        "sync_batch_norm": asked.sync_batch_norm,
+        "partitions": settings.layers_per_partition,
+        "schedule": settings.schedule.name,
+        "stages_per_rank": asked.stages_per_rank,
+        "ties": [list(group) for group in asked.ties],
+        "sample": [] if settings.traced is None else settings.traced.sample_names,
+        "path": [] if settings.traced is None else settings.traced.outlines(),
+    }
+    for name, layer in settings.layers.items():
+        same |= _words(name, layer)
     agree(rendezvous, same=same)
     rendezvous.phase = LINKING
 
 
-def _words(layer: nn.Module) -> str:
+def _words(name: str, layer: nn.Module) -> dict[str, str]:
+    """What a layer is, built or on the meta device: its shapes, and what torch's modules in it say of themselves."""
     every = layer.named_parameters(remove_duplicate=False)  # `ties` are tied only where they are held
-    shapes = (f"{name} {tuple(parameter.shape)}" for name, parameter in every)
-    return f"{type(layer).__name__}({', '.join(shapes)})"
+    shapes = (f"{path} {tuple(parameter.shape)}" for path, parameter in every)
+    odd = LazyModuleMixin, nn.ParameterList, nn.ParameterDict  # these tell devices, or have no shape yet
+    return {f"layer {name}": f"{type(layer).__name__}({', '.join(shapes)})"} | {
+        f"the repr of {path}": f"{type(module).__name__}({module.extra_repr()})"
+        for path, module in layer.named_modules(prefix=name)
+        if type(module).__module__.startswith("torch.nn.") and not isinstance(module, odd)
+    }
 
 
 def _compare_weights(rendezvous: Rendezvous, settings: Settings, own: Sequence[int]) -> None:
     """Checks that the replicas begin with the same weights: they would stay as far apart as they are."""
     layers = list(settings.layers.items())
-    every = agree(rendezvous, {str(at): _checksum(layers[at][1]) for at in own})
+    every = agree(
+        rendezvous, {str(at): checksum([*layers[at][1].parameters(), *layers[at][1].buffers()]) for at in own}
+    )
     found = {(int(at), checksum) for theirs in every for at, checksum in theirs.items()}
     several = Counter(at for at, _ in found)
     apart = [
-        f"layer {at} ({name}: {type(layer).__name__})" for at, (name, layer) in enumerate(layers) if several[at] > 1
+        f"layer {at} ({name}: {type(each).__name__})" for at, (name, each) in enumerate(layers) if several[at] > 1
     ]
+    remedy = "build the layers alike on every rank (torch.manual_seed before, or callables), or load the same weights"
     if apart:
-        remedy = (
-            "build the layers alike on every rank (torch.manual_seed before, or callables), or load the same weights"
-        )
         Mistakes([f"the weights of {', '.join(apart)} differ between replicas: {remedy}"]).raise_all()
-
-
-def _checksum(layer: nn.Module) -> int:
-    """Of the bits of all parameters and buffers."""
-    tensors = [local(tensor.detach()) for tensor in (*layer.parameters(), *layer.buffers()) if not is_lazy(tensor)]
-    words = digest(tensors).words
-    return zlib.crc32(b"".join(word.cpu().view(torch.uint8).numpy().tobytes() for word in words))
 
 
 def _tie(

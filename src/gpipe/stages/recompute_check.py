@@ -5,16 +5,18 @@ row and by column, in whole numbers: no bit of a word changes without its row, a
 their rows or columns. Small tensors it holds whole.
 """
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from gpipe._torch.autograd import PLAIN
 from gpipe._torch.trees import tree_leaves
 from gpipe.stages.boundary import BoundaryValue, leaves_of
-from gpipe.stages.tree import OPAQUE, Tree, tensors_in
+from gpipe.stages.tree import OPAQUE, Tree, local, tensors_in
 
 if TYPE_CHECKING:
     from gpipe.stages.stage import Stage, StageOutput
@@ -48,6 +50,12 @@ def digest(values: Sequence[Tree]) -> Digest:
         else:
             known.append(repr(leaf) if isinstance(leaf, OPAQUE) else type(leaf))
     return Digest(tuple(known), words)
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """A checksum of the bits of tensors, as far as they are on this process; lazy ones have none."""
+    words = digest([local(tensor.detach()) for tensor in tensors if not is_lazy(tensor)]).words
+    return zlib.crc32(b"".join(word.cpu().view(torch.uint8).numpy().tobytes() for word in words))
 
 
 def differ(one: Digest, other: Digest) -> "bool | Tensor":
