@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpipe._torch.modules import hold_state_of
 from gpipe.config.settings import Settings
-from gpipe.distributed.norms import find_tied_names, refuse_norms_of_a_part
+from gpipe.distributed.norms import find_tied_names, guard_part
 from gpipe.distributed.processes import OneProcess
 from gpipe.runtime.inputs import NO_GRAPH
 from gpipe.runtime.recorder import Recorder
@@ -33,6 +33,7 @@ class Partitioned(nn.Module):
         self._settings = settings
         self._processes, self._engine = processes, processes.engine
         self._foreign: frozenset[str] = frozenset()  # what other processes hold of a model
+        guard_part(self, processes)
         self._tied_names = {} if processes.position is None else find_tied_names(processes.engine)
 
     def _hold_layers(self) -> None:
@@ -167,8 +168,7 @@ class Partitioned(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this process by name, one that is shared with another under its first name there."""
-        if self._processes.position is not None and self._processes.position.rows > 1:
-            refuse_norms_of_a_part()
+        guard_part(self, self._processes)
         first = self._tied_names if remove_duplicate else {}
         every = super().named_parameters("", recurse, remove_duplicate=False)
         for name, parameter in self._own_among(every, remove_duplicate):

@@ -288,14 +288,15 @@ class GPipe(Partitioned):
         """Gives a run its targets and what each micro-batch counts for, where the last stage is."""
         if not self._engine.reads_targets:
             return
+        keyed: dict[str, object] = {"pipe.seed": run.seed, "autocast": run.thread_state.autocasts}
         if run.loss_fn is own_loss:
-            run.context.check_same(reduction="the model's own", scale=scale)
+            run.context.check_same(reduction="the model's own", scale=scale, **keyed)
             run.targets = [None] * len(run.micro_batch_sizes)
             run.weigh(run.own_weights, scale)
             return
         found = find_reduction(run.loss_fn, ready_made=run.ready_made) if reduction is None else reduction
         told = "weights of the targets" if callable(found) else str(found or "mean")
-        run.context.check_same(reduction=told, scale=scale)
+        run.context.check_same(reduction=told, scale=scale, **keyed)
         run.targets = parts or split_targets(targets, run.micro_batch_sizes, ready_made=run.ready_made)
         over_replicas = run.context.sum_over_replicas
 
@@ -420,6 +421,7 @@ class GPipe(Partitioned):
 
         Raises:
             TypeError: The norm is no number.
+            ValueError: It is less than 0, or the ranks were given different ones.
         """
         check_numbers(max_norm=max_norm, norm_type=norm_type)
         names = () if self._settings.traced is None else self._settings.traced.parameter_names

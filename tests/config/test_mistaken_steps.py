@@ -217,3 +217,15 @@ def test_a_scale_that_leaves_nothing_of_the_gradients_is_refused() -> None:
     for scale in (float("nan"), float("inf"), -float("inf"), 0, 0.0):
         with pytest.raises(ValueError, match="give a finite number other than 0"):
             pipe.step(torch.ones(2, 2), torch.ones(2, 1), nn.functional.mse_loss, scale=scale)
+
+
+def test_a_norm_that_turns_gradients_round_is_refused() -> None:
+    pipe = gpipe.GPipe([nn.Linear(2, 1)], 1, 1)
+    pipe.step(torch.ones(2, 2), torch.ones(2, 1), nn.functional.mse_loss)
+    before = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+    for norm in (-1, float("nan"), -float("inf")):
+        with pytest.raises(ValueError, match="give a number of at least 0"):
+            pipe.clip_grad_norm_(norm)
+    assert all(
+        torch.equal(old, p.grad) for old, p in zip(before, pipe.parameters(), strict=True) if p.grad is not None
+    )

@@ -45,6 +45,31 @@ def test_the_norm_of_a_part_is_refused_with_the_pipes_own(pool: WorkerPool) -> N
     assert all(float(text.removeprefix("tensor(").partition(",")[0]) > 0 for text in told)
 
 
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("layer", "the repr of 2.1 is 'Dropout(p=0.1, inplace=False)' on rank 0 and 'Dropout(p=0.5, inplace=False)'"),
+        ("seed", "pipe.seed is 5 on rank "),
+        ("autocast", "bfloat16"),
+        ("max_norm", "must be given the same: max_norm is 0.1 on rank 0 and 0.5 on rank "),
+        ("norm_type", "must be given the same: norm_type is 2.0 on rank 0 and 1.0 on rank "),
+    ],
+)
+def test_what_would_be_silently_wrong_on_one_rank_is_refused_on_all(
+    name: str, text: str, world: int, pool: WorkerPool
+) -> None:
+    for outcome in pool.run(jobs.apart, name, world=world):
+        assert text in outcome.text, str(outcome)
+
+
+def test_an_optimizer_that_puts_all_parameters_together_is_refused_those_of_a_part(pool: WorkerPool) -> None:
+    for told in answers(pool.run(jobs.lbfgs, 2, world=2)):
+        assert all("train in one process, or take another optimizer" in text for text in told), told
+    for told in answers(pool.run(jobs.lbfgs, 1, world=2)):  # replicas have all of them
+        assert all(text.startswith("tensor(") for text in told), told
+
+
 def test_layers_of_other_stages_keep_no_weights_that_would_grow_stale(pool: WorkerPool) -> None:
     found = answers(pool.run(jobs.released, world=2))
     names = sorted(nn.Sequential(*network()).state_dict())

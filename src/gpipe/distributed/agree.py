@@ -152,7 +152,7 @@ def follow_first(
     endpoint: Endpoint,
     position: Position,
     first: int,
-    same: Mapping[str, int],
+    same: Mapping[str, object],
     given: Sequence[Any] = (),
     take: Callable[..., int] = lambda: 0,
 ) -> None:
@@ -161,7 +161,7 @@ def follow_first(
     `same` is what every process knows for itself, by its words, first what was `CALLED`; `given` what only that of
     the first stage knows, for JSON. `take` takes it there and here, and gives the checksum of the program of it.
     """
-    own, text = {words: str(int(value)) for words, value in same.items()}, None
+    own, text = {words: str(value) for words, value in same.items()}, None
     if endpoint.rank == first:
         own[PROGRAM] = str(take(*given))
         text = torch.frombuffer(bytearray(json.dumps([own, given]).encode()), dtype=torch.uint8)

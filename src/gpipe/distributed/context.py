@@ -71,6 +71,8 @@ class ProcessContext(Context):
             "gather": run.gathers,
             "the call that backward belongs to": run.call,
             "whether the loss is the model's own": run.loss_fn is own_loss,
+            "pipe.seed": run.seed,
+            "the autocast that is active": ", ".join(str(dtype) for _, dtype in run.thread_state.autocasts) or "none",
         }
 
         def take(rows: Sequence[int], path: int, own_weights: Sequence[float], ready_made: bool) -> int:
@@ -91,7 +93,7 @@ class ProcessContext(Context):
         if mistakes := differences(dict(zip(self.position.ranks_of_row, gathered, strict=True))):
             raise ValueError(
                 f"the replicas were given different things: {'; '.join(mistakes)}. Give step the same loss_fn, "
-                f"reduction, scale and scaler in every process"
+                f"reduction, scale and scaler in every process, under the same autocast, and set the same seed"
             )
 
     def sum_over_replicas(self, number: float) -> float:

@@ -1,11 +1,14 @@
 """Norms of gradients, and names of parameters, over all processes: each parameter counts once."""
 
 import sys
+import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gpipe.distributed.agree import differences
 from gpipe.distributed.processes import OneProcess
 from gpipe.errors import innermost_code
 from gpipe.runtime.context import Request
@@ -27,12 +30,17 @@ def clip_grad_norm_(
 
     The norms of parameters are put together in the order of the layers, or of `parameter_names`, on one device.
     """
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm={max_norm}; give a number of at least 0")
     named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
     norms = [full_tensor(torch.linalg.vector_norm(gradient, norm_type)).to(device) for _, gradient in named]
     if processes.position is not None:  # those of all parameters of the replica, each once
-        gathered = processes.gather(Request.NORMS, ([name for name, _ in named], norms))
+        given = {"max_norm": str(float(max_norm)), "norm_type": str(float(norm_type))}
+        gathered = processes.gather(Request.NORMS, (given, [name for name, _ in named], norms))
+        if mistakes := differences({rank: theirs for rank, (theirs, *_) in enumerate(gathered)}):
+            raise ValueError(f"all ranks must be given the same: {'; '.join(mistakes)}")
         ranks = processes.position.ranks_of_replica
-        found = {name: norm for rank in ranks for name, norm in zip(*gathered[rank], strict=True)}
+        found = {name: norm for rank in ranks for name, norm in zip(*gathered[rank][1:], strict=True)}
         layers = [layer.name for stage in processes.engine.stages for layer in stage.layers]
         order = {name: at for at, name in enumerate(layers)}
         names = parameter_names or sorted(found, key=lambda name: order[name.partition(".")[0]])
@@ -46,12 +54,14 @@ def clip_grad_norm_(
     return total
 
 
-def refuse_norms_of_a_part() -> None:
-    """Refuses to give the parameters of this process to those who would take theirs for the norm of all.
+_parts: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # pipes of which other processes have other parameters
 
-    Raises:
-        ValueError: It is torch's `clip_grad_norm_` or `get_total_norm` that asks.
-    """
+
+def guard_part(pipe: nn.Module, processes: OneProcess) -> None:
+    """Refuses parameters of a part of a pipe to torch's norms, which would take them for all, and later to LBFGS."""
+    if processes.position is None or processes.position.rows == 1:
+        return
+    _parts.add(pipe)
     codes = {innermost_code(norm): norm.__name__ for norm in NORMS}
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]  # None ends it
@@ -60,6 +70,20 @@ def refuse_norms_of_a_part() -> None:
                 f"torch.nn.utils.{name} would see the gradients of this process's partition alone, and what it does "
                 f"would depend on how the layers are cut; have all processes call pipe.clip_grad_norm_(max_norm)"
             )
+
+
+def _refuse_part(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Refuses a step that puts all parameters together, where these are a part."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if any(id(parameter) in own for pipe in list(_parts) for parameter in pipe.parameters()):
+            raise ValueError(
+                "LBFGS puts all parameters together, and would see those of this process's partition alone; train in "
+                "one process, or take another optimizer"
+            )
+
+
+register_optimizer_step_pre_hook(_refuse_part)
 
 
 def find_tied_names(engine: Engine) -> dict[str, str]:

@@ -74,6 +74,37 @@ def norms(rank: int, world: int) -> Json:
     return [told, float(pipe.clip_grad_norm_(100.0))]
 
 
+def apart(rank: int, world: int, name: str) -> None:
+    """Steps and clips where the last rank is at something else."""
+    odd = rank == world - 1
+    layers = [
+        *plain()[:2],
+        nn.Sequential(plain()[2], nn.Dropout(0.5 if odd and name == "layer" else 0.1)),
+        plain()[3],
+    ]
+    pipe = gpipe.GPipe(layers, 2, 2, seed=SEED, driver="process")
+    if odd and name == "seed":
+        pipe.seed = SEED + 1
+    with torch.autocast("cpu", torch.bfloat16, enabled=odd and name == "autocast"):
+        pipe.step(*data(), LOSSES["entropy"])
+    pipe.clip_grad_norm_(0.5 if odd and name == "max_norm" else 0.1, 1.0 if odd and name == "norm_type" else 2.0)
+
+
+def lbfgs(rank: int, world: int, stages: int) -> Json:
+    """What an optimizer that puts all parameters together says: given to, as a list of layers', and of a copy."""
+    pipe = gpipe.GPipe(plain(), stages, 2, seed=SEED, driver="process")
+    found = []
+    for parameters in (pipe.parameters(), [p for layer in pipe for p in layer.parameters()]):
+        optimizer = torch.optim.LBFGS(parameters, max_iter=2)
+        found.append(said(lambda: optimizer.step(lambda: pipe.step(*data(), LOSSES["entropy"]))))  # noqa: B023
+    copied = copy.deepcopy(pipe)
+    optimizer = torch.optim.LBFGS(copied.parameters(), max_iter=2)
+    found.append(said(lambda: optimizer.step(lambda: copied.step(*data(), LOSSES["entropy"]))))
+    alone = torch.optim.LBFGS(nn.Linear(2, 1).parameters())
+    alone.step(lambda: 0.0)
+    return found
+
+
 def released(rank: int, world: int) -> Json:
     """What is left of the user's modules: those on the meta device, and what using them says."""
     layers = network()
