@@ -73,7 +73,7 @@ def test_who_cannot_write_in_the_background_raises_its_own_error_though_others_d
             raise PermissionError("may not write")
         original(writing)
 
-    def silent(message: bytes) -> list[bytes]:
+    def silent(told: bytes) -> list[bytes]:
         raise TimeoutError("nothing came for 20 s")
 
     def save(own: RankPipe) -> Any:
