@@ -1,7 +1,6 @@
 """Schedules by name: which stages a rank holds, and in which order it runs their forwards and backwards.
 
-To add one, write a page like `one_forward_one_backward.py`, pure functions with their picture, and name it in
-`SCHEDULES`. `gpipe.profiling.lanes_text` draws the pictures: letters are kinds, small ones at a rank's second stage,
+To add one, see docs/internals.md, "A new schedule". `gpipe.profiling.lanes_text` draws the pictures: letters are kinds, small ones at a rank's second stage,
 numbers micro-batches, dots idle time; F, I and W take one unit of time, and B, which is both I and W, two.
 """
 
