@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import pytest
 import torch
@@ -241,3 +242,25 @@ def test_forwards_that_come_before_the_backward_of_another_do_not_disturb_it(nam
         F.mse_loss(first, y).backward()
         gradients.append([p.grad for p in pipe.parameters()])
     assert all(same_bits(one, other) for one, other in zip(*gradients, strict=True))
+
+
+class Unsteady(nn.Module):
+    """Draws where no key reaches it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * next(NUMBERS)
+
+
+NUMBERS = count(1)
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_a_layer_that_gives_something_else_is_named_behind_one_with_buffers(casts: bool) -> None:
+    """Bug stories: a layer whose buffers went on from try to try was blamed; tries without the autocast failed."""
+    layers = [nn.Linear(4, 4), spectral_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4), Unsteady(), nn.Linear(4, 4)]
+    pipe = gpipe.GPipe(layers, [1, 4], 2, remat="always")
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=casts),
+        pytest.raises(RuntimeError, match=r"layer 3 \(3: Unsteady\) depends on what no key reaches"),
+    ):
+        pipe.step(torch.rand(8, 4), torch.rand(8, 4), F.mse_loss)

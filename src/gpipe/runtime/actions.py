@@ -99,7 +99,7 @@ def recompute(run: Run, rank: Rank, todo: CompiledAction) -> None:
         assert saved.fingerprint is not None
         differs = saved.fingerprint.differs(Fingerprint.of(made), own.stage, saved.given)
         if differs is True:
-            _refuse_recompute(run, own.stage, ends, saved, m)
+            _refuse_recompute(run, own, ends, saved, m)
     if isinstance(differs, Tensor):  # on a GPU, where to know it now would halt it
         rank.doubts.append(differs)
     saved.snapshot = None
@@ -273,10 +273,14 @@ def _last_gradients(run: Run, rank: Rank, saved: Saved, m: int) -> Gradients:
     return [torch.full_like(saved.roots[0][0], gradient)]  # one for each: a leaf's `.grad` may become a view of it
 
 
-def _refuse_recompute(run: Run, stage: Stage, ends: Connections, saved: Saved, m: int) -> None:
+def _refuse_recompute(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int) -> None:
     """Refuses a recompute that differs, and says which layer is to blame, if it does so again."""
     arrived = {name: crossing.value for name, crossing in zip(ends.skips_in, saved.given, strict=False)}
-    layer = stage.find_unsteady(saved.given[-1].value, StageCall(arrived, run.rng_key(m), saved.progress))
+    call, layer = StageCall(arrived, run.rng_key(m), saved.progress), None
+    if not run.context.awaits_backwards:  # else BatchNorm would wait for what the replicas do not send again
+        with run.thread_state.around_layers():
+            as_before = partial(own.buffers.as_before, saved.snapshot or {})
+            layer = own.stage.find_unsteady(saved.given[-1].value, call, as_before)
     if layer is None:
         raise recompute_error("a layer of this partition", tensors_left_on(run.engine.own))
     saved.progress.found = str(layer)

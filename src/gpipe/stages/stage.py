@@ -6,7 +6,7 @@ combination of training modes.
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,8 +34,8 @@ TRIES = 4
 Modes: TypeAlias = tuple[bool, ...]
 
 BEGUN_IN_PLACE = (
-    "begun to change in place what it is given, so a recompute would see the new value; run the step again, now that "
-    "it is known"
+    "begun to change in place what it is given (or a layer in another thread has, which returns a buffer or a "
+    "workspace and writes it again), so a recompute would see the new value; run the step again, now that it is known"
 )
 BACKWARD_INSIDE = (
     "calls backward() in it, whose gradients of what {stage} is given the layers before would never see; take "
@@ -226,13 +226,15 @@ class Stage:
         own = pop.source >= self.first
         return call.held[pop.name].pop(pop.name) if own else alias(call.arrived[pop.route_name])
 
-    def find_unsteady(self, value: Tree, call: StageCall) -> Layer | None:
-        """A layer that gives something else when it is given the same; None if none does so now."""
+    def find_unsteady(
+        self, value: Tree, call: StageCall, as_before: Callable[[], AbstractContextManager[None]]
+    ) -> Layer | None:
+        """A layer that gives something else when it is given the same, and buffers `as_before`; None if none does."""
         key = call.rng_key
         for layer in self.layers:
             tries = []
             for _ in range(TRIES):
-                with PipeRngScope(key.seed, key.step, layer.index, key.micro_batch):
+                with as_before(), PipeRngScope(key.seed, key.step, layer.index, key.micro_batch):
                     made = self._run_layer(layer, replace_tensors(value, copy_of), call)
                 all_made = [made, *(call.held[name].tensor for name in layer.stash)]
                 tries.append((digest(all_made), set(map(id, leaves_of(tensors_in(all_made))))))

@@ -121,7 +121,7 @@ class TracedStage(Stage):
         live = list(map(interpreter.made.get, crossings.leaves))
         return {"path": number, "inputs": value["inputs"], "log": json.dumps(log), "live": live}
 
-    def find_unsteady(self, value: Tree, call: StageCall) -> Layer | None:
+    def find_unsteady(self, value: Tree, call: StageCall, as_before: object) -> Layer | None:
         """None: one interpretation does all layers."""
         return None
 

@@ -262,7 +262,8 @@ def handed_on_and_written_again(draw: Draw) -> Case:
 
     first = draw.choice((Prototypes(hands_on=True), Apply(work)))
     words = None if isinstance(first, Prototypes) else (r"layer \d", "changed in place|in its forward|lies in|buffer")
-    return network(draw, WIDTH, [first, Apply(lambda both: both[0] * (1 + both[1]))], before=1, refusal=words)
+    core = [first, Apply(lambda both: both[0] * (1 + both[1]))]
+    return network(draw, WIDTH, core, before=1, refusal=words, late=True)  # in threads, once it comes too early
 
 
 @kind()
