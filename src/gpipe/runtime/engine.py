@@ -69,6 +69,7 @@ class Engine:
             self.stages_of.setdefault(self.placement[stage.index], []).append(stage)
         self.stashes = tuple(name for layer in layers for name in layer.stash)
         self.devices = {stage.device for stage in self.own} | {CPU}  # where this process computes
+        self.queues = any(device.type == "cuda" for device in self.devices)
         self.shared = find_shared(self.layers, self.tied)
         shared = frozenset(slot for one in self.shared for slots in one.slots.values() for slot in slots)
         for stage in stages:

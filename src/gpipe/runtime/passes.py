@@ -36,9 +36,10 @@ from gpipe.stages.tree import is_sharded, version
 
 def run_step(run: Run) -> None:
     """Runs the whole table."""
-    run.prepare()
-    _run_table(run, run.compiled.whole)
-    _finish(run)
+    with run.engine.threads.turn():
+        run.prepare()
+        _run_table(run, run.compiled.whole)
+        _finish(run)
 
 
 def run_forward(run: Run) -> None:
@@ -47,13 +48,14 @@ def run_forward(run: Run) -> None:
     Raises:
         ValueError: A mode is active that a recompute would not see.
     """
-    run.prepare()
-    if any(ends.recomputed for ends in run.connections):
-        run.thread_state.refuse_unsupported(
-            ", and would not see what a backward recomputes of this call; use step(), or remat='never'"
-        )
-    _run_table(run, run.compiled.forward)
-    run.versions = _find_versions(run)  # behind it: lazy modules come by theirs in it
+    with run.engine.threads.turn():
+        run.prepare()
+        if any(ends.recomputed for ends in run.connections):
+            run.thread_state.refuse_unsupported(
+                ", and would not see what a backward recomputes of this call; use step(), or remat='never'"
+            )
+        _run_table(run, run.compiled.forward)
+        run.versions = _find_versions(run)  # behind it: lazy modules come by theirs in it
 
 
 def run_backward(run: Run) -> None:
@@ -62,13 +64,15 @@ def run_backward(run: Run) -> None:
     Raises:
         RuntimeError: A parameter, or whether a module trains, has changed since the forward.
     """
-    if _find_versions(run) != run.versions:
-        raise RuntimeError(
-            "a parameter was changed or replaced, or train() or eval() was called, between a forward and its "
-            "backward, which would recompute with the new value; call backward first, or use remat='never'"
-        )
-    _run_table(run, run.compiled.backward, backward=True)
-    _finish(run)
+    # autograd's own thread of a device is not to wait for a step of another caller, which needs it
+    with nullcontext() if run.engine.queues else run.engine.threads.turn():
+        if _find_versions(run) != run.versions:
+            raise RuntimeError(
+                "a parameter was changed or replaced, or train() or eval() was called, between a forward and its "
+                "backward, which would recompute with the new value; call backward first, or use remat='never'"
+            )
+        _run_table(run, run.compiled.backward, backward=True)
+        _finish(run)
 
 
 def run_rank(run: Run, rank: Rank, table: CompiledTable) -> None:
@@ -120,7 +124,7 @@ def _run_table(run: Run, table: CompiledTable, *, backward: bool = False) -> Non
     threads would wait for it for ever.
     """
     engine, autocasts = run.engine, run.thread_state.autocasts
-    in_threads = engine.threaded and not (backward and any(device.type == "cuda" for device in engine.devices))
+    in_threads = engine.threaded and not (backward and engine.queues)
     _begin(run, backward=backward)
     if in_threads:
         ThreadState.here().refuse_unsupported(  # of a backward, too
@@ -209,6 +213,7 @@ def _finish(run: Run) -> None:
 def _clear(run: Run) -> None:
     """Lets go of all that a run holds that has failed: what first called its loss refers to the run."""
     run.call_loss = call_loss
+    run.inputs, run.targets, run.outputs = (), (), {}
     for rank in run.ranks:
         rank.saved.clear()
         rank.waiting.clear()

@@ -24,7 +24,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gpipe._torch.dispatcher import forget_stashed
 from gpipe._torch.modes import modes_here, saved_tensor_hooks
 from gpipe.stages.losses import LossReader
 from gpipe.stages.messages import Cancelled
@@ -120,26 +119,37 @@ class RankThreads:
 
     def __init__(self, intra_op_threads: int) -> None:
         self.intra_op_threads = intra_op_threads
+        self.unlock()
         self.begin()
         _alive.add(self)
+
+    def unlock(self) -> None:
+        """Begins with locks that nobody has."""
+        self._turn, self._lock = threading.RLock(), threading.Lock()
 
     def begin(self) -> None:
         """Begins without threads: once they were ended, or in a forked process, where they stayed behind."""
         self._jobs: list[SimpleQueue[Task | None]] = []
         self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
         self._end = weakref.finalize(self, _tell_to_end, self._jobs)  # whoever drops them
         self._end.atexit = False  # then all threads are waited for
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Lets the runs of several callers take turns: meanwhile aliases of shared weights stand in the modules."""
+        if threading.current_thread() in self._threads:
+            raise RuntimeError(WITHIN)
+        with self._turn:
+            yield
+
     def close(self) -> None:
         """Ends the threads; the next run makes new ones."""
-        self._end()
-        self.begin()
+        with self._lock:
+            self._end()
+            self.begin()
 
     def run(self, jobs: Sequence[Callable[[], None]], cancel: Callable[[], None]) -> None:
         """Runs one job in each thread, and sleeps until all are done; raises what a job raised first."""
-        if threading.current_thread() in self._threads:
-            raise RuntimeError(WITHIN)
         results: SimpleQueue[BaseException | None] = SimpleQueue()
         try:
             with self._lock:  # two callers at once: every rank must get their jobs in one order
@@ -178,6 +188,7 @@ def _begin_all() -> None:
     """In a forked process: another thread may have had a lock."""
     for each in list(_alive):
         each._end.detach()
+        each.unlock()
         each.begin()
 
 
@@ -210,7 +221,6 @@ def _serve(jobs: SimpleQueue[Task | None], intra_op_threads: int, ready: SimpleQ
         del task, job  # and with them the run, before its caller goes on
         results.put(failure)
         del failure
-    forget_stashed()
 
 
 def _failure(job: Callable[[], None]) -> BaseException | None:
@@ -231,7 +241,7 @@ def _collect(
     while jobs:
         try:
             error = results.get()
-        except KeyboardInterrupt as interrupt:
+        except BaseException as interrupt:  # Ctrl-C, or what the handler of another signal raises
             cancel()
             failure = interrupt
             if interrupted:

@@ -33,6 +33,7 @@ from gpipe._torch.dispatcher import (
     Operator,
     are_below_a_mode,
     arguments_of,
+    forget_stashed,
     go_by,
     goes_by,
     is_one_generator,
@@ -192,9 +193,11 @@ class GeneratorScope:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         outer, _, self._entered = self._entered
-        stash(outer)
         if outer is None:
+            forget_stashed()  # what a thread of the user's ends with
             go_by(_installed[0], False)
+        else:
+            stash(outer)
 
 
 def _make_kernels() -> tuple[Any, Sequence[torch.library.Library]]:
