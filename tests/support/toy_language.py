@@ -1,8 +1,8 @@
 """Two languages of one grammar whose words stand for an English one each; and small recipes that learn them."""
 
 import random
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Sequence
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from gpipe.recipes.data.pairs import Pair
 from gpipe.recipes.options.translation import TranslationOptions
 from gpipe.recipes.prepare import Epoch, Job, prepare
-from gpipe.recipes.training import run, train_epoch
+from gpipe.recipes.training import run, take_steps
 from gpipe.recipes.translation.recipe import TranslationRecipe
 
 WORDS = (
@@ -85,7 +85,6 @@ def train(given: TranslationOptions) -> list[Epoch]:
 
 def steps_of(job: Job, count: int) -> list[float]:
     """Takes the first steps; gives their losses."""
-    losses: list[float] = []
-    batches: Iterator[Any] = zip(range(count), job.recipe.batches(1, 0, job.share), strict=False)
-    train_epoch(job, 1, batches, losses.append)
+    job.progress.losses = losses = list[float]()
+    take_steps(job, islice(job.recipe.batches(1, 0, job.share), count), losses.append)
     return losses

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -17,14 +17,12 @@ from gpipe.recipes.options.files import CONFIG, OPTIONS, read_options, recipe_of
 from gpipe.recipes.options.training import flag
 from gpipe.recipes.prepare import EVALUATION, WEIGHTS, Job, build, make_pipe, one_thread, precision, read_weights
 from gpipe.recipes.recipe import Evaluation, Recipe, load
-from gpipe.recipes.training import train_epoch
+from gpipe.recipes.training import take_steps
 from gpipe.recipes.translation.decode import beam, greedy
 from gpipe.recipes.translation.recipe import VOCABULARY, TranslationRecipe
 from gpipe.recipes.world import World
 
-RECIPES: dict[str, type[Recipe[Any]]] = {
-    recipe.name: recipe for recipe in (DigitsRecipe, ImagesRecipe, TranslationRecipe)
-}
+RECIPES: dict[str, type[Recipe[Any]]] = {one.name: one for one in (DigitsRecipe, ImagesRecipe, TranslationRecipe)}
 MESSAGES = "messages.jsonl"
 LONGEST = 4  # times as many subwords as the longest sentence that was trained on; what is longer is refused
 Translator = Callable[[Sequence[str]], Iterator[str]]
@@ -89,9 +87,8 @@ def record_run(run: Path, steps: int, partitions: int | None, world: World) -> s
     """Trains a run for some steps more, which leave what crossed in `run`/messages.jsonl; gives that in words."""
     recipe = open_recipe(run, partitions, world, steps=steps)
     job = Job(recipe, *_pipe_of(recipe, world), world)
-    batches = zip(range(min(steps, recipe.steps_per_epoch)), recipe.batches(1, 0, job.share), strict=False)
     with job.pipe, one_thread(), gpipe.record(job.pipe, keep=steps) as recording:
-        train_epoch(job, 1, batches, lambda loss: None)
+        take_steps(job, islice(recipe.batches(1, 0, job.share), steps), job.progress.losses.append)
         messages = recording.messages()
         if not world.rank:
             recording.save(run / MESSAGES)

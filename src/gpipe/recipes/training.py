@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -131,14 +132,13 @@ def _epoch(job: Job, step_ended: Callable[[], None]) -> tuple[Epoch, Recorded | 
             watching.stop()
         step_ended()
 
-    batches: Iterator[tuple[int, Batch]]
-    batches = zip(range(first, first + left), job.recipe.batches(number, first, job.share), strict=False)
+    batches: Iterator[Batch] = islice(job.recipe.batches(number, first, job.share), left)
     with ExitStack() as stack:
         if number == job.epochs and left > 0:
             recording = stack.enter_context(gpipe.record(job.pipe, keep=min(left, KEPT)))
             watching = stack.enter_context(gpipe.record(job.pipe, memory=True)) if left > 1 else None
             batches = recording.loading(batches)
-        train_epoch(job, number, batches, after_step)
+        take_steps(job, batches, after_step)
     with job.averages.applied(), precision(job.options, job.pipe.devices[0]):
         job.pipe.eval()
         measured = job.recipe.measure(job.pipe)
@@ -148,14 +148,11 @@ def _epoch(job: Job, step_ended: Callable[[], None]) -> tuple[Epoch, Recorded | 
     return epoch, None if recording is None else Recorded(recording, held)
 
 
-def train_epoch(
-    job: Job, epoch: int, batches: Iterator[tuple[int, Batch]], after_step: Callable[[float], None]
-) -> None:
-    """Takes a step for each mini-batch of an epoch, and hands its loss to `after_step`."""
+def take_steps(job: Job, batches: Iterable[Batch], after_step: Callable[[float], None]) -> None:
+    """Takes a step for each mini-batch, and hands its loss to `after_step`, which adds it to the progress."""
     job.pipe.train()
-    before = (epoch - 1) * job.recipe.steps_per_epoch
-    for number, batch in batches:
-        step = before + number
+    for batch in batches:
+        step = job.done
         job.recipe.before_step(job.pipe, step, job.steps)
         with precision(job.options, job.pipe.devices[0]):
             loss = job.pipe.step(batch.inputs, batch.targets, job.recipe.loss, reduction=job.recipe.reduction)
@@ -191,8 +188,7 @@ def _write_files(job: Job, say: Say, checkpoint: Path, recorded: Recorded | None
         plain_seconds = None
         if sum(value.numel() for value in weights.values()) <= COMPARED:
             plain_seconds = measure_plain_step(job.recipe, job.options.micro_batches, job.pipe.devices[0])
-        for line in _told(recorded, plain_seconds, out):
-            say(line)
+        say("\n".join(_told(recorded, plain_seconds, out)))
 
 
 def _told(recorded: Recorded, plain_seconds: float | None, out: Path) -> Iterator[str]:
@@ -255,7 +251,7 @@ def measure_plain_step(recipe: Recipe[Any], micro_batches: int, device: torch.de
     seconds: list[float] = []
     with one_thread(), torch.random.fork_rng([] if device.type == "cpu" else [device]):
         plain = gpipe.Sequential(*recipe.layers()).to(device).train()
-        parts = list(zip(*(_parts(both, micro_batches, device) for both in recipe.sample(replicas=1)), strict=True))
+        parts = _parts(recipe.sample(replicas=1), micro_batches, device)
         for _ in range(1 + REPEATS):
             start = time.perf_counter()
             plain.zero_grad()

@@ -35,12 +35,12 @@ def is_told_to_end() -> bool:
 if __name__ == "__main__":
     from gpipe.recipes import training
 
-    original, epochs = training.train_epoch, count(1)
+    original, epochs = training.take_steps, count(1)
 
-    def train_epoch(*given: Any) -> Any:
+    def take_steps(*given: Any) -> Any:
         if next(epochs) == EPOCHS:
             wait_to_go()
         return original(*given)
 
-    vars(training).update(train_epoch=train_epoch)
+    vars(training).update(take_steps=take_steps)
     main(sys.argv[1:])
