@@ -95,11 +95,9 @@ class ImagesRecipe(Recipe[ImagesOptions]):
         """The images where the first layer is; elsewhere blank ones."""
         images = self.held_out if epoch is None else self.train
         if reads_inputs:
-            yield from images.read(batches, epoch)
-            return
+            return images.read(batches, epoch)
         blank = torch.zeros(1, 3, self.options.image_size, self.options.image_size)
-        for rows in batches:
-            yield Batch(blank.expand(len(rows), -1, -1, -1), images.labels[rows])
+        return (Batch(blank.expand(len(rows), -1, -1, -1), images.labels[rows]) for rows in batches)
 
     def loss(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
         """Cross-entropy, and that of the auxiliary head in its weight."""

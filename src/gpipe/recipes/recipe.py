@@ -1,7 +1,6 @@
 """The shape of a recipe: what is particular to a workload; and how learning rates and averages of weights go."""
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -121,16 +120,15 @@ class Recipe(ABC, Generic[Options]):
 def load(state: Mapping[str, Tensor], layers: Sequence[nn.Module], new: Container[str] = ()) -> None:
     """Gives layers weights and buffers by name, all but the `new` ones; a ValueError names those that do not fit."""
     plain = nn.Sequential(*layers)
-    sizes = [
+    there, here = (
         {name: "x".join(map(str, value.shape)) or "a number" for name, value in one.items() if name not in new}
         for one in (state, plain.state_dict())
-    ]
-    there, here = (defaultdict(lambda: "missing", one) for one in sizes)
-    names = sorted(there.keys() | here.keys())
-    if odd := [f"{name}: {there[name]} in the run, {here[name]} here" for name in names if there[name] != here[name]]:
+    )
+    sizes = [(name, there.get(name, "missing"), here.get(name, "missing")) for name in sorted({**there, **here})]
+    if odd := [f"{name}: {before} in the run, {now} here" for name, before, now in sizes if before != now]:
         more = [f"and {len(odd) - 10} more"] if len(odd) > 10 else []
         raise ValueError("\n".join(["the run has trained another network: give its options", *odd[:10], *more]))
-    plain.load_state_dict({name: state[name] for name in names}, strict=False)
+    plain.load_state_dict({name: state[name] for name in there}, strict=False)
 
 
 AVERAGE = "average"  # the key in an optimizer's state, with which checkpoints keep it

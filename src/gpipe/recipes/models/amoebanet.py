@@ -248,16 +248,13 @@ class Cell(nn.Module):
         states = [self.project(x), self.adapt(skip)]
         operations = iter(self.operations)
         for pair in self.genotype.pairs:
-            left, right = (self._operate(name, next(operations), states[source]) for name, source in pair)
+            made = ((name, next(operations)(states[source])) for name, source in pair)
+            left, right = (out if name == "none" else self.drop_path(out) for name, out in made)
             states.append(left + right)
         output = torch.cat([states[i] for i in self.genotype.outputs], dim=1)
         if self.auxiliary is not None and self.training:
             rest.append(self.auxiliary(output))
         return (output, x, *rest)
-
-    def _operate(self, name: str, operation: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = operation(x)
-        return out if name == "none" else self.drop_path(out)
 
 
 _STEM_CHANNELS = 32
@@ -281,9 +278,7 @@ class Head(nn.Module):
 
 def _auxiliary_head(inputs: int, classes: int, image_size: int) -> nn.Module:
     """Makes the classifier of a cell behind four halvings of the image: (N, inputs, S, S) -> (N, classes)."""
-    size = (image_size - 1) // 2  # the stem is not padded
-    for _ in range(3):
-        size = (size + 1) // 2
+    size = -(-((image_size - 1) // 2) // 8)  # the stem is not padded; the three reductions are, and round up
     if size < 5:
         raise ValueError(
             f"the auxiliary head pools windows of 5x5, but images of {image_size}x{image_size} pixels are "

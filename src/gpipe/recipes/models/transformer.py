@@ -16,7 +16,6 @@ made of the source, the `memory`, for every decoder layer; the first layer stash
 """
 
 import math
-from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
@@ -317,7 +316,18 @@ def transformer(
         ValueError: Sizes that cannot be; the message lists all mistakes.
     """
     counts = {"layers": layers, "ffn_dim": ffn_dim, "heads": heads, "head_dim": head_dim}
-    if mistakes := list(_mistakes(counts, model_dim, vocab, matrices, clip_logits, pad)):
+    mistakes = [f"{name}={number}: give at least 1" for name, number in counts.items() if number < 1]
+    if model_dim < 2 or model_dim % 2:
+        mistakes.append(f"model_dim={model_dim}: give an even number, for positions are sines and cosines")
+    if matrices not in (1, 2, 3):
+        mistakes.append(
+            f"matrices={matrices}: give 3 for none shared, 2 for target and softmax as one, 1 for all as one"
+        )
+    if clip_logits is not None and not clip_logits > 0:
+        mistakes.append(f"clip_logits={clip_logits}: give more than 0, or None")
+    if not 0 <= pad < vocab:
+        mistakes.append(f"pad={pad}: give one of the {vocab} tokens, 0 ... {vocab - 1}")
+    if mistakes:
         raise ValueError("\n".join(mistakes))
     depth = layers if scaled_init else 1
     attention = partial(Attention, model_dim, heads, head_dim, dropout)
@@ -332,20 +342,3 @@ def transformer(
         *(DecoderLayer(*sizes, attention(), attention()) for _ in range(layers)),
         Head(softmax, clip_logits, affine=True),
     ]
-
-
-def _mistakes(
-    counts: Mapping[str, int], model_dim: int, vocab: int, matrices: int, clip_logits: float | None, pad: int
-) -> Iterator[str]:
-    """A line for each argument that cannot be."""
-    for name, number in counts.items():
-        if number < 1:
-            yield f"{name}={number}: give at least 1"
-    if model_dim < 2 or model_dim % 2:
-        yield f"model_dim={model_dim}: give an even number, for positions are sines and cosines"
-    if matrices not in (1, 2, 3):
-        yield f"matrices={matrices}: give 3 for none shared, 2 for target and softmax as one, 1 for all as one"
-    if clip_logits is not None and not clip_logits > 0:
-        yield f"clip_logits={clip_logits}: give more than 0, or None"
-    if not 0 <= pad < vocab:
-        yield f"pad={pad}: give one of the {vocab} tokens, 0 ... {vocab - 1}"

@@ -113,13 +113,9 @@ class TranslationRecipe(Recipe[TranslationOptions]):
 
     def layers(self) -> list[nn.Module]:
         """Builds the network."""
-        o, vocab, clip = self.options, len(self.vocabulary), self.options.clip_logits or None
-        common: dict[str, Any] = {
-            "vocab": vocab,
-            "dropout": o.dropout,
-            "scaled_init": o.scaled_init,
-            "clip_logits": clip,
-        }
+        o = self.options
+        common: dict[str, Any] = {"vocab": len(self.vocabulary), "dropout": o.dropout, "scaled_init": o.scaled_init}
+        common["clip_logits"] = o.clip_logits or None
         if o.model == "decoder":
             return transformer_lm(2 * o.layers, o.model_dim, o.ffn_dim, o.heads, tied=o.matrices < 3, **common)
         sizes: dict[str, Any] = {"model_dim": o.model_dim, "head_dim": o.head_dim, "matrices": o.matrices}
@@ -191,13 +187,8 @@ class TranslationRecipe(Recipe[TranslationOptions]):
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str, smoothing: float = 0.0) -> Tensor:
-    return F.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]).float(),
-        targets.reshape(-1),
-        ignore_index=PAD,
-        reduction=reduction,
-        label_smoothing=smoothing,
-    )
+    flat = logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1)
+    return F.cross_entropy(*flat, ignore_index=PAD, reduction=reduction, label_smoothing=smoothing)
 
 
 def count_words(targets: Tensor) -> Tensor:
