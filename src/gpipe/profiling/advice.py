@@ -158,8 +158,7 @@ def _by_simulation(steps: RecordedSteps) -> Iterator[Advice]:
     has_rows = steps.micro_batches in (None, program.micro_batches)
     recomputes = any(action.kind is Kind.RECOMPUTE for action in program.actions)
     if program.ranks > 1 and forward > TINY and has_rows and (recomputes or not steps.recomputes):
-        what, remedy = MORE_MICRO_BATCHES
-        remedy = remedy.format(more=2 * program.micro_batches)
+        what, remedy = (text.format(more=2 * program.micro_batches) for text in MORE_MICRO_BATCHES)
         yield _remedy(1 / (1 - shares["bubble"] / 2), shares["bubble"], what, remedy, is_free=False)
 
 
@@ -173,7 +172,11 @@ def _other_cuts(steps: RecordedSteps, seconds: Seconds) -> tuple[str, Seconds, b
     mean, slowest = fmean(stages), max(range(len(stages)), key=stages.__getitem__)
     longer = f"Stage {slowest} takes {stages[slowest] / mean - 1:.0%} longer than the mean stage"
     stage_of = [stage for stage, layers in enumerate(cuts.layers) for _ in range(layers)]
-    shares = [share for first, end in cuts.bounds for share in _shares(cuts.chain.costs[first:end])]
+    totals = [float(sum(cuts.chain.costs[first:end])) for first, end in cuts.bounds]
+    shares = [  # of each layer in its stage
+        float(cost) / totals[stage] if totals[stage] else 1 / cuts.layers[stage]
+        for cost, stage in zip(cuts.chain.costs, stage_of, strict=True)
+    ]
     costs = [stages[stage] * share for stage, share in zip(stage_of, shares, strict=True)]
     best = partition(costs, len(stages), balance="minmax")
     if best.layers == cuts.layers:
@@ -186,12 +189,6 @@ def _other_cuts(steps: RecordedSteps, seconds: Seconds) -> tuple[str, Seconds, b
             moved[stage, kind] += seconds.get((stage_of[layer], kind), 0.0) * shares[layer]
     text = f"{longer}: partitions={list(best.layers)} in place of {list(cuts.layers)} would give {{gain:.2f}} x"
     return text, moved, True
-
-
-def _shares(costs: Sequence[float]) -> list[float]:
-    """The share of each layer in the costs of its stage."""
-    total = float(sum(costs))
-    return [float(cost) / total if total else 1 / len(costs) for cost in costs]
 
 
 def _slow_ranks(program: Program, replicas: Sequence[Seconds], wall: float) -> Iterator[Advice]:

@@ -22,7 +22,7 @@ from itertools import chain, pairwise
 from math import floor
 from statistics import fmean
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from gpipe.schedule.action import COMPUTE, TRANSFERS, Action, Kind
 from gpipe.schedule.cost import unit_costs
@@ -32,6 +32,8 @@ from gpipe.schedule.timeline import Span, Timeline
 
 if TYPE_CHECKING:  # the table is printed without torch
     from gpipe.runtime.recorder import Interval, RecordedRun
+
+    Marks: TypeAlias = Sequence[Interval]
 
 WIDTH = 88
 NOTHING = "nothing was recorded: make a step while gpipe.record(pipe) is on"
@@ -222,12 +224,7 @@ def _parts_of_bubble(equal: Timeline, share: float) -> dict[str, float]:
     return {name: share * part / whole if whole else 0.0 for name, part in parts.items()}
 
 
-def windows(
-    runs: Sequence["RecordedRun"],
-    inside: Sequence["Interval"],
-    updates: Sequence["Interval"],
-    loads: Sequence["Interval"],
-) -> list[Timeline]:
+def windows(runs: Sequence["RecordedRun"], inside: "Marks", updates: "Marks", loads: "Marks") -> list[Timeline]:
     """The timelines of runs, each with the seconds that went by outside of it until the next began, by part."""
     if not runs:
         return []

@@ -5,6 +5,7 @@ How much of this machine other processes use meanwhile.
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,27 +71,23 @@ class Watches:
     """
 
     def __init__(self) -> None:
-        self._by_rank: dict[int, Watch] = {}
+        self.by_rank = defaultdict[int, Watch](Watch)
         self._arrived: dict[tuple[int, int, int | None], list[Tensor]] = {}
-
-    def of(self, rank: int) -> Watch:
-        """That of a rank."""
-        return self._by_rank.setdefault(rank, Watch())
 
     def taken(self, rank: Rank, step: CompiledAction) -> None:
         """Counts what a step was brought where it is now, and where it was made no longer if it is not kept there."""
         tensors = [tensor for message in rank.taken for tensor in _tensors_of(message)]
-        others = [watch for other, watch in list(self._by_rank.items()) if other != step.rank]
+        others = [watch for other, watch in list(self.by_rank.items()) if other != step.rank]
         for tensor in tensors:
             for watch in others:
                 watch.give_up(tensor, only_loose=True)
-            self.of(step.rank).add(tensor)
+            self.by_rank[step.rank].add(tensor)
         if step.action.kind is Kind.FORWARD:
             self._arrived[step.rank, step.stage, step.micro_batch] = tensors
 
     def worked(self, run: Run, step: CompiledAction) -> None:
         """Notes what a rank needs no longer itself: what a forward made that is to be recomputed, and gradients."""
-        watch, kind = self.of(step.rank), step.action.kind
+        watch, kind = self.by_rank[step.rank], step.action.kind
         keeps = kind is Kind.FORWARD and step.micro_batch not in run.connections[step.stage].recomputed
         watch.mark(loose=not keeps)
         if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
@@ -100,13 +97,13 @@ class Watches:
     def end(self, layers: Mapping[int, Sequence[nn.Module]]) -> None:
         """Ends a run of ranks that have these layers."""
         self._arrived.clear()
-        for rank, watch in self._by_rank.items():
+        for rank, watch in self.by_rank.items():
             parameters = (p for module in layers[rank] for p in module.parameters())
             watch.end([p.grad for p in parameters if p.grad is not None])
 
     def peaks(self) -> dict[int, tuple[int, int]]:
         """The most bytes that each rank held at once, but for its state: those from other ranks, and its own."""
-        return {rank: (watch.crossed, watch.peak - watch.crossed) for rank, watch in self._by_rank.items()}
+        return {rank: (watch.crossed, watch.peak - watch.crossed) for rank, watch in self.by_rank.items()}
 
 
 def _tensors_of(message: Message) -> list[Tensor]:

@@ -219,7 +219,9 @@ def _breakdown(report: Report) -> Iterator[str]:
     shares = report.shares
     if not shares:
         return
-    colors, rounded = part_colors(shares), percentages(shares)
+    known, rest = {NAMES[kind]: color for kind, color in COLORS.items()}, cycle(REST)
+    known["communication"] = COLORS[Kind.SEND]
+    colors, rounded = {name: known.get(name) or next(rest) for name in shares}, percentages(shares)
     whole = [timeline.seconds + sum(timeline.other.values()) for timeline in report.timelines]
     yield from _bar(shares, colors, sum(shares.values()))
     yield '<div class="wide"><table><thead><tr><th>part</th><th class="number">share</th>'
@@ -232,13 +234,6 @@ def _breakdown(report: Report) -> Iterator[str]:
             f'<td class="number">{rounded[name]:.1f} %</td>{took}</tr>'
         )
     yield "</tbody></table></div>"
-
-
-def part_colors(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each part: that of the kind of action, where it is one."""
-    known = {**{NAMES[kind]: color for kind, color in COLORS.items()}, "communication": COLORS[Kind.SEND]}
-    rest = cycle(REST)
-    return {name: known.get(name) or next(rest) for name in names}
 
 
 def _bar(parts: Mapping[str, float], colors: Mapping[str, str], whole: float) -> Iterator[str]:

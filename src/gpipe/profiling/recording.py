@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gpipe.errors import is_count
 from gpipe.planner.watch import Watch
@@ -68,11 +64,8 @@ class Recording(Recorder):
         self._meter = Meter()
         own = weakref.proxy(self)  # the hooks are torch's, of all optimizers: they are not to keep the pipe alive
         self._hooks = ExitStack()
-        for hook in (
-            register_optimizer_step_pre_hook(lambda *_: own._begun.append(time.perf_counter())),
-            register_optimizer_step_post_hook(lambda optimizer, *_: own._end_update(optimizer)),
-        ):
-            self._hooks.callback(hook.remove)
+        self._hooks.enter_context(register_optimizer_step_pre_hook(lambda *_: own._begun.append(time.perf_counter())))
+        self._hooks.enter_context(register_optimizer_step_post_hook(lambda updated, *_: own._end_update(updated)))
         weakref.finalize(self, self._hooks.close)
         self._is_on = True
         pipe.recorder = self
@@ -179,7 +172,7 @@ class Recording(Recorder):
         if self._watches is None:
             super().work(run, rank, step)
             return
-        with self._watches.of(step.rank):
+        with self._watches.by_rank[step.rank]:
             super().work(run, rank, step)
         self._watches.worked(run, step)
 
