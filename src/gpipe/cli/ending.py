@@ -7,17 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PATIENCE = 5.0  # seconds in which the first process says what is wrong
+PATIENCE = 5.0  # seconds in which the first process says what is wrong in all, and torchrun then ends the others
 
 
 @contextmanager
-def ending_by_mistakes(
-    kinds: type[Exception] | tuple[type[Exception], ...] = (ValueError, ImportError, OSError),
-) -> Iterator[None]:
-    """Ends the command with what its user did wrong and what to do, and status 2.
-
-    Most mistakes are those of all processes, and torchrun ends the others when the first has said it.
-    """
+def ending_by_mistakes(*kinds: type[Exception]) -> Iterator[None]:
+    """Ends the command with what its user did wrong and what to do, and status 2."""
+    kinds = kinds or (ValueError, ImportError, OSError)
     try:
         yield
     except BrokenPipeError:

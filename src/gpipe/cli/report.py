@@ -67,11 +67,9 @@ def _show(report: Report, console: Console) -> None:
         for title, timeline in drawn.items():
             idle = f"{timeline.idle_share():.1%} not computing"
             console.print(f"\n{title}: {lasts(timeline.seconds)}, {idle}", style="bold" if colored else "")
-            for lane in panel(timeline, ruler, colored=colored, unit="ms"):
-                console.print(lane, soft_wrap=True)
+            console.print(*panel(timeline, ruler, colored=colored, unit="ms"), sep="\n", soft_wrap=True)
         console.print(*legend(drawn.values(), colored=colored), sep="\n")
     if report.shares and report.timelines:
         whole = [timeline.seconds + sum(timeline.other.values()) for timeline in report.timelines]
-        console.print()
-        for line in breakdown_lines(report.shares, sum(whole) / len(whole), len(whole)):
-            console.print(line, markup=False, soft_wrap=True)
+        table = breakdown_lines(report.shares, sum(whole) / len(whole), len(whole))
+        console.print("", *table, sep="\n", markup=False, soft_wrap=True)

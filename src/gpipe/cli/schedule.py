@@ -110,11 +110,8 @@ def _show(drawn: Sequence[Drawn], console: Console) -> None:
     for one in drawn:
         console.print(one.title, style="bold" if colored else "")
         if has_room:
-            for line in panel(one.figures.timeline, ruler, colored=colored):
-                console.print(line, soft_wrap=True)
-        for said in words(one.figures):
-            console.print(said)
-        console.print()
+            console.print(*panel(one.figures.timeline, ruler, colored=colored), sep="\n", soft_wrap=True)
+        console.print(*words(one.figures), "", sep="\n")
     if len(drawn) > 1:
         console.print(_comparison(*drawn))
     if has_room:
