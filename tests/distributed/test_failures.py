@@ -237,7 +237,7 @@ def test_a_long_wait_is_told_once_and_names_who_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(endpoint_module, "LONG_WAIT_SECONDS", 0.1)
-    with endpoints(3) as (first, second, third):
+    with endpoints(3, limit=1e8) as (first, second, third):  # longer than poll() can wait at once
         for endpoint in (first, third):
             endpoint.begin()
 

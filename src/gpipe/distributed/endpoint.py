@@ -30,6 +30,8 @@ from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Control, Crossed, Label, Message, ReadyEvent
 from gpipe.stages.tree import Tree
 
+LONGEST_POLL = 2**31 - 1  # ms
+
 logger = logging.getLogger("gpipe")
 
 
@@ -59,7 +61,7 @@ class Poll:
 
     def sleep(self, seconds: float) -> bool | None:
         """Sleeps until something comes; whether by a control channel; None if nothing came in so many seconds."""
-        happened = self._poll.poll(max(seconds, 0.0) * 1000)
+        happened = self._poll.poll(min(max(seconds, 0.0) * 1000, LONGEST_POLL))
         return not self._streams.issuperset(handle for handle, _ in happened) if happened else None
 
 
@@ -243,22 +245,16 @@ class Endpoint:
             self._check(([peer] if writing else []) if self._parting else self.connections)
 
     def _sleep(self, peer: int) -> bool | None:
-        """Sleeps until something happens; warns once of a wait that takes long.
-
-        Returns:
-            Whether something came by a control channel; None if nothing came until the time was up.
-        """
+        """Sleeps as `Poll` does, until the time is up; warns once of a wait that takes long."""
         until = time.monotonic() + self.detector.limit
-        if self._warns_at < until:
-            is_control = self._poll.sleep(self._warns_at - time.monotonic())
-            if is_control is not None:
+        while True:
+            is_control = self._poll.sleep(min(until, self._warns_at) - time.monotonic())
+            if is_control is not None or time.monotonic() >= until:
                 return is_control
-            self._warns_at = math.inf
-            where = self.detector.all_last_seen(self.detector.stuck(peer))
-            logger.warning(
-                "rank %d has waited %g s for rank %d\n%s", self.rank, LONG_WAIT_SECONDS, peer, "\n".join(where)
-            )
-        return self._poll.sleep(until - time.monotonic())
+            if time.monotonic() >= self._warns_at:
+                self._warns_at = math.inf
+                where = "\n".join(self.detector.all_last_seen(self.detector.stuck(peer)))
+                logger.warning("rank %d has waited %g s for rank %d\n%s", self.rank, LONG_WAIT_SECONDS, peer, where)
 
     def _check(self, needed: Collection[int]) -> None:
         for peer in self.detector.check(needed):
@@ -269,10 +265,9 @@ class Endpoint:
         report = Report.of(error, self.detector.run, self.rank)
         for connection in self.connections.values():
             connection.control.send(report.write())
-        if self._groups is not None and (
-            not report.type_name or any(connection.control.gone for connection in self.connections.values())
-        ):
-            self._groups.end()  # somebody is gone
+        is_gone = any(connection.control.gone for connection in self.connections.values())
+        if self._groups is not None and (is_gone or not report.type_name):  # somebody is gone
+            self._groups.end()
 
     def exchange(self, value: Tree) -> list[Any]:
         """Sends a value to all processes, and gathers those of all, by rank: nobody has them before all have sent."""
