@@ -13,7 +13,7 @@ from types import CodeType, TracebackType
 from typing import ParamSpec, TypeAlias, TypeVar
 
 HOME = Path(__file__).parent
-THEIRS = tuple(f"{HOME / part}" for part in ("cli", "datasets", "models", "recipes"))
+THEIRS = tuple(f"{HOME / part}" for part in ("cli", "recipes"))
 """Models and training loops of ours are as a user's."""
 BUGS = (AssertionError, AttributeError, LookupError, NameError)
 
