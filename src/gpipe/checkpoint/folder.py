@@ -95,15 +95,15 @@ def begin(folder: Path, step_number: int) -> Draft:
         path = _temporary(folder, f"step_{step_number}")
         os.mkdir(path)
         try:
-            lock, _ = _lock(path, fcntl.LOCK_EX)
+            held, _ = lock(path, fcntl.LOCK_EX)
         except FileNotFoundError:
             continue  # another job took it for left behind
         except OSError:
             os.rmdir(path)
             raise
         if path.exists():
-            return Draft(path, lock)
-        os.close(lock)  # taken for left behind before it was locked
+            return Draft(path, held)
+        os.close(held)  # taken for left behind before it was locked
 
 
 def _temporary(folder: Path, name: str) -> Path:
@@ -117,9 +117,9 @@ def _machine() -> str:
     return hashlib.sha256(running).hexdigest()[:8]
 
 
-def _lock(path: Path, how: int) -> tuple[int, bool]:
-    """The descriptor of a folder, and whether it is locked; never in a file system without locks."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def lock(path: Path, how: int) -> tuple[int, bool]:
+    """The descriptor of a file or folder, and whether it is locked; never in a file system without locks."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(handle, how)
     except OSError:
@@ -133,10 +133,10 @@ def clear_leftovers(folder: Path) -> None:
         matched = LEFTOVER.fullmatch(path.name)
         if matched and matched[1] == _machine():
             with suppress(OSError):  # it may have got its name by now
-                lock, is_left = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held, is_left = lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if is_left:
                     remove_folder(path)
-                os.close(lock)
+                os.close(held)
 
 
 def publish(draft: Draft, step_number: int, sha256: str) -> str:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from gpipe._torch.modes import intra_op_threads
 from gpipe.checkpoint.files import encoded, opened, put_file, why_not_storable, write_file
-from gpipe.checkpoint.folder import Draft, begin, clear_leftovers, prune, publish
+from gpipe.checkpoint.folder import Draft, begin, clear_leftovers, lock, prune, publish
 from gpipe.checkpoint.manifest import MANIFEST, Encoder, Group, Manifest, Optimizer, to_bytes
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of, differences
 from gpipe.distributed.reduce import reduces_itself
@@ -221,16 +221,11 @@ def begin_part(writing: Writing) -> int | None:
 def _is_gone(writing: Writing, rank: int) -> bool:
     """Whether a process has ended before its part was there."""
     try:
-        sign = os.open(writing.said(rank, "begun"), os.O_RDONLY)
+        sign, is_left = lock(writing.said(rank, "begun"), fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return rank in writing.gone() and not writing.said(rank, "begun").exists()
-    try:
-        fcntl.flock(sign, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # it is locked, or cannot be
-        return False
-    finally:
-        os.close(sign)
-    return not any(writing.said(rank, what).exists() for what in ("json", "failed"))
+    os.close(sign)
+    return is_left and not any(writing.said(rank, what).exists() for what in ("json", "failed"))
 
 
 def note_failure(writing: Writing, error: Exception) -> None:
@@ -252,9 +247,8 @@ def _await_parts(writing: Writing) -> None:
                 kind, text = json.loads(failed.read_text())
                 raise RemoteError(f"rank {rank} failed: {kind}: {text}", rank, kind)
             if _is_gone(writing, rank):
-                raise RemoteError(
-                    f"rank {rank} is gone; it ended before its part of the checkpoint was written", rank
-                )
+                text = f"rank {rank} is gone; it ended before its part of the checkpoint was written"
+                raise RemoteError(text, rank)
         now = 0
         for entry in os.scandir(writing.path):
             with suppress(FileNotFoundError):  # renamed meanwhile
@@ -290,11 +284,10 @@ def finish(writing: Writing) -> str | None:
 
 
 def _joined(parts: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]) -> Manifest:
-    names = [name for part in parts for name in part["names"]]
     optimizers = [part["optimizer"] for part in parts if "optimizer" in part]
     return Manifest(
         files={name: file for part in parts for name, file in part["files"].items()},
-        names=names,
+        names=[name for part in parts for name in part["names"]],
         ties={name: first for part in parts for name, first in part["ties"].items()},
         values={name: value for part in parts for name, value in part["values"].items()},
         optimizer=_joined_optimizer(optimizers) if optimizers else None,
@@ -505,8 +498,7 @@ def _look(pipe: "GPipe", optimizer: object, replicas: int) -> tuple[str | None, 
 
 def _compare(gathered: Sequence[tuple[object, str | None, int]], partitions: int) -> None:
     """Checks that all ranks have optimizers of one type; tells of replicas whose weights have drifted apart."""
-    kinds = {rank: {"optimizer": kind} for rank, (_, kind, _) in enumerate(gathered) if kind}
-    if mistakes := differences(kinds):
+    if mistakes := differences({rank: {"optimizer": kind} for rank, (_, kind, _) in enumerate(gathered) if kind}):
         raise ValueError(f"all ranks must be given the same: {'; '.join(mistakes)}")
     if apart := [rank for rank, own in enumerate(gathered) if own[2] != gathered[rank % partitions][2]]:
         told = "the weights of ranks %s are not those of the first replica, which are saved"

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -89,15 +90,11 @@ def _open(folder: Path, ready: Ready) -> Shelf:
     """The files of a folder; what is wrong with them is a finding."""
     where: dict[str, str] = {}
     if not (folder / SINGLE).exists():
-        if not (folder / INDEX).exists():
-            ready.findings.append(f"there is neither {SINGLE} nor {INDEX}; give the folder that holds one")
-            return Shelf([])
-        try:
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
             where = json.loads(read_small(folder / INDEX, LARGEST, follow=True))["weight_map"]
-        except (ValueError, LookupError, TypeError, RecursionError):
-            where = {}
         if not where or not is_of(where, dict[str, str]):
-            ready.findings.append(f"{INDEX} is damaged; get it again")
+            missing = f"there is neither {SINGLE} nor {INDEX}; give the folder that holds one"
+            ready.findings.append(f"{INDEX} is damaged; get it again" if (folder / INDEX).exists() else missing)
             return Shelf([])
     names = sorted(set(where.values())) or [SINGLE]
     ready.findings += [
