@@ -1,6 +1,5 @@
 """A pipe is put together: settled in one process or, the same everywhere, in several, each with its own layers."""
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
@@ -120,8 +119,7 @@ def memory_by_row(position: Position, hosts: Sequence[str], memory: Sequence[flo
     """The bytes that a rank of each row may hold: the least of its replicas; processes of a host share its CPU's."""
     shared = position.device.type == "cpu"
     each = [own / (hosts.count(host) if shared else 1) for own, host in zip(memory, hosts, strict=True)]
-    ranks = [[position.rank_of(row, replica) for replica in range(position.replicas)] for row in range(position.rows)]
-    return [min(each[position.members[rank]] for rank in of_row) for of_row in ranks]
+    return [min(each[member] for member in position.members[row :: position.rows]) for row in range(position.rows)]
 
 
 def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvous) -> Settings:
@@ -143,18 +141,16 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
         raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {position.rank}")
     settings = settle(replace(asked, seed=seed, costs=costs), position, sketch, traced)
     if not position.rank:
-        said = {
+        told = {
             "costs": list(settings.costs),
             "stages": [list(astuple(cost)) for cost in settings.stage_costs or ()],
             "in_seconds": settings.in_seconds,
             "unsplit": sorted(settings.unsplit),
         }
-        agree(rendezvous, said)
-    else:
-        stages = tuple(StageCost(*numbers) for numbers in told["stages"]) or None
-        settings = replace(
-            settings, stage_costs=stages, in_seconds=told["in_seconds"], unsplit=frozenset(told["unsplit"])
-        )
+        agree(rendezvous, told)
+    stages = tuple(StageCost(*numbers) for numbers in told["stages"]) or None
+    unsplit = frozenset(told["unsplit"])
+    settings = replace(settings, stage_costs=stages, in_seconds=told["in_seconds"], unsplit=unsplit)
     rendezvous.phase = BUILDING
     bounds = zip(settings.placement, settings.partition.bounds, strict=True)
     own = [at for row, (first, end) in bounds if row == position.row for at in range(first, end)]
@@ -171,10 +167,8 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
 
 
 def _compare(rendezvous: Rendezvous, settings: Settings, asked: Arguments) -> None:
-    chosen = ("micro_batches", "remat", "placement", "seed", "intra_op_threads")
-    same = {name: getattr(settings, name) for name in chosen} | {
-        "deferred_batch_norm": asked.deferred_batch_norm,
-        "sync_batch_norm": asked.sync_batch_norm,
+    chosen = ["micro_batches", "remat", "placement", "seed", "intra_op_threads", "deferred_batch_norm"]
+    same = {name: getattr(settings, name) for name in [*chosen, "sync_batch_norm"]} | {
         "partitions": settings.layers_per_partition,
         "schedule": settings.schedule.name,
         "stages_per_rank": asked.stages_per_rank,
@@ -203,14 +197,11 @@ def _words(name: str, layer: nn.Module) -> dict[str, str]:
 def _compare_weights(rendezvous: Rendezvous, settings: Settings, own: Sequence[int]) -> None:
     """Checks that the replicas begin with the same weights: they would stay as far apart as they are."""
     layers = list(settings.layers.items())
-    every = agree(
-        rendezvous, {str(at): checksum([*layers[at][1].parameters(), *layers[at][1].buffers()]) for at in own}
-    )
-    found = {(int(at), checksum) for theirs in every for at, checksum in theirs.items()}
-    several = Counter(at for at, _ in found)
-    apart = [
-        f"layer {at} ({name}: {type(each).__name__})" for at, (name, each) in enumerate(layers) if several[at] > 1
-    ]
+    mine = [(at, checksum([*layers[at][1].parameters(), *layers[at][1].buffers()])) for at in own]
+    first: dict[int, int] = {}  # checksums
+    pairs = [pair for theirs in agree(rendezvous, mine) for pair in theirs]
+    different = {at: layers[at] for at, found in sorted(pairs) if first.setdefault(at, found) != found}
+    apart = [f"layer {at} ({name}: {type(each).__name__})" for at, (name, each) in different.items()]
     remedy = "build the layers alike on every rank (torch.manual_seed before, or callables), or load the same weights"
     if apart:
         Mistakes([f"the weights of {', '.join(apart)} differ between replicas: {remedy}"]).raise_all()
