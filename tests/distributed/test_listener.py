@@ -58,7 +58,9 @@ def test_strangers_do_no_harm_and_are_sent_away(stranger: str, local: bool, monk
             if hangs_up:
                 connection.close()
         hellos = [(peer, stream) for peer in (1, 2) for stream in STREAMS]
-        dialled = {hello: dial(own.address, *hello, LIMIT, local=local) for hello in hellos}
+        dialled = {hello: socket.socket(socket.AF_UNIX if local else socket.AF_INET) for hello in hellos}
+        for hello, end in dialled.items():
+            dial(end, own.address, *hello, LIMIT)
         found = own.accept(range(1, 3), math.inf, lambda: None)
         assert found.keys() == dialled.keys()
         for hello in hellos:

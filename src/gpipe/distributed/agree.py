@@ -95,9 +95,13 @@ def agree(
     """
     settings = {name: _shown(setting) for name, setting in (same or {}).items()}
     fault = None if error is None else [type(error).__name__, str(error)]
-    message = json.dumps({"value": value, "same": settings, "fault": fault})
-    gathered = [_read(rank, remote) for rank, remote in enumerate(ranks.exchange(message.encode()))]
-    faults = {rank: remote["fault"] for rank, remote in enumerate(gathered) if remote["fault"]}
+    values, same_of, faults = list[Any](), dict[int, dict[str, str]](), dict[int, tuple[str, str]]()
+    for rank, message in enumerate(ranks.exchange(json.dumps([value, settings, fault]).encode())):
+        with reading("a message", rank):
+            remote, same_of[rank], failed = json.loads(message.decode())
+            values.append(remote)
+            if failed:
+                faults[rank] = failed
     if error is not None:
         for rank, (kind, text) in faults.items():
             if rank != ranks.rank:
@@ -107,17 +111,9 @@ def agree(
         first = min(faults)
         lines = [f"rank {rank} failed: {kind}: {text}" for rank, (kind, text) in faults.items()]
         raise RemoteError("\n".join(lines), first, faults[first][0])
-    if different := differences({rank: remote["same"] for rank, remote in enumerate(gathered)}):
+    if different := differences(same_of):
         raise ValueError(f"all ranks must be given the same: {'; '.join(different)}")
-    return [remote["value"] for remote in gathered]
-
-
-def _read(rank: int, message: bytes) -> dict[str, Any]:
-    with reading("a message", rank):
-        remote: dict[str, Any] = json.loads(message.decode())
-        if remote.keys() != {"value", "same", "fault"} or not isinstance(remote["same"], dict):
-            raise ValueError(f"{sorted(remote)}")
-        return remote
+    return values
 
 
 def differences(settings: Mapping[int, Mapping[str, str]]) -> list[str]:

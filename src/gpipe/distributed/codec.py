@@ -21,13 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gpipe._torch.trees import (
-    TreeSpec,
-    registered_class,
-    registration,
-    tree_flatten,
-    tree_unflatten,
-)
+from gpipe._torch.trees import TreeSpec, registered_class, registration, tree_flatten, tree_unflatten
 from gpipe.errors import RemoteError, received
 from gpipe.stages.boundary import UNDEFINED, BoundaryValue, Undefined
 from gpipe.stages.messages import Message, Payload
@@ -182,13 +176,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def decode(layout: bytes, memory: Buffer, offset: int = 0, *, size: int | None = None) -> Message:
-    """The message of a layout and the bytes behind it, which may be used again afterwards.
-
-    `size` is how many bytes its tensors are said to take.
-
-    Raises:
-        Damaged: Nothing writes that.
-    """
+    """The message of a layout and a copy of the bytes behind it, which are said to be `size`; or raises `Damaged`."""
     read = _read(layout)
     if offset + read.size > len(memory) or size not in (None, read.size):
         raise Damaged(f"tensors of {read.size} bytes, in a message of {size or len(memory) - offset}")

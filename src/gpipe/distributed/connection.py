@@ -80,10 +80,9 @@ class Frame(NamedTuple):
 
 
 class Arrived:
-    """What came by a stream and is not taken yet.
+    """What came by a stream and is not taken yet: in `memory` from `start` to `end`.
 
-    The bytes lie in `memory` from `start` to `end`. The memory is kept; only for a message that needs more there is a
-    larger one.
+    The memory is kept; only for a message that needs more there is a larger one.
     """
 
     def __init__(self, stream: socket.socket) -> None:
@@ -279,11 +278,7 @@ class Connection:
             slot.memory[1] = 1
 
     def put(self, run: int, label: Label, message: Encoded, sent: float) -> bool:
-        """Puts a message on its way, for which there must be room; what the stream does not take is for `flush`.
-
-        Returns:
-            Whether the stream took all of it.
-        """
+        """Puts a message on its way, for which there must be room; whether the stream took all: else `flush`."""
         layout, size = message.layout, message.size
         if size <= INLINE_BYTES or not hasattr(os, "memfd_create"):
             return self._send(Frame(run, label, -1, len(layout), size, 0, sent).pack(), layout, *message.pieces())

@@ -133,10 +133,9 @@ class ProcessContext(Context):
         endpoint, recorder = self.endpoint, run.recorder
         busy = time.perf_counter() - self._began - (endpoint.waited - self._waited)
         seconds = torch.tensor(busy, dtype=torch.float64, device="cpu")  # a number would make the layout a new one
+        record = None if recorder is None else _recorded(recorder, run, endpoint)
         try:
-            gathered = endpoint.exchange(
-                (value, seconds, None if recorder is None else _recorded(recorder, run, endpoint))
-            )
+            gathered = endpoint.exchange((value, seconds, record))
         except TypeError as error:
             error.add_note(f"rank {endpoint.rank} was telling the others the metrics that loss_fn returned")
             raise
@@ -233,11 +232,9 @@ class ProcessContext(Context):
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # as gloo can
         if LOCKSTEP not in reasons:
             return nullcontext()
-        if self._sync is None:
-            self._sync = Synced(self.endpoint, self.position, program.micro_batches)
-        self._sync.endpoint = self.endpoint  # the connections of a backward may be others
+        self._sync = self._sync or Synced(self.position, program.micro_batches)
         row = program.table[self.position.row]
-        return self._sync.in_place(norms, lambda: row[self.endpoint.at])
+        return self._sync.in_place(self.endpoint, norms, lambda: row[self.endpoint.at])
 
     def _set_gradients_aside(self, row: Sequence[Action]) -> dict[int, list[tuple[Tensor, Tensor | None]]]:
         """Sets aside what gradients there are, by stage: replicas add up what this mini-batch gives alone.

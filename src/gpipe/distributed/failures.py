@@ -72,10 +72,7 @@ class Report(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException, run: int, rank: int, at: str = "") -> "Report":
-        """The report of an exception; one that came from another process is passed on, so that all report the same.
-
-        `at` says in words when it was raised, if that is not in its notes.
-        """
+        """The report of an exception, raised `at` what, in words; one of another process is passed on as it came."""
         if isinstance(error, RemoteError) and error.received:
             return cls(run, error.rank, error.type_name, str(error), error.traceback)
         said = "".join(traceback.format_exception_only(error)).strip()  # notes too, and nothing else raises
@@ -164,11 +161,10 @@ class FailureDetector:
 
     def last_seen(self, peer: int, *, gone: bool = False) -> str:
         """In words, where a process was when it was last seen in this run, or when it ended."""
-        silent = self._connections[peer].control.silent
-        if peer not in self._shared and silent > SILENT_SECONDS:
-            return f"it cannot be reached: its host has not answered for {silent:.1f} s"
         if peer not in self._shared:
-            return "it is on another host: see its own messages"
+            silent = self._connections[peer].control.silent
+            unreachable = f"it cannot be reached: its host has not answered for {silent:.1f} s"
+            return unreachable if silent > SILENT_SECONDS else "it is on another host: see its own messages"
         seen = Status.from_buffer_copy(self._shared[peer])
         if seen.run < self.run or seen.at < 0:
             where = f"outside of any step, after {seen.run} run{'s' * (seen.run != 1)}"

@@ -20,11 +20,9 @@ ANSWER_SECONDS = 2.0  # for the launcher's store to answer
 def end_with_launcher() -> None:
     """Under torchrun, has this process end within four seconds after torchrun is gone, even if it was killed before.
 
-    It gets SIGTERM, so that a run which catches that may save, and then SIGKILL. A thread looks who the launcher is:
-    the kernel would tell too, but on Linux alone, and already when the thread ends that started this process.
-
-    Nobody has to ask for it: who sees a killed torchrun and starts again would have two runs write into one
-    folder and share each GPU, and by then it is too late to ask. Where there is no torchrun, nothing is watched.
+    Else who starts again would have two runs write into one folder and share each GPU. It gets SIGTERM, so that a run
+    which catches that may save, and then SIGKILL. A thread looks who the launcher is: the kernel would tell too, but
+    on Linux alone, and already when the thread ends that started this process.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and all(thread.name != NAME for thread in threading.enumerate()):
         threading.Thread(target=_watch, args=[find_launcher()], name=NAME, daemon=True).start()

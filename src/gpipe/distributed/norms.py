@@ -75,8 +75,8 @@ def guard_part(pipe: nn.Module, processes: OneProcess) -> None:
 def _refuse_part(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Refuses a step that puts all parameters together, where these are a part."""
     if isinstance(optimizer, torch.optim.LBFGS):
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if any(id(parameter) in own for pipe in list(_parts) for parameter in pipe.parameters()):
+        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if not own.isdisjoint(parameter for pipe in list(_parts) for parameter in pipe.parameters()):
             raise ValueError(
                 "LBFGS puts all parameters together, and would see those of this process's partition alone; train in "
                 "one process, or take another optimizer"

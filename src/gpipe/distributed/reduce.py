@@ -94,9 +94,7 @@ def _add_up(endpoint: Endpoint, peers: Sequence[int], at: int, own: Tensor) -> T
     total, *others = [own if peer == endpoint.rank else endpoint.receive_value(peer, label) for peer in peers]
     for other in others:
         total.add_(other)
-    for peer in peers:
-        if peer != endpoint.rank:
-            endpoint.send_value(peer, Label(Control.SUMMED_GRADIENTS, at, gradient=True), total)
+    endpoint.spread(endpoint.rank, peers, Label(Control.SUMMED_GRADIENTS, at, gradient=True), total)
     return total
 
 

@@ -304,10 +304,8 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
         return Report(0, peer, "", text)
 
     def _silent(self, peers: Sequence[int], seconds: str) -> str:
-        last = self.phase.removeprefix("while ")
-        return "\n".join(
-            f"rank {self._number(peer)} said nothing for {seconds}; last known: {last}" for peer in peers
-        )
+        silent = f"said nothing for {seconds}; last known: {self.phase.removeprefix('while ')}"
+        return "\n".join(f"rank {self._number(peer)} {silent}" for peer in peers)
 
     def _number(self, member: int) -> int:
         """The rank of a process of the world in the pipe, if it is known there."""
@@ -340,8 +338,9 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
             for peer in local - {position.rank}:
                 shared[peer] = Status.memory_in(addresses[peer].folder)
             for peer, stream in product(range(position.rank), STREAMS):
-                found = dial(addresses[peer], position.rank, stream, silence, local=peer in local)
-                sockets[peer, stream] = on_failure.enter_context(found)
+                family = socket.AF_UNIX if peer in local else socket.AF_INET
+                end = sockets[peer, stream] = on_failure.enter_context(socket.socket(family))
+                dial(end, addresses[peer], position.rank, stream, silence)
         except OSError as error:
             if error.errno not in LIMITS:  # it soon says why, or is gone
                 rendezvous.check(REPORT_SECONDS)
@@ -363,16 +362,12 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
         return endpoint
 
 
-def dial(address: Address, rank: int, stream: str, seconds: float, *, local: bool) -> socket.socket:
-    """Connects to a listener and says who this is."""
-    with ExitStack() as on_failure:
-        connection = on_failure.enter_context(socket.socket(socket.AF_UNIX if local else socket.AF_INET))
-        connection.settimeout(seconds)
-        connection.connect(f"{address.folder}/listener" if local else (address.host, address.port))
-        connection.settimeout(None)
-        connection.sendall(address.hello(rank, stream))
-        on_failure.pop_all()
-        return connection
+def dial(end: socket.socket, address: Address, rank: int, stream: str, seconds: float) -> None:
+    """Connects a socket to a listener and says who this is."""
+    end.settimeout(seconds)
+    end.connect(f"{address.folder}/listener" if end.family == socket.AF_UNIX else (address.host, address.port))
+    end.settimeout(None)
+    end.sendall(address.hello(rank, stream))
 
 
 @contextmanager

@@ -29,15 +29,17 @@ LOCKSTEP = "sync_batch_norm=True normalizes each micro-batch together with that 
 class Synced:
     """The BatchNorms of one stage in one run."""
 
-    def __init__(self, endpoint: Endpoint, position: Position, micro_batches: int) -> None:
-        self.endpoint = endpoint
+    def __init__(self, position: Position, micro_batches: int) -> None:
         self.peers = position.ranks_of_row
         self.micro_batches = micro_batches
         self.kept: dict[Label, Tensor] = {}  # what the replicas sent in a forward, for its recompute
 
     @contextmanager
-    def in_place(self, norms: Sequence[AnyBatchNorm], now: Callable[[], Action]) -> Iterator[None]:
+    def in_place(
+        self, endpoint: Endpoint, norms: Sequence[AnyBatchNorm], now: Callable[[], Action]
+    ) -> Iterator[None]:
         """Has these normalize over replicas; `now` is the action that is being done."""
+        self.endpoint = endpoint  # the connections of a backward may be others
         self._uses: Counter[tuple[int, Action]] = Counter()
         for number, norm in enumerate(norms):
             norm.__dict__["forward"] = partial(self._forward, number, norm, now)
