@@ -88,16 +88,12 @@ class Recording(Recorder):
 
     def loading(self, batches: Iterable[T]) -> Iterator[T]:
         """Iterates over mini-batches, and notes how long each takes to come: the part `data`."""
-        rest = iter(batches)
-        while True:
-            start = time.perf_counter()
-            try:
-                batch = next(rest)
-            except StopIteration:
-                return
+        rest, start = iter(batches), time.perf_counter()
+        for batch in rest:
             if threading.get_ident() == self._thread:  # else it is ahead of time, and nobody waits
                 self._loads.append((start, time.perf_counter()))
             yield batch
+            start = time.perf_counter()
 
     @property
     def timelines(self) -> list[Timeline]:
