@@ -259,12 +259,14 @@ def test_replicas_may_be_made_and_asked_in_other_words(pool: WorkerPool) -> None
     ("spoiled", "layer"),
     [("1.running_var", "layer 1 (1: BatchNorm1d)"), ("2.weight", "layer 2 (2: Linear)"), ("2.bias", "layer 2")],
 )
-def test_replicas_that_begin_with_other_weights_are_refused_by_all(
-    spoiled: str, layer: str, pool: WorkerPool
+@pytest.mark.parametrize("world", [2, 4])  # one replica, whose other ranks have the layers when they begin, and two
+def test_ranks_that_begin_with_other_weights_are_refused_by_all(
+    world: int, spoiled: str, layer: str, pool: WorkerPool
 ) -> None:
-    for outcome in pool.run(jobs.begin_apart, spoiled):
+    """Bug story: a model that was loaded on rank 0 alone was trained half of it; tied weights began apart."""
+    for outcome in pool.run(jobs.begin_apart, spoiled, world=world):
         assert f"the weights of {layer}" in outcome.text, str(outcome)
-        assert "differ between replicas" in outcome.text
+        assert "differ between processes" in outcome.text
         assert "layer 0" not in outcome.text
 
 

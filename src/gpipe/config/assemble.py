@@ -156,13 +156,14 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
     own = [at for row, (first, end) in bounds if row == position.row for at in range(first, end)]
     if traced is not None:
         traced.realize(own, settings.seed)
+        weights = _checksums(settings.layers)
     else:
         named, found = realize(sketch, own)
         Mistakes(found).raise_all()
+        weights = _checksums(named)  # before some are tied, which is done only where they are held
         settings = replace(settings, layers=named, tied=_tie(named, asked.ties, sketch, own))
     _compare(rendezvous, settings, asked)
-    if position.replicas > 1:
-        _compare_weights(rendezvous, settings, own)
+    _compare_weights(rendezvous, settings, weights)
     return settings
 
 
@@ -194,17 +195,22 @@ def _words(name: str, layer: nn.Module) -> dict[str, str]:
     }
 
 
-def _compare_weights(rendezvous: Rendezvous, settings: Settings, own: Sequence[int]) -> None:
-    """Checks that the replicas begin with the same weights: they would stay as far apart as they are."""
+def _checksums(layers: Mapping[str, nn.Module]) -> list[tuple[int, int]]:
+    """Of the weights and buffers of those layers that are built, by index."""
+    held = [(at, [*layer.parameters(), *layer.buffers()]) for at, layer in enumerate(layers.values())]
+    return [(at, checksum(tensors)) for at, tensors in held if not any(tensor.is_meta for tensor in tensors)]
+
+
+def _compare_weights(rendezvous: Rendezvous, settings: Settings, mine: Sequence[tuple[int, int]]) -> None:
+    """Checks that a layer has the same weights in all processes that have it: which counts would depend on K."""
     layers = list(settings.layers.items())
-    mine = [(at, checksum([*layers[at][1].parameters(), *layers[at][1].buffers()])) for at in own]
     first: dict[int, int] = {}  # checksums
     pairs = [pair for theirs in agree(rendezvous, mine) for pair in theirs]
     different = {at: layers[at] for at, found in sorted(pairs) if first.setdefault(at, found) != found}
     apart = [f"layer {at} ({name}: {type(each).__name__})" for at, (name, each) in different.items()]
     remedy = "build the layers alike on every rank (torch.manual_seed before, or callables), or load the same weights"
     if apart:
-        Mistakes([f"the weights of {', '.join(apart)} differ between replicas: {remedy}"]).raise_all()
+        Mistakes([f"the weights of {', '.join(apart)} differ between processes: {remedy}"]).raise_all()
 
 
 def _tie(

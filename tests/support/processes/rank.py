@@ -63,6 +63,7 @@ def perform(rank: int, order: Order) -> None:
         job = _find(order.job)  # takes its time, and nobody waits yet
         if order.join:
             _join(rank, order)
+        torch.manual_seed(0)  # layers begin alike on all ranks
         answer = job(rank, order.world, *order.args)
         json.dumps(answer)  # what cannot be said is the job's mistake
         _leave()
