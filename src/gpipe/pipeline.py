@@ -330,6 +330,7 @@ class GPipe(Partitioned):
 
         Raises:
             ValueError: The rows of the inputs differ, or there are none. Or ready-made micro-batches are more than M.
+            TypeError: An output does not have the rows of its micro-batch in its first dimension.
         """
         inputs = plain(inputs)
         if batch and not self.is_model:
@@ -373,7 +374,8 @@ class GPipe(Partitioned):
             return None
         if run.ready_made:
             return outputs
-        return join(outputs, run.micro_batch_sizes, run.own_weights) if self.is_model else merge(outputs)
+        rows = run.micro_batch_sizes
+        return join(outputs, rows, run.own_weights) if self.is_model else merge(outputs, rows, run.tell)
 
     def _new_run(self) -> tuple[Run, Before | None]:
         """A mini-batch that begins here, and, if it trains, what is to be compared when it has ended."""

@@ -208,7 +208,7 @@ def test_an_output_without_rows_cannot_be_merged() -> None:
             return x.mean()
 
     pipe = make(model=[nn.Linear(3, 2), Mean()])
-    with pytest.raises(TypeError, match=r"cannot be merged; give it a row dimension, or use step\(\)"):
+    with pytest.raises(TypeError, match=r"output has the shape \(\) for 3 rows.* or use step\(\)"):
         pipe(X)
     pipe.step(X, Y, lambda out, target: out)
 

@@ -91,6 +91,15 @@ def test_a_pipe_may_fail_again_and_again(world: int, length: int, pool: WorkerPo
     assert found == [{"failed": 8, "losses": losses}] * world
 
 
+def test_another_threads_call_is_refused_in_that_thread_alone(pool: WorkerPool) -> None:
+    """Bug story: "concurrent poll() invocation", and then the processes had come apart."""
+    found = answers(pool.run(jobs.other_threads_call, world=2))
+    for answer in found:
+        assert len(answer["told"]) == 3
+        assert all("RuntimeError: a call of this pipe is under way already" in text for text in answer["told"])
+    check_went_on(found)
+
+
 def test_another_pipe_of_the_same_processes_does_not_notice(pool: WorkerPool) -> None:
     found = answers(pool.run(jobs.two_pipes, world=2))
     assert found == [["FaultError", True], ["RemoteError", True]]

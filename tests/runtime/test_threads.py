@@ -359,8 +359,22 @@ def test_a_run_leaves_torch_nothing_to_let_go_of_when_its_thread_ends() -> None:
     assert not torch._C._is_key_in_tls(SLOT)
 
 
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_a_pipe_that_a_layer_calls_for_ever_is_refused_and_works_again(driver: str) -> None:
+    """Bug story: in lockstep it ended in a bare RecursionError."""
+    with make(driver=driver) as pipe:
+        loss = pipe.step(X, Y, squares)
+        hook = pipe[0].register_forward_hook(lambda *_: pipe.step(X, Y, squares) and None)
+        for way in (lambda: pipe.step(X, Y, squares), lambda: pipe(X)):
+            with pytest.raises(RuntimeError, match=r"called from within its own run, .* by a layer or a hook"):
+                way()
+        hook.remove()
+        pipe.step_number = 0
+        assert same_bits(pipe.step(X, Y, squares), loss)
+
+
 def test_a_checkpoint_around_a_pipe_is_refused_and_does_not_wait_for_itself() -> None:
     with make() as pipe:
         output = checkpoint(pipe, X.clone().requires_grad_(), use_reentrant=False)
-        with pytest.raises(RuntimeError, match="called by one of its own rank threads"):
+        with pytest.raises(RuntimeError, match="called from within its own run"):
             output.sum().backward()

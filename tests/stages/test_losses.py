@@ -335,6 +335,20 @@ def test_a_loss_may_call_a_pipe_of_its_own(driver: str) -> None:
         assert torch.allclose(loss, F.mse_loss(pipe(x), teacher(x)))
 
 
+def test_in_lockstep_a_loss_may_call_its_own_pipe() -> None:
+    pipe = gpipe.GPipe([nn.Linear(4, 4), nn.Tanh()], 2, 2, driver="lockstep")
+    x, y = torch.rand(2, 4, 4)
+
+    def loss_fn(output: Tensor, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            goal = pipe(inputs)
+        return F.mse_loss(output, goal)
+
+    loss = pipe.step(x, y, loss_fn)
+    with torch.no_grad():
+        assert torch.allclose(loss, F.mse_loss(pipe(x), pipe(y)))
+
+
 def test_a_loss_that_counts_its_calls_is_called_once_for_each_micro_batch() -> None:
     calls: list[int] = []
 

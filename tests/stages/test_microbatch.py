@@ -1,5 +1,7 @@
 """How a mini-batch becomes micro-batches and one output again, and what each weighs."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gpipe
-from gpipe.stages.microbatch import count_rows, loss_weights, merge, split
+from gpipe.stages.microbatch import count_rows, loss_weights, merge, rows_of_parts, split
 from gpipe.stages.tree import Tree
 
 LAW = settings(derandomize=True, deadline=None, database=None, max_examples=100)
@@ -82,7 +84,7 @@ def test_merge_puts_together_what_split_took_apart(drawn: tuple[Tree, int, int])
     without_scalars = pytree.tree_unflatten(
         [leaf if not isinstance(leaf, Tensor) or leaf.dim() else int(leaf) for leaf in leaves], spec
     )
-    again = merge(split(without_scalars, rows, parts, "inputs"))
+    again = merge(split(without_scalars, rows, parts, "inputs"), rows_of_parts(rows, parts), print)
     assert pytree.tree_structure(again) == spec
     for one, other in zip(pytree.tree_leaves(without_scalars), pytree.tree_leaves(again), strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
@@ -134,15 +136,51 @@ def test_whole_stays_whole_though_its_rows_are_those_of_the_mini_batch() -> None
     assert all(isinstance(part, tuple) and torch.equal(part[1], torch.arange(4)) for part in parts)
 
 
-def test_outputs_without_rows_cannot_be_merged() -> None:
-    with pytest.raises(TypeError, match="without dimensions"):
-        merge([torch.tensor(1.0), torch.tensor(2.0)])
-    with pytest.raises(TypeError, match="structure"):
-        merge([(torch.zeros(1),), [torch.zeros(1)]])
-    with pytest.raises(TypeError, match="differs"):
-        merge([{"rows": 3}, {"rows": 2}])
-    only = torch.tensor(1.0)
-    assert merge([only]) is only
+def test_outputs_without_the_rows_of_their_micro_batch_are_refused_and_several_for_each_told() -> None:
+    """Bug story: with rows in the second dimension 12 of them gave an output of 32, and no word was said."""
+    ones = torch.ones
+    refused: list[tuple[list[Tree], str]] = [
+        ([torch.tensor(1.0), torch.tensor(1.0)], r"output has the shape \(\) for 3 rows and \(\) for 2 rows"),
+        ([(ones(3),), [ones(2)]], "output has other parts for one"),
+        ([{"rows": 3}, {"rows": 2}], r"output\['rows'\] is 3 for one"),
+        ([(ones(3), ones(2)), (ones(2), None)], r"output\[1\] has the shape \(2,\) for 3 rows and None for 2 rows"),
+        ([ones(8, 3), ones(8, 2)], r"output has the shape \(8, 3\) for 3 rows and \(8, 2\) for 2 rows"),
+        ([{"h": ones(1, 3)}, {"h": ones(1, 2)}], r"output\['h'\] has the shape \(1, 3\)"),
+        ([ones(1, 8), ones(1, 8)], r"output has the shape \(1, 8\)"),
+        ([ones(6), ones(2)], r"output has the shape \(6,\)"),
+        ([ones(3, 5), ones(2, 4)], r"output has the shape \(3, 5\) for 3 rows and \(2, 4\)"),
+    ]
+    for parts, why in refused:
+        with pytest.raises(TypeError, match=f"cannot be put together: {why}.* use step\\(\\).*gpipe.MicroBatches"):
+            merge(parts, [3, 2], list[object]().append)
+        assert merge(parts[:1], [3]) is parts[0]
+    for times in range(4):
+        told: list[str] = []
+        whole = torch.arange(5 * times * 2).reshape(5 * times, 2)
+        merged: Any = merge([{"a": whole[: 3 * times]}, {"a": whole[3 * times :]}], [3, 2], told.extend)
+        assert torch.equal(merged["a"], whole)
+        assert [text.partition(" for each row")[0] for text in told] == ["output['a'] has several rows"] * (times > 1)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_call_refuses_rows_that_are_not_first_and_tells_once_of_several(grad: bool) -> None:
+    class Turned(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.transpose(0, 1)
+
+    x = torch.randn(14, 4)
+    for rows in (12, 14):
+        pipe = gpipe.GPipe([nn.Linear(4, 8), Turned()], 2, 4)
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(TypeError, match=r"shape \(8, 3\)|shape \(8, 4\) for 4 rows"),
+        ):
+            pipe(x[:rows])
+    pipe = gpipe.GPipe([nn.Linear(4, 8), nn.Unflatten(1, (2, 4)), nn.Flatten(0, 1)], 2, 4)
+    with torch.set_grad_enabled(grad):
+        for rows in (12, 14, 1):
+            assert pipe(x[:rows]).shape == (2 * rows, 4)
+    assert len([text for text in pipe.findings if "several rows" in text]) == 1
 
 
 @LAW

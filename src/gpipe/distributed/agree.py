@@ -139,7 +139,7 @@ def _shown(setting: object) -> str:
     return f"{text[:LONGEST_SHOWN]}... (checksum {zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x})"
 
 
-CALLED = "what was called (0 step, 1 the pipe itself, 2 backward, 3 clip_grad_norm_, 4 saving or the like)"
+CALLED = "what was called"
 GRADIENTS = "whether gradients are enabled"
 PROGRAM = "the checksum of the program (of schedule=, if that is a function, remat, and what layers share)"
 

@@ -56,9 +56,8 @@ class ProcessContext(Context):
     @contextmanager
     def entered(self, notes: bool, /) -> Iterator[None]:
         """Around a step, a call or a backward: whoever fails inside has all fail. `notes` what crosses."""
-        endpoint = self.endpoint = self.processes.linked()
-        with endpoint.in_run(notes=notes):
-            self._began, self._waited = time.perf_counter(), endpoint.waited
+        with self.engine.threads.alone(), self.processes.linked().in_run(notes=notes) as self.endpoint:
+            self._began, self._waited = time.perf_counter(), self.endpoint.waited
             yield
 
     def agree(self, run: Run, request: Request) -> None:

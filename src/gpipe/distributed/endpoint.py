@@ -94,12 +94,12 @@ class Endpoint:
         _endpoints.add(self)
 
     @contextmanager
-    def in_run(self, *, notes: bool) -> Iterator[None]:
+    def in_run(self, *, notes: bool) -> Iterator["Endpoint"]:
         """Around what all processes do together: whoever fails inside has all fail. `notes` what crosses."""
         try:
             self.begin()
             self.noted = [] if notes else None
-            yield
+            yield self
         except BaseException as error:
             self.fail(error)
             raise

@@ -85,8 +85,7 @@ class Processes(OneProcess):
 
     def gather(self, request: Request, value: Tree) -> list[Any]:
         """Gathers a value from all processes between runs, by rank."""
-        endpoint = self.linked()
-        with endpoint.in_run(notes=False):
+        with self.engine.threads.alone(), self.linked().in_run(notes=False) as endpoint:
             follow_first(endpoint, self.position, self.position.rank_of(self.engine.placement[0]), {CALLED: request})
             return endpoint.exchange(value)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from enum import IntEnum
+from enum import StrEnum
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from gpipe.runtime.run import Output, Run
 
 
-class Request(IntEnum):
+class Request(StrEnum):
     """What the user called."""
 
-    STEP = 0
-    CALL = 1
-    BACKWARD = 2
-    NORMS = 3
-    EXCHANGE = 4
+    STEP = "step"
+    CALL = "the pipe itself"
+    BACKWARD = "backward"
+    NORMS = "clip_grad_norm_"
+    EXCHANGE = "saving or the like"
 
 
 class Context:

@@ -32,8 +32,12 @@ Task: TypeAlias = tuple[Callable[[], None], SimpleQueue[BaseException | None]]
 """A job, and where to say that it is done."""
 NAME = "gpipe rank"
 WITHIN = (
-    "the pipe is called by one of its own rank threads, which would wait for itself: by a layer, or in its backward "
-    "by torch.utils.checkpoint around the pipe. A pipe recomputes by itself: leave that out, and give remat="
+    "the pipe is called from within its own run, which would wait for itself: by a layer or a hook, or in its "
+    "backward by torch.utils.checkpoint around the pipe. A pipe recomputes by itself: leave that out, and give remat="
+)
+AT_ONCE = (
+    "a call of this pipe is under way already, in another thread or around this one, and over processes all must "
+    "call it in one order: call it in one thread, or have the threads take turns, the same in every process"
 )
 AT_EXIT = 2.0
 """Seconds that the interpreter waits for threads at its end: one that it ends inside of C++ aborts the process."""
@@ -126,6 +130,7 @@ class RankThreads:
     def unlock(self) -> None:
         """Begins with locks that nobody has."""
         self._turn, self._lock = threading.RLock(), threading.Lock()
+        self._runs = 0
 
     def begin(self) -> None:
         """Begins without threads: once they were ended, or in a forked process, where they stayed behind."""
@@ -140,7 +145,23 @@ class RankThreads:
         if threading.current_thread() in self._threads:
             raise RuntimeError(WITHIN)
         with self._turn:
+            if self._runs > 1:  # in this thread; a loss may call its own pipe in lockstep, a layer does so for ever
+                raise RuntimeError(WITHIN)
+            self._runs += 1
+            try:
+                yield
+            finally:
+                self._runs -= 1
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around a call over processes: refuses another meanwhile, before anything is exchanged for it."""
+        if self._runs or not self._turn.acquire(blocking=False):
+            raise RuntimeError(AT_ONCE)
+        try:
             yield
+        finally:
+            self._turn.release()
 
     def close(self) -> None:
         """Ends the threads; the next run makes new ones."""

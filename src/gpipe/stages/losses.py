@@ -398,7 +398,7 @@ def _find_apart(
     modules = [value for _, value in (*read_by_called(loss_fn), ("", loss_fn)) if isinstance(value, nn.Module)]
     try:
         if (rows := count_rows(output)) == 1:
-            rows, output, target = HALVES, merge([output] * HALVES), merge([target] * HALVES)
+            rows, (output, target) = HALVES, [merge([value] * HALVES, [1] * HALVES) for value in (output, target)]
         parts = rows if by_rows else HALVES
         outputs, targets = split(output, rows, parts, "output"), split(target, rows, parts, "target")
         with torch.no_grad(), ExitStack() as stack:

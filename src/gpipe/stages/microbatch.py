@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset
 
-from gpipe._torch.trees import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from gpipe._torch.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 from gpipe.stages.tree import Tree, hides_tensors
 
 Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Tree], object]
@@ -27,9 +27,9 @@ class Whole:
     >>> import gpipe, torch
     >>> pipe = gpipe.GPipe([torch.nn.Identity()], partitions=1, micro_batches=2)
     >>> cosines = gpipe.Whole(torch.zeros(1, 8))  # not split, though the batch has 4 rows
-    >>> out, _ = pipe((torch.ones(4, 8), cosines))
-    >>> out.shape
-    torch.Size([4, 8])
+    >>> with torch.no_grad():
+    ...     pipe.step((torch.ones(4, 8), cosines), torch.ones(4, 8), lambda out, y: (out[0] + out[1] - y).mean())
+    tensor(0.)
     """
 
     tensor: Tensor
@@ -152,32 +152,52 @@ def split(tree: Tree, rows: int, parts: int, what: str) -> list[Tree]:
     return [tree_unflatten([column[part] for column in columns], spec) for part in range(parts)]
 
 
-def merge(parts: Sequence[Tree]) -> Tree:
-    """Puts the outputs of micro-batches together again, tensors along their first dimension."""
-    if type(parts[0]) is Tensor and parts[0].dim() > 0:
-        return parts[0] if len(parts) == 1 else torch.cat(parts)  # type: ignore[arg-type]  # a tensor each
-    flat = [tree_flatten(part) for part in parts]
+CANNOT_MERGE = (
+    "the outputs of the micro-batches cannot be put together: output{path} {why}. Have the rows of the micro-batch "
+    "in the first dimension; or use step(), where the loss sees each micro-batch's output; or give the micro-batches "
+    "as gpipe.MicroBatches([...]), for a list of their outputs"
+)
+SEVERAL_ROWS = (
+    "output{path} has several rows for each row of the mini-batch, and those of the micro-batches are put one behind "
+    "the other: right if rows and positions are flattened into the first dimension, wrong if that is anything else"
+)
+
+
+def merge(parts: Sequence[Tree], rows: Sequence[int], tell: Callable[[Sequence[str]], object] | None = None) -> Tree:
+    """Puts the outputs of micro-batches of so many rows together again; what is no tensor must be the same for all.
+
+    With somebody to `tell` of it, an output may have several rows for each; else it may be one tensor for all.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    flat = [tree_flatten_with_path(part) for part in parts]
     if any(spec != flat[0][1] for _, spec in flat):
-        raise TypeError("the outputs of the micro-batches differ in structure; return the same structure for each")
+        raise TypeError(CANNOT_MERGE.format(path="", why="has other parts for one micro-batch than for another"))
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return tree_unflatten([_merge_leaf(column) for column in columns], flat[0][1])
+    return tree_unflatten(
+        [_merge_leaf(keystr(column[0][0]), [leaf for _, leaf in column], rows, tell) for column in columns],
+        flat[0][1],
+    )
 
 
-def _merge_leaf(column: Sequence[object]) -> object:
-    first = column[0]
-    if len(column) == 1:
-        return first
-    if isinstance(first, Tensor) and first.dim() > 0:
-        return torch.cat([leaf for leaf in column if isinstance(leaf, Tensor)])
+def _merge_leaf(
+    path: str, leaves: list[Any], rows: Sequence[int], tell: Callable[[Sequence[str]], object] | None
+) -> object:
+    first, why = leaves[0], f"is {leaves[0]!r} for one micro-batch and another for others"
     if isinstance(first, Tensor):
-        raise TypeError(
-            "an output is a tensor without dimensions, one for each micro-batch, and cannot be merged; "
-            "give it a row dimension, or use step(), where loss_fn sees each micro-batch's output"
-        )
-    if any(other is not first and other != first for other in column):
-        raise TypeError(
-            f"an output is {first!r} for one micro-batch and differs for another; return tensors with rows"
-        )
+        shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        times = len(first) // rows[0] if tell and first.dim() else 1
+        if first.dim() and shapes == [(count * times, *first.shape[1:]) for count in rows]:
+            if tell and times > 1:
+                tell([SEVERAL_ROWS.format(path=path)])
+            return torch.cat(leaves)
+        found = (f"{shape} for {count} rows" for shape, count in zip(shapes, rows, strict=True))
+        why = f"has the shape {' and '.join(dict.fromkeys(found))}"
+        same = tell is None and len(set(shapes)) == 1 and all(leaf is first or leaf.equal(first) for leaf in leaves)
+    else:
+        same = all(leaf is first or (not isinstance(leaf, Tensor) and leaf == first) for leaf in leaves)
+    if not same:
+        raise TypeError(CANNOT_MERGE.format(path=path, why=why))
     return first
 
 

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gpipe._torch.trees import keystr, tree_flatten_with_path, tree_unflatten
+from gpipe._torch.trees import keystr, tree_flatten_with_path, tree_map
 from gpipe.stages.losses import OF_LABELS, OF_ROWS, LossCall, is_shifted, own_loss, sum_of_weights
-from gpipe.stages.microbatch import count_rows, split
+from gpipe.stages.microbatch import CANNOT_MERGE, count_rows, merge, split
 from gpipe.stages.tree import Tree
 from gpipe.tracing.meta_model import lacks_values
 from gpipe.tracing.runs import arguments, lacks_memory
@@ -133,25 +133,23 @@ def tried(average: LossAverage, model: nn.Module, sample: Tree, *, counts: bool)
     return replace(average, finding=NOT_TOGETHER.format(together=sums[0], whole=losses[0]))
 
 
-CANNOT_JOIN = (
-    "the model's outputs for the micro-batches cannot be put together: output{path} {why}. Give the "
-    "micro-batches as gpipe.MicroBatches([...]), for a list of their outputs, or use step(), which needs the "
-    "loss alone"
-)
 UNKNOWN_LOSS = "is a loss, and it is not known how it averages (leave out the labels, for all but the loss)"
 
 
 def join(outputs: Sequence[Tree], rows: Sequence[int], shares: Sequence[float]) -> Tree:
     """The output of the mini-batch: rows behind one another, losses added up by their shares."""
-    if len(outputs) == 1:
-        return outputs[0]
-    flat = [tree_flatten_with_path(output) for output in outputs]
-    losses = [loss_in(output) for output in outputs]
-    spec = flat[0][1]
-    if any(other != spec for _, other in flat):
-        raise TypeError(CANNOT_JOIN.format(path="", why="has other parts for one micro-batch than for another"))
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return tree_unflatten([_join_leaf(column, losses, rows, shares) for column in columns], spec)
+    losses = [loss for loss in map(loss_in, outputs) if loss is not None]
+    if 1 < len(losses) == len(outputs):
+        if len(shares) != len(losses):
+            path = next(keystr(path) for path, leaf in tree_flatten_with_path(outputs[0])[0] if leaf is losses[0])
+            raise TypeError(CANNOT_MERGE.format(path=path, why=UNKNOWN_LOSS))
+        said = [loss * share for loss, share in zip(losses, shares, strict=True) if share]  # of no weight, even NaN
+        whole = sum(said[1:], start=said[0])
+        outputs = [
+            tree_map(lambda leaf, loss=loss: whole if leaf is loss else leaf, output)
+            for output, loss in zip(outputs, losses, strict=True)
+        ]
+    return merge(outputs, rows)
 
 
 def loss_in(output: Tree) -> Tensor | None:
@@ -160,25 +158,3 @@ def loss_in(output: Tree) -> Tensor | None:
         return own_loss(output)
     except TypeError:
         return None
-
-
-def _join_leaf(
-    column: Sequence[tuple[Any, Any]], losses: Sequence[Tensor | None], rows: Sequence[int], shares: Sequence[float]
-) -> Any:
-    path, leaves = keystr(column[0][0]), [leaf for _, leaf in column]
-    first = leaves[0]
-    if all(leaf is loss for leaf, loss in zip(leaves, losses, strict=True)) and first is not None:
-        if len(shares) != len(leaves):
-            raise TypeError(CANNOT_JOIN.format(path=path, why=UNKNOWN_LOSS))
-        said = [loss * share for loss, share in zip(leaves, shares, strict=True) if share]  # of no weight, even NaN
-        return sum(said[1:], start=said[0])
-    if not isinstance(first, Tensor):
-        if any(leaf is not first and leaf != first for leaf in leaves):
-            raise TypeError(CANNOT_JOIN.format(path=path, why=f"is {first!r} for one and another for others"))
-        return first
-    shapes = [tuple(leaf.shape) for leaf in leaves]
-    if first.dim() and shapes == [(count, *first.shape[1:]) for count in rows]:
-        return torch.cat(leaves)
-    if any(leaf.shape != first.shape or not torch.equal(leaf, first) for leaf in leaves):
-        raise TypeError(CANNOT_JOIN.format(path=path, why=f"has other rows than its micro-batch, or none: {shapes}"))
-    return first

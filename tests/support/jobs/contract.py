@@ -167,15 +167,15 @@ def step_of_another_number(pipe: gpipe.GPipe, x: Tensor, y: Tensor) -> None:
 
 
 INSTEAD: Mapping[str, tuple[Callable[[gpipe.GPipe, Tensor, Tensor], object], str]] = {
-    "a call": (torch.no_grad()(lambda pipe, x, y: pipe(x)), "what was called"),
-    "a call that gathers": (lambda pipe, x, y: pipe(x, gather=True), "what was called"),
+    "a call": (torch.no_grad()(lambda pipe, x, y: pipe(x)), "the pipe itself on rank {odd}"),
+    "a call that gathers": (lambda pipe, x, y: pipe(x, gather=True), "the pipe itself on rank {odd}"),
     "a step without gradients": (
         torch.no_grad()(lambda pipe, x, y: pipe.step(x, y, F.mse_loss)),
         "whether gradients are enabled",
     ),
     "a step in evaluation": (lambda pipe, x, y: pipe.eval().step(x, y, F.mse_loss), "training mode"),
     "a step of another number": (step_of_another_number, "the step number"),
-    "clipping": (lambda pipe, x, y: pipe.clip_grad_norm_(1.0), "what was called"),
+    "clipping": (lambda pipe, x, y: pipe.clip_grad_norm_(1.0), "clip_grad_norm_ on rank {odd}"),
 }
 
 

@@ -23,6 +23,7 @@ from tests.support.jobs.training import Json
 from tests.support.plain_loop import squares, weights_of
 from tests.support.processes.faults import FaultError
 from tests.support.processes.marks import FOLDER, mark
+from tests.support.said import said
 
 FEATURES, MICRO_BATCHES, ROWS = 4, 3, 7
 BIG = 5000
@@ -214,6 +215,25 @@ def again_and_again(rank: int, world: int, length: int) -> Json:
         losses.append(loss.item())
         optimizer.step()
     return {"losses": losses, "failed": failed}
+
+
+def other_threads_call(rank: int, world: int) -> Json:
+    """Other threads call a pipe while a layer of it runs; what each is told, and what the step gives."""
+    pipe, told, (inputs, targets) = pipe_of(world), list[str](), data(0)
+    ways: list[Callable[[], object]] = [
+        lambda: pipe.step(inputs, targets, squares),
+        lambda: pipe(inputs, gather=True),
+        lambda: pipe.clip_grad_norm_(1.0),
+    ]
+
+    def call() -> None:
+        for way in ways:
+            thread = threading.Thread(target=lambda way: told.append(said(way)), args=[way])
+            thread.start()
+            thread.join()
+
+    own(pipe, rank).arm(1, call)
+    return {"told": told, "loss": pipe.step(inputs, targets, squares).item()}
 
 
 def two_pipes(rank: int, world: int) -> Json:
