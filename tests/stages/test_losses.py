@@ -295,6 +295,55 @@ def test_what_cannot_be_read_of_a_loss_is_told() -> None:
         assert told.startswith("loss_fn calls cross_entropy on labels")
 
 
+MORE: dict[str, Callable[..., Any]] = {
+    "squares of all rows": lambda o, t: F.cross_entropy(o, t) + F.mse_loss(o, torch.zeros_like(o)),
+    "a little of them": lambda o, t: F.cross_entropy(o, t) + 0.1 * o.pow(2).mean(),
+    "their entropy": lambda o, t: F.cross_entropy(o, t) + 0.5 * (o.softmax(1) * o.log_softmax(1)).sum(1).mean(),
+    "weighed": lambda o, t: F.cross_entropy(o, t, weight=WEIGHT) + F.mse_loss(o, torch.zeros_like(o)),
+}
+ALONE: dict[str, Callable[..., Any]] = {
+    "alone": lambda o, t: F.cross_entropy(o, t),
+    "halved": lambda o, t: 0.5 * F.cross_entropy(o, t) + 1,
+    "smoothed": lambda o, t: F.cross_entropy(o, t, label_smoothing=0.2),
+    "weighed": lambda o, t: F.cross_entropy(o, t, weight=WEIGHT),
+    "twice": lambda o, t: F.cross_entropy(o, t) + 0.1 * F.cross_entropy(o.sin(), t),
+    "squares of the rows that count": lambda o, t: (
+        F.cross_entropy(o, t) + (o.pow(2).mean(1) * (t >= 0)).sum() / (t >= 0).sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", [4, 7, 16])
+def test_bug_what_averages_over_rows_beside_a_mean_over_labels_is_told_of(rows: int) -> None:
+    """It was weighed by labels in silence: the first micro-batch was tried on halves that count alike."""
+    some = (torch.arange(rows) % CLASSES).where(torch.arange(rows) != rows - 1, -100)
+    for micro_batches in (2, 4):
+        for y, told in ((some, MORE), (torch.ones_like(some), {})):
+            for name, loss_fn in (MORE | {f"right: {name}": one for name, one in ALONE.items()}).items():
+                pipe = gpipe.GPipe(build(None), 2, micro_batches)
+                x, expected = torch.randn(len(y), 4, dtype=torch.float64), name in told
+                for _ in range(2):
+                    loss = pipe.step(x, y, loss_fn)
+                whole = loss_fn(nn.Sequential(*build(None))(x), y).detach()
+                assert close(loss, whole) != expected, name
+                assert len([text for text in pipe.findings if "labels that count" in text]) == expected, name
+
+
+def test_sums_divided_by_numbers_of_the_mini_batch_are_put_together() -> None:
+    """What the finding says to do."""
+
+    def loss_fn(o: Tensor, t: Any) -> Tensor:
+        labels, counting, rows = t
+        return F.cross_entropy(o, labels, reduction="sum") / counting + o.pow(2).mean(1).sum() / rows
+
+    y, x = labels(), torch.randn(ROWS, 4, dtype=torch.float64)
+    pipe = gpipe.GPipe(build(None), 2, 4)
+    found = pipe.step(x, (y, (y != -100).sum(), ROWS), loss_fn, reduction="sum")
+    o = nn.Sequential(*build(None))(x)
+    assert close(found, (F.cross_entropy(o, y) + o.pow(2).mean()).detach())
+    assert not [text for text in pipe.findings if "loss" in text]
+
+
 def test_a_criterion_that_sums_is_told_of_and_one_that_averages_is_not() -> None:
     y = torch.rand(8, CLASSES, dtype=torch.float64)
     assert not findings_on_losses(lambda o, t: (o - t).pow(2).mean(), y)

@@ -1,6 +1,7 @@
 """How the losses that a model gives itself for micro-batches make that of the mini-batch."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -137,3 +138,42 @@ def test_a_loss_that_no_weights_put_together_is_told_of() -> None:
     with gpipe.GPipe(Divided("root"), 2, 2, sample=batch) as pipe:
         pipe.step(batch)
         assert any("not put together" in finding for finding in pipe.findings)
+
+
+class Classes(nn.Module):
+    """A model of blocks with a loss of one's own."""
+
+    def __init__(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.loss_fn = loss_fn
+
+    def forward(self, x: Tensor, labels: Tensor, **_: object) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return {"loss": self.loss_fn(x, labels), "output": x}
+
+
+def test_bug_a_loss_that_averages_over_rows_beside_labels_is_told_of_and_a_sample_may_begin_without_labels() -> None:
+    """The sample's halves count alike, and it went in silence; one of no labels at first was refused."""
+    own: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "labels": F.cross_entropy,
+        "halved": lambda o, t: 0.5 * F.cross_entropy(o, t, label_smoothing=0.1) + 1,
+        "summed": lambda o, t: F.cross_entropy(o, t, reduction="sum") / (t != -100).sum(),
+        "two": lambda o, t: F.cross_entropy(o, t) + F.mse_loss(o, torch.zeros_like(o)),
+        "a little": lambda o, t: F.cross_entropy(o, t) + 0.1 * o.pow(2).mean(),
+    }
+    x, y = torch.randn(16, 4), torch.arange(16) % 4
+    late = y.where(torch.arange(16) >= 4, -100)
+    for name, loss_fn in own.items():
+        for sample in (y, late):
+            model = Classes(loss_fn)
+            with gpipe.GPipe(model, 2, 4, sample={"x": x, "labels": sample}) as pipe:
+                for labels, told in ((y, False), (late, name in ("two", "a little"))):
+                    for _ in range(2):
+                        pipe.zero_grad()
+                        loss = pipe.step({"x": x, "labels": labels})
+                    with torch.no_grad():
+                        whole = model(x, labels)["loss"]
+                    assert torch.allclose(loss, whole, rtol=1e-5) != told, name
+                    assert sum("not put together" in text for text in pipe.findings) == told, name

@@ -9,7 +9,7 @@ parts of a micro-batch: what does not add up is told.
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -22,12 +22,11 @@ from torch.overrides import TorchFunctionMode
 from gpipe._torch.modes import without_compiler
 from gpipe._torch.trees import tree_leaves
 from gpipe.stages.buffers import untouched
-from gpipe.stages.microbatch import Reduction, count_rows, loss_weights, merge, split
+from gpipe.stages.microbatch import IGNORED, Reduction, count_rows, loss_weights, merge, split
 from gpipe.stages.side_effects import note, read_by_called
-from gpipe.stages.tree import Tree, copy_of, replace_tensors
+from gpipe.stages.tree import Tree, copy_of, replace_tensors, tensors_in
 
 NO_METRICS = object()
-IGNORED = -100  # the label that torch's losses ignore by default, and users' losses by habit
 OF_LABELS = ("cross_entropy", "nll_loss")
 OF_ELEMENTS = {
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss",
@@ -50,24 +49,24 @@ IGNORED_LABELS = (
     f"them; micro-batches are weighed by their rows. If it averages over the other labels, give "
     f"step(..., reduction=lambda target: (target != {IGNORED}).sum()), else reduction='mean'"
 )
-UNREAD = (
-    "loss_fn calls {names} on labels of which some count for more or less than others, and it cannot be seen how "
-    "they come of its target; micro-batches are weighed by their rows. Give step(..., reduction=...), a function of "
-    "the target that gives what the labels of a micro-batch count"
-)
 OF_SEVERAL_LENGTHS = (
     "ready-made micro-batches have targets of several lengths, and it cannot be seen how loss_fn averages over "
     "them; micro-batches are weighed by their rows. Give step(..., reduction='mean') if that is meant, or a function "
     "of the target that gives the weight of a micro-batch: of a mean over elements lambda target: target.numel()"
 )
 APART = (
-    "losses of micro-batches, taken for means over rows, do not make that of the mini-batch: of the halves of a "
-    "micro-batch loss_fn would be {together:.6g}, and of the whole it is {whole:.6g}. {remedy}"
+    "losses of micro-batches, taken for means over rows or labels that count, do not make that of the mini-batch: of "
+    "two halves loss_fn would be {together:.6g}, and of the whole it is {whole:.6g}. {remedy}"
 )
 SUMS = "It sums over rows: give step(..., reduction='sum'), or have it end in .mean()"
 WEIGHS = (
-    "Give step(..., reduction=...), 'sum' or a function of the target that gives the weight of a micro-batch, or "
-    "'mean' if the mean of the losses of micro-batches is what is meant"
+    "Give step(..., reduction=...): 'mean' if the mean of the losses of micro-batches is what is meant, a function "
+    "of the target that gives the weight of a micro-batch, or 'sum' with a loss_fn that divides by numbers of the "
+    "whole mini-batch, handed over among the targets"
+)
+UNREAD = (
+    "loss_fn calls {names} on labels of which some count for more or less than others, and it cannot be seen how "
+    f"they come of its target; micro-batches are weighed by their rows. {WEIGHS}"
 )
 HALVES = 2
 _nearly = partial(math.isclose, rel_tol=1e-2, abs_tol=1e-4)
@@ -332,7 +331,7 @@ def call_watched_loss(
         tell([OF_SEVERAL_LENGTHS])
     of_rows = bool(unread and calls) and all(call.reduction == "none" for call in calls)  # so its rows say it
     if kept is not None and before == _state_of(loss_fn):
-        apart = _find_apart(loss_fn, kept[0], kept[1], reduction or "mean", by_rows=of_rows)
+        apart = _find_apart(loss_fn, kept[0], [kept[1], *targets[1:]], reduction or "mean", by_rows=of_rows)
         unread = (unread if apart else []) if of_rows else apart or unread
     elif of_rows and not tries:  # it was tried in the first run
         unread = []
@@ -345,18 +344,13 @@ def _find_reduction_in_calls(calls: Sequence[LossCall], target: Tree) -> Reducti
 
     Labels that it was not given as they are, or that several calls average otherwise, give None.
     """
-    averages = [one for one in calls if one.name in OF_LABELS and one.reduction == "mean" and one.target is not None]
-    found = [_reduction_of(call, target) for call in averages]
-    if not found or None in found or len({one(target) for one in found if one is not None}) > 1:
-        return None
-    return found[0]
-
-
-def _reduction_of(call: LossCall, target: Tree) -> Callable[[Tree], float] | None:
-    for at, leaf in enumerate(tree_leaves(target)):
-        if (shifted := is_shifted(call.target, leaf)) is not None:
-            return partial(_count_labels, call, at, shifted)
-    return None
+    found = list[Callable[[Tree], float] | None]()
+    for call in calls:
+        if call.name in OF_LABELS and call.reduction == "mean" and call.target is not None:
+            shifts = ((at, is_shifted(call.target, leaf)) for at, leaf in enumerate(tree_leaves(target)))
+            read = (partial(_count_labels, call, at, shifted) for at, shifted in shifts if shifted is not None)
+            found.append(next(read, None))
+    return None if not found or None in found or len({one(target) for one in found if one}) > 1 else found[0]
 
 
 def _count_labels(call: LossCall, at: int, shifted: bool, target: Tree) -> float:
@@ -382,8 +376,7 @@ def _find_unread(calls: Sequence[LossCall], target: Tree, targets: Sequence[Tree
 
 
 def _labels_in(target: Tree) -> list[Tensor]:
-    kinds = (torch.int64, torch.int32, torch.int16)
-    return [leaf for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.dtype in kinds]
+    return [leaf for leaf in tensors_in(target) if leaf.dtype in (torch.int64, torch.int32, torch.int16)]
 
 
 def _state_of(loss_fn: object) -> object:
@@ -392,13 +385,20 @@ def _state_of(loss_fn: object) -> object:
 
 
 def _find_apart(
-    loss_fn: Callable[..., object], output: Tree, target: Tree, reduction: Reduction, *, by_rows: bool
+    loss_fn: Callable[..., object], output: Tree, targets: Sequence[Tree], reduction: Reduction, *, by_rows: bool
 ) -> list[str]:
     """Tells of a loss that the halves of a micro-batch, or its rows, do not make; a single row is doubled."""
     modules = [value for _, value in (*read_by_called(loss_fn), ("", loss_fn)) if isinstance(value, nn.Module)]
+    target, uneven = targets[0], False
     try:
         if (rows := count_rows(output)) == 1:
             rows, (output, target) = HALVES, [merge([value] * HALVES, [1] * HALVES) for value in (output, target)]
+        if callable(reduction) and len({float(reduction(one)) / count_rows(one) for one in targets}) > 1:  # type: ignore[arg-type]
+            with suppress(Exception):  # targets of several lengths, say
+                target, uneven = _most_and_least(targets, reduction, rows), True
+                first, second = split(output, rows, HALVES, "output")  # which are to differ
+                second = replace_tensors(second, lambda leaf: leaf / HALVES if leaf.is_floating_point() else leaf)
+                output = merge([first, second], [rows - rows // HALVES, rows // HALVES])
         parts = rows if by_rows else HALVES
         outputs, targets = split(output, rows, parts, "output"), split(target, rows, parts, "target")
         with torch.no_grad(), ExitStack() as stack:
@@ -412,6 +412,14 @@ def _find_apart(
     except Exception:  # it takes no parts: there is nothing to compare
         return []
     together = sum(one * weight for one, weight in zip(losses, weights, strict=True) if weight)
-    if not math.isfinite(whole) or _nearly(together, whole):
+    exact = uneven and all(leaf.dtype not in (torch.float16, torch.bfloat16) for leaf in tensors_in(output))
+    if not math.isfinite(whole) or _nearly(together, whole, rel_tol=1e-4 if exact else 1e-2):
         return []
     return [APART.format(together=together, whole=whole, remedy=SUMS if _nearly(sum(losses), whole) else WEIGHS)]
+
+
+def _most_and_least(targets: Sequence[Tree], weigh: Callable[[Tree], Any], rows: int) -> Tree:
+    """So many rows of all targets: those that count most, then those that count least."""
+    there = [replace_tensors(target, lambda leaf: leaf.to(tensors_in(targets[0])[0].device)) for target in targets]
+    found = sorted((row for one in there for row in split(one, count_rows(one), count_rows(one), "")), key=weigh)
+    return merge([*found[rows // HALVES - rows :], *found[: rows // HALVES]], [1] * rows)

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset
 
 from gpipe._torch.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
-from gpipe.stages.tree import Tree, hides_tensors
+from gpipe.stages.tree import Tree, hides_tensors, tensors_in
 
 Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Tree], object]
 
@@ -247,17 +247,19 @@ def _weight(returned: object) -> float:
         ) from error
 
 
+IGNORED = -100  # the label that torch's losses ignore by default, and users' losses by habit
 TWO_ROWS = 2  # on which a model's forward is recorded, if there are so many: BatchNorm in training refuses one
 
 
 def first_micro_batch(sample: Tree, micro_batches: int, least: int = 1) -> Tree:
-    """The first micro-batch of a sample, of so many rows at least, if it has them."""
+    """The first micro-batch of a sample with labels that count, of so many rows at least, if it has them."""
     if sample is None:
         return None
     if isinstance(sample, MicroBatches):
-        return take_parts(sample)[0]
-    rows = count_rows(sample)
-    return split(sample, rows, min(micro_batches, max(rows // least, 1)), "sample")[0]
+        parts = take_parts(sample)
+    else:
+        parts = split(sample, rows := count_rows(sample), min(micro_batches, max(rows // least, 1)), "sample")
+    return next((part for part in parts if not any((leaf == IGNORED).all() for leaf in tensors_in(part))), parts[0])
 
 
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator)

@@ -165,10 +165,10 @@ class TracedModel:
             values = [self._with_count(value, 1) for value in values]
         begun = self._begin(values)
         average = self._averages[begun.trace]
-        if over_replicas is None and not is_told and average.finding is not None:
-            return begun
-        begun = begun._replace(findings=[] if average.finding is None else [average.finding])
         counts = [average.count(value) for value in values]
+        begun = begun._replace(findings=average.find(values, counts))
+        if over_replicas is None and (not for_output or (begun.findings and not is_told)):
+            return begun._replace(findings=[])
         total = (over_replicas or float)(sum(counts))
         shares = average.shares(counts, total)
         if not is_told:

@@ -42,6 +42,7 @@ class LossAverage:
     ignored: object = -100  # the label that does not count
     weight: Tensor | None = None  # what labels of each class count; by default 1
     finding: str | None = None  # what is to be told of it
+    uneven: str | None = None  # likewise, where not as many labels count in each micro-batch
 
     @classmethod
     def of(cls, calls: Sequence[LossCall], given: Mapping[str, Any], *, counts: bool) -> "LossAverage":
@@ -72,6 +73,11 @@ class LossAverage:
             labels = labels[..., 1:]
         return float(sum_of_weights(labels, self.ignored, self.weight))  # type: ignore[arg-type]  # a number
 
+    def find(self, parts: Sequence[Tree], counts: Sequence[float]) -> list[str]:
+        """What is to be told of it, in micro-batches that count so much."""
+        uneven = len({count / count_rows(part) for count, part in zip(counts, parts, strict=True)}) > 1
+        return [found for found in (self.finding, self.uneven if uneven else None) if found is not None]
+
     def shares(self, counts: Sequence[float], total: float) -> list[float]:
         """The share of each micro-batch in the loss."""
         if self.by == "sum":
@@ -81,7 +87,7 @@ class LossAverage:
         return [count / total for count in counts]
 
 
-TWO, NEARLY = 2, 1e-3
+TWO = 2
 NOT_TOGETHER = (
     "the model's own loss is not put together of those of micro-batches: of the sample's halves it would be "
     "{together:.6g}, and of the sample it is {whole:.6g}. Each micro-batch has its own loss all the same, weighed as "
@@ -121,15 +127,21 @@ def tried(average: LossAverage, model: nn.Module, sample: Tree, *, counts: bool)
     if len(losses) < len(found):
         return average
     others: list[Literal["labels", "rows"]] = ["labels", "rows"] if average.by == "sum" and not counts else []
-    sums = []
+    halved = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
+    sums, near = [], 1e-2 if halved else 1e-4
     for one in (average, *(replace(average, by=other) for other in others)):
         some = [one.count(half) for half in halves]
         if not sum(some):  # no label of the sample counts
             return average
         shares = [1.0] * TWO if counts else one.shares(some, sum(some))
         sums.append(sum(loss * share for loss, share in zip(losses[1:], shares, strict=True) if share))
-        if math.isclose(sums[-1], losses[0], rel_tol=NEARLY, abs_tol=NEARLY):
-            return one
+        if math.isclose(sums[-1], losses[0], rel_tol=near, abs_tol=near):
+            if one.by != "labels" or counts or not all(some):
+                return one
+            labels = {name: sample[name].clone() for name in (one.labels, "shift_labels") if name in sample}
+            for tensor in labels.values():  # those of one half count alone: a mean over them does not feel the rest
+                tensor[-(len(tensor) // TWO) :] = one.ignored
+            return replace(one, uneven=tried(one, model, {**sample, **labels}, counts=False).finding)
     return replace(average, finding=NOT_TOGETHER.format(together=sums[0], whole=losses[0]))
 
 
