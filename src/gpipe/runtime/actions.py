@@ -74,6 +74,8 @@ def forward(run: Run, rank: Rank, todo: CompiledAction) -> None:
         saved.snapshot = before
     if ends.outs:
         crossings, saved.roots = own.detach_boundary(made.values)
+        if check:
+            check.hand_on([crossing.value for crossing in crossings])
         send(run, rank, todo, crossings)
     else:
         if run.loss_fn is None:

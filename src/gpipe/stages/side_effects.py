@@ -21,7 +21,7 @@ from gpipe.stages.boundary import leaves_of
 from gpipe.stages.buffers import Slot
 from gpipe.stages.recompute_check import Digest, differ, digest
 from gpipe.stages.stage import Layer, Stage, StageRun
-from gpipe.stages.tree import storage_address, version
+from gpipe.stages.tree import Tree, storage_address, tensors_in, version
 
 OF_TORCH = frozenset(vars(nn.Module()))
 DEPTH = 3  # containers and objects around a value
@@ -30,6 +30,10 @@ BACKWARD_IN_FORWARD = (
     "the forward of {stage} adds to gradients of its parameters: a layer calls backward() in it. A recompute would "
     "do so again, and the order of the sums would depend on the schedule. Give such losses to loss_fn (stash them, "
     "and have loss_fn.pop), or train these layers by themselves"
+)
+WRITES_WHAT_IT_GAVE = (
+    "a forward of {stage} has changed in place what an earlier one returned (a buffer or a workspace that a layer "
+    "returns and writes again), and which the next stage may not have read yet. Return a clone"
 )
 WEIGHTS_IN_FORWARD = (
     "a forward of {stage} writes parameters of it ({names}) while earlier micro-batches wait for their backwards, "
@@ -143,6 +147,7 @@ class FirstRunCheck:
         self._began = snapshot(self._layers)
         self._written: list[str] = []  # weights, by a backward
         self._forwards = 0
+        self.hand_on(())
         self.begin()
 
     def begin(self) -> None:
@@ -159,9 +164,16 @@ class FirstRunCheck:
         self._forwards += 1
         if self._gradients != self._stage.gradients():
             raise RuntimeError(BACKWARD_IN_FORWARD.format(stage=self._stage))
+        if [version(tensor) for tensor in self._handed_on] != self._versions:
+            raise RuntimeError(WRITES_WHAT_IT_GAVE.format(stage=self._stage))
         written, bits = self._find_written()
         if (graphs and written) or (recomputed and bits and self._forwards > 1):
             raise RuntimeError(WEIGHTS_IN_FORWARD.format(stage=self._stage, names=", ".join(bits or written)))
+
+    def hand_on(self, values: Tree) -> None:
+        """Notes what a forward hands on: the next must not write it, whether or not it was read by then."""
+        self._handed_on = tensors_in(values)
+        self._versions = list(map(version, self._handed_on))
 
     def before_backward(self) -> None:
         """Notes what there is; raises if an earlier backward has written weights."""

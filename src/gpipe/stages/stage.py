@@ -34,8 +34,8 @@ TRIES = 4
 Modes: TypeAlias = tuple[bool, ...]
 
 BEGUN_IN_PLACE = (
-    "begun to change in place what it is given (or a layer in another thread has, which returns a buffer or a "
-    "workspace and writes it again), so a recompute would see the new value; run the step again, now that it is known"
+    "begun to change in place what it is given, so a recompute would see the new value; run the step again, now that "
+    "it is known"
 )
 BACKWARD_INSIDE = (
     "calls backward() in it, whose gradients of what {stage} is given the layers before would never see; take "

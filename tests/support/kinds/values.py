@@ -79,10 +79,11 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 @kind()
 def any_value(draw: Draw) -> Case:
-    """A value crosses one cut, or two."""
+    """A value crosses one cut, or two; a call cannot put rows together of which each is of a micro-batch."""
     passing = [Apply(lambda value: value) for _ in range(draw.randint(0, 1))]
     layers = [Makes(draw.choice(list(VALUES))), *passing, Uses()]
-    return Case(layers, mini_batches(draw, WIDTH), loss=loss_of, cut=(1,) * len(layers))
+    together = ("cannot be put together", "Have the rows of the micro-batch in the first dimension")
+    return Case(layers, mini_batches(draw, WIDTH), loss=loss_of, cut=(1,) * len(layers), refusal=together)
 
 
 class Pair(NamedTuple):
@@ -263,7 +264,7 @@ def handed_on_and_written_again(draw: Draw) -> Case:
     first = draw.choice((Prototypes(hands_on=True), Apply(work)))
     words = None if isinstance(first, Prototypes) else (r"layer \d", "changed in place|in its forward|lies in|buffer")
     core = [first, Apply(lambda both: both[0] * (1 + both[1]))]
-    return network(draw, WIDTH, core, before=1, refusal=words, late=True)  # in threads, once it comes too early
+    return network(draw, WIDTH, core, before=1, refusal=words)
 
 
 @kind()
