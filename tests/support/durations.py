@@ -33,7 +33,7 @@ class Tier(NamedTuple):
 
 
 TIERS = {
-    "quick": Tier(0.08, 0.12),
+    "quick": Tier(0.05, 0.06),
     "test": Tier(1.2, 9.0),
     "ci": Tier(3.0, math.inf),
     "whole": Tier(math.inf, math.inf),
