@@ -170,6 +170,8 @@ def merge(parts: Sequence[Tree], rows: Sequence[int], tell: Callable[[Sequence[s
     """
     if len(parts) == 1:
         return parts[0]
+    if all(isinstance(part, Tensor) for part in parts):  # torch's walks of trees leave cycles behind
+        return _merge_leaf("", parts, rows, tell)
     flat = [tree_flatten_with_path(part) for part in parts]
     if any(spec != flat[0][1] for _, spec in flat):
         raise TypeError(CANNOT_MERGE.format(path="", why="has other parts for one micro-batch than for another"))
@@ -181,7 +183,7 @@ def merge(parts: Sequence[Tree], rows: Sequence[int], tell: Callable[[Sequence[s
 
 
 def _merge_leaf(
-    path: str, leaves: list[Any], rows: Sequence[int], tell: Callable[[Sequence[str]], object] | None
+    path: str, leaves: Sequence[Any], rows: Sequence[int], tell: Callable[[Sequence[str]], object] | None
 ) -> object:
     first, why = leaves[0], f"is {leaves[0]!r} for one micro-batch and another for others"
     if isinstance(first, Tensor):
@@ -190,7 +192,7 @@ def _merge_leaf(
         if first.dim() and shapes == [(count * times, *first.shape[1:]) for count in rows]:
             if tell and times > 1:
                 tell([SEVERAL_ROWS.format(path=path)])
-            return torch.cat(leaves)
+            return torch.cat([*leaves])
         found = (f"{shape} for {count} rows" for shape, count in zip(shapes, rows, strict=True))
         why = f"has the shape {' and '.join(dict.fromkeys(found))}"
         same = tell is None and len(set(shapes)) == 1 and all(leaf is first or leaf.equal(first) for leaf in leaves)
