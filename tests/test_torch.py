@@ -36,7 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
 import gpipe
-from gpipe._torch import autograd, dispatcher, modes, modules, trees
+from gpipe._torch import accelerator, autograd, dispatcher, modes, modules, trees
 from gpipe._torch import checkpoint as checkpoints
 from gpipe._torch.checkpoint import CheckpointFrame
 from gpipe.tracing.interpreter import Placeholder
@@ -248,6 +248,34 @@ def test_trees() -> None:
         found = trees.tree_flatten_with_path({"a": [1, 2], "b": (3,)}, is_leaf=lambda item: isinstance(item, list))[0]
         with relied_on("keystr", "names a place in a value to the user"):
             assert [(trees.keystr(path), leaf) for path, leaf in found] == [("['a']", [1, 2]), ("['b'][0]", 3)]
+
+
+def test_devices_of_any_maker() -> None:
+    """What only an accelerator shows is in tests/accelerator, on a simulated one."""
+    cpu, meta = accelerator.CPU, torch.device("meta")
+    with relied_on("accelerators", "finds where ranks can be"), relied_on("awake", "keeps generators as they are"):
+        assert len(accelerator.accelerators()) == torch.accelerator.device_count() >= len(accelerator.awake())
+    with relied_on("kinds", "keeps each kind's autocast"):
+        assert accelerator.kinds()[0] == "cpu"
+    with relied_on("queues", "tells who needs streams"):
+        assert [accelerator.queues(torch.device(kind)) for kind in ("cpu", "meta", "mps", "cuda")] == [False] * 3 + [
+            True
+        ]
+    with relied_on("numbered", "gives devices one name"):
+        assert [accelerator.numbered(device) for device in (torch.device("cpu", 0), meta)] == [cpu, meta]
+    with relied_on("default_generator", "draws as torch does"):
+        assert accelerator.default_generator(cpu) is accelerator.default_generator(meta) is torch.default_generator
+    with relied_on("queued_on", "puts work on a stream"), accelerator.queued_on(None):
+        assert torch.ones(1).is_cpu
+    with relied_on("current_stream", "orders a rank behind its caller"):
+        assert callable(torch.accelerator.current_stream)
+    with relied_on("same_parameters", "keeps optimizers that were made before"), accelerator.same_parameters(cpu):
+        assert not torch.__future__.get_swap_module_params_on_conversion()
+    with relied_on("synchronize", "measures layers"):
+        accelerator.synchronize(cpu)
+    with relied_on("memory_of", "bounds plans"), relied_on("name_of", "names devices in plans"):
+        assert accelerator.memory_of(cpu) > 2**20
+        assert accelerator.name_of(cpu)
 
 
 def test_a_dataclass_can_be_a_node() -> None:

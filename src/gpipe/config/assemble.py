@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from gpipe._torch.accelerator import memory_of
 from gpipe.config.arguments import AUTO, Arguments
 from gpipe.config.check import Mistakes, count_ranks, draw_seed, read_schedule
 from gpipe.config.settings import Settings, settle
@@ -19,7 +20,6 @@ from gpipe.distributed.processes import OneProcess, Processes
 from gpipe.distributed.rendezvous import BUILDING, LINKING, Rendezvous
 from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.errors import is_count
-from gpipe.planner.measure import memory_of
 from gpipe.runtime.engine import Engine
 from gpipe.schedule.cost import StageCost
 from gpipe.stages.buffers import Slot

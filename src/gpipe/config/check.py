@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from gpipe._torch.accelerator import CPU, accelerators, numbered
 from gpipe.config.arguments import AUTO, Arguments, Costs, Driver
 from gpipe.distributed.mesh import Position
 from gpipe.errors import int_remedy, is_count
@@ -220,7 +221,7 @@ def _read_devices(
         )
         return (position.device,) * ranks
     if devices is None:
-        there = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
+        there = accelerators() or [CPU]
         return tuple(there[rank % len(there)] for rank in range(ranks))
     each = _one_for_each("devices", devices, ranks, "partitions", mistakes)
     return tuple(device for item in each if (device := _read_device(item, mistakes)) is not None)
@@ -233,9 +234,7 @@ def _read_device(item: Any, mistakes: Mistakes) -> torch.device | None:
     except (RuntimeError, TypeError, AssertionError) as error:
         mistakes.append(f"device {item!r} cannot be used: {str(error).splitlines()[0]}")
         return None
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return numbered(device)
 
 
 def _check_for_model(asked: Arguments, traced: TracedModel, mistakes: Mistakes) -> Arguments:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpipe._torch.accelerator import memory_of
 from gpipe.config.arguments import AUTO, Arguments, Costs, Driver
 from gpipe.config.check import Checked, check
 from gpipe.distributed.mesh import Position
-from gpipe.planner.measure import as_in_training, measure_by, measure_seconds, memory_of
+from gpipe.planner.measure import as_in_training, measure_by, measure_seconds
 from gpipe.planner.profile import count_flops, count_parameters, profile_layers
 from gpipe.planner.search.cuts import partition
 from gpipe.planner.search.fitting import fitting_remat

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from gpipe._torch.accelerator import accelerators
 from gpipe._torch.modules import seconds_of_group
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> 
                 f"each partition; start as many, or give mesh="
             ]
         table = torch.arange(world).reshape(world // ranks, ranks)
-        kind = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
+        kinds = [device.type for device in accelerators() if f"{device.type}:" in str(dist.get_backend_config())]
+        kind = kinds[0] if kinds else "cpu"
     else:
         names = mesh.mesh_dim_names or ()
         if PIPELINE not in names:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpipe._torch.accelerator import current_stream, queued_on, queues
 from gpipe._torch.trees import tree_flatten, tree_unflatten
 from gpipe.distributed import codec
 from gpipe.distributed.codec import Gone, reading
@@ -65,8 +66,8 @@ class Coming:
             if work is not None:
                 with _breaking_off():
                     work.wait()
-                if elements.is_cuda:
-                    elements.record_stream(torch.cuda.current_stream(elements.device))
+                if queues(elements.device):
+                    elements.record_stream(current_stream(elements.device))
             tensor = codec.lay(elements.view(extent.shape[0]), extent)
             for at in positions:
                 leaves[at] = tensor
@@ -101,7 +102,7 @@ class NcclGroups:
             self._groups[low, high], self._groups[high, low] = ways[number]
         self._under_way: list[tuple[dist.Work, Tensor]] = []
         device = position.device  # where room is made, its stream: not behind what is queued to be computed
-        self._arriving = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._arriving = torch.Stream(device) if queues(device) else None
         self._ended = False
         # NCCL connects two processes now: at the first message, the sender would wait before it says what comes
         byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
@@ -157,7 +158,7 @@ class NcclGroups:
                 elements = torch.empty(0) if elements is None else elements
                 elements = elements.to(self._device)
             else:
-                with torch.cuda.stream(self._arriving), _breaking_off():
+                with queued_on(self._arriving), _breaking_off():
                     elements = torch.empty(extent.end, dtype=torch.uint8, device=self._device)
                     work = dist.irecv(elements, self._members[peer], self._groups[peer, self._rank])
                 assert work is not None

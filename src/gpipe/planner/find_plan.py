@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
+from gpipe._torch.accelerator import CPU, accelerators, memory_of, name_of
 from gpipe._torch.modules import AnyBatchNorm
 from gpipe.errors import int_remedy, is_count
-from gpipe.planner.measure import as_in_training, measure_seconds, memory_of
+from gpipe.planner.measure import as_in_training, measure_seconds
 from gpipe.planner.profile import ADAM, profile_layers
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.found import Plan
@@ -73,6 +73,7 @@ def find_plan(
     Raises:
         ValueError: Nothing fits, and how near the nearest comes; or an argument cannot be.
 
+    >>> import torch
     >>> from torch import nn
     >>> layers = [nn.Linear(64, 64) for _ in range(4)]
     >>> devices = [Device(memory=2**20, flops=1e9)] * 2
@@ -103,12 +104,12 @@ def find_plan(
     choices = replace(choices, least_rows=_least_rows([*layers, model]))
     if not measure:
         return search(profiled(), here, batch, choices)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = (accelerators() or [CPU])[0]
     at_once = (partitions or len(here)) if isinstance(devices, int) else 1
     with as_in_training(device, intra_op_threads):
         profile = profiled(measured_on=device, at_once=at_once, parts=schedule is None or splits(schedule))
     plan = search(profile, here, batch, choices)
-    if device.type == "cuda" or not isinstance(devices, int):
+    if device != CPU or not isinstance(devices, int):
         return plan
     with as_in_training(device, at_once * intra_op_threads):
         took = measure_seconds(layers, taken(sample), device)
@@ -196,12 +197,11 @@ def _read(
 
 def _devices_here(count: int) -> list[Device]:
     """So many devices of this machine, of which several ranks may share one."""
-    there = torch.cuda.device_count()
+    there = accelerators()
     if not there:
-        return [Device(memory_of(torch.device("cpu")) / count, CPU_FLOPS_PER_SECOND, name="cpu")] * count
+        return [Device(memory_of(CPU) / count, CPU_FLOPS_PER_SECOND, name="cpu")] * count
     found = []
-    for index in (rank % there for rank in range(count)):
-        device, ranks = torch.device("cuda", index), len(range(index, count, there))
-        name = torch.cuda.get_device_name(device)
-        found.append(Device(memory_of(device) / ranks, GPU_FLOPS_PER_SECOND / ranks, name=name))
+    for index in (rank % len(there) for rank in range(count)):
+        device, ranks = there[index], len(range(index, count, len(there)))
+        found.append(Device(memory_of(device) / ranks, GPU_FLOPS_PER_SECOND / ranks, name=name_of(device)))
     return found

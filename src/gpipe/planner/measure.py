@@ -4,7 +4,6 @@ Layers run one after another, and nothing of it remains: gradients, buffers and 
 the devices they are on are as before.
 """
 
-import os
 import threading
 import time
 from collections import deque
@@ -20,6 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from gpipe._torch.accelerator import queues, same_parameters, synchronize
 from gpipe._torch.modes import intra_op_threads
 from gpipe.runtime.split_backward import backward_input, backward_weight
 from gpipe.schedule.cost import LayerSeconds
@@ -111,7 +111,7 @@ def roots_of(output: Values) -> tuple[list[Tensor], Gradients]:
 @contextmanager
 def as_in_training(device: torch.device, threads: int) -> Iterator[None]:
     """Has layers run as in training: grad mode, so many threads an operation; torch's generators are put back."""
-    generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    generators = torch.random.fork_rng([device] if queues(device) else [])
     with intra_op_threads(threads), generators, torch.inference_mode(False), torch.enable_grad():
         yield
 
@@ -130,7 +130,8 @@ def measure_seconds(
     if device.type != "cpu":  # which need not hold all layers
 
         def alone(run: LayerRun) -> LayerSeconds:
-            run.layer.to(device)
+            with same_parameters(device):
+                run.layer.to(device)
             run.output()
             return _time_in_company([[run]], once)[0]
 
@@ -224,13 +225,5 @@ def _seconds(run: LayerRun, device: torch.device, *, parts: bool) -> LayerSecond
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter()
-
-
-def memory_of(device: torch.device) -> int:
-    """The bytes that a device holds when it is empty; of a CPU, those of the machine."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

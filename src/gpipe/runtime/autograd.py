@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from gpipe._torch.accelerator import current_stream, queues
 from gpipe._torch.autograd import will_run
 from gpipe.errors import entrance
 from gpipe.runtime.context import Request
@@ -43,22 +44,26 @@ def pipelined(run: Run, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:
     `leaves` are the tensors that each micro-batch's leaves were cut from. Autograd adds up what comes back to one
     tensor in the order of the node's inputs: that of the micro-batches.
     """
-    anchor = torch.empty(0, requires_grad=True)  # makes autograd keep the node though no parameter is its input
+    # one on each device: autograd keeps the node though no parameter is its input, and has its caller's streams wait
+    # for what comes back to each, behind which the gradients of parameters are
+    anchors = [torch.empty(0, requires_grad=True, device=device) for device in run.engine.devices]
     outputs: list[Output] = []
-    tensors = iter(_Pipelined.apply(run, outputs, anchor, *chain.from_iterable(leaves)))  # type: ignore[no-untyped-call]  # untyped in torch
+    tensors = iter(_Pipelined.apply(run, outputs, len(anchors), *anchors, *chain.from_iterable(leaves)))  # type: ignore[no-untyped-call]  # untyped in torch
     return [replace_tensors(output.value, lambda _: next(tensors)) for output in outputs]
 
 
 class _Pipelined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Run, outputs: list[Output], anchor: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: Run, outputs: list[Output], anchors: int, *given: Tensor) -> tuple[Tensor, ...]:
         run_forward(run)
+        leaves = given[anchors:]
         outputs += run.context.gather_outputs(run.take_outputs(), len(run.micro_batch_sizes))
         tensors = [tensor for output in outputs for tensor in tensors_in(output.value)]
         ctx.wants = [output.wants_gradient for output in outputs]
         ctx.run, ctx.context, ctx.notes = run, run.context, run.recorder is not None
         ctx.devices = [leaf.device for leaf in leaves]
-        ctx.anchor = get_gradient_edge(anchor).node
+        ctx.anchor = get_gradient_edge(given[0]).node
+        ctx.anchored = [anchor.device for anchor in given[:anchors]]
         ctx.set_materialize_grads(False)
         wants = chain.from_iterable(ctx.wants)
         ctx.mark_non_differentiable(*(tensor for tensor, wanted in zip(tensors, wants, strict=True) if not wanted))
@@ -84,15 +89,19 @@ class _Pipelined(torch.autograd.Function):
             run.context.agree(run, Request.BACKWARD)
             run.output_gradients = _parted(ctx.wants, gradients, runs_all=run.context.awaits_backwards)
             run_backward(run)
+            for rank in run.ranks:
+                rank.stream.end(in_backward=True)
             run.tell(run.findings)
             found = [gradient for m in range(len(run.inputs)) for gradient in run.input_gradients[m]]
             found = run.context.share_input_gradients(found, run.input_shapes)
             run.context.finish(run)
-        given = (
+        given = [
             moved(gradient, device) if isinstance(gradient, Tensor) else None
             for device, gradient in zip(ctx.devices, found, strict=True)
-        )
-        return (None, None, None, *given)
+        ]
+        for device in filter(queues, set(ctx.devices)):  # autograd knows this node's stream alone
+            torch.accelerator.current_stream().wait_stream(current_stream(device))
+        return (None, None, None, *(torch.empty(0, device=device) for device in ctx.anchored), *given)
 
 
 def _parted(

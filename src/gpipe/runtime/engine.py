@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gpipe._torch.accelerator import CPU, queues
 from gpipe.runtime.steps import CompiledProgram
-from gpipe.runtime.streams import CudaStream, RankStream
+from gpipe.runtime.streams import DeviceStream, RankStream
 from gpipe.runtime.threads import RankThreads
 from gpipe.schedule.action import Route
 from gpipe.schedule.laws import check
@@ -21,7 +22,6 @@ from gpipe.schedule.lower import (
 )
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, forward_only_table, table_in_training
-from gpipe.stages.rng import CPU
 from gpipe.stages.shared_weights import Tied, find_shared
 from gpipe.stages.side_effects import find_shared_buffers
 from gpipe.stages.skips import Pop, find_loss_pops
@@ -69,7 +69,7 @@ class Engine:
             self.stages_of.setdefault(self.placement[stage.index], []).append(stage)
         self.stashes = tuple(name for layer in layers for name in layer.stash)
         self.devices = {stage.device for stage in self.own} | {CPU}  # where this process computes
-        self.queues = any(device.type == "cuda" for device in self.devices)
+        self.queues = any(map(queues, self.devices))
         self.shared = find_shared(self.layers, self.tied)
         shared = frozenset(slot for one in self.shared for slots in one.slots.values() for slot in slots)
         for stage in stages:
@@ -101,7 +101,7 @@ class Engine:
         devices = {rank: stages[-1].device for rank, stages in sorted(self.stages_of.items())}
         alone = len(set(devices.values())) == 1
         return {
-            rank: CudaStream(device) if device.type == "cuda" else RankStream(device, alone=alone)
+            rank: DeviceStream(device) if queues(device) else RankStream(device, alone=alone)
             for rank, device in devices.items()
         }
 

@@ -31,7 +31,7 @@ from gpipe.stages.messages import Cancelled
 from gpipe.stages.recompute_check import RecomputeError, recompute_error
 from gpipe.stages.rng import unseeded
 from gpipe.stages.side_effects import SharedBufferCheck
-from gpipe.stages.tree import is_sharded, version
+from gpipe.stages.tree import is_sharded, tensors_in, version
 
 
 def run_step(run: Run) -> None:
@@ -115,13 +115,14 @@ def do(run: Run, rank: Rank, todo: CompiledAction) -> None:
     if todo.takes:
         receive(run, rank, todo)
     WORK[todo.action.kind](run, rank, todo)
+    rank.stream.keep_pace()
 
 
 def _run_table(run: Run, table: CompiledTable, *, backward: bool = False) -> None:
     """Has the ranks of this process do their actions of a table, or of half of one.
 
-    The backward of a call runs on CUDA in this thread: it is autograd's thread of the device, and backwards in other
-    threads would wait for it for ever.
+    The backward of a call runs on devices with streams in this thread: it is autograd's thread of the device, and
+    backwards in other threads would wait for it for ever.
     """
     engine, autocasts = run.engine, run.thread_state.autocasts
     in_threads = engine.threaded and not (backward and engine.queues)
@@ -146,18 +147,21 @@ def _run_table(run: Run, table: CompiledTable, *, backward: bool = False) -> Non
             buffers.check()  # knows more, perhaps
         raise
     finally:
+        for rank in run.ranks:
+            rank.stream.end()
         if autocasts:
             torch.clear_autocast_cache()
     for rank in run.ranks:
         if rank.doubts:  # on a GPU
             _check_recomputes(run, rank)
-        rank.stream.end()
     if run.recorder is not None:
         run.recorder.end()
 
 
 def _begin(run: Run, *, backward: bool) -> None:
     """Follows what others have done to the layers since, and begins the work of each rank and its record."""
+    given = [run.targets, run.output_gradients if backward else [crossing.value for crossing in run.inputs]]
+    devices = {tensor.device for tensor in tensors_in(given)}
     for rank in run.ranks:
         for at, own in rank.stages.items():
             recomputed = bool(run.connections[at].recomputed)
@@ -165,15 +169,17 @@ def _begin(run: Run, *, backward: bool) -> None:
                 own.stage.begin()
             if recomputed or run.examines:
                 own.buffers.find()
-        for check in rank.checks.values():
-            check.begin()
-        rank.stream.begin()
+        rank.stream.begin(devices)
     if run.recorder is not None:
         run.recorder.begin(run.engine.streams)
 
 
 def _run_ranks(run: Run, table: CompiledTable, *, in_threads: bool) -> None:
     """Has each rank do its actions in its own thread, or all in this one."""
+    for rank in run.ranks:
+        with rank.stream.enter():
+            for check in rank.checks.values():
+                check.begin()
     with run.context.running(table, run.aliases):
         if in_threads:
             variables = [copy_context() for _ in run.ranks]
@@ -187,6 +193,11 @@ def _run_ranks(run: Run, table: CompiledTable, *, in_threads: bool) -> None:
             lockstep(run, table)
         else:
             run_rank(run, run.ranks[0], table)
+    _share_commits(run)
+
+
+def _share_commits(run: Run) -> None:
+    """Has all processes of replicas have the statistics that they are about to commit."""
     for rank in run.ranks:
         if rank.commits:
             with rank.stream.enter():
@@ -223,9 +234,7 @@ def _clear(run: Run) -> None:
 
 def _check_recomputes(run: Run, rank: Rank) -> None:
     """Looks whether recomputes gave what their forwards did."""
-    with rank.stream.enter():
-        differs = bool(torch.stack(rank.doubts).any())
-    if differs:
+    if bool(torch.stack(rank.doubts).any()):
         raise recompute_error(f"a layer of {run.context.name(rank.rank)}")
 
 

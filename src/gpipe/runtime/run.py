@@ -187,6 +187,7 @@ class Run:
         """Commits the statistics of BatchNorm, once the run has ended well in all processes."""
         for rank in self.ranks:
             if rank.commits:
+                rank.stream.begin(())
                 with rank.stream.enter():
                     for stage in rank.commits:
                         rank.deferred[stage].commit()

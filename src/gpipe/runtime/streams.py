@@ -1,12 +1,13 @@
-"""Where a rank's work is queued: on a CPU nowhere, on a CUDA device a stream to compute on and one to copy on.
+"""Where a rank's work is queued: on a CPU nowhere, on other devices a stream to compute on, and some to copy on.
 
 A tensor that crosses from rank to rank carries a mark of when its maker's stream has it ready; the taker's stream
 waits for the mark, not the thread. Memory that another stream uses is recorded on it, so that it is not reused early.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from typing import TypeAlias
@@ -14,13 +15,15 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from gpipe._torch.accelerator import current_stream, queued_on, queues
 from gpipe.stages.boundary import BoundaryValue, Gradients
 from gpipe.stages.messages import ReadyEvent
 from gpipe.stages.tree import moved, replace_tensors, tensors_in
 
-Stamp: TypeAlias = torch.cuda.Event | float
+Stamp: TypeAlias = torch.Event | float
 """When something happened on a stream."""
-
+MOST_QUEUED = 4
+"""Actions of a rank that the host may be ahead of its device."""
 
 _DEVICE = attrgetter("device")
 
@@ -31,19 +34,27 @@ class RankStream:
     def __init__(self, device: torch.device, *, alone: bool = False) -> None:
         self.device = device
         self.alone = alone  # no rank is on another device: whatever arrives is here
+        self.called: dict[torch.device, torch.Event] = {}  # what the caller has queued on each device
 
-    def begin(self) -> None:
-        """Orders what follows behind what the calling thread has queued."""
+    def begin(self, devices: Iterable[torch.device]) -> None:
+        """Orders what follows behind what the calling thread has queued, on these devices and this one."""
+        self.called = {device: _event(current_stream(device)) for device in {self.device, *devices} if queues(device)}
 
-    def end(self) -> None:
-        """Orders what the calling thread queues from now on behind what was queued here."""
+    def end(self, *, in_backward: bool = False) -> None:
+        """Orders what the calling thread queues from now on behind what was queued here.
 
-    enter: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+        In a backward of autograd that thread is the engine's, whose own stream is of whichever device it serves.
+        """
+
+    enter: Callable[[], AbstractContextManager[object]] = staticmethod(nullcontext)
     """Queues here what is done inside."""
     mark: Callable[[], ReadyEvent] = staticmethod(time.perf_counter)
     """Marks what was queued so far."""
     stamp: Callable[[], Stamp] = staticmethod(time.perf_counter)
     """Now, on this stream."""
+
+    def keep_pace(self) -> None:
+        """Waits until no more than `MOST_QUEUED` actions are queued: each holds memory until it is done."""
 
     def seconds(self, since: Stamp, until: Stamp) -> float:
         """The time between two stamps of this stream."""
@@ -59,8 +70,8 @@ class RankStream:
 
     def take_value(self, crossing: BoundaryValue, mark: ReadyEvent) -> BoundaryValue:
         """Brings what another rank made to this device; its leaves stay leaves."""
-        there = map(_DEVICE, tensors_in(crossing.value))
-        if not isinstance(mark, torch.cuda.Event) and {self.device}.issuperset(there):
+        there = set(map(_DEVICE, tensors_in(crossing.value)))
+        if not isinstance(mark, torch.Event) and {self.device}.issuperset(there):
             return crossing
         brought: dict[int, Tensor] = {}
 
@@ -70,75 +81,100 @@ class RankStream:
             return brought[id(tensor)]
 
         value = replace_tensors(crossing.value, move)
-        return replace(crossing, value=value, leaves=[brought[id(leaf)] for leaf in crossing.leaves], versions=None)
+        versions = crossing.versions if {self.device}.issuperset(there) else None  # a copy has versions of its own
+        leaves = [brought[id(leaf)] for leaf in crossing.leaves]
+        return replace(crossing, value=value, leaves=leaves, versions=versions)
 
     def take_gradients(self, gradients: Gradients, mark: ReadyEvent) -> Gradients:
         """Brings gradients that another rank made to this device."""
         return [self.bring(found, mark) if isinstance(found, Tensor) else found for found in gradients]
 
     def bring(self, tensor: Tensor, mark: ReadyEvent) -> Tensor:
-        """One tensor on this device, whole by the time it is used here."""
-        if isinstance(mark, torch.cuda.Event):
+        """One tensor on this device, whole by the time it is used here; without a mark the caller has made it."""
+        mark = self.called.get(tensor.device) if mark is None else mark
+        if isinstance(mark, torch.Event):
             mark.synchronize()
         return moved(tensor, self.device)
 
 
-class CudaStream(RankStream):
-    """A rank's queue of work on a CUDA device."""
+class DeviceStream(RankStream):
+    """A rank's queue of work on a device with streams.
+
+    A copy between devices runs on a stream of its source and arrives on one of its target. Both are there for copies
+    alone, so that no device's computing waits for more than what it needs:
+
+        source  compute   ==F0==+==F1==
+                out             +-copy-+
+        target  arrivals               +
+                compute   ======B2======+==F0==
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.compute = torch.cuda.Stream(device)
-        self.copy = torch.cuda.Stream(device)
+        self.compute, self.arrivals = torch.Stream(device), torch.Stream(device)
+        self._out: dict[torch.device, torch.Stream] = {}  # of each source
+        self._queued: deque[torch.Event] = deque()  # of actions that may not be done yet
 
-    def begin(self) -> None:
-        """Orders what follows behind what the calling thread has queued."""
-        caller = torch.cuda.current_stream(self.device)
-        self.compute.wait_stream(caller)
-        self.copy.wait_stream(caller)
+    def begin(self, devices: Iterable[torch.device]) -> None:
+        """Orders what follows behind what the calling thread has queued, on these devices and this one."""
+        super().begin(devices)
+        self.compute.wait_event(self.called[self.device])
+        self.arrivals.wait_event(self.called[self.device])
 
-    def end(self) -> None:
+    def end(self, *, in_backward: bool = False) -> None:
         """Orders what the calling thread queues from now on behind what was queued here."""
-        torch.cuda.current_stream(self.device).wait_stream(self.compute)
+        current_stream(self.device).wait_stream(self.compute)
+        if in_backward:
+            torch.accelerator.current_stream().wait_stream(current_stream(self.device))
 
-    @contextmanager
-    def enter(self) -> Iterator[None]:
+    def enter(self) -> AbstractContextManager[object]:
         """Queues here what is done inside."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self.compute):
-            yield
+        return queued_on(self.compute)
 
     def mark(self) -> ReadyEvent:
         """Marks what was queued so far."""
-        event = torch.cuda.Event()
-        event.record(self.compute)
-        return event
+        return _event(self.compute)
 
     def stamp(self) -> Stamp:
         """Now, on this stream."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self.compute)
-        return event
+        return _event(self.compute, enable_timing=True)
 
     def seconds(self, since: Stamp, until: Stamp) -> float:
         """The time between two stamps of this stream."""
-        assert isinstance(since, torch.cuda.Event)
-        assert isinstance(until, torch.cuda.Event)
+        assert isinstance(since, torch.Event)
+        assert isinstance(until, torch.Event)
         until.synchronize()
         return float(since.elapsed_time(until)) / 1e3
 
+    def keep_pace(self) -> None:
+        """Waits until no more than `MOST_QUEUED` actions are queued: each holds memory until it is done."""
+        self._queued.append(_event(self.compute))
+        if len(self._queued) > MOST_QUEUED:
+            self._queued.popleft().synchronize()
+
     def bring(self, tensor: Tensor, mark: ReadyEvent) -> Tensor:
-        """One tensor on this device: copied on a stream of its own, so that computing goes on meanwhile."""
+        """One tensor on this device, whole by the time it is used here; without a mark the caller has made it."""
+        mark = self.called.get(tensor.device) if mark is None else mark
         if tensor.device == self.device:
-            if isinstance(mark, torch.cuda.Event):
+            if isinstance(mark, torch.Event):
                 self.compute.wait_event(mark)
             tensor.record_stream(self.compute)
             return tensor
-        if isinstance(mark, torch.cuda.Event):
-            self.copy.wait_event(mark)
-        with torch.cuda.stream(self.copy):
+        with ExitStack() as streams:
+            if queues(tensor.device):
+                out = self._out.get(tensor.device) or self._out.setdefault(tensor.device, torch.Stream(tensor.device))
+                if isinstance(mark, torch.Event):
+                    out.wait_event(mark)
+                tensor.record_stream(out)
+                streams.enter_context(queued_on(out))
+            streams.enter_context(queued_on(self.arrivals))
             copied = moved(tensor, self.device, non_blocking=True)
-        if tensor.is_cuda:
-            tensor.record_stream(self.copy)
-        self.compute.wait_stream(self.copy)
+        self.compute.wait_stream(self.arrivals)
         copied.record_stream(self.compute)
         return copied
+
+
+def _event(stream: torch.Stream, *, enable_timing: bool = False) -> torch.Event:
+    event = torch.Event(stream.device, enable_timing=enable_timing)
+    event.record(stream)
+    return event

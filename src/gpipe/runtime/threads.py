@@ -24,6 +24,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from gpipe._torch.accelerator import kinds
 from gpipe._torch.modes import modes_here, saved_tensor_hooks
 from gpipe.stages.losses import LossReader
 from gpipe.stages.messages import Cancelled
@@ -44,8 +45,6 @@ AT_EXIT = 2.0
 
 
 _NOTHING = nullcontext()
-_CASTING = ("cpu", "cuda")
-"""The kinds of devices for which a thread may have an autocast."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class ThreadState:
     def here(cls) -> "ThreadState":
         """Reads the modes of this thread."""
         device, unsupported = modes_here(LossReader)  # which is ours, around a loss that calls a pipe
-        casting = tuple(filter(torch.is_autocast_enabled, _CASTING))
+        casting = tuple(filter(torch.is_autocast_enabled, kinds()))
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -89,7 +88,7 @@ class ThreadState:
             if self.autocasts:  # note "Casts"
                 torch.autocast_increment_nesting()
                 stack.callback(torch.autocast_decrement_nesting)
-            for kind in filter(torch.is_autocast_enabled, _CASTING):  # the calling thread's
+            for kind in filter(torch.is_autocast_enabled, kinds()):  # the calling thread's
                 stack.enter_context(torch.autocast(kind, enabled=False))
             if (own := flushes_denormals()) != self.flushes:
                 torch.set_flush_denormal(self.flushes)

@@ -68,9 +68,12 @@ class Buffers:
             kept = self._copies[slot] = SavedBuffer(tensor, version(tensor), copy_of(tensor.detach()))
         return kept
 
-    def after(self, before: SavedBuffers) -> list[Slot]:
-        """The buffers that are not what they were, or are new; what had no value yet has the first one saved."""
-        changed = _changed(before, self._now())
+    def after(self, before: SavedBuffers, *, exact: bool = False) -> list[Slot]:
+        """The buffers that are not what they were, or are new; what had no value yet has the first one saved.
+
+        If `exact`, a GPU is halted to compare.
+        """
+        changed = _changed(before, self._now(), exact=exact)
         for slot in changed:
             self._copies.pop(slot, None)
         for slot, was in before.items():
@@ -130,22 +133,24 @@ def _put(slots: Sequence[Slot], tensors: Mapping[Slot, Tensor | None]) -> None:
             module._buffers.pop(name, None)
 
 
-def _changed(before: SavedBuffers, now: Mapping[Slot, Tensor | None]) -> list[Slot]:
+def _changed(before: SavedBuffers, now: Mapping[Slot, Tensor | None], *, exact: bool = False) -> list[Slot]:
     """The slots whose buffers are not what they were, or were not there."""
     if not before and not now:  # as in most stages
         return []
     slots = dict.fromkeys((*before, *now))
-    return [slot for slot in slots if slot not in before or slot not in now or _is_changed(before[slot], now[slot])]
+    return [
+        slot for slot in slots if slot not in before or slot not in now or _is_changed(before[slot], now[slot], exact)
+    ]
 
 
-def _is_changed(was: SavedBuffer, now: Tensor | None) -> bool:
+def _is_changed(was: SavedBuffer, now: Tensor | None, exact: bool) -> bool:
     if now is not was.tensor:
         return True
     if now is None or was.copy is None:
         return False
     if version(now) != was.version or now.shape != was.copy.shape or now.dtype != was.copy.dtype:
         return True
-    if now.is_cpu:
+    if now.is_cpu or (exact and not now.is_meta):
         return not torch.equal(now, was.copy)
     return now.nbytes <= SMALL and not now.is_meta
 

@@ -11,7 +11,7 @@ import torch
 from gpipe.stages.boundary import BoundaryValue, Gradients
 
 Message: TypeAlias = BoundaryValue | Gradients
-ReadyEvent: TypeAlias = torch.cuda.Event | float | None
+ReadyEvent: TypeAlias = torch.Event | float | None
 """When a tensor that crosses is whole: an event on its maker's stream, or on a CPU the time, for the recorder."""
 
 

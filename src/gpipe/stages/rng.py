@@ -26,6 +26,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor
 
+from gpipe._torch.accelerator import CPU, default_generator, numbered
 from gpipe._torch.autograd import node_number, running_node
 from gpipe._torch.checkpoint import CheckpointFrame, read_checkpoint, reruns_by_default_generator
 from gpipe._torch.dispatcher import (
@@ -146,8 +147,6 @@ def _frames(until: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-CPU = torch.device("cpu")
-
 borrowing = threading.RLock()  # whoever holds it may set the state of a default generator
 _installing = threading.Lock()
 _installed: list[Any] = []
@@ -257,9 +256,7 @@ def _device_of(args: Sequence[object], kwargs: Mapping[str, Any]) -> torch.devic
     tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     given = kwargs.get("device")
     device = tensor.device if tensor is not None else CPU if given is None else torch.device(given)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return CPU if device.type == "cpu" else device
+    return numbered(device)
 
 
 def _borrow(generator: torch.Generator, draw: Callable[[], object]) -> object:
@@ -278,13 +275,6 @@ def _borrow(generator: torch.Generator, draw: Callable[[], object]) -> object:
         finally:
             default.set_state(own)
     return result
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that random operations on a device take when given none."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index]
-    return torch.default_generator
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gpipe._torch.accelerator import CPU, awake, default_generator, same_parameters
 from gpipe._torch.modules import refresh_weights_of_rnn
 from gpipe._torch.trees import tree_leaves, tree_map
 from gpipe.stages.losses import is_loss_of_torch
@@ -190,13 +191,12 @@ def build(maker: Callable[[], object], seed: int, index: int) -> object:
 @contextmanager
 def seeded(key: int) -> Iterator[None]:
     """Seeds torch's generators, numpy's and Python's; they are as they were when it is left."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    devices = awake()
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=devices):
-            torch.default_generator.manual_seed(key)  # torch.manual_seed would seed CUDA whenever it comes to life
-            if devices:
-                torch.cuda.manual_seed_all(key)
+        with torch.random.fork_rng(devices):
+            for device in (CPU, *devices):  # torch.manual_seed would seed CUDA whenever it comes to life
+                default_generator(device).manual_seed(key)
             random.seed(key)
             np.random.seed(key % 2**32)  # takes no more bits
             yield
@@ -231,9 +231,10 @@ def cut_into_stages(
     for index, (count, device) in enumerate(zip(counts, devices, strict=True)):
         held = list(islice(rest, count))
         for layer in held if index in own else ():
-            if device.type != "cpu":
-                layer.module._apply(partial(moved, device=device))  # as `to` does, and tensors lie as they did
-            layer.module.to(device)
+            with same_parameters(device):
+                if device.type != "cpu":
+                    layer.module._apply(partial(moved, device=device))  # as `to` does, and tensors lie as they did
+                layer.module.to(device)
         stages.append(make(index, held, device))
     for shared in find_shared(list(named.values())):  # each lives where it is first used
         home = stage_of_layers(stages)[min(shared.slots)]

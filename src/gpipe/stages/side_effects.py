@@ -183,7 +183,8 @@ class FirstRunCheck:
     def after_backward(self) -> list[str]:
         """What is to be told of the state that a backward has written."""
         self.after_weights()
-        buffers = {f"buffers of it ({type(m).__name__}.{name})" for m, name in self._run.buffers.after(self._buffers)}
+        written = self._run.buffers.after(self._buffers, exact=True)
+        buffers = {f"buffers of it ({type(module).__name__}.{name})" for module, name in written}
         after = snapshot(self._layers)
         places = [
             f"{layer}, {where}"
@@ -210,14 +211,17 @@ class FirstRunCheck:
         Not of those of embeddings with `max_norm`, which torch itself scales in forwards, nor of sharded modules:
         other weights stand in their places while layers run.
         """
-        return {
-            layer.full_name(name): (version(parameter), digest([parameter]))
-            for layer in (() if self._run.is_sharded else self._stage.layers)
-            for path, module in layer.module.named_modules()
-            if getattr(module, "max_norm", None) is None
-            for name, parameter in module.named_parameters(path, recurse=False)
-            if not is_lazy(parameter) and not parameter.is_meta
-        }
+        found: dict[str, tuple[int, Digest]] = {}
+        for layer in () if self._run.is_sharded else self._stage.layers:
+            with layer.aliased:  # in a module that is several layers, another's aliases may be on another device
+                found |= {
+                    layer.full_name(name): (version(parameter), digest([parameter]))
+                    for path, module in layer.module.named_modules()
+                    if getattr(module, "max_norm", None) is None
+                    for name, parameter in module.named_parameters(path, recurse=False)
+                    if not is_lazy(parameter) and not parameter.is_meta
+                }
+        return found
 
     def _find_written(self) -> tuple[list[str], list[str]]:
         """The names of the weights that were written since they were last looked at, and of those with other bits."""

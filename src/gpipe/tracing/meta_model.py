@@ -89,9 +89,16 @@ def exchanged(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[N
 
 
 def _zeros(tensor: Any) -> Any:
-    if not is_fake(tensor):
-        return tensor
-    made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return as_kind_of(tensor, torch.zeros(tensor.shape, dtype=tensor.dtype)) if is_fake(tensor) else tensor
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    """A tensor on the CPU, or one without values where it is."""
+    return tensor if tensor.is_cpu or tensor.is_meta else as_kind_of(tensor, tensor.detach().cpu())
+
+
+def as_kind_of(tensor: Tensor, made: Tensor) -> Tensor:
+    """What was made for a tensor, a parameter if that is one."""
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 

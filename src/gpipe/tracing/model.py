@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from gpipe.stages.skips import Pop
 from gpipe.stages.stage import RngKey
-from gpipe.stages.tree import Tree
-from gpipe.tracing.meta_model import give_values, lacks_values
+from gpipe.stages.tree import Tree, replace_tensors
+from gpipe.tracing.meta_model import exchanged, give_values, lacks_values, on_cpu
 from gpipe.tracing.own_loss import COUNT, LossAverage, loss_in, tried
 from gpipe.tracing.parts import Names, Parts, check_blocks, find_blocks, layers_by_name, units_by_layer
 from gpipe.tracing.proof import prove
@@ -253,8 +253,8 @@ class TracedModel:
             pairs = zip((known[0], *known[1], *known[2]), (key[0], *key[1], *key[2]), strict=False)
             one, other = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(TOO_MANY.format(model=type(self.model).__name__, most=MOST_TRACES, one=one, other=other))
-        with unchanged(self.model):
-            given = arguments(self.model, value)
+        with unchanged(self.model), exchanged(self.model, on_cpu):  # its layers may be on several devices
+            given = arguments(self.model, replace_tensors(value, on_cpu))
             found = trace_forward(self.parts, given)
             prove(found, given)
         layers = list(self.layers.items())

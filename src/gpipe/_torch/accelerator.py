@@ -1,0 +1,112 @@
+"""Devices of any maker, as `torch.accelerator` names them: CUDA, ROCm, XPU and others, and CPUs beside them.
+
+A device *queues* if its kernels run later than they are called, on streams. CPUs do not; MPS has one stream alone.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+CPU = torch.device("cpu")
+WITHOUT_STREAMS = frozenset({"cpu", "meta", "mps"})
+
+
+def queues(device: torch.device) -> bool:
+    """Whether a device has streams to choose from."""
+    return device.type not in WITHOUT_STREAMS
+
+
+def accelerators() -> list[torch.device]:
+    """The accelerators of this process; none where there are CPUs alone."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return [torch.device(kind.type, at) for at in range(torch.accelerator.device_count())] if kind else []
+
+
+@cache
+def kinds() -> tuple[str, ...]:
+    """The kinds of devices for which a thread may have an autocast."""
+    kind = torch.accelerator.current_accelerator()
+    return ("cpu",) if kind is None else ("cpu", kind.type)
+
+
+def awake() -> list[torch.device]:
+    """The accelerators, if torch has begun to use them: it does where it is asked for their generators."""
+    found = accelerators()
+    return found if found and torch.get_device_module(found[0]).is_initialized() else []
+
+
+def numbered(device: torch.device) -> torch.device:
+    """A device with its number, but for the CPU, which is one whatever its name."""
+    if device.type == "cpu":
+        return CPU
+    if device.index is None and device.type != "meta":
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    return device
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that random operations on a device take when given none."""
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    generators: Sequence[torch.Generator] = torch.get_device_module(device).default_generators
+    return generators[numbered(device).index]
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream that this thread queues on."""
+    return torch.accelerator.current_stream(device)
+
+
+@contextmanager
+def queued_on(stream: torch.Stream | None) -> Iterator[None]:
+    """Queues on a stream, if any, what is done inside. A `torch.Stream` itself cannot be entered by two at once."""
+    if stream is None:
+        yield
+        return
+    before, device = current_stream(stream.device), torch.accelerator.current_device_index()
+    torch.accelerator.set_stream(stream)  # and the device with it
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)
+
+
+@contextmanager
+def same_parameters(device: torch.device) -> Iterator[None]:
+    """Has `Module.to(device)` keep the parameter objects, also where torch makes others, as on an NPU."""
+    torch_does = torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(before or not torch_does)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until all that was queued on a device is done."""
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
+
+
+def memory_of(device: torch.device) -> int:
+    """The bytes that a device holds when it is empty; of a CPU, those of the machine.
+
+    >>> memory_of(CPU) > 2**20
+    True
+    """
+    if queues(device):
+        return int(torch.accelerator.get_memory_info(device)[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def name_of(device: torch.device) -> str:
+    """What a device is called by its maker, as far as torch can say."""
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else str(device)
