@@ -116,16 +116,16 @@ class Noise(nn.Module):
     """Draws, in evaluation too."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + 0.1 * torch.randn_like(x) * torch.rand(x.shape[1])
+        return x + 0.1 * torch.randn_like(x) * torch.rand(x.shape[1], device=x.device)
 
 
 class Draws(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        x = x + 0.1 * torch.rand(len(x), 1) + 0.1 * torch.randn(x.shape[1])
-        x = x[:, torch.randperm(x.shape[1])] * torch.randint(1, 3, (len(x), 1))
-        chosen = torch.multinomial(torch.ones(x.shape[1]), 1)
-        noise = torch.empty_like(x).uniform_(-0.1, 0.1) + torch.normal(0.0, 0.1, x.shape)
-        return x + noise + x[:, chosen] * torch.bernoulli(torch.full((len(x), 1), 0.5))
+        x = x + 0.1 * torch.rand(len(x), 1, device=x.device) + 0.1 * torch.randn(x.shape[1], device=x.device)
+        x = x[:, torch.randperm(x.shape[1], device=x.device)] * torch.randint(1, 3, (len(x), 1), device=x.device)
+        chosen = torch.multinomial(torch.ones(x.shape[1], device=x.device), 1)
+        noise = torch.empty_like(x).uniform_(-0.1, 0.1) + torch.normal(0.0, 0.1, x.shape, device=x.device)
+        return x + noise + x[:, chosen] * torch.bernoulli(torch.full((len(x), 1), 0.5, device=x.device))
 
 
 class StochasticDepth(nn.Module):
@@ -134,7 +134,7 @@ class StochasticDepth(nn.Module):
         self.inner = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = torch.rand(len(x), 1) < 0.6
+        kept = torch.rand(len(x), 1, device=x.device) < 0.6
         return x + self.inner(x) * kept / 0.6
 
 
@@ -146,7 +146,7 @@ class LayerDrop(nn.Module):
         self.inner = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x) if torch.rand(()) < 0.5 else x * 1.5
+        return x + self.inner(x) if torch.rand((), device=x.device) < 0.5 else x * 1.5
 
 
 class Attention(nn.Module):

@@ -203,9 +203,9 @@ def copied(tensor: Tensor) -> Tensor:
     """A copy in a graph, that lies in memory as the tensor does: strides, and address modulo 512."""
     storage = tensor.untyped_storage()
     ahead = storage.data_ptr() % 512
-    memory = torch.empty(ahead + 512 + storage.nbytes(), dtype=torch.uint8)
+    memory = torch.empty(ahead + 512 + storage.nbytes(), dtype=torch.uint8, device=tensor.device)
     start = -memory.data_ptr() % 512 + ahead
-    copy = torch.empty(0, dtype=tensor.dtype).set_(
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
         memory.untyped_storage()[start:], tensor.storage_offset(), tensor.shape, tensor.stride()
     )
     return copy.copy_(tensor)
@@ -234,7 +234,8 @@ def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
         return one is other
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+    row_major = (t.detach().clone(memory_format=torch.contiguous_format) for t in (one, other))  # in strides of 1
+    return torch.equal(*(t.view(-1).view(torch.uint8) for t in row_major))
 
 
 def all_same_bits(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:

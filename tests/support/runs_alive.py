@@ -15,7 +15,7 @@ from tests.support.odd_layers import Drift
 from tests.support.outcomes import Outcome, noted
 from tests.support.plain_loop import copied, one_thread, parts_of, plain_loop, run_layers, weights_of
 
-M, WIDTH, SEED = 3, 6, 3
+M, WIDTH, SEED, CPU = 3, 6, 3, torch.device("cpu")
 Act: TypeAlias = Literal["call", "chain", "backward", "drop", "step", "evaluate", "score", "peek"]
 ACTS: tuple[Act, ...] = ("call", "chain", "backward", "drop", "step", "evaluate", "score", "peek")
 Story: TypeAlias = Sequence[tuple[Act, int]]
@@ -79,12 +79,13 @@ TARGET = data(99)
 class Piped:
     def __init__(self, pipe: gpipe.GPipe) -> None:
         self.module = self.pipe = pipe
+        self.device = CPU  # of what it is given
 
     def call(self, x: Tensor) -> Tensor:
         return self.pipe(x, gather=True)
 
     def step(self, x: Tensor) -> Tensor:
-        return self.pipe.step(x, TARGET, F.mse_loss)
+        return self.pipe.step(x, TARGET.to(self.device), F.mse_loss)
 
 
 class Plain:
@@ -95,6 +96,7 @@ class Plain:
         self.first, self.share = replica * M, 1 / replicas
         self.module = layers[0] if len(layers) == 1 else nn.Sequential(*layers)
         self.step_number = 0
+        self.device = CPU
 
     def _run(self, m: int, part: Tensor) -> Any:
         return run_layers(self.layers, part, seed=SEED, step=self.step_number, micro_batch=self.first + m)
@@ -108,7 +110,7 @@ class Plain:
         return torch.cat(outputs)
 
     def step(self, x: Tensor) -> Tensor:
-        where = (self.layers, x, TARGET, F.mse_loss)
+        where = (self.layers, x, TARGET.to(self.device), F.mse_loss)
         step, first = self.step_number, self.first
         loss = plain_loop(*where, micro_batches=M, seed=SEED, step=step, scale=self.share, first=first)
         self.step_number += self.module.training
@@ -197,11 +199,12 @@ def tell(story: Story, sides: Sequence[Side], note: Callable[[], object] = lambd
     waiting: list[Tensor] = []
     found: list[Tensor] = []
     for at, (act, which) in enumerate(story):
-        side, x = sides[which % len(sides)], data(at)
+        side = sides[which % len(sides)]
+        x = data(at).to(side.device)
         match act:
             case "call":
                 found.append(output := side.call(x))
-                waiting.append((output - TARGET).square().mean())
+                waiting.append((output - TARGET.to(output.device)).square().mean())
             case "chain":  # as a GAN's generator is trained, through its critic
                 found.append(output := sides[-1].call(sides[0].call(x)))
                 waiting.append(output.square().sum())

@@ -1,0 +1,390 @@
+"""Drawn pipes on the simulated accelerator: the bits of its plain loop, and nothing that the detector reports.
+
+    python -m tests.accelerator.matrix --first 0 --count 200
+
+Each is told by its number alone. They run in a process of their own: torch has one kind of accelerator in each.
+"""
+
+import argparse
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import gpipe
+from gpipe.schedule.schedules import SCHEDULES
+from tests.accelerator import load
+from tests.support import mixed_tasks, runs_alive
+from tests.support.mixed_tasks import Task, generate_task, generate_way, is_statistic, run_plain, twin
+from tests.support.odd_layers import Apply
+from tests.support.outcomes import Outcome, differences
+from tests.support.plain_loop import REMATS, Tree, copied, plain_loop, same_bits, tensors_in, weights_of
+from tests.support.random_models import Model
+
+SIMULATOR = load()
+torch.set_num_threads(1)
+FIRST = torch.device("sim", 0)
+DEVICES = [torch.device("sim", at) for at in range(4)]
+CPU = torch.device("cpu")
+NO_KERNELS = {"lstm", "gru", "layer drop"}
+"""Layers that stay out: torch's fused cells have none for the CPU, and a drop is drawn there."""
+
+
+class NoSuch(Exception):  # noqa: N818  # a draw that gives nothing to try
+    """There is no such cut of the model drawn."""
+
+
+def onto(tree: Tree, device: torch.device) -> Tree:
+    def there(leaf: Any) -> Any:
+        if isinstance(leaf, gpipe.Whole):
+            return gpipe.Whole(leaf.tensor.to(device))
+        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(there, tree)
+
+
+def moved(layers: Sequence[nn.Module], device: torch.device) -> None:
+    """Moves layers, which torch cannot do where they share weights on such a device."""
+    found: dict[int, Tensor] = {}
+
+    def there(tensor: Tensor) -> Tensor:
+        if tensor.device == device:  # a module that is several layers
+            return tensor
+        if id(tensor) not in found:
+            copy = copied(tensor.detach().to(device))
+            parameter = isinstance(tensor, nn.Parameter)
+            found[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if parameter else copy
+        return found[id(tensor)]
+
+    held: list[dict[str, Any]] = [
+        part for layer in layers for module in layer.modules() for part in (module._parameters, module._buffers)
+    ]
+    before = [tensor for part in held for tensor in part.values()]  # kept: an id stays with its tensor
+    for part in held:
+        part.update({name: there(tensor) for name, tensor in part.items() if tensor is not None})
+    del before
+
+
+@dataclass(frozen=True)
+class Placed(Task):
+    """A task whose inputs and targets lie on devices."""
+
+    inputs_on: torch.device
+    targets_on: torch.device
+
+    def inputs(self, step: int) -> Tree:
+        there = onto(super().inputs(step), self.inputs_on)
+        return there.detach().requires_grad_(self.given == "wanting") if isinstance(there, Tensor) else there
+
+    def targets(self, step: int) -> dict[str, Tensor]:
+        return {name: tensor.to(self.targets_on) for name, tensor in super().targets(step).items()}
+
+    def loss(self, output: Tree, target: Tree) -> Tensor:
+        return super().loss(output, onto(target, tensors_in(output)[0].device))
+
+
+def placed(task: Task, inputs_on: torch.device, targets_on: torch.device, model: Model | None = None) -> Placed:
+    own = {name: getattr(task, name) for name in Task.__dataclass_fields__}
+    return Placed(**own | {"model": model or task.model}, inputs_on=inputs_on, targets_on=targets_on)
+
+
+@contextmanager
+def on_streams(draw: Random) -> Iterator[None]:
+    """What a caller does may be queued on streams of its own, one on each device."""
+    if draw.random() < 0.5:
+        yield
+        return
+    before = [torch.accelerator.current_stream(device) for device in DEVICES]
+    own = [torch.Stream(device) for device in DEVICES]
+    for stream in own:
+        for other in before:
+            stream.wait_stream(other)
+        torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        for stream in before:
+            torch.accelerator.set_stream(stream)
+            for other in own:
+                stream.wait_stream(other)
+        torch.accelerator.set_device_index(0)
+
+
+def on_cpu(outcome: Outcome) -> Outcome:
+    return {name: None if tensor is None else tensor.cpu() for name, tensor in outcome.items()}
+
+
+def some_devices(draw: Random, ranks: int) -> list[torch.device]:
+    """A device for each rank, of one to four: several ranks may have one."""
+    there = DEVICES[: draw.randint(1, len(DEVICES))]
+    return [draw.choice(there) for _ in range(ranks)]
+
+
+# What is tried. Each gives the names of what differs, and says what it tried.
+
+
+def mixed(draw: Random) -> tuple[list[str], str]:
+    """Any model, in any cut, schedule, remat and driver; inputs and targets on any device."""
+    task = generate_task(draw)
+    if any(kind.removeprefix("again: ") in NO_KERNELS for kind in task.model.kinds):
+        raise NoSuch
+    name, ranks = draw.choice(list(SCHEDULES)), draw.randint(1, 4)
+    if name == "dualpipe_v":
+        task = replace(task, micro_batches=max(task.micro_batches, 2 * ranks))
+    if task.model.norms and min(task.rows) < 2 * task.micro_batches:
+        raise NoSuch
+    way = generate_way(draw, task.model, ranks * SCHEDULES[name].stages_per_rank)
+    if way is None:
+        raise NoSuch
+    devices = some_devices(draw, ranks)
+    model = twin(task.model)
+    moved(model.layers, FIRST)
+    inputs_on, targets_on = (draw.choice([*DEVICES, CPU]) for _ in range(2))
+    if inputs_on == CPU:  # a part of a mini-batch lies as it does where it was copied to, not as a part of a copy
+        model.layers[0].register_forward_pre_hook(lambda _, given: onto(given, FIRST))
+    first, second = (device if device == CPU else FIRST for device in (inputs_on, targets_on))
+    expected = on_cpu(run_plain(placed(task, first, second, model)))
+    given = placed(task, inputs_on, targets_on)
+    with on_streams(draw), mixed_tasks.make(twin(task.model), task, replace(way, schedule=name), devices) as pipe:
+        found = on_cpu(mixed_tasks.run(given, pipe))
+    said = f"{replace(way, schedule=name)}, {devices}, {inputs_on}, {targets_on}, {task.way}, {task.model.kinds}"
+    if apart := set(found) ^ set(expected):
+        return sorted(apart), said
+    return differences(found, expected, leave_out=is_statistic(task)), said
+
+
+def alive(draw: Random) -> tuple[list[str], str]:
+    """Calls whose backwards come later, steps and evaluations between, of two pipes, one of a traced model."""
+    story = [(draw.choice(runs_alive.ACTS), draw.randrange(4)) for _ in range(draw.randint(3, 9))]
+    how: dict[str, Any] = {
+        "driver": draw.choice(["threads", "lockstep"]),
+        "remat": [draw.choice(REMATS) for _ in range(2)],
+        "schedule": draw.choice(["gpipe", "1f1b", "zb_h1"]),
+        "devices": some_devices(draw, 2),
+    }
+    plain = runs_alive.plain()
+    for side in plain:
+        moved([side.module], FIRST)
+        side.device = FIRST
+    expected = runs_alive.tell(story, plain), runs_alive.state_of(plain)
+    with on_streams(draw):
+        pipes = runs_alive.pipes(2, **how)
+        for pipe in pipes:
+            pipe.device = draw.choice(DEVICES)
+        found = runs_alive.tell(story, pipes), runs_alive.state_of(pipes)
+        came = [tensor.cpu() for tensor in found[0]]
+        state = on_cpu(found[1])
+    pairs = enumerate(zip(came, expected[0], strict=True))
+    wrong = [f"{at} of the story" for at, (one, other) in pairs if not same_bits(one, other.cpu())]
+    return wrong + differences(state, on_cpu(expected[1])), f"{story}, {how}"
+
+
+WIDTH, M = 8, 4
+X, Y = (torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(at)) for at in range(2))
+
+
+def network(before: Callable[[Tensor], Tensor] = lambda x: x) -> list[nn.Module]:
+    with weights_of(1):
+        return [
+            nn.Linear(WIDTH, WIDTH),
+            nn.BatchNorm1d(WIDTH),
+            nn.Dropout(0.3),
+            Apply(before),
+            nn.Linear(WIDTH, WIDTH),
+            nn.ReLU(),
+            nn.Linear(WIDTH, WIDTH),
+        ]
+
+
+def some_pipe(draw: Random, layers: Sequence[nn.Module], **settings: Any) -> tuple[gpipe.GPipe, str]:
+    how = {
+        "remat": draw.choice(REMATS),
+        "driver": draw.choice(["threads", "lockstep"]),
+        "schedule": draw.choice(["gpipe", "1f1b", "zb_h1"]),
+        "devices": some_devices(draw, 3),
+    } | settings
+    return gpipe.GPipe(layers, [2, 3, 2], M, seed=3, **how), str(how)
+
+
+def recorded(draw: Random) -> tuple[list[str], str]:
+    """Trained with autocast and a scaler, while it is recorded and saved in the background; then loaded elsewhere."""
+    reference = network()
+    moved(reference, FIRST)
+    model, casts = nn.Sequential(*reference), draw.random() < 0.5
+    deferred = draw.random() < 0.5
+    cast: Callable[[], Any] = partial(torch.autocast, "sim", torch.bfloat16) if casts else nullcontext
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    expected: Outcome = {}
+    for step in range(3):
+        with cast():
+            expected[f"{step} loss"] = plain_loop(
+                reference, X.to(FIRST), Y.to(FIRST), F.mse_loss, micro_batches=M, seed=3, step=step
+            )
+        plain.step()
+        plain.zero_grad()
+    expected |= {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    found: Outcome = {}
+    with on_streams(draw), tempfile.TemporaryDirectory() as folder:
+        pipe, said = some_pipe(draw, network(), deferred_batch_norm=deferred)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+        scaler = gpipe.GradScaler(pipe, init_scale=1024.0)
+        for step in range(3):
+            with cast(), gpipe.record(pipe) if step == 1 else nullcontext() as recording:
+                found[f"{step} loss"] = pipe.step(X, Y, F.mse_loss, scaler=scaler)
+            if recording is not None:
+                recording.breakdown()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            saving = gpipe.save(folder, pipe, optimizer, background=True) if step == 1 else None
+            if step == 2 and draw.random() < 0.5:
+                break
+            if saving is not None and draw.random() < 0.5:
+                saving.wait()
+        found |= {name: tensor.detach() for name, tensor in pipe.state_dict().items()}
+        found = on_cpu(found)
+        pipe.close()
+        again, _ = some_pipe(draw, network(), deferred_batch_norm=deferred)
+        late = torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9)
+        gpipe.load(folder, again, late)
+        with cast():
+            found["2 loss of the loaded"] = again.step(X, Y, F.mse_loss).cpu()
+        expected["2 loss of the loaded"] = expected["2 loss"]
+        again.close()
+    statistics = {name for name, _ in model.named_buffers()} if deferred else set()
+    found = {name: tensor for name, tensor in found.items() if name not in statistics}
+    return differences(found, {name: on_cpu(expected)[name] for name in found}), f"{said}, {casts=}, {deferred=}"
+
+
+def beside_cpus(draw: Random) -> tuple[list[str], str]:
+    """Ranks on CPUs and on devices, whose kernels differ by alignment: numbers are near, and the orders as ever."""
+    devices = draw.choice([[CPU, FIRST, CPU], [FIRST, CPU, DEVICES[1]], [DEVICES[2], FIRST, CPU]])
+    reference = network()
+    expected = plain_loop(reference, X, Y, F.mse_loss, micro_batches=M, seed=3)
+    with on_streams(draw):
+        pipe, said = some_pipe(draw, network(), devices=devices)
+        inputs, targets = (tensor.to(draw.choice([FIRST, CPU])) * 1 for tensor in (X, Y))  # queued, where it can be
+        found = pipe.step(inputs, targets, F.mse_loss)
+        pipe.close()
+    torch.testing.assert_close(found.cpu(), expected)
+    for parameter, plain in zip(pipe.parameters(), nn.Sequential(*reference).parameters(), strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.cpu(), plain.grad)
+    return [], said
+
+
+class Failed(Exception):  # noqa: N818
+    """As a layer or a loss fails."""
+
+
+class Fails(torch.autograd.Function):
+    """The identity; its backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, now: bool) -> Tensor:
+        ctx.now = now
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.now:
+            raise Failed
+        return gradient, None
+
+
+def failing(draw: Random) -> tuple[list[str], str]:
+    """A step that fails in some phase, or in whose middle the pipe is closed; then one that does not."""
+    phase, at = draw.choice(["forward", "backward", "loss", "close", "inputs"]), draw.randrange(M)
+    seen: list[int] = []
+    fails = True
+
+    def before(x: Tensor) -> Tensor:
+        seen.append(0)
+        now = fails and len(seen) == at + 1
+        if now and phase == "forward":
+            raise Failed
+        if now and phase == "close":
+            pipe.close()
+        return Fails.apply(x, now and phase == "backward")
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if fails and phase == "loss":
+            raise Failed
+        return F.mse_loss(output, target)
+
+    with on_streams(draw):
+        pipe, said = some_pipe(draw, network(before))
+        given = X.to(draw.choice([*DEVICES, CPU]))
+        with suppress(Failed, RuntimeError):
+            pipe.step(given[:, :3] if phase == "inputs" else given, Y.to(draw.choice(DEVICES)), loss)
+        fails = False
+        pipe.zero_grad()
+        for buffer in pipe.buffers():
+            buffer.detach().fill_(1)
+        pipe.step_number = 7
+        found: Outcome = {"loss": pipe.step(given, Y, loss)}
+        found |= {name: p.grad for name, p in pipe.named_parameters()} | dict(pipe.named_buffers())
+        found = on_cpu(found)
+        pipe.close()
+    reference = network()
+    moved(reference, FIRST)
+    model = nn.Sequential(*reference)
+    for buffer in model.buffers():
+        buffer.fill_(1)
+    total = plain_loop(reference, X.to(FIRST), Y.to(FIRST), F.mse_loss, micro_batches=M, seed=3, step=7)
+    expected: Outcome = {"loss": total}
+    expected |= {name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers())
+    return differences(found, on_cpu(expected)), f"{phase} {at}, {said}"
+
+
+KINDS = {"mixed": mixed, "alive": alive, "recorded": recorded, "failing": failing, "beside_cpus": beside_cpus}
+
+
+def attempt(number: int) -> tuple[str, str]:
+    """The verdict on a number, and what is to be said of it."""
+    draw = Random(number)
+    kind = draw.choice(["mixed", "mixed", "mixed", *KINDS])
+    for device in DEVICES:
+        torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=device.index, device_type=20))
+    torch.accelerator.set_device_index(0)
+    SIMULATOR.take_reports()
+    try:
+        wrong, said = KINDS[kind](draw)
+        for at in range(len(DEVICES)):
+            torch.accelerator.synchronize(at)
+    except NoSuch:
+        return "none", ""
+    except Exception:
+        return "failed", f"{kind}: {traceback.format_exc()}"
+    if reports := SIMULATOR.take_reports():
+        return "reported", f"{kind}: {said}: {len(reports)} reports\n{reports[0]}"
+    return ("differs", f"{kind}: {said}: {wrong}") if wrong else ("equal", kind)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=100)
+    asked = parser.parse_args()
+    found: Counter[str] = Counter()
+    for number in range(asked.first, asked.first + asked.count):
+        verdict, said = attempt(number)
+        found[verdict] += 1
+        if verdict in ("failed", "differs", "reported"):
+            print(f"{verdict} {number}: {said}", flush=True)
+    print(dict(found), flush=True)
+    raise SystemExit(any(found[verdict] for verdict in ("failed", "differs", "reported")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The device path, on a simulated accelerator: same bits, and each order between streams is given, and needed.
+
+What runs on it does so in a process of its own, since torch has one kind of accelerator in each.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.accelerator import built, lacking
+from tests.accelerator.mutations import Order, orders
+from tests.support import progress
+
+pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
+
+BLOCK = 60  # pipes that are drawn, in one process
+ORDERS = [order for order in orders() if order.elsewhere is None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    built()
+
+
+def ask(module: str, *arguments: object) -> tuple[int, str]:
+    """What a program here says, and how it ends."""
+    command = [sys.executable, "-m", f"tests.accelerator.{module}", *map(str, arguments)]
+    done = progress.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("first", range(0, 44 * BLOCK, BLOCK))
+def test_drawn_pipes_have_the_bits_of_the_devices_plain_loop_and_nothing_is_reported(first: int) -> None:
+    code, said = ask("matrix", "--first", first, "--count", BLOCK)
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_an_order_left_out_is_reported(order: Order) -> None:
+    _, said = ask("mutations", "--without", order.place)
+    assert said.startswith(("reported", "failed")), said  # torch itself refuses times of events that are not over
+
+
+def test_wrong_programs_are_reported_and_right_ones_are_not() -> None:
+    code, said = ask("wrong_programs")
+    assert code == 0, said
+
+
+def test_the_host_is_held_back_so_that_memory_does_not_grow_with_micro_batches() -> None:
+    code, said = ask("pace")
+    assert code == 0, said
