@@ -1,0 +1,184 @@
+"""The command `gpipe doctor`: what a bug report needs, and what this machine can do, on one page."""
+
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+GIB = 2**30
+SPEAK = ("CUDA_", "GLOO_", "GPIPE_", "HIP_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_")
+"""What names of environment variables begin with by which torch and its libraries are told something."""
+OF_DEVELOPERS = ("extra == 'dev'", "extra == 'docs'", "extra == 'bench'")
+
+
+def doctor(out: Annotated[Path | None, tyro.conf.arg(help="Writes the page as JSON too.")] = None) -> None:
+    """Says what is installed, what this machine has, and whether pipes work here; for a bug report, too.
+
+    Status 1 if something does not work.
+
+    Args:
+        out: Where to.
+    """
+    found = {"installed": _installed(), "machine": _machine(), "devices": _devices(), "environment": _environment()}
+    tried = {name: _try(check) for name, check in CHECKS.items()}
+    for title, lines in {**found, "tried here": tried}.items():
+        print(title)
+        for name, said in lines.items():
+            print(f"    {name:<22}{said}")
+    if out is not None:
+        out.write_text(json.dumps({**found, "tried here": tried}, indent=1) + "\n", encoding="utf-8")
+    failed = [name for name, said in tried.items() if said.startswith("FAILED")]
+    print(f"{len(failed)} of {len(tried)} failed: {', '.join(failed)}" if failed else "All that was tried works.")
+    sys.exit(1 if failed else 0)
+
+
+def _installed() -> dict[str, str]:
+    """gpipe, Python, torch, and what extras of gpipe ask for."""
+    wanted = [line for line in _wanted() if not line.endswith(OF_DEVELOPERS)]
+    names = sorted({re.split(r"[^\w-]", line)[0] for line in wanted} - {"gpipe", "torch"})
+    found = {"Python": platform.python_version(), "gpipe": _version("gpipe"), "torch": _torch()}
+    return found | {name: said for name in names if (said := _version(name))}
+
+
+def _wanted() -> list[str]:
+    try:
+        return requires("gpipe") or []
+    except PackageNotFoundError:
+        return []
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _torch() -> str:
+    import torch
+
+    kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
+    built = ", ".join(f"{name} {number}" for name, number in kinds.items() if number)
+    return f"{torch.__version__}, built for {built or 'CPUs'}"
+
+
+def _machine() -> dict[str, str]:
+    named = [line for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
+    memory = {line.split(":")[0]: line.split()[1] for line in _read("/proc/meminfo").splitlines() if line}
+    total, free = (int(memory.get(name, 0)) * 1024 for name in ("MemTotal", "MemAvailable"))
+    shared = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    return {
+        "system": platform.platform(),
+        "processor": named[0].partition(": ")[2] if named else platform.processor(),
+        "cores": f"{len(os.sched_getaffinity(0))} for this process, of {os.cpu_count()}",
+        "memory": f"{total / GIB:.1f} GiB, {free / GIB:.1f} available",
+        "shared memory": f"{shared / GIB:.1f} GiB free in /dev/shm",
+        "open files": f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} at most",
+    }
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8", errors="replace") if os.path.exists(path) else ""
+
+
+def _devices() -> dict[str, str]:
+    import torch
+    import torch.distributed as dist
+
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    found = {}
+    for index in range(torch.accelerator.device_count() if kind else 0):
+        name = getattr(torch.get_device_module(kind), "get_device_name", str)(index)
+        found[f"{kind}:{index}"] = f"{name}, {torch.accelerator.get_memory_info(index)[1] / GIB:.1f} GiB"
+    backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
+    return (found or {"accelerators": "none that torch sees"}) | {"between processes": ", ".join(backends)}
+
+
+def _environment() -> Mapping[str, str]:
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(SPEAK)}
+    return found or {"variables": f"none that begin with {', '.join(SPEAK)}"}
+
+
+def _try(check: Callable[[], str]) -> str:
+    """What a check says, and its seconds; if it fails, with what."""
+    start = time.perf_counter()
+    try:
+        said = check()
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return f"FAILED: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+    return f"{said}, {time.perf_counter() - start:.1f} s"
+
+
+def _same_bits() -> str:
+    """A network of drawing layers and BatchNorm has one training, whatever its schedule and partitions."""
+    import torch
+    from torch import nn
+
+    import gpipe
+
+    def train(partitions: int, schedule: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [
+            nn.Linear(16, 32),
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(32, 32),
+            nn.Linear(32, 4),
+        ]
+        x, y = torch.randn(64, 16), torch.randint(4, (64,))
+        with gpipe.GPipe(layers, partitions, 4, schedule=schedule, seed=1, costs=[1] * 6) as pipe:
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            for _ in range(2):
+                pipe.step(x, y, nn.functional.cross_entropy)
+                optimizer.step()
+            return [tensor.detach().cpu() for tensor in pipe.state_dict().values()]
+
+    expected, ways = train(1, "gpipe"), [(2, "gpipe"), (3, "1f1b"), (3, "zb_h1"), (2, "dualpipe_v")]
+    for way in ways:
+        if not all(map(torch.equal, train(*way), expected)):
+            raise ValueError(f"{way[1]} with K={way[0]} gives other bits than K=1")
+    return f"equal in {len(ways)} ways"
+
+
+def _processes() -> str:
+    """Two processes come together and train a step."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*torchrun, "-m", "gpipe.cli.two_processes"], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(
+            done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"status {done.returncode}"
+        )
+    return f"trained a step, to a loss of {float(done.stdout):.4f}"
+
+
+def _files() -> str:
+    """A checkpoint is written and loaded."""
+    from torch import nn
+
+    import gpipe
+
+    with tempfile.TemporaryDirectory() as folder, gpipe.GPipe([nn.Linear(4, 4)], 1, 1) as pipe:
+        gpipe.load(gpipe.save(folder, pipe).wait(), pipe)
+    return f"saved and loaded in {tempfile.gettempdir()}"
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "same bits": _same_bits,
+    "two processes": _processes,
+    "checkpoint": _files,
+}

@@ -1,0 +1,40 @@
+"""`gpipe doctor`, which says what a bug report needs and whether pipes work here."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gpipe.cli import doctor
+from gpipe.cli.main import main
+
+
+def test_a_page_says_what_there_is_and_that_it_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", "--out", str(tmp_path / "page.json")])
+    said, page = capsys.readouterr().out, json.loads((tmp_path / "page.json").read_text())
+    assert end.value.code == 0, said
+    assert said.endswith("All that was tried works.\n")
+    for part in ("installed", "machine", "devices", "environment", "tried here"):
+        for name, words in page[part].items():
+            assert name in said
+            assert words in said
+    assert {"gpipe", "torch", "numpy"} <= set(page["installed"])
+    assert "hypothesis" not in page["installed"]
+
+
+def test_what_fails_is_named_with_its_cause(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> str:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(doctor, "CHECKS", {"works": lambda: "yes", "checkpoint": fails})
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    with pytest.raises(SystemExit) as end:
+        main(["doctor"])
+    said = capsys.readouterr().out
+    assert end.value.code == 1
+    assert "FAILED: OSError: the disk is full (test_doctor.py:" in said
+    assert "NCCL_DEBUG            INFO" in said
+    assert said.endswith("1 of 2 failed: checkpoint\n")
