@@ -265,6 +265,16 @@ def test_devices_of_any_maker() -> None:
         assert [accelerator.numbered(device) for device in (torch.device("cpu", 0), meta)] == [cpu, meta]
     with relied_on("default_generator", "draws as torch does"):
         assert accelerator.default_generator(cpu) is accelerator.default_generator(meta) is torch.default_generator
+    generator, again = (torch.Generator().manual_seed(5) for _ in range(2))
+    before = torch.default_generator.get_state()
+    with relied_on("standing_in", "keys what takes no generator"):
+        for _ in range(2):
+            with accelerator.standing_in(generator):
+                assert torch.equal(torch.rand(3), torch.rand(3, generator=again))
+    assert torch.equal(torch.default_generator.get_state(), before)
+    with relied_on("copied_to_host", "saves in the background"):
+        (copy,) = accelerator.copied_to_host([generator.get_state()])
+        assert torch.equal(copy, again.get_state())
     with relied_on("queued_on", "puts work on a stream"), accelerator.queued_on(None):
         assert torch.ones(1).is_cpu
     with relied_on("current_stream", "orders a rank behind its caller"):

@@ -250,6 +250,12 @@ struct SimGenerator final : c10::GeneratorImpl {
   uint64_t seed() override { return inner.seed(); }
   void set_state(const c10::TensorImpl& state) override { inner.unsafeGetGeneratorImpl()->set_state(state); }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return inner.unsafeGetGeneratorImpl()->get_state(); }
+  void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& other) override {
+    inner = static_cast<SimGenerator*>(other.get())->inner;
+  }
+  c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override {
+    return c10::make_intrusive<SimGenerator>(device_.index(), inner);
+  }
   SimGenerator* clone_impl() const override { return new SimGenerator(device_.index(), inner.clone()); }
 };
 
@@ -449,6 +455,43 @@ void convolution_backward(const c10::OperatorHandle& op, torch::jit::Stack* stac
   run(plain, stack);
 }
 
+// Copies to and from pinned memory of the host, which are under way until the host has waited for them: what arrives is
+// there then, and what leaves must be as it was.
+struct HostCopy {
+  sim::Clock over;
+  Tensor host, image;
+  bool arrives;
+  sim::Where where;
+};
+std::mutex host_copies_mutex;
+std::vector<HostCopy> host_copies;
+
+void begin_host_copy(int track, const Tensor& host, Tensor image, bool arrives, const sim::Where& where) {
+  if (arrives) on_cpu(host).fill_(77);
+  std::lock_guard<std::mutex> lock(host_copies_mutex);
+  host_copies.push_back({machine().record(track), host, std::move(image), arrives, where});
+}
+
+void end_host_copies() {
+  std::vector<HostCopy> over;
+  {
+    std::lock_guard<std::mutex> lock(host_copies_mutex);
+    auto first = std::stable_partition(host_copies.begin(), host_copies.end(),
+                                       [](const HostCopy& one) { return !machine().knows(one.over); });
+    over.assign(std::make_move_iterator(first), std::make_move_iterator(host_copies.end()));
+    host_copies.erase(first, host_copies.end());
+  }
+  at::AutoDispatchBelowADInplaceOrView plain;
+  auto bytes = [](const Tensor& tensor) { return tensor.reshape(-1).view(at::kByte); };
+  for (HostCopy& one : over) {
+    Tensor host = on_cpu(one.host);
+    if (one.arrives)
+      host.copy_(one.image);
+    else if (!at::equal(bytes(host), bytes(one.image)))
+      machine().report("pinned memory was written while a copy of it was under way", one.where, here("the host waits"));
+  }
+}
+
 // A copy between devices runs on the source's current stream, behind what the target's has begun, and before what it
 // begins later, as CUDA's does. Between host and device it runs on the device's; the host waits for it, unless it is
 // told not to and its own memory is pinned.
@@ -469,8 +512,13 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   const Tensor& host = is_sim(self) ? to : self;
   Device device = there.device();
   machine().kernel(current_track(device.index()), {use_of(there, is_sim(to))}, where);
+  if (non_blocking && PinnedMemory::one().holds(host.storage().data())) {
+    begin_host_copy(current_track(device.index()), host, from.clone(), is_sim(self), where);
+    if (is_sim(to)) into.copy_(from);
+    return to;
+  }
   into.copy_(from);
-  if (!non_blocking || !PinnedMemory::one().holds(host.storage().data())) guard.synchronizeStream(guard.getStream(device));
+  guard.synchronizeStream(guard.getStream(device));
   return to;
 }
 
@@ -600,6 +648,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {  // named so by torch's macro
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "What the simulated accelerator has seen.";
+  machine().host_has_waited = end_host_copies;
   module.attr("DEVICES") = sim::DEVICES;
   module.def("take_reports", [] { return machine().take_reports(); });
   module.def("kernels", [] { return machine().kernels; });

@@ -70,6 +70,7 @@ class Machine {
  public:
   std::mutex mutex;
   bool watches = true;
+  std::function<void()> host_has_waited = [] {};
 
   Machine() : clocks_(TRACKS, Clock(TRACKS, 0)), host_(TRACKS, 0) {}
 
@@ -135,13 +136,19 @@ class Machine {
   }
 
   void synchronize(const Clock& clock) {
-    std::lock_guard<std::mutex> lock(mutex);
-    join(host_, clock);
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      join(host_, clock);
+    }
+    host_has_waited();
   }
 
   void synchronize_tracks(int from, int until) {
-    std::lock_guard<std::mutex> lock(mutex);
-    for (int track = from; track < until; ++track) join(host_, clocks_[track]);
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      for (int track = from; track < until; ++track) join(host_, clocks_[track]);
+    }
+    host_has_waited();
   }
 
   bool knows(const Clock& clock) {
@@ -149,6 +156,11 @@ class Machine {
     for (int at = 0; at < TRACKS; ++at)
       if (host_[at] < clock[at]) return false;
     return true;
+  }
+
+  void report(const std::string& what, const Where& first, const Where& second) {
+    std::lock_guard<std::mutex> lock(mutex);
+    report_(what, first, second);
   }
 
   std::vector<std::string> take_reports() {

@@ -39,7 +39,9 @@ def test_drawn_pipes_have_the_bits_of_the_devices_plain_loop_and_nothing_is_repo
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_an_order_left_out_is_reported(order: Order) -> None:
     _, said = ask("mutations", "--without", order.place)
-    assert said.startswith(("reported", "failed")), said  # torch itself refuses times of events that are not over
+    assert said.startswith(("reported", "failed", "differs")), (
+        said
+    )  # torch itself refuses times of events that are not over
 
 
 def test_wrong_programs_are_reported_and_right_ones_are_not() -> None:

@@ -5,12 +5,16 @@ The same jobs as over the links, the same bits, the same failures told.
 
 from collections import Counter
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpipe.distributed.mesh import find_position
 from gpipe.distributed.nccl import matchings
 from tests.support.jobs import process_groups as jobs
 from tests.support.jobs.training import MICRO_BATCHES, faulty_layer, reference
@@ -103,3 +107,16 @@ def test_a_rank_that_dies_is_named_by_all_others() -> None:
         if outcome.rank != stage:
             assert outcome.error == "RemoteError"
             assert f"rank {stage} is gone" in outcome.told
+
+
+def test_one_queue_for_all_streams_of_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh: Any = SimpleNamespace(mesh_dim_names=("pp",), mesh=torch.arange(2), device_type="cuda")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    position, (found,) = find_position(mesh, 2, 2)
+    assert position is None
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in found
+    mesh.device_type = "cpu"
+    monkeypatch.setattr("gpipe.distributed.mesh.timeout_of_world", lambda: 60.0)
+    assert find_position(mesh, 2, 2)[1] == []

@@ -4,11 +4,14 @@ A device *queues* if its kernels run later than they are called, on streams. CPU
 """
 
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
 import torch
+from torch import Tensor
 
 CPU = torch.device("cpu")
 WITHOUT_STREAMS = frozenset({"cpu", "meta", "mps"})
@@ -57,6 +60,43 @@ def default_generator(device: torch.device) -> torch.Generator:
     return generators[numbered(device).index]
 
 
+_standing_in: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock)
+
+
+@contextmanager
+def standing_in(generator: torch.Generator) -> Iterator[None]:
+    """Has what draws from its device's default generator draw from this one, for operations that take none.
+
+    The lock keeps apart the threads that draw on one device. Generators of CUDA's kind change places by reference.
+    """
+    default = default_generator(generator.device)
+    with _standing_in[generator.device]:
+        if _shares_states(generator.device.type):
+            own = default.graphsafe_get_state()
+            default.graphsafe_set_state(generator)
+            try:
+                yield
+            finally:
+                default.graphsafe_set_state(own)
+        else:
+            before = default.get_state()
+            default.set_state(generator.get_state())
+            try:
+                yield
+                generator.set_state(default.get_state())
+            finally:
+                default.set_state(before)
+
+
+@cache
+def _shares_states(kind: str) -> bool:
+    try:
+        torch.Generator(kind).graphsafe_get_state()
+    except NotImplementedError:
+        return False
+    return True
+
+
 def current_stream(device: torch.device) -> torch.Stream:
     """The stream that this thread queues on."""
     return torch.accelerator.current_stream(device)
@@ -87,6 +127,15 @@ def same_parameters(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def copied_to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Copies on the CPU: each is queued behind what its device has to do, and all are waited for at once."""
+    given = list(tensors)
+    copies = [tensor.to(CPU, copy=True, non_blocking=queues(tensor.device)) for tensor in given]
+    for device in {tensor.device for tensor in given if queues(tensor.device)}:
+        current_stream(device).synchronize()
+    return copies
 
 
 def synchronize(device: torch.device) -> None:

@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from gpipe._torch.accelerator import copied_to_host
 from gpipe._torch.modes import intra_op_threads
 from gpipe.checkpoint.files import encoded, opened, put_file, why_not_storable, write_file
 from gpipe.checkpoint.folder import Draft, begin, clear_leftovers, lock, prune, publish
@@ -457,7 +458,7 @@ def save(
         part = gather(pipe, optimizer, extra, keep, team.rank)
         with intra_op_threads(1):  # which copies as fast as the memory goes; several wait whenever a core is busy
             for tensors in part.files.values() if background else ():
-                tensors.update({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
+                tensors.update(zip(tensors, copied_to_host(tensors.values()), strict=True))
         own = _look(pipe, optimizer, team.size // pipe.partitions)
         if team.rank == 0:
             draft = begin(root, pipe.step_number)

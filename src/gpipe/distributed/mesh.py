@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 PIPELINE, DATA = "pp", "dp"
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,11 @@ def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> 
     replicas, rows = table.shape
     device = torch.device("cpu")
     if kind != "cpu":
+        if os.environ.get(QUEUES) == "1":
+            return None, [
+                f"{QUEUES}=1 leaves a GPU one queue for all streams, in which a message that waits for its sender "
+                f"holds back what that sender waits for; leave it out, or give 16 or more"
+            ]
         at = os.environ.get("LOCAL_RANK", dist.get_rank() % torch.accelerator.device_count())
         device = torch.device(kind, int(at))
     return Position(row, replica, rows, replicas, tuple(table.flatten().tolist()), device, timeout_of_world()), []

@@ -200,7 +200,9 @@ def groups_for(position: Position, crossings: Iterable[tuple[int, int]]) -> Nccl
     """The groups of a process whose stages have tensors for each other as `crossings` say; a CPU needs none."""
     if position.device.type == "cpu":
         return None
-    return NcclGroups(position, crossings, "nccl" if "nccl" in str(dist.get_backend_config()) else None)
+    named = dict(part.split(":") for part in str(dist.get_backend_config()).split(",") if ":" in part)
+    backend = named.get(position.device.type, "gloo")
+    return NcclGroups(position, crossings, None if backend == "gloo" else backend)
 
 
 @contextmanager

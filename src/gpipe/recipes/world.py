@@ -62,7 +62,10 @@ def joined(world: World) -> Iterator[None]:
         warnings.simplefilter("ignore")
     if interface := _find_interface(LOOPBACK if world.one_host else os.environ["MASTER_ADDR"]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    backend = (
+        f"cpu:gloo,{kind.type}:{dist.Backend.default_device_backend_map.get(kind.type, 'gloo')}" if kind else "gloo"
+    )
     # torchrun's meeting place still knows the addresses of processes that it has replaced
     store = PrefixStore(f"gpipe/{world.restarts}", _enter(world))
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT)

@@ -101,7 +101,8 @@ class DeviceStream(RankStream):
     """A rank's queue of work on a device with streams.
 
     A copy between devices runs on a stream of its source and arrives on one of its target. Both are there for copies
-    alone, so that no device's computing waits for more than what it needs:
+    alone, so that no device's computing waits for more than what it needs. What arrives is allocated on the stream of
+    arrivals: were it on the computing one, a copy would wait for all that is computed before.
 
         source  compute   ==F0==+==F1==
                 out             +-copy-+
@@ -114,6 +115,7 @@ class DeviceStream(RankStream):
         self.compute, self.arrivals = torch.Stream(device), torch.Stream(device)
         self._out: dict[torch.device, torch.Stream] = {}  # of each source
         self._queued: deque[torch.Event] = deque()  # of actions that may not be done yet
+        self._given: torch.Event | None = None  # when the last of what the caller gave on the CPU is copied
 
     def begin(self, devices: Iterable[torch.device]) -> None:
         """Orders what follows behind what the calling thread has queued, on these devices and this one."""
@@ -123,6 +125,9 @@ class DeviceStream(RankStream):
 
     def end(self, *, in_backward: bool = False) -> None:
         """Orders what the calling thread queues from now on behind what was queued here."""
+        if self._given is not None:  # the caller may write again into pinned memory
+            self._given.synchronize()
+            self._given = None
         current_stream(self.device).wait_stream(self.compute)
         if in_backward:
             torch.accelerator.current_stream().wait_stream(current_stream(self.device))
@@ -169,6 +174,8 @@ class DeviceStream(RankStream):
                 streams.enter_context(queued_on(out))
             streams.enter_context(queued_on(self.arrivals))
             copied = moved(tensor, self.device, non_blocking=True)
+        if not queues(tensor.device):
+            self._given = _event(self.arrivals)
         self.compute.wait_stream(self.arrivals)
         copied.record_stream(self.compute)
         return copied

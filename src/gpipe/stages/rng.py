@@ -26,7 +26,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from gpipe._torch.accelerator import CPU, default_generator, numbered
+from gpipe._torch.accelerator import CPU, default_generator, numbered, standing_in
 from gpipe._torch.autograd import node_number, running_node
 from gpipe._torch.checkpoint import CheckpointFrame, read_checkpoint, reruns_by_default_generator
 from gpipe._torch.dispatcher import (
@@ -147,7 +147,6 @@ def _frames(until: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-borrowing = threading.RLock()  # whoever holds it may set the state of a default generator
 _installing = threading.Lock()
 _installed: list[Any] = []
 
@@ -242,7 +241,9 @@ def _kernel(func: Operator, own: Any, below: Any) -> Callable[..., object]:
         leave_out(own, True)
         try:
             if keyed is None:
-                return _borrow(generator, lambda: func(*args, **kwargs))
+                # dropout, fused attention and cuDNN's RNNs on GPUs; dropout on the CPU below a mode or a subclass
+                with standing_in(generator):
+                    return func(*args, **kwargs)
             kwargs["generator"] = generator
             return keyed(*args[:most], **kwargs)
         finally:
@@ -257,24 +258,6 @@ def _device_of(args: Sequence[object], kwargs: Mapping[str, Any]) -> torch.devic
     given = kwargs.get("device")
     device = tensor.device if tensor is not None else CPU if given is None else torch.device(given)
     return numbered(device)
-
-
-def _borrow(generator: torch.Generator, draw: Callable[[], object]) -> object:
-    """Draws from a default generator that meanwhile stands where `generator` does.
-
-    It is the only way where torch takes no generator: dropout, fused attention and cuDNN's RNNs on GPUs, and dropout
-    on the CPU below a mode or a subclass of Tensor. The lock keeps rank threads apart meanwhile.
-    """
-    default = default_generator(generator.device)
-    with borrowing:
-        own = default.get_state()
-        try:
-            default.set_state(generator.get_state())
-            result = draw()
-            generator.set_state(default.get_state())
-        finally:
-            default.set_state(own)
-    return result
 
 
 @contextmanager
