@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gpipe.distributed.codec import decode, encode
+from gpipe.distributed.codec import check_shape, decode, encode
 from gpipe.stages.boundary import UNDEFINED, BoundaryValue, Gradients
 from gpipe.stages.messages import Message
 from gpipe.stages.tree import Tree
@@ -224,6 +224,12 @@ def test_a_tensor_may_lie_at_any_address(dtype: torch.dtype) -> None:
         assert_same(back, BoundaryValue(tensor, []))
         assert isinstance(back, BoundaryValue)
         assert back.value.data_ptr() % 64 == ahead % 64
+
+
+def test_a_tensor_may_lie_where_devices_lay_it() -> None:
+    """They align by 512 bytes: a part of a tensor there lies at any multiple of its items below that."""
+    for ahead in range(0, 512, 4):
+        check_shape((torch.float32, (16,), (1,), False, ahead))
 
 
 Pair = namedtuple("Pair", "a b")

@@ -25,7 +25,7 @@ from gpipe._torch.trees import TreeSpec, registered_class, registration, tree_fl
 from gpipe.errors import RemoteError, received
 from gpipe.stages.boundary import UNDEFINED, BoundaryValue, Undefined
 from gpipe.stages.messages import Message, Payload
-from gpipe.stages.tree import UNITS, alignment, allocate
+from gpipe.stages.tree import LARGEST_UNIT, alignment, allocate
 
 ALIGNED_BYTES = 64  # bytes: where in a message tensors begin
 CACHED_LAYOUTS = 1024  # layouts
@@ -267,7 +267,7 @@ def check_shape(shape: Shape) -> None:
     is_sound = (
         all(type(number) is int and 0 <= number < 2**62 for number in (*size, *strides, aligned))
         and len(size) == len(strides) <= MOST_DIMENSIONS
-        and aligned < max(UNITS.values())
+        and aligned < LARGEST_UNIT
         and math.prod(max(n, 1) for n in size) * dtype.itemsize < 2**63
         and (wants_gradient is False or (wants_gradient is True and (dtype.is_floating_point or dtype.is_complex)))
     )

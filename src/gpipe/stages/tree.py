@@ -89,15 +89,15 @@ def refuse_hidden_tensors(value: object) -> None:
             raise TypeError(HIDDEN.format(name=type(leaf).__name__))
 
 
-UNITS = {"cpu": 64, "meta": 1}
-"""Bytes by which torch aligns what it allocates, elsewhere 512; nothing chooses by more of an address than this."""
+UNITS, LARGEST_UNIT = {"cpu": 64, "meta": 1}, 512
+"""Bytes by which torch aligns what it allocates, elsewhere the largest; nothing chooses by more of an address."""
 
 
 def alignment(tensor: Tensor) -> int:
     """The address of a tensor modulo its device's unit; 0 where there is no address to look at."""
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
         return 0
-    return tensor.data_ptr() % (64 if tensor.is_cpu else UNITS.get(tensor.device.type, 512))
+    return tensor.data_ptr() % (64 if tensor.is_cpu else UNITS.get(tensor.device.type, LARGEST_UNIT))
 
 
 def storage_address(tensor: Tensor) -> int:
