@@ -19,6 +19,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.library import Library
+
+from tests.accelerator import cells
 
 HERE = Path(__file__).parent
 SOURCES = ("accelerator.cpp", "clocks.h")
@@ -99,6 +102,9 @@ class _Device(ModuleType):
             generator.manual_seed(seed)
 
 
+_kept: list[Library] = []  # what it holds is registered for as long as it lives
+
+
 @cache
 def load() -> Any:
     """The simulator's own functions: `take_reports()`, `kernels()`, `reset_peak(device)`, `peak_bytes(device)`."""
@@ -111,4 +117,5 @@ def load() -> Any:
     spec.loader.exec_module(simulator)
     torch._register_device_module(NAME, _Device(simulator))
     utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    _kept.append(cells.register())
     return simulator

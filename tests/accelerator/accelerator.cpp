@@ -321,6 +321,14 @@ Tensor empty_like_on(const Tensor& like, DeviceIndex device) {
                                              : at::empty(like.sizes(), options);
 }
 
+const Tensor& resize(const Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat>) {
+  auto* tensor = self.unsafeGetTensorImpl();
+  tensor->set_sizes_contiguous(C10_AS_INTARRAYREF_SLOW(size));
+  size_t bytes = (tensor->storage_offset() + tensor->numel()) * tensor->itemsize();
+  if (bytes > self.storage().nbytes()) at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(self.storage(), bytes);
+  return self;
+}
+
 const std::unordered_set<std::string> WRITES_RUNNING{"aten::native_batch_norm", "aten::_batch_norm_impl_index"};
 const std::unordered_set<std::string> TAKES_CPU{"aten::index", "aten::index_put_", "aten::_index_put_impl_",
                                                 "aten::index_put", "aten::_unsafe_index"};
@@ -345,7 +353,8 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
                 "device, and they are on ", device, " and ", tensor.device().index());
     device = tensor.device().index();
     if (tensor.numel()) uses.push_back(use_of(tensor, writes));
-    pairs.emplace_back(tensor, is_out ? on_cpu(tensor).clone() : on_cpu(tensor));  // an output may be resized
+    // an output is resized by the CPU's kernel: from nothing, which it does without a warning
+    pairs.emplace_back(tensor, is_out ? at::empty({0}, tensor.options().device(at::kCPU)) : on_cpu(tensor));
     return pairs.back().second;
   };
 
@@ -404,7 +413,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     for (auto& [original, alias] : pairs) {
       if (!tensor.is_same(alias)) continue;
       if (original.const_data_ptr() != alias.const_data_ptr()) {  // an output
-        if (original.sizes() != alias.sizes()) at::native::resize_output(original, alias.sizes());
+        if (original.sizes() != alias.sizes()) resize(original, c10::fromIntArrayRefSlow(alias.sizes()), {});
         if (original.numel()) {
           on_cpu(original).copy_(alias);
           made.push_back(use_of(original, true));
@@ -562,14 +571,6 @@ Tensor view(const Tensor& self, c10::SymIntArrayRef size) {
 
 Tensor reshape_alias(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
-}
-
-const Tensor& resize(const Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat>) {
-  auto* tensor = self.unsafeGetTensorImpl();
-  tensor->set_sizes_contiguous(C10_AS_INTARRAYREF_SLOW(size));
-  size_t bytes = (tensor->storage_offset() + tensor->numel()) * tensor->itemsize();
-  if (bytes > self.storage().nbytes()) at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(self.storage(), bytes);
-  return self;
 }
 
 Tensor& set_storage(Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size,

@@ -7,14 +7,14 @@ The orders are read from the source: each wait, event, record of a stream and sy
 
 import argparse
 import ast
+import inspect
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import NamedTuple
+from types import CodeType
+from typing import Any, NamedTuple
 
 SOURCE = Path(__file__).parents[2] / "src" / "gpipe"
 METHODS = frozenset({"wait_event", "wait_stream", "record_stream", "synchronize", "wait"})
@@ -29,10 +29,12 @@ ELSEWHERE = {
     "cli/doctor.py": "a file is waited for",
     "recipes/training.py": "a clock is read behind the one, and a file is waited for by the other",
     "synchronize": "what planner/measure.py calls",
-    "_share_commits": "what it queues is for other processes: left to a machine with GPUs",
     "DeviceStream.keep_pace": "it bounds memory, and orders nothing: test_accelerator.py counts it",
 }
 """Orders that the detector cannot miss, and why; by their module or function."""
+NOTICED = ("reported", "differs", "failed")  # torch itself refuses times of events that are not over
+OVER_PROCESSES = {"_share_commits": "replicas"}
+"""Functions whose orders are needed where there are several processes alone, and what of `processes` shows it."""
 
 
 class Order(NamedTuple):
@@ -106,35 +108,23 @@ class _LeaveOut(ast.NodeTransformer):
         return ast.copy_location(ast.Constant(None), node)
 
 
-class Without(MetaPathFinder):
-    """Imports one module without one of its orders."""
-
-    def __init__(self, path: Path, line: int, column: int) -> None:
-        self.path, self.leave_out = path, _LeaveOut(line, column)
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is None or spec.origin != str(self.path):
-            return None
-        spec.loader = _Loader(name, spec.origin, self.leave_out)
-        return spec
-
-
-class _Loader(SourceFileLoader):
-    def __init__(self, name: str, path: str, leave_out: _LeaveOut) -> None:
-        super().__init__(name, path)
-        self.leave_out = leave_out
-
-    def get_code(self, fullname: str) -> CodeType:
-        tree = ast.fix_missing_locations(self.leave_out.visit(ast.parse(self.get_data(self.path))))
-        code: CodeType = compile(tree, self.path, "exec")
-        return code
+def leave_out(place: str) -> None:
+    """Has the function that gives an order be one that does not give it."""
+    path, line, column = place.split(":")
+    (order,) = (order for order in orders() if order.place == place)
+    found: Any = import_module("gpipe." + path.removesuffix(".py").replace("/", "."))
+    for name in order.function.split("."):
+        found = getattr(found, name)
+    tree = _LeaveOut(int(line), int(column)).visit(ast.parse((SOURCE / path).read_text()))
+    within = [compile(ast.fix_missing_locations(tree), str(SOURCE / path), "exec")]
+    for code in within:
+        within += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    (inspect.unwrap(found).__code__,) = (code for code in within if code.co_qualname == order.function)
 
 
 def try_without(place: str, count: int) -> str:
     """What is first noticed without an order, and at which number of the matrix."""
-    path, line, column = place.split(":")
-    sys.meta_path.insert(0, Without(SOURCE / path, int(line), int(column)))
+    leave_out(place)
     from tests.accelerator import matrix
 
     for number in (*TELLING, *range(count)):
@@ -146,9 +136,17 @@ def try_without(place: str, count: int) -> str:
     return f"nothing in {count}"
 
 
+def program_without(order: Order, count: int = 1000) -> list[str]:
+    """The program that tells what is noticed without an order, in a process of its own, or in several."""
+    if order.function in OVER_PROCESSES:
+        return ["processes", "--without", order.place, "--part", OVER_PROCESSES[order.function]]
+    return ["mutations", "--without", order.place, "--count", str(count)]
+
+
 def notice(order: Order, count: int) -> str:
-    """The same, in a process of its own."""
-    command = [sys.executable, "-m", "tests.accelerator.mutations", "--without", order.place, "--count", str(count)]
+    """What it tells."""
+    module, *arguments = program_without(order, count)
+    command = [sys.executable, "-m", f"tests.accelerator.{module}", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     return done.stdout.strip() or f"ended by {done.returncode}"
 
@@ -164,9 +162,7 @@ def main() -> None:
     missed = 0
     for order in orders():
         found = order.elsewhere or notice(order, asked.count)
-        missed += order.elsewhere is None and not found.startswith(
-            ("reported", "failed", "differs")
-        )  # torch itself may refuse
+        missed += order.elsewhere is None and not found.startswith(NOTICED)
         print(f"{order}\n    {found}\n", flush=True)
     raise SystemExit(missed > 0)
 

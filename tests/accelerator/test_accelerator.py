@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.accelerator import built, lacking
-from tests.accelerator.mutations import Order, orders
+from tests.accelerator.mutations import NOTICED, Order, orders, program_without
 from tests.support import progress
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
@@ -38,10 +38,14 @@ def test_drawn_pipes_have_the_bits_of_the_devices_plain_loop_and_nothing_is_repo
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_an_order_left_out_is_reported(order: Order) -> None:
-    _, said = ask("mutations", "--without", order.place)
-    assert said.startswith(("reported", "failed", "differs")), (
-        said
-    )  # torch itself refuses times of events that are not over
+    _, said = ask(*program_without(order))
+    assert said.startswith(NOTICED), said
+
+
+@pytest.mark.parametrize("part", ["replicas", "stories", "schedules"])
+def test_ranks_that_are_processes_have_the_bits_of_one_process_and_nothing_is_reported(part: str) -> None:
+    code, said = ask("processes", "--part", part)
+    assert code == 0, said
 
 
 def test_wrong_programs_are_reported_and_right_ones_are_not() -> None:

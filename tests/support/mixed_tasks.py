@@ -1,6 +1,6 @@
 """Same bits: what is done with models that mix everything, and what comes of it by a pipe and in plain PyTorch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from random import Random
@@ -153,7 +153,7 @@ def run_pipe(task: Task, way: Way) -> Outcome:
         return run(task, pipe)
 
 
-def make(model: Model, task: Task, way: Way, devices: Sequence[torch.device] | None = None) -> gpipe.GPipe:
+def make(model: Model, task: Task, way: Way, **places: Any) -> gpipe.GPipe:
     return gpipe.GPipe(
         model.layers,
         way.cut,
@@ -164,7 +164,7 @@ def make(model: Model, task: Task, way: Way, devices: Sequence[torch.device] | N
         seed=task.seed,
         ties=model.ties,
         deferred_batch_norm=task.deferred,
-        devices=devices,
+        **places,
     )
 
 

@@ -158,17 +158,19 @@ def state_of(sides: Sequence[Side]) -> Outcome:
     return found
 
 
-def tell_replicas(story: Story, replicas: int) -> list[tuple[list[Tensor], Outcome]]:
+def tell_replicas(
+    story: Story, replicas: int, make: Callable[[int, int], list[Plain]] = plain
+) -> list[tuple[list[Tensor], Outcome]]:
     """What comes of a story, and what it leaves, in each replica: losses and gradients are added up over them.
 
     Several replicas add up what each run gives, one alone what each micro-batch does.
     """
     if replicas == 1:
-        alone = plain()
+        alone = make(0, 1)
         return [(tell(story, alone), state_of(alone))]
     told = []
     for replica in range(replicas):
-        runs, sides = list[list[Tensor | None]](), plain(replica, replicas)
+        runs, sides = list[list[Tensor | None]](), make(replica, replicas)
         parameters = [parameter for side in sides for parameter in side.module.parameters()]
 
         def note(parameters: Sequence[nn.Parameter] = parameters, runs: list[list[Tensor | None]] = runs) -> None:

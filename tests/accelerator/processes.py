@@ -1,0 +1,227 @@
+"""Ranks that are processes, each with a simulated device of its own: the bits of one process, and nothing reported.
+
+    python -m tests.accelerator.processes
+
+Tensors go through the hosts' memory, as on any device without NCCL. What one process does on such a device is shown
+by `matrix.py`.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import gpipe
+from gpipe.schedule.schedules import SCHEDULES
+from tests.accelerator import NAME
+from tests.accelerator.matrix import CPU, FIRST, SIMULATOR, moved, on_cpu, placed
+from tests.accelerator.mutations import leave_out
+from tests.support import mixed_tasks, runs_alive
+from tests.support.jobs.same_bits import task_of
+from tests.support.mixed_tasks import Task, generate_way, whole
+from tests.support.outcomes import Outcome
+from tests.support.plain_loop import REMATS
+from tests.support.processes.digests import Digests, digests, own_inputs, wrong
+from tests.support.processes.launch import WorkerPool
+from tests.support.processes.outcome import answers
+from tests.support.same_bits_stories import STORIES, maker
+
+WORLDS = (1, 2, 3, 4)
+SEEDS = range(0, 26, 2)
+Told: TypeAlias = tuple[list[Digests], list[str]]
+"""What a rank has, run by run, and what was reported in it."""
+
+
+# In a rank.
+
+
+def do(rank: int, world: int, job: str, without: str, *given: Any) -> Told:
+    """A job on this rank's device; gpipe may be without one of its orders."""
+    if without:
+        leave_out(without)
+    SIMULATOR.take_reports()
+    found = JOBS[job](rank, world, *given)
+    torch.accelerator.synchronize()
+    return found, SIMULATOR.take_reports()
+
+
+def mesh_of(world: int, replicas: int = 1) -> DeviceMesh:
+    return DeviceMesh(NAME, torch.arange(world).reshape(replicas, -1), mesh_dim_names=("dp", "pp"))
+
+
+def stories(rank: int, world: int, names: Sequence[str]) -> list[Digests]:
+    found = []
+    for name in names:
+        remat = [REMATS[(stage + len(name)) % len(REMATS)] for stage in range(world)]
+        make, pipes = maker(world, driver="process", remat=remat, mesh=mesh_of(world)), list[gpipe.GPipe]()
+
+        def made(*layers: Any, make: Callable[..., Any] = make, pipes: Any = pipes, **how: Any) -> gpipe.GPipe:
+            pipes.append(gives_to_cpu(make(*layers, **how)))
+            return pipes[-1]
+
+        found.append(digests(own_inputs(on_cpu(STORIES[name].run(made)), rank)))
+        for pipe in pipes:
+            assert pipe.devices[rank] == torch.device(NAME, rank)
+            pipe.close()
+    return found
+
+
+def gives_to_cpu(pipe: gpipe.GPipe) -> gpipe.GPipe:
+    """A pipe of which a story may compare outputs with targets on the CPU."""
+    pipe.register_forward_hook(lambda _, inputs, output: output.cpu())
+    return pipe
+
+
+def mixed(rank: int, world: int, schedule: str) -> list[Digests]:
+    """Drawn models, in a schedule, that can be cut into so many stages."""
+    found: list[Digests] = []
+    for task in map(task_of, SEEDS):
+        way = generate_way(Random(task.seed), task.model, world * SCHEDULES[schedule].stages_per_rank)
+        if way is None or (schedule == "dualpipe_v" and task.micro_batches < 2 * world):
+            found.append({})
+            continue
+        way = replace(way, driver="process", schedule=schedule)
+        with mixed_tasks.make(task.model, task, way, mesh=mesh_of(world)) as pipe:
+            found.append(
+                digests(
+                    own_inputs(on_cpu(mixed_tasks.run(placed(task, CPU, CPU), pipe)), 0 if pipe.reads_inputs else 1)
+                )
+            )
+    return found
+
+
+def replicas(rank: int, world: int, story: runs_alive.Story, deferred: bool) -> list[Digests]:
+    """Two replicas in which several runs are alive at once."""
+    sides = runs_alive.pipes(
+        world // 2, driver="process", mesh=mesh_of(world, 2), deferred_batch_norm=deferred, schedule="1f1b"
+    )
+    for side in sides:
+        side.device = torch.device(NAME, rank)
+    came = runs_alive.tell(story, sides)
+    found = digests(on_cpu(runs_alive.state_of(sides) | numbered(came)))
+    for side in sides:
+        side.pipe.close()
+    return [found]
+
+
+def numbered(came: Sequence[Tensor]) -> Outcome:
+    return {f"{at} of the story": tensor for at, tensor in enumerate(came)}
+
+
+JOBS: dict[str, Callable[..., list[Digests]]] = {"stories": stories, "mixed": mixed, "replicas": replicas}
+
+# In the process that asks them.
+
+STORY: runs_alive.Story = [("step", 0), ("call", 0), ("call", 1), ("step", 1), ("backward", 0), ("backward", 0)]
+EVALUATED: runs_alive.Story = [*STORY, ("evaluate", 0), ("chain", 0), ("score", 1), ("backward", 0)]
+
+
+def plain_replica(replica: int, replicas: int) -> list[runs_alive.Plain]:
+    sides = runs_alive.plain(replica, replicas)
+    for side in sides:
+        moved([side.module], FIRST)
+        side.device = FIRST
+    return sides
+
+
+def never(name: str) -> bool:
+    return False
+
+
+def is_statistic(name: str) -> bool:
+    return "running_" in name or "num_batches" in name
+
+
+class Ranks:
+    """Asks processes, and notes what they have that they should not have."""
+
+    def __init__(self, pool: WorkerPool, without: str) -> None:
+        self.pool, self.without = pool, without
+        self.found = Counter[str]()
+
+    def ask(self, world: int, job: str, *given: Any) -> list[list[Digests]]:
+        """What each rank has, run by run."""
+        told: list[Told] = answers(self.pool.run(f"{__spec__.name}:do", job, self.without, *given, world=world))
+        for rank, (_, reports) in enumerate(told):
+            if reports:
+                self.found["reported"] += 1
+                first, *lines = reports[0].splitlines()
+                print(f"reported: {first}: rank {rank} of {world}, {job} {given}", *lines, sep="\n")
+        return [found for found, _ in told]
+
+    def compare(
+        self, what: str, ranks: Sequence[Digests], expected: Digests, leave_out: Callable[[str], bool] = never
+    ) -> None:
+        said = wrong(ranks, expected, leave_out)
+        self.found["differs" if said else "equal"] += 1
+        if said:
+            print(f"differs: {what}: {said}")
+
+
+def try_stories(ranks: Ranks) -> None:
+    make = maker(1, driver="lockstep", remat="never", devices=FIRST)
+
+    def one(*layers: Any, **how: Any) -> gpipe.GPipe:
+        return gives_to_cpu(make(*layers, **how))
+
+    expected = {name: digests(on_cpu(story.run(one))) for name, story in STORIES.items()}
+    for world in WORLDS:
+        for name, *found in zip(STORIES, *ranks.ask(world, "stories", [*STORIES]), strict=True):
+            ranks.compare(f"{name} in {world} processes", found, expected[name])
+
+
+def try_schedules(ranks: Ranks) -> None:
+    one = {seed: digests(on_cpu(run_alone(task_of(seed)))) for seed in SEEDS}
+    for world, schedule in [(2, name) for name in SCHEDULES] + [(3, "1f1b"), (4, "zb_h1")]:
+        for seed, *found in zip(SEEDS, *ranks.ask(world, "mixed", schedule), strict=True):
+            if any(found):
+                ranks.compare(f"{seed} by {schedule} in {world} processes", found, one[seed])
+
+
+def run_alone(task: Task) -> Outcome:
+    with mixed_tasks.make(mixed_tasks.twin(task.model), task, whole(task.model), devices=[FIRST]) as pipe:
+        return mixed_tasks.run(placed(task, CPU, CPU), pipe)
+
+
+def try_replicas(ranks: Ranks) -> None:
+    for world, deferred in ((2, True), (2, False), (4, True), (4, False)):
+        story = STORY if deferred else EVALUATED
+        found = [own for (own,) in ranks.ask(world, "replicas", story, deferred)]
+        own = [found[: world // 2], found[world // 2 :]]
+        for replica, (came, state) in enumerate(runs_alive.tell_replicas(story, 2, plain_replica)):
+            expected = digests(on_cpu(state | numbered(came)))
+            what = f"replica {replica} of two, in {world} processes, {deferred=}"
+            ranks.compare(what, own[replica], expected, is_statistic if deferred else never)
+        if deferred:  # the plain loop has no such statistics, which are the same in both replicas
+            ranks.compare(
+                "statistics of the other replica",
+                own[1],
+                dict(kv for one in own[0] for kv in one.items()),
+                lambda name: not is_statistic(name),
+            )
+
+
+PARTS = {"replicas": try_replicas, "stories": try_stories, "schedules": try_schedules}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=PARTS, action="append", help="all, if none is named")
+    parser.add_argument("--without", default="", help="PATH:LINE:COLUMN of an order of gpipe's that ranks leave out")
+    asked = parser.parse_args()
+    with WorkerPool(max(WORLDS)) as pool:
+        ranks = Ranks(pool, asked.without)
+        for name in asked.part or PARTS:
+            PARTS[name](ranks)
+    print(dict(ranks.found))
+    raise SystemExit(set(ranks.found) != {"equal"})
+
+
+if __name__ == "__main__":
+    main()
