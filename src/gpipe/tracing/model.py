@@ -74,6 +74,7 @@ class TracedModel:
         self._refused: dict[TraceKey, Exception] = {}
         self._learns = True
         self.sample_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else [type(sample).__name__]
+        sample = without_cache(model, sample)
         found, self.seconds, self._counts = self._choose(model, choices, sample)
         sample = self._with_count(sample, 1) if self._counts else sample
         self.parts = found.parts
@@ -153,10 +154,9 @@ class TracedModel:
             values: What the user gave of each.
             over_replicas: Adds what the model's loss averages over to that of the other replicas, if the loss is
                 wanted.
-            for_output: Whether the output is wanted: a cache for generation is left out of it, unless asked for.
+            for_output: Whether the output is wanted.
         """
-        if for_output:
-            values = [without_cache(self.model, value) for value in values]
+        values = [without_cache(self.model, value) for value in values]
         ones = [1.0] * len(values)
         if self._counts and isinstance(values[0], Mapping) and COUNT in values[0]:  # the user has counted
             return self._begin(values)._replace(shares=ones)

@@ -1,0 +1,335 @@
+"""What a stage of a traced model has noted once a run it does in a line; what Python sees may change between runs."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import MethodType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe
+from gpipe.tracing.interpreter import StageInterpreter
+from tests.support.plain_loop import one_thread, same_bits, weights_of
+
+W, M, SEED = 8, 4, 3
+FACTOR = 1.0
+COUNTS = {"calls": 0}
+
+
+def glue(x: Tensor) -> Tensor:
+    return x * 1.25
+
+
+def counting_from(start: float) -> Callable[[], float]:
+    def value() -> float:
+        return start
+
+    return value
+
+
+class Net(nn.Module):
+    """Blocks, and between them code that looks at whatever Python can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, W)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(W, W), nn.Dropout(0.2), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(W, 20)
+        self.offset = nn.Buffer(torch.linspace(0, 1, W))
+        self.scale, self.config, self.skips = 1.0, SimpleNamespace(shift=0.0, late=False), 4
+        self.closure = counting_from(0.5)
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        weights = mask.cumsum(-1) / 7
+        if not bool(mask.all()):
+            weights = weights.masked_fill(mask == 0, -1.0)
+        for at, block in enumerate(self.blocks):
+            if at >= self.skips:
+                continue
+            x = glue(block(x)) * self.scale + self.config.shift + self.closure() * FACTOR
+            if self.training and at == 1:
+                x = x + weights[..., None] * self.offset
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def batch(step: int, *, padded: bool = False) -> dict[str, Tensor]:
+    ids = torch.randint(20, (8, 5), generator=torch.Generator().manual_seed(step))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[5:, 3:] = 0
+    return {"ids": ids, "mask": mask, "labels": ids.roll(1, 1)}
+
+
+def made(net: nn.Module, **settings: Any) -> gpipe.GPipe:
+    settings = {"partitions": 2, "schedule": "1f1b", "remat": "never", "costs": "params", **settings}
+    return gpipe.GPipe(net, micro_batches=M, sample=batch(0), seed=SEED, **settings)
+
+
+class Twins:
+    """A pipe of a model, and the model in a plain loop."""
+
+    def __init__(self, make: Callable[[], nn.Module] = Net, **settings: Any) -> None:
+        with weights_of(2):
+            self.own: Any = make()
+        self.net: Any = copy.deepcopy(self.own)
+        self.pipe = made(self.net, **settings)
+        self.layers = gpipe.layers_of(self.own, {name: value[:2] for name, value in batch(0).items()})
+        self.steps = 0
+
+    def both(self, change: Callable[[Any], object]) -> None:
+        change(self.own)
+        change(self.net)
+
+    def step(self, given: dict[str, Tensor] | None = None) -> None:
+        """A step of both, to the same bits."""
+        given = batch(self.steps) if given is None else given
+        loss = self.pipe.step(given)
+        total = torch.zeros(())
+        with one_thread():
+            for m in range(M):
+                part = {name: value.tensor_split(M)[m] for name, value in given.items()}
+                with self.layers.rng_scope(SEED, self.steps, m):
+                    own = self.own(**part)["loss"] / M
+                own.backward()
+                total = total + own.detach()
+        assert same_bits(loss, total)
+        for (name, one), two in zip(self.net.named_parameters(), self.own.parameters(), strict=True):
+            assert (one.grad is None) == (two.grad is None), name
+            assert one.grad is None or same_bits(one.grad, two.grad), name
+        for model in (self.net, self.own):
+            model.zero_grad()
+        self.steps += 1
+
+
+@contextmanager
+def walks() -> Iterator[list[int]]:
+    """The stages that interpret inside, by their first layers."""
+    seen: list[int] = []
+    go = StageInterpreter.go
+
+    def noted(self: StageInterpreter, inputs: Any) -> Any:
+        seen.append(self.last_layer)
+        return go(self, inputs)
+
+    with mock.patch.object(StageInterpreter, "go", noted):
+        yield seen
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"partitions": 1},
+        {"partitions": 3},
+        {"remat": "always"},
+        {"driver": "lockstep"},
+        {"schedule": "zb_v", "remat": "except_last"},
+        {"schedule": "interleaved", "stages_per_rank": 2},
+    ],
+    ids=str,
+)
+def test_each_stage_walks_once_a_run(settings: dict[str, Any]) -> None:
+    twins = Twins(**settings)
+    for _ in range(2):
+        twins.step()
+    stages = len(twins.pipe.layers_per_partition)
+    for _ in range(2):
+        with walks() as seen:
+            twins.step()
+        assert len(seen) == len(set(seen)) == stages
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "an attribute": lambda net: setattr(net, "scale", 0.5),
+    "the config": lambda net: setattr(net.config, "shift", 0.25),
+    "a closure": lambda net: setattr(net, "closure", counting_from(-2.0)),
+    "a buffer": lambda net: net.offset.mul_(3),
+    "another buffer": lambda net: setattr(net, "offset", nn.Buffer(torch.ones(W))),
+    "a weight": lambda net: net.blocks[1][0].weight.data.mul_(0.5),
+    "frozen": lambda net: net.embed.requires_grad_(False),
+    "a hook": lambda net: net.blocks[2].register_forward_hook(lambda module, given, made: made * 2),
+    "a patched method": lambda net: setattr(
+        net.blocks[1][0], "forward", MethodType(lambda self, x: F.linear(x, self.weight), net.blocks[1][0])
+    ),
+    "a module inside of a block": lambda net: net.blocks[3].__setitem__(2, nn.Sigmoid()),
+    "a block in evaluation": lambda net: net.blocks[1].eval(),
+    "all in evaluation": lambda net: net.eval(),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("remat", ["always", "never"])
+def test_what_changes_behind_the_third_step_is_followed(what: str, remat: str) -> None:
+    twins = Twins(remat=remat)
+    for _ in range(3):
+        twins.step()
+    twins.both(CHANGES[what])
+    for _ in range(2):
+        twins.step()
+
+
+@pytest.mark.parametrize(("name", "value"), [("FACTOR", -1.0), ("glue", torch.sin)])
+def test_a_global_that_changes_is_followed(name: str, value: object) -> None:
+    twins = Twins()
+    for _ in range(3):
+        twins.step()
+    refused = pytest.raises(ValueError, match="another path") if name == "glue" else nullcontext()
+    with mock.patch(f"{__name__}.{name}", value), refused:
+        twins.step()
+
+
+def test_a_dropped_block_and_a_replaced_one_are_refused() -> None:
+    twins = Twins()
+    for _ in range(3):
+        twins.step()
+    twins.net.skips = 3
+    with pytest.raises(ValueError, match="another path"):
+        twins.pipe.step(batch(0))
+    twins.net.skips = 4
+    twins.net.blocks[1] = nn.Linear(W, W)
+    with pytest.raises(ValueError, match="was replaced"):
+        twins.pipe.step(batch(0))
+
+
+def test_a_number_read_from_inputs_that_is_another_leads_python_elsewhere() -> None:
+    twins = Twins()
+    for _ in range(2):
+        twins.step()
+    assert not batch(0, padded=True)["mask"].all()
+    with walks() as seen:
+        twins.step(batch(5))
+    usual = len(seen)
+    with walks() as seen:  # two micro-batches of four are padded
+        twins.step(batch(5, padded=True))
+    assert len(seen) > usual
+
+
+class Ragged(Net):
+    """Gives as many columns as its largest id says, which code between blocks asks for."""
+
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(W, W)
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return self.inner(x)[:, : 2 + int(ids.max()) % 3]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(W, W), self.Cut(), nn.Linear(W, W), nn.Linear(W, W)])
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.blocks[1](self.blocks[0](self.embed(ids)), ids)
+        x = x * x.shape[1] + torch.arange(x.shape[1])[:, None]
+        x = self.blocks[3](self.blocks[2](x).tanh() / x.shape[1])
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels[:, : x.shape[1]].flatten()), "logits": logits}
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 3])
+@pytest.mark.parametrize("remat", ["always", "never"])
+def test_an_operation_that_gives_another_shape_leads_python_elsewhere_from_there_on(
+    partitions: int, remat: str
+) -> None:
+    twins = Twins(Ragged, partitions=partitions, remat=remat)
+    for _ in range(4):
+        twins.step()
+
+
+class Hands(Net):
+    """Puts a tensor where a block looks for it, in front of its call."""
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(W, W)
+            self.mask: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * self.mask[..., None]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = self.Looks()
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.blocks[2].mask = ids % 3 + 1
+        return super().forward(ids, mask, labels)
+
+
+HALVES = False
+
+
+@contextmanager
+def halving() -> Iterator[None]:
+    global HALVES
+    HALVES = True
+    yield
+    HALVES = False
+
+
+class Flagged(Net):
+    """Sets a global around a block, which looks at it."""
+
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (0.5 if HALVES else 1.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = self.Looks(W, W)
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        with halving():
+            return super().forward(ids, mask, labels)
+
+
+@pytest.mark.parametrize("make", [Hands, Flagged])
+@pytest.mark.parametrize("remat", ["always", "never"])
+def test_what_reaches_blocks_unseen_keeps_python_walking(make: type[Net], remat: str) -> None:
+    twins = Twins(make, remat=remat, driver="lockstep")  # threads would each put theirs there
+    for _ in range(3):
+        twins.step()
+    with walks() as seen:
+        twins.step()
+    assert len(seen) > 2
+
+
+class Casts(Net):
+    """Computes a table outside of the autocast that is around it, and a block without gradients."""
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        with torch.autocast("cpu", enabled=False):
+            table = mask.float() @ mask.float().mT
+        x = self.embed(ids)
+        with torch.no_grad():
+            x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x) + (table @ table).mean() * 1e-3
+        logits = self.head(x).float()
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+@pytest.mark.parametrize("casts", [True, False])
+@pytest.mark.parametrize("remat", ["always", "never"])
+def test_modes_that_the_forward_sets_are_set_again(casts: bool, remat: str) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
+        twins = Twins(Casts, remat=remat)
+        for _ in range(3):
+            twins.step()
+
+
+def test_a_hook_that_is_there_from_the_start_is_called_once_a_micro_batch() -> None:
+    twins = Twins()
+    calls = []
+    twins.net.blocks[0].register_forward_hook(lambda *_: calls.append(0))
+    twins.step()
+    twins.step()
+    assert len(calls) == 2 * M
