@@ -279,8 +279,15 @@ def test_devices_of_any_maker() -> None:
         assert torch.ones(1).is_cpu
     with relied_on("current_stream", "orders a rank behind its caller"):
         assert callable(torch.accelerator.current_stream)
-    with relied_on("same_parameters", "keeps optimizers that were made before"), accelerator.same_parameters(cpu):
-        assert not torch.__future__.get_swap_module_params_on_conversion()
+    linear = nn.Linear(2, 2)
+    linear.weight.register_hook(lambda gradient: None)
+    with relied_on("keep_parameters", "keeps optimizers that were made before"):
+        accelerator.keep_parameters(linear, meta, lambda tensor: tensor.to(meta))
+        assert linear.weight.is_meta
+    with relied_on("put_data", "keeps what hangs on parameters"):
+        accelerator.put_data(linear.weight, torch.ones(2, 2))
+        assert linear.weight.is_cpu
+        assert linear.weight._backward_hooks
     with relied_on("synchronize", "measures layers"):
         accelerator.synchronize(cpu)
     with relied_on("memory_of", "bounds plans"), relied_on("name_of", "names devices in plans"):

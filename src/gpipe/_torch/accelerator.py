@@ -6,12 +6,12 @@ A device *queues* if its kernels run later than they are called, on streams. CPU
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 CPU = torch.device("cpu")
 WITHOUT_STREAMS = frozenset({"cpu", "meta", "mps"})
@@ -117,16 +117,24 @@ def queued_on(stream: torch.Stream | None) -> Iterator[None]:
         torch.accelerator.set_device_index(device)
 
 
-@contextmanager
-def same_parameters(device: torch.device) -> Iterator[None]:
-    """Has `Module.to(device)` keep the parameter objects, also where torch makes others, as on an NPU."""
-    torch_does = torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(before or not torch_does)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+def put_data(parameter: Tensor, data: Tensor) -> None:
+    """`parameter.data = data`, also where torch has none, as between a CPU and an NPU; hooks stay, not gradients."""
+    if torch._has_compatible_shallow_copy_type(parameter, data):
+        parameter.data = data
+        return
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    torch._C._swap_tensor_impl(parameter, data.detach().requires_grad_(parameter.requires_grad))
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+
+
+def keep_parameters(module: nn.Module, device: torch.device, move: Callable[[Tensor], Tensor]) -> None:
+    """Moves the parameters for which `module.to(device)` would make others, if torch does so there, as on an NPU."""
+    for parameter in module.parameters():
+        of_torch = not hasattr(parameter, "__tensor_flatten__")  # others are moved by what they hold
+        if of_torch and not torch._has_compatible_shallow_copy_type(parameter, torch.empty(0, device=device)):
+            gradient = parameter.grad
+            put_data(parameter, move(parameter.data))
+            parameter.grad = None if gradient is None else move(gradient)
 
 
 def copied_to_host(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gpipe._torch.accelerator import queues, same_parameters, synchronize
+from gpipe._torch.accelerator import keep_parameters, queues, synchronize
 from gpipe._torch.modes import intra_op_threads
 from gpipe.runtime.split_backward import backward_input, backward_weight
 from gpipe.schedule.cost import LayerSeconds
@@ -130,8 +130,8 @@ def measure_seconds(
     if device.type != "cpu":  # which need not hold all layers
 
         def alone(run: LayerRun) -> LayerSeconds:
-            with same_parameters(device):
-                run.layer.to(device)
+            keep_parameters(run.layer, device, partial(moved, device=device))
+            run.layer.to(device)
             run.output()
             return _time_in_company([[run]], once)[0]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gpipe._torch.accelerator import current_stream, queued_on, queues
-from gpipe.stages.boundary import BoundaryValue, Gradients
+from gpipe.stages.boundary import BoundaryValue, Gradients, carry_attributes
 from gpipe.stages.messages import ReadyEvent
 from gpipe.stages.tree import moved, replace_tensors, tensors_in
 
@@ -76,7 +76,7 @@ class RankStream:
         brought: dict[int, Tensor] = {}
 
         def move(tensor: Tensor) -> Tensor:
-            leaf = self.bring(tensor.detach(), mark)
+            leaf = carry_attributes(tensor, self.bring(tensor.detach(), mark))
             brought[id(tensor)] = leaf.requires_grad_() if tensor.requires_grad else leaf
             return brought[id(tensor)]
 

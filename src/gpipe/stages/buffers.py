@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gpipe._torch.accelerator import put_data
 from gpipe.stages.tree import copy_of, storage_address, version
 
 Slot: TypeAlias = tuple[nn.Module, str]
@@ -174,7 +175,7 @@ def untouched(layer: nn.Module) -> Iterator[None]:
         for parameter, data, gradient in parameters:
             parameter.grad = None  # it may be on another device than the parameter will be
             if parameter.device != data.device:
-                parameter.data = data
+                put_data(parameter, data)
             parameter.grad = gradient
         for buffer, before in buffers:
             buffer.data.copy_(before)  # raises no version: a backward that is to come may have saved the buffer

@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gpipe._torch.accelerator import CPU, awake, default_generator, same_parameters
+from gpipe._torch.accelerator import CPU, awake, default_generator, keep_parameters, put_data
 from gpipe._torch.modules import refresh_weights_of_rnn
 from gpipe._torch.trees import tree_leaves, tree_map
 from gpipe.stages.losses import is_loss_of_torch
@@ -231,15 +231,15 @@ def cut_into_stages(
     for index, (count, device) in enumerate(zip(counts, devices, strict=True)):
         held = list(islice(rest, count))
         for layer in held if index in own else ():
-            with same_parameters(device):
-                if device.type != "cpu":
-                    layer.module._apply(partial(moved, device=device))  # as `to` does, and tensors lie as they did
-                layer.module.to(device)
+            keep_parameters(layer.module, device, partial(moved, device=device))
+            if device.type != "cpu":
+                layer.module._apply(partial(moved, device=device))  # as `to` does, and tensors lie as they did
+            layer.module.to(device)
         stages.append(make(index, held, device))
     for shared in find_shared(list(named.values())):  # each lives where it is first used
         home = stage_of_layers(stages)[min(shared.slots)]
         if home in own:
-            shared.parameter.data = moved(shared.parameter.data, stages[home].device)
+            put_data(shared.parameter, moved(shared.parameter.data, stages[home].device))
     return stages
 
 
