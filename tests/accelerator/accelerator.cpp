@@ -396,7 +396,10 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   bool draws = !has_generator && op.hasTag(at::Tag::nondeterministic_seeded);
   at::Generator cpu = at::detail::getDefaultCPUGenerator();
   Tensor before;
+  static std::mutex lent;
+  std::unique_lock<std::mutex> lending(lent, std::defer_lock);
   if (draws) {  // of the CPU's generator, which is lent the device's state
+    lending.lock();
     before = cpu.get_state();
     cpu.set_state(default_generator(device).get_state());
   }
@@ -404,6 +407,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (draws) {
     default_generator(device).set_state(cpu.get_state());
     cpu.set_state(before);
+    lending.unlock();
   }
 
   bool waits = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);

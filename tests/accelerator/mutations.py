@@ -139,7 +139,7 @@ def try_without(place: str, count: int) -> str:
 def program_without(order: Order, count: int = 1000) -> list[str]:
     """The program that tells what is noticed without an order, in a process of its own, or in several."""
     if order.function in OVER_PROCESSES:
-        return ["processes", "--without", order.place, "--part", OVER_PROCESSES[order.function]]
+        return ["processes", "--without", order.place, "--world", "2", "--part", OVER_PROCESSES[order.function]]
     return ["mutations", "--without", order.place, "--count", str(count)]
 
 

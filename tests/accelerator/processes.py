@@ -10,6 +10,7 @@ import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from random import Random
 from typing import Any, TypeAlias
 
@@ -20,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import gpipe
 from gpipe.schedule.schedules import SCHEDULES
 from tests.accelerator import NAME
-from tests.accelerator.matrix import CPU, FIRST, SIMULATOR, moved, on_cpu, placed
 from tests.accelerator.mutations import leave_out
+from tests.accelerator.placing import CPU, FIRST, SIMULATOR, moved, on_cpu, placed
 from tests.support import mixed_tasks, runs_alive
 from tests.support.jobs.same_bits import task_of
 from tests.support.mixed_tasks import Task, generate_way, whole
@@ -141,8 +142,8 @@ def is_statistic(name: str) -> bool:
 class Ranks:
     """Asks processes, and notes what they have that they should not have."""
 
-    def __init__(self, pool: WorkerPool, without: str) -> None:
-        self.pool, self.without = pool, without
+    def __init__(self, pool: WorkerPool, worlds: Sequence[int], without: str) -> None:
+        self.pool, self.worlds, self.without = pool, worlds, without
         self.found = Counter[str]()
 
     def ask(self, world: int, job: str, *given: Any) -> list[list[Digests]]:
@@ -171,14 +172,15 @@ def try_stories(ranks: Ranks) -> None:
         return gives_to_cpu(make(*layers, **how))
 
     expected = {name: digests(on_cpu(story.run(one))) for name, story in STORIES.items()}
-    for world in WORLDS:
+    for world in ranks.worlds:
         for name, *found in zip(STORIES, *ranks.ask(world, "stories", [*STORIES]), strict=True):
             ranks.compare(f"{name} in {world} processes", found, expected[name])
 
 
 def try_schedules(ranks: Ranks) -> None:
     one = {seed: digests(on_cpu(run_alone(task_of(seed)))) for seed in SEEDS}
-    for world, schedule in [(2, name) for name in SCHEDULES] + [(3, "1f1b"), (4, "zb_h1")]:
+    asked = {1: ["gpipe"], 2: [*SCHEDULES], 3: ["1f1b"], 4: ["zb_h1"]}
+    for world, schedule in ((count, name) for count in ranks.worlds for name in asked[count]):
         for seed, *found in zip(SEEDS, *ranks.ask(world, "mixed", schedule), strict=True):
             if any(found):
                 ranks.compare(f"{seed} by {schedule} in {world} processes", found, one[seed])
@@ -190,7 +192,7 @@ def run_alone(task: Task) -> Outcome:
 
 
 def try_replicas(ranks: Ranks) -> None:
-    for world, deferred in ((2, True), (2, False), (4, True), (4, False)):
+    for world, deferred in product([world for world in ranks.worlds if world % 2 == 0], (True, False)):
         story = STORY if deferred else EVALUATED
         found = [own for (own,) in ranks.ask(world, "replicas", story, deferred)]
         own = [found[: world // 2], found[world // 2 :]]
@@ -213,10 +215,11 @@ PARTS = {"replicas": try_replicas, "stories": try_stories, "schedules": try_sche
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=PARTS, action="append", help="all, if none is named")
+    parser.add_argument("--world", type=int, choices=WORLDS, action="append", help="how many processes; likewise")
     parser.add_argument("--without", default="", help="PATH:LINE:COLUMN of an order of gpipe's that ranks leave out")
     asked = parser.parse_args()
-    with WorkerPool(max(WORLDS)) as pool:
-        ranks = Ranks(pool, asked.without)
+    with WorkerPool(max(asked.world or WORLDS)) as pool:
+        ranks = Ranks(pool, asked.world or WORLDS, asked.without)
         for name in asked.part or PARTS:
             PARTS[name](ranks)
     print(dict(ranks.found))

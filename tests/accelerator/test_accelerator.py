@@ -5,6 +5,7 @@ What runs on it does so in a process of its own, since torch has one kind of acc
 
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 
@@ -14,7 +15,8 @@ from tests.support import progress
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
-BLOCK = 60  # pipes that are drawn, in one process
+LATER = 100_000  # from here on, models given whole are drawn
+BLOCK, FEWER = 60, 10  # pipes that are drawn, in one process
 ORDERS = [order for order in orders() if order.elsewhere is None]
 
 
@@ -42,9 +44,23 @@ def test_an_order_left_out_is_reported(order: Order) -> None:
     assert said.startswith(NOTICED), said
 
 
-@pytest.mark.parametrize("part", ["replicas", "stories", "schedules"])
-def test_ranks_that_are_processes_have_the_bits_of_one_process_and_nothing_is_reported(part: str) -> None:
-    code, said = ask("processes", "--part", part)
+@pytest.mark.parametrize(
+    ("part", "world"),
+    [("replicas", 2), ("replicas", 4), *product(["stories", "schedules"], [1, 2, 3, 4])],
+)
+def test_ranks_that_are_processes_have_the_bits_of_one_process_and_nothing_is_reported(part: str, world: int) -> None:
+    code, said = ask("processes", "--part", part, "--world", world)
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("first", range(LATER, LATER + 400, FEWER))
+def test_drawn_pipes_of_whole_models_have_the_bits_of_the_models_own_loop(first: int) -> None:
+    code, said = ask("matrix", "--first", first, "--count", FEWER)
+    assert code == 0, said
+
+
+def test_what_is_put_on_parameters_and_tensors_is_kept_where_they_are_moved() -> None:
+    code, said = ask("kept")
     assert code == 0, said
 
 
