@@ -1,43 +1,46 @@
-"""Models that are replayed, on CUDA: the bits of the model itself there."""
+"""Models that are traced, on an accelerator: the bits of the model itself there."""
 
 import pytest
 import torch
 from torch import nn
 
 import gpipe
+from gpipe._torch.accelerator import CPU, accelerators
 from tests.families.catalogue import batch, build, named
 from tests.support.plain_loop import same_bits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+THERE = accelerators()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not THERE, reason="needs an accelerator")]
+DEVICE = THERE[0] if THERE else CPU
+SHARES = pytest.mark.skipif(
+    DEVICE.type not in ("cpu", "cuda", "xpu"), reason=f"torch moves no model that shares weights to {DEVICE.type}"
+)
 
 
-@pytest.mark.parametrize("devices", [["cuda", "cuda"], ["cuda", "cpu"]], ids=["one GPU", "GPU and CPU"])
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_a_model_trains_and_evaluates_on_devices(name: str, devices: list[str]) -> None:
+@pytest.mark.parametrize("devices", [[DEVICE, DEVICE], [DEVICE, CPU]], ids=["one device", "device and CPU"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=SHARES)])
+def test_a_model_trains_and_evaluates_on_devices(name: str, devices: list[torch.device]) -> None:
     family = named(name)
     model: nn.Module = build(family, dropout=True)
     given = batch(family)
     pipe = gpipe.GPipe(model, 2, 4, sample=given, devices=devices, seed=7, costs="params")
     losses = [pipe.step(given) for _ in range(2)]
     assert all(loss.isfinite() for loss in losses)
-    assert {parameter.device.type for parameter in pipe.parameters()} == set(devices)
+    assert {parameter.device for parameter in pipe.parameters()} == set(devices)
     pipe.eval()
     with torch.no_grad():
         assert pipe(**given).loss.isfinite()
 
 
-def test_a_model_on_a_gpu_has_the_bits_of_the_model_itself() -> None:
+def test_a_model_on_a_device_has_the_bits_of_the_model_itself() -> None:
     family = named("llama")
-    model, other = (build(family, dropout=True).cuda() for _ in range(2))
-    given = {name: tensor.cuda() for name, tensor in batch(family).items()}
-    pipe = gpipe.GPipe(model, 2, 4, sample=given, devices="cuda", seed=7, costs="params")
+    model, other = (build(family, dropout=True).to(DEVICE) for _ in range(2))
+    given = {name: tensor.to(DEVICE) for name, tensor in batch(family).items()}
+    pipe = gpipe.GPipe(model, 2, 4, sample=given, devices=DEVICE, seed=7, costs="params")
     layers = gpipe.layers_of(other, {name: tensor[:2] for name, tensor in given.items()})
     loss = pipe.step(given)
     count = (given["labels"][..., 1:] != -100).sum()
-    total = torch.zeros((), device="cuda")
+    total = torch.zeros((), device=DEVICE)
     for m in range(4):
         part = {name: tensor.tensor_split(4)[m] for name, tensor in given.items()}
         with layers.rng_scope(7, 0, m):

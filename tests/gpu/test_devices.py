@@ -1,4 +1,4 @@
-"""The laws on CUDA: several stages of one GPU on streams of their own, and stages on GPU and CPU together."""
+"""The laws on an accelerator: several stages of one device on streams of their own, and stages on it and the CPU."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import models
+from gpipe._torch.accelerator import CPU, accelerators
 from gpipe.distributed.codec import decode, encode
 from gpipe.schedule.schedules import SCHEDULES
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.tree import copy_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+THERE = accelerators()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not THERE, reason="needs an accelerator")]
+DEVICE = THERE[0] if THERE else CPU
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -91,17 +91,17 @@ def plain_loop(
 @pytest.mark.parametrize("remat", ["always", "except_last", "never"])
 @pytest.mark.parametrize("driver", ["threads", "lockstep"])
 @pytest.mark.parametrize("way", ["step", "call"])
-def test_bits_are_those_of_the_plain_loop_on_the_gpu(
+def test_bits_are_those_of_the_plain_loop_on_the_device(
     case: str, partitions: int, schedule: str, remat: str, driver: str, way: str
 ) -> None:
-    """Several stages on each rank by some schedules, all ranks on one GPU; backwards whole or in two parts."""
+    """Several stages on each rank by some schedules, all ranks on one device; backwards whole or in two parts."""
     make, data, loss_fn = CASES[case]
     torch.manual_seed(0)
     ours = make()
-    plain = [layer.cuda() for layer in copy.deepcopy(ours)]
-    x, y = (tensor.cuda() for tensor in data())
+    plain = [layer.to(DEVICE) for layer in copy.deepcopy(ours)]
+    x, y = (tensor.to(DEVICE) for tensor in data())
     how: Any = {"schedule": schedule, "remat": remat, "driver": driver}
-    pipe = gpipe.GPipe(ours, partitions, 4, devices="cuda", seed=3, **how)
+    pipe = gpipe.GPipe(ours, partitions, 4, devices=DEVICE, seed=3, **how)
     optimizers: list[Any] = [
         torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
         for parameters in (pipe.parameters(), nn.Sequential(*plain).parameters())
@@ -131,11 +131,11 @@ def assert_same(pipe: nn.Module, plain: nn.Module) -> None:
         assert torch.equal(own, other), name
 
 
-def test_stages_on_gpu_and_cpu_train_together() -> None:
+def test_stages_on_a_device_and_the_cpu_train_together() -> None:
     torch.manual_seed(0)
     layers = conv_net()
-    layers[5] = nn.Identity()  # a CPU and a GPU draw differently
-    pipe = gpipe.GPipe(layers, [3, 3, 2], 4, devices=["cuda", "cpu", "cuda"], seed=3)
+    layers[5] = nn.Identity()  # CPUs and devices draw differently
+    pipe = gpipe.GPipe(layers, [3, 3, 2], 4, devices=[DEVICE, CPU, DEVICE], seed=3)
     alone = gpipe.GPipe(copy.deepcopy(layers), 1, 4, devices="cpu", seed=3)
     x, y = torch.randn(10, 3, 8, 8), torch.randn(10, 5)
     for _ in range(3):
@@ -146,10 +146,10 @@ def test_stages_on_gpu_and_cpu_train_together() -> None:
         assert torch.allclose(ours.grad.cpu(), theirs.grad.cpu(), atol=1e-3, rtol=1e-3)
 
 
-def test_shared_weights_over_gpu_and_cpu() -> None:
+def test_shared_weights_over_a_device_and_the_cpu() -> None:
     torch.manual_seed(0)
     layers = models.transformer_lm(2, model_dim=16, ffn_dim=32, heads=2, vocab=11, tied=True)
-    pipe = gpipe.GPipe(layers, 2, 2, devices=["cuda", "cpu"], seed=3)
+    pipe = gpipe.GPipe(layers, 2, 2, devices=[DEVICE, CPU], seed=3)
     alone = gpipe.GPipe(copy.deepcopy(layers), 1, 2, devices="cpu", seed=3)
     x = torch.randint(11, (4, 5))
     pipe.step(x, x, cross_entropy)
@@ -158,42 +158,43 @@ def test_shared_weights_over_gpu_and_cpu() -> None:
         assert torch.allclose(ours.grad.cpu(), theirs.grad.cpu(), atol=1e-5), name  # type: ignore[union-attr]
 
 
-def test_memory_on_the_gpu_is_flat_and_a_dropped_output_frees_all() -> None:
-    pipe = gpipe.GPipe(conv_net(), 4, 4, devices="cuda", remat="never")
-    x, y = torch.randn(16, 3, 8, 8, device="cuda"), torch.randn(16, 5, device="cuda")
+def test_memory_on_the_device_is_flat_and_a_dropped_output_frees_all() -> None:
+    pipe = gpipe.GPipe(conv_net(), 4, 4, devices=DEVICE, remat="never")
+    x, y = torch.randn(16, 3, 8, 8, device=DEVICE), torch.randn(16, 5, device=DEVICE)
     levels = []
     for step in range(60):
         pipe.step(x, y, F.mse_loss)
         pipe.zero_grad()
         pipe(x)
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         if step % 20 == 19:
-            levels.append(torch.cuda.memory_allocated())
+            levels.append(torch.accelerator.memory_allocated(DEVICE))
     assert levels[0] == levels[-1]
 
 
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs CUDA, whose kernels can be told to sleep")
 def test_recorder_measures_on_the_stream() -> None:
     pipe = gpipe.GPipe(
-        [Dawdle(), nn.Linear(4, 4).requires_grad_(True), Dawdle(), nn.Linear(4, 4)], 2, 2, devices="cuda"
+        [Dawdle(), nn.Linear(4, 4).requires_grad_(True), Dawdle(), nn.Linear(4, 4)], 2, 2, devices=DEVICE
     )
     with gpipe.record(pipe) as recording:
-        pipe.step(torch.randn(4, 4, device="cuda"), torch.randn(4, 4, device="cuda"), F.mse_loss)
+        pipe.step(torch.randn(4, 4, device=DEVICE), torch.randn(4, 4, device=DEVICE), F.mse_loss)
     forwards = [span for span in recording.timelines[0].spans if str(span.action).endswith(("F0", "F1"))]
     assert len(forwards) == 4
     assert all(span.seconds > 2e-4 for span in forwards)
 
 
-def test_autocast_and_grad_scaler_on_the_gpu() -> None:
+def test_autocast_and_grad_scaler_on_the_device() -> None:
     torch.manual_seed(0)
-    pipe = gpipe.GPipe(conv_net(), 2, 4, devices="cuda", seed=3)
+    pipe = gpipe.GPipe(conv_net(), 2, 4, devices=DEVICE, seed=3)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda")
-    x, y = torch.randn(8, 3, 8, 8, device="cuda"), torch.randn(8, 5, device="cuda")
+    scaler = torch.amp.GradScaler(DEVICE.type)
+    x, y = torch.randn(8, 3, 8, 8, device=DEVICE), torch.randn(8, 5, device=DEVICE)
     losses = []
     for _ in range(5):
-        with torch.autocast("cuda", dtype=torch.float16):
+        with torch.autocast(DEVICE.type, dtype=torch.float16):
             losses.append(float(pipe.step(x, y, F.mse_loss, scale=scaler.get_scale())))
-        scaler.scale(torch.zeros((), device="cuda"))  # lets the scaler know where it works
+        scaler.scale(torch.zeros((), device=DEVICE))  # lets the scaler know where it works
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -201,7 +202,7 @@ def test_autocast_and_grad_scaler_on_the_gpu() -> None:
 
 
 def test_what_is_copied_or_sent_begins_at_the_same_address_modulo_512() -> None:
-    data = torch.randn(40, 7, device="cuda")
+    data = torch.randn(40, 7, device=DEVICE)
     for tensor in (data, data[1:], data[3:, ::2], data[5:].t()):
         encoded = encode(BoundaryValue(tensor, []))
         sent = decode(encoded.layout, bytearray(b"".join(map(bytes, encoded.pieces()))))
