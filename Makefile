@@ -5,7 +5,7 @@ TESTS := $(PYTHON) -m pytest -q -n 2 --dist loadscope --max-worker-restart 0
 PLAN_VENV := .venv-plan
 export PYTHONDONTWRITEBYTECODE :=  # else each process of each test compiles all modules anew
 
-.PHONY: demo quick test durations soak test-processors families lint test-plan docs bench clean
+.PHONY: demo quick test durations gpu soak test-processors families lint test-plan docs bench clean
 
 demo: $(VENV)/.ready  ## Train a partitioned, pipelined AmoebaNet-D on handwritten digits.
 	$(VENV)/bin/gpipe train digits --plan auto
@@ -18,6 +18,9 @@ test: $(VENV)/.ready  ## Pass the tests, in as many cases as there is time for; 
 
 durations: $(VENV)/.ready  ## Note how long tests take, while the machine does nothing else.
 	$(TESTS) --tier whole --keep-durations
+
+gpu: $(VENV)/.ready  ## What only accelerators can show, on one page; PART='bits memory' runs some, QUICK=1 less of each.
+	$(VENV)/bin/gpipe doctor --gpu --out out/gpu $(if $(PART),--part $(PART)) $(if $(QUICK),--quick)
 
 test-processors: $(VENV)/.ready  ## Same bits under processors of both makers, by qemu.
 	$(PYTHON) -m tests.processors

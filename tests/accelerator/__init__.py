@@ -39,8 +39,6 @@ def lacking() -> str:
 
 def built() -> Path:
     """The library, built if it is not there: two minutes, in a place of its own for each torch and each source."""
-    from torch.utils import cpp_extension
-
     digest = hashlib.sha256(f"{torch.__version__} {sys.version}".encode())
     for name in SOURCES:
         digest.update((HERE / name).read_bytes())
@@ -49,6 +47,8 @@ def built() -> Path:
     with (library.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of all that begin at once, one builds
         if not library.exists():
+            from torch.utils import cpp_extension  # slow to import
+
             made = library.with_suffix(".part")
             headers = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
             compiled = [

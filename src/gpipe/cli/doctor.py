@@ -18,21 +18,43 @@ from typing import Annotated
 
 import tyro
 
+from gpipe.cli.ending import ending_by_mistakes
+from gpipe.cli.gpu.page import QUICK as QUICKLY
+from gpipe.cli.gpu.page import examine
+
 GIB = 2**30
 SPEAK = ("CUDA_", "GLOO_", "GPIPE_", "HIP_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_")
 """What names of environment variables begin with by which torch and its libraries are told something."""
 OF_DEVELOPERS = ("extra == 'dev'", "extra == 'docs'", "extra == 'bench'")
 
 
-def doctor(out: Annotated[Path | None, tyro.conf.arg(help="Writes the page as JSON too.")] = None) -> None:
+OUT = "Writes the page as JSON too; with --gpu a folder of results, by default gpu-results."
+GPU = "Tries what only accelerators can show, in parts of minutes: bits, memory, speed, NCCL, CUDA graphs."
+PART = "With --gpu: these parts alone; the page has what others left in the folder."
+QUICK = "With --gpu: a seventh of the pipes, for a first look."
+
+
+def doctor(
+    out: Annotated[Path | None, tyro.conf.arg(help=OUT)] = None,
+    gpu: Annotated[bool, tyro.conf.arg(help=GPU)] = False,
+    part: Annotated[tuple[str, ...], tyro.conf.arg(help=PART)] = (),
+    quick: Annotated[bool, tyro.conf.arg(help=QUICK)] = False,
+) -> None:
     """Says what is installed, what this machine has, and whether pipes work here; for a bug report, too.
 
     Status 1 if something does not work.
 
     Args:
         out: Where to.
+        gpu: Whether accelerators are tried.
+        part: Of that, what.
+        quick: And how much.
     """
     found = {"installed": _installed(), "machine": _machine(), "devices": _devices(), "environment": _environment()}
+    if gpu:
+        with ending_by_mistakes():
+            held = examine(out or Path("gpu-results"), part, found, QUICKLY if quick else 1)
+        sys.exit(0 if held else 1)
     tried = {name: _try(check) for name, check in CHECKS.items()}
     for title, lines in {**found, "tried here": tried}.items():
         print(title)
@@ -101,7 +123,7 @@ def _devices() -> dict[str, str]:
     kind = torch.accelerator.current_accelerator(check_available=True)
     found = {}
     for index in range(torch.accelerator.device_count() if kind else 0):
-        name = getattr(torch.get_device_module(kind), "get_device_name", str)(index)
+        name = getattr(torch.get_device_module(kind), "get_device_name", lambda _: kind)(index)
         found[f"{kind}:{index}"] = f"{name}, {torch.accelerator.get_memory_info(index)[1] / GIB:.1f} GiB"
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
     return (found or {"accelerators": "none that torch sees"}) | {"between processes": ", ".join(backends)}

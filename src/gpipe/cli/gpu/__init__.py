@@ -1,0 +1,1 @@
+"""The parts of `gpipe doctor --gpu`: what only a machine with accelerators can show."""
