@@ -255,7 +255,8 @@ class StageInterpreter(Interpreter):
 
     def follow(self, program: "Program", inputs: Sequence[Any], log: str) -> Any:
         """Does what a program notes; interprets from where something comes out otherwise, and needs the log then."""
-        values: dict[Hashable, Any] = dict(self._values)
+        values: dict[Hashable, Any] = {"device": self.device, "copies": self.shallow_copy.copies}
+        values.update(self._values)
         done = self._do_noted(program, inputs, values)
         self.made = {one: made for one in self.wanted if isinstance(made := values.get(one), Tensor)}
         if done is None:
@@ -325,8 +326,12 @@ class StageInterpreter(Interpreter):
                     self.made[value_id] = leaf
         self.log.append(describe(leaves))
         if self.at == self.end and not self.is_last:
-            raise Enough
+            self._end()
         return made
+
+    def _end(self) -> None:
+        """Comes behind the last operation, unless the forward ends there too."""
+        raise Enough
 
     def _pass(self, at: int) -> Any:
         """What an operation of a layer before brought."""

@@ -12,21 +12,25 @@ something of another shape, Python is walked from there on.
 """
 
 import enum
+import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from operator import itemgetter
 from types import BuiltinFunctionType, EllipsisType, FunctionType, MethodDescriptorType, NoneType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe._torch.accelerator import kinds
 from gpipe._torch.modes import modes_here
 from gpipe.stages.losses import LossReader
+from gpipe.stages.stage import Layer
 from gpipe.stages.tree import storage_address, version
-from gpipe.tracing.interpreter import StageInterpreter
-from gpipe.tracing.trace import Leaves, OpCall, Structure, take_apart
+from gpipe.tracing.interpreter import Enough, StageInterpreter
+from gpipe.tracing.parts import ModelPart
+from gpipe.tracing.trace import Leaves, OpCall, Structure, ValueId, take_apart
 
 Values: TypeAlias = dict[Hashable, Any]
 """What a micro-batch has brought and made."""
@@ -116,7 +120,7 @@ class Program(NamedTuple):
     own: Sequence[tuple[int, Sequence[Step]]]  # its operations, by layer
     described: Sequence[list[list[Any]]]  # what is written down of each
     output: Maker | None  # of the last stage
-    log: str = ""  # what it hands on, all that it was given included
+    log: str  # what it hands on, all that it was given included
 
     def begin(self, inputs: Sequence[Any], values: Values) -> bool:
         """Does what depends on inputs alone; says whether it is as it was."""
@@ -132,6 +136,10 @@ class RecordingInterpreter(StageInterpreter):
     """Interprets, and notes what is done for who does it in a line; `program` stays None if that cannot be noted."""
 
     program: Program | None = None
+    ahead: Sequence[Sequence[Layer]] = ()
+    """The layers of later stages, whose programs are noted too: the walk goes on, and nothing of theirs is done."""
+    full: Sequence[list[list[Any]]] = ()
+    """The log up to their end."""
 
     def go(self, inputs: Sequence[Any]) -> Any:
         """Interprets; gives the output of the model, if the last layer is among those done."""
@@ -140,18 +148,37 @@ class RecordingInterpreter(StageInterpreter):
         self._names: dict[int, Hashable] = {}  # of what has no value id, by identity
         self._named: list[object] = []  # which stay, and so do their identities
         self._free: list[Step] = []
-        self._steps: dict[int, list[Step]] = {layer.index: [] for layer in self._to_enter}
+        self._steps: dict[int, list[Step]] = {}
+        self._layers = tuple(self._to_enter)
+        self._output: Any = None
         self._given: set[int] = set()  # where what operations were given lies
         self._uses: set[Hashable] = set()
         self._inputs: dict[Hashable, int] = {("input", at): at for at in range(len(inputs))}
         for at, leaf in enumerate(inputs):
             if isinstance(leaf, Tensor):
                 self._name(leaf, ("input", at))
-        before = len(self.log)
-        output = super().go(inputs)
-        if not self._failed:
-            self.program = self._noted(output, self.log[before:])
+        self._goes_ahead = False
+        try:
+            output = super().go(inputs)
+        except Exception:
+            if not self._goes_ahead:
+                raise
+            self._failed = True  # of other stages, which will walk by themselves
+            self._enter(self.last_layer)
+            self.shallow_copy.refuse_changed_buffers()
+            return None
+        if self._goes_ahead:
+            return None
+        self.program = self._noted(self._layers, self.log, output if self.is_last else None)
         return output
+
+    def noted_ahead(self) -> list[Program]:
+        """The programs of those stages whose layers are `ahead`; none if they could not be noted."""
+        if not self._goes_ahead or self._failed:
+            return []
+        found = [self._noted(layers, self.full, self._output) for layers in self.ahead]
+        noted = [program for program in found if program is not None]
+        return noted if len(noted) == len(found) else []
 
     def free(self, call: OpCall) -> Any:
         """Does what depends on inputs alone, and notes it."""
@@ -170,9 +197,40 @@ class RecordingInterpreter(StageInterpreter):
         return made
 
     def op(self, call: OpCall) -> Any:
-        """Does an operation, or gives what it brought before."""
+        """Does an operation, or gives what it brought before, or what stands for what it will."""
         self._given.update(storage_address(one) for one in call.tensors if id(one) in self._names)
-        return super().op(call)
+        return self._op_ahead(call) if self.at >= self.end else super().op(call)
+
+    def _end(self) -> None:
+        if self.ahead and not self._failed:
+            self.program = self._noted(self._layers, self.log, None)
+            self._goes_ahead = self.program is not None
+        if not self._goes_ahead:
+            super()._end()
+
+    def _op_ahead(self, call: OpCall) -> Any:
+        at, self.at = self.at, self.at + 1
+        layer = self.trace.layer_of(at)
+        of = next((one for layers in self.ahead for one in layers if one.index == layer), None)
+        if of is None or self._failed:
+            raise Enough
+        op, described = self.trace.ops[at], self.full[at + 1]
+        self._own = of.module.own_parameters() if isinstance(of.module, ModelPart) else {}
+        make = self._maker_of(call)
+        leaves = [self._arrived(ValueId(at, place), said) for place, said in enumerate(described)]
+        self._failed = self._failed or op.name != call.name or [] in described
+        for place, first in op.again:
+            leaves[place] = leaves[first]
+        made = op.returns.filled(leaves)
+        self._steps.setdefault(layer, []).append(self._step(make, made, (at,)))
+        if at + 1 == len(self.full) - 1 and at + 1 < len(self.trace.ops):
+            raise Enough
+        return made
+
+    def _refuse_unlike(self, output: Any) -> None:
+        self._output = output
+        if not self._goes_ahead:
+            super()._refuse_unlike(output)
 
     def _do_own(self, call: OpCall) -> Any:
         make, before = self._maker_of(call), list(map(version, call.tensors))
@@ -181,7 +239,7 @@ class RecordingInterpreter(StageInterpreter):
             written = [one for one, was in zip(call.tensors, before, strict=True) if version(one) != was]
             self._failed = any(self.value_id_of(one) is None for one in written)  # else later steps would come before
             step = self._step(make, made, (self.at - 1,))
-            self._steps[self._layer.index].append(step)
+            self._steps.setdefault(self._layer.index, []).append(step)
             for name, leaf in zip(step.names, take_apart(made)[0], strict=True):
                 if not isinstance(leaf, (Tensor, CONSTANT)):
                     self._name(leaf, name)
@@ -239,6 +297,8 @@ class RecordingInterpreter(StageInterpreter):
                 return lambda values: {key: was if make is None else make(values) for key, make, was in made}, None
             kind = type(value)
             return lambda values: kind([was if make is None else make(values) for _, make, was in made]), None
+        if value == self.device and isinstance(value, torch.device):
+            return itemgetter("device"), None
         if id(value) in self._names and not isinstance(value, CONSTANT):
             self._uses.add(self._names[id(value)])
             return itemgetter(self._names[id(value)]), None
@@ -263,28 +323,42 @@ class RecordingInterpreter(StageInterpreter):
         if name is not None:
             self._uses.add(name)
             return itemgetter(name), None
-        copies = self.shallow_copy.copies.values()
-        if any(tensor is value for copy in copies for value in (*copy._buffers.values(), *vars(copy).values())):
-            return None, tensor
+        for name, copy in self.shallow_copy.copies.items():
+            if any(tensor is value for value in vars(copy).values()):
+                return None, tensor
+            for key, buffer in copy._buffers.items():
+                if buffer is tensor:
+                    return partial(_buffer_of, name, key), None
         raise _NotInLineError
 
-    def _noted(self, output: Any, described: Sequence[list[list[Any]]]) -> Program | None:
+    def _noted(self, layers: Sequence[Layer], log: Sequence[list[list[Any]]], output: Any) -> Program | None:
+        """The program of a stage; that of the last gives the output, and the log of others goes on."""
+        first, last, starts = layers[0].index, layers[-1].index, (*self.trace.starts, len(self.trace.ops))
         self._uses = set()
         make: Maker | None = None
-        if self.is_last:
+        if last == len(self.trace.starts) - 1:
             try:
                 make, constant = self._made_by(output)
             except _NotInLineError:
-                return None
+                self._failed = True
             make = make or (lambda _: constant)
-        needed = self._uses.union(*(step.uses for steps in self._steps.values() for step in steps))
+        if self._failed:
+            return None
+        own = [(layer.index, self._steps.get(layer.index, [])) for layer in layers]
+        needed = self._uses.union(*(step.uses for _, steps in own for step in steps))
         free = []
         for step in reversed(self._free):
             if self._writes or step.reads or not needed.isdisjoint(step.names):
                 free.append(step)
                 needed |= step.uses
         inputs = {name: at for name, at in self._inputs.items() if name in needed}
-        return Program(inputs, free[::-1], list(self._steps.items()), described, make)
+        begin, end = starts[first] + 1, starts[last + 1] + 1
+        return Program(inputs, free[::-1], own, log[begin:end], make, json.dumps(log[:end]))
+
+
+def _buffer_of(name: str, key: str, values: Values) -> Tensor | None:
+    copy: nn.Module = values["copies"][name]
+    return copy._buffers[key]
 
 
 def _never(values: Values) -> Any:

@@ -7,7 +7,8 @@ the model itself draw random numbers as a pipe of it does.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,19 @@ class Trial(NamedTuple):
     made: Digest
 
 
+Kind: TypeAlias = tuple[int, Modes]
+"""Of a trace, and of what is set in the thread."""
+MOST_LOGS = 64
+
+
+@dataclass
+class Together:
+    """The stages of a process, and the logs of whole micro-batches, by what a stage was given of one."""
+
+    stages: "list[TracedStage]" = field(default_factory=list)
+    logs: dict[object, list[list[list[Any]]]] = field(default_factory=dict)
+
+
 class TracedStage(Stage):
     """Consecutive layers of a model, interpreted at once; there may be more `traces` later on."""
 
@@ -101,11 +115,14 @@ class TracedStage(Stage):
         parts: Parts,
         traces: Sequence[Trace],
         stage_of: Sequence[int],
+        together: "Together | None" = None,
     ) -> None:
         self._parts, self._traces, self._stage_of = parts, traces, stage_of
         self._shallow_copy: ShallowCopy | None = None
         self._crossings: dict[int, Crossings] = {}
         self._programs: dict[object, Program] = {}  # of this run, by what they are for
+        self._together = Together() if together is None else together
+        self._together.stages.append(self)
         self._trials: dict[object, Trial] = {}
         self._follows: dict[object, bool] = {}  # whether programs make what is interpreted
         super().__init__(index, layers, device)
@@ -134,7 +151,8 @@ class TracedStage(Stage):
         for route, value_id in crossings.arrives.items():
             values[value_id] = call.arrived[route]
         modes = Modes.here()
-        kind, key = (number, modes), (number, modes, log, *map(_lies, inputs), *map(_lies, values.values()))
+        kind = number, modes
+        key = (*kind, log, *map(_lies, inputs), *map(_lies, values.values()))
         program = self._programs.get(key)
         if program is not None and self._follows.get(kind):
             interpreter = self._interpreter(StageInterpreter, number, values, [], call)
@@ -146,12 +164,14 @@ class TracedStage(Stage):
             interpreter = self._interpreter(
                 RecordingInterpreter if records else StageInterpreter, number, values, json.loads(log), call
             )
+            ahead = self._look_ahead(interpreter, kind, log)
             output = interpreter.go(inputs)
             before, log = log, json.dumps(interpreter.log)
             if kind in self._trials and self._trials[kind].rng_key != call.rng_key:
                 self._follows[kind] = self._try(self._trials.pop(kind))
             if isinstance(interpreter, RecordingInterpreter) and interpreter.program is not None:
-                self._programs[key] = program = interpreter.program._replace(log=log)
+                self._programs[key] = program = interpreter.program
+                self._pass_on(interpreter, ahead, kind, inputs)
                 if kind not in self._follows and not self._is_hooked():
                     made = _made(output, interpreter)
                     self._trials[kind] = Trial(program, number, given, inputs, before, call.rng_key, made)
@@ -174,6 +194,38 @@ class TracedStage(Stage):
         trace, wanted = self._traces[number], self._crossings[number].wanted
         key, progress = call.rng_key, call.progress
         return kind(self._shallow_copy, trace, self.layers, values, log, wanted, self.device, key, progress)
+
+    def _look_ahead(self, interpreter: StageInterpreter, kind: Kind, log: str) -> "list[TracedStage]":
+        """Has the walk note what later stages do, too, if it is known what comes of it; gives these stages."""
+        full = self._together.logs.get((*kind, log))
+        if full is None or not isinstance(interpreter, RecordingInterpreter):
+            return []
+        later = [other for other in self._together.stages if other.index > self.index]
+        ahead = [other for other in later if other.device.type == self.device.type and other._follows.get(kind)]
+        interpreter.ahead, interpreter.full = [other.layers for other in ahead], full
+        return ahead
+
+    def _pass_on(
+        self,
+        noted: RecordingInterpreter,
+        ahead: "Sequence[TracedStage]",
+        kind: Kind,
+        inputs: Sequence[Any],
+    ) -> None:
+        """Gives other stages their programs; notes, behind the last of this process, what came of all."""
+        starts = self._traces[kind[0]].starts
+        logs = {other: noted.full[: starts[other.first] + 1] for other in ahead}
+        for other, program in zip(ahead, noted.noted_ahead(), strict=False):
+            crossings = other._crossings[kind[0]]
+            said = [noted.full[one.op + 1][one.leaf] for one in (*crossings.enters, *crossings.arrives.values())]
+            given = [_lies(leaf, other.device) for leaf in inputs]
+            crossed = [(other.device, _stride(one[1])) if len(one) == 3 else () for one in said]
+            other._programs[(*kind, json.dumps(logs[other]), *given, *crossed)] = program
+        if self is self._together.stages[-1]:
+            if len(self._together.logs) > MOST_LOGS:
+                self._together.logs.clear()
+            for other in self._together.stages:
+                self._together.logs[(*kind, json.dumps(noted.log[: starts[other.first] + 1]))] = noted.log
 
     def _is_hooked(self) -> bool:
         """Whether a trial would call what users count the calls of."""
@@ -200,11 +252,15 @@ class TracedStage(Stage):
         return None
 
 
-def _lies(leaf: object) -> object:
+def _lies(leaf: object, device: torch.device | None = None) -> object:
     """What of a value may lead Python elsewhere and is not written down; None of a value that cannot be compared."""
     if isinstance(leaf, Tensor):
-        return (leaf.device, leaf.stride()) if leaf.layout is torch.strided else None
+        return (device or leaf.device, leaf.stride()) if leaf.layout is torch.strided else None
     return () if isinstance(leaf, CARRIED_AS_THEY_ARE) else None
+
+
+def _stride(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 def _copied(tensor: Tensor) -> Tensor:
