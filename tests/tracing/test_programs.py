@@ -1,6 +1,7 @@
 """What a stage of a traced model has noted once a run it does in a line; what Python sees may change between runs."""
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import MethodType, SimpleNamespace
@@ -332,3 +333,25 @@ def test_a_hook_that_is_there_from_the_start_is_called_once_a_micro_batch() -> N
     twins.step()
     twins.step()
     assert len(calls) == 2 * M
+
+
+def test_what_no_later_operation_needs_is_dropped_at_once() -> None:
+    with weights_of(2):
+        net = Net()
+    pipe = made(net, partitions=1, remat="always").eval()
+    alive, outputs = list[int](), list[weakref.ref[Tensor]]()
+
+    def look(module: nn.Module, given: Any, output: Tensor) -> None:
+        alive.append(sum(one() is not None for one in outputs))
+        outputs.append(weakref.ref(output))
+
+    with torch.no_grad():
+        pipe(batch(0))
+        pipe(batch(1))
+        for block in net.blocks:
+            block.register_forward_hook(look)
+        with walks() as seen:
+            pipe(batch(2))
+    assert len(seen) == 1
+    assert len(alive) == len(net.blocks) * M
+    assert max(alive) <= 1

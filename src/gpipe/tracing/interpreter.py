@@ -286,6 +286,9 @@ class StageInterpreter(Interpreter):
                                 OTHER_VALUE.format(name=self.trace.ops[self.begin + done - 1].name)
                             )
                         return done
+                    del made
+                    for name in step.drops:
+                        del values[name]
         return None
 
     def _arrived(self, value_id: ValueId, described: Sequence[Any]) -> Any:

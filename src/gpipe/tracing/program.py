@@ -13,7 +13,7 @@ something of another shape, Python is walked from there on.
 
 import enum
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
@@ -86,6 +86,7 @@ class Step(NamedTuple):
     structure: Structure
     seen: Sequence[tuple[object, ...]]  # of each leaf what Python could see of it
     again: Sequence[tuple[int, int]]  # the leaves that are the same as one before them
+    drops: Sequence[Hashable] = ()  # what nobody needs behind it
 
     def keep(self, made: Any, values: Values) -> bool:
         """Adds what the call returned to the values; says whether all that Python could see of it is as it was."""
@@ -136,7 +137,7 @@ class RecordingInterpreter(StageInterpreter):
     """Interprets, and notes what is done for who does it in a line; `program` stays None if that cannot be noted."""
 
     program: Program | None = None
-    ahead: Sequence[Sequence[Layer]] = ()
+    ahead: Sequence[tuple[Sequence[Layer], Collection[ValueId]]] = ()
     """The layers of later stages, whose programs are noted too: the walk goes on, and nothing of theirs is done."""
     full: Sequence[list[list[Any]]] = ()
     """The log up to their end."""
@@ -169,14 +170,14 @@ class RecordingInterpreter(StageInterpreter):
             return None
         if self._goes_ahead:
             return None
-        self.program = self._noted(self._layers, self.log, output if self.is_last else None)
+        self.program = self._noted(self._layers, self.wanted, self.log, output if self.is_last else None)
         return output
 
     def noted_ahead(self) -> list[Program]:
         """The programs of those stages whose layers are `ahead`; none if they could not be noted."""
         if not self._goes_ahead or self._failed:
             return []
-        found = [self._noted(layers, self.full, self._output) for layers in self.ahead]
+        found = [self._noted(layers, wanted, self.full, self._output) for layers, wanted in self.ahead]
         noted = [program for program in found if program is not None]
         return noted if len(noted) == len(found) else []
 
@@ -203,7 +204,7 @@ class RecordingInterpreter(StageInterpreter):
 
     def _end(self) -> None:
         if self.ahead and not self._failed:
-            self.program = self._noted(self._layers, self.log, None)
+            self.program = self._noted(self._layers, self.wanted, self.log, None)
             self._goes_ahead = self.program is not None
         if not self._goes_ahead:
             super()._end()
@@ -211,7 +212,7 @@ class RecordingInterpreter(StageInterpreter):
     def _op_ahead(self, call: OpCall) -> Any:
         at, self.at = self.at, self.at + 1
         layer = self.trace.layer_of(at)
-        of = next((one for layers in self.ahead for one in layers if one.index == layer), None)
+        of = next((one for layers, _ in self.ahead for one in layers if one.index == layer), None)
         if of is None or self._failed:
             raise Enough
         op, described = self.trace.ops[at], self.full[at + 1]
@@ -331,7 +332,9 @@ class RecordingInterpreter(StageInterpreter):
                     return partial(_buffer_of, name, key), None
         raise _NotInLineError
 
-    def _noted(self, layers: Sequence[Layer], log: Sequence[list[list[Any]]], output: Any) -> Program | None:
+    def _noted(
+        self, layers: Sequence[Layer], wanted: Collection[ValueId], log: Sequence[list[list[Any]]], output: Any
+    ) -> Program | None:
         """The program of a stage; that of the last gives the output, and the log of others goes on."""
         first, last, starts = layers[0].index, layers[-1].index, (*self.trace.starts, len(self.trace.ops))
         self._uses = set()
@@ -344,7 +347,7 @@ class RecordingInterpreter(StageInterpreter):
             make = make or (lambda _: constant)
         if self._failed:
             return None
-        own = [(layer.index, self._steps.get(layer.index, [])) for layer in layers]
+        own = _dropping([(layer.index, self._steps.get(layer.index, [])) for layer in layers], {*self._uses, *wanted})
         needed = self._uses.union(*(step.uses for _, steps in own for step in steps))
         free = []
         for step in reversed(self._free):
@@ -354,6 +357,20 @@ class RecordingInterpreter(StageInterpreter):
         inputs = {name: at for name, at in self._inputs.items() if name in needed}
         begin, end = starts[first] + 1, starts[last + 1] + 1
         return Program(inputs, free[::-1], own, log[begin:end], make, json.dumps(log[:end]))
+
+
+def _dropping(own: Sequence[tuple[int, Sequence[Step]]], kept: set[Hashable]) -> list[tuple[int, list[Step]]]:
+    """The steps, each of which drops what they make and use, but for what is kept, as soon as none needs it."""
+    made = {name for _, steps in own for step in steps for name in step.names}
+    found: list[tuple[int, list[Step]]] = []
+    for layer, steps in reversed(own):
+        dropping: list[Step] = []
+        for step in reversed(steps):
+            last = made.intersection({*step.uses, *step.names}) - kept
+            dropping.append(step._replace(drops=tuple(last)))
+            kept = kept | last
+        found.append((layer, dropping[::-1]))
+    return found[::-1]
 
 
 def _buffer_of(name: str, key: str, values: Values) -> Tensor | None:

@@ -202,7 +202,8 @@ class TracedStage(Stage):
             return []
         later = [other for other in self._together.stages if other.index > self.index]
         ahead = [other for other in later if other.device.type == self.device.type and other._follows.get(kind)]
-        interpreter.ahead, interpreter.full = [other.layers for other in ahead], full
+        interpreter.ahead = [(other.layers, other._crossings[kind[0]].wanted) for other in ahead]
+        interpreter.full = full
         return ahead
 
     def _pass_on(
