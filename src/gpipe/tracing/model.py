@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple, TypeAlias
 
@@ -14,8 +15,8 @@ from gpipe.stages.tree import Tree, replace_tensors
 from gpipe.tracing.meta_model import exchanged, give_values, lacks_values, on_cpu
 from gpipe.tracing.own_loss import COUNT, LossAverage, loss_in, tried
 from gpipe.tracing.parts import Names, Parts, check_blocks, find_blocks, layers_by_name, units_by_layer
-from gpipe.tracing.proof import prove
-from gpipe.tracing.runs import arguments, kind_of, lacks_memory, settings_of, takes, unchanged, without_cache
+from gpipe.tracing.proof import Proof, compare, prove
+from gpipe.tracing.runs import ForwardArguments, arguments, kind_of, lacks_memory, settings_of, takes, unchanged, without_cache
 from gpipe.tracing.stage import SingleLayer, rng_scopes, state_of
 from gpipe.tracing.trace import CannotSplitError, Leaves, Structure, Trace, take_apart
 from gpipe.tracing.tracer import TracerRun, trace_forward
@@ -44,8 +45,8 @@ TOO_MANY = (
     "from step to step out of what the model is given and of its attributes, or give it as a number or a tensor"
 )
 
-First: TypeAlias = tuple[TracerRun, list[float], bool]
-"""What a run on the sample has shown, the seconds of each layer, and whether the loss is told its labels."""
+First: TypeAlias = tuple[TracerRun, Proof, bool]
+"""What a run on the sample has shown, its proof, and whether the loss is told its labels."""
 
 
 class TracedBatch(NamedTuple):
@@ -75,14 +76,16 @@ class TracedModel:
         self._learns = True
         self.sample_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else [type(sample).__name__]
         sample = without_cache(model, sample)
-        found, self.seconds, self._counts = self._choose(model, choices, sample)
+        found, proof, self._counts = self._choose(model, choices, sample)
+        self.seconds = proof.seconds
         sample = self._with_count(sample, 1) if self._counts else sample
         self.parts = found.parts
         self._keep(self._key(*take_apart(tuple(arguments(model, sample)))), found, sample)
         self.layers = layers_by_name(self.parts, found.trace)
         self.names = Names(model, self.layers)
         with unchanged(model):
-            self._averages[0] = tried(self._averages[0], model, sample, counts=self._counts)
+            last = None if proof.last is None else proof.last.outputs
+            self._averages[0] = tried(self._averages[0], model, sample, counts=self._counts, last=last)
 
     def _choose(self, model: nn.Module, choices: Sequence[Sequence[str]], sample: Tree) -> First:
         """Traces the model cut at the first blocks that work, if there are some between which no values are read."""
@@ -105,11 +108,35 @@ class TracedModel:
         if self.lacks_values:  # buffers outside of units, which every layer may read, get some
             copied = self.parts.copied.items()
             give_values(self.model, [], [], 0, [f"{n}.{leaf}".lstrip(".") for n, m in copied for leaf in m._buffers])
+        plain = arguments(self.model, sample)
         with unchanged(self.model):
-            counted = self._trace_counted(sample) if self._may_count(sample) else None
-            given = arguments(self.model, sample if counted is None else self._with_count(sample, 1))
-            found = counted or trace_forward(self.parts, given)
-            return found, prove(found, given), counted is not None
+            if not self._may_count(sample):
+                found = trace_forward(self.parts, plain)
+                return found, prove(found, plain), False
+            return self._trace_told(sample, plain)
+
+    def _trace_told(self, sample: Tree, plain: ForwardArguments) -> First:
+        """Traces a forward that is told the number of labels; many only pass it on, and are not told it then."""
+        one, two = (arguments(self.model, self._with_count(sample, count)) for count in (1, 2))
+        found = trace_forward(self.parts, one)
+        inputs = take_apart(tuple(plain))[1]
+        at = inputs.spec.num_leaves  # it is the last of the leaves
+        untold = found._replace(trace=replace(found.trace, inputs=inputs, taken=found.trace.taken - {at}))
+        if self.lacks_values:
+            counts = at in found.trace.taken
+            return (found, prove(found, one), True) if counts else (untold, prove(untold, plain), False)
+        proof = prove(found, one)
+        assert proof.last is not None
+        loss, other = loss_in(proof.output), loss_in(proof.last.run(two))
+        if loss is not None and other is not None and not torch.equal(loss, other):
+            return found, proof, True
+        last = proof.last._replace(trace=untold.trace)
+        try:
+            compare(self.model, proof.output, last.run(plain))
+        except CannotSplitError:  # it goes another way
+            found = trace_forward(self.parts, plain)
+            return found, prove(found, plain), False
+        return untold, proof._replace(last=last), False
 
     @property
     def model(self) -> nn.Module:
@@ -119,16 +146,6 @@ class TracedModel:
     def _may_count(self, value: Tree) -> bool:
         given = isinstance(value, Mapping) and "labels" in value and COUNT not in value
         return given and takes(self.model, COUNT)
-
-    def _trace_counted(self, sample: Tree) -> TracerRun | None:
-        """A run of a forward that is told the number; None if it does not use it, as many that only pass it on."""
-        one, two = (arguments(self.model, self._with_count(sample, count)) for count in (1, 2))
-        found = trace_forward(self.parts, one)
-        if lacks_values(self.model):
-            at = len(take_apart(tuple(one))[0]) - 1
-            return found if at in found.trace.taken else None
-        loss, other = loss_in(found.output), loss_in(trace_forward(self.parts, two).output)
-        return found if loss is not None and other is not None and not torch.equal(loss, other) else None
 
     @staticmethod
     def _with_count(value: Tree, count: float) -> Tree:

@@ -9,9 +9,10 @@ put together to what it returns for the mini-batch.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -102,25 +103,46 @@ NOT_TRIED = (
 )
 
 
-def tried(average: LossAverage, model: nn.Module, sample: Tree, *, counts: bool) -> LossAverage:
+Run: TypeAlias = Callable[[Sequence[Tree]], Iterable[Any]]
+"""Gives the outputs of the sample and of its parts."""
+
+
+def tried(
+    average: LossAverage, model: nn.Module, sample: Tree, *, counts: bool, last: Run | None = None
+) -> LossAverage:
     """How the losses of micro-batches make that of the mini-batch, as those of the sample's halves show it.
 
     That is as was read in the forward; of a sum, which the forward may divide by something itself, by labels or rows
     where these fit instead. Where nothing fits, it has what is to be told of it. `counts` is whether the forward is
-    told the labels of the mini-batch. The model is left in evaluation, without dropout.
+    told the labels of the mini-batch. `last` runs the last layer alone: what it tells in favour is believed, for
+    anything else the whole model runs. It is left in evaluation, without dropout.
     """
     if lacks_values(model) or not isinstance(sample, Mapping):
         return average
+    model.train(False)
+    with torch.no_grad():
+        if last is not None:
+            with suppress(Exception):  # it may go another way in evaluation: then the model tells
+                found = _tried(average, model, sample, counts, last)
+                if (found.finding, found.uneven) == (average.finding, None):
+                    return found
+        return _tried(average, model, sample, counts)
+
+
+def _tried(
+    average: LossAverage, model: nn.Module, sample: Mapping[str, Any], counts: bool, last: Run | None = None
+) -> LossAverage:
+    """How the losses of the model make that of the sample, or those of its last layer, which may raise."""
     try:
         halves = split(sample, count_rows(sample), TWO, "sample")
     except ValueError:  # it has no rows
         return average
-    model.train(False)
+    parts = [sample, *halves]
     try:
-        with torch.no_grad():
-            found = [loss_in(arguments(model, part).call(model)) for part in (sample, *halves)]
+        outputs = [arguments(model, part).call(model) for part in parts] if last is None else last(parts)
+        found = list(map(loss_in, outputs))
     except Exception as error:
-        if lacks_memory(error):
+        if last is not None or lacks_memory(error):
             raise
         return replace(average, finding=average.finding or NOT_TRIED.format(kind=type(error).__name__, error=error))
     losses = [float(loss) for loss in found if loss is not None]
@@ -141,7 +163,7 @@ def tried(average: LossAverage, model: nn.Module, sample: Tree, *, counts: bool)
             labels = {name: sample[name].clone() for name in (one.labels, "shift_labels") if name in sample}
             for tensor in labels.values():  # those of one half count alone: a mean over them does not feel the rest
                 tensor[-(len(tensor) // TWO) :] = one.ignored
-            return replace(one, uneven=tried(one, model, {**sample, **labels}, counts=False).finding)
+            return replace(one, uneven=_tried(one, model, {**sample, **labels}, False, last).finding)
     return replace(average, finding=NOT_TOGETHER.format(together=sums[0], whole=losses[0]))
 
 

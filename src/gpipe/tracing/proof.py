@@ -1,23 +1,25 @@
 """Proves that in layers a model gives what it gives by itself, to the last bit."""
 
 import time
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gpipe._torch.dispatcher import is_fake
 from gpipe._torch.trees import keystr, tree_flatten_with_path
+from gpipe.stages.microbatch import count_rows
 from gpipe.stages.recompute_check import differ, digest
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.stage import Layer, LayerProgress
-from gpipe.stages.tree import copy_of, replace_tensors
+from gpipe.stages.tree import Tree, copy_of, replace_tensors
 from gpipe.tracing.interpreter import StageInterpreter, describe
 from gpipe.tracing.meta_model import Dry, lacks_values
-from gpipe.tracing.runs import ForwardArguments, failing_apart, is_of_code, watched
+from gpipe.tracing.runs import ForwardArguments, arguments, failing_apart, is_of_code, watched
 from gpipe.tracing.shallow_copy import ShallowCopy
 from gpipe.tracing.stage import rng_scopes
-from gpipe.tracing.trace import CannotSplitError, OpCall, Structure, ValueId, is_carried, take_apart
+from gpipe.tracing.trace import CannotSplitError, OpCall, Structure, Trace, ValueId, is_carried, take_apart
 from gpipe.tracing.tracer import SAMPLE_KEY, TracerRun
 
 OTHER_STRUCTURE = (
@@ -33,24 +35,87 @@ OTHER_BITS = (
 )
 
 
-def prove(found: TracerRun, given: ForwardArguments) -> list[float]:
-    """Proves what a run of a model's forward has shown, in the model's mode; gives the seconds of each layer."""
+class LastLayer(NamedTuple):
+    """The last layer of a model, and what came to it of a sample: it runs again on other inputs, blocks do not."""
+
+    shallow_copy: ShallowCopy
+    trace: Trace
+    values: Mapping[ValueId, Tensor | None]
+    log: Sequence[list[list[Any]]]
+
+    def run(self, given: ForwardArguments) -> Any:
+        """What the model gives of these arguments, and of what came of the sample's."""
+        leaves, _ = take_apart(replace_tensors(tuple(given), copy_of))
+        values = {value_id: value if value is None else copy_of(value) for value_id, value in self.values.items()}
+        inputs = [None if ValueId(-1, at) in self.trace.carried else leaf for at, leaf in enumerate(leaves)]
+        log = [describe(leaves), *self.log[1:]]
+        index, model, device = len(self.trace.starts) - 1, self.shallow_copy.parts.model, _device_of(leaves)
+        layer, progress = Layer(index, str(index), model), LayerProgress()
+        self.shallow_copy.refresh()
+        with watched(model):
+            return StageInterpreter(
+                self.shallow_copy, self.trace, [layer], values, log, frozenset(), device, SAMPLE_KEY, progress
+            ).go(inputs)
+
+    def outputs(self, parts: Sequence[Tree]) -> Iterator[Any]:
+        """What comes of the sample, which is the first part, and of its rows in the others, one behind another.
+
+        Raises:
+            ValueError: What came to the layer has no rows.
+        """
+        model, rows, first = self.shallow_copy.parts.model, count_rows(parts[0]), 0
+        yield self.run(arguments(model, parts[0]))
+        for part in parts[1:]:
+            end = first + count_rows(part)
+            yield self._of_rows(first, end, rows).run(arguments(model, part))
+            first = end
+
+    def _of_rows(self, first: int, end: int, rows: int) -> "LastLayer":
+        if any(value is not None and value.shape[:1] != (rows,) for value in self.values.values()):
+            raise ValueError("what comes to the last layer is not of rows alone")
+        log = [
+            [[said[0], [end - first, *said[1][1:]], said[2]] if is_of_rows(said, rows) else said for said in described]
+            for described in self.log
+        ]
+        values = {value_id: None if value is None else value[first:end] for value_id, value in self.values.items()}
+        return self._replace(values=values, log=log)
+
+
+def is_of_rows(said: Sequence[Any], rows: int) -> bool:
+    """Whether what is written down is that of a tensor of so many rows."""
+    match said:
+        case [_, [first, *_], _]:
+            return bool(first == rows)
+        case _:
+            return False
+
+
+class Proof(NamedTuple):
+    """What a proof shows beside: the output, the seconds of each layer, and the last one, if there are values."""
+
+    output: Any
+    seconds: list[float]
+    last: LastLayer | None
+
+
+def prove(found: TracerRun, given: ForwardArguments) -> Proof:
+    """Proves what a run of a model's forward has shown, in the model's mode."""
     model = found.parts.model
     if lacks_values(model):  # there are layouts alone to be compared
         dry = Dry()
         with dry.faking(model):
-            output, seconds = _interpreted(found, given, dry)
-        _compare(model, found.output, output)
-        return seconds
+            proof = _interpreted(found, given, dry)
+        compare(model, found.output, proof.output)
+        return proof
     with rng_scopes(found.parts, found.trace, SAMPLE_KEY), watched(model) as expected:
         own = given.call(model)
     with watched(model) as buffers:
-        output, seconds = failing_apart(model, given, lambda: _interpreted(found, given, None))
-    _compare(model, own, output)
+        proof = failing_apart(model, given, lambda: _interpreted(found, given, None))
+    compare(model, own, proof.output)
     for name in {*expected, *buffers}:
         if _differ(expected.get(name), buffers.get(name)):
             raise CannotSplitError(OTHER_BITS.format(model=type(model).__name__, what=f"the buffer {name}"))
-    return seconds
+    return proof
 
 
 class _EchoingInterpreter(StageInterpreter):
@@ -99,16 +164,20 @@ def _other(tensor: Tensor) -> Tensor:
     return other.requires_grad_(tensor.requires_grad)
 
 
-def _interpreted(found: TracerRun, given: ForwardArguments, dry: Dry | None) -> tuple[Any, list[float]]:
-    """What the model gives when each layer is interpreted by itself, and the seconds that each takes."""
+def _device_of(leaves: Sequence[Any]) -> torch.device:
+    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+
+def _interpreted(found: TracerRun, given: ForwardArguments, dry: Dry | None) -> Proof:
+    """What the model gives when each layer is interpreted by itself."""
     trace, parts = found.trace, found.parts
     leaves, _ = take_apart(replace_tensors(tuple(given), copy_of))
     values: dict[ValueId, Tensor | None] = {value_id: leaves[value_id.leaf] for value_id in trace.carried}
     inputs = [None if ValueId(-1, at) in values else leaf for at, leaf in enumerate(leaves)]
     log = [describe(leaves)]
     shallow_copy = ShallowCopy(parts)
-    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-    seconds, output = [], None
+    device = _device_of(leaves)
+    seconds, output, last = [], None, None
     for index in range(len(trace.starts)):
         start = time.perf_counter()
         if index:
@@ -117,6 +186,8 @@ def _interpreted(found: TracerRun, given: ForwardArguments, dry: Dry | None) -> 
                 value_id: value if value is None else copy_of(value) for value_id, value in live
             }  # as a cut does
             shallow_copy.refresh()
+        if index == len(trace.starts) - 1 and dry is None:
+            last = LastLayer(shallow_copy, trace, {one: _alone(value) for one, value in values.items()}, list(log))
         wanted = frozenset(edge.value_id for edge in trace.edges if edge.source <= index < edge.target)
         layer = Layer(index, str(index), parts.model)
         interpreter = _EchoingInterpreter(
@@ -125,10 +196,16 @@ def _interpreted(found: TracerRun, given: ForwardArguments, dry: Dry | None) -> 
         output = interpreter.go(inputs)
         values = dict.fromkeys(wanted) | interpreter.made
         seconds.append(time.perf_counter() - start - interpreter.seconds_of_echoes)
-    return output, seconds
+    return Proof(output, seconds, last)
 
 
-def _compare(model: nn.Module, own: Any, found: Any) -> None:
+def _alone(value: Tensor | None) -> Tensor | None:
+    """A value without the graph behind it, which later operations in place do not change."""
+    return None if value is None else copy_of(value.detach()).requires_grad_(value.requires_grad)
+
+
+def compare(model: nn.Module, own: Any, found: Any) -> None:
+    """Refuses an output of layers that is not the model's own."""
     (leaves, structure), (others, other) = take_apart(own), take_apart(found)
     name = type(model).__name__
     if structure != other:
