@@ -202,11 +202,24 @@ def test_layers_are_measured_in_the_company_that_they_will_have(driver: str | No
             return super().forward(input)
 
     seen: Counter[tuple[int, nn.Module]] = Counter()
-    layers = [Seen(5, 5) for _ in range(3)]
+    layers = [Seen(5, width) for width in (5, 5, 6)]
     gpipe.GPipe(layers, 2, 2, sample=SAMPLE, driver=driver)
     assert len({thread for thread, _ in seen}) == threads
     for layer in layers:  # once in the calling thread, and then in that of its group
         assert len([None for _, own in seen if own is layer]) == min(threads, 2)
+
+
+def test_of_layers_that_are_alike_each_rank_times_one_for_all() -> None:
+    class Counted(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            runs[self] += 1
+            return super().forward(input)
+
+    runs: Counter[nn.Module] = Counter()
+    layers = [Counted(5, 5, bias=bias) for bias in (True, True, True, True, False, True)]
+    pipe = gpipe.GPipe(layers, 2, 2, sample=SAMPLE)
+    assert [at for at, layer in enumerate(layers) if runs[layer] > 1] == [0, 1, 3, 4]  # the first gives no gradient on
+    assert pipe.costs[1] == pipe.costs[2] == pipe.costs[3] == pipe.costs[5]
 
 
 def test_a_sample_alone_means_time_and_nothing_means_parameters(clock: Clock) -> None:

@@ -155,7 +155,7 @@ def test_layers_that_are_alike_count_as_if_each_were_run(
 ) -> None:
     x = torch.ones(4, 8, requires_grad=wants)
     found = count(layers, x)
-    monkeypatch.setattr("gpipe.planner.profile.likeness", lambda what, kept=(): None)
+    monkeypatch.setattr("gpipe.planner.profile.likeness_of", lambda layer, value, kept=(): None)
     assert found == count(layers, x)
 
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from statistics import median, median_low
+from statistics import mean, median, median_low
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from gpipe._torch.accelerator import keep_parameters, queues, synchronize
 from gpipe._torch.modes import intra_op_threads
+from gpipe.planner.likeness import likeness_of
 from gpipe.runtime.split_backward import backward_input, backward_weight
 from gpipe.schedule.cost import LayerSeconds
 from gpipe.stages.boundary import Gradients, detach_boundary, run_backward
@@ -59,6 +60,12 @@ class LayerRun:
     index: int
     layer: nn.Module
     values: Values
+
+    def key(self) -> object:
+        """The same for layers that are alike; its own where that cannot be told."""
+        alone = self.values[1] or skip_names(self.layer, "stash")
+        found = None if alone else likeness_of(self.layer, self.values[0])
+        return self.index if found is None else found
 
     def given(self) -> tuple[Values, list[Tensor]]:
         """What the layer takes, for it to keep, since it may work in place; and the leaves its gradients come to."""
@@ -123,26 +130,38 @@ def measure_seconds(
 
     A layer takes what it takes while the other ranks compute: on a CPU as many threads as there are ranks go round
     layers of their own, again and again, so that caches, the memory's bandwidth, the interpreter and the cores are
-    shared as in training. On other devices a layer is measured by itself, and is on the device meanwhile.
+    shared as in training. On other devices a layer is measured by itself, and is on the device meanwhile. Of layers
+    that are alike in all but the numbers in their tensors each thread measures one, for all of them.
     """
     once = partial(_seconds, device=device, parts=parts)
     on_device = replace_tensors(sample, lambda tensor: moved(tensor, device))
     if device.type != "cpu":  # which need not hold all layers
 
+        known: dict[object, LayerSeconds] = {}
+
         def alone(run: LayerRun) -> LayerSeconds:
+            key = run.key()
             keep_parameters(run.layer, device, partial(moved, device=device))
             run.layer.to(device)
-            run.output()
-            return _time_in_company([[run]], once)[0]
+            if key not in known:
+                run.output()
+                known[key] = _time_in_company([[run]], once)[0]
+            return known[key]
 
         return measure_each(layers, on_device, alone)
     runs = measure_each(layers, on_device, lambda run: run)
     count = min(at_once, len(runs))
     cuts = [len(runs) * at // count for at in range(count + 1)] if runs else []
+    keys = [run.key() for run in runs]
+    groups = [{keys[run.index]: run for run in reversed(runs[first:end])} for first, end in pairwise(cuts)]
     with ExitStack() as stack:
-        for run in runs:
+        for run in (run for group in groups for run in group.values()):
             stack.enter_context(untouched(run.layer))
-        return _time_in_company([runs[first:end] for first, end in pairwise(cuts)], once)
+        seconds = _time_in_company([[*group.values()] for group in groups], once)
+    found: dict[object, list[LayerSeconds]] = {}
+    for key, took in zip((key for group in groups for key in group), seconds, strict=True):
+        found.setdefault(key, []).append(took)
+    return [_combine(found[key], mean) for key in keys]
 
 
 def _time_in_company(
@@ -188,14 +207,16 @@ def _typical(rounds: Sequence[Sequence[LayerSeconds]]) -> list[LayerSeconds]:
     What disturbs now one layer and now another is so part of the sum, but does not tell against a single layer.
     """
 
-    def middle(runs: Sequence[LayerSeconds], scale: float = 1.0) -> LayerSeconds:
-        parts = (None if None in part else scale * median_low(part) for part in zip(*runs, strict=True))
-        return LayerSeconds(*parts)  # type: ignore[arg-type]  # the first two are never None
-
-    by_layer = list(zip(*rounds, strict=True))
+    middle = [_combine(runs, median_low) for runs in zip(*rounds, strict=True)]
     together = median(sum(layer.forward + layer.backward for layer in each) for each in rounds)
-    apart = sum(layer.forward + layer.backward for layer in map(middle, by_layer))
-    return [middle(runs, together / (apart or 1.0)) for runs in by_layer]
+    scale = together / (sum(layer.forward + layer.backward for layer in middle) or 1.0)
+    return [_combine([layer], lambda one: scale * one[0]) for layer in middle]
+
+
+def _combine(runs: Sequence[LayerSeconds], way: Callable[[Sequence[float]], float]) -> LayerSeconds:
+    """One of several, part by part; what one of them lacks it lacks."""
+    parts = (None if None in part else way(part) for part in zip(*runs, strict=True))
+    return LayerSeconds(*parts)  # type: ignore[arg-type]  # the first two are never None
 
 
 def measure_by(layers: Sequence[nn.Module], sample: Tree, cost: Callable[[nn.Module, Tree], float]) -> list[float]:

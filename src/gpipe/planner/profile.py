@@ -4,14 +4,11 @@ Floating-point operations and bytes are counted on tensors without values: what 
 what autograd saves, each storage once and in the first layer that saves it, parameters and buffers left out.
 """
 
-import pickle
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from io import BytesIO
 from math import prod
 from operator import attrgetter, itemgetter
-from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -21,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
 
-from gpipe._torch.dispatcher import Fakes, is_fake
+from gpipe._torch.dispatcher import Fakes
 from gpipe._torch.modes import (
     ATTENTION_ON_CPU,
     ATTENTION_ON_CPU_BACKWARD,
@@ -30,6 +27,7 @@ from gpipe._torch.modes import (
     LSTM_ON_CPU_BACKWARD,
     flop_counter,
 )
+from gpipe.planner.likeness import likeness_of
 from gpipe.planner.measure import Values, measure_seconds, named, roots_of, run_layer
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.watch import Watch, storage_identity
@@ -170,48 +168,6 @@ def count(layers: Sequence[nn.Module], sample: Tree) -> list[LayerCounts]:
     return run.counts
 
 
-class _Likeness(pickle.Pickler):
-    """Writes tensors by how they are laid out, and which of their storages are kept; types and functions as such."""
-
-    def __init__(self, file: BytesIO, kept: Collection[int]) -> None:
-        super().__init__(file)
-        self._kept = kept
-        self._numbers: dict[int, int] = {}
-
-    def persistent_id(self, item: object) -> str | None:
-        """What is written for such an object; None for others, of which all that they hold is written."""
-        if isinstance(item, (type, FunctionType, BuiltinFunctionType)):
-            return str(id(item))
-        if isinstance(item, Tensor) and (type(item) in (Tensor, nn.Parameter) or is_fake(item)):
-            storage = item.untyped_storage()
-            which = [self._numbers.setdefault(id(each), len(self._numbers)) for each in (item, storage)]
-            layout = type(item), item.shape, item.stride(), item.dtype, item.requires_grad, item.storage_offset()
-            return str((which, layout, storage.nbytes(), id(storage) in self._kept))
-        if isinstance(item, (Tensor, torch.jit.ScriptModule)):
-            raise pickle.PicklingError("it cannot be told what it does")
-        return None
-
-
-def likeness(what: object, kept: Collection[int] = ()) -> bytes | None:
-    """The same for layers, and what they take, of which all is alike but numbers in tensors; None: it is not known.
-
-    All attributes are compared: that a layer prints like another is not enough.
-
-    Args:
-        what: Layers and values.
-        kept: Of which storages, by identity, it matters that they are.
-
-    >>> likeness(nn.Linear(2, 3)) == likeness(nn.Linear(2, 3)) != likeness(nn.Linear(2, 3, bias=False))
-    True
-    """
-    found = BytesIO()
-    try:
-        _Likeness(found, kept).dump(what)
-    except Exception:  # what cannot be pickled raises whatever it likes
-        return None
-    return found.getvalue()
-
-
 class _Run:
     """Layers that run one after another on tensors without values, and the storages that they have kept so far."""
 
@@ -234,7 +190,7 @@ class _Run:
         values = value, {name: tensor for name, (_, tensor) in popped.items()}
         copied = any(id(tensor.untyped_storage()) in self._origin for tensor in tensors_in(value))
         alone = is_last or copied or popped or skip_names(layer, "stash")
-        key = None if alone else likeness((layer, value), self._kept)
+        key = None if alone else likeness_of(layer, value, self._kept)
         saved = WeakValueDictionary[int, torch.UntypedStorage]()
         with untouched(layer), exchanged(layer, self._fakes.like):
             own = {id(tensor.untyped_storage()) for tensor in (*layer.parameters(), *layer.buffers())}

@@ -272,6 +272,14 @@ def _made(output: Any, interpreter: StageInterpreter) -> Digest:
     return digest([output, *map(interpreter.made.get, sorted(interpreter.wanted))])
 
 
+class Essence(NamedTuple):
+    """What decides how long something takes; layers of which it is alike take as long."""
+
+    what: object
+    own: int | None = None  # the number of a block, which it may know, as others know theirs
+    shared: frozenset[int] = frozenset()  # identities of objects that all have
+
+
 class SingleLayer(nn.Module):
     """One layer, which takes what the layers before handed on and hands on what the later ones need."""
 
@@ -280,6 +288,21 @@ class SingleLayer(nn.Module):
         self.part = part
         layer = Layer(at, part.stands_for, part)
         self.__dict__["stage"] = TracedStage(at, [layer], torch.device("cpu"), parts, traces, ())
+
+    def essence(self, state: Tree) -> Essence:
+        """What runs on a state, and its tensors: not what stands for other layers."""
+        assert isinstance(state, dict)
+        stage: TracedStage = self.__dict__["stage"]
+        trace, model, at = stage._traces[state["path"]], self.part.__dict__["model"], stage.index
+        done = (op for number, op in enumerate(trace.ops) if trace.layer_of(number) == at)
+        names = ["" if op.is_unit else op.name for op in done]
+        own = [int(word) for name in reversed(self.part.units) for word in name.split(".") if word.isdigit()]
+        opened = (vars(model.get_submodule(name)).values() for name in stage._parts.opened)
+        shared = frozenset(id(one) for some in opened for one in some if hasattr(one, "__dict__"))
+        units = [model.get_submodule(name) for name in self.part.units]
+        raw = [module._parameters[leaf] for _, ((module, leaf), *_) in self.part.raw.values()]
+        crosses = state["inputs"], state["live"]
+        return Essence((names, units, raw, crosses), own[0] if own else None, shared)
 
     def forward(self, state: Tree) -> Tree:
         """Interprets the layer."""
