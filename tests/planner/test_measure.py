@@ -218,7 +218,12 @@ def test_of_layers_that_are_alike_each_rank_times_one_for_all() -> None:
     runs: Counter[nn.Module] = Counter()
     layers = [Counted(5, 5, bias=bias) for bias in (True, True, True, True, False, True)]
     pipe = gpipe.GPipe(layers, 2, 2, sample=SAMPLE)
-    assert [at for at, layer in enumerate(layers) if runs[layer] > 1] == [0, 1, 3, 4]  # the first gives no gradient on
+    assert [at for at, layer in enumerate(layers) if runs[layer] > 1] == [
+        0,
+        1,
+        3,
+        4,
+    ]  # the first gives no gradient on
     assert pipe.costs[1] == pipe.costs[2] == pipe.costs[3] == pipe.costs[5]
 
 

@@ -136,7 +136,6 @@ def measure_seconds(
     once = partial(_seconds, device=device, parts=parts)
     on_device = replace_tensors(sample, lambda tensor: moved(tensor, device))
     if device.type != "cpu":  # which need not hold all layers
-
         known: dict[object, LayerSeconds] = {}
 
         def alone(run: LayerRun) -> LayerSeconds:
@@ -206,7 +205,6 @@ def _typical(rounds: Sequence[Sequence[LayerSeconds]]) -> list[LayerSeconds]:
 
     What disturbs now one layer and now another is so part of the sum, but does not tell against a single layer.
     """
-
     middle = [_combine(runs, median_low) for runs in zip(*rounds, strict=True)]
     together = median(sum(layer.forward + layer.backward for layer in each) for each in rounds)
     scale = together / (sum(layer.forward + layer.backward for layer in middle) or 1.0)

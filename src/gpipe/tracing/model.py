@@ -16,7 +16,16 @@ from gpipe.tracing.meta_model import exchanged, give_values, lacks_values, on_cp
 from gpipe.tracing.own_loss import COUNT, LossAverage, loss_in, tried
 from gpipe.tracing.parts import Names, Parts, check_blocks, find_blocks, layers_by_name, units_by_layer
 from gpipe.tracing.proof import Proof, compare, prove
-from gpipe.tracing.runs import ForwardArguments, arguments, kind_of, lacks_memory, settings_of, takes, unchanged, without_cache
+from gpipe.tracing.runs import (
+    ForwardArguments,
+    arguments,
+    kind_of,
+    lacks_memory,
+    settings_of,
+    takes,
+    unchanged,
+    without_cache,
+)
 from gpipe.tracing.stage import SingleLayer, rng_scopes, state_of
 from gpipe.tracing.trace import CannotSplitError, Leaves, Structure, Trace, take_apart
 from gpipe.tracing.tracer import TracerRun, trace_forward

@@ -73,21 +73,18 @@ class LastLayer(NamedTuple):
     def _of_rows(self, first: int, end: int, rows: int) -> "LastLayer":
         if any(value is not None and value.shape[:1] != (rows,) for value in self.values.values()):
             raise ValueError("what comes to the last layer is not of rows alone")
-        log = [
-            [[said[0], [end - first, *said[1][1:]], said[2]] if is_of_rows(said, rows) else said for said in described]
-            for described in self.log
-        ]
+        log = [[_cut(said, end - first, rows) for said in described] for described in self.log]
         values = {value_id: None if value is None else value[first:end] for value_id, value in self.values.items()}
         return self._replace(values=values, log=log)
 
 
-def is_of_rows(said: Sequence[Any], rows: int) -> bool:
-    """Whether what is written down is that of a tensor of so many rows."""
+def _cut(said: list[Any], part: int, rows: int) -> list[Any]:
+    """What is written down of a tensor, of part of its rows; of anything else as it is."""
     match said:
-        case [_, [first, *_], _]:
-            return bool(first == rows)
+        case [dtype, [first, *others], wants_gradient] if first == rows:
+            return [dtype, [part, *others], wants_gradient]
         case _:
-            return False
+            return said
 
 
 class Proof(NamedTuple):
