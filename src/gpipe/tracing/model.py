@@ -92,9 +92,8 @@ class TracedModel:
         self._keep(self._key(*take_apart(tuple(arguments(model, sample)))), found, sample)
         self.layers = layers_by_name(self.parts, found.trace)
         self.names = Names(model, self.layers)
-        with unchanged(model):
-            last = None if proof.last is None else proof.last.outputs
-            self._averages[0] = tried(self._averages[0], model, sample, counts=self._counts, last=last)
+        last = None if proof.last is None else proof.last.outputs
+        self._averages[0] = tried(self._averages[0], model, sample, counts=self._counts, last=last)
 
     def _choose(self, model: nn.Module, choices: Sequence[Sequence[str]], sample: Tree) -> First:
         """Traces the model cut at the first blocks that work, if there are some between which no values are read."""

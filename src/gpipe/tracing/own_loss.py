@@ -22,7 +22,7 @@ from gpipe.stages.losses import OF_LABELS, OF_ROWS, LossCall, is_shifted, own_lo
 from gpipe.stages.microbatch import CANNOT_MERGE, count_rows, merge, split
 from gpipe.stages.tree import Tree
 from gpipe.tracing.meta_model import lacks_values
-from gpipe.tracing.runs import arguments, lacks_memory
+from gpipe.tracing.runs import arguments, evaluated, lacks_memory, unchanged
 
 COUNT = "num_items_in_batch"  # the keyword by which a forward is told the labels that count in the whole mini-batch
 NO_LABELS = "no label of the mini-batch counts (all are {ignored}): there is nothing to average; skip this mini-batch"
@@ -115,17 +115,17 @@ def tried(
     That is as was read in the forward; of a sum, which the forward may divide by something itself, by labels or rows
     where these fit instead. Where nothing fits, it has what is to be told of it. `counts` is whether the forward is
     told the labels of the mini-batch. `last` runs the last layer alone: what it tells in favour is believed, for
-    anything else the whole model runs. It is left in evaluation, without dropout.
+    anything else the whole model runs. They run in evaluation, without dropout.
     """
     if lacks_values(model) or not isinstance(sample, Mapping):
         return average
-    model.train(False)
-    with torch.no_grad():
-        if last is not None:
-            with suppress(Exception):  # it may go another way in evaluation: then the model tells
-                found = _tried(average, model, sample, counts, last)
-                if (found.finding, found.uneven) == (average.finding, None):
-                    return found
+    if last is not None:
+        with suppress(Exception), evaluated(model), torch.no_grad():  # it may go another way: then the model tells
+            found = _tried(average, model, sample, counts, last)
+            if (found.finding, found.uneven) == (average.finding, None):
+                return found
+    with unchanged(model), torch.no_grad():
+        model.train(False)
         return _tried(average, model, sample, counts)
 
 

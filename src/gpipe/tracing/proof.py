@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gpipe._torch.dispatcher import is_fake
 from gpipe._torch.trees import keystr, tree_flatten_with_path
+from gpipe.stages.buffers import untouched
 from gpipe.stages.microbatch import count_rows
 from gpipe.stages.recompute_check import differ, digest
 from gpipe.stages.rng import rng_scope
@@ -52,7 +53,9 @@ class LastLayer(NamedTuple):
         index, model, device = len(self.trace.starts) - 1, self.shallow_copy.parts.model, _device_of(leaves)
         layer, progress = Layer(index, str(index), model), LayerProgress()
         self.shallow_copy.refresh()
-        with watched(model):
+        parts, ops = self.shallow_copy.parts, self.trace.ops[self.trace.starts[-1] :]
+        units = nn.ModuleList(parts.units[name] for op in ops if op.is_unit for name in (op.name, *op.inner))
+        with untouched(units):
             return StageInterpreter(
                 self.shallow_copy, self.trace, [layer], values, log, frozenset(), device, SAMPLE_KEY, progress
             ).go(inputs)

@@ -49,6 +49,18 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """Has all modules in evaluation, and puts their modes back."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.train(False)
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
 def watched(model: nn.Module) -> Iterator[dict[str, Tensor | None]]:
     """Notes the buffers that what runs inside writes, with their new values, at its end; they are put back."""
     before = {
