@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpipe.cli.gpu import page
+from gpipe.cli.gpu import bits, page
 from gpipe.cli.gpu.page import examine
 from gpipe.cli.main import main
 from tests.support import faulty_parts
@@ -129,3 +129,19 @@ def test_a_wheel_says_which_parts_a_checkout_has(tmp_path: Path, monkeypatch: py
         "not run",
         "it comes with a checkout of gpipe: `make gpu` there",
     )
+
+
+def test_one_bit_and_an_error_fall_short() -> None:
+    cpu = torch.device("cpu")
+    expected = bits.train_plainly(bits.images, cpu)
+    expected["3.weight.grad"][0, 0, 0, 0] = expected["3.weight.grad"][0, 0, 0, 0].nextafter(torch.tensor(9.0))
+    ways = [{"schedule": "1f1b"}, {"schedule": "zb_v", "remat": "sometimes"}]
+    try:
+        *wrong, last = bits.compare("images", bits.images, lambda: expected, [cpu, cpu], ways)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [finding.said.splitlines()[0] for finding in wrong] == [
+        "images: 1f1b: 1 of 28 tensors differ: 3.weight.grad ...",
+        "images: zb_v sometimes: ValueError: GPipe cannot be built:",
+    ]
+    assert (last.verdict, last.said) == ("fell short", "images: 0 of 2 pipes")

@@ -12,13 +12,10 @@ from tests.support.plain_loop import same_bits
 THERE = accelerators()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not THERE, reason="needs an accelerator")]
 DEVICE = THERE[0] if THERE else CPU
-SHARES = pytest.mark.skipif(
-    DEVICE.type not in ("cpu", "cuda", "xpu"), reason=f"torch moves no model that shares weights to {DEVICE.type}"
-)
 
 
 @pytest.mark.parametrize("devices", [[DEVICE, DEVICE], [DEVICE, CPU]], ids=["one device", "device and CPU"])
-@pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=SHARES)])
+@pytest.mark.parametrize("name", ["llama", "t5"])
 def test_a_model_trains_and_evaluates_on_devices(name: str, devices: list[torch.device]) -> None:
     family = named(name)
     model: nn.Module = build(family, dropout=True)

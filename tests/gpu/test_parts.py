@@ -28,11 +28,12 @@ def test_slower_than_torch_falls_short(ours: float, verdict: str) -> None:
 
 
 def graphed(layer: nn.Module, sample: tuple[Tensor]) -> Callable[[Tensor], Tensor]:
-    """As CUDA graphs are: input, inside and output are the same memory each time."""
+    """As CUDA graphs are: input, inside, output and gradients are the same memory each time."""
     given = sample[0].detach().requires_grad_(sample[0].requires_grad)
     kept: list[Tensor] = []
     out = torch.empty_like(layer(given))
     inputs = [*([given] if given.requires_grad else []), *layer.parameters()]
+    gradients = [torch.empty_like(each) for each in inputs]
 
     class Graph(torch.autograd.Function):
         @staticmethod
@@ -44,8 +45,9 @@ def graphed(layer: nn.Module, sample: tuple[Tensor]) -> Callable[[Tensor], Tenso
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Any:
-            found = torch.autograd.grad(kept[0], inputs, gradient, retain_graph=True)
-            return found if given.requires_grad else (None, *found)
+            made = torch.autograd.grad(kept[0], inputs, gradient, retain_graph=True)
+            found = [same.copy_(each).detach() for same, each in zip(gradients, made, strict=True)]
+            return tuple(found) if given.requires_grad else (None, *found)
 
     class Graphed(nn.Module):
         def __init__(self) -> None:

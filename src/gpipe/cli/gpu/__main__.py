@@ -14,7 +14,8 @@ def main(part: str, file: str, every: str) -> None:
     findings = []
     for finding in getattr(import_module(module), function)(int(every)):
         findings.append(finding._asdict())
-        Path(file).write_text(json.dumps({"findings": findings}), encoding="utf-8")
+        Path(f"{file}.part").write_text(json.dumps({"findings": findings}), encoding="utf-8")
+        Path(f"{file}.part").replace(file)
 
 
 if __name__ == "__main__":
