@@ -97,7 +97,8 @@ def recompute(run: Run, rank: Rank, todo: CompiledAction) -> None:
         _check(run, rank, at).refuse_written()
     aside = rank.deferred[at].collect() if at in rank.deferred else _NOTHING
     with own.buffers.as_before(saved.snapshot or {}), aside:
-        made = _run_layers(run, own, ends, saved, m)
+        given = run, own, ends, saved, m
+        made = _run_layers(*given) if run.variables is None else run.variables.run(_run_layers, *given)
         assert saved.fingerprint is not None
         differs = saved.fingerprint.differs(Fingerprint.of(made), own.stage, saved.given)
         if differs is True:

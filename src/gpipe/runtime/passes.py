@@ -55,6 +55,7 @@ def run_forward(run: Run) -> None:
                 ", and would not see what a backward recomputes of this call; use step(), or remat='never'"
             )
         _run_table(run, run.compiled.forward)
+        run.variables = copy_context() if run.engine.queues else None
         run.versions = _find_versions(run)  # behind it: lazy modules come by theirs in it
 
 

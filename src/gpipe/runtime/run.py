@@ -6,6 +6,7 @@ begin and end.
 
 from __future__ import annotations
 
+import contextvars
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -131,6 +132,7 @@ class Run:
     findings: list[str] = field(default_factory=list)
     versions: object = None  # what a recompute depends on, as it was behind the forward of a call
     began: float = field(default_factory=time.perf_counter)
+    variables: contextvars.Context | None = None  # of a call, if its backward runs in autograd's thread of a device
 
     def __post_init__(self) -> None:
         self.trains = self.thread_state.grad  # whether there is a backward
