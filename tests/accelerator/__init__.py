@@ -73,6 +73,8 @@ class _Device(ModuleType):
         super().__init__(f"torch.{NAME}")
         self.simulator = simulator
 
+    _initialized = True
+    device = staticmethod(torch.accelerator.device_index)
     is_available = staticmethod(lambda: True)
     is_initialized = staticmethod(lambda: True)
     _is_in_bad_fork = staticmethod(lambda: False)

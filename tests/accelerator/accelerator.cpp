@@ -656,6 +656,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   machine().host_has_waited = end_host_copies;
   module.attr("DEVICES") = sim::DEVICES;
   module.def("take_reports", [] { return machine().take_reports(); });
+  module.def("watch", [](bool watches) { machine().watches = watches; });
   module.def("kernels", [] { return machine().kernels; });
   module.def("default_generator", [](int device) { return default_generator(device); });
   module.def("reset_peak", [](int device) { machine().reset_peak(device); });

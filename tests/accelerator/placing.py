@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import gpipe
+from gpipe._torch.accelerator import put_data
 from tests.accelerator import load
 from tests.support.mixed_tasks import Task
 from tests.support.outcomes import Outcome
@@ -47,9 +48,10 @@ def moved(layers: Sequence[nn.Module], device: torch.device) -> None:
         if tensor.device == device:  # a module that is several layers
             return tensor
         if id(tensor) not in found:
-            copy = copied(tensor.detach().to(device))
-            parameter = isinstance(tensor, nn.Parameter)
-            found[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if parameter else copy
+            found[id(tensor)] = copied(tensor.detach().to(device))
+            if isinstance(tensor, nn.Parameter):
+                put_data(tensor, found[id(tensor)])
+                found[id(tensor)] = tensor
         return found[id(tensor)]
 
     held: list[dict[str, Any]] = [

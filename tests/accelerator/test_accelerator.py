@@ -9,9 +9,11 @@ from itertools import product
 
 import pytest
 
+from gpipe.schedule.schedules import SCHEDULES
 from tests.accelerator import built, lacking
 from tests.accelerator.mutations import NOTICED, Order, orders, program_without
 from tests.support import progress
+from tests.support.kinds import KINDS
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
@@ -69,6 +71,13 @@ def test_wrong_programs_are_reported_and_right_ones_are_not() -> None:
     assert code == 0, said
 
 
-def test_the_host_is_held_back_so_that_memory_does_not_grow_with_micro_batches() -> None:
-    code, said = ask("pace")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_device_never_holds_much_more_than_the_table_states_whatever_m_is(schedule: str) -> None:
+    code, said = ask("memory", "--schedule", schedule)
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("part", range(9))
+def test_what_users_do_is_as_on_cpus_and_no_report_is_false(part: int) -> None:
+    code, said = ask("users", "--count", 2, *(f"--only={name}" for name in [*KINDS][part::9]))
     assert code == 0, said
