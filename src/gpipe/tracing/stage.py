@@ -172,7 +172,7 @@ class TracedStage(Stage):
             if isinstance(interpreter, RecordingInterpreter) and interpreter.program is not None:
                 self._programs[key] = program = interpreter.program
                 self._pass_on(interpreter, ahead, kind, inputs)
-                if kind not in self._follows and not self._is_hooked():
+                if kind not in self._follows and self._can_be_tried():
                     made = _made(output, interpreter)
                     self._trials[kind] = Trial(program, number, given, inputs, before, call.rng_key, made)
         if interpreter.is_last:
@@ -228,9 +228,10 @@ class TracedStage(Stage):
             for other in self._together.stages:
                 self._together.logs[(*kind, json.dumps(noted.log[: starts[other.first] + 1]))] = noted.log
 
-    def _is_hooked(self) -> bool:
-        """Whether a trial would call what users count the calls of."""
-        return any(hooks_of(module) for layer in self.layers for module in layer.module.modules())
+    def _can_be_tried(self) -> bool:
+        """Whether a trial calls no hooks, which users may count, and no module that another thread may be running."""
+        others = {module for other in self._together.stages if other is not self for module in other.modules}
+        return others.isdisjoint(self.modules) and not any(map(hooks_of, self.modules))
 
     def _try(self, trial: Trial) -> bool:
         """Whether a program makes what was interpreted, once another micro-batch was, with nothing left behind.
