@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpipe.cli.gpu.page import PARTS
-from tests.accelerator import built, lacking
+from tests.accelerator import lacking
 from tests.accelerator.installed import environment
 from tests.support import progress
 
@@ -40,7 +40,6 @@ pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
 def rehearse(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     """The status of the command, what it prints, and the parts of its page."""
-    built()
     command = [sys.executable, "-m", "gpipe", "doctor", "--gpu", "--quick", "--out", str(folder / "results")]
     done = progress.run([*command, *arguments], env=environment(folder / "installed"))
     return done.returncode, done.stdout, json.loads((folder / "results" / "page.json").read_text())["parts"]

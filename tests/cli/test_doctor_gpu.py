@@ -121,6 +121,12 @@ def test_without_an_accelerator_it_says_so_in_a_line(tmp_path: Path, capsys: pyt
     assert not (tmp_path / "results").exists()
 
 
+def test_parts_are_of_the_gpu_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", "--part", "bits"])
+    assert (end.value.code, capsys.readouterr().err) == (2, "gpipe: --part and --quick are of --gpu: give that too\n")
+
+
 def test_a_wheel_says_which_parts_a_checkout_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "PARTS", {"graphs": page.PARTS["graphs"]})
     monkeypatch.setattr(page, "CHECKOUT", tmp_path)

@@ -121,7 +121,7 @@ def _share_of_loss(micro_batches: int, output: Tensor, target: Tensor) -> Tensor
 
 
 def host(every: int) -> Iterator[Finding]:
-    """What a draw costs, and whether queues of the hardware matter to ranks that share a device."""
+    """What a draw costs, what pools of memory keep, and whether ranks on one device need more hardware queues."""
     x = torch.ones(8, device=devices()[0])
 
     def draw(*, key: bool) -> None:
@@ -132,6 +132,7 @@ def host(every: int) -> Iterator[Finding]:
     seconds = medians({"torch's own": partial(draw, key=False), "keyed": partial(draw, key=True)})
     draws = {name: each / 100 for name, each in seconds.items()}
     yield Finding("measured", f"a draw: {milliseconds(draws)}", draws)
+    yield pools()
     if x.device.type != "cuda":
         yield Finding("not run", f"CUDA_DEVICE_MAX_CONNECTIONS, of which {x.device.type} knows nothing")
         return
@@ -140,6 +141,18 @@ def host(every: int) -> Iterator[Finding]:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = queues  # for processes that begin, in which CUDA reads it once
         steps[queues] = in_processes(four_on_one, 1)[0]
     yield Finding("measured", f"K=4 on one device, CUDA_DEVICE_MAX_CONNECTIONS {milliseconds(steps)}", steps)
+
+
+def pools() -> Finding:
+    """What torch's pools of memory, one a stream, keep of the device for what is in use: room that is in pieces."""
+    there = places()
+    torch.accelerator.empty_cache()
+    medians({"": step_of(there, width_of_work(there[0]), M, schedule="1f1b", remat="always")})
+    stats = torch.accelerator.memory_stats(there[0])
+    reserved, active = (int(stats[f"{which}_bytes.all.peak"]) for which in ("reserved", "active"))
+    retries = int(stats.get("num_alloc_retries", 0))
+    said = f"pools of memory reserve {reserved / active:.2f} of what is in use at most, and have {retries} retries"
+    return Finding("measured", said, {"reserved": reserved, "active": active, "retries": retries})
 
 
 def four_on_one(rank: int) -> float:

@@ -19,8 +19,8 @@ from typing import Annotated
 import tyro
 
 from gpipe.cli.ending import ending_by_mistakes
+from gpipe.cli.gpu.page import PARTS, examine
 from gpipe.cli.gpu.page import QUICK as QUICKLY
-from gpipe.cli.gpu.page import examine
 
 GIB = 2**30
 SPEAK = ("CUDA_", "GLOO_", "GPIPE_", "HIP_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_")
@@ -29,8 +29,8 @@ OF_DEVELOPERS = ("extra == 'dev'", "extra == 'docs'", "extra == 'bench'")
 
 
 OUT = "Writes the page as JSON too; with --gpu a folder of results, by default gpu-results."
-GPU = "Tries what only accelerators can show, in parts of minutes: bits, memory, speed, NCCL, CUDA graphs."
-PART = "With --gpu: these parts alone; the page has what others left in the folder."
+GPU = "Tries what only accelerators can show, in parts of minutes, and prints one page of it."
+PART = f"With --gpu: these parts alone, of {', '.join(PARTS)}; the page has what others left in the folder."
 QUICK = "With --gpu: a seventh of the pipes, for a first look."
 
 
@@ -50,6 +50,9 @@ def doctor(
         part: Of that, what.
         quick: And how much.
     """
+    if (part or quick) and not gpu:
+        with ending_by_mistakes():
+            raise ValueError("--part and --quick are of --gpu: give that too")
     found = {"installed": _installed(), "machine": _machine(), "devices": _devices(), "environment": _environment()}
     if gpu:
         with ending_by_mistakes():
