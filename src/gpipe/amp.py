@@ -7,6 +7,7 @@ import torch
 from gpipe._torch.modules import awaits_unscale, found_infinite, note_infinite
 from gpipe.distributed.agree import agree
 from gpipe.pipeline import GPipe
+from gpipe.runtime.inputs import scaler_device
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -59,7 +60,7 @@ class GradScaler(torch.amp.GradScaler):
             super().unscale_(optimizer)
         found = optimizer is not None and any(bool(one.item()) for one in found_infinite(self, optimizer).values())
         found = any(agree(self._pipe._processes, found))
-        device = self._pipe.devices[0]
+        device = scaler_device(self._pipe.devices)
         everywhere = {device: torch.full((), float(found), device=device)}
         note_infinite(self, self if optimizer is None else optimizer, everywhere)
         self._skipped = self._skipped + 1 if found else 0

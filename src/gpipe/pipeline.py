@@ -241,7 +241,8 @@ class GPipe(Partitioned):
         run, before = self._new_run()
         run.loss_fn = own_loss if is_own else loss_fn
         with run.context.entered(self.recorder is not None):
-            scale = read_scale(scale, scaler, self._engine.stages[-1].device, processes=self._processes.size)
+            devices = [stage.device for stage in self._engine.stages]
+            scale = read_scale(scale, scaler, devices, processes=self._processes.size)
             parts = self._split(run, plain(inputs), targets, reduction)
             run.context.agree(run, Request.STEP)
             self._weigh(run, targets, parts, reduction, scale)

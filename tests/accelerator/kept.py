@@ -7,6 +7,7 @@ Torch gives a module other parameters where it moves it to a device of such a ki
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -93,6 +94,24 @@ def on_values() -> None:
             pipe.step(X, Y, F.mse_loss)
 
 
+def scaled() -> None:
+    """Gradients by a scaler on CPUs beside devices: torch's own would read on the CPU what has not come yet."""
+    own = layers()
+    pipe = gpipe.GPipe(own, 2, 2, devices=[CPU, FIRST])
+    with pytest.raises(TypeError, match=r"make it gpipe.GradScaler\(pipe\)"):
+        pipe.step(X, Y, F.mse_loss, scaler=torch.amp.GradScaler("cpu"))
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    scaler = gpipe.GradScaler(pipe, init_scale=1024.0)
+    pipe.step(X, Y, F.mse_loss, scaler=scaler)
+    before = [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
+    scaler.unscale_(optimizer)
+    for one, parameter in zip(before, pipe.parameters(), strict=True):
+        assert same_bits((one / 1024).cpu(), None if parameter.grad is None else parameter.grad.cpu())
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 1024
+
+
 def measured() -> None:
     """Costs that are measured on a device, from which layers come back."""
     own = layers()
@@ -104,7 +123,7 @@ def measured() -> None:
 
 
 def main() -> None:
-    for program in (on_parameters, shared_with_a_cpu, on_values, measured):
+    for program in (on_parameters, shared_with_a_cpu, on_values, scaled, measured):
         program()
         for at in range(len(DEVICES)):
             torch.accelerator.synchronize(at)

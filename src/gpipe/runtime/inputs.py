@@ -30,12 +30,17 @@ NO_GRAPH = (
 )
 
 
-def read_scale(scale: float, scaler: Any, device: torch.device, *, processes: int = 1) -> float:
-    """The factor of the gradients, which a scaler knows.
+def scaler_device(devices: Sequence[torch.device]) -> torch.device:
+    """Where a scaler's own numbers are: torch copies them to CPUs without waiting, so there if a rank is on one."""
+    return next((device for device in devices if device.type == "cpu"), devices[-1])
+
+
+def read_scale(scale: float, scaler: Any, devices: Sequence[torch.device], *, processes: int = 1) -> float:
+    """The factor of the gradients, which a scaler knows; `devices` are those of the stages.
 
     Raises:
         ValueError: Both are given, or the scale is no finite number but 0.
-        TypeError: The scaler is none, or not one for several processes, or the scale no number.
+        TypeError: The scaler is none, or not one for several processes or kinds of devices, or the scale no number.
     """
     if scaler is None:
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
@@ -54,7 +59,12 @@ def read_scale(scale: float, scaler: Any, device: torch.device, *, processes: in
             "scaler is a torch.amp.GradScaler, which looks at the gradients of this process alone: some ranks would "
             "skip a step that others do; make it gpipe.GradScaler(pipe) in every process"
         )
-    return float(scaler.scale(torch.ones((), device=device)))  # which also tells it that it is in use
+    if len({device.type for device in devices}) > 1 and scaler.is_enabled() and not hasattr(scaler, "agrees"):
+        raise TypeError(
+            "scaler is a torch.amp.GradScaler, which copies its numbers between devices and CPUs without waiting, "
+            "and this pipe is on both; make it gpipe.GradScaler(pipe)"
+        )
+    return float(scaler.scale(torch.ones((), device=scaler_device(devices))))  # which also tells it that it is in use
 
 
 def check_numbers(**given: object) -> None:
