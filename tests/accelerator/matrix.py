@@ -182,6 +182,50 @@ def recorded(draw: Random) -> tuple[list[str], str]:
     return differences(found, {name: on_cpu(expected)[name] for name in found}), f"{said}, {casts=}, {deferred=}"
 
 
+def cast(draw: Random) -> tuple[list[str], str]:
+    """Autocasts of CPUs and of devices at once, with a scaler, over ranks on either; inputs that may be pinned.
+
+    The loop is one over layers each of which is on its rank's device.
+    """
+    devices = [draw.choice([CPU, *DEVICES[:2]]) for _ in range(3)]
+    kinds = {"cpu": torch.bfloat16, "sim": draw.choice([torch.float16, torch.bfloat16])}
+    pinned = draw.random() < 0.5
+
+    def brought(at: torch.device) -> Callable[[nn.Module, tuple[Tensor, ...]], Tensor]:
+        return lambda _, given: given[0].to(at)
+
+    reference = network()
+    for layer, at in zip(reference, [devices[rank] for rank in (0, 0, 1, 1, 1, 2, 2)], strict=True):
+        moved([layer], at)
+        layer.register_forward_pre_hook(brought(at))
+    model, scale = nn.Sequential(*reference), 1024.0
+    found, expected = Outcome(), Outcome()
+    with on_streams(draw):
+        pipe, said = some_pipe(draw, network(), devices=devices)
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, pipe)]
+        scaler = gpipe.GradScaler(pipe, init_scale=scale)
+        for step in range(2):
+            with torch.autocast("cpu", kinds["cpu"]), torch.autocast("sim", kinds["sim"]):
+                x, y = (tensor.pin_memory() if pinned else tensor for tensor in (X, Y))
+                found[f"{step} loss"] = pipe.step(x, y, F.mse_loss, scaler=scaler).cpu()
+                total = plain_loop(
+                    reference, X, Y.to(devices[-1]), F.mse_loss, micro_batches=M, seed=3, step=step, scale=scale
+                )
+                expected[f"{step} loss"] = total.cpu()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= scale
+            optimizers[0].step()
+            scaler.step(optimizers[1])
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        found |= on_cpu(pipe.state_dict())
+        expected |= on_cpu(model.state_dict())
+        pipe.close()
+    return differences(found, expected), f"{said}, {kinds}, {pinned=}"
+
+
 def beside_cpus(draw: Random) -> tuple[list[str], str]:
     """Ranks on CPUs and on devices, whose kernels differ by alignment: numbers are near, and the orders as ever."""
     devices = draw.choice([[CPU, FIRST, CPU], [FIRST, CPU, DEVICES[1]], [DEVICES[2], FIRST, CPU]])
@@ -263,22 +307,31 @@ def failing(draw: Random) -> tuple[list[str], str]:
     return differences(found, on_cpu(expected)), f"{phase} {at}, {said}"
 
 
-KINDS = {"mixed": mixed, "alive": alive, "recorded": recorded, "failing": failing, "beside_cpus": beside_cpus}
-LATER = 100_000
-"""The number from which on other kinds are drawn: those before stay what they were."""
-LATER_KINDS = {"trained": models.trained, "told": models.told}
+KINDS: dict[str, Callable[[Random], tuple[list[str], str]]] = {
+    "mixed": mixed,
+    "alive": alive,
+    "recorded": recorded,
+    "failing": failing,
+    "beside_cpus": beside_cpus,
+}
+LATER: dict[int, dict[str, Callable[[Random], tuple[list[str], str]]]] = {
+    100_000: {"trained": models.trained, "told": models.told},
+    200_000: {"cast": cast},
+}
+"""The kinds that are drawn from such a number on: numbers before stay what they were."""
 
 
 def attempt(number: int) -> tuple[str, str]:
     """The verdict on a number, and what is to be said of it."""
     draw = Random(number)
-    kind = draw.choice([*LATER_KINDS] if number >= LATER else ["mixed", "mixed", "mixed", *KINDS])
+    kinds = LATER.get(number // 100_000 * 100_000, KINDS)
+    kind = draw.choice(["mixed", "mixed", "mixed", *kinds] if kinds is KINDS else [*kinds])
     for device in DEVICES:
         torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=device.index, device_type=20))
     torch.accelerator.set_device_index(0)
     SIMULATOR.take_reports()
     try:
-        wrong, said = (KINDS | LATER_KINDS)[kind](draw)
+        wrong, said = kinds[kind](draw)
         for at in range(len(DEVICES)):
             torch.accelerator.synchronize(at)
     except NoSuch:

@@ -17,7 +17,7 @@ from tests.support.kinds import KINDS
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
-LATER = 100_000  # from here on, models given whole are drawn
+LATER, LATEST = 100_000, 200_000  # from here on, models given whole are drawn, and what is cast
 BLOCK, FEWER = 60, 10  # pipes that are drawn, in one process
 ORDERS = [order for order in orders() if order.elsewhere is None]
 
@@ -55,8 +55,8 @@ def test_ranks_that_are_processes_have_the_bits_of_one_process_and_nothing_is_re
     assert code == 0, said
 
 
-@pytest.mark.parametrize("first", range(LATER, LATER + 400, FEWER))
-def test_drawn_pipes_of_whole_models_have_the_bits_of_the_models_own_loop(first: int) -> None:
+@pytest.mark.parametrize("first", [*range(LATER, LATER + 400, FEWER), *range(LATEST, LATEST + 100, FEWER)])
+def test_drawn_pipes_of_whole_models_and_of_casts_have_the_bits_of_the_loop(first: int) -> None:
     code, said = ask("matrix", "--first", first, "--count", FEWER)
     assert code == 0, said
 
