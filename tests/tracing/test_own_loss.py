@@ -68,6 +68,50 @@ class Counted(Words):
         return {"loss": F.cross_entropy(words, labels, reduction="sum") / num_items_in_batch}
 
 
+class Told(Words):
+    """A model that goes another way where it is told the labels that count, to the same loss."""
+
+    def forward(self, words: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
+        states = self.states(words)
+        if num_items_in_batch is not None:
+            states = states.clone()
+        return {"loss": self.head(states, labels)}
+
+
+def test_a_forward_that_ignores_the_count_is_trained_on_the_way_that_it_goes_without() -> None:
+    torch.manual_seed(0)
+    model, batch = Told(), ragged()
+    whole = copy.deepcopy(model)(**batch)["loss"]
+    with gpipe.GPipe(model, 2, 2, sample=batch, costs="params") as pipe:
+        torch.testing.assert_close(pipe.step(batch), whole.detach())
+        torch.testing.assert_close(pipe(**batch)["loss"].detach(), whole.detach())
+
+
+class Balanced(Words):
+    """A model whose blocks have losses of their own, which are no rows where the last layer adds them up."""
+
+    def __init__(self, power: int) -> None:
+        super().__init__()
+        self.power = power
+
+    def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x, beside = self.embed(words), []
+        for block in self.blocks:
+            x = x + block(x).tanh()
+            beside.append(x.mean() ** self.power)
+        return {"loss": self.head(x, labels) + sum(beside)}
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_loss_that_blocks_have_is_tried_with_them(power: int) -> None:
+    """The mean over all is made of those of halves, its square is not."""
+    torch.manual_seed(0)
+    batch = {"words": torch.randint(5, (4, 7)), "labels": torch.randint(5, (4, 7))}
+    with gpipe.GPipe(Balanced(power), 2, 1, sample=batch, costs="params") as pipe:
+        pipe.step(batch)
+        assert any("not put together" in finding for finding in pipe.findings) == (power == 2)
+
+
 def ragged() -> dict[str, Tensor]:
     """Four rows of 7, 6, 2 and 1 words."""
     words = torch.randint(5, (4, 7))
