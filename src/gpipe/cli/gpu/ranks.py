@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import spawn
 from gpipe.cli.gpu.bits import Left, devices, fitting, text, train
 from gpipe.cli.gpu.page import Finding
 
-LIMIT = timedelta(seconds=120)
+LIMIT = timedelta(seconds=480)  # of a message, below that of a part
 
 
 def has_nccl() -> bool:
