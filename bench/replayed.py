@@ -1,14 +1,14 @@
 """What it costs to replay a model's forward in place of layers given by hand: `python -m bench.replayed`.
 
-Overhead: a Llama of 32 tiny layers, whose forward in K stages is compared with the model's own, without gradients.
-Recording: the same model, made into layers. Cells: blocks of a size that users have, trained as a model and as layers
-by hand, in turns in one run.
+Walks: models of 32 tiny blocks, whose forward in K stages is compared with the model's own, without gradients. Cells:
+blocks of a size that users have, trained as a model and as layers by hand, in turns in one run.
 """
 
 import argparse
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 import torch
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gpipe
+from bench.building import bert, gpt2, llama, t5
 from bench.machine import facts
 from bench.report import describe, interval, table, write
 
-LAYERS, STAGES = 32, (2, 4, 8)
+STAGES = (1, 2, 8)
+MODELS: dict[str, Callable[[], nn.Module]] = {"Llama": llama, "GPT-2": gpt2, "BERT": bert, "T5": t5}
 WORDS, WIDTH, HEADS = 512, 512, 8
 
 
@@ -64,38 +66,40 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def overhead(rounds: int) -> tuple[list[Sequence[str]], float, dict[str, object]]:
-    """Milliseconds of Python for each stage and micro-batch, and of a recording."""
-    import transformers
+def run_alone(model: nn.Module, parts: Sequence[dict[str, Tensor]]) -> None:
+    for part in parts:
+        model(**part)
 
-    transformers.logging.set_verbosity_error()
-    config = transformers.LlamaConfig(
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        vocab_size=16,
-        use_cache=False,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    words = torch.randint(0, 16, (2, 16))
-    batch = {"input_ids": words, "attention_mask": torch.ones_like(words)}
-    pipes = {k: gpipe.GPipe(model, k, 1, sample=batch, driver="lockstep", costs="params") for k in (1, *STAGES)}
-    runs: dict[int, Callable[[], object]] = {0: lambda: model(**batch)}
-    runs |= {k: lambda pipe=pipe: pipe(**batch) for k, pipe in pipes.items()}  # type: ignore[misc]  # of its own
-    found: dict[int, list[float]] = {k: [] for k in runs}
-    with torch.no_grad():
-        for _ in range(rounds + 1):
-            for k, run in runs.items():
-                found[k].append(timed(run))
-    found = {k: seconds[1:] for k, seconds in found.items()}
+
+def walks(rounds: int) -> tuple[list[Sequence[str]], dict[str, object]]:
+    """CPU milliseconds of a forward of a micro-batch, over those of the model's own, by model, M and K."""
     lines: list[Sequence[str]] = []
-    for k in STAGES:
-        each = [1e3 * (of_k - of_one) / (k - 1) for of_k, of_one in zip(found[k], found[1], strict=True)]
-        whole = [1e3 * (of_k - own) / k for of_k, own in zip(found[k], found[0], strict=True)]
-        lines.append([str(k), f"{1e3 * median(found[k]):.2f}", f"{median(each):.2f}", f"{median(whole):.2f}"])
-    recording = [timed(lambda: gpipe.layers_of(model, batch)) for _ in range(max(3, rounds // 3))]
-    return lines, 1e3 * median(recording), {str(k): seconds for k, seconds in found.items()}
+    every: dict[str, object] = {}
+    for name, make in MODELS.items():
+        model = make().train()
+        for m in (4, 32):
+            words = torch.randint(64, (2 * m, 16))
+            batch = {"input_ids": words, "labels": words}
+            parts = [{"input_ids": part, "labels": part} for part in words.tensor_split(m)]
+            runs: dict[str, Callable[[], object]] = {"own": partial(run_alone, model, parts)}
+            for k in STAGES:
+                pipe = gpipe.GPipe(model, k, m, sample=batch, driver="lockstep", costs="params", seed=1)
+                runs[str(k)] = partial(pipe.step, batch)
+            found: dict[str, list[float]] = {k: [] for k in runs}
+            with torch.no_grad():
+                for turn in range(rounds + 3):
+                    for kind, run in runs.items():
+                        start = time.process_time()
+                        run()
+                        if turn > 2:  # in the first steps programs are noted, and tried
+                            found[kind].append((time.process_time() - start) / m)
+            own = found.pop("own")
+            each = [1e3 * median(some) for some in found.values()]
+            ratios = [median(a / b for a, b in zip(some, own, strict=True)) for some in found.values()]
+            times = [f"{ms:.1f} ({ratio:.2f} x)" for ms, ratio in zip(each, ratios, strict=True)]
+            lines.append([name, str(m), f"{1e3 * median(own):.1f}", *times])
+            every[f"{name}, M={m}"] = {"own": own, **found}
+    return lines, every
 
 
 def cells(rounds: int, blocks: int, rows: int, length: int) -> tuple[list[Sequence[str]], dict[str, object]]:
@@ -143,13 +147,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     about = facts()
-    stages, recording, forwards = overhead(options.rounds)
+    stages, forwards = walks(options.rounds)
     blocks, steps = cells(max(5, options.rounds // 3), options.blocks, options.rows, options.length)
-    head = ["stages", "forward, ms", "ms more for each stage more", "ms over the model's own, a stage"]
+    head = ["model", "M", "its own forward, ms", *(f"K={k} (over its own)" for k in STAGES)]
     parts = [
         "# A model replayed, beside layers by hand",
         describe(about),
-        f"Llama of {LAYERS} layers, each of nearly nothing; recording takes {recording:.0f} ms.",
+        "CPU time of the forward of a micro-batch: models of 32 blocks, each of nearly nothing, in lockstep.",
         table(head, stages),
         "Blocks as users have them, K=2, M=8, remat always, threads; dropout 0.1; the losses have the same bits.",
         table(["block, ms forward", "by hand, s a step", "the model, s a step", "ratio (95 %)"], blocks),
