@@ -129,6 +129,14 @@ class Program(NamedTuple):
         return all(step.keep(step.call(values), values) for step in self.free)
 
 
+class Part(NamedTuple):
+    """The layers of a stage, what comes to them, and what is wanted of them."""
+
+    layers: Sequence[Layer]
+    given: Collection[ValueId]
+    wanted: Collection[ValueId]
+
+
 class _NotInLineError(Exception):
     """What a stage does cannot be noted."""
 
@@ -137,8 +145,8 @@ class RecordingInterpreter(StageInterpreter):
     """Interprets, and notes what is done for who does it in a line; `program` stays None if that cannot be noted."""
 
     program: Program | None = None
-    ahead: Sequence[tuple[Sequence[Layer], Collection[ValueId]]] = ()
-    """The layers of later stages, whose programs are noted too: the walk goes on, and nothing of theirs is done."""
+    ahead: Sequence[Part] = ()
+    """Later stages whose programs are noted too: the walk goes on, and nothing of theirs is done."""
     full: Sequence[list[list[Any]]] = ()
     """The log up to their end."""
 
@@ -150,7 +158,7 @@ class RecordingInterpreter(StageInterpreter):
         self._named: list[object] = []  # which stay, and so do their identities
         self._free: list[Step] = []
         self._steps: dict[int, list[Step]] = {}
-        self._layers = tuple(self._to_enter)
+        self._part = Part(tuple(self._to_enter), [*self._values], self.wanted)
         self._output: Any = None
         self._given: set[int] = set()  # where what operations were given lies
         self._uses: set[Hashable] = set()
@@ -170,14 +178,14 @@ class RecordingInterpreter(StageInterpreter):
             return None
         if self._goes_ahead:
             return None
-        self.program = self._noted(self._layers, self.wanted, self.log, output if self.is_last else None)
+        self.program = self._noted(self._part, self.log, output if self.is_last else None)
         return output
 
     def noted_ahead(self) -> list[Program]:
         """The programs of those stages whose layers are `ahead`; none if they could not be noted."""
         if not self._goes_ahead or self._failed:
             return []
-        found = [self._noted(layers, wanted, self.full, self._output) for layers, wanted in self.ahead]
+        found = [self._noted(part, self.full, self._output) for part in self.ahead]
         noted = [program for program in found if program is not None]
         return noted if len(noted) == len(found) else []
 
@@ -204,7 +212,7 @@ class RecordingInterpreter(StageInterpreter):
 
     def _end(self) -> None:
         if self.ahead and not self._failed:
-            self.program = self._noted(self._layers, self.wanted, self.log, None)
+            self.program = self._noted(self._part, self.log, None)
             self._goes_ahead = self.program is not None
         if not self._goes_ahead:
             super()._end()
@@ -212,7 +220,7 @@ class RecordingInterpreter(StageInterpreter):
     def _op_ahead(self, call: OpCall) -> Any:
         at, self.at = self.at, self.at + 1
         layer = self.trace.layer_of(at)
-        of = next((one for layers, _ in self.ahead for one in layers if one.index == layer), None)
+        of = next((one for part in self.ahead for one in part.layers if one.index == layer), None)
         if of is None or self._failed:
             raise Enough
         op, described = self.trace.ops[at], self.full[at + 1]
@@ -332,10 +340,9 @@ class RecordingInterpreter(StageInterpreter):
                     return partial(_buffer_of, name, key), None
         raise _NotInLineError
 
-    def _noted(
-        self, layers: Sequence[Layer], wanted: Collection[ValueId], log: Sequence[list[list[Any]]], output: Any
-    ) -> Program | None:
+    def _noted(self, part: Part, log: Sequence[list[list[Any]]], output: Any) -> Program | None:
         """The program of a stage; that of the last gives the output, and the log of others goes on."""
+        layers, given, wanted = part
         first, last, starts = layers[0].index, layers[-1].index, (*self.trace.starts, len(self.trace.ops))
         self._uses = set()
         make: Maker | None = None
@@ -354,6 +361,10 @@ class RecordingInterpreter(StageInterpreter):
             if self._writes or step.reads or not needed.isdisjoint(step.names):
                 free.append(step)
                 needed |= step.uses
+        made = {name for some in (free, *(steps for _, steps in own)) for step in some for name in step.names}
+        if not needed <= {*self._inputs, *given, *made}:  # what was changed in place is there by its name before
+            self._failed = True
+            return None
         inputs = {name: at for name, at in self._inputs.items() if name in needed}
         begin, end = starts[first] + 1, starts[last + 1] + 1
         return Program(inputs, free[::-1], own, log[begin:end], make, json.dumps(log[:end]))

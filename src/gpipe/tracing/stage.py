@@ -22,7 +22,7 @@ from gpipe.stages.stage import Layer, LayerProgress, RngKey, Stage, StageCall
 from gpipe.stages.tree import Tree, copy_of, tensors_in
 from gpipe.tracing.interpreter import CARRIED_AS_THEY_ARE, StageInterpreter, describe
 from gpipe.tracing.parts import ModelPart, Parts
-from gpipe.tracing.program import Modes, Program, RecordingInterpreter
+from gpipe.tracing.program import Modes, Part, Program, RecordingInterpreter
 from gpipe.tracing.shallow_copy import ShallowCopy
 from gpipe.tracing.trace import Leaves, Trace, ValueId, is_carried
 
@@ -48,6 +48,11 @@ class Crossings(NamedTuple):
     arrives: dict[str, ValueId]  # by the names of routes
     leaves: list[ValueId]
     departs: dict[str, ValueId]  # by the names of stashes
+
+    @property
+    def arriving(self) -> list[ValueId]:
+        """What comes to the stage."""
+        return [*self.enters, *self.arrives.values()]
 
     @property
     def wanted(self) -> frozenset[ValueId]:
@@ -202,7 +207,10 @@ class TracedStage(Stage):
             return []
         later = [other for other in self._together.stages if other.index > self.index]
         ahead = [other for other in later if other.device.type == self.device.type and other._follows.get(kind)]
-        interpreter.ahead = [(other.layers, other._crossings[kind[0]].wanted) for other in ahead]
+        ends = [other._crossings[kind[0]] for other in ahead]
+        interpreter.ahead = [
+            Part(other.layers, end.arriving, end.wanted) for other, end in zip(ahead, ends, strict=True)
+        ]
         interpreter.full = full
         return ahead
 
@@ -218,7 +226,7 @@ class TracedStage(Stage):
         logs = {other: noted.full[: starts[other.first] + 1] for other in ahead}
         for other, program in zip(ahead, noted.noted_ahead(), strict=False):
             crossings = other._crossings[kind[0]]
-            said = [noted.full[one.op + 1][one.leaf] for one in (*crossings.enters, *crossings.arrives.values())]
+            said = [noted.full[one.op + 1][one.leaf] for one in crossings.arriving]
             given = [_lies(leaf, other.device) for leaf in inputs]
             crossed = [(other.device, _stride(one[1])) if len(one) == 3 else () for one in said]
             other._programs[(*kind, json.dumps(logs[other]), *given, *crossed)] = program
