@@ -31,7 +31,7 @@ from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -51,6 +51,7 @@ ALLOWED = {
     "_version": "how often a tensor was changed in place: torch's notes on autograd name it",
     "_base": "what a tensor is a view of",
     "_getframe": "of sys",
+    "_exit": "of os",
     "_init_weights": "what gives parts of a model their first values: of transformers, and of models that follow it",
     "_no_split_modules": "what models of transformers say of themselves",
     "_output_capturing_hooks_installed": "what models of transformers look for on themselves",
@@ -1008,6 +1009,9 @@ def test_compiled_recomputes_are_known() -> None:
         every = codes(compile(Path(rng_prims.__file__).read_text(), rng_prims.__file__, "exec"))
         known = [code.co_name for code in every if checkpoints.reruns_by_default_generator(code)]
         assert {"impl_cpu", "impl_cuda"} <= set(known)
+    with relied_on("is_of_checkpoints", "passes by all other code where something is drawn"):
+        assert checkpoints.is_of_checkpoints(CheckpointFunction.forward.__code__)
+        assert not checkpoints.is_of_checkpoints(codes.__code__)
 
 
 def test_the_threads_of_an_operation_are_put_back() -> None:

@@ -31,7 +31,7 @@ class CheckpointFrame:
 
 def read_checkpoint(frame: FrameType) -> CheckpointFrame | None:
     """What a frame shows of a checkpoint, if it is of one."""
-    if frame.f_code.co_filename != checkpoint.__file__:
+    if not is_of_checkpoints(frame.f_code):
         return None
     names = frame.f_locals
     match frame.f_code.co_name:
@@ -45,6 +45,11 @@ def read_checkpoint(frame: FrameType) -> CheckpointFrame | None:
         case "recompute_fn":
             return _read(names, recomputes=True)
     return None
+
+
+def is_of_checkpoints(code: CodeType) -> bool:
+    """Whether code is of `torch.utils.checkpoint`."""
+    return code.co_filename == checkpoint.__file__
 
 
 def _read(

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -28,7 +28,12 @@ from torch import Tensor
 
 from gpipe._torch.accelerator import CPU, default_generator, numbered, standing_in
 from gpipe._torch.autograd import node_number, running_node
-from gpipe._torch.checkpoint import CheckpointFrame, read_checkpoint, reruns_by_default_generator
+from gpipe._torch.checkpoint import (
+    CheckpointFrame,
+    is_of_checkpoints,
+    read_checkpoint,
+    reruns_by_default_generator,
+)
 from gpipe._torch.dispatcher import (
     UNUSED_KEY,
     Operator,
@@ -119,6 +124,10 @@ def _generator_of(frame: FrameType, seen: CheckpointFrame, device: torch.device,
     return _generator(frame.f_locals.setdefault(GENERATORS, {}), device, start)
 
 
+MOST_CODES = 10_000
+_others: dict[int, CodeType] = {}  # code that is none of torch.utils.checkpoint's
+
+
 def _find_checkpoints(
     until: FrameType | None,
 ) -> tuple[list[CheckpointFrame], tuple[FrameType, CheckpointFrame] | None]:
@@ -128,15 +137,28 @@ def _find_checkpoints(
         RuntimeError: There is a checkpoint that nobody can look into.
     """
     forwards: list[CheckpointFrame] = []
-    for frame in _frames(until):
-        seen = read_checkpoint(frame)
-        if seen is not None and seen.recomputes:
-            return forwards, (frame, seen)
-        if seen is not None:
-            forwards.append(seen)
-        elif reruns_by_default_generator(frame.f_code):
-            raise RuntimeError(COMPILED)
+    frame = sys._getframe(1).f_back
+    while frame is not None and frame is not until:
+        if _others.get(id(frame.f_code)) is not frame.f_code:
+            seen = read_checkpoint(frame)
+            if seen is not None and seen.recomputes:
+                return forwards, (frame, seen)
+            if seen is not None:
+                forwards.append(seen)
+            elif reruns_by_default_generator(frame.f_code):
+                raise RuntimeError(COMPILED)
+            else:
+                _note_other(frame.f_code)
+        frame = frame.f_back
     return forwards, None
+
+
+def _note_other(code: CodeType) -> None:
+    """Has draws pass by this code from now on, unless it is of checkpoints: each draw walks all of a deep stack."""
+    if not is_of_checkpoints(code):
+        if len(_others) > MOST_CODES:
+            _others.clear()
+        _others[id(code)] = code
 
 
 def _frames(until: FrameType | None) -> Iterator[FrameType]:
