@@ -31,7 +31,7 @@ from gpipe.stages.stage import Layer, Stage
 from gpipe.stages.tree import Tree
 from gpipe.tracing.layers_of import is_model, read_model
 from gpipe.tracing.model import TracedModel
-from gpipe.tracing.stage import Together, TracedStage
+from gpipe.tracing.stage import TracedStage
 
 
 def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
@@ -84,7 +84,7 @@ def _engine(settings: Settings, position: Position | None) -> Engine:
     make: Callable[[int, Sequence[Layer], torch.device], Stage] = Stage
     if (traced := settings.traced) is not None:
         stage_of = [stage for stage, count in enumerate(settings.layers_per_partition) for _ in range(count)]
-        make = partial(TracedStage, parts=traced.parts, traces=traced.traces, stage_of=stage_of, together=Together())
+        make = partial(TracedStage, parts=traced.parts, traces=traced.traces, stage_of=stage_of)
     stages = cut_into_stages(settings.layers, settings.layers_per_partition, devices, own, make)
     if settings.sync_batch_norm:
         find_norms([layer for stage in stages for layer in stage.layers])  # refused everywhere alike

@@ -182,9 +182,5 @@ def untouched(layer: nn.Module) -> Iterator[None]:
 
 
 def _refill(dictionary: dict[str, Any], items: Mapping[str, object]) -> None:
-    if list(dictionary) != list(items):
-        dictionary.clear()
-        dictionary.update(items)
-    for key, value in items.items():  # others may be reading it
-        if dictionary[key] is not value:
-            dictionary[key] = value
+    dictionary.clear()
+    dictionary.update(items)

@@ -4,11 +4,10 @@ Operations are calls of units, and functions of torch between them. What those b
 crossed the cut; what did not cross, a placeholder stands for. Behind its own last operation the interpreter stops.
 """
 
-import json
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Never
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +22,6 @@ from gpipe.tracing.meta_model import Dry
 from gpipe.tracing.parts import ModelPart
 from gpipe.tracing.shallow_copy import ShallowCopy
 from gpipe.tracing.trace import CannotSplitError, OpCall, Trace, ValueId, take_apart
-
-if TYPE_CHECKING:
-    from gpipe.tracing.program import Program
 
 LAYOUT = frozenset(
     {
@@ -230,7 +226,7 @@ class StageInterpreter(Interpreter):
         self.is_last = self.last_layer == len(trace.starts) - 1
         self.begin, self.end = trace.starts[layers[0].index], (*trace.starts, len(trace.ops))[self.last_layer + 1]
         self.made = {one: value for one, value in values.items() if one in wanted and value is not None}
-        self._values, self.wanted, self._key, self._progress = values, wanted, rng_key, progress
+        self._values, self._wanted, self._key, self._progress = values, wanted, rng_key, progress
         self._to_enter = list(layers)
         self._layer, self._rng_scope = layers[0], PipeRngScope(0, 0, 0, 0)
         self._own: Mapping[int, Slot] = {}  # the model's parameters, by identity: where the layer has its own
@@ -253,44 +249,6 @@ class StageInterpreter(Interpreter):
         self.shallow_copy.refuse_changed_buffers()
         return output
 
-    def follow(self, program: "Program", inputs: Sequence[Any], log: str) -> Any:
-        """Does what a program notes; interprets from where something comes out otherwise, and needs the log then."""
-        values: dict[Hashable, Any] = {"device": self.device, "copies": self.shallow_copy.copies}
-        values.update(self._values)
-        done = self._do_noted(program, inputs, values)
-        self.made = {one: made for one in self.wanted if isinstance(made := values.get(one), Tensor)}
-        if done is None:
-            self._enter(self.last_layer)
-            return None if program.output is None else program.output(values)
-        self._values = values  # type: ignore[assignment]  # others are not asked for
-        self.log += json.loads(log)
-        if done:
-            last = [step for _, steps in program.own for step in steps][done - 1]
-            self.log += [*program.described[: done - 1], describe([values[name] for name in last.names])]
-        self.begin += done
-        return self.go(inputs)
-
-    def _do_noted(self, program: "Program", inputs: Sequence[Any], values: dict[Hashable, Any]) -> int | None:
-        """How many operations were done until one came out otherwise; None if none did."""
-        if not program.begin(inputs, values):
-            return 0
-        done = 0
-        for layer, steps in program.own:
-            self._enter(layer)
-            with self._layer.aliased, self._rng_scope:
-                for step in steps:
-                    made, done = step.call(values), done + 1
-                    if not step.keep(made, values):
-                        if not step.has_parts(*take_apart(made)):
-                            raise CannotSplitError(
-                                OTHER_VALUE.format(name=self.trace.ops[self.begin + done - 1].name)
-                            )
-                        return done
-                    del made
-                    for name in step.drops:
-                        del values[name]
-        return None
-
     def _arrived(self, value_id: ValueId, described: Sequence[Any]) -> Any:
         """What came across the cut of an operation before, or of an input, or what stands for it."""
         found: Any = self._values.get(value_id)
@@ -302,8 +260,7 @@ class StageInterpreter(Interpreter):
                     return value
                 case _:
                     return OpaquePlaceholder()
-        if isinstance(found, Tensor):  # else an operation that was followed has made it
-            self.name_as(found, value_id)
+        self.name_as(found, value_id)
         return found
 
     def op(self, call: OpCall) -> Any:
@@ -325,16 +282,12 @@ class StageInterpreter(Interpreter):
             if isinstance(leaf, Tensor):
                 value_id = ValueId(at, place)
                 self.name_as(leaf, value_id)
-                if value_id in self.wanted:
+                if value_id in self._wanted:
                     self.made[value_id] = leaf
         self.log.append(describe(leaves))
         if self.at == self.end and not self.is_last:
-            self._end()
+            raise Enough
         return made
-
-    def _end(self) -> None:
-        """Comes behind the last operation, unless the forward ends there too."""
-        raise Enough
 
     def _pass(self, at: int) -> Any:
         """What an operation of a layer before brought."""

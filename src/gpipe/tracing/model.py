@@ -162,9 +162,9 @@ class TracedModel:
 
     def _keep(self, key: TraceKey, found: TracerRun, value: Tree) -> None:
         given = value if isinstance(value, Mapping) else {}
+        self._averages.append(LossAverage.of(found.losses, given, counts=self._counts))
         self._numbers[key] = len(self.traces)
         self.traces.append(found.trace)
-        self._averages.append(LossAverage.of(found.losses, given, counts=self._counts))
 
     def begin(
         self,
@@ -278,8 +278,9 @@ class TracedModel:
             pairs = zip((known[0], *known[1], *known[2]), (key[0], *key[1], *key[2]), strict=False)
             one, other = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(TOO_MANY.format(model=type(self.model).__name__, most=MOST_TRACES, one=one, other=other))
+        value = replace_tensors(value, on_cpu)
         with unchanged(self.model), exchanged(self.model, on_cpu):  # its layers may be on several devices
-            given = arguments(self.model, replace_tensors(value, on_cpu))
+            given = arguments(self.model, value)
             found = trace_forward(self.parts, given)
             prove(found, given)
         layers = list(self.layers.items())
