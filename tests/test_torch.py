@@ -273,6 +273,8 @@ def test_devices_of_any_maker() -> None:
             with accelerator.standing_in(generator):
                 assert torch.equal(torch.rand(3), torch.rand(3, generator=again))
     assert torch.equal(torch.default_generator.get_state(), before)
+    with relied_on("own_generator", "keeps what is torch's own"), accelerator.own_generator(cpu) as own:
+        assert own is torch.default_generator
     with relied_on("copied_to_host", "saves in the background"):
         (copy,) = accelerator.copied_to_host([generator.get_state()])
         assert torch.equal(copy, again.get_state())

@@ -122,8 +122,70 @@ def measured() -> None:
     assert same_bits(weight.cpu(), before)
 
 
+class Reader(nn.Module):
+    """A model with a loss of its own where it is given labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 6), nn.Linear(6, 20)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return logits if labels is None else {"loss": F.cross_entropy(logits.mT, labels), "logits": logits}
+
+
+def evaluated() -> None:
+    """A model and its sample on a device, evaluated with labels, of which a micro-batch has none, and without."""
+    ids = torch.randint(20, (8, 5), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[:3, 1:] = -100
+    labels[4:6] = -100
+    for where in (CPU, FIRST):
+        for devices in (FIRST, [FIRST, DEVICES[1]]):
+            batch = {"ids": ids.to(where), "labels": labels.to(where)}
+            for sample in (batch, {"ids": batch["ids"]}):
+                with weights_of(1):
+                    model = Reader().to(where)
+                pipe = gpipe.GPipe(model, 2, 4, sample=sample, devices=devices, costs="params").eval()
+                with torch.no_grad():
+                    loss, found, logits = pipe.step(batch), pipe(batch), pipe({"ids": batch["ids"]})
+                with weights_of(1):
+                    own = Reader()(ids, labels)
+                torch.testing.assert_close(loss.cpu(), own["loss"])
+                for one in (found["logits"], logits):
+                    torch.testing.assert_close(one.cpu(), own["logits"])
+
+
+def together() -> None:
+    """Two calls of one pipe in one loss: with ranks on several devices autograd may begin one within the other."""
+    given = X.to(FIRST)
+
+    def gradients(devices: list[torch.device], driver: str) -> list[Tensor]:
+        pipe = gpipe.GPipe(layers(), len(devices), 2, devices=devices, driver=driver)
+        (pipe(given * 0.3).square().mean() + pipe(given).mean()).backward()
+        return [parameter.grad.cpu() for parameter in pipe.parameters() if parameter.grad is not None]
+
+    expected = gradients([FIRST], "lockstep")
+    for driver in ("lockstep", "threads"):
+        for devices in ([FIRST, FIRST], [FIRST, DEVICES[1]], [FIRST, DEVICES[1]], [DEVICES[1], FIRST]):
+            found: list[Tensor] | str
+            try:
+                found = gradients(devices, driver)
+            except RuntimeError as error:
+                found = str(error)
+            if isinstance(found, str):
+                assert "another call of this pipe is under way" in found
+                assert len(set(devices)) > 1
+            else:
+                assert all(map(same_bits, found, expected)), (driver, devices)
+
+
 def main() -> None:
-    for program in (on_parameters, shared_with_a_cpu, on_values, scaled, measured):
+    for program in (on_parameters, shared_with_a_cpu, on_values, scaled, measured, evaluated, together):
         program()
         for at in range(len(DEVICES)):
             torch.accelerator.synchronize(at)

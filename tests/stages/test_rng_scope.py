@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpipe
-from gpipe.stages.rng import rng_seed
+from gpipe._torch.accelerator import CPU, standing_in
+from gpipe.stages.rng import rng_seed, unseeded
 from tests.support.plain_loop import all_same_bits
 
 # Whatever stands between: what a scope gives is what torch's generator gives, seeded with its key.
@@ -178,3 +179,22 @@ def test_two_threads_at_once_draw_what_each_draws_alone() -> None:
         thread.join()
     assert torch.equal(torch.get_rng_state(), state)
     assert all(map(all_same_bits, alone, together))
+
+
+def test_a_run_that_begins_while_another_draws_waits_for_the_generator_of_its_own() -> None:
+    """It noted the state of the key that stood in, and put that back behind a layer that seeds."""
+    keyed, before = torch.Generator().manual_seed(5), torch.default_generator.get_state()
+
+    def run() -> None:
+        with unseeded([CPU]):
+            torch.manual_seed(9)
+
+    other = threading.Thread(target=run)
+    with standing_in(keyed):
+        other.start()
+        other.join(0.3)
+        assert other.is_alive()
+        drawn = torch.rand(3)
+    other.join()
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
+    assert torch.equal(torch.default_generator.get_state(), before)

@@ -64,13 +64,20 @@ _standing_in: defaultdict[torch.device, threading.RLock] = defaultdict(threading
 
 
 @contextmanager
+def own_generator(device: torch.device) -> Iterator[torch.Generator]:
+    """The default generator of a device, while no other stands in for it."""
+    with _standing_in[numbered(device)]:
+        yield default_generator(device)
+
+
+@contextmanager
 def standing_in(generator: torch.Generator) -> Iterator[None]:
     """Has what draws from its device's default generator draw from this one, for operations that take none.
 
     The lock keeps apart the threads that draw on one device. Generators of CUDA's kind change places by reference.
     """
     default = default_generator(generator.device)
-    with _standing_in[generator.device]:
+    with _standing_in[numbered(generator.device)]:
         if _shares_states(generator.device.type):
             own = default.graphsafe_get_state()
             default.graphsafe_set_state(generator)

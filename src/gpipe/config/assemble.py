@@ -40,8 +40,6 @@ def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
     if asked.driver != "process" and asked.mesh is None:
         settings = settle(asked, traced=_read_model(asked))
         if settings.traced is not None:
-            if any(device.type != "cpu" for device in settings.devices):  # then no device will have all of it
-                settings.traced.learn_all(_first(asked))
             settings.traced.realize(range(len(settings.layers)), settings.seed)
         return settings, OneProcess(_engine(settings, None))
     end_with_launcher()

@@ -86,9 +86,10 @@ class _Pipelined(torch.autograd.Function):
             run, ctx.run = ctx.run, None
             if run is None:
                 raise RuntimeError(SECOND_BACKWARD)
-            run.context.agree(run, Request.BACKWARD)
-            run.output_gradients = _parted(ctx.wants, gradients, runs_all=run.context.awaits_backwards)
-            run_backward(run)
+            with run.engine.threads.backward():
+                run.context.agree(run, Request.BACKWARD)
+                run.output_gradients = _parted(ctx.wants, gradients, runs_all=run.context.awaits_backwards)
+                run_backward(run)
             for rank in run.ranks:
                 rank.stream.end(in_backward=True)
             run.tell(run.findings)

@@ -117,6 +117,13 @@ def flushes_denormals() -> bool:
 _SMALLEST = 5e-324
 
 
+BESIDE = (
+    "the backward of another call of this pipe is under way: with ranks on several devices, autograd begins one "
+    "while it waits in another, and gradients would be added up in another order each time. Give the inputs of both "
+    "in one call, call backward for each output by itself, or run a process for each device"
+)
+
+
 class RankThreads:
     """A thread for each rank, made when first needed."""
 
@@ -130,6 +137,7 @@ class RankThreads:
         """Begins with locks that nobody has."""
         self._turn, self._lock = threading.RLock(), threading.Lock()
         self._runs = 0
+        self._in_backward = 0  # the thread that is
 
     def begin(self) -> None:
         """Begins without threads: once they were ended, or in a forked process, where they stayed behind."""
@@ -151,6 +159,17 @@ class RankThreads:
                 yield
             finally:
                 self._runs -= 1
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the backward of a call: autograd may begin another in this thread, while it waits for a device."""
+        if self._in_backward == threading.get_ident():
+            raise RuntimeError(BESIDE)
+        self._in_backward = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._in_backward = 0
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from gpipe._torch.accelerator import CPU, default_generator, numbered, standing_in
+from gpipe._torch.accelerator import CPU, default_generator, numbered, own_generator, standing_in
 from gpipe._torch.autograd import node_number, running_node
 from gpipe._torch.checkpoint import (
     CheckpointFrame,
@@ -289,13 +289,17 @@ def unseeded(devices: Iterable[torch.device]) -> Iterator[None]:
     Layers that seed it within `torch.random.fork_rng` would else leave it seeded, where two do so at once: each puts
     back what it found, which may be the other's seed.
     """
-    found = {default: (default.initial_seed(), default.get_state()) for default in map(default_generator, devices)}
+    found: dict[torch.device, tuple[int, Tensor]] = {}
+    for device in devices:
+        with own_generator(device) as default:
+            found[device] = default.initial_seed(), default.get_state()
     try:
         yield
     finally:
-        for default, (seed, state) in found.items():
-            if default.initial_seed() != seed:
-                default.set_state(state)
+        for device, (seed, state) in found.items():
+            with own_generator(device) as default:
+                if default.initial_seed() != seed:
+                    default.set_state(state)
 
 
 IN_BACKWARD = (

@@ -84,7 +84,6 @@ class TracedModel:
         self._refused: dict[TraceKey, Exception] = {}
         self._learns = True
         self.sample_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else [type(sample).__name__]
-        sample = without_cache(model, sample)
         found, proof, self._counts = self._choose(model, choices, sample)
         self.seconds = proof.seconds
         sample = self._with_count(sample, 1) if self._counts else sample
@@ -179,9 +178,10 @@ class TracedModel:
             values: What the user gave of each.
             over_replicas: Adds what the model's loss averages over to that of the other replicas, if the loss is
                 wanted.
-            for_output: Whether the output is wanted.
+            for_output: Whether the output is wanted: a cache for generation is left out of it, unless asked for.
         """
-        values = [without_cache(self.model, value) for value in values]
+        if for_output:
+            values = [without_cache(self.model, value) for value in values]
         ones = [1.0] * len(values)
         if self._counts and isinstance(values[0], Mapping) and COUNT in values[0]:  # the user has counted
             return self._begin(values)._replace(shares=ones)

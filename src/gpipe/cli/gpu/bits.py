@@ -57,7 +57,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def train_plainly(net: Net, device: torch.device) -> Left:
-    """A plain loop over micro-batches."""
+    """A plain loop over micro-batches; what it has the CPU do, on one thread, as ranks do."""
     layers, x, y = net()
     whole = nn.Sequential(*layers).to(device)
     parts = list(zip(x.to(device).tensor_split(M), y.to(device).tensor_split(M), strict=True))
@@ -74,7 +74,12 @@ def train_plainly(net: Net, device: torch.device) -> Left:
             total = total + loss.detach() * share
         return total
 
-    return _left(whole, step)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _left(whole, step)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def train(net: Net, there: Sequence[torch.device], **way: Any) -> Left:
