@@ -137,7 +137,7 @@ class RankThreads:
         """Begins with locks that nobody has."""
         self._turn, self._lock = threading.RLock(), threading.Lock()
         self._runs = 0
-        self._in_backward = 0  # the thread that is
+        self._in_backward: set[int] = set()  # the threads that are
 
     def begin(self) -> None:
         """Begins without threads: once they were ended, or in a forked process, where they stayed behind."""
@@ -163,13 +163,14 @@ class RankThreads:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around the backward of a call: autograd may begin another in this thread, while it waits for a device."""
-        if self._in_backward == threading.get_ident():
+        me = threading.get_ident()
+        if me in self._in_backward:
             raise RuntimeError(BESIDE)
-        self._in_backward = threading.get_ident()
+        self._in_backward.add(me)
         try:
             yield
         finally:
-            self._in_backward = 0
+            self._in_backward.discard(me)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
