@@ -1,0 +1,332 @@
+"""What a cell costs beside its layers, a forward or a backward of a stage: `python -m bench.cells [--tables loops]`.
+
+Tiny layers, so that what is not theirs shows: over the plain loop, and with recompute over a bare engine, which cuts
+the graph, runs forwards without one and then again with one, and checks nothing. The kinds of a table take turns; CPU
+time of all threads. A step has 2 K M cells, also where forwards run twice.
+
+Launches: layers that sleep in parts and hold Python's lock between, as who launches kernels does; by the clock.
+"""
+
+import argparse
+import gc
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import gpipe
+from bench.ideal import makespan
+from bench.machine import facts
+from bench.report import describe, interval, table
+
+K, M, WIDTH, ROWS = 2, 64, 32, 4
+DRIVERS = ("lockstep", "threads")
+REMATS = ("never", "always")
+LAUNCHES, SLEEP, HELD = 20, 100e-6, 5e-6
+"""Parts of a layer that launches, and seconds that each sleeps and holds the lock."""
+VOCABULARY, FEATURES, HEADS = 512, 512, 8
+Step = Callable[[], object]
+
+
+def layers() -> list[nn.Module]:
+    """The same at every call."""
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)) for _ in range(2 * K)]
+
+
+def data(micro_batches: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    x, y = torch.randn(2, ROWS * micro_batches, WIDTH)
+    return x, y
+
+
+def plain_loop(micro_batches: int = M) -> tuple[Step, nn.Module]:
+    """Micro-batch after micro-batch through the whole model."""
+    model, (x, y) = nn.Sequential(*layers()), data(micro_batches)
+
+    def step() -> None:
+        for a, b in zip(x.tensor_split(micro_batches), y.tensor_split(micro_batches), strict=True):
+            mse_loss(model(a), b).backward(torch.tensor(1 / micro_batches))
+
+    return step, model
+
+
+def bare_engine(*, recomputes: bool, micro_batches: int = M) -> tuple[Step, nn.Module]:
+    """All forwards and then all backwards, the graph cut between the stages, in one thread and without a check."""
+    own, (x, y) = layers(), data(micro_batches)
+    stages = [nn.Sequential(*own[2 * k : 2 * k + 2]) for k in range(K)]
+
+    def run(stage: int, given: Tensor, m: int, targets: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        leaf = given.detach().requires_grad_(stage > 0)
+        made = stages[stage](leaf)
+        return leaf, mse_loss(made, targets[m]) if stage == K - 1 else made
+
+    def step() -> None:
+        targets = y.tensor_split(micro_batches)
+        kept: list[list[Any]] = []
+        for m, value in enumerate(x.tensor_split(micro_batches)):
+            kept.append([])
+            for stage in range(K):
+                if recomputes:
+                    kept[m].append(value)
+                    with torch.no_grad():
+                        value = stages[stage](value)
+                else:
+                    kept[m].append(run(stage, value, m, targets))
+                    value = kept[m][-1][1]
+        for m, of_stages in enumerate(kept):
+            gradient = torch.tensor(1 / micro_batches)
+            for stage in reversed(range(K)):
+                at = of_stages.pop()
+                leaf, made = run(stage, at, m, targets) if recomputes else at
+                torch.autograd.Variable._execution_engine.run_backward(
+                    (made,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+                gradient = leaf.grad  # type: ignore[assignment]  # the first stage's is not used
+
+    return step, nn.Sequential(*stages)
+
+
+def piped(driver: str, remat: str, micro_batches: int = M, *, recorded: bool = False) -> tuple[Step, nn.Module]:
+    """The pipe."""
+    pipe = gpipe.GPipe(layers(), K, micro_batches, remat=remat, driver=driver, seed=1)
+    if recorded:
+        pipe.recording = gpipe.record(pipe, keep=1)  # kept alive by it
+    x, y = data(micro_batches)
+    return partial(pipe.step, x, y, mse_loss), pipe
+
+
+def in_turns(kinds: dict[str, tuple[Step, nn.Module]], rounds: int, cells: dict[str, int]) -> dict[str, list[float]]:
+    """CPU microseconds of a cell, by kind, of each round; all kinds make the same gradients."""
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    gc.collect()
+    gc.freeze()  # what imports have made: full collections of that would fall on now one kind and now another
+    for turn in range(rounds + 2):
+        for name, (step, model) in kinds.items():
+            times = max(1, 3000 // cells[name])
+            start = time.process_time()
+            for _ in range(times):
+                step()
+                if turn > 1:
+                    model.zero_grad()
+            if turn > 1:
+                found[name].append(1e6 * (time.process_time() - start) / times / cells[name])
+    return found
+
+
+def check(kinds: dict[str, tuple[Step, nn.Module]]) -> None:
+    """All kinds of one M make the same bits."""
+    every: list[list[Any]] = []
+    for step, model in kinds.values():
+        step()
+        every.append([parameter.grad for parameter in model.parameters()])
+        model.zero_grad()
+    for some in every[1:]:
+        assert all(torch.equal(*pair) for pair in zip(every[0], some, strict=True))
+
+
+def ratio(some: Sequence[float], others: Sequence[float]) -> str:
+    pairs = [a / b for a, b in zip(some, others, strict=True)]
+    low, high = interval(pairs)
+    return f"{median(pairs):.3f} ({low:.3f}-{high:.3f})"
+
+
+def over_loops(rounds: int) -> str:
+    """Cells of each driver, beside the plain loop and the bare engines."""
+    kinds = {
+        "plain loop": plain_loop(),
+        "bare engine": bare_engine(recomputes=False),
+        "bare engine that recomputes": bare_engine(recomputes=True),
+    }
+    kinds |= {f"{driver}, {remat}": piped(driver, remat) for driver in DRIVERS for remat in REMATS}
+    check(kinds)
+    found = in_turns(kinds, rounds, dict.fromkeys(kinds, 2 * K * M))
+    plain, bare = found["plain loop"], found["bare engine that recomputes"]
+    rows = [
+        [name, f"{median(some):.0f}", ratio(some, plain), ratio(some, bare) if "always" in name else ""]
+        for name, some in found.items()
+    ]
+    return table(["cells", "us", "over the plain loop", "over a bare engine that recomputes"], rows)
+
+
+def over_sizes(rounds: int) -> str:
+    """Cells of steps of many micro-batches, over those of few."""
+    sizes = (64, 256, 1024)
+    rows = []
+    for remat in REMATS:
+        kinds = {f"{d}, {remat}, {m}": piped(d, remat, m) for d in DRIVERS for m in sizes}
+        cells = {name: 2 * K * int(name.rpartition(" ")[2]) for name in kinds}
+        found = in_turns(kinds, rounds, cells)
+        for driver in DRIVERS:
+            first, *others = (found[f"{driver}, {remat}, {m}"] for m in sizes)
+            rows.append([f"{driver}, {remat}", f"{median(first):.0f}", *(ratio(some, first) for some in others)])
+    return table(["cells", "M=64, us", *(f"M={m}, over M=64" for m in sizes[1:])], rows)
+
+
+def recorded(rounds: int) -> str:
+    """Cells that are recorded, over cells that are not."""
+    kinds = {f"{d}{', on' * on}": piped(d, "never", recorded=on) for d in DRIVERS for on in (False, True)}
+    found = in_turns(kinds, rounds, dict.fromkeys(kinds, 2 * K * M))
+    rows = [[driver, ratio(found[f"{driver}, on"], found[driver])] for driver in DRIVERS]
+    return table(["recorder on", "over off"], rows)
+
+
+def launch() -> None:
+    """What a layer's kernels are to Python: short times with its lock, and between them others may have it."""
+    for _ in range(LAUNCHES):
+        until = time.perf_counter() + HELD
+        while time.perf_counter() < until:
+            pass
+        time.sleep(SLEEP)
+
+
+class Launches(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        launch()
+        return value + 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        launch()
+        return gradient
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return Launches.apply(value * self.weight)
+
+
+def launches(rounds: int, stages: int = 8, micro_batches: int = 32) -> str:
+    """Steps of layers that launch, over what the times of one layer alone make of them."""
+    found, alone = list[float](), list[float]()
+    x = torch.ones(micro_batches, 1)
+    with gpipe.GPipe([Layer() for _ in range(stages)], stages, micro_batches, remat="never", seed=1) as pipe:
+        for turn in range(rounds + 1):
+            start = time.perf_counter()
+            for _ in range(50):
+                launch()
+            one = (time.perf_counter() - start) / 50
+            start = time.perf_counter()
+            pipe.step(x, x, mse_loss)
+            if turn:
+                alone.append(makespan([one] * stages, [one] * stages, micro_batches, remat=False))
+                found.append(time.perf_counter() - start)
+    row = [f"K={stages}, M={micro_batches}", f"{1e3 * median(alone):.1f}", f"{1e3 * median(found):.1f}"]
+    return table(["launches", "ideal, ms", "a step, ms", "over ideal"], [[*row, ratio(found, alone)]])
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, FEATURES)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.words(words)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(FEATURES), nn.Linear(FEATURES, VOCABULARY)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.out(self.norm(value))
+
+
+class Language(nn.Module):
+    """A model as one writes it: no sequence of layers."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.embed, self.head = Embedding(), Head()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(FEATURES, HEADS, 4 * FEATURES, dropout=0.1, batch_first=True)
+            for _ in range(blocks)
+        )
+
+    def forward(self, words: Tensor) -> Tensor:
+        value = self.embed(words)
+        for block in self.blocks:
+            value = block(value)
+        return self.head(value)
+
+
+def blocks(rounds: int, blocks: int, rows: int, length: int) -> tuple[list[Sequence[str]], dict[str, object]]:
+    """CPU seconds of steps of the model, beside those of the same blocks by hand."""
+    torch.manual_seed(0)
+    model = Language(blocks)
+    by_hand = nn.Sequential(model.embed, *model.blocks, model.head)
+    words = torch.randint(0, VOCABULARY, (8 * rows, length))
+    with torch.no_grad():
+        value = model.embed(words[:rows])
+        model.blocks[0](value)
+        start = time.process_time()
+        model.blocks[0](value)
+        block = 1e3 * (time.process_time() - start)
+    cuts = [blocks // 2 + 1, blocks - blocks // 2 + 1]
+    pipes = {
+        "by hand": gpipe.GPipe(by_hand, cuts, 8, seed=0),
+        "the model": gpipe.GPipe(model, cuts, 8, sample=words[:8], seed=0, costs="params"),
+    }
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(output.flatten(0, 1), target.flatten())
+
+    found: dict[str, list[float]] = {name: [] for name in pipes}
+    losses = dict[str, Tensor]()
+    for _ in range(rounds + 1):
+        for name, pipe in pipes.items():
+            pipe.step_number = 0
+            start = time.process_time()
+            losses[name] = pipe.step(words, words, loss_fn)
+            found[name].append(time.process_time() - start)
+            model.zero_grad()
+    assert torch.equal(*losses.values())
+    found = {name: seconds[1:] for name, seconds in found.items()}
+    ratios = [one / other for one, other in zip(found["the model"], found["by hand"], strict=True)]
+    low, high = interval(ratios)
+    seconds = [f"{median(found[name]):.3f}" for name in found]
+    return [[f"{block:.0f}", *seconds, f"{median(ratios):.4f} ({low:.4f}-{high:.4f})"]], dict(found)
+
+
+def beside_a_model(rounds: int) -> str:
+    """Steps of blocks as a model and by hand."""
+    rows, _ = blocks(4 * rounds, blocks=4, rows=1, length=32)
+    return table(["block, ms forward", "by hand, CPU s a step", "the model, CPU s a step", "ratio (95 %)"], rows)
+
+
+ROWS_OF = {
+    "loops": over_loops,
+    "sizes": over_sizes,
+    "recorder": recorded,
+    "launches": launches,
+    "model": beside_a_model,
+}
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(prog="python -m bench.cells", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--tables", default=",".join(ROWS_OF), help="which of them")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    print(describe(facts()), f"\n{gpipe.__file__}")
+    for name in options.tables.split(","):
+        print(f"\n{ROWS_OF[name](options.rounds)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
