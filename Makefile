@@ -5,7 +5,7 @@ TESTS := $(PYTHON) -m pytest -q -n 2 --dist loadscope --max-worker-restart 0
 PLAN_VENV := .venv-plan
 export PYTHONDONTWRITEBYTECODE :=  # else each process of each test compiles all modules anew
 
-.PHONY: demo quick test durations gpu soak test-processors families lint test-plan docs bench clean
+.PHONY: demo quick test durations gpu soak test-processors families lint test-plan test-package docs bench clean
 
 demo: $(VENV)/.ready  ## Train a partitioned, pipelined AmoebaNet-D on handwritten digits.
 	$(VENV)/bin/gpipe train digits --plan auto
@@ -37,12 +37,16 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/pyright --pythonpath $(PYTHON)
 	$(VENV)/bin/lint-imports --no-cache
 
 # `gpipe.schedule` and `gpipe.planner.search` must import and pass their tests where torch is not installed.
 test-plan: $(PLAN_VENV)/.ready
 	$(PLAN_VENV)/bin/python -c "import importlib.util as u; assert u.find_spec('torch') is None"
 	$(PLAN_VENV)/bin/python -m pytest -q tests/schedule tests/planner/search src/gpipe/schedule src/gpipe/planner/search
+
+test-package: $(VENV)/.ready  ## Build sdist and wheel, and run what README says from the wheel: a minute.
+	$(PYTHON) -m pytest -q -m package tests/package
 
 docs: $(VENV)/.docs  ## Build the documentation: docs/_build/index.html.
 	$(VENV)/bin/sphinx-build -q -W --keep-going -E -b html docs docs/_build

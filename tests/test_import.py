@@ -49,13 +49,13 @@ def test_public_names_resolve_and_are_listed() -> None:
     for name in gpipe.__all__:
         assert getattr(gpipe, name) is not None
         assert name in dir(gpipe)
-    assert callable(gpipe.models.amoebanet_d)  # type: ignore[attr-defined]  # it has no static type
+    assert callable(gpipe.models.amoebanet_d)
     assert "models" in dir(gpipe)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'gpipe' has no attribute 'GPipee'"):
-        _ = gpipe.GPipee
+        _ = gpipe.GPipee  # type: ignore[attr-defined]  # there is none
 
 
 def test_every_public_name_has_a_docstring_with_an_example() -> None:

@@ -9,19 +9,23 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch._prims import rng_prims
@@ -55,6 +59,10 @@ ALLOWED = {
     "_init_weights": "what gives parts of a model their first values: of transformers, and of models that follow it",
     "_no_split_modules": "what models of transformers say of themselves",
     "_output_capturing_hooks_installed": "what models of transformers look for on themselves",
+    "_supports_mm_encoder_outputs": "what `generate` of transformers asks a model",
+    "_prepare_text_encoder_decoder_kwargs_for_generation": "where `generate` of transformers runs an encoder",
+    "_decoder_start_token_tensor": "what it begins with there",
+    "_original_forward": "what accelerate leaves on a module that it has prepared",
     "_asdict": "of a namedtuple",
     "_fields": "likewise",
     "_replace": "likewise",
@@ -155,7 +163,8 @@ def test_what_torch_does_not_document_is_used_where_it_is_listed_and_nowhere_els
 
 def test_no_other_module_uses_what_is_private_to_torch() -> None:
     own = own_private_names()
-    found = {path: foreign(tree, own) for path, tree in modules_of_ours().items() if not path.startswith("_torch/")}
+    apart = ("_torch/", "integrations/")  # the latter override what another library keeps to itself
+    found = {path: foreign(tree, own) for path, tree in modules_of_ours().items() if not path.startswith(apart)}
     assert {path: names for path, names in found.items() if names} == {}
 
 
@@ -243,12 +252,64 @@ def test_trees() -> None:
         assert trees.tree_leaves(value) == leaves
     with relied_on("tree_map", "makes a module's sketch on the meta device"):
         assert trees.tree_map(lambda leaf: leaf + 1, [1, (2,)]) == [2, (3,)]
-    with relied_on("tree_map_only", "replaces tensors in values"):
-        assert trees.tree_map_only(int, lambda leaf: -leaf, [1, "two"]) == [-1, "two"]
+    with relied_on("map_tensors", "replaces tensors in values"):
+        made = trees.map_tensors({"a": (Pair(torch.ones(1), 2), deque([2])), "b": [None]}, lambda tensor: tensor + 1)
+        assert made["a"][0].both == [2, 2]
+        assert (made["a"][1], made["b"]) == (deque([2]), [None])
     with relied_on("tree_flatten_with_path", "finds what cannot be split"):
         found = trees.tree_flatten_with_path({"a": [1, 2], "b": (3,)}, is_leaf=lambda item: isinstance(item, list))[0]
         with relied_on("keystr", "names a place in a value to the user"):
             assert [(trees.keystr(path), leaf) for path, leaf in found] == [("['a']", [1, 2]), ("['b'][0]", 3)]
+
+
+class Both(NamedTuple):
+    one: object
+    other: object
+
+
+LEAF = st.sampled_from([torch.ones(1), nn.Parameter(torch.ones(2)), 1, 2.5, True, "word", None, object()])
+VALUES = st.recursive(
+    LEAF,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.sampled_from("ab"), inner),
+        st.dictionaries(st.sampled_from("ab"), inner).map(OrderedDict),
+        st.dictionaries(st.sampled_from("ab"), inner).map(lambda held: defaultdict(list, held)),
+        st.lists(inner, max_size=3).map(deque),
+        st.builds(Both, inner, inner),
+        st.builds(Pair, inner, inner),
+    ),
+    max_leaves=8,
+)
+
+
+@given(VALUES)
+def test_plain_containers_are_walked_as_torch_walks_them(value: object) -> None:
+    leaves = _pytree.tree_leaves(value)
+    assert list(map(id, trees.tree_leaves(value))) == list(map(id, leaves))
+    changed = {id(leaf): torch.ones(3) for leaf in leaves if isinstance(leaf, Tensor)}
+    ours = trees.map_tensors(value, lambda tensor: changed[id(tensor)])
+    torchs = _pytree.tree_map_only(Tensor, lambda tensor: changed[id(tensor)], value)
+    (found, spec), (expected, other) = _pytree.tree_flatten(ours), _pytree.tree_flatten(torchs)
+    assert spec == other
+    assert list(map(id, found)) == list(map(id, expected))
+
+
+def test_a_size_stays_one() -> None:
+    with relied_on("map_tensors", "hands on what torch's own trees make a tuple of"):
+        assert trees.map_tensors((torch.ones(2), torch.Size([2])), torch.neg)[1].numel() == 2
+
+
+def test_context_variables_of_torch_are_known() -> None:
+    with relied_on("variables_of_torch", "tells the variables that layers set from those that compilers set"):
+        import torch._dynamo.variables.base as dynamo
+        from torch._inductor import config as inductor
+
+        found, users = modes.variables_of_torch(), ContextVar("users", default=0)
+        assert dynamo._vt_active_calls in found
+        assert vars(inductor)["_config"]["deterministic"].user_override in found
+        assert users not in found
 
 
 def test_devices_of_any_maker() -> None:
@@ -488,6 +549,17 @@ def test_hooks_on_tensors_are_seen() -> None:
         for register, leaf in zip(put, leaves, strict=True):
             register(leaf, lambda gradient: None)
         assert [autograd.has_hooks(leaf) for leaf in leaves] == [True, True]
+
+
+def test_what_python_refers_to_is_known() -> None:
+    with relied_on("is_held", "copies a gradient that a function has in a place of its own"):
+        tensors = [torch.ones(4), torch.ones(4)[1:]]
+        assert [autograd.is_held(tensors, at) for at in range(2)] == [False, False]
+        workspace, whole = tensors[0], tensors[1]._base
+        assert whole is not None
+        assert [autograd.is_held(tensors, at) for at in range(2)] == [True, True]
+        del workspace, whole
+        assert [autograd.is_held(tensors, at) for at in range(2)] == [False, False]
 
 
 def test_tensors_of_one_memory_are_counted() -> None:
@@ -924,6 +996,11 @@ def test_random_operations_are_known() -> None:
         known = ("rand", "randn", "randperm", "bernoulli", "native_dropout", "normal_", "multinomial", "randint.low")
         assert {f"aten::{name}" for name in known} <= names
         assert not {"aten::add.Tensor", "aten::dropout", "aten::lstm.input"} & names
+        assert dispatcher.ATTENTION_ON_CPU not in {name.partition(".")[0] for name in names}
+    with relied_on("ATTENTION_ON_CPU", "keys no attention on the CPU that draws nothing"):
+        x, (space, _, name) = torch.ones(1, 1, 2, 2), dispatcher.ATTENTION_ON_CPU.partition("::")
+        with pytest.raises(RuntimeError, match="dropout > 0"):
+            getattr(getattr(torch.ops, space), name)(x, x, x, 0.5)
     with relied_on("arguments_of", "finds the overload that takes a generator"):
         assert dispatcher.arguments_of(torch.ops.aten.bernoulli.default) == ["self", "generator"]
     with relied_on("Operator", "is what such an operation is"):

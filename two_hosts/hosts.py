@@ -23,6 +23,7 @@ from two_hosts.keeper import processes_in
 from two_hosts.relay import WIRE
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES6 = ("fd77::1", "fd77::2")
 TOOLS = ("ip", "tc", "nsenter", "unshare")
 PATIENCE_SECONDS = 3600  # with a command that sets something: no machine is as busy
 BURST_SECONDS = 0.0006  # of the rate may pass at once: at 1 Gbit/s one packet as TCP makes it
@@ -100,13 +101,16 @@ class Hosts:
 
 
 @contextmanager
-def two_hosts(megabits: float | None = None, delay: float = 0.0, loss: float = 0.0) -> Iterator[Hosts]:
+def two_hosts(
+    megabits: float | None = None, delay: float = 0.0, loss: float = 0.0, *, ipv6: bool = False
+) -> Iterator[Hosts]:
     """Makes two hosts, joined by a wire; in the end kills all that runs on them, and they are gone.
 
     Args:
         megabits: What the wire carries each way, in Mbit/s; None is as fast as the machine.
         delay: Seconds that a packet takes, each way.
         loss: The share of packets that get lost, each way.
+        ipv6: Whether the hosts have `ADDRESSES6` too.
 
     Raises:
         ValueError: Something above cannot be.
@@ -127,6 +131,8 @@ def two_hosts(megabits: float | None = None, delay: float = 0.0, loss: float = 0
             _run(f"ip link add {WIRE} netns {first} type veth peer name {WIRE} netns {second}".split())
         for host in range(len(ADDRESSES)):
             _configure(hosts, host, megabits)
+            if ipv6:  # once it is up: else the address would go with what was before
+                hosts.run(host, f"ip address add {ADDRESSES6[host]}/64 dev {WIRE} nodad")
         yield hosts
 
 
@@ -155,7 +161,7 @@ def _held(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 
 def _configure(hosts: Hosts, host: int, megabits: float | None) -> None:
     hosts.run(host, "ip link set lo up")
-    hosts.run(host, f"ip link set {WIRE} addrgenmode none")  # no address of IPv6: one way for all
+    hosts.run(host, f"ip link set {WIRE} addrgenmode none")  # no address of its own making: one way for all
     hosts.run(host, f"ip address add {ADDRESSES[host]}/24 dev {WIRE}")
     hosts.run(host, f"ip link set {WIRE} up")
     hosts.run(host, f"ip route change 10.77.0.0/24 dev {WIRE} src {ADDRESSES[host]} congctl {congestion_control()}")

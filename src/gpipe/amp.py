@@ -43,10 +43,8 @@ class GradScaler(torch.amp.GradScaler):
         self, pipe: GPipe, device: str | None = None, *, stop_after: int | None = None, **options: Any
     ) -> None:
         if not isinstance(pipe, GPipe):
-            raise TypeError(
-                f"gpipe.GradScaler was given a {type(pipe).__name__}; give the pipe whose gradients it scales: "
-                f"gpipe.GradScaler(pipe), and the optimizer to scaler.step(optimizer)"
-            )
+            why = f"gpipe.GradScaler was given a {type(pipe).__name__}; give the pipe whose gradients it scales"
+            raise TypeError(f"{why}: gpipe.GradScaler(pipe), and the optimizer to scaler.step(optimizer)")
         super().__init__(device or pipe.devices[0].type, **options)
         self._pipe = pipe
         self._stop_after = stop_after

@@ -13,8 +13,7 @@ from types import CodeType, TracebackType
 from typing import ParamSpec, TypeAlias, TypeVar
 
 HOME = Path(__file__).parent
-THEIRS = tuple(f"{HOME / part}" for part in ("cli", "recipes"))
-"""Models and training loops of ours are as a user's."""
+THEIRS = tuple(f"{HOME / part}" for part in ("cli", "recipes"))  # models and training loops of ours are as a user's
 BUGS = (AssertionError, AttributeError, LookupError, NameError)
 
 P = ParamSpec("P")
@@ -114,8 +113,5 @@ def is_count(value: object) -> bool:
 
 def int_remedy(value: object) -> str:
     """The remedy for a whole number of another library, in words."""
-    return (
-        f", as an int: int(...), not a {type(value).__name__}"
-        if hasattr(value, "__index__") and type(value) not in (int, bool)
-        else ""
-    )
+    is_another = hasattr(value, "__index__") and type(value) not in (int, bool)
+    return f", as an int: int(...), not a {type(value).__name__}" if is_another else ""

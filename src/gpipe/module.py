@@ -4,7 +4,6 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 import torch
@@ -34,7 +33,7 @@ class Partitioned(nn.Module):
         self._processes, self._engine = processes, processes.engine
         self._foreign: frozenset[str] = frozenset()  # what other processes hold of a model
         guard_part(self, processes)
-        self._tied_names = {} if processes.position is None else find_tied_names(processes.engine)
+        self.ties_of_names = {} if processes.position is None else find_tied_names(processes.engine)
 
     def _hold_layers(self) -> None:
         """Takes the layers of this process for modules: at last, and not by add_module, whatever they are named."""
@@ -46,7 +45,8 @@ class Partitioned(nn.Module):
         hold_state_of(self, model)
         self.__dict__["training"] = model.training
         if self._processes.position is not None:
-            self._foreign = traced.names.of_others(self._own_layers())
+            names = traced.names()
+            self._foreign = frozenset().union(*names.values()).difference(*map(names.__getitem__, self._own_layers()))
 
     def _own_layers(self) -> dict[str, nn.Module]:
         return {layer.name: layer.module for stage in self._engine.own for layer in stage.layers}
@@ -95,9 +95,7 @@ class Partitioned(nn.Module):
             name = names[at]
         except (TypeError, IndexError):
             last = len(names) - 1
-            raise IndexError(
-                f"there is no layer {at!r}; give one of 0 to {last}, -1 for the last, or a slice"
-            ) from None
+            raise IndexError(f"there is no layer {at!r}; give 0 to {last}, -1 for the last, or a slice") from None
         return self._own_layer(name)
 
     def _own_layer(self, name: str) -> nn.Module:
@@ -148,7 +146,8 @@ class Partitioned(nn.Module):
         layers = [(layer.name, stage.index) for stage in self._engine.own for layer in stage.layers]
         if traced is None:
             return dict(layers)
-        return {name: stage for layer, stage in reversed(layers) for name in traced.names.in_layer(layer)}
+        names = traced.names()
+        return {name: stage for layer, stage in reversed(layers) for name in names[layer]}
 
     @property
     def held_before(self) -> frozenset[str]:
@@ -156,20 +155,18 @@ class Partitioned(nn.Module):
         traced = self._settings.traced
         if traced is None or self._processes.position is None:
             return frozenset()
-        own = self._own_layers()
-        return frozenset(name for name, layer in traced.names.first_layers().items() if layer not in own)
-
-    @property
-    def ties_of_names(self) -> dict[str, str]:
-        """The name of each parameter that has an earlier name, and that name; over processes."""
-        return dict(self._tied_names)
+        own, layers = self._own_layers(), [*traced.names().items()]
+        buffers = [name for name, _ in traced.model.named_buffers(remove_duplicate=False)]
+        layers.append((layers[0][0], buffers))  # those that every layer reads count to the first
+        first = {name: layer for layer, names in reversed(layers) for name in names}
+        return frozenset(name for name, layer in first.items() if layer not in own)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this process by name, one that is shared with another under its first name there."""
         guard_part(self, self._processes)
-        first = self._tied_names if remove_duplicate else {}
+        first = self.ties_of_names if remove_duplicate else {}
         every = super().named_parameters("", recurse, remove_duplicate=False)
         for name, parameter in self._own_among(every, remove_duplicate):
             yield ".".join(filter(None, (prefix, first.get(name, name)))), parameter
@@ -211,9 +208,7 @@ class Partitioned(nn.Module):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -225,10 +220,8 @@ class Partitioned(nn.Module):
         elif name in self.__dict__:
             self.__dict__[name] = value
         else:
-            raise TypeError(
-                f"layer {name!r} stands in a partition and cannot be replaced: the old one would go on running; "
-                f"replace it before, or make a new pipe"
-            )
+            why = f"layer {name!r} stands in a partition and cannot be replaced: the old one would go on running"
+            raise TypeError(f"{why}; replace it before, or make a new pipe")
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle leaves the recorder behind, as it does threads."""
@@ -239,10 +232,8 @@ class Partitioned(nn.Module):
         devices = dict.fromkeys(self._settings.devices)
         for device in devices:
             if fn(torch.empty(0, device=device)).device != device:
-                raise ValueError(
-                    f"the partitions are on {', '.join(map(str, devices))}; a pipe cannot be moved as a whole, "
-                    f"make a new one with devices=..."
-                )
+                remedy = "a pipe cannot be moved as a whole, make a new one with devices=..."
+                raise ValueError(f"the partitions are on {', '.join(map(str, devices))}; {remedy}")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
         return self
 

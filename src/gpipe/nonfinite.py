@@ -75,6 +75,5 @@ def _check(what: str, value: object) -> None:
     for tensor in tensors_in(value):
         wrong = tensor.detach()[~tensor.detach().isfinite()]
         if len(wrong):
-            raise FloatingPointError(
-                f"{what} is not finite: {len(wrong)} of {tensor.numel()} values, the first is {wrong[0].item()}"
-            )
+            found = f"{len(wrong)} of {tensor.numel()} values, the first is {wrong[0].item()}"
+            raise FloatingPointError(f"{what} is not finite: {found}")

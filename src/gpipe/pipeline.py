@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from gpipe.config.assemble import assemble
 from gpipe.config.findings import Before, Examination, summary
 from gpipe.config.unknown_arguments import checked_entrance, refuse_names
 from gpipe.distributed.norms import clip_grad_norm_
+from gpipe.generation.generate import cache_bytes, generate
+from gpipe.generation.passing import Path
 from gpipe.module import Partitioned
 from gpipe.planner.search.found import Plan
 from gpipe.runtime.autograd import pipelined
@@ -34,12 +36,20 @@ from gpipe.runtime.passes import run_step
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.run import Run
 from gpipe.runtime.threads import ThreadState
+from gpipe.schedule.cell import in_cell
 from gpipe.schedule.partition import Balance
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.by_name import Maker
 from gpipe.schedule.simulate import Prediction, predict
 from gpipe.stages.boundary import BoundaryValue, detach_boundary
-from gpipe.stages.losses import call_watched_loss, check_weights_of_rows, find_contradiction, find_reduction, own_loss
+from gpipe.stages.losses import (
+    LossModule,
+    call_watched_loss,
+    check_weights_of_rows,
+    find_contradiction,
+    find_reduction,
+    own_loss,
+)
 from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights, merge, plain
 from gpipe.stages.sequence import Layers
 from gpipe.stages.skips import find_loss_pops, skip_names
@@ -50,10 +60,24 @@ from gpipe.tracing.own_loss import join
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+T = TypeVar("T")
+PREPARED = (
+    "accelerator.prepare(pipe) has put mixed precision around forward, which step() does not call: leave the pipe "
+    "out of prepare(), and call step() under accelerator.autocast()"
+)
 REPLACED = (
     "the nn.Sequential that the pipe was given has other layers by now, and the pipe goes on with those that it was "
     "given: replace or add layers before, or make a new pipe"
 )
+
+
+class StepOptions(TypedDict, total=False):
+    """What `GPipe.step` takes by name, whatever the loss is."""
+
+    reduction: Reduction | None
+    scale: float
+    scaler: torch.amp.GradScaler | None
+    losses: list[Tensor] | None
 
 
 class GPipe(Partitioned):
@@ -156,6 +180,7 @@ class GPipe(Partitioned):
         super().__init__(settings, processes)
         self.step_number = 0
         self._calls = 0
+        self._paths: dict[object, Path] = {}  # in generation
         self.recorder: Recorder | None = None
         self._examination = Examination(settings, processes)
         self._hold_layers()
@@ -194,6 +219,26 @@ class GPipe(Partitioned):
         costs, held = known.stage_costs, known.stage_bytes
         return predict(known.partition, self.program, costs, in_seconds=known.in_seconds, held=held)
 
+    @overload
+    def step(
+        self,
+        inputs: Tree,
+        targets: Tree = None,
+        loss_fn: LossModule[Tensor] | None = None,
+        **options: Unpack[StepOptions],
+    ) -> Tensor: ...
+    @overload
+    def step(
+        self, inputs: Tree, targets: Tree, loss_fn: LossModule[tuple[Tensor, T]], **options: Unpack[StepOptions]
+    ) -> tuple[Tensor, list[T]]: ...
+    @overload
+    def step(
+        self, inputs: Tree, targets: Tree, loss_fn: Callable[..., Tensor], **options: Unpack[StepOptions]
+    ) -> Tensor: ...
+    @overload
+    def step(
+        self, inputs: Tree, targets: Tree, loss_fn: Callable[..., tuple[Tensor, T]], **options: Unpack[StepOptions]
+    ) -> tuple[Tensor, list[T]]: ...
     @checked_entrance
     @untraced
     def step(
@@ -205,6 +250,7 @@ class GPipe(Partitioned):
         reduction: Reduction | None = None,
         scale: float = 1.0,
         scaler: torch.amp.GradScaler | None = None,
+        losses: list[Tensor] | None = None,
     ) -> Any:
         """Runs forward and backward of one mini-batch; the gradients are added to `.grad`.
 
@@ -225,6 +271,9 @@ class GPipe(Partitioned):
             scale: The factor of the gradients; the loss returned is unscaled.
             scaler: A `torch.amp.GradScaler` or, over processes, a `gpipe.GradScaler`, whose scale it is then. Its
                 `get_scale()`, given as `scale`, would not tell it that it is in use.
+            losses: A list that is to hold, in place of what it holds, the loss l_i of each micro-batch, detached, as
+                `loss_fn` or the model gave it: neither weighed nor scaled. Over processes every one may give a list;
+                of replicas it holds those of all, replica by replica.
 
         Returns:
             The loss, detached, of no dimensions; with metrics, `(loss, [metrics of each micro-batch])`.
@@ -235,6 +284,8 @@ class GPipe(Partitioned):
                 others.
             TypeError: Inputs or targets hold what cannot be split, or the loss is no function or no loss.
         """
+        if "_original_forward" in vars(self):
+            raise ValueError(PREPARED)
         is_own = targets is None and loss_fn is None and self.is_model
         if is_own and reduction is not None:
             raise ValueError("reduction= is for loss_fn; the model's own loss says by itself how it averages")
@@ -248,12 +299,17 @@ class GPipe(Partitioned):
             self._weigh(run, targets, parts, reduction, scale)
             run_step(run)
             results = run.context.finish(run, run.result(), trains=run.trains)
-        loss, metrics = None, list[object]()
-        for share, some in results:
+        loss, metrics, each = None, list[object](), list[Tensor]()
+        for share, some, theirs in results:
             if share is not None:
                 loss = share if loss is None else loss + share
             metrics += some or ()
+            each += () if theirs is None else theirs.unbind()
+        if losses is not None:
+            losses[:] = each
         self._end(run, before, self)
+        if self.recorder is not None and run.trains and loss is not None:
+            self.recorder.losses.append(loss)
         return (loss, metrics) if metrics else loss
 
     def _split(self, run: Run, inputs: Tree, targets: Tree, reduction: Reduction | None) -> list[Tree]:
@@ -369,6 +425,69 @@ class GPipe(Partitioned):
         self._end(run, before)
         return returned
 
+    if TYPE_CHECKING:  # else checkers and editors know it as nn.Module's, of any arguments
+
+        @overload
+        def __call__(self, inputs: Tree = None, *, gather: bool = False) -> Any: ...
+        @overload
+        def __call__(self, **batch: Tree) -> Any: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Runs `forward`."""
+
+    @untraced
+    def generate(self, inputs: Tree = None, **settings: Any) -> Any:
+        """Generates by the model's own `generate`, a token at a time through the pipeline.
+
+        Prompts are cut into micro-batches, which follow each other through the ranks in decoding as well, and leave
+        where all their rows have ended. Each rank has the cache of its own layers. Over processes all call it.
+
+        Args:
+            inputs: Prompts of N rows, or a dict of what `generate` takes of as many, as a tokenizer gives it.
+            **settings: What `generate` of the model takes, but for a cache, a streamer, an assistant, and
+                `return_dict_in_generate`. Tensors are cut by rows, but those of a `GenerationConfig`, which like all
+                others go to every micro-batch.
+
+        Returns:
+            The tokens that `generate` of the model gives for all rows together. Sampled ones, too: torch's generator
+            draws as it does there. As there, they may differ where two are as likely but for rounding. Over
+            processes all get them, drawn from the generator of the first.
+
+        Raises:
+            ValueError: The pipe is in training mode, or was not made of a model that has `generate`; or that keeps a
+                cache that cannot be told apart by layers.
+
+        Example:
+            >>> import torch, transformers
+            >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2)
+            >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=2)).eval()
+            >>> prompts = torch.randint(3, 32, (4, 5))
+            >>> pipe = GPipe(model, partitions=2, micro_batches=2, sample=prompts)
+            >>> torch.equal(pipe.generate(prompts, max_new_tokens=3), model.generate(prompts, max_new_tokens=3))
+            True
+        """
+        given = _prompts(inputs, settings)
+        traced, context = self._settings.traced, self._processes.context()
+        return generate(self._engine, traced, context, self._paths, given, training=self.training)
+
+    @untraced
+    def cache_bytes(self, inputs: Tree = None, **settings: Any) -> list[int]:
+        """What the caches of each rank will hold, in bytes, when `generate` of the same arguments ends.
+
+        Among them is `max_new_tokens` or `max_length`. Nothing is computed: the model runs without values. A layer
+        that takes in a token is larger for a moment, by what it held before. Every process is given the prompts, and
+        finds the bytes of all ranks.
+
+        >>> import torch, transformers
+        >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2)
+        >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=3)).eval()
+        >>> prompts = torch.randint(3, 32, (4, 5))
+        >>> pipe = GPipe(model, partitions=2, micro_batches=2, sample=prompts, costs="params")
+        >>> pipe.cache_bytes(prompts, max_new_tokens=3)  # 4 rows, 7 tokens, 16 keys and 16 values of 4 bytes a layer
+        [7168, 3584]
+        """
+        given = _prompts(inputs, settings)
+        return cache_bytes(self._engine, self._settings.traced, given, training=self.training)
+
     def _as_given(self, run: Run, outputs: list[Tree]) -> Tree:
         """Outputs as inputs were given: together, or of each ready-made micro-batch; None where there are none."""
         if not outputs:
@@ -433,3 +552,13 @@ class GPipe(Partitioned):
     def summary(self) -> str:
         """The partitions, what they cost, the bubble, and `findings`: what to do for speed or numbers."""
         return summary(self._settings, self.prediction, self.findings)
+
+    def _repr_html_(self) -> str | None:
+        return in_cell("pipe", self)
+
+
+def _prompts(inputs: Tree, settings: dict[str, Any]) -> dict[str, Any]:
+    """What `generate` was given, by name."""
+    given = plain(inputs)
+    named = given if isinstance(given, Mapping) else {} if given is None else {"inputs": given}
+    return {**named, **settings}

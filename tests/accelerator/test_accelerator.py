@@ -61,6 +61,17 @@ def test_drawn_pipes_of_whole_models_and_of_casts_have_the_bits_of_the_loop(firs
     assert code == 0, said
 
 
+def test_trainer_over_devices_leaves_what_it_leaves_on_one() -> None:
+    code, said = ask("trainer")
+    assert code == 0, said
+
+
+def test_lightnings_trainer_over_devices_leaves_what_it_leaves_on_one() -> None:
+    pytest.importorskip("lightning", reason="the extra of Lightning is not installed")
+    code, said = ask("lightning_trainer")
+    assert code == 0, said
+
+
 def test_what_is_put_on_parameters_and_tensors_is_kept_where_they_are_moved() -> None:
     code, said = ask("kept")
     assert code == 0, said

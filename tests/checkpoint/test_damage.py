@@ -143,14 +143,14 @@ def test_another_model_is_refused_with_all_that_differs(run: Path) -> None:
         f"0.bias is float32 [6] in the checkpoint and float32 [7] in the model; {other_model}",
         f"5.weight is float32 [2, 5] in the checkpoint and float64 [2, 5] in the model; {other_type}",
         f"5.bias is float32 [2] in the checkpoint and float64 [2] in the model; {other_type}",
-        "the model has 6.weight, 6.bias, which the checkpoint lacks; load into the model it is of",
+        "the model has 6.weight, 6.bias, which the checkpoint lacks; load into its model",
     ]
     assert differences(snapshot(pipe, None), before) == []
     with pytest.raises(gpipe.CheckpointError) as raised:
         gpipe.load(run, nn.Sequential(*build()[:1]))
     assert raised.value.findings == [
         "the checkpoint holds 1.weight, 1.bias, 1.running_mean, 1.running_var, 1.num_batches_tracked and 12 more, "
-        "which the model lacks; load into the model it is of"
+        "which the model lacks; load into its model"
     ]
 
 
@@ -205,7 +205,7 @@ def test_all_ranks_refuse_what_does_not_fit_one_of_them(run: Path, victim: Victi
     before = [snapshot(own, None) for own in pipes]
     raised = run_ranks(lambda own: gpipe.load(run, own), pipes)
     assert {str(error).splitlines()[1] for error in raised} == {
-        "- the model has more, which the checkpoint lacks; load into the model it is of"
+        "- the model has more, which the checkpoint lacks; load into its model"
     }
     assert [differences(snapshot(own, None), was) for own, was in zip(pipes, before, strict=True)] == [[], []]
 

@@ -144,7 +144,7 @@ def test_an_index_that_is_damaged_or_leads_elsewhere_is_refused(sharded: Path) -
         (sharded / INDEX).write_text(text)
         assert refused(sharded) == [f"{INDEX} is damaged; get it again"]
     (sharded / INDEX).write_text(json.dumps({"weight_map": {**where, "0.weight": where["5.weight"]}}))
-    assert refused(sharded) == [f"{INDEX} says where 0.weight would be, and it is not there; get all shards again"]
+    assert refused(sharded) == [f"{INDEX} says where 0.weight would be: it is not there; get all shards again"]
     save_file({"0.weight": torch.ones(6, 4)}, sharded.parent / "secret.safetensors")
     for name in ("../secret.safetensors", "/etc/x.safetensors", "model.bin", "..", "a/b.safetensors"):
         (sharded / INDEX).write_text(json.dumps({"weight_map": {**where, "0.weight": name}}))

@@ -15,8 +15,8 @@ ONE_F_ONE_B = """\
 rank 0  F0 F1 .. .. B0--- F2 B1--- .. B2---
 rank 1  .. F0 B0--- F1 B1--- F2 B2--- .. ..
 time    0              5              10
-bubble 25.0%: 12 from beginning to end, of which a rank works 9
-micro-batches held at most: 2, 1, by rank
+bubble 25.0% over all ranks: the busiest works 9 of 12 units
+activations held at most, in micro-batches: 2, 1, by rank
 backwards: whole
 
 F forward   B backward   . idle
@@ -53,7 +53,7 @@ def test_every_schedule_fits_80_columns_and_colors_come_where_they_are_wanted(
 def test_two_schedules_share_an_axis_and_the_work_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     lines = said(capsys, "1f1b", "zb_v").splitlines()
     assert lines[-3] == "zb_v ends 22.7% sooner than 1f1b; at most it holds 4 micro-batches, 1f1b 4"
-    assert [line.split("rank works ")[1] for line in lines if "rank works" in line] == ["48", "48"]
+    assert [line.split("busiest works ")[1].split()[0] for line in lines if "busiest works" in line] == ["48", "48"]
     first, second = (line for line in lines if line.startswith("rank 0"))
     assert len(first.rstrip()) == 8 + 66 - 1  # the gap behind the last
     assert len(second.rstrip()) == 8 + 51
@@ -65,7 +65,7 @@ def test_two_schedules_share_an_axis_and_the_work_of_a_rank(capsys: pytest.Captu
 
 def test_costs_stretch_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "zb_h1", "-k", "2", "-m", "2", "--forward", "2", "--backward-weight", ".5")
-    assert "9.5 from beginning to end, of which a rank works 7" in text
+    assert "the busiest works 7 of 9.5 units" in text
 
 
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,10 @@
 """What is given to a step or a call, and what a loss or a layer gives back: mistakes are told in words that help."""
 
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gpipe
+from gpipe.runtime.inputs import split_targets
 from tests.support.mistaken import Two, X, Y, layers, make, refusal
 
 
@@ -76,7 +80,7 @@ def test_a_wrong_loss_is_told_as_the_loss_with_what_to_return(
 
 
 def test_a_step_without_targets_is_told_to_give_them() -> None:
-    text = refusal(lambda: make().step(X, loss_fn=F.mse_loss), AttributeError)
+    text = refusal(lambda: make().step(X, loss_fn=F.mse_loss), AttributeError)  # type: ignore[call-overload]
     assert "in the loss of micro-batch 0" in text
     assert "step was given no targets: give them behind the inputs" in text
     make().step(X, None, lambda output, target: output.mean())
@@ -188,6 +192,58 @@ def test_a_list_with_a_value_for_each_row_would_go_whole_to_every_micro_batch() 
     pipe.step(X, (Y, [1, 2]), lambda output, target: F.mse_loss(output, target[0]))
 
 
+@dataclass
+class Told:
+    lengths: object
+
+
+class Fields(NamedTuple):
+    one: int
+    two: int
+
+
+@pytest.mark.parametrize("wrap", [lambda value: value, Told, lambda value: {"more": [Told((1, value))]}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        (1, 2, 3, 4),
+        range(4),
+        array("i", [1, 2, 3, 4]),
+        deque([1, 2, 3, 4]),
+        [[1], [2, 3], [], [4]],
+        ("a", "b", "c", "d"),
+    ],
+    ids=str,
+)
+def test_so_would_any_sequence_and_what_stands_in_an_object(values: Any, wrap: Callable[[Any], Any]) -> None:
+    # A tuple, a range, a deque, 0-dim tensors or an attribute went whole, where a list was refused.
+    pipe = make()
+    targets = (Y[:4], wrap(values))
+    assert f"is a {type(values).__name__} of 4 values" in refusal(
+        lambda: pipe.step(X[:4], targets, first), ValueError
+    )
+    assert "targets" in refusal(lambda: split_targets(targets, [2, 2], ready_made=False), ValueError)
+    pipe.step(X[:4], (Y[:4], gpipe.Whole(wrap(values))), first)
+    pipe.step(X, (Y, wrap(values)), first)  # of 8 rows: no row has a value
+    pipe.step(X[:1], (Y[:1], wrap([1])), first)  # one micro-batch has all
+
+
+def test_numbers_that_are_tensors_arrays_in_objects_and_named_tuples_are_refused_and_shapes_are_not() -> None:
+    pipe = make()
+    for values in ([torch.tensor(1)] * 4, tuple(torch.arange(4))):  # none of which has rows
+        step = partial(pipe.step, X[:4], (Y[:4], values), first)
+        assert "targets[1] is a" in refusal(step, ValueError)
+    text = refusal(lambda: pipe.step(X[:2], (Y[:2], Told(np.ones((2, 3))), Fields(1, 2)), first), ValueError)
+    assert "targets[1].lengths is a ndarray of 2 values" in text
+    assert "targets[2] is a Fields of 2 values" in text
+    for whole in (torch.Size([1, 2]), (None, None), {"a": 1, "b": 2}, "ab", Told(torch.Size([1, 2]))):
+        pipe.step(X[:2], (Y[:2], whole), first)
+
+
+def first(output: Tensor, target: Any) -> Tensor:
+    return F.mse_loss(output, target[0])
+
+
 def test_a_layer_of_two_arguments_is_told_that_it_is_given_one_value() -> None:
     text = refusal(lambda: make([Pair(), Two()]).step(X, X, F.mse_loss), TypeError)
     assert "Two.forward() missing 1 required positional argument: 'y'" in text
@@ -215,7 +271,7 @@ def test_a_weight_that_is_no_number_is_refused() -> None:
 def test_a_scale_that_leaves_nothing_of_the_gradients_is_refused() -> None:
     pipe = gpipe.GPipe([nn.Linear(2, 1)], 1, 1)
     for scale in (float("nan"), float("inf"), -float("inf"), 0, 0.0):
-        with pytest.raises(ValueError, match="give a finite number other than 0"):
+        with pytest.raises(ValueError, match="give a finite number, not 0"):
             pipe.step(torch.ones(2, 2), torch.ones(2, 1), nn.functional.mse_loss, scale=scale)
 
 

@@ -167,7 +167,7 @@ def test_weights_that_cannot_be_are_refused_before_anything_runs() -> None:
             pipe.step(X, Y, mse_loss, reduction=weight)
     for unknown in ("average", 3):
         with pytest.raises(TypeError, match="give 'mean', 'sum' or a function of the target giving a weight"):
-            pipe.step(X, Y, mse_loss, reduction=unknown)  # type: ignore[arg-type]  # on purpose
+            pipe.step(X, Y, mse_loss, reduction=unknown)  # type: ignore[call-overload]  # on purpose
     assert all(p.grad is None for p in pipe.parameters())
     assert pipe.step_number == 0
 

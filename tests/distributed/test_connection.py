@@ -4,6 +4,7 @@ import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 
 import pytest
@@ -16,7 +17,7 @@ from gpipe.distributed.codec import Gone, encode
 from gpipe.distributed.connection import CHUNK_BYTES, INLINE_BYTES, SLOTS, Connection, Frame, TcpConnection
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Label
-from tests.support.endpoints import KINDS
+from tests.support.endpoints import KINDS, joined
 from tests.support.progress import wait_until
 
 SIZES = (0, 4, 1000, INLINE_BYTES - 4, INLINE_BYTES, INLINE_BYTES + 4, 2**17, 2**17 + 4, 2**20)
@@ -35,11 +36,7 @@ def ends(kind: type[Connection]) -> tuple[socket.socket, socket.socket]:
 @contextmanager
 def linked(kind: type[Connection], buffer: int | None = None) -> Iterator[tuple[Connection, Connection]]:
     """Two ends of a connection, whose stream takes so many bytes at a time."""
-    streams, news = ends(kind), ends(kind)
-    if buffer is not None:
-        for stream in streams:
-            stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-    one, other = (kind(*pair) for pair in zip(streams, news, strict=True))
+    one, other = joined(kind, partial(ends, kind), buffer)
     try:
         yield one, other
     finally:

@@ -74,9 +74,13 @@ def test_replicas_train_as_one_with_the_whole_mini_batch(
         optimizer.step()
         optimizer.zero_grad()
     assert_close(of_replicas([answer["parameters"] for answer in found], ranks), dict(whole.named_parameters()))
+    parts = [len(part) for own in x.split(rows) for part in own.tensor_split(min(4, len(own)))]
     for answer in found:
         assert answer["losses"] == found[0]["losses"]
         torch.testing.assert_close(torch.tensor(answer["losses"]), torch.tensor(losses))
+        assert answer["of the last"] == found[0]["of the last"]
+        together = sum(loss * n for loss, n in zip(answer["of the last"], parts, strict=True)) / sum(rows)
+        assert together == pytest.approx(losses[-1])
 
 
 def run_rows(whole: nn.Module, rows: Tensor, micro_batches: int) -> Tensor:

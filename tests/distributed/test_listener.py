@@ -5,7 +5,7 @@ import math
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pytest
 
 from gpipe.distributed import rendezvous
 from gpipe.distributed.failures import Status
-from gpipe.distributed.rendezvous import HELLO_BYTES, STREAMS, Listener, dial
+from gpipe.distributed.rendezvous import STREAMS, Address, Listener, dial, hello, token_of
 from tests.support.endpoints import LIMIT
 from tests.support.processes.listening import Listening, family, listening_sockets
 
@@ -39,12 +39,13 @@ def check_connected(ours: socket.socket, theirs: socket.socket) -> None:
         assert ours.recv(100) == b"here"
 
 
-STRANGERS: dict[str, Callable[[Listener], bytes]] = {
-    "says nothing": lambda own: b"",
-    "says little": lambda own: own.address.token.encode()[:20],
-    "knows half": lambda own: own.address.token.encode(),
-    "guesses": lambda own: f"{'0' * 32} 1 messages".ljust(HELLO_BYTES).encode(),
-    "says much": lambda own: b"\xff" * 10_000,
+TOKEN = "0123456789abcdef" * 2
+STRANGERS: dict[str, bytes] = {
+    "says nothing": b"",
+    "says little": TOKEN.encode()[:20],
+    "knows half": TOKEN.encode(),
+    "guesses": hello("0" * 32, 1, "messages"),
+    "says much": b"\xff" * 10_000,
 }
 
 
@@ -54,34 +55,44 @@ def test_strangers_do_no_harm_and_are_sent_away(stranger: str, local: bool, monk
     with listening(monkeypatch, crosses_hosts=not local) as own, ExitStack() as strangers:
         for hangs_up in (True, True, False):
             connection = strangers.enter_context(connect(own, local))
-            connection.sendall(STRANGERS[stranger](own))
+            connection.sendall(STRANGERS[stranger])
             if hangs_up:
                 connection.close()
         hellos = [(peer, stream) for peer in (1, 2) for stream in STREAMS]
-        dialled = {hello: socket.socket(socket.AF_UNIX if local else socket.AF_INET) for hello in hellos}
-        for hello, end in dialled.items():
-            dial(end, own.address, *hello, LIMIT)
-        found = own.accept(range(1, 3), math.inf, lambda: None)
+        dialled = {each: dial(own.address, hello(TOKEN, *each), LIMIT, local=local) for each in hellos}
+        found = own.accept(hellos, TOKEN, math.inf, lambda: None)
         assert found.keys() == dialled.keys()
-        for hello in hellos:
-            check_connected(found[hello], dialled[hello])
+        for each in hellos:
+            check_connected(found[each], dialled[each])
         with suppress(ConnectionError):
             assert connection.recv(1) == b""
+
+
+def test_who_was_given_another_address_of_anybody_knows_another_token() -> None:
+    known = [Address("/a", "10.0.0.1", 5000, "17"), Address("/b", "10.0.0.2", 5000, "29")]
+    assert len(hello(token_of(known), 12_345, "messages")) == len(hello(token_of(known), 0, "control")) == 48
+    others = [
+        [known[0]],
+        known[::-1],
+        [known[0], known[1]._replace(port=5001)],
+        [known[0]._replace(drawn="18"), known[1]],
+    ]
+    assert len({token_of(one) for one in (known, *others)}) == 5
 
 
 def test_a_hello_may_come_in_pieces_and_control_first(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening(monkeypatch) as own:
         dialled = {(1, stream): connect(own) for stream in reversed(STREAMS)}
-        unsaid = {hello: list(own.address.hello(*hello)) for hello in dialled}
+        unsaid = {each: list(hello(TOKEN, *each)) for each in dialled}
 
         def say_a_byte() -> None:
-            for hello, said in unsaid.items():
+            for each, said in unsaid.items():
                 if said:
-                    dialled[hello].sendall(bytes([said.pop(0)]))
+                    dialled[each].sendall(bytes([said.pop(0)]))
 
-        found = own.accept(range(1, 2), math.inf, say_a_byte)
-        for hello, theirs in dialled.items():
-            check_connected(found[hello], theirs)
+        found = own.accept([(1, stream) for stream in STREAMS], TOKEN, math.inf, say_a_byte)
+        for each, theirs in dialled.items():
+            check_connected(found[each], theirs)
 
 
 def test_who_does_not_connect_is_named_also_if_strangers_come_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +105,7 @@ def test_who_does_not_connect_is_named_also_if_strangers_come_all_the_time(monke
             strangers.append(ends.enter_context(connect(own)))
 
         with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] did not connect within 5 s"):
-            own.accept(range(1, 3), 5.0, come)
+            own.accept([(1, "messages"), (2, "control")], TOKEN, 5.0, come)
         assert len(strangers) == 6
 
 
@@ -121,13 +132,6 @@ def test_the_look_for_what_listens_is_right_itself(address: str) -> None:
         one = Listening(os.getpid(), address, server.getsockname()[1])
         assert one in listening_sockets(family(os.getpid()))
         assert one.is_loopback == (address not in {"0.0.0.0", "::"})
-
-
-def test_a_first_host_at_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    refused = pytest.raises(ValueError, match=r"MASTER_ADDR=127\.0\.0\.1 is the loopback address")
-    with refused, rendezvous.listening(crosses_hosts=True):
-        pass
 
 
 def test_what_killed_processes_left_is_removed_and_what_lives_stays(

@@ -4,16 +4,18 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.certificates import REASON as REASON_TLS
+from tests.support.certificates import authority
 from tests.support.jobs.two_hosts import SOUND_STEPS, heard, local_losses
 from tests.support.processes.fork_server import ONE_THREAD, ROOT
 from tests.support.progress import wait_until
-from two_hosts.hosts import ADDRESSES, Hosts, missing, two_hosts
+from two_hosts.hosts import ADDRESSES, ADDRESSES6, Hosts, missing, two_hosts
 from two_hosts.relay import WIRE
 
 REASON = missing()
@@ -25,12 +27,15 @@ Record = dict[str, Any]
 
 
 @contextmanager
-def launched(hosts: Hosts, folder: Path, fault: str, workers: int) -> Iterator[None]:
+def launched(
+    hosts: Hosts, folder: Path, fault: str, workers: int, addresses: Sequence[str] = ADDRESSES, **variables: str
+) -> Iterator[None]:
     """The job on both hosts, each under its own torchrun; all are killed with the hosts."""
     logs = []
-    for host, address in enumerate(ADDRESSES):
+    for host, address in enumerate(addresses):
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={workers}"]
-        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}", f"--local-addr={address}"]
+        first = f"[{addresses[0]}]" if ":" in address else addresses[0]
+        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={first}:{PORT}", f"--local-addr={address}"]
         job = ["-m", "tests.support.jobs.two_hosts", str(folder), fault, str(TIMEOUT)]
         logs.append(folder / f"host_{host}.log")
         with logs[-1].open("wb") as stream:
@@ -40,7 +45,7 @@ def launched(hosts: Hosts, folder: Path, fault: str, workers: int) -> Iterator[N
                 cwd=ROOT,
                 stdout=stream,
                 stderr=stream,
-                env={**os.environ, **ONE_THREAD, "GLOO_SOCKET_IFNAME": WIRE},
+                env={**os.environ, **ONE_THREAD, "GLOO_SOCKET_IFNAME": WIRE, **variables},
             )
     try:
         yield
@@ -58,7 +63,7 @@ def records(folder: Path, ranks: Sequence[int]) -> list[Record]:
     return [json.loads(file.read_text()) for file in files]
 
 
-def check_sound_steps(found: Sequence[Record], workers: int) -> None:
+def check_sound_steps(found: Sequence[Record], workers: int, addresses: Sequence[str] = ADDRESSES) -> None:
     """The losses are the local ones, over links of both kinds, and only the wire is listened on."""
     world = 2 * workers
     for rank, record in enumerate(found):
@@ -70,14 +75,14 @@ def check_sound_steps(found: Sequence[Record], workers: int) -> None:
             for peer in range(world)
             if peer != rank
         }
-        own = ADDRESSES[rank // workers]
+        own = addresses[rank // workers]
         assert own in {one.address for one in heard(record["doors"])}  # what others have connected to
         assert {one.address for one in heard(record["doors"] + record["listening"])} == {own}
 
 
 def test_a_cut_link_ends_the_step_on_both_hosts(tmp_path: Path) -> None:
-    workers = 2
-    with two_hosts() as hosts, launched(hosts, tmp_path, "cut", workers):
+    workers, files = 2, {} if REASON_TLS else authority().files  # encrypted, where openssl makes certificates
+    with two_hosts() as hosts, launched(hosts, tmp_path, "cut", workers, **files):
         wait_until((tmp_path / "middle").exists)
         hosts.cut()
         (tmp_path / "cut").touch()
@@ -89,12 +94,19 @@ def test_a_cut_link_ends_the_step_on_both_hosts(tmp_path: Path) -> None:
             for peer in others:
                 assert f"rank {peer}" in record["told"], record
             assert "cannot be reached: its host has not answered for" in record["told"]
+            assert {record["encrypted"][str(peer)] for peer in others} == {bool(files)}
 
 
-def test_a_rank_that_is_killed_on_the_other_host_is_missed_at_once(tmp_path: Path) -> None:
-    with two_hosts() as hosts, launched(hosts, tmp_path, "1", 1):
+def test_a_rank_that_is_killed_on_the_other_host_is_missed_at_once_and_ipv6_will_do(tmp_path: Path) -> None:
+    """Through a firewall that leaves two ports open beside those of torch."""
+    with two_hosts(ipv6=True) as hosts, ExitStack() as stack:
+        for host, address in enumerate(ADDRESSES):
+            hosts.run(host, f"ip address del {address}/24 dev {WIRE}")
+        variables = {"GPIPE_PORTS": "5000-5001", "GPIPE_INTERFACE": WIRE}
+        stack.enter_context(launched(hosts, tmp_path, "1", 1, ADDRESSES6, **variables))
         (first,) = records(tmp_path, [0])
         assert first["error"] == "RemoteError"
         assert first["rank"] == 1
         assert "rank 1 is gone" in first["told"]
-        check_sound_steps([first], 1)
+        check_sound_steps([first], 1, ADDRESSES6)
+        assert {one.port for one in {*heard(first["doors"])} - {*heard(first["listening"])}} == {5000}  # gloo's stay

@@ -28,7 +28,7 @@ ALONE = {  # how torchrun is told that other tests run beside this one
     **ONE_THREAD,
 }
 INCLUDED = sorted(
-    {name for page in PAGES for name in re.findall(r"literalinclude} \.\./(examples/.*)", page.read_text())}
+    {name for page in PAGES for name in re.findall(r"literalinclude} \.\./(examples/.*\.py)", page.read_text())}
 )
 FIGURES = re.compile(r"^.*: loss [\d.]+$", re.MULTILINE)
 

@@ -3,6 +3,7 @@
 Each of the five meets every remat under every schedule, by one of the drivers; by the other in `make families`.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,6 +22,12 @@ OF_OTHER_TASKS = (
     *("audio-spectrogram-transformer", "blip", "canine", "data2vec-audio", "data2vec-vision"),
     *("openai_privacy_filter", "timesformer"),
 )
+EXPERTS = ("mixtral", "qwen2_moe", "olmoe", "jetmoe", "phimoe", "gpt_oss", "granitemoe")
+MORE_EXPERTS = (
+    *("deepseek_v4", "ernie4_5_moe", "flex_olmo", "flint", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
+    *("jamba", "laguna", "mellum", "minimax", "minimax_m2", "minimax_m3_vl_text", "qwen3_5_moe_text", "qwen3_moe"),
+    *("qwen3_next",),
+)
 DRIVERS = ("threads", "lockstep")
 MICRO_BATCHES, ROWS = 8, 11  # so that some have two rows and others one
 
@@ -33,6 +40,15 @@ def test_a_family_trains_to_the_bits_of_the_loop_over_the_model(name: str) -> No
     if name in DOZEN:
         assert found.mini_batch < 1e-6
         assert not found.output
+
+
+@pytest.mark.parametrize("name", [*EXPERTS, *(pytest.param(one, marks=pytest.mark.families) for one in MORE_EXPERTS)])
+def test_the_auxiliary_loss_of_experts_trains_to_the_bits_of_the_loop(name: str) -> None:
+    family = named(name)
+    found = judge(replace(family, config={**family.config, "output_router_logits": True}))
+
+    assert found.right, [found.refused, *found.mistakes]
+    assert found.mini_batch > 5e-4  # each micro-batch adds its own, as under Trainer
 
 
 def test_each_family_stands_in_the_catalogue_once() -> None:

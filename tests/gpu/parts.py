@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.cli.gpu.bits import compare, devices, images, train_plainly
+from gpipe.cli.gpu.bits import compare, devices, has_nccl, images, in_processes, train_plainly
 from gpipe.cli.gpu.page import Finding
-from gpipe.cli.gpu.ranks import has_nccl, in_processes
 from gpipe.cli.gpu.work import LAYERS, M, layers_of, medians, milliseconds, places, step_of, width_of_work
 from gpipe.schedule.schedules import SCHEDULES
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe.cli.gpu.ranks import in_processes
+from gpipe.cli.gpu.bits import in_processes
 from tests.gpu import parts
 
 

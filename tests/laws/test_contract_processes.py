@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import gpipe
 from tests.support.jobs import contract as jobs
@@ -29,7 +30,9 @@ def local(layers: Any = None) -> gpipe.GPipe:
 def test_inputs_are_read_on_the_first_rank_alone_and_targets_on_the_last(world: int, pool: WorkerPool) -> None:
     pipe = local()
     x, y = data(0, 10)
-    loss, metrics = pipe.step(x, y, with_metrics)
+    each: list[Tensor] = []
+    loss, metrics = pipe.step(x, y, with_metrics, losses=each)
+    losses = [one.item() for one in each]
     told = [[one["worst"].item(), one["of rows"][1], one["none"]] for one in metrics]
     with torch.no_grad():
         validation = pipe.step(x, y, F.mse_loss).item()
@@ -39,7 +42,9 @@ def test_inputs_are_read_on_the_first_rank_alone_and_targets_on_the_last(world: 
     F.mse_loss(output, y).backward()
     norms = [float(p.grad.norm()) for p in pipe.parameters() if p.grad is not None]
     found = answers(pool.run(jobs.only_where_read, world=world))
-    assert [given for given, *_ in found] == [[loss.item(), validation, told, everywhere, output.tolist()]] * world
+    assert [given for given, *_ in found] == [
+        [loss.item(), losses, validation, told, everywhere, output.tolist()]
+    ] * world
     assert [norm for _, of_rank, *_ in found for norm in of_rank] == norms
     assert all(wants == [True, False] for _, _, wants, *_ in found)
     assert all(alone and "gather=True" in text for *_, alone, text in found)  # the output, where it is not gathered
@@ -183,6 +188,8 @@ def test_nothing_is_pickled_by_us_or_for_us() -> None:
     assert found.pop("planner/likeness.py") == [
         "pickle"
     ]  # what is only compared, of layers that are alike, is never read
+    # the optimizer's state as Trainer writes and reads it: of tensors and plain values alone
+    assert found.pop("integrations/checkpoints.py") == ["torch.save", "torch.load"]
     assert not any(found.values()), found
 
 

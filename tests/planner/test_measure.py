@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 import gpipe
 from gpipe.config.arguments import Costs
 from gpipe.planner import measure
+from gpipe.planner.search.device import lasts
 from gpipe.schedule.cost import LayerSeconds, StageCost
 from gpipe.schedule.simulate import simulate
 from tests.support.odd_layers import Drift, Fork, Join, Noise, Pop, Stash
@@ -209,6 +210,18 @@ def test_layers_are_measured_in_the_company_that_they_will_have(driver: str | No
         assert len([None for _, own in seen if own is layer]) == min(threads, 2)
 
 
+def test_layers_are_timed_under_the_autocast_that_the_pipe_is_made_in() -> None:
+    """Bug story: their threads had none, and the second layer was given bfloat16 for weights in float32."""
+    seen = list[torch.dtype]()
+    layers = [nn.Linear(5, 5), nn.Linear(5, 5)]
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, given, made: seen.append(made.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe = gpipe.GPipe(layers, partitions=2, micro_batches=2, sample=SAMPLE, costs="time")
+    assert {*seen} == {torch.bfloat16}
+    assert all(cost > 0 for cost in pipe.costs)
+
+
 def test_of_layers_that_are_alike_each_rank_times_one_for_all() -> None:
     class Counted(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
@@ -317,7 +330,7 @@ def test_the_summary_says_what_is_in_the_way_and_what_a_step_will_take(clock: Cl
     assert "the slowest stage costs 100.0% more than the mean, 0.0% more than any cuts must cost" in lines
     assert "in the way of better cuts: layer 1, 200% of a mean stage" in lines
     assert (
-        f"predicted step: {pipe.prediction.timeline.seconds:.4g} s, {pipe.prediction.bubble:.1%} of it idle"
+        f"predicted step: {lasts(pipe.prediction.timeline.seconds)}, {pipe.prediction.bubble:.1%} of it idle"
         in pipe.summary()
     )
 

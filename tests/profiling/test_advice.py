@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.profiling.advice import Advice, RecordedSteps, advise, explain
+from gpipe.profiling.advice import Advice, RecordedSteps, advise, explain, shared_lock
 from gpipe.profiling.breakdown import breakdown
 from gpipe.profiling.memory import OtherProcesses
 from gpipe.schedule.action import Kind
@@ -66,22 +66,6 @@ def test_other_cuts_give_what_is_told(layers: list[int], data: st.DataObject) ->
             better = advice.text.split("partitions=[")[1].split("]")[0]
             then = step(list(map(float, layers)), [int(count) for count in better.split(", ")])
             assert advice.gain == pytest.approx(now.breakdown.seconds / then.seconds, rel=1e-6)
-
-
-def test_a_rank_that_is_slower_than_those_with_the_same_layers_is_named() -> None:
-    quick, slow = (
-        simulate(lowered(2, M, "never"), [StageCost(1.0, 2.0), StageCost(last, 2 * last)]).timeline
-        for last in (1.0, 1.5)
-    )
-    both = replace(slow, ranks=4, spans=(*quick.spans, *(replace(span, rank=2 + span.rank) for span in slow.spans)))
-    found = RecordedSteps([both], breakdown([both]), given_cuts([1, 1], [1.0, 1.0]), "process")
-    assert explain(found).startswith("Rank 3 takes 50% longer than ranks with the same layers")
-    assert the_one(found, "Rank 3").gain == pytest.approx(slow.seconds / quick.seconds)
-    alike = replace(both, spans=(*quick.spans, *(replace(span, rank=2 + span.rank) for span in quick.spans)))
-    assert not any(
-        "Rank" in str(advice)
-        for advice in advise(RecordedSteps([alike], breakdown([alike]), found.partition, "process"))
-    )
 
 
 def test_recompute_is_told_with_what_it_gives() -> None:
@@ -162,3 +146,19 @@ def test_other_processes_are_named_first_where_they_took_cores_from_ranks() -> N
     beside = explain(replace(slow, others=OtherProcesses(cores=1.9, of=64)))
     assert beside == explain(slow)[:-1] + " (other processes used 1.9 of this machine's 64 cores)."
     assert explain(replace(slow, others=OtherProcesses(cores=0.1, of=2))) == explain(slow)
+
+
+@pytest.mark.parametrize(
+    ("busy", "used", "others", "told"),
+    [
+        (2.5, 1.0, OtherProcesses(0.0, 8), True),
+        (2.5, 2.4, OtherProcesses(0.0, 8), False),  # they compute
+        (2.5, 0.3, OtherProcesses(0.0, 8), False),  # they sleep, or wait for a device
+        (2.5, 1.0, OtherProcesses(6.9, 8), False),  # they wait for cores
+        (1.2, 1.0, OtherProcesses(0.0, 8), False),  # they wait for what is in the table
+    ],
+)
+def test_the_lock_is_named_where_cores_idle_while_ranks_wait_inside_of_actions(
+    busy: float, used: float, others: OtherProcesses, told: bool
+) -> None:
+    assert bool(shared_lock(4, busy, used, others)) == told

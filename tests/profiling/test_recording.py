@@ -5,6 +5,7 @@ import json
 import threading
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from torch import Tensor, nn
 import gpipe
 from gpipe.profiling import read_report, report_json
 from gpipe.profiling.advice import advise, explain
+from gpipe.profiling.memory import OtherProcesses
+from gpipe.profiling.recording import Recording
+from gpipe.schedule.action import COMPUTE
+from gpipe.schedule.timeline import Timeline
 from tests.support.clock import Clock
 from tests.support.jobs import recorded
 from tests.support.plain_loop import squares, weights_of
@@ -229,11 +234,27 @@ def test_what_is_loaded_ahead_and_what_updates_within_count_once(monkeypatch: py
     assert len(recording._loads) == 3
 
 
+@pytest.mark.parametrize(("driver", "told"), [("threads", 1), ("lockstep", 0)])
+def test_ranks_that_wait_for_each_others_python_are_a_finding_told_once(
+    monkeypatch: pytest.MonkeyPatch, driver: Any, told: int
+) -> None:
+    monkeypatch.setattr(Recording, "_others", lambda _: OtherProcesses(0.0, 64))
+    pipe = gpipe.GPipe([nn.Linear(3, 3) for _ in range(4)], 4, 8, driver=driver)
+    for _ in range(2):
+        with gpipe.record(pipe) as recording:
+            pipe.step(X, Y, squares)
+            spans = [replace(span, end=span.start + 1.0) for span in recording.runs[0].timeline.spans]
+            busy = sum(span.action.kind in COMPUTE for span in spans)
+            timeline = Timeline(4, tuple(spans), busy / 3)  # three ranks were at it, on one core
+            recording.runs[0] = recording.runs[0]._replace(timeline=timeline, cpu=busy / 3)
+    assert sum("interpreter lock: 2.0 of 4 waited" in finding for finding in pipe.findings) == told
+
+
 def test_what_cannot_be_recorded_is_told() -> None:
     with two_stages() as pipe:
         recording = gpipe.record(pipe)
         for ask in (recording.breakdown, recording.explain, recording.advice):
-            with pytest.raises(ValueError, match="nothing was recorded"):
+            with pytest.raises(ValueError, match="no step was recorded"):
                 ask()
         for keep in (0, 1.5, "3", True):
             with pytest.raises(ValueError, match="keep="):

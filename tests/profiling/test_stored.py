@@ -71,9 +71,8 @@ WHOLE = json.loads(report_json(full(ranks=2, micro_batches=1, steps=1)))
         ("", "Expecting value"),
         (
             "[" * 100_000,
-            "a value in it is missing, or of another type or size than it is written with (RecursionError",
+            "a value in it is missing, or of another type or size than was written (RecursionError",
         ),
-        ('{"format": NaN}', "NaN is no number of JSON"),
         ("[]", "its format is None, and this gpipe reads 'gpipe report 1'"),
         (json.dumps({"format": "gpipe report 2"}), "its format is 'gpipe report 2'"),
         (json.dumps({"format": "gpipe report 1"}), "a value in it is missing, .* (KeyError: 'memory'"),

@@ -34,7 +34,7 @@ def test_the_files_tell_what_happened(tmp_path: Path) -> None:
     assert (report.predicted, report.configuration["partitions"]) == (None, 2)  # its costs are no seconds
     assert f"gpipe report {options.out}" in text
     assert "100.0 %" in text
-    assert "with equal stages" in text
+    assert "if stages were equal" in text
     assert "plain loop" in text
     assert "\x1b" not in text
     terminal = train(options, terminal=True)[1]

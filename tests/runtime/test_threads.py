@@ -98,7 +98,7 @@ def test_close_and_with_end_the_threads_and_the_pipe_works_again() -> None:
         assert same is pipe
         pipe.step(X, Y, squares)
         assert len(rank_threads()) == 3
-    wait_until(lambda: not rank_threads())
+    assert not rank_threads()
     pipe.close()  # once more does no harm
     pipe.zero_grad()
     pipe.step_number = 0
@@ -106,7 +106,49 @@ def test_close_and_with_end_the_threads_and_the_pipe_works_again() -> None:
     assert same_bits(pipe.step(X, Y, squares), plain_loop(reference, X, Y, squares, micro_batches=3, seed=0))
     assert_same_bits(pipe, reference)
     pipe.close()
-    wait_until(lambda: not rank_threads())
+    assert not rank_threads()
+
+
+def test_a_loss_that_closes_its_pipe_waits_for_no_rank() -> None:
+    pipe = make()
+
+    def closing(output: Tensor, targets: Tensor) -> Tensor:
+        pipe.close()
+        return squares(output, targets)
+
+    pipe.step(X, Y, closing)
+    pipe.close()
+
+
+def test_the_first_run_of_a_pipe_ends_the_threads_of_those_that_are_idle() -> None:
+    """Bug story: a notebook keeps what a cell has shown, so cells that were run again left a pipe's threads each."""
+    kept = []
+    for _ in range(4):
+        kept.append(make())
+        kept[-1].step(X, Y, squares)
+        wait_until(lambda: len(rank_threads()) == 3)
+    for pipe in kept[:2]:  # two that take turns have their threads from then on
+        pipe.step(X, Y, squares)
+    wait_until(lambda: len(rank_threads()) == 9)
+    threads = set(rank_threads())
+    for pipe in kept[:2] * 3:
+        pipe.step(X, Y, squares)
+    assert set(rank_threads()) == threads
+
+
+def test_the_first_run_of_a_pipe_while_another_runs_leaves_that_one_its_threads() -> None:
+    inner, outer = make(), make()
+    before = set[threading.Thread]()
+
+    def call(*_: object) -> None:
+        before.update(rank_threads())
+        inner(X)
+
+    outer[0].register_forward_hook(call)
+    with torch.no_grad():
+        outer(X)
+    assert len(before) >= 3
+    assert before <= set(rank_threads())
 
 
 def in_child(work: Callable[[], object]) -> None:
@@ -340,7 +382,7 @@ import torch
 import gpipe
 atexit.register(lambda: print([one.name for one in threading.enumerate() if one.name.startswith("gpipe rank")]))
 pipes = [gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], 2, 2) for _ in range(3)]
-for pipe in pipes:
+for pipe in 2 * pipes:  # the first run of each ends the threads of those before it
     pipe.step(torch.ones(4, 2), torch.ones(4, 2), torch.nn.functional.mse_loss)
 print(sum(one.name.startswith("gpipe rank") for one in threading.enumerate()))
 """

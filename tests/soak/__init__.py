@@ -23,4 +23,5 @@ what is wrong?).
     python -m tests.soak.run --only s1_tensor_hook --seed 17 -v        # one configuration again
     python -m tests.soak.run --list
     python -m tests.soak.check
+    python -m tests.soak.cuts --models 2000    # drawn models, cut by default: are some refused that need not be?
 """

@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 import gpipe
+from gpipe.stages import rng
 from gpipe.stages.rng import rng_seed
 from tests.support.plain_loop import all_same_bits
 
@@ -152,3 +154,19 @@ def test_a_generator_of_the_users_own_is_left_alone() -> None:
             first = torch.rand(3)
         with gpipe.rng_scope(0, 0, 0, 0):
             assert torch.equal(torch.rand(3), first), name
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_without_dropout_is_given_no_generator(monkeypatch: pytest.MonkeyPatch, dropout: float) -> None:
+    """On a GPU a key's generator stands in for the default one, under a lock; where nothing is drawn none does."""
+    asked = []
+
+    def device_of(*_: object) -> torch.device:
+        asked.append(1)
+        return torch.device("cpu")
+
+    monkeypatch.setattr(rng, "_device_of", device_of)
+    x = torch.ones(1, 2, 4, 8)
+    with gpipe.rng_scope(1, 2, 3, 4), pytest.raises(NotImplementedError):  # the CPU has no kernel of it
+        torch.ops.aten._scaled_dot_product_efficient_attention(x, x, x, None, False, dropout)
+    assert len(asked) == (dropout > 0)

@@ -176,6 +176,33 @@ def test_a_micro_batch_of_ignored_labels_alone_is_left_out(loss_fn: Callable[...
         pipe.step(x, torch.full((6,), -100), loss_fn)
 
 
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_the_losses_of_micro_batches_are_as_the_loss_gave_them(driver: str, trains: bool) -> None:
+    given = labels()
+    given[2:4] = -100  # one micro-batch has no say, and its loss is NaN
+    pipe = gpipe.GPipe(build(None), 2, 4, seed=3, driver=driver)
+    seen, losses = list[Tensor](), [torch.ones(())]
+
+    def noted(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(F.cross_entropy(output, target))
+        return seen[-1]
+
+    def count(target: Any) -> Tensor:
+        return (target != -100).sum()
+
+    x = torch.randn(ROWS, 4, dtype=torch.float64)
+    with torch.set_grad_enabled(trains):
+        whole = pipe.step(x, given, noted, reduction=count, scale=2.0, losses=losses)
+    assert len(losses) == 4
+    assert all(map(same_bits, losses, [one.detach() for one in seen]))
+    counts = [int(count(part)) for part in given.tensor_split(4)]
+    assert not counts[1]
+    together = sum(loss * n for loss, n in zip(losses, counts, strict=True) if n) / sum(counts)
+    torch.testing.assert_close(whole, together)
+    assert not any(one.requires_grad for one in losses)
+
+
 def test_a_loss_for_each_row_is_refused_before_anything_runs() -> None:
     for loss_fn in (
         nn.MSELoss(reduction="none"),

@@ -1,6 +1,7 @@
 """Models with forwards of their own, as people write them: what stands between their blocks is what they are for."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -269,6 +270,52 @@ class Containers(nn.Module):
         return {"y": y, "more": (carry, count), "none": carry.nothing}
 
 
+FOUND: ContextVar[dict[str, list[Tensor]] | None] = ContextVar("FOUND", default=None)
+
+
+def find_states(block: nn.Module, given: tuple[Tensor], made: Tensor) -> None:
+    if (found := FOUND.get()) is not None:
+        found["states"] += [] if found["states"] else [given[0]]
+        found["states"].append(made)
+
+
+def find_insides(inner: nn.Module, given: tuple[Tensor], made: Tensor) -> None:
+    if (found := FOUND.get()) is not None:
+        found["insides"].append(made)
+
+
+class Found(Layered):
+    """Hooks in blocks add to lists that the forward opens: what they are given and return, and what is inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(W, W)
+        for layer in self.layers:
+            layer.register_forward_hook(find_states)
+            layer.get_submodule("inner").register_forward_hook(find_insides)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.encode(x)
+        token = FOUND.set({"states": [], "insides": []})
+        for layer in self.layers:
+            x = layer(x) + 0.3 * first
+        found = FOUND.get()
+        FOUND.reset(token)
+        assert found is not None
+        assert found["states"][0] is first
+        weighed = sum(state / (2 + at) for at, state in enumerate(found["states"]))
+        return x + weighed * 0.7 + torch.stack(found["insides"]).mean(0) + found["states"][0].sin()
+
+
+class RowByRow(Layered):
+    """Takes rows apart between blocks, as many as there are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.stack(list(layer(x)))
+        return x
+
+
 class OneDict(Layered):
     """Takes the whole batch as one dict, and gives its own loss."""
 
@@ -418,6 +465,8 @@ CASES: dict[str, Case] = {
     "in place": Case(InPlace, vectors, targets),
     "whole numbers": Case(WholeNumbers, pairs(ids=words, lengths=lambda r: words(r, 1)[:, 0] % N + 1), target_words),
     "containers": Case(Containers, vectors, targets),
+    "found by hooks": Case(Found, vectors, targets),
+    "row by row": Case(RowByRow, vectors, targets),
     "one dict": Case(OneDict, pairs(x=vectors, y=targets), None, None),
     "late": Case(Late, pairs(x=vectors, c=targets, w=lambda r: drawn(r)), targets),
     "constants": Case(Constants, vectors, targets),

@@ -1,5 +1,7 @@
 """Small networks, and what they are given: rows of any shape, words, losses."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -57,6 +59,6 @@ def loss_of_valid(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2 * valid).sum() / valid.sum()
 
 
-def with_metrics(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, object]]:
+def with_metrics(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Any]]:
     error = (output.detach() - target).abs()
     return F.mse_loss(output, target), {"worst": error.max(), "of rows": (error.sum(1), len(target)), "none": None}

@@ -1,6 +1,7 @@
 """Models with a forward of their own, tiny: families of transformers, and a U-Net with BatchNorm."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.families.catalogue import batch, named
-from tests.families.family import config_of
+from tests.families.family import Family, config_of
 from tests.support.plain_loop import weights_of
 
-UNET = "unet"
+UNET, EXPERTS = "unet", "experts"
 TIED = frozenset({"gpt2", "t5", "bert", UNET})  # the U-Net scales each skip by an element of one parameter
 """Models in which several layers use one parameter."""
 
@@ -64,6 +65,14 @@ class UNet(nn.Module):
         return {"output": output} if labels is None else {"loss": F.mse_loss(output, labels), "output": output}
 
 
+def family_of(name: str) -> Family:
+    """The family of that name, or Mixtral with the auxiliary loss of its experts."""
+    if name != EXPERTS:
+        return named(name)
+    found = named("mixtral")
+    return replace(found, config={**found.config, "output_router_logits": True, "router_aux_loss_coef": 1.0})
+
+
 def model_of(name: str, device: str = "cpu") -> nn.Module:
     """A model of that name in training mode, with dropout."""
     with weights_of(0), torch.device(device):
@@ -71,7 +80,7 @@ def model_of(name: str, device: str = "cpu") -> nn.Module:
             return UNet()
         import transformers
 
-        family = named(name)
+        family = family_of(name)
         auto: Any = getattr(transformers, family.task.value)
         made: nn.Module = auto.from_config(config_of(family, dropout=True))
         return made.train()
@@ -80,7 +89,7 @@ def model_of(name: str, device: str = "cpu") -> nn.Module:
 def batch_of(name: str, seed: int = 1, rows: int = 8, length: int = 12) -> dict[str, Tensor]:
     """What a model of that name is trained on; of words, rows lack some at their end, and labels too."""
     if name != UNET:
-        return batch(named(name), rows, length, seed)
+        return batch(family_of(name), rows, length, seed)
     generator = torch.Generator().manual_seed(seed)
     x, labels = torch.randn(2, rows, 2, 16, generator=generator)
     return {"x": x, "time": torch.rand(rows, generator=generator), "labels": labels}

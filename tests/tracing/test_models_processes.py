@@ -45,6 +45,7 @@ CASES = {
     "gpt2": ("gpipe", "zb_v"),
     "t5": ("four", "dualpipe_v"),
     "bert": ("four", "1f1b"),
+    "vipllava": ("four",),
     "unet": ("gpipe", "interleaved", "dualpipe_v"),
 }
 
@@ -105,7 +106,9 @@ def alone_from_meta(name: str) -> Digests:
         return digests(stepped(pipe, batches(name)))
 
 
-@pytest.mark.parametrize(("name", "world"), [("llama", 4), ("gpt2", 4), ("mixtral", 2), ("t5", 4), ("vit", 2)])
+@pytest.mark.parametrize(
+    ("name", "world"), [("llama", 4), ("gpt2", 4), ("mixtral", 2), ("experts", 2), ("t5", 4), ("vit", 2)]
+)
 def test_a_model_without_values_gets_them(name: str, world: int, pool: WorkerPool) -> None:
     expected = alone_from_meta(name)
     ranks = answers(pool.run(jobs.train_from_meta, name, {"schedule": "1f1b"}, world=world))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.tracing.model import TracedModel
-from tests.support.beside_plain import SEED, Case, M, assert_as_plain
+from tests.support.beside_plain import SEED, Case, M, assert_as_plain, assert_same
 from tests.support.handwritten import VOCABULARY, cross_entropy, word_targets, words
 from tests.support.plain_loop import accumulated, one_thread, same_bits, weights_of
 
@@ -266,25 +266,85 @@ def test_the_model_generates_and_is_saved_after_steps_and_its_config_is_as_befor
     assert not [n for n, v in again.state_dict().items() if not same_bits(v, model.state_dict()[n])]
 
 
-COLLECTED = r"output_hidden_states.*model.config"
+ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # by the configuration, or by what is given
+    "states, by config": ({"output_hidden_states": True}, {}),
+    "attentions, by config": ({"output_attentions": True, "attn_implementation": "eager"}, {}),
+    "states": ({}, {"output_hidden_states": True}),
+    "some states": ({}, {"output_hidden_states": [0, -2]}),
+}
 
 
-def test_what_is_collected_inside_of_blocks_is_refused() -> None:
-    asked: dict[str, Any] = {"sample": {**batch(4, 7), "output_hidden_states": True}}
-    eager = {"output_attentions": True, "attn_implementation": "eager"}
-    for of_config, settings in (({"output_hidden_states": True}, {}), (eager, {}), ({}, asked)):
-        with pytest.raises(ValueError, match=COLLECTED):
-            made(llama(**of_config), **settings)
-    model = llama()
-    pipe = made(model)
-    with pytest.raises(ValueError, match=COLLECTED):
-        pipe.step({**batch(), "output_hidden_states": True})
-    pipe.step(batch())
-    model.config.output_hidden_states = True  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match=COLLECTED):
-        pipe.step(batch())
-    with pytest.raises(ValueError, match=COLLECTED), torch.no_grad():
-        pipe.eval()(**batch())
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_is_collected_inside_of_blocks_is_part_of_the_output(asked: str) -> None:
+    of_config, given = ASKED[asked]
+    model, plain = llama(**of_config), llama(**of_config)
+    sample = {**batch(4, 7), **given}
+    pipe = made(model, sample=sample)
+    loss = pipe.step({**batch(), **given})
+    assert same_bits(loss, train_plainly(plain))
+    assert_same(model, plain, set())
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    pipe.eval()
+    plain.eval()
+    with torch.no_grad():
+        output = pipe({**batch(), **given})
+        columns = zip(*(value.tensor_split(M) for value in batch().values()), strict=True)
+        parts = [plain(**dict(zip(batch(), one, strict=True)), **given, use_cache=False) for one in columns]
+    for key in {"hidden_states", "attentions"} & parts[0].keys():
+        for found, *expected in zip(output[key], *(part[key] for part in parts), strict=True):
+            assert found is expected[0] is None or same_bits(found, torch.cat(expected))
+    assert output.keys() - {"loss"} == parts[0].keys() - {"loss"} > {"logits"}
+    assert max(hooks) == 1  # transformers' own, in the model, once
+
+
+@pytest.mark.parametrize("costs", ["params", None])
+def test_states_of_a_last_block_that_is_the_output_are_collected_from_the_first_step_on(costs: Any) -> None:
+    # transformers put its hooks on while the last layer was tried alone, which then lost them: every step failed.
+    config = transformers.BertConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, vocab_size=64,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    with weights_of(3):
+        model = transformers.BertModel(config, add_pooling_layer=False)
+    plain = copy.deepcopy(model)
+    rows = batch()["input_ids"]
+    given = {"input_ids": rows, "output_hidden_states": True}
+
+    def loss_fn(output: Any, target: Tensor) -> Any:
+        return sum(state[..., at].mean() for at, state in enumerate(output.hidden_states)) + output[0].mean()
+
+    with gpipe.GPipe(model, 2, M, sample=given, **({"costs": costs} if costs else {})) as pipe:
+        loss = pipe.step(given, rows, loss_fn, reduction="mean")
+    with one_thread():
+        losses = (loss_fn(plain(input_ids=part, output_hidden_states=True), part) for part in rows.tensor_split(M))
+        assert same_bits(loss, accumulated(losses, [1 / M] * M))
+    assert_same(model, plain, set())
+    assert [len(layer._forward_hooks) for layer in model.encoder.layer] == [1, 1, 1]
+
+
+def test_collecting_may_begin_and_end_between_steps() -> None:
+    model, plain = llama(), llama()
+    layers = gpipe.layers_of(model, batch(4, 7))
+    pipe = gpipe.GPipe(layers, 3, M, costs="params", seed=SEED)
+    for step, collects in enumerate((False, True, False)):
+        model.config.output_hidden_states = collects  # type: ignore[union-attr]
+        assert same_bits(pipe.step(batch()), train_plainly(plain, step))
+        assert_same(model, plain, set())
+    assert len(layers.traced.traces) == 2  # which hooks there are is no reason for another
+
+
+def test_a_loss_of_hidden_states_has_the_gradients_of_the_plain_loop() -> None:
+    def loss_fn(output: Any, target: Tensor) -> Tensor:
+        states = [state.tanh().mean() * (1 + at) for at, state in enumerate(output.hidden_states)]
+        return sum(states, output.logits.mean())
+
+    given = {name: value for name, value in batch().items() if name != "labels"}
+    case = Case(
+        partial(llama, output_hidden_states=True), lambda rows: given, lambda rows: given["input_ids"], loss_fn
+    )
+    like = assert_as_plain(case, 1)
+    for partitions in (2, 4):
+        assert_as_plain(case, partitions, like=like)
 
 
 def test_a_cache_that_is_asked_for_or_given_is_refused_by_name() -> None:

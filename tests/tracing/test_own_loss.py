@@ -87,6 +87,37 @@ def test_a_forward_that_ignores_the_count_is_trained_on_the_way_that_it_goes_wit
         torch.testing.assert_close(pipe(**batch)["loss"].detach(), whole.detach())
 
 
+class Summed(Words):
+    """A model that divides the sum over its labels by their number, if it is told that."""
+
+    def forward(self, words: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
+        loss = self.head(self.states(words), labels)
+        if num_items_in_batch is not None:
+            loss = loss * (labels != -100).sum() / num_items_in_batch
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_bug_a_loss_fn_is_given_the_loss_of_the_plain_loop_which_is_told_no_count(training: bool) -> None:
+    # It was told a count of one, so what a loss_fn read as the loss of a micro-batch was the sum over its labels.
+    torch.manual_seed(0)
+    model, batch = Summed().train(training), ragged()
+    plain = copy.deepcopy(model)
+    parts = [
+        dict(zip(batch, some, strict=True)) for some in zip(*(t.tensor_split(2) for t in batch.values()), strict=True)
+    ]
+    seen: list[Tensor] = []
+
+    def loss_fn(output: dict[str, Tensor], _: Tensor) -> Tensor:
+        seen.append(output["loss"].detach())
+        return output["loss"]
+
+    with gpipe.GPipe(model, 2, 2, sample=batch, costs="params") as pipe:
+        pipe.step(batch)
+        pipe.step(batch, batch["labels"], loss_fn)
+    assert [loss.item() for loss in seen] == [plain(**part)["loss"].item() for part in parts]
+
+
 class Balanced(Words):
     """A model whose blocks have losses of their own, which are no rows where the last layer adds them up."""
 
@@ -221,3 +252,26 @@ def test_bug_a_loss_that_averages_over_rows_beside_labels_is_told_of_and_a_sampl
                         whole = model(x, labels)["loss"]
                     assert torch.allclose(loss, whole, rtol=1e-5) != told, name
                     assert sum("not put together" in text for text in pipe.findings) == told, name
+
+
+class CountedAndMore(Classes):
+    """Is told the labels of the mini-batch, as models of transformers are."""
+
+    def forward(  # type: ignore[override]  # whatever a user writes
+        self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        count = len(labels) if num_items_in_batch is None else num_items_in_batch
+        return {"loss": F.cross_entropy(x, labels, reduction="sum") / count + self.loss_fn(x, labels)}
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.01])
+def test_what_each_micro_batch_adds_to_a_mean_over_all_labels_is_told_of(weight: float) -> None:
+    # Beside a sum over the labels, which was tried, it was too little to be seen: an auxiliary loss of experts, say.
+    x, y = torch.randn(640, 4), torch.arange(640) % 4
+    model = CountedAndMore(lambda o, t: weight * o.pow(2).mean())
+    with gpipe.GPipe(model, 2, 4, sample={"x": x, "labels": y}) as pipe:
+        loss = pipe.step({"x": x, "labels": y})
+        assert torch.allclose(loss, model(x, y)["loss"], rtol=1e-5) == (not weight)
+        assert sum("not put together" in text for text in pipe.findings) == bool(weight)

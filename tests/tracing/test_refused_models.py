@@ -541,6 +541,70 @@ def test_what_goes_from_block_to_block_past_the_forward_is_refused(way: str, row
         gpipe.GPipe(Written(through, [First(3, 3), nn.Linear(3, 3), Last(3, 3)]), 2, 1, sample=torch.randn(rows, 3))
 
 
+FOUND: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("FOUND")
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_blocks_that_look_into_a_list_that_others_add_to_are_refused(*, returned: bool) -> None:
+    # A list that is returned crosses the cuts, past some stages: these failed, and not before the first step.
+    class Adds(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            FOUND.get().append(super().forward(x))
+            return x.tanh()
+
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + FOUND.get()[0]
+
+    def opens(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+        token = FOUND.set([])
+        x = through(layers, x)
+        found = FOUND.get()
+        FOUND.reset(token)
+        return x + sum(found) if returned else x
+
+    layers = [Adds(3, 3), nn.Linear(3, 3), Looks(3, 3), nn.Linear(3, 3)]
+    with pytest.raises(ValueError, match="needs a value that an earlier layer made, and that did not cross the cuts"):
+        gpipe.GPipe(Written(opens, layers), 2, 1, sample=torch.randn(6, 3))
+
+
+@pytest.mark.parametrize("found", [lambda x: x, lambda x: None])
+def test_a_list_that_is_not_added_to_as_on_the_sample_is_refused(found: Callable[[Tensor], Tensor | None]) -> None:
+    class Adds(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            made = super().forward(x)
+            FOUND.get().extend([made] if x.sum() > 0 else [found(x)] * 2)
+            return made
+
+    def opens(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+        token = FOUND.set([])
+        x = through(layers, x)
+        more = FOUND.get()[0]
+        FOUND.reset(token)
+        return x + more
+
+    model, ones = Written(opens, [Adds(3, 3) for _ in range(3)]), torch.ones(4, 3)
+    with gpipe.GPipe(model, 2, 2, sample=ones) as pipe:
+        assert torch.equal(pipe(ones), torch.cat([model(part) for part in ones.split(2)]))
+        with pytest.raises(ValueError, match="returns another structure than on the sample"):
+            pipe(-ones)
+
+
+def test_rows_that_are_taken_apart_and_cross_a_cut_are_as_many_as_on_the_sample() -> None:
+    def apart(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+        first, *others = layers
+        rows = first(x).unbind()
+        for layer in others:
+            x = layer(torch.stack(rows))
+        return x
+
+    model, x = Written(apart, [nn.Linear(3, 3) for _ in range(4)]), torch.randn(8, 3)
+    with gpipe.GPipe(model, 3, 2, sample=x) as pipe:
+        assert torch.equal(pipe(x), torch.cat([model(part) for part in x.split(4)]))
+        with pytest.raises(ValueError, match="unbind returns another structure than on the sample"):
+            pipe(x[:6])
+
+
 @dataclass
 class State:
     """What blocks hand on."""

@@ -5,6 +5,7 @@ Where the weights' are to be computed later, they must be computed as torch woul
 its `derivatives.yaml`, for real numbers.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,20 +16,19 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+_run_backward: Callable[..., object] = torch.autograd.Variable._execution_engine.run_backward
+
 
 def accumulate_gradients(
     roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor], ends: Sequence[GradientEdge] = ()
 ) -> None:
-    """Adds to `.grad` of all leaves; `torch.autograd.backward` does so too, and takes 29 us more to check.
-
-    Where `ends` are given, it runs their nodes and those on the way, and computes nothing for others.
-    """
-    torch.autograd.Variable._execution_engine.run_backward(
+    """Adds to `.grad` of all leaves, or at the `ends`; `torch.autograd.backward` takes 29 us more to check."""
+    _run_backward(
         tuple(roots),
         tuple(gradients),
         False,  # keep_graph
         False,  # create_graph
-        tuple(ends),  # inputs; none: all leaves
+        tuple(ends),  # inputs: it runs their nodes and those on the way, and computes nothing for others
         allow_unreachable=True,
         accumulate_grad=True,
     )
@@ -76,6 +76,15 @@ def memory_users(tensor: Tensor) -> int:
     return users - tensor._is_view()
 
 
+def is_held(tensors: Sequence[Any], at: int) -> bool:
+    """Whether code in Python refers to a tensor, beside a list, or to that which it is a view of."""
+    known = sys.getrefcount(tensors[at]) > _LISTED
+    return known or (tensors[at]._is_view() and sys.getrefcount(tensors[at]._base) > _BASE)
+
+
+_fresh = [torch.empty(2)[1:]]
+_LISTED, _BASE = sys.getrefcount(_fresh[0]), sys.getrefcount(_fresh[0]._base)
+"""What counts where nobody else does."""
 _nodes: Any = torch._C._functions
 WEIGHT_SLOTS: dict[type, tuple[int, ...]] = {
     _nodes.AddmmBackward0: (2, 0),
@@ -115,8 +124,8 @@ def read_product(node: Any) -> Product | None:
         case "MmBackward0":
             return _read_matrix_product(node, "self", bias_slot=None)
         case "BmmBackward0":
-            x = _plain(node, "self")
-            return x if x is None else Product(x, partial(_of_batched, x))
+            if (batch := _plain(node, "self")) is not None:
+                return Product(batch, lambda dy, slots: tuple(batch.transpose(1, 2).bmm(dy) for _ in slots))
         case "ConvolutionBackward0":
             x, weight = _plain(node, "input"), _plain(node, "weight")
             if x is not None and weight is not None:
@@ -138,10 +147,6 @@ def _read_matrix_product(node: Any, name: str, bias_slot: int | None) -> Product
         return tuple(dy if slot == bias_slot else dy.t().mm(x).t() if columns else x.t().mm(dy) for slot in slots)
 
     return Product(x, gradients)
-
-
-def _of_batched(x: Tensor, dy: Tensor, slots: tuple[int, ...]) -> tuple[Tensor, ...]:
-    return tuple(x.transpose(1, 2).bmm(dy) for _ in slots)
 
 
 def _of_convolution(

@@ -13,7 +13,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial, wraps
+from itertools import chain
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -51,14 +53,21 @@ def as_plain_tensors() -> AbstractContextManager[None]:
     return found
 
 
-@contextmanager
-def paused(mode: torch.overrides.TorchFunctionMode) -> Iterator[None]:
-    """Inside, a mode of this thread sees nothing, unless another one was entered since."""
-    if torch.overrides._get_current_function_mode() is not mode:
-        yield
-        return
-    with torch.overrides._pop_mode_temporarily():
-        yield
+class paused:  # noqa: N801  # it reads as a function, like torch.no_grad
+    """A context: inside, a mode of this thread sees nothing, unless another one was entered since."""
+
+    def __init__(self, mode: torch.overrides.TorchFunctionMode) -> None:
+        self._mode: object = mode
+
+    def __enter__(self) -> None:
+        if torch.overrides._get_current_function_mode() is self._mode:
+            torch.overrides._pop_mode()
+        else:
+            self._mode = None
+
+    def __exit__(self, *_: object) -> None:
+        if self._mode is not None:
+            torch.overrides._push_mode(self._mode)
 
 
 @contextmanager
@@ -107,13 +116,15 @@ def is_traced_by_compiler() -> bool:
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Keeps `torch.compile` out of a function: it would trace locks, threads and queues.
 
-    `torch.compiler.disable` would load the compiler, which takes seconds. Where it is not loaded, nothing compiles.
+    `torch.compiler.disable` would load the compiler, which takes seconds, and its guard takes 20 us a call.
     """
-    hidden = torch._compile._disable_dynamo(function)
+    hidden, eval_frame = torch._compile._disable_dynamo(function), torch._C._dynamo.eval_frame
 
     @wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (hidden if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+        # or the compiler looks at each frame that this thread begins
+        compiles = torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None
+        return (hidden if compiles else function)(*args, **kwargs)
 
     return guarded
 
@@ -128,6 +139,16 @@ def without_compiler(called: Any) -> Any:
     if isinstance(called, nn.Module):
         return getattr(called, "_orig_mod", called)
     return inspect.unwrap(called) if hasattr(called, "_torchdynamo_orig_callable") else called
+
+
+def variables_of_torch() -> set[ContextVar[Any]]:
+    """The context variables of torch's own modules, among them one for each setting of its compiler."""
+    held = [vars(module) for name, module in [*sys.modules.items()] if name.partition(".")[0] == "torch"]
+    configs = (config for names in held if type(config := names.get("_config")) is dict)
+    settings = chain.from_iterable(config.values() for config in configs)
+    overrides = (getattr(setting, "user_override", None) for setting in settings)
+    found = chain(chain.from_iterable(names.values() for names in held), overrides)
+    return {each for each in found if type(each) is ContextVar}  # some modules hold what warns when it is looked at
 
 
 class _Rounds:

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import hashlib
-import logging
 import os
 import re
 import secrets
@@ -20,8 +19,6 @@ LATEST = "latest"
 LONGEST = 4096  # bytes of it
 CHECKPOINT = re.compile(r"step_(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?")
 LEFTOVER = re.compile(r"step_[0-9.]+\.tmp-([0-9a-f]{8})-[0-9a-f]{8}")
-
-logger = logging.getLogger("gpipe")
 
 
 class Found(NamedTuple):
@@ -48,9 +45,7 @@ def find(folder: Path) -> Found | None:
     if (folder / MANIFEST).exists():
         return Found(folder)
     if folder.is_file():
-        raise CheckpointError(
-            folder, ["this is a file; give the folder that gpipe.save was given, or a checkpoint's"]
-        )
+        raise CheckpointError(folder, ["this is a file; give the folder that gpipe.save was given, or a checkpoint"])
     there = checkpoints(folder)
     if not os.path.lexists(folder / LATEST):  # a process was killed when its first checkpoint had just got its name
         return Found(there[-1]) if there else None

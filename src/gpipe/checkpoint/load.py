@@ -14,11 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe._torch.trees import tree_map_only
+from gpipe._torch.trees import map_tensors
 from gpipe.checkpoint.files import Shelf, why_not_storable
 from gpipe.checkpoint.folder import LATEST, Found, age, checkpoints, find, find_damage, read_manifest
 from gpipe.checkpoint.manifest import MANIFEST, SOME, CheckpointError, Json, Manifest, decode
-from gpipe.checkpoint.save import EXTRA, check_order, first_names, names_of_parameters, settle, why_not_by_name
+from gpipe.checkpoint.save import (
+    EXTRA,
+    check_order,
+    first_names,
+    names_of_parameters,
+    settle,
+    state_to_save,
+    stays,
+    why_not_by_name,
+)
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
 from gpipe.stages.tree import spread_like
 
@@ -38,9 +47,7 @@ class Ready:
     def lacks(self, names: Sequence[str]) -> None:
         """Notes what the model has and the checkpoint has not."""
         if names:
-            self.findings.append(
-                f"the model has {listed(names)}, which the checkpoint lacks; load into the model it is of"
-            )
+            self.findings.append(f"the model has {listed(names)}, which the checkpoint lacks; load into its model")
 
 
 def listed(names: Sequence[str]) -> str:
@@ -53,8 +60,9 @@ def read_weights(module: nn.Module, shelf: Shelf, stored_as: Callable[[str], lis
     firsts, missing = first_names(module), []
     ready.names |= {stored_as(name)[0] for name in {*firsts, *firsts.values()}}
     first: dict[int, str] = {}  # what was found for a tensor under the first of its names
+    kept = state_to_save(module)
     for name, target in module.state_dict(keep_vars=True).items():
-        if not isinstance(target, Tensor):
+        if not isinstance(kept.get(name), Tensor):
             continue
         known = [*stored_as(name), *stored_as(firsts[name])]
         stored = next((one for one in known if one in shelf.home), None)
@@ -95,10 +103,12 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 def read_state(module: nn.Module, manifest: Manifest, weights: Shelf, others: Shelf, ready: Ready) -> None:
     """Reads the state_dict of a module from a checkpoint."""
     read_weights(module, weights, lambda name: [name, manifest.ties.get(name, name)], ready)
-    names = [name for name, value in module.state_dict().items() if not isinstance(value, Tensor)]
-    ready.lacks([name for name in names if name not in manifest.values])
-    known = {name: manifest.values[name] for name in names if name in manifest.values}
-    ready.values |= {name: decoded(value, others, name, ready) for name, value in known.items()}
+    own = {name: value for name, value in state_to_save(module).items() if not isinstance(value, Tensor)}
+    ready.lacks([name for name in own if name not in manifest.values])
+    found = {name: decoded(manifest.values[name], others, name, ready) for name in own if name in manifest.values}
+    if apart := [name for name in own if name in found and stays(own[name]) and found.pop(name) != own[name]]:
+        ready.findings.append(f"{listed(apart)} are other quantized weights than were saved; quantize the same base")
+    ready.values |= found
 
 
 def decoded(value: Json, shelf: Shelf, where: str, ready: Ready) -> Any:
@@ -131,9 +141,7 @@ def read_optimizer(
         ready.findings.append("the checkpoint has no state of an optimizer; load without one")
         return
     if saved["type"] != kind:
-        ready.findings.append(
-            f"the checkpoint is of the optimizer {saved['type']}, not {kind}; give one of that type"
-        )
+        ready.findings.append(f"the checkpoint is of the optimizer {saved['type']}, not {kind}; give one of that")
         return
     options = {name: group["options"] for group in saved["groups"] for name in group["parameters"]}
     names = {parameter: manifest.ties.get(name, name) for parameter, name in names_of_parameters(module).items()}
@@ -174,16 +182,17 @@ def _placed(remembered: dict[str, object], parameter: Tensor, group: Mapping[str
         return _like(value, parameter) if value.shape == parameter.shape else value.to(parameter.device)
 
     return {
-        key: value if key == "step" and on_host else tree_map_only(Tensor, place, value)
-        for key, value in remembered.items()
+        key: value if key == "step" and on_host else map_tensors(value, place) for key, value in remembered.items()
     }
 
 
 def put(ready: Ready, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Puts what was read where it belongs."""
-    state = module.state_dict()  # which also tells the versions of its modules
+    state = state_to_save(module)  # which also tells the versions of its modules
+    for name in [name for name, value in state.items() if stays(value)]:
+        del state[name]
     state.update(ready.values)
-    module.load_state_dict(state)
+    module.load_state_dict(state, strict=False)  # nothing is missing: it has been looked through
     if optimizer is None:
         return
     for group, options in zip(optimizer.param_groups, ready.options, strict=True):
@@ -353,9 +362,7 @@ def _agree_fit(
     names, trained = map(set, every)
     if pipe is not None and not findings:
         if odd := [name for name in [*manifest.names, *manifest.values] if name not in names]:
-            findings.append(
-                f"the checkpoint holds {listed(odd)}, which the model lacks; load into the model it is of"
-            )
+            findings.append(f"the checkpoint holds {listed(odd)}, which the model lacks; load into its model")
         groups = manifest.optimizer["groups"] if trained and manifest.optimizer is not None else []
         before = [name for group in groups for name in group["parameters"]]
         if idle := [name for name in before if name not in trained and name in names]:

@@ -124,10 +124,9 @@ def from_bytes(data: bytes) -> Manifest:
     if not found or hashlib.sha256(head + NO_HASH.encode() + tail).hexdigest() != fields["sha256"]:
         raise ValueError("is damaged: its bytes are not those that were written (SHA-256)")
     if fields.get("format") != FORMAT or fields.get("version") != VERSION:
-        raise ValueError(
-            f"is of format {fields.get('format')!r}, version {fields.get('version')!r}, and this gpipe reads "
-            f"{FORMAT!r}, version {VERSION}; use the gpipe that wrote it: {fields.get('written_by')}"
-        )
+        theirs = f"is of format {fields.get('format')!r}, version {fields.get('version')!r}"
+        ours = f"this gpipe reads {FORMAT!r}, version {VERSION}"
+        raise ValueError(f"{theirs}, and {ours}; use the gpipe that wrote it: {fields.get('written_by')}")
     wrong = [name for name, wanted in TYPES.items() if name not in fields or not is_of(fields[name], wanted)]
     if wrong:
         raise ValueError(f"has {', '.join(wrong)} of other types than gpipe.save writes")

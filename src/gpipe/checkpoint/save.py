@@ -38,6 +38,7 @@ from gpipe.checkpoint.manifest import MANIFEST, Encoder, Group, Manifest, Optimi
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of, differences
 from gpipe.distributed.reduce import reduces_itself
 from gpipe.errors import RemoteError
+from gpipe.stages.quantized import is_quantized
 from gpipe.stages.recompute_check import checksum
 from gpipe.stages.tree import full_tensor
 
@@ -85,6 +86,31 @@ def first_names(module: nn.Module) -> dict[str, str]:
     return names
 
 
+QUANTIZED = "a quantized weight, of which nothing is saved but the checksum "
+BESIDE = ("SCB", "weight_format")  # what bitsandbytes saves beside a weight of 8 bits
+
+
+def state_to_save(module: nn.Module) -> dict[str, Any]:
+    """A module's state_dict; of frozen weights that a quantizer made it has checksums.
+
+    Whoever loads has quantized the same base, and no way to put other bits into it: bitsandbytes takes none.
+    """
+    state: dict[str, Any] = module.state_dict()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if is_quantized(parameter):
+            path = name.rpartition(".")[0]
+            beside = {f"{path}.{it}" for it in BESIDE}
+            for key in [key for key in state if key.startswith(f"{name}.") or key in beside]:
+                del state[key]
+            state[name] = f"{QUANTIZED}{checksum([parameter])}"
+    return state
+
+
+def stays(value: object) -> bool:
+    """Whether a value of `state_to_save` stands for a weight that stays as it is."""
+    return isinstance(value, str) and value.startswith(QUANTIZED)
+
+
 def names_of_parameters(module: nn.Module) -> dict[Tensor, str]:
     """The first name of each parameter."""
     firsts = first_names(module)
@@ -123,7 +149,7 @@ def _gather_state(pipe: "GPipe", part: Part, file: Callable[..., str]) -> None:
     firsts = first_names(pipe)
     encode = part.encoder(lambda name: file(name, ".values"))
     names, values = [], {}
-    for name, value in pipe.state_dict().items():
+    for name, value in state_to_save(pipe).items():
         if firsts[name] != name or name in pipe.held_before:
             continue
         if not isinstance(value, Tensor):
@@ -144,10 +170,8 @@ def _gather_optimizer(pipe: "GPipe", optimizer: torch.optim.Optimizer, part: Par
     groups, state = list[Group](), {}
     for at, group in enumerate(optimizer.param_groups):
         if strange := [tuple(parameter.shape) for parameter in group["params"] if parameter not in names]:
-            part.mistakes.append(
-                f"group {at} of the optimizer has parameters of shapes {strange} that are not the pipe's; give them "
-                f"an optimizer of their own, and put its state into extra="
-            )
+            why = f"group {at} of the optimizer has parameters of shapes {strange} that are not the pipe's"
+            part.mistakes.append(f"{why}; give them an optimizer of their own, and put its state into extra=")
         own = {names[p]: p for p in group["params"] if p in names and names[p] not in foreign}
         options = {key: encode(value, f"group {at}/{key}") for key, value in group.items() if key not in NO_OPTIONS}
         groups.append({"parameters": list(own), "options": options})
@@ -257,10 +281,9 @@ def _await_parts(writing: Writing) -> None:
         if now != size:
             size, since = now, time.monotonic()
         if time.monotonic() - since > writing.limit:
-            raise TimeoutError(
-                f"ranks {missing} wrote nothing into {writing.path} for {writing.limit:g} seconds; look whether they "
-                f"are alive, and whether the folder is one that all hosts share"
-            )
+            remedy = "look whether they are alive, and whether the folder is one that all hosts share"
+            silent = f"ranks {missing} wrote nothing into {writing.path} for {writing.limit:g} seconds"
+            raise TimeoutError(f"{silent}; {remedy}")
         time.sleep(POLL)
 
 
@@ -471,13 +494,8 @@ def save(
         if draft is not None:
             draft.end()
         raise
-    numbers = {
-        "step_number": pipe.step_number,
-        "seed": pipe.seed,
-        "world": team.size,
-        "layers_per_partition": list(pipe.layers_per_partition),
-        "micro_batches": pipe.micro_batches,
-    }
+    numbers = {name: getattr(pipe, name) for name in ("step_number", "seed", "micro_batches")}
+    numbers |= {"world": team.size, "layers_per_partition": list(pipe.layers_per_partition)}
     writers = min(team.size, pipe.partitions)  # the first replica, or one process for all stages
     writing = Writing(team.rank, writers, root / name, part, numbers, draft, keep, limit, team.gone)
     saving = Saving(writing, team)
@@ -509,16 +527,12 @@ def _compare(gathered: Sequence[tuple[object, str | None, int]], partitions: int
 def check_order(folder: object, pipe: object, name: str, optimizer: object = None) -> None:
     """Checks that what saves or loads was given a folder, a pipe and perhaps an optimizer, in this order."""
     if not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(
-            f"folder is a {type(folder).__name__}; give the folder's path first: gpipe.{name}(folder, pipe, ...)"
-        )
+        raise TypeError(f"folder is a {type(folder).__name__}; give its path first: gpipe.{name}(folder, pipe, ...)")
     if pipe is not None and not isinstance(pipe, nn.Module):
         raise TypeError(f"pipe is a {type(pipe).__name__}; give the gpipe.GPipe: gpipe.{name}(folder, pipe, ...)")
     if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; give the torch optimizer itself, not its state_dict(); "
-            f"that of schedulers and scalers goes into save(..., extra=...)"
-        )
+        why = f"optimizer is a {type(optimizer).__name__}; give the torch optimizer itself, not its state_dict()"
+        raise TypeError(f"{why}; that of schedulers and scalers goes into save(..., extra=...)")
 
 
 def settle(pipe: nn.Module | None, folder: str | os.PathLike[str] | None = None) -> None:

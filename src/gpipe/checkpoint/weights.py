@@ -26,7 +26,7 @@ from gpipe.checkpoint.files import (
 )
 from gpipe.checkpoint.load import Ready, all_of, listed, put, read_weights
 from gpipe.checkpoint.manifest import LARGEST, CheckpointError, is_of
-from gpipe.checkpoint.save import check_order, first_names, settle
+from gpipe.checkpoint.save import check_order, first_names, settle, state_to_save, stays
 from gpipe.distributed.agree import FirstError, agree, communicator_of
 from gpipe.stages.tree import full_tensor
 
@@ -72,6 +72,8 @@ def load_weights(
         shelf = _open(path, ready)
         if not ready.findings:
             read_weights(pipe, shelf, lambda name: [rename(name) if rename else name], ready)
+        if kept := [name for name, value in state_to_save(pipe).items() if stays(value)]:
+            ready.findings.append(f"a quantizer made {listed(kept)}: have transformers read the base, or gpipe.load")
     gathered = agree(team, [ready.findings, sorted(ready.names)], same={"folder": str(path)}, error=failed.error)
     findings, names = map(all_of, zip(*gathered, strict=True))
     known = set(names)
@@ -97,19 +99,15 @@ def _open(folder: Path, ready: Ready) -> Shelf:
             ready.findings.append(f"{INDEX} is damaged; get it again" if (folder / INDEX).exists() else missing)
             return Shelf([])
     names = sorted(set(where.values())) or [SINGLE]
-    ready.findings += [
-        f"{INDEX} names {name!r}, which is no safetensors file of the folder; do not trust it"
-        for name in names
-        if not re.fullmatch(r"[\w.-]+\.safetensors", name)
-    ]
+    strange = [name for name in names if not re.fullmatch(r"[\w.-]+\.safetensors", name)]
+    text = "which is no safetensors file of the folder; do not trust it"
+    ready.findings += [f"{INDEX} names {name!r}, {text}" for name in strange]
     if ready.findings:
         return Shelf([])
     shelf = Shelf(folder / name for name in names)
     ready.findings += shelf.findings
     if lost := [name for name, file in where.items() if shelf.home.get(name) != file and not shelf.findings]:
-        ready.findings.append(
-            f"{INDEX} says where {listed(lost)} would be, and it is not there; get all shards again"
-        )
+        ready.findings.append(f"{INDEX} says where {listed(lost)} would be: it is not there; get all shards again")
     return shelf
 
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +27,6 @@ GIB = 2**30
 SPEAK = ("CUDA_", "GLOO_", "GPIPE_", "HIP_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_")
 """What names of environment variables begin with by which torch and its libraries are told something."""
 OF_DEVELOPERS = ("extra == 'dev'", "extra == 'docs'", "extra == 'bench'")
-
 
 OUT = "Writes the page as JSON too; with --gpu a folder of results, by default gpu-results."
 GPU = "Tries what only accelerators can show, in parts of minutes, and prints one page of it."
@@ -43,12 +43,6 @@ def doctor(
     """Says what is installed, what this machine has, and whether pipes work here; for a bug report, too.
 
     Status 1 if something does not work.
-
-    Args:
-        out: Where to.
-        gpu: Whether accelerators are tried.
-        part: Of that, what.
-        quick: And how much.
     """
     if (part or quick) and not gpu:
         with ending_by_mistakes():
@@ -72,32 +66,20 @@ def doctor(
 
 def _installed() -> dict[str, str]:
     """gpipe, Python, torch, and what extras of gpipe ask for."""
-    wanted = [line for line in _wanted() if not line.endswith(OF_DEVELOPERS)]
-    names = sorted({re.split(r"[^\w-]", line)[0] for line in wanted} - {"gpipe", "torch"})
-    found = {"Python": platform.python_version(), "gpipe": _version("gpipe"), "torch": _torch()}
-    return found | {name: said for name in names if (said := _version(name))}
-
-
-def _wanted() -> list[str]:
-    try:
-        return requires("gpipe") or []
-    except PackageNotFoundError:
-        return []
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
-
-
-def _torch() -> str:
     import torch
 
     kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
     built = ", ".join(f"{name} {number}" for name, number in kinds.items() if number)
-    return f"{torch.__version__}, built for {built or 'CPUs'}"
+    found = {"Python": platform.python_version(), "gpipe": ""}
+    found["torch"] = f"{torch.__version__}, built for {built or 'CPUs'}"
+    names = ["gpipe"]
+    with suppress(PackageNotFoundError):  # not installed, but on the path
+        wanted = [line for line in requires("gpipe") or [] if not line.endswith(OF_DEVELOPERS)]
+        names += sorted({re.split(r"[^\w-]", line)[0] for line in wanted} - {"gpipe", "torch"})
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _machine() -> dict[str, str]:
@@ -149,50 +131,29 @@ def _try(check: Callable[[], str]) -> str:
 
 
 def _same_bits() -> str:
-    """A network of drawing layers and BatchNorm has one training, whatever its schedule and partitions."""
+    """Convolutions, BatchNorm and dropout have one training on CPUs, whatever the schedule and the partitions."""
     import torch
-    from torch import nn
 
-    import gpipe
+    from gpipe.cli.gpu.bits import images, train, train_plainly
 
-    def train(partitions: int, schedule: str) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        layers = [
-            nn.Linear(16, 32),
-            nn.BatchNorm1d(32),
-            nn.ReLU(),
-            nn.Dropout(0.2),
-            nn.Linear(32, 32),
-            nn.Linear(32, 4),
-        ]
-        x, y = torch.randn(64, 16), torch.randint(4, (64,))
-        with gpipe.GPipe(layers, partitions, 4, schedule=schedule, seed=1, costs=[1] * 6) as pipe:
-            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-            for _ in range(2):
-                pipe.step(x, y, nn.functional.cross_entropy)
-                optimizer.step()
-            return [tensor.detach().cpu() for tensor in pipe.state_dict().values()]
-
-    expected, ways = train(1, "gpipe"), [(2, "gpipe"), (3, "1f1b"), (3, "zb_h1"), (2, "dualpipe_v")]
-    for way in ways:
-        if not all(map(torch.equal, train(*way), expected)):
-            raise ValueError(f"{way[1]} with K={way[0]} gives other bits than K=1")
+    cpu, ways = torch.device("cpu"), [(2, "gpipe"), (3, "1f1b"), (3, "zb_h1"), (2, "dualpipe_v")]
+    expected = train_plainly(images, cpu)
+    for ranks, schedule in ways:
+        found = train(images, [cpu] * ranks, schedule=schedule)
+        if not all(torch.equal(found[name], bits) for name, bits in expected.items()):
+            raise ValueError(f"{schedule} with K={ranks} gives other bits than the plain loop")
     return f"equal in {len(ways)} ways"
 
 
 def _processes() -> str:
-    """Two processes come together and train a step."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run([*torchrun, "-m", "gpipe.cli.two_processes"], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(
-            done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"status {done.returncode}"
-        )
+        raise RuntimeError([f"status {done.returncode}", *done.stderr.strip().splitlines()][-1])
     return f"trained a step, to a loss of {float(done.stdout):.4f}"
 
 
 def _files() -> str:
-    """A checkpoint is written and loaded."""
     from torch import nn
 
     import gpipe
@@ -202,8 +163,16 @@ def _files() -> str:
     return f"saved and loaded in {tempfile.gettempdir()}"
 
 
+def _tls() -> str:
+    from gpipe.distributed.tls import identity
+
+    own = identity()
+    return "off: GPIPE_TLS_CERT, GPIPE_TLS_KEY and GPIPE_TLS_CA are not set" if own is None else own.about
+
+
 CHECKS: dict[str, Callable[[], str]] = {
     "same bits": _same_bits,
     "two processes": _processes,
     "checkpoint": _files,
+    "TLS between hosts": _tls,
 }

@@ -126,9 +126,7 @@ def _own(where: str) -> tuple[Any, Any]:
     sys.path.insert(0, str(Path.cwd()))  # the module may be in the folder in which the command runs
     function = getattr(importlib.import_module(module), name, None)
     if not callable(function):
-        raise ValueError(
-            f"{where} is no function; give MODULE:FUNCTION, MODULE as Python imports it from this folder"
-        )
+        raise ValueError(f"{where} is no function; give MODULE:FUNCTION, with MODULE as imported from this folder")
     given = function()
     if not isinstance(given, tuple) or len(given) != 2:
         kind = type(given).__name__

@@ -8,9 +8,9 @@ from rich.console import Console
 
 from gpipe.cli.ending import ending_by_mistakes
 from gpipe.cli.schedule import COLORFUL
+from gpipe.planner.search.device import lasts
 from gpipe.profiling import Report, breakdown_lines, read_report, report_html, typical_svg, write_picture
 from gpipe.profiling.lanes import fitted, legend, panel
-from gpipe.profiling.page import lasts
 from gpipe.profiling.stored import NAME
 
 PAGE = "report.html"

@@ -17,8 +17,7 @@ from gpipe.schedule.schedules import SCHEDULES
 from gpipe.schedule.schedules.by_name import program_of
 from gpipe.schedule.simulate import Figures, figures
 
-COLORFUL = ("256", "truecolor")
-"""What rich calls terminals with colours enough to tell kinds and stages apart; others are given letters."""
+COLORFUL = ("256", "truecolor")  # rich's words for colours enough to tell kinds and stages apart; others have letters
 
 KNOWN = f"The schedule: {', '.join(SCHEDULES)}."
 
@@ -35,10 +34,9 @@ class Drawn(NamedTuple):
         """Its name and its size."""
         ranks, micro_batches = self.program.ranks, self.program.micro_batches
         each = self.program.stages // ranks
-        return (
-            f"{self.name}: {ranks} rank{'s' * (ranks > 1)}{f' of {each} stages' if each > 1 else ''}, "
-            f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"
-        )
+        held = f" of {each} stages" if each > 1 else ""
+        size = f"{ranks} rank{'s' * (ranks > 1)}{held}, {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
+        return f"{self.name}: {size}"
 
 
 def schedule(
@@ -73,9 +71,7 @@ def schedule(
         times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
         problems = list(out_of_bounds(schedule, times))
         if len(stages_per_rank) not in (0, 1, len(names)):
-            problems.append(
-                f"--stages-per-rank has {len(stages_per_rank)} numbers: give one, or one for each schedule"
-            )
+            problems.append(f"--stages-per-rank has {len(stages_per_rank)} numbers: give one, or one a schedule")
         if csv is not None and other:
             problems.append("--csv is for one schedule")
         refuse(problems)
@@ -102,11 +98,9 @@ def _show(drawn: Sequence[Drawn], console: Console) -> None:
     least = ruler.columns(timelines)
     has_room = least <= console.width
     if not has_room:
-        console.print(
-            f"no lanes: they have at least {least} columns, and there are {console.width}; widen the terminal, set "
-            f"COLUMNS={least}, or have a picture by --svg FILE\n",
-            soft_wrap=True,
-        )
+        remedy = f"widen the terminal, set COLUMNS={least}, or have a picture by --svg FILE\n"
+        narrow = f"no lanes: they have at least {least} columns, and there are {console.width}"
+        console.print(f"{narrow}; {remedy}", soft_wrap=True)
     for one in drawn:
         console.print(one.title, style="bold" if colored else "")
         if has_room:

@@ -43,7 +43,7 @@ def _trainer(name: str, default: TrainOptions) -> Callable[[TrainOptions], None]
 def _train(name: str, options: TrainOptions) -> None:
     with ending_by_mistakes():
         options.check()
-    from gpipe.recipes.data.folder import UnreadableImage
+    from gpipe.recipes.data.images import UnreadableImage
     from gpipe.recipes.prepare import prepare
     from gpipe.recipes.trained import RECIPES  # torch loads here, so that --help and mistakes stay quick
     from gpipe.recipes.training import run
@@ -117,10 +117,8 @@ def record(
 
         world = find_world(os.environ)
         if not world.launched:
-            raise ValueError(
-                "within one process nothing crosses: run it by torchrun, say\n"
-                f"torchrun --nproc-per-node 2 -m gpipe record {run}"
-            )
+            remedy = f"run it by torchrun, say\ntorchrun --nproc-per-node 2 -m gpipe record {run}"
+            raise ValueError(f"within one process nothing crosses: {remedy}")
         from gpipe.recipes.trained import record_run
     with joined(world), ending_by_failures_elsewhere(), ending_by_mistakes():
         said = record_run(run, steps, partitions, world)

@@ -71,10 +71,9 @@ def check(
     tied = _check_layers(layers, wrong, asked.ties, mistakes) if traced is None else ()
     _check_numbers_and_names(asked, mistakes)
     _check_costs(asked.costs, asked.sample, known, mistakes)
-    mistakes.check(
-        outline is None or not outline.makers or not (asked.in_seconds or callable(asked.costs)),
-        "costs cannot be measured where no process has all layers; give costs=[...], 'flops' or 'params'",
-    )
+    apart, measures = outline is not None and bool(outline.makers), asked.in_seconds or callable(asked.costs)
+    told = "costs cannot be measured where no process has all layers; give costs=[...], 'flops' or 'params'"
+    mistakes.check(not (apart and measures), told)
     mistakes += find_unsplittable("sample", asked.sample)
     schedule = read_schedule(asked, mistakes)
     placement = _read_placement(asked, schedule, known, mistakes)
@@ -147,11 +146,9 @@ def _check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
     for name in ("deferred_batch_norm", "sync_batch_norm"):
         value = getattr(asked, name)
         mistakes.check(isinstance(value, bool), f"{name}={value!r}; give True or False")
-    mistakes.check(
-        not (asked.deferred_batch_norm and asked.sync_batch_norm),
-        "deferred_batch_norm=True and sync_batch_norm=True both say what running statistics are; with the second "
-        "they are those of all replicas already, so leave out the first",
-    )
+    remedy = "with the second they are those of all replicas already, so leave out the first"
+    both = f"deferred_batch_norm=True and sync_batch_norm=True both say what running statistics are; {remedy}"
+    mistakes.check(not (asked.deferred_batch_norm and asked.sync_batch_norm), both)
 
 
 def _check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) -> None:
@@ -160,27 +157,22 @@ def _check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) ->
         wanted = repr(costs) if by_name else "a function"
         mistakes.check(sample is not None, f"costs={wanted} needs sample=, an example mini-batch of inputs")
     elif isinstance(costs, Sequence) and not by_name:
-        mistakes.check(
-            not layers or len(costs) == layers,
-            f"costs has {len(costs)} numbers for {layers} layers; give one for each",
-        )
+        told = f"costs has {len(costs)} numbers for {layers} layers; give one for each"
+        mistakes.check(not layers or len(costs) == layers, told)
         for at, cost in enumerate(costs):
             good = isinstance(cost, (int, float)) and 0 <= cost < float("inf")
             mistakes.check(good, f"costs[{at}]={cost!r}; a cost is a finite number of at least 0")
     else:
-        mistakes.check(
-            costs is None or (by_name and costs == "params"),
-            f"costs={costs!r}; give one number a layer, 'params', 'time', 'flops', a function, or None",
-        )
+        told = f"costs={costs!r}; give one number a layer, 'params', 'time', 'flops', a function, or None"
+        mistakes.check(costs is None or (by_name and costs == "params"), told)
 
 
 def _one_for_each(name: str, value: object, count: int, places: str, mistakes: Mistakes) -> list[Any]:
     """What was given for each of so many places, or once for all; 0 where their number is not known."""
     several = isinstance(value, Iterable) and not isinstance(value, str)
     each = list(value) if several else [value] * max(count, 1)  # type: ignore[call-overload]  # just checked
-    mistakes.check(
-        not count or len(each) == count, f"{name} has {len(each)} entries for {count} {places}; give one for each"
-    )
+    wrong = f"{name} has {len(each)} entries for {count} {places}; give one for each"
+    mistakes.check(not count or len(each) == count, wrong)
     return each
 
 
@@ -189,20 +181,17 @@ def _read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, 
     if remat == AUTO:
         return tuple[Remat, ...](["always"]) * stages
     each = _one_for_each("remat", remat, stages, "stages", mistakes)
-    mistakes.check(
-        all(item >= 0 if type(item) is int else item in REMATS for item in each),
-        f"remat={remat!r}; known are {', '.join(map(repr, REMATS))}, or how many micro-batches at once keep what is "
-        f"inside, a whole number of at least 0; or one of these for each stage; or 'auto'",
-    )
+    number = "how many micro-batches at once keep what is inside, a whole number of at least 0"
+    known = f"{', '.join(map(repr, REMATS))}, or {number}; or one of these for each stage; or 'auto'"
+    good = all(item >= 0 if type(item) is int else item in REMATS for item in each)
+    mistakes.check(good, f"remat={remat!r}; known are {known}")
     return tuple(each)
 
 
 def _check_memory(asked: Arguments, ranks: int, mistakes: Mistakes) -> None:
     is_auto, memory = asked.remat == AUTO, asked.memory
-    mistakes.check(
-        not is_auto or asked.sample is not None,
-        "remat='auto' needs sample=, an example mini-batch, to count what layers keep",
-    )
+    told = "remat='auto' needs sample=, an example mini-batch, to count what layers keep"
+    mistakes.check(not is_auto or asked.sample is not None, told)
     if memory is not None:
         mistakes.check(is_auto, "memory= is for remat='auto'; leave it out, or give remat='auto'")
         each = _one_for_each("memory", memory, ranks, "partitions", mistakes)
@@ -215,10 +204,8 @@ def _read_devices(
 ) -> tuple[torch.device, ...]:
     """The device of each partition; that of the process if there are several."""
     if position is not None:
-        mistakes.check(
-            devices is None,
-            "devices is for one process; each of several has the device of the mesh, and of LOCAL_RANK",
-        )
+        told = "devices is for one process; each of several has the device of the mesh, and of LOCAL_RANK"
+        mistakes.check(devices is None, told)
         return (position.device,) * ranks
     if devices is None:
         there = accelerators() or [CPU]
@@ -239,17 +226,13 @@ def _read_device(item: Any, mistakes: Mistakes) -> torch.device | None:
 
 def _check_for_model(asked: Arguments, traced: TracedModel, mistakes: Mistakes) -> Arguments:
     """Checks what a model cannot be given; the arguments with the costs of one without values filled in."""
-    mistakes.check(
-        asked.costs != "flops",
-        "costs='flops' counts layers that run by themselves; for a model give 'time' or 'params'",
-    )
+    apart = "costs='flops' counts layers that run by themselves; for a model give 'time' or 'params'"
+    mistakes.check(asked.costs != "flops", apart)
     mistakes.check(not asked.ties, "ties= is for layers; a model has its parameters tied already")
     if not traced.lacks_values:
         return asked
-    mistakes.check(
-        not callable(asked.costs) and asked.costs != "time",
-        "costs cannot be measured of a model without values; give costs=[...] or 'params'",
-    )
+    told = "costs cannot be measured of a model without values; give costs=[...] or 'params'"
+    mistakes.check(not callable(asked.costs) and asked.costs != "time", told)
     return replace(asked, costs="params" if asked.costs is None else asked.costs)
 
 
@@ -265,10 +248,8 @@ def read_schedule(asked: Arguments, mistakes: Mistakes) -> Schedule:
     if not isinstance(wanted, Program) and not callable(wanted):
         mistakes.append(f"{unknown(wanted)}, a Program, or a function of K and M that gives one")
         return gpipe
-    mistakes.check(
-        asked.stages_per_rank is None,
-        f"stages_per_rank={asked.stages_per_rank!r} is for schedules by name; a program says it by itself",
-    )
+    told = "is for schedules by name; a program says it by itself"
+    mistakes.check(asked.stages_per_rank is None, f"stages_per_rank={asked.stages_per_rank!r} {told}")
     if not isinstance(wanted, Program):
         return made_by(wanted, asked.micro_batches)
     try:
@@ -330,15 +311,11 @@ def _are_counts(partitions: Any, ranks: int, each: int, layers: int, mistakes: M
     if isinstance(partitions, Sequence) and not isinstance(partitions, str) and partitions:
         counts = list(partitions)
         if mistakes.check(all(map(is_count, counts)), f"partitions={counts}; each partition needs at least 1 layer"):
-            mistakes.check(
-                not layers or sum(counts) == layers,
-                f"partitions={counts} adds up to {sum(counts)} layers, but there are {layers}",
-            )
+            told = f"partitions={counts} adds up to {sum(counts)} layers, but there are {layers}"
+            mistakes.check(not layers or sum(counts) == layers, told)
         places = f"puts {each} on each rank; give a multiple of that" if each else "is of another number of stages"
         return mistakes.check(ranks > 0, f"partitions={counts} has {len(counts)} stages, and the schedule {places}")
     several = isinstance(partitions, (set, np.ndarray, torch.Tensor))
     remedy = ", as a list of ints" if several else int_remedy(partitions)
-    return mistakes.check(
-        is_count(partitions),
-        f"partitions={partitions!r}; give K, at least 1, or the layers of each partition{remedy}",
-    )
+    told = f"partitions={partitions!r}; give K, at least 1, or the layers of each partition{remedy}"
+    return mistakes.check(is_count(partitions), told)

@@ -18,10 +18,12 @@ from torch.nn.parameter import is_lazy
 from gpipe._torch.modules import AnyBatchNorm
 from gpipe.config.settings import Settings
 from gpipe.distributed.processes import OneProcess
+from gpipe.planner.search.device import lasts
 from gpipe.runtime.run import Run
 from gpipe.schedule.action import Kind
 from gpipe.schedule.program import Program
 from gpipe.schedule.simulate import Prediction, equal_bubble
+from gpipe.stages.quantized import numbers_in, pieces_of
 from gpipe.stages.side_effects import Place, Snapshot, TensorVersion, read_by_called, references, snapshot
 from gpipe.stages.tree import version
 
@@ -62,11 +64,6 @@ def find_side_effects(before: Snapshot, after: Snapshot, seen: Sequence[str], *,
     tensors = [place for place, now in changed.items() if _has_tensors(now)]
     counts = [place for place in changed if place in before and place not in tensors] if recomputes else []
     return _told(TENSORS, tensors) + _told(COUNTS, counts)
-
-
-def find_thread_locals(layers: Mapping[str, nn.Module]) -> list[str]:
-    """Tells of layers that read a threading.local."""
-    return _told(THREAD_LOCALS, [place for place, value in references(layers) if isinstance(value, threading.local)])
 
 
 def buffers_of(layers: Mapping[str, nn.Module]) -> dict[nn.Module, list[TensorVersion]]:
@@ -157,10 +154,8 @@ def _bubble(settings: Settings) -> Iterator[str]:
     programs = (Program.of(table or (), count, rank_of=settings.placement) for count, table in tables.items())
     now, then = map(equal_bubble, programs)
     if now > SMALL:
-        yield (
-            f"M={m} micro-batches for K={k} partitions leave a bubble of {now:.0%}; with M={4 * k}, four times K, it "
-            f"would be {then:.0%}"
-        )
+        more = f"with M={4 * k}, four times K, it would be {then:.0%}"
+        yield f"M={m} micro-batches for K={k} partitions leave a bubble of {now:.0%}; {more}"
 
 
 def _giants(settings: Settings) -> Iterator[str]:
@@ -168,11 +163,10 @@ def _giants(settings: Settings) -> Iterator[str]:
     for stage, ((first, end), cost) in enumerate(zip(found.bounds, found.seconds, strict=True)):
         if cost > DWARFS * found.mean:
             largest = max(range(first, end), key=costs.__getitem__)
-            yield (
-                f"stage {stage} costs {cost / found.mean:.1f} times the mean, so the others wait for it; its largest "
-                f"layer is {names[largest]} with {costs[largest] / cost:.0%} of it: cut that layer finer, use fewer "
-                f"partitions, or give measured costs"
-            )
+            remedy = "cut that layer finer, use fewer partitions, or give measured costs"
+            share = f"its largest layer is {names[largest]} with {costs[largest] / cost:.0%} of it"
+            waited = f"stage {stage} costs {cost / found.mean:.1f} times the mean, so the others wait for it"
+            yield f"{waited}; {share}: {remedy}"
 
 
 def layers_of_stages(settings: Settings) -> list[list[str]]:
@@ -181,8 +175,7 @@ def layers_of_stages(settings: Settings) -> list[list[str]]:
     return [[next(names) for _ in range(count)] for count in settings.layers_per_partition]
 
 
-FEW_ROWS = 16
-"""Rows of a micro-batch below which BatchNorm is told of: its statistics are not those of the mini-batch."""
+FEW_ROWS = 16  # of a micro-batch, below which BatchNorm is told of: its statistics are not the mini-batch's
 
 
 def find_few_rows(layers: Iterable[nn.Module], rows: int, deferred: bool) -> list[str]:
@@ -194,10 +187,8 @@ def find_few_rows(layers: Iterable[nn.Module], rows: int, deferred: bool) -> lis
         "; for running statistics of the whole mini-batch, as the script without a pipe has them in validation, "
         "give deferred_batch_norm=True"
     )
-    return [
-        f"BatchNorm normalizes micro-batches of {rows} rows, too few for good statistics: use fewer micro-batches or "
-        f"a larger mini-batch{'' if deferred else defer}"
-    ]
+    remedy = f"use fewer micro-batches or a larger mini-batch{'' if deferred else defer}"
+    return [f"BatchNorm normalizes micro-batches of {rows} rows, too few for good statistics: {remedy}"]
 
 
 def find_unused_parameters(module: nn.Module) -> list[str]:
@@ -208,6 +199,7 @@ def find_unused_parameters(module: nn.Module) -> list[str]:
     return [f"{names}: no gradient came to these parameters in the first step; {remedy}"] if unused else []
 
 
+MOST_LETTERS = 40  # of the names of a stage's layers
 logger = logging.getLogger("gpipe")
 
 
@@ -255,7 +247,8 @@ class Examination:
             after = snapshot(self._layers)
             self.tell(find_side_effects(before.snapshot, after, run.findings, recomputes=self._recomputes))
             self.tell(find_buffer_readers(self._layers, run.loss_fn, before.buffers))
-            self.tell(find_thread_locals(self._layers) if self._threaded else [])
+            read = references(self._layers) if self._threaded else ()
+            self.tell(_told(THREAD_LOCALS, [at for at, value in read if isinstance(value, threading.local)]))
         if (states := random_states()) != before.random_states:
             drawn = [n for n, state in states.items() if n not in self._drawn and state != before.random_states[n]]
             self._drawn.update(drawn)
@@ -276,13 +269,10 @@ class Examination:
 def summary(settings: Settings, plan: Prediction, findings: Sequence[str]) -> str:
     """Describes the stages of a pipe, what a step will take, and what was found."""
     found = settings.partition
-    lines = [
-        *_table(settings, plan),
-        f"the slowest stage costs {found.imbalance:.1f}% more than the mean, {found.gap:.1f}% more than any cuts "
-        f"must cost",
-    ]
-    if (layer := found.obstacle) is not None:
-        share = found.chain.costs[layer] / found.mean
+    over, least = f"{found.imbalance:.1f}%", f"{found.gap:.1f}%"
+    cuts = "" if over == least else f", {least} more than any cuts must cost"
+    lines = [*_table(settings, plan), f"the slowest stage costs {over} more than the mean{cuts}"]
+    if (layer := found.obstacle) is not None and (share := found.chain.costs[layer] / found.mean) >= 0.01:
         lines.append(f"in the way of better cuts: layer {list(settings.layers)[layer]}, {share:.0%} of a mean stage")
     return "\n".join([*lines, *_step(settings, plan), *(f"finding: {text}" for text in findings)])
 
@@ -290,18 +280,21 @@ def summary(settings: Settings, plan: Prediction, findings: Sequence[str]) -> st
 def _table(settings: Settings, plan: Prediction) -> Iterator[str]:
     costs = settings.partition.seconds
     split = {action.stage for action in plan.program.actions if action.kind is Kind.BACKWARD_WEIGHT}
-    yield "stage rank  layers           device   remat          parameters      MiB   cost     W"
-    for stage, (names, rank) in enumerate(zip(layers_of_stages(settings), settings.placement, strict=True)):
+    each = layers_of_stages(settings)
+    spans = [names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" for names in each]
+    wide = min(MOST_LETTERS, max(16, *map(len, spans)))
+    yield f"stage rank  {'layers':<{wide}} device   remat          parameters      MiB   cost     W"
+    for stage, (names, rank) in enumerate(zip(each, settings.placement, strict=True)):
         parameters = {p for name in names for p in settings.layers[name].parameters() if not is_lazy(p)}
         share = costs[stage] / (sum(costs) or 1)
-        mib = sum(p.numel() * p.element_size() for p in parameters) / 2**20
-        span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        mib = sum(piece.nbytes for p in parameters for piece in pieces_of(p)) / 2**20
         of_weights = settings.stage_costs[stage].weight_share if settings.stage_costs else None
         part = "-" if stage not in split else "half" if of_weights is None else f"{of_weights:.0%}"
         yield (
-            f"{stage:>5} {rank:>4}  {span:<16} {settings.devices[rank]!s:<8} {settings.remat[stage]:<12} "
-            f"{sum(p.numel() for p in parameters):>12,} {mib:>8.1f} {share:>6.1%} {part:>5}"
+            f"{stage:>5} {rank:>4}  {spans[stage]:<{wide}.{wide}} {settings.devices[rank]!s:<8} "
+            f"{settings.remat[stage]:<12} {sum(map(numbers_in, parameters)):>12,} {mib:>8.1f} {share:>6.1%} {part:>5}"
         )
+    yield "W: of a backward, the part for gradients of weights, where the schedule has that wait"
 
 
 def _step(settings: Settings, plan: Prediction) -> Iterator[str]:
@@ -310,8 +303,8 @@ def _step(settings: Settings, plan: Prediction) -> Iterator[str]:
     formula = " (K-1)/(M+K-1) =" if paper else ""
     each = f" of {plan.program.stages // k} stages" if plan.program.stages > k else ""
     yield (
-        f"K={k} partitions{each}, M={m} micro-batches, schedule {settings.schedule.name}: bubble{formula} "
-        f"{equal_bubble(plan.program):.1%} if the stages are equal"
+        f"K={k} partition{'s' * (k > 1)}{each}, M={m} micro-batch{'es' * (m > 1)}, schedule {settings.schedule.name}:"
+        f" bubble{formula} {equal_bubble(plan.program):.1%} if the stages are equal"
     )
-    takes = f"{plan.timeline.seconds:.4g} s, " if plan.unit == "seconds" else ""
-    yield f"predicted step: {takes}{plan.bubble:.1%} of it idle, if every partition has a device of its own"
+    takes = f"{lasts(plan.timeline.seconds)}, " if plan.unit == "seconds" else ""
+    yield f"predicted step: {takes}{plan.bubble:.1%} of it idle, recomputes counted, if each partition has a device"

@@ -126,7 +126,7 @@ def _alone(
     if traced is None:
         return layers, first_micro_batch(asked.sample, asked.micro_batches)
     sample = first_micro_batch(asked.sample, asked.micro_batches, least=TWO_ROWS)
-    return traced.alone(), sample if sample is None else traced.begin([sample]).states[0]
+    return traced.alone(), sample if sample is None else traced.first_state(sample)
 
 
 def _bare(schedule: Schedule, placement: Placement, micro_batches: int) -> Program:

@@ -79,19 +79,8 @@ def agree(
 ) -> list[Any]:
     """Gathers a value that JSON can hold from all ranks, by rank; every rank calls it.
 
-    Args:
-        ranks: Who has to agree.
-        value: This rank's value.
-        same: Settings by name, which must be the same on all ranks; compared by their `repr`.
-        error: What failed on this rank; then `agree` raises on all.
-
-    Raises:
-        Exception: `error`, if this rank has one.
-        RemoteError: Another rank has one.
-        ValueError: The settings differ, on all ranks alike.
-
-    >>> agree(Communicator(), {"epoch": 3}, same={"seed": 1})
-    [{'epoch': 3}]
+    `same` are settings by name that must be the same on all ranks, compared by their `repr`: else all raise a
+    ValueError. The `error` that one rank has it raises, and all others a RemoteError.
     """
     settings = {name: _shown(setting) for name, setting in (same or {}).items()}
     fault = None if error is None else [type(error).__name__, str(error)]

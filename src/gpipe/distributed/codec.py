@@ -11,13 +11,15 @@ classes of the user.
 import json
 import math
 import mmap
+import weakref
 from collections import OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +31,8 @@ from gpipe.stages.tree import LARGEST_UNIT, alignment, allocate
 
 ALIGNED_BYTES = 64  # bytes: where in a message tensors begin
 CACHED_LAYOUTS = 1024  # layouts
+LARGE_BYTES = 2**21  # of a tensor that gets pages of its own
+MOST_PIECES = 2**9  # that the system takes at once: not quite 2**10
 MOST_DIMENSIONS = 64  # torch's kernels take no more
 SPARE_BYTES, REACH_PER_BYTE = 2**30, 2**16
 """Bytes that a tensor may reach over, and how many for each byte of it besides: a column of a wide matrix."""
@@ -127,14 +131,15 @@ class Encoded(NamedTuple):
                 if extent.end > extent.start:
                     memory[extent.start : extent.end].view(tensor.dtype).copy_(flat(tensor, extent))
 
-    def pieces(self) -> list[bytearray | memoryview]:
-        """The `size` bytes, one after another."""
-        if len(self.tensors) == 1:
-            return [flat(self.tensors[0], self.extents[0]).cpu().view(torch.uint8).numpy().data]  # mostly no copy
-        memory = bytearray(self.size)
-        if memory:
-            self.write(torch.frombuffer(memory, dtype=torch.uint8))
-        return [memory]
+    def pieces(self) -> list[memoryview]:
+        """The `size` bytes, one after another: mostly the memory of the tensors itself."""
+        found, at = [], 0
+        for tensor, extent in zip(self.tensors, self.extents, strict=True):
+            if extent.start > at:
+                found.append(memoryview(bytes(extent.start - at)))
+            found.append(flat(tensor, extent).cpu().view(torch.uint8).numpy().data)
+            at = extent.end
+        return found if len(found) < MOST_PIECES else [memoryview(b"".join(found))]
 
 
 def encode(message: Message) -> Encoded:
@@ -180,7 +185,57 @@ def decode(layout: bytes, memory: Buffer, offset: int = 0, *, size: int | None =
     read = _read(layout)
     if offset + read.size > len(memory) or size not in (None, read.size):
         raise Damaged(f"tensors of {read.size} bytes, in a message of {size or len(memory) - offset}")
-    tensors = [_take(extent, memory, offset) for extent in read.extents]
+    return assemble(layout, [_copy(extent, memory, offset) for extent in read.extents])
+
+
+def elements(layout: bytes, size: int, fill: Callable[[memoryview], None]) -> list[Tensor]:
+    """The bytes of each tensor of a message, in memory of its own; `fill` is given all `size` bytes to fill in turn.
+
+    There is no memory for the next before one is full.
+    """
+    read, found, at = _read(layout), list[Tensor](), 0
+    if read.size != size:
+        raise Damaged(f"tensors of {read.size} bytes, in a message of {size}")
+    for extent in read.extents:
+        fill(memoryview(bytearray(extent.start - at)))
+        found.append(room(extent.end - extent.start))
+        fill(found[-1].numpy().data)
+        at = extent.end
+    return found
+
+
+def room(size: int) -> Tensor:
+    """Memory of so many bytes to be written to, of which much costs nothing until it is.
+
+    To be given fresh pages takes longer than a fast network: 32 ms for 64 MiB, 2 ms where they may be of 2 MiB. So
+    two memories that nobody uses any more are kept.
+    """
+    if size < LARGE_BYTES:
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+    fitting = [spare for spare in [*_spare] if size <= len(spare) <= 2 * size]
+    try:
+        memory = fitting[0]
+        _spare.remove(memory)  # unless another thread has just done so
+    except (IndexError, ValueError):
+        try:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"there is no memory for {size} bytes that travel between processes") from error
+        with suppress(OSError, AttributeError):  # no such pages here
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8, size)
+    weakref.finalize(array, _spare.append, memory).atexit = False
+    return torch.frombuffer(array, dtype=torch.uint8)
+
+
+_spare: deque[mmap.mmap] = deque(maxlen=2)
+
+
+def assemble(layout: bytes, elements: Sequence[Tensor]) -> Message:
+    """The message of a layout and the `elements` of its tensors."""
+    read = _read(layout)
+    # as bytes: torch reads complex128 from aligned addresses alone, or dies
+    tensors = [lay(one.view(extent.shape[0]), extent) for one, extent in zip(elements, read.extents, strict=True)]
     items: list[Any] = [tensors[leaf.number] if isinstance(leaf, At) else leaf for leaf in read.leaves]
     if read.spec is None:
         return items
@@ -242,13 +297,12 @@ def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(size, device="meta").stride()
 
 
-def _take(extent: Extent, memory: Buffer, offset: int) -> Tensor:
-    dtype, size = extent.shape[0], extent.end - extent.start
+def _copy(extent: Extent, memory: Buffer, offset: int) -> Tensor:
+    size = extent.end - extent.start
     if not size:
-        return lay(torch.empty(0, dtype=dtype, device="cpu"), extent)
-    # as bytes: torch reads complex128 from aligned addresses alone, or dies
-    found = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset + extent.start).clone()
-    return lay(found.view(dtype), extent)
+        return room(0)
+    found = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset + extent.start)
+    return room(size).copy_(found)
 
 
 def lay(elements: Tensor, extent: Extent) -> Tensor:
@@ -314,10 +368,7 @@ def _read(text: bytes) -> Layout:
 
 
 def _write(value: object, numbered: dict[int, tuple[int, Tensor]]) -> Any:
-    """A value in words of JSON, a tensor as its number: which it is given when it is first met.
-
-    What is no number or text is a list: its kind, and what belongs to that.
-    """
+    """A value in words of JSON: of a tensor its number, and a list of kind and parts of what is no number or text."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value

@@ -22,8 +22,10 @@ import mmap
 import os
 import select
 import socket
+import ssl
 import struct
 import threading
+import time
 from array import array
 from collections import deque
 from contextlib import suppress
@@ -31,13 +33,18 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from gpipe.distributed.codec import Damaged, Encoded, Gone, decode
+from gpipe.distributed.codec import Damaged, Encoded, Gone, assemble, decode, elements, room
+from gpipe.distributed.tls import altered
 from gpipe.stages.messages import Label, Message
 
+BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+ALTERED = "bytes that were altered on their way, or taken for that"
+RECORD_BYTES = 2**14  # that TLS encrypts at a time
 SLOTS = 4  # messages that may be under way from one process to another and not yet taken
 CHUNK_BYTES = 2**16
-LARGEST_LAYOUT_BYTES = 2**26  # bytes: some hundred thousand tensors
+LARGEST_LAYOUT_BYTES = 2**26  # bytes: some hundred thousand tensors; a message that says so gets them at once
 LARGEST_CONTROL_BYTES = 2**20
 HEADER = struct.Struct("<IiI?hIQQd")
 _CONTROL = struct.Struct("<I")
@@ -46,7 +53,7 @@ MOST_HANDLES = 2**10  # those of new slots, not read yet: messages that small fi
 LAST_ANSWER = 56  # where in Linux's tcp_info stands how long ago the other end last answered, in ms
 INLINE_BYTES = 2**15  # up to which tensors go through the stream: there two processes take about 25 us
 SLOT_HEADER_BYTES = 64  # where in a slot the message begins
-ALLOCATED_AT_ONCE_BYTES = 2**26  # bytes that a message is said to have and that are allocated before they are here
+SOON_PER_SECOND = 2**32  # bytes: who sends waits for a network that is as fast, and leaves a copy to a slower one
 
 
 class Frame(NamedTuple):
@@ -165,7 +172,7 @@ class ControlChannel:
         try:
             while self._leaving:
                 del self._leaving[: self.socket.send(self._leaving)]
-        except BlockingIOError:
+        except BLOCKED:
             return
         except OSError:
             self._leaving.clear()
@@ -177,10 +184,12 @@ class ControlChannel:
             while data := self.socket.recv(CHUNK_BYTES):
                 self._arrived += data
             self.gone = True
-        except BlockingIOError:
+        except BLOCKED:
             pass
-        except OSError:
+        except OSError as error:
             self.gone = True
+            if altered(error):
+                raise Damaged(f"{ALTERED}: {error}") from error
         found = []
         while len(self._arrived) >= _CONTROL.size:
             (size,) = _CONTROL.unpack_from(self._arrived)
@@ -374,14 +383,21 @@ class Connection:
 
 
 class TcpConnection(Connection):
-    """The connection to a process of another host: threads read and write while the rank computes."""
+    """The connection to a process of another host: threads read and write while the rank computes.
 
-    def __init__(self, stream: socket.socket, control: socket.socket) -> None:
+    They may read from one stream and write to another: what is encrypted no two threads can use at a time.
+    """
+
+    def __init__(self, stream: socket.socket, control: socket.socket, outgoing: socket.socket | None = None) -> None:
         super().__init__(stream, control)
-        stream.setblocking(True)
+        self._outgoing = outgoing or stream
+        for end in (stream, self._outgoing):
+            end.setblocking(True)
+        self._writable = select.poll()
+        self._writable.register(self._outgoing, select.POLLOUT)
         self._bell, self._ring = socket.socketpair()  # a byte whenever a thread has something new
         self._bell.setblocking(False)
-        self._inbox: deque[tuple[Frame, bytes, bytearray]] = deque()
+        self._inbox: deque[tuple[Frame, bytes, list[Tensor]]] = deque()
         self._outbox: SimpleQueue[memoryview | None] = SimpleQueue()
         self._unsent = 0
         self._room = threading.Semaphore(SLOTS)
@@ -409,18 +425,43 @@ class TcpConnection(Connection):
     def put(self, run: int, label: Label, message: Encoded, sent: float) -> bool:
         """Puts a message on its way, for which there must be room; it leaves by itself."""
         head = Frame(run, label, -1, len(message.layout), message.size, 0, 0.0).pack()
-        data = memoryview(b"".join([head, message.layout, *message.pieces()]))
-        if not self._unsent:  # nobody else writes, and what the network takes at once needs no thread
+        left = [memoryview(head + message.layout), *message.pieces()]
+        if not self._unsent:  # nobody else writes
+            left = self._send_now(left, message.size)
+        if left:  # the tensors may be changed as soon as this returns
+            memory, at = room(sum(map(len, left))).numpy().data, 0
+            for piece in left:
+                memory[at : at + len(piece)] = piece
+                at += len(piece)
+            self._unsent += 1
+            self._outbox.put(memory)
+        return True
+
+    def _send_now(self, pieces: list[memoryview], size: int) -> list[memoryview]:
+        """Sends what the network takes soon, as long as it takes more in each ms; gives what is left."""
+        if isinstance(self._outgoing, ssl.SSLSocket):
+            if size + len(pieces[0]) > RECORD_BYTES or not self._writable.poll(0):
+                return pieces  # to encrypt takes longer than to copy
             try:
-                data = data[self._stream.send(data, socket.MSG_DONTWAIT) :]
-            except BlockingIOError:
-                pass
+                self._outgoing.sendall(b"".join(pieces))
             except OSError as error:
                 raise Gone(str(error)) from error
-        if data.nbytes:
-            self._unsent += 1
-            self._outbox.put(data)
-        return True
+            return []
+        until = time.perf_counter() + size / SOON_PER_SECOND
+        while pieces:
+            try:
+                sent = self._outgoing.sendmsg(pieces, (), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                if time.perf_counter() > until or not self._writable.poll(1):
+                    break
+                continue
+            except OSError as error:
+                raise Gone(str(error)) from error
+            while pieces and sent >= len(pieces[0]):
+                sent -= len(pieces.pop(0))
+            if sent:
+                pieces[0] = pieces[0][sent:]
+        return pieces
 
     def flush(self) -> bool:
         """Whether all messages are on their way, and arrive also if this process ends now."""
@@ -440,8 +481,8 @@ class TcpConnection(Connection):
 
     def message(self, frame: Frame) -> Message:
         """The next message, which stays the next until `done`."""
-        _, layout, memory = self._inbox[0]
-        return decode(layout, memory, size=frame.size)
+        _, layout, tensors = self._inbox[0]
+        return assemble(layout, tensors)
 
     def done(self, frame: Frame) -> None:
         """Goes on to the next message."""
@@ -449,24 +490,25 @@ class TcpConnection(Connection):
         self._room.release()
 
     def _keep_reading(self) -> None:
+        ahead = ReadAhead(self._stream)
         try:
             while True:
-                frame = Frame.read(_receive(self._stream, HEADER.size))
+                frame = Frame.read(ahead.take(HEADER.size))
                 if frame.slot >= 0 or frame.capacity:
                     raise Damaged("a slot of memory, between hosts")
-                layout = bytes(_receive(self._stream, frame.layout))
-                self._inbox.append((frame, layout, _receive(self._stream, frame.size)))
+                layout = bytes(ahead.take(frame.layout))
+                self._inbox.append((frame, layout, elements(layout, frame.size, ahead.fill)))
                 self._ring.send(b"r")
                 self._room.acquire()
-        except Damaged as error:
-            self._break(error)
-        except (OSError, MemoryError) as error:
-            self._break(Gone(str(error)))
+        except Exception as error:  # whoever waits is to know
+            if altered(error):
+                error = Damaged(f"{ALTERED}: {error}")
+            self._break(error if isinstance(error, (Damaged, MemoryError)) else Gone(str(error)))
 
     def _keep_writing(self) -> None:
         try:
             while (data := self._outbox.get()) is not None:
-                self._stream.sendall(data)
+                self._outgoing.sendall(data)
                 del data
                 self._ring.send(b"w")
         except OSError as error:
@@ -480,9 +522,9 @@ class TcpConnection(Connection):
     def close(self) -> None:
         """Ends the connection and the threads."""
         self._outbox.put(None)
-        for end in (self._stream, self.control.socket):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+        for end in (self._stream, self._outgoing, self.control.socket):
+            with suppress(OSError):  # that of ssl has a thread that still sends do so in the clear
+                socket.socket.shutdown(end, socket.SHUT_RDWR)
         self._stream.close()
         self._room.release()
         for thread in self._threads:
@@ -492,19 +534,38 @@ class TcpConnection(Connection):
     def drop(self) -> None:
         """Lets go of a connection that another process goes on with, the one that this one was forked from."""
         super().drop()
+        self._outgoing.close()
         self._bell.close()
         self._ring.close()
 
 
-def _receive(stream: socket.socket, size: int) -> bytearray:
-    """So many bytes; where they are very many, there is room for twice as many as have come."""
-    data, done = bytearray(min(size, ALLOCATED_AT_ONCE_BYTES)), 0
-    while done < size:
-        if done == len(data):
-            data.extend(bytes(min(size - done, done)))
-        with memoryview(data) as view:
-            count = stream.recv_into(view[done:])
+class ReadAhead:
+    """Reads a stream and waits for it: what is small together with what follows, what is large into its place."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._stream = stream
+        self._memory = memoryview(bytearray(CHUNK_BYTES))
+        self._come = self._memory[:0]
+
+    def take(self, size: int) -> bytearray:
+        """So many bytes."""
+        data = bytearray(size)
+        self.fill(memoryview(data))
+        return data
+
+    def fill(self, memory: memoryview) -> None:
+        """Fills all of this memory."""
+        while memory:
+            if count := min(len(memory), len(self._come)):
+                memory[:count], self._come = self._come[:count], self._come[count:]
+            elif len(memory) >= CHUNK_BYTES:
+                count = self._receive(memory)
+            else:
+                self._come = self._memory[: self._receive(self._memory)]
+            memory = memory[count:]
+
+    def _receive(self, memory: memoryview) -> int:
+        count = self._stream.recv_into(memory)
         if not count:
             raise Gone("the connection was closed")
-        done += count
-    return data
+        return count

@@ -32,7 +32,7 @@ from gpipe.stages.losses import own_loss
 from gpipe.stages.messages import Control, Label, Message, ReadyEvent, Traffic
 from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.stage import LayerProgress, layer_at
-from gpipe.stages.tree import Tree, is_sharded
+from gpipe.stages.tree import Tree, is_sharded, tensors_in
 
 if TYPE_CHECKING:
     from gpipe.distributed.processes import Processes
@@ -147,6 +147,25 @@ class ProcessContext(Context):
                 logger.warning(finding)
         return [theirs for theirs, _, _ in gathered]
 
+    def begin_to_generate(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Has all processes generate from what that of the first stage was given, and draw alike."""
+        is_first, peers = self.endpoint.rank == self.first, self.position.ranks_of_replica
+        tensors = {name: value for name, value in settings.items() if value is None or tensors_in(value)}
+        others = {name: _in_words(value) for name, value in settings.items() if name not in tensors}
+        same = {CALLED: Request.GENERATE, **{f"{name}=": text for name, text in others.items()}}
+        follow_first(self.endpoint, self.position, self.first, same)
+        label = Label(Control.PROMPTS, 0, gradient=False)
+        given = (tensors, torch.get_rng_state()) if is_first else None
+        tensors, state = self.endpoint.spread(self.first, peers, label, given)
+        torch.set_rng_state(state)
+        self.endpoint.expect({}, [peer for peer in peers if peer != self.endpoint.rank], _in_generate)
+        return {**{name: settings[name] for name in others}, **tensors}
+
+    def end_generation(self) -> None:
+        """Ends it once all processes have come to its end."""
+        self.endpoint.reach(-1)
+        self.endpoint.exchange(None)
+
     def name(self, rank: int) -> str:
         """This process, in messages."""
         return f"rank {self.endpoint.rank}"
@@ -236,10 +255,7 @@ class ProcessContext(Context):
         return self._sync.in_place(self.endpoint, norms, lambda: row[self.endpoint.at])
 
     def _set_gradients_aside(self, row: Sequence[Action]) -> dict[int, list[tuple[Tensor, Tensor | None]]]:
-        """Sets aside what gradients there are, by stage: replicas add up what this mini-batch gives alone.
-
-        A shared weight is at the first stage of this process that uses it.
-        """
+        """Sets aside what gradients there are, by the first stage of this process that uses each weight."""
         reduced = {action.stage for action in row if action.kind is Kind.REDUCE}
         seen = {id(leaf) for leaves in self.aliases.leaves.values() for leaf in leaves.values()}
         aside: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
@@ -256,6 +272,15 @@ class ProcessContext(Context):
                 for parameter in own.values():
                     parameter.grad = None
         return aside
+
+
+def _in_words(value: object) -> str:
+    """A setting, as another process can compare it."""
+    return type(value).__name__ if " at 0x" in (text := repr(value)) else text
+
+
+def _in_generate(peer: int, seen: Status) -> str:
+    return f"in generate, in round {seen.at}"
 
 
 def describe_peer(engine: Engine, program: Program, peer: int, seen: Status) -> str:

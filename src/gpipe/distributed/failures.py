@@ -20,11 +20,6 @@ class Status(ctypes.Structure):
     Its run, its place in the actions (-1 outside) and since when, how many layers began there, whether it waits.
     """
 
-    run: int
-    at: int
-    layers: int
-    waits: bool
-    since: float
     _fields_ = (
         ("run", ctypes.c_uint32),
         ("at", ctypes.c_int32),

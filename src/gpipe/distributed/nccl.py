@@ -196,13 +196,16 @@ class NcclGroups:
                 group.abort()
 
 
-def groups_for(position: Position, crossings: Iterable[tuple[int, int]]) -> NcclGroups | None:
-    """The groups of a process whose stages have tensors for each other as `crossings` say; a CPU needs none."""
+def groups_for(position: Position, crossings: Iterable[tuple[int, int]], *, plain: bool) -> NcclGroups | None:
+    """The groups of a process whose stages have tensors for each other as `crossings` say; a CPU needs none.
+
+    What may not travel in the clear goes by the connections, through the hosts' memory: no backend encrypts.
+    """
     if position.device.type == "cpu":
         return None
     named = dict(part.split(":") for part in str(dist.get_backend_config()).split(",") if ":" in part)
     backend = named.get(position.device.type, "gloo")
-    return NcclGroups(position, crossings, None if backend == "gloo" else backend)
+    return NcclGroups(position, crossings, backend if plain and backend != "gloo" else None)
 
 
 @contextmanager

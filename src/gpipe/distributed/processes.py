@@ -71,7 +71,9 @@ class Processes(OneProcess):
 
     def link(self, rendezvous: Rendezvous) -> None:
         """Connects with the other processes, who do so at the same time; the last that the rendezvous is for."""
-        self._endpoint = connect(rendezvous, self.position, groups_for(self.position, self.engine.crossings()))
+        plain = rendezvous.tls is None or len({*rendezvous.hosts}) == 1
+        groups = groups_for(self.position, self.engine.crossings(), plain=plain)
+        self._endpoint = connect(rendezvous, self.position, groups)
 
     def linked(self) -> Endpoint:
         """The connections, made anew by all processes at once if they were closed."""

@@ -5,12 +5,13 @@ phase in which the others wait for it.
 
 In the last each gives all others the address where it listens; then they make a connection a pair. Nothing listens
 but for this moment: within a host at a socket in a folder that only its user can enter, between hosts at the address
-by which the others are reached, and only to who knows the token that was exchanged.
+by which the others are reached, and only to who knows the addresses of all, or by TLS who has a certificate as well.
 """
 
 import atexit
 import errno
 import fcntl
+import hashlib
 import hmac
 import logging
 import math
@@ -20,14 +21,14 @@ import secrets
 import selectors
 import shutil
 import socket
+import ssl
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
-from itertools import product
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -39,11 +40,13 @@ from torch import Tensor
 
 from gpipe.distributed.agree import Communicator, agree, versions
 from gpipe.distributed.codec import reading
-from gpipe.distributed.connection import Connection, TcpConnection
+from gpipe.distributed.connection import BLOCKED, Connection, TcpConnection
 from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.failures import LONG_WAIT_SECONDS, REPORT_SECONDS, SILENT_SECONDS, Memory, Report, Status
 from gpipe.distributed.mesh import Position, host_name, timeout_of_world
 from gpipe.distributed.nccl import NcclGroups
+from gpipe.distributed.network import family, listen, own_host
+from gpipe.distributed.tls import VARIABLES, Identity, altered, identity
 from gpipe.errors import RemoteError, received
 
 logger = logging.getLogger("gpipe")
@@ -63,6 +66,8 @@ FAREWELL_SECONDS = 1.0  # that a process which fails waits for the others to tak
 
 HELLO_BYTES = 48  # a token of 32, a rank, one of the streams
 STREAMS = ("messages", "control")
+TLS_STREAMS = (*STREAMS, "answers")  # one each way
+WELCOME = b"+"
 LONGEST_SILENCE = 30.0  # seconds after which a host that answers nothing is gone, unless the group's timeout is less
 LINK_SECONDS = 60.0  # for all to connect, once all have told their addresses, unless the group's timeout is less
 MEMORY = "/dev/shm"  # no disk behind what others look at
@@ -125,7 +130,7 @@ class WorldChannel:
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         if not any(thread.is_alive() for thread in self._threads):
-            del _channels[self._group]
+            _channels.pop(self._group, None)  # it may be closed, and then what is built may fail
             atexit.unregister(self._hang_up)
 
     def _start(self, name: str, work: Callable[..., None], *given: object) -> None:
@@ -187,6 +192,7 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
 
     def __init__(self) -> None:
         self.hosts: list[str] = []  # of each process of the world, once all have greeted
+        self.tls: Identity | None = None
         self.phase = COMING  # what this process does now, in words
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._members: Sequence[int] = range(self.size)
@@ -222,13 +228,16 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
     def greet(self, position: Position, value: Any = None) -> list[Any]:
         """Begins: gathers a value from each process of the world, by its number there; all run the same versions."""
         installed = ", ".join(f"{name} {version}" for name, version in versions().items())
+        self.tls = identity()
         while True:
             with suppress(Behind):
-                gathered = agree(self, {"host": host_name(), "value": value}, same={"what is installed": installed})
+                told = {"host": host_name(), "value": value, "tls": self.tls.authority if self.tls else ""}
+                gathered = agree(self, told, same={"what is installed": installed})
                 self.exchange(b"")  # what came may be of who has left since: now all know that all are here
                 break
         self.rank, self.size, self._members = position.rank, len(position.members), position.members
         self.hosts = [remote["host"] for remote in gathered]
+        _check_authorities([remote["tls"] for remote in gathered])
         self.phase = SETTLING
         return [remote["value"] for remote in gathered]
 
@@ -312,49 +321,77 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
         return self._members.index(member) if member in self._members else member
 
 
+def _check_authorities(authorities: Sequence[str]) -> None:
+    """Checks that all processes of the world, by rank, have the same authority for TLS, or none."""
+    ranks: dict[str, list[int]] = {}
+    for rank, authority in enumerate(authorities):
+        ranks.setdefault(authority, []).append(rank)
+    if len(ranks) > 1:
+        said = "; ".join(
+            f"ranks {of} have {f'the authority {authority}' if authority else 'no certificate'}"
+            for authority, of in ranks.items()
+        )
+        raise ValueError(
+            f"TLS between hosts is for all ranks, or for none: {said}. Set {', '.join(VARIABLES)} on all"
+        )
+
+
 class Address(NamedTuple):
-    """Where a process listens, the token that those who connect must know, and a folder for those of its host."""
+    """Where a process listens, a folder for those of its host, and a number that is drawn."""
 
     folder: str
     host: str
     port: int
-    token: str
+    drawn: str
 
-    def hello(self, rank: int, stream: str) -> bytes:
-        """What who connects has to say: who it is, and for which stream."""
-        return f"{self.token} {rank} {stream}".ljust(HELLO_BYTES).encode()
+
+def token_of(addresses: Sequence[Address]) -> str:
+    """What those know who were given the addresses of all."""
+    return hashlib.sha256(repr(addresses).encode()).hexdigest()[:32]
+
+
+def hello(token: str, rank: int, stream: str) -> bytes:
+    """What who connects has to say: who it is, and for which stream."""
+    return f"{token} {rank} {stream}".ljust(HELLO_BYTES).encode()
 
 
 def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | None) -> Endpoint:
     """Connects this process with the others of its pipe, which do so at the same time; ends the rendezvous."""
-    hosts = [rendezvous.hosts[member] for member in position.members]
+    hosts, tls = [rendezvous.hosts[member] for member in position.members], rendezvous.tls
     local = {peer for peer, host in enumerate(hosts) if host == hosts[position.rank]}
     silence = min(position.timeout, LONGEST_SILENCE)
+    streams = {peer: TLS_STREAMS if tls and peer not in local else STREAMS for peer in range(len(hosts))}
+    earlier, later = (
+        [(peer, stream) for peer in peers for stream in streams[peer]]
+        for peers in (range(position.rank), range(position.rank + 1, len(hosts)))
+    )
     with ExitStack() as on_failure, listening(crosses_hosts=len(local) < len(hosts)) as listener:
         addresses = [Address(*remote) for remote in agree(rendezvous, listener.address)]
+        token = token_of(addresses)
         shared: dict[int, Memory] = {}
         sockets: dict[tuple[int, str], socket.socket] = {}
         try:
             for peer in local - {position.rank}:
                 shared[peer] = Status.memory_in(addresses[peer].folder)
-            for peer, stream in product(range(position.rank), STREAMS):
-                family = socket.AF_UNIX if peer in local else socket.AF_INET
-                end = sockets[peer, stream] = on_failure.enter_context(socket.socket(family))
-                dial(end, addresses[peer], position.rank, stream, silence)
+            for peer, stream in earlier:
+                said = hello(token, position.rank, stream)
+                end = dial(addresses[peer], said, silence, local=peer in local, tls=tls)
+                sockets[peer, stream] = on_failure.enter_context(end)
         except OSError as error:
             if error.errno not in LIMITS:  # it soon says why, or is gone
-                rendezvous.check(REPORT_SECONDS)
+                rendezvous.check(0.0 if altered(error) else REPORT_SECONDS)
                 raise received(f"rank {peer} cannot be reached {LINKING}: {error}", peer) from error
             raise
-        later = range(position.rank + 1, len(hosts))
-        sockets |= listener.accept(later, min(LINK_SECONDS, position.timeout), rendezvous.check)
+        sockets |= listener.accept(later, token, min(LINK_SECONDS, position.timeout), rendezvous.check, tls)
         for end in sockets.values():
             on_failure.enter_context(end)
             _keep_alive(end, silence)
         connections = {}
-        for peer in (*range(position.rank), *later):
-            kind = Connection if peer in local else TcpConnection
-            connections[peer] = kind(*(sockets[peer, stream] for stream in STREAMS))
+        for peer in sorted(streams.keys() - {position.rank}):
+            ends = [sockets[peer, stream] for stream in streams[peer]]
+            if streams[peer] == TLS_STREAMS and peer < position.rank:  # who dialled writes to the first
+                ends.reverse()
+            connections[peer] = (Connection if peer in local else TcpConnection)(*ends)
             on_failure.callback(connections[peer].close)
         endpoint = Endpoint(position.rank, connections, position.timeout, listener.status, shared, groups)
         rendezvous.close()
@@ -362,12 +399,23 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
         return endpoint
 
 
-def dial(end: socket.socket, address: Address, rank: int, stream: str, seconds: float) -> None:
-    """Connects a socket to a listener and says who this is."""
-    end.settimeout(seconds)
-    end.connect(f"{address.folder}/listener" if end.family == socket.AF_UNIX else (address.host, address.port))
-    end.settimeout(None)
-    end.sendall(address.hello(rank, stream))
+def dial(address: Address, said: bytes, seconds: float, *, local: bool, tls: Identity | None = None) -> socket.socket:
+    """Connects to a listener and says who this is; by TLS once each knows the other, and it has been let in."""
+    with ExitStack() as on_failure:
+        end = on_failure.enter_context(socket.socket(socket.AF_UNIX if local else family(address.host)))
+        end.settimeout(seconds)
+        end.connect(f"{address.folder}/listener" if local else (address.host, address.port))
+        if tls is None or local:
+            end.sendall(said)
+        else:
+            end = on_failure.enter_context(tls.client.wrap_socket(end))
+            with suppress(OSError):  # who has hung up by now has said why
+                end.sendall(said)
+            if end.recv(1) != WELCOME:
+                raise ConnectionError("it takes this process for a stranger")
+        end.settimeout(None)
+        on_failure.pop_all()
+        return end
 
 
 @contextmanager
@@ -382,8 +430,8 @@ def listening(*, crosses_hosts: bool) -> Iterator["Listener"]:
             folder, status, local = _show(opened, tempfile.gettempdir())
         sockets = [local]
         if crosses_hosts:
-            sockets.append(opened.enter_context(socket.create_server((host, 0), backlog=1024)))
-            host, port = sockets[1].getsockname()
+            sockets.append(opened.enter_context(listen(host)))
+            port = sockets[1].getsockname()[1]
         yield Listener(Address(folder, host, port, secrets.token_hex(16)), sockets, status)
 
 
@@ -412,9 +460,16 @@ class Listener(NamedTuple):
     sockets: Sequence[socket.socket]
     status: Status
 
-    def accept(self, peers: range, seconds: float, check: Callable[[], None]) -> dict[tuple[int, str], socket.socket]:
-        """Takes the connections of these peers unless `check` raises; keeps no stranger, nor waits for one."""
-        missing = {self.address.hello(peer, stream): (peer, stream) for peer in peers for stream in STREAMS}
+    def accept(
+        self,
+        expected: Iterable[tuple[int, str]],
+        token: str,
+        seconds: float,
+        check: Callable[[], None],
+        tls: Identity | None = None,
+    ) -> dict[tuple[int, str], socket.socket]:
+        """Takes these connections, of peer and stream, unless `check` raises; keeps no stranger, waits for none."""
+        missing = {hello(token, *each): each for each in expected}
         found: dict[tuple[int, str], socket.socket] = {}
         until = time.monotonic() + seconds
         with ExitStack() as accepted, selectors.DefaultSelector() as selector:
@@ -428,16 +483,18 @@ class Listener(NamedTuple):
                 for key, _ in selector.select(POLL_SECONDS):
                     end: Any = key.fileobj
                     if key.data is None:
-                        end = accepted.enter_context(end.accept()[0])
-                        end.setblocking(False)
-                        selector.register(end, selectors.EVENT_READ, bytearray())
+                        with suppress(ssl.SSLError, ConnectionError):  # it has hung up
+                            end = accepted.enter_context(_let_in(end, tls))
+                            selector.register(end, selectors.EVENT_READ, bytearray())
                     elif _has_said_hello(end, key.data):
                         selector.unregister(end)
-                        hello = next((hello for hello in missing if hmac.compare_digest(hello, key.data)), None)
-                        if hello is None:
+                        said = next((said for said in missing if hmac.compare_digest(said, key.data)), None)
+                        if said is None:
                             end.close()
                         else:
-                            found[missing.pop(hello)] = end
+                            found[missing.pop(said)] = end
+                            if isinstance(end, ssl.SSLSocket):
+                                end.send(WELCOME)
             for key in selector.get_map().values():
                 if key.data is not None:  # a stranger that has not said all
                     key.fileobj.close()  # type: ignore[union-attr]  # a socket
@@ -447,11 +504,19 @@ class Listener(NamedTuple):
         return found
 
 
+def _let_in(listener: socket.socket, tls: Identity | None) -> socket.socket:
+    end = listener.accept()[0]
+    end.setblocking(False)
+    if tls is None or end.family == socket.AF_UNIX:
+        return end
+    return tls.server.wrap_socket(end, server_side=True, do_handshake_on_connect=False)
+
+
 def _has_said_hello(connection: socket.socket, said: bytearray) -> bool:
-    """Takes what has come of a hello; whether that is all, or all that comes."""
+    """Takes what has come of a hello, by TLS behind a handshake; whether that is all, or all that comes."""
     try:
         more = connection.recv(HELLO_BYTES - len(said))
-    except BlockingIOError:
+    except BLOCKED:
         return False
     except OSError:
         return True
@@ -461,23 +526,9 @@ def _has_said_hello(connection: socket.socket, said: bytearray) -> bool:
 
 def _keep_alive(connection: socket.socket, silence: float) -> None:
     """Has a connection between hosts end after so many seconds without an answer."""
-    if connection.family == socket.AF_INET:
+    if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_USER_TIMEOUT", round(silence * 1000))):
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def own_host() -> str:
-    """The address of this host by which the others of the world reach it."""
-    first = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((first, 9))  # sends nothing, but chooses the way
-        found = str(probe.getsockname()[0])
-    if found.startswith("127."):
-        raise ValueError(
-            f"the processes are on several hosts, but MASTER_ADDR={first} is the loopback address on this one; give "
-            f"torchrun the first host's address in their network: --rdzv-endpoint=ADDRESS:PORT"
-        )
-    return found

@@ -150,10 +150,8 @@ def _unmeasurable(model: Any, sample: Tree) -> Iterator[str]:
     parts = model if isinstance(model, Sequence) else [model]
     modules = [part for part in parts if isinstance(part, nn.Module)]
     if any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers())):
-        yield (
-            "measure=True runs the layers, of which some are on the meta device; give layers with numbers, callables "
-            "that build them, or leave measure out, to have operations counted"
-        )
+        why = "measure=True runs the layers, of which some are on the meta device; give layers with numbers"
+        yield f"{why}, callables that build them, or leave measure out, to have operations counted"
 
 
 def _least_rows(parts: Sequence[object]) -> int:
@@ -182,7 +180,7 @@ def _read(
     """The layers, their names, and what the first takes of a micro-batch."""
     traced = read_model(model, _about(TWO_ROWS, sample), blocks)
     if traced is not None:
-        return traced.alone(), list(traced.layers), lambda part: traced.begin([part]).states[0]
+        return traced.alone(), list(traced.layers), traced.first_state
     if wrong := why_not_layers(model, blocks):
         raise ValueError("\n".join(wrong))
     if measure:

@@ -40,11 +40,8 @@ class _Likeness(pickle.Pickler):
 def likeness(what: object, kept: Collection[int] = ()) -> bytes | None:
     """The same for layers, and what they take, of which all is alike but numbers in tensors; None: it is not known.
 
-    All attributes are compared: that a layer prints like another is not enough.
-
-    Args:
-        what: Layers and values.
-        kept: Of which storages, by identity, it matters that they are.
+    All attributes are compared: that a layer prints like another is not enough. Of storages that are `kept`, by their
+    identities, it matters that they are.
 
     >>> likeness(nn.Linear(2, 3)) == likeness(nn.Linear(2, 3)) != likeness(nn.Linear(2, 3, bias=False))
     True

@@ -23,6 +23,7 @@ from gpipe._torch.accelerator import keep_parameters, queues, synchronize
 from gpipe._torch.modes import intra_op_threads
 from gpipe.planner.likeness import likeness_of
 from gpipe.runtime.split_backward import backward_input, backward_weight
+from gpipe.runtime.threads import ThreadState
 from gpipe.schedule.cost import LayerSeconds
 from gpipe.stages.boundary import Gradients, detach_boundary, run_backward
 from gpipe.stages.buffers import untouched
@@ -170,7 +171,7 @@ def _time_in_company(
     found: list[deque[list[LayerSeconds]]] = [deque(maxlen=MOST_ROUNDS) for _ in groups]
     enough = [False] * len(groups)
     stopped = threading.Event()
-    operations = torch.get_num_threads()
+    operations, state = torch.get_num_threads(), ThreadState.here()
 
     def timed(run: LayerRun) -> LayerSeconds:
         with named(run.index, run.layer):
@@ -179,7 +180,7 @@ def _time_in_company(
     def go(at: int) -> None:
         end = time.perf_counter() + PATIENCE_SECONDS * len(groups[at])
         try:
-            with intra_op_threads(operations):
+            with intra_op_threads(operations), state.around_layers():
                 while not stopped.is_set():
                     one = [timed(run) for run in groups[at]]
                     if not stopped.is_set():  # a round that ends later was not in company

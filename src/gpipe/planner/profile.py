@@ -34,6 +34,7 @@ from gpipe.planner.watch import Watch, storage_identity
 from gpipe.schedule.cost import LayerSeconds
 from gpipe.stages.boundary import run_backward
 from gpipe.stages.buffers import untouched
+from gpipe.stages.quantized import is_quantized, numbers_in, stored_in
 from gpipe.stages.skips import skip_names
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 from gpipe.tracing.meta_model import exchanged
@@ -72,21 +73,10 @@ def profile_layers(
     at_once: int = 1,
     parts: bool = False,
 ) -> Profile:
-    """Profiles layers that are run one after another.
+    """Profiles layers that run one after another, on one micro-batch or two of what the first takes, by their rows.
 
-    Args:
-        layers: In order; they may be on the meta device, if nothing is to be measured.
-        samples: By their rows, one micro-batch or two of what the first layer takes.
-        names: Of the layers.
-        optimizer_numbers: How many numbers the optimizer keeps of each that it trains.
-        measured_on: The device on which to measure seconds; None: count floating-point operations.
-        at_once: How many ranks compute at once on this machine, where seconds are measured.
-        parts: Whether the two parts of a backward are measured too.
-
-    >>> layers = [nn.Linear(4, 8), nn.Tanh()]
-    >>> profile = profile_layers(layers, {2: torch.ones(2, 4), 4: torch.ones(4, 4)}, ["0", "1"])
-    >>> profile.layers[0].forward, profile.layers[0].state, profile.layers[1].inside
-    (Line(fixed=0.0, per_row=64.0), 640.0, Line(fixed=0.0, per_row=32.0))
+    Seconds are `measured_on` a device where `at_once` ranks compute, with the two `parts` of each backward if wanted;
+    without one floating-point operations are counted, and layers may be on the meta device.
     """
     counted = {rows: count(layers, sample) for rows, sample in samples.items()}
     work = {rows: [LayerSeconds(each.forward, each.backward) for each in counts] for rows, counts in counted.items()}
@@ -120,7 +110,7 @@ def _profile(
         backward=_line(work, lambda each: each.backward),
         parts=(inputs, weights) if are_split else None,
         **{kind: _line(counts, attrgetter(kind)) for kind in COUNTED_BYTES},
-        state=buffers + _bytes_of(layer.parameters()) + trained * (1 + optimizer_numbers),
+        state=_bytes_of(stored_in([layer])) + trained * (1 + optimizer_numbers),
         buffers=buffers,
         popped=tuple((at, _line(popped, itemgetter(at))) for at in next(iter(popped.values()))),
     )
@@ -137,12 +127,12 @@ def _line(found: Mapping[int, T], number: Callable[[T], float]) -> Line:
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> float:
-    return float(sum(t.numel() * t.element_size() for t in tensors if not is_lazy(t)))
+    return float(sum(t.nbytes for t in tensors if not is_lazy(t)))
 
 
 def count_parameters(layers: Sequence[nn.Module]) -> list[float]:
     """The parameters of each layer, at least 1."""
-    return [max(1, sum(p.numel() for p in layer.parameters() if not is_lazy(p))) for layer in layers]
+    return [max(1, sum(numbers_in(p) for p in layer.parameters() if not is_lazy(p))) for layer in layers]
 
 
 def count_flops(layers: Sequence[nn.Module], sample: Tree) -> list[float]:
@@ -154,11 +144,7 @@ def count_flops(layers: Sequence[nn.Module], sample: Tree) -> list[float]:
 
 
 def count(layers: Sequence[nn.Module], sample: Tree) -> list[LayerCounts]:
-    """Counts what each layer costs on what the layers before it make of a sample; nothing is computed.
-
-    Raises:
-        Exception: What a layer raises that cannot be run without values, with a note that says so.
-    """
+    """Counts what each layer costs on what the layers before it make of a sample; nothing is computed."""
     run = _Run()
     with torch.random.fork_rng([]), torch.inference_mode(False), torch.enable_grad():
         value = replace_tensors(sample, run.fake)
@@ -192,7 +178,8 @@ class _Run:
         alone = is_last or copied or popped or skip_names(layer, "stash")
         key = None if alone else likeness_of(layer, value, self._kept)
         saved = WeakValueDictionary[int, torch.UntypedStorage]()
-        with untouched(layer), exchanged(layer, self._fakes.like):
+        # what a quantizer made stays, and what is computed of it has no values
+        with untouched(layer), exchanged(layer, lambda own: own if is_quantized(own) else self._fakes.like(own)):
             own = {id(tensor.untyped_storage()) for tensor in (*layer.parameters(), *layer.buffers())}
 
             def save(tensor: Tensor) -> Tensor:
@@ -217,7 +204,7 @@ class _Run:
         self.counts.append(found)
         if key is not None:
             self._known[key] = found
-        handed: Any = replace_tensors(output, _cut)
+        handed: Any = replace_tensors(output, lambda made: made.detach().requires_grad_(made.requires_grad))
         del output  # and with it what its graph keeps
         self._stashed |= {name: (index, tensor) for name, tensor in handed[1].items()}
         self._kept |= dict(saved)  # those that are alive
@@ -261,11 +248,6 @@ class _Run:
 
     def _original(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         return self._origin.get(id(storage), storage)
-
-
-def _cut(tensor: Tensor) -> Tensor:
-    """What later layers take, apart from the graph behind it."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _storages(tensors: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -26,19 +26,14 @@ class Watch(Operations):
     >>> watch.peak  # two of ten numbers at once
     80
 
-    Args:
-        key: By what storages are known apart; 0 of none.
-
-    Attributes:
-        held: The bytes that were held at the end of the last run, but for gradients.
-        peak: The most bytes that were held at once in a run that ended, likewise.
-        crossed: How many of these had been added by hand.
+    `key` is that by which storages are known apart; 0 of none.
     """
 
     def __init__(self, key: Callable[[Tensor], int] = storage_address) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.peak, self.crossed, self._key = 0, 0, key
-        self.held = self._held_crossed = 0
+        self._key = key
+        self.held = self._held_crossed = 0  # at the end of the last run, but for gradients
+        self.peak = self.crossed = 0  # the most bytes at once in a run that ended; of these, those added by hand
         self._alive: dict[int, int] = {}  # by address, which storage it is
         self._events: list[tuple[int, int]] = []  # which storage, and how many bytes more or less are held
         self._numbers = count()

@@ -1,9 +1,9 @@
 """What holds recorded steps back, and what would make them faster: each remedy with the gain that it would give."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import product
 from statistics import fmean
 
 from gpipe.planner.search.cuts import partition
@@ -17,11 +17,9 @@ from gpipe.schedule.timeline import Timeline
 Seconds = Mapping[tuple[int, Kind], float]  # by stage and kind, the mean time of an action
 
 TINY = 1e-3  # seconds of a forward below which half of it does not take half as long
-WORTH, MUCH = 1.02, 1.05
-"""Gains below which nothing is advised, and from which on a free remedy comes before those that cost something."""
+WORTH, MUCH = 1.02, 1.05  # gains below which nothing is advised, and from which a free remedy comes before others
 SOME_CORES = 0.2  # cores used by other processes from which on they are named
 APART = 0.1  # the part by which a measured step may differ from its prediction without a word
-SLOWER = 0.2  # the part by which a rank may take longer than others with the same layers
 
 OTHERS_FIRST = (
     "Other processes used {others.cores:.1f} of this machine's {others.of} cores, and {ranks} ranks had to wait for "
@@ -48,10 +46,13 @@ BY_SHARE = {  # by part of the time what it is, and the remedy that it would be 
 RECOMPUTE = "Recomputing", "remat='never', where memory allows,"
 ONE_THREAD = "That all ranks run in one thread (driver='lockstep')", "driver='threads'"
 MORE_MICRO_BATCHES = "The bubble", "micro_batches={more}, if halves of these micro-batches take half as long,"
-SLOW_RANK = (
-    "Rank {rank} takes {more:.0%} longer than ranks with the same layers, so it is its device, or something else "
-    "that uses it: as fast as they are, it would give {gain:.2f} x"
+SHARED_LOCK = (
+    "ranks as threads take turns at Python's interpreter lock: {waiting:.1f} of {ranks} waited inside of their "
+    "actions while {idle:.1f} cores had nothing to do. Processes have a lock each: driver='process', under torchrun; "
+    "or let an action do more at once, by larger micro-batches or fewer partitions"
 )
+AT_WORK, WAITING, IDLE = 0.8, 0.5, 0.5
+"""Cores that one process uses, ranks that wait, and cores that idle, from which on the lock is what holds them up."""
 
 
 @dataclass(frozen=True, order=True)
@@ -93,10 +94,7 @@ def advise(steps: RecordedSteps) -> list[Advice]:
 
 
 def explain(steps: RecordedSteps) -> str:
-    """What holds the steps back most, and what to change: a free remedy comes first if it gives much.
-
-    Other processes that took cores from the ranks are named before all else.
-    """
+    """What holds the steps back most, other processes first, and what to change: free remedies first if they pay."""
     remedies = advise(steps)
     free = [advice for advice in remedies if advice.is_free and advice.gain >= MUCH]
     best = next(iter(free or remedies), None)
@@ -107,6 +105,17 @@ def explain(steps: RecordedSteps) -> str:
     if ranks > others.of - others.cores:
         return f"{OTHERS_FIRST.format(others=others, ranks=ranks)}{text[0].lower()}{text[1:]}."
     return f"{text} ({others})."
+
+
+def shared_lock(ranks: int, busy: float, used: float, others: OtherProcesses) -> list[str]:
+    """Tells of ranks as threads that wait for each other's Python, where they do.
+
+    `busy` ranks were inside of actions in the mean, for which the process used as many cores as `used`: the rest
+    waited. Layers that sleep use fewer; where no core is left, ranks wait for cores.
+    """
+    waiting, idle = busy - used, others.of - others.cores - used
+    is_told = used >= AT_WORK and waiting >= WAITING and idle >= IDLE
+    return [SHARED_LOCK.format(ranks=ranks, waiting=waiting, idle=idle)] if is_told else []
 
 
 def compare(timelines: Sequence[Timeline], predicted: Timeline, why_longer: str) -> str:
@@ -138,11 +147,14 @@ def _by_simulation(steps: RecordedSteps) -> Iterator[Advice]:
     """What other cuts, no recompute and smaller micro-batches would give."""
     if not steps.timelines[-1].is_step:
         return
-    by_replica = list(zip(*map(replicas_of, steps.timelines), strict=True))
-    program = program_of_run(by_replica[0][-1])
+    runs = [run for timeline in steps.timelines for run in replicas_of(timeline)]
+    program = program_of_run(runs[-1])
     if len(steps.partition.layers) != program.stages:
         return
-    seconds = _mean_seconds(chain(*by_replica))
+    spans: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for span in (span for run in runs for span in run.spans if span.action.kind in COMPUTE):
+        spans[span.action.stage, span.action.kind].append(span.seconds)
+    seconds = {key: fmean(some) for key, some in spans.items()}
     now, wall, shares = _length(program, seconds), steps.breakdown.seconds, steps.breakdown.shares
 
     def gain(length: float) -> float:
@@ -151,7 +163,6 @@ def _by_simulation(steps: RecordedSteps) -> Iterator[Advice]:
     text, moved, is_free = _other_cuts(steps, seconds)
     mended = gain(_length(program, moved))
     yield Advice(mended, text.format(gain=mended), is_free)
-    yield from _slow_ranks(program, [_mean_seconds(runs) for runs in by_replica], wall)
     bare = gain(_length(program.only({*Kind} - {Kind.RECOMPUTE}), seconds))
     yield _remedy(bare, shares.get("recompute", 0.0), *RECOMPUTE, is_free=False)
     forward = fmean(seconds.get((stage, Kind.FORWARD), 0.0) for stage in range(program.stages))
@@ -189,31 +200,6 @@ def _other_cuts(steps: RecordedSteps, seconds: Seconds) -> tuple[str, Seconds, b
             moved[stage, kind] += seconds.get((stage_of[layer], kind), 0.0) * shares[layer]
     text = f"{longer}: partitions={list(best.layers)} in place of {list(cuts.layers)} would give {{gain:.2f}} x"
     return text, moved, True
-
-
-def _slow_ranks(program: Program, replicas: Sequence[Seconds], wall: float) -> Iterator[Advice]:
-    """Ranks that take longer than those of other replicas with the same layers: it is not the layers."""
-    lengths = [_length(program, seconds) for seconds in replicas]
-    for rank, (replica, seconds) in product(range(program.ranks), enumerate(replicas)):
-        held = {stage for stage, holder in enumerate(program.rank_of) if holder == rank}
-        busy = [sum(some for (stage, _), some in own.items() if stage in held) for own in replicas]
-        others = busy[:replica] + busy[replica + 1 :]
-        if others and busy[replica] > (1 + SLOWER) * max(others):
-            pace = max(others) / busy[replica]
-            mended = {key: some * pace if key[0] in held else some for key, some in seconds.items()}
-            rest = max(lengths[:replica] + lengths[replica + 1 :])
-            gain = wall / (wall - max(lengths) + max(_length(program, mended), rest))
-            number = replica * program.ranks + rank
-            yield Advice(gain, SLOW_RANK.format(rank=number, more=1 / pace - 1, gain=gain))
-
-
-def _mean_seconds(timelines: Iterable[Timeline]) -> Seconds:
-    """What an action of each kind takes at each stage, in the mean."""
-    seconds: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
-    for span in chain(*(timeline.spans for timeline in timelines)):
-        if span.action.kind in COMPUTE:
-            seconds[span.action.stage, span.action.kind].append(span.seconds)
-    return {key: fmean(some) for key, some in seconds.items()}
 
 
 def _length(program: Program, seconds: Seconds) -> float:

@@ -24,7 +24,7 @@ from statistics import fmean
 from textwrap import wrap
 from typing import TYPE_CHECKING, TypeAlias
 
-from gpipe.schedule.action import COMPUTE, TRANSFERS, Action, Kind
+from gpipe.schedule.action import CLOSING, COMPUTE, TRANSFERS, Action, Kind
 from gpipe.schedule.cost import unit_costs
 from gpipe.schedule.program import Program
 from gpipe.schedule.simulate import equal_bubble, simulate
@@ -36,19 +36,14 @@ if TYPE_CHECKING:  # the table is printed without torch
     Marks: TypeAlias = Sequence[Interval]
 
 WIDTH = 88
-NOTHING = "nothing was recorded: make a step while gpipe.record(pipe) is on"
+NOTHING = "no step was recorded: make one while gpipe.record(pipe) is on; of a step that fails nothing is kept"
 ALWAYS = ("forward", "backward", "bubble", "imbalance", "late starts")
 KINDS = {
     Kind.FORWARD: "forward",
     Kind.RECOMPUTE: "recompute",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward",
-    Kind.BACKWARD_WEIGHT: "backward",
-    Kind.SEND: "communication",
-    Kind.RECEIVE: "communication",
-    Kind.REDUCE: "reduction",
-    Kind.TIE: "reduction",
-    Kind.COMMIT: "reduction",
+    **dict.fromkeys((Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), "backward"),
+    **dict.fromkeys(TRANSFERS, "communication"),
+    **dict.fromkeys(CLOSING, "reduction"),
 }
 MEANING = {  # the parts, in their order, and what each is
     "forward": "the layers, the first time",
@@ -80,9 +75,9 @@ class Breakdown:
     bubble            20.0 %     300.0  the table has ranks wait, were all stages alike
     imbalance          0.0 %       0.0  what some stages and micro-batches take longer
     late starts        0.0 %       0.0  hand-over between ranks: what was needed was there
-    a step           100.0 %    1500.0  mean of 1
-    bubble: filling 3.3%, draining 6.7%, stalls 10.0%; of the pipeline, with equal stages: 20.0%
-    busy, by rank: 80%, 80%
+    a step           100.0 %    1500.0  one step
+    bubble: filling 3.3%, draining 6.7%, stalls 10.0%; if stages were equal and all else took no time: 20.0%
+    busy or receiving, by rank: 80%, 80%
 
     Attributes:
         seconds: The wall time of a step, in the mean, with what follows until the next.
@@ -105,20 +100,14 @@ class Breakdown:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {share:.1%}" for name, share in self.bubble.items())
-        lines = [
-            *breakdown_lines(self.shares, self.seconds, self.steps),
-            f"bubble: {parts}; of the pipeline, with equal stages: {self.theory:.1%}",
-        ]
+        bubble = f"bubble: {parts}; if stages were equal and all else took no time: {self.theory:.1%}"
+        lines = [*breakdown_lines(self.shares, self.seconds, self.steps), bubble]
         busy = ", ".join(f"{share:.0%}" for share in self.busy)
-        return "\n".join([*lines, *wrap(f"busy, by rank: {busy}", WIDTH)])
+        return "\n".join([*lines, *wrap(f"busy or receiving, by rank: {busy}", WIDTH)])
 
 
 def breakdown(timelines: Sequence[Timeline]) -> Breakdown:
-    """Finds where the time of steps went.
-
-    Raises:
-        ValueError: There is no step.
-    """
+    """Finds where the time of steps went."""
     if not timelines:
         raise ValueError(NOTHING)
     by_step = [[_of_replica(replica) for replica in replicas_of(timeline)] for timeline in timelines]
@@ -177,10 +166,8 @@ def _of_replica(timeline: Timeline) -> Breakdown:
             of_stage[span.action.stage] += span.seconds / program.micro_batches
     occupied = sum(seconds.values())
     took = _durations(timeline)
-    alike = {
-        kind: fmean(own for action, own in took.items() if action.kind is kind)
-        for kind in {each.kind for each in took}
-    }
+    kinds = {action.kind for action in took}
+    alike = {kind: fmean(own for action, own in took.items() if action.kind is kind) for kind in kinds}
     measured = min(on_paper(program, took.__getitem__).seconds, timeline.seconds)
     equal = on_paper(program, lambda action: alike[action.kind])
     at_best = min(equal.seconds, measured)
@@ -289,4 +276,5 @@ def breakdown_lines(shares: Mapping[str, float], seconds: float, steps: int) -> 
     rounded = percentages(shares)
     for name, share in shares.items():
         yield f"{name:<16}{rounded[name]:>6.1f} %{share * seconds * 1000:>10.1f}  {MEANING.get(name, '')}".rstrip()
-    yield f"{'a step':<16}{sum(rounded.values()):>6.1f} %{seconds * 1000:>10.1f}  mean of {steps}"
+    which = "one step" if steps == 1 else f"mean of {steps}"
+    yield f"{'a step':<16}{sum(rounded.values()):>6.1f} %{seconds * 1000:>10.1f}  {which}"

@@ -28,10 +28,8 @@ ORDINALS = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 class Ruler:
     """From time to columns."""
 
-    unit: int
-    """The columns of the shortest action."""
-    seconds: float
-    """How long that takes."""
+    unit: int  # the columns of the shortest action
+    seconds: float  # how long that takes
 
     def column(self, seconds: float) -> int:
         """Where something begins that begins at this time."""
@@ -159,13 +157,7 @@ def panel(timeline: Timeline, ruler: Ruler, *, colored: bool, unit: Unit = "") -
 
 
 def legend(timelines: Collection[Timeline], *, colored: bool) -> Iterator[Text]:
-    r"""What the colours of lanes mean, or the letters.
-
-    >>> from gpipe.schedule.schedules.by_name import program_of
-    >>> print(*legend([figures(program_of("zb_v", 2, 2)).timeline], colored=False), sep="\n")
-    F forward   I backward, inputs   W backward, weights   . idle
-    f, i, w at a rank's second stage
-    """
+    """What the colours of lanes mean, or the letters."""
     kinds = [kind for kind in kinds_in(timelines) if kind in COMPUTE]
     letters = [(f" {kind.value} ", style(kind, 0, stages=1)) if colored else kind.value for kind in kinds]
     words = [Text.assemble(letter, f" {NAMES[kind]}") for letter, kind in zip(letters, kinds, strict=True)]
@@ -175,17 +167,16 @@ def legend(timelines: Collection[Timeline], *, colored: bool) -> Iterator[Text]:
         yield Text("lighter at a rank's later stages")
     elif stages > 1:
         each = zip(range(1, stages), ORDINALS, strict=False)
-        later = (
-            f"{', '.join(letter_of(kind, nth) for kind in kinds)} at a rank's {name} stage" for nth, name in each
-        )
+        later = (f"{', '.join(letter_of(kind, n) for kind in kinds)} at a rank's {name} stage" for n, name in each)
         yield Text("; ".join(later))
 
 
 def words(found: Figures) -> Iterator[str]:
     """What a schedule costs, in a few lines."""
-    yield f"bubble {found.bubble:.1%}: {found.seconds:g} from beginning to end, of which a rank works {found.work:g}"
+    yield f"bubble {found.bubble:.1%} over all ranks: the busiest works {found.work:.7g} of {found.seconds:.7g} units"
     peaks = [f"{peak:.3g}" for peak in found.peaks]
     each = f"{peaks[0]} on each rank" if len(set(peaks)) == 1 else f"{', '.join(peaks)}, by rank"
-    yield f"micro-batches held at most: {each}"
+    kept = "; inputs that are kept for recomputes come on top" if Kind.RECOMPUTE in kinds_in([found.timeline]) else ""
+    yield f"activations held at most, in micro-batches: {each}{kept}"
     few = "" if found.split == 1 else f", {found.split:.0%} of them"
     yield f"backwards: split into I and W{few}" if found.split else "backwards: whole"

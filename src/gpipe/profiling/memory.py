@@ -19,7 +19,7 @@ from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import CompiledAction
 from gpipe.schedule.action import Kind
 from gpipe.stages.boundary import BoundaryValue
-from gpipe.stages.messages import Message
+from gpipe.stages.quantized import is_quantized, pieces_of, stored_in
 from gpipe.stages.tree import storage_address, tensors_in
 
 
@@ -71,12 +71,13 @@ class Watches:
     """
 
     def __init__(self) -> None:
-        self.by_rank = defaultdict[int, Watch](Watch)
+        self.by_rank = defaultdict[int, Watch](lambda: Watch(_address))
         self._arrived: dict[tuple[int, int, int | None], list[Tensor]] = {}
 
     def taken(self, rank: Rank, step: CompiledAction) -> None:
         """Counts what a step was brought where it is now, and where it was made no longer if it is not kept there."""
-        tensors = [tensor for message in rank.taken for tensor in _tensors_of(message)]
+        values = [message.value if isinstance(message, BoundaryValue) else message for message in rank.taken]
+        tensors = tensors_in(values)
         others = [watch for other, watch in list(self.by_rank.items()) if other != step.rank]
         for tensor in tensors:
             for watch in others:
@@ -106,20 +107,18 @@ class Watches:
         return {rank: (watch.crossed, watch.peak - watch.crossed) for rank, watch in self.by_rank.items()}
 
 
-def _tensors_of(message: Message) -> list[Tensor]:
-    if isinstance(message, BoundaryValue):
-        return tensors_in(message.value)
-    return [gradient for gradient in message if isinstance(gradient, Tensor)]
+def _address(tensor: Tensor) -> int:
+    """Where a tensor lies; a view of a weight that a quantizer made is no memory more."""
+    return storage_address(pieces_of(tensor)[0] if is_quantized(tensor) else tensor)
 
 
 def held(modules: Iterable[nn.Module], states: Iterable[Mapping[Tensor, Any]], peak: tuple[int, int] | None) -> Held:
     """What the modules of a rank, states of optimizers by parameter, and activations need, if their peak is known."""
     parameters = dict.fromkeys(p for module in modules for p in module.parameters())
-    buffers = dict.fromkeys(b for module in modules for b in module.buffers())
     gradients = [p.grad for p in parameters if p.grad is not None]
     optimizer = [state.get(p) for state in states for p in parameters]
     return Held(
-        _bytes([*parameters, *buffers]),
+        _bytes(stored_in(modules)),
         _bytes(gradients) or _bytes([p for p in parameters if p.requires_grad]),
         _bytes(leaf for leaf in tree_leaves(optimizer) if isinstance(leaf, Tensor)),
         *(peak or (None, None)),

@@ -13,7 +13,6 @@ from gpipe.schedule.action import parse_route
 from gpipe.stages.messages import Control, Crossed, Label, Traffic
 
 SCHEMA = {"schema": "gpipe.messages", "version": 1}  # the first line of a file
-NO_MESSAGES = "{path} does not begin with {schema}; give a file that recording.save('messages.jsonl') wrote"
 REDUCED = {Control.GRADIENTS, Control.SUMMED_GRADIENTS}
 
 
@@ -67,12 +66,8 @@ def messages_of(runs: Sequence[RecordedRun]) -> list[Message]:
     found: list[Message] = []
     for step, run in enumerate(runs):
         traffic = [each.moved(-runs[0].when[0]) for each in run.traffic]  # by one clock
-        sent = {
-            (rank, one.peer, one.label): one.begun
-            for rank, own in enumerate(traffic)
-            for one in own.crossed
-            if one.sends
-        }
+        crossed = [(rank, one) for rank, own in enumerate(traffic) for one in own.crossed]
+        sent = {(rank, one.peer, one.label): one.begun for rank, one in crossed if one.sends}
         each = [message for rank, own in enumerate(traffic) for message in _of_rank(step, rank, own, sent)]
         found += sorted(each, key=lambda message: (message.asked, message.rank))
     return found
@@ -172,8 +167,8 @@ def read_messages(path: str | Path) -> list[Message]:
     True
     """
     head, *lines = Path(path).read_text(encoding="utf-8").splitlines() or [""]
-    if head != json.dumps(SCHEMA):
-        raise ValueError(NO_MESSAGES.format(path=path, schema=json.dumps(SCHEMA)))
+    if head != (schema := json.dumps(SCHEMA)):
+        raise ValueError(f"{path} does not begin with {schema}; give what recording.save('messages.jsonl') wrote")
     return [Message(**{name: _tuples(value) for name, value in json.loads(line).items()}) for line in lines]
 
 

@@ -1,21 +1,21 @@
 """A run as one page of HTML that needs nothing else: neither a network nor files beside it.
 
-All text is escaped, and the page's own policy forbids it to load anything. What has no data has no section. Colours
-follow the reader's light or dark mode; `page.js` draws the timeline, which is the only part that needs a script, from
+All text is escaped, and `page.html` has a policy that forbids it to load anything. What has no data has no section.
+Colours follow the reader's light or dark mode; `page.js` draws the timeline, the only part that needs a script, from
 JSON: small, whole numbers, names in a table. Of a run of many steps some are drawn, so that it opens at once.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from itertools import cycle
-from math import floor, isfinite, log10
+from math import isfinite
+from string import Template
 
-from gpipe.planner.search.device import bytes_text
+from gpipe.planner.search.device import bytes_text, lasts
 from gpipe.profiling.breakdown import MEANING, percentages
 from gpipe.profiling.stored import Report
-from gpipe.profiling.svg import COLORS, is_bright, kinds_in, most_stages, note_of, nth_stages, shade
+from gpipe.profiling.svg import COLORS, is_bright, kinds_in, most_stages, note_of, nth_stages, read_own, shade
 from gpipe.schedule.action import NAMES, TRANSFERS, Action, Kind
 from gpipe.schedule.timeline import Timeline
 
@@ -23,7 +23,6 @@ MOST_SPANS = 30_000  # about 17 characters each: half a megabyte
 MOST_STEPS = 100
 PARTS = 1_000_000
 """Into so many parts a step is divided: times are whole numbers of them. Zoomed in furthest, one is two pixels."""
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 REST = ("#bbbbbb", "#8c96a3", "#aa3377", "#e07b39", "#66ccee", "#997755", "#cc6688", "#5566bb", "#77aa99", "#d0a0d0")
 """Colours of parts that are no kind of action, in the order in which they come."""
 
@@ -100,31 +99,22 @@ def report_html(report: Report) -> str:
     """
     if any(timeline.seconds <= 0 for timeline in _all_timelines(report)):
         raise ValueError("a page draws timelines that are longer than 0 seconds each")
-    return "\n".join(
-        (
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            '<meta name="color-scheme" content="light dark">',
-            '<link rel="icon" href="data:,">',
-            f"<title>{escape(report.title)}</title>",
-            f"<style>\n{_own('page.css')}</style>\n</head>\n<body>",
-            *_header(report),
-            "<main>",
-            *_section("timeline", "Timeline", _timeline(report)),
-            *_section("breakdown", "Where the time went", _breakdown(report)),
-            *_section("memory", "Memory at the peak", _memory(report)),
-            *_section("losses", "Loss", _losses(report)),
-            *_section("configuration", "Configuration", _configuration(report)),
-            "</main>",
-            *_script(report),
-            "</body>\n</html>\n",
-        )
+    sections = {
+        ("timeline", "Timeline"): _timeline(report),
+        ("breakdown", "Where the time went"): _breakdown(report),
+        ("memory", "Memory at the peak"): _memory(report),
+        ("losses", "Loss"): _losses(report),
+        ("configuration", "Configuration"): _configuration(report),
+    }
+    title, header = escape(report.title), "\n".join(_header(report))
+    body = "\n".join(line for named, lines in sections.items() for line in _section(*named, lines))
+    return _filled(
+        "page.html", title=title, style=read_own("page.css"), header=header, body=body, script=_script(report)
     )
 
 
-def _own(name: str) -> str:
-    return files("gpipe.profiling").joinpath(name).read_text(encoding="utf-8")
+def _filled(template: str, **places: str) -> str:
+    return Template(read_own(template)).substitute(places)
 
 
 def _section(name: str, title: str, lines: Iterable[str]) -> Iterator[str]:
@@ -136,7 +126,6 @@ def _section(name: str, title: str, lines: Iterable[str]) -> Iterator[str]:
 
 
 def _header(report: Report) -> Iterator[str]:
-    yield f"<header>\n<h1>{escape(report.title)}</h1>"
     if report.sentence:
         yield f'<p class="sentence">{escape(report.sentence)}</p>'
     if figures := list(_figures(report)):
@@ -145,7 +134,6 @@ def _header(report: Report) -> Iterator[str]:
             small = f"<small>{escape(note)}</small>" if note else ""
             yield f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{small}</dd></div>"
         yield "</dl>"
-    yield "</header>"
 
 
 def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
@@ -176,25 +164,14 @@ def _timeline(report: Report) -> Iterator[str]:
     drawn = _all_timelines(report)
     if not drawn:
         return
-    yield from _step_choice(report)
-    yield '<div class="tools"><output id="range"></output><span class="buttons">'
-    for name, sign, title in (("out", "−", "zoom out"), ("in", "+", "zoom in"), ("whole", "whole step", "all of it")):
-        yield f'<button type="button" id="{name}" title="{title}" aria-label="{title}">{sign}</button>'
-    yield "</span>"
-    if report.predicted is not None and report.timelines:
-        yield '<label><input type="checkbox" id="show-predicted" checked> predicted, above each rank</label>'
-    yield "</div>"
-    yield '<div class="lanes"><div id="names"></div>'
-    yield '<div id="view" tabindex="0" role="application" aria-label="timeline" aria-describedby="keys">'
-    yield '<div id="strip"><canvas id="canvas"></canvas></div></div><div id="tip" role="status"></div></div>'
-    yield '<p id="outside" class="soft"></p>'
+    beside = '<label><input type="checkbox" id="show-predicted" checked> predicted, above each rank</label>'
     kinds = ((NAMES[kind], COLORS[kind]) for kind in kinds_in(drawn))
-    yield from _legend([*kinds, ("idle", "var(--idle)"), (note_of(drawn), "")])
-    yield (
-        '<p id="keys" class="soft">Point at an action to follow its micro-batch; drag across to zoom, or Ctrl and '
-        "wheel, or two fingers. Keys: arrows go from action to action, + and − zoom, 0 shows the whole step.</p>"
+    yield _filled(
+        "timeline.html",
+        choice="\n".join(_step_choice(report)),
+        predicted=beside if report.predicted is not None and report.timelines else "",
+        legend="\n".join(_legend([*kinds, ("idle", "var(--idle)"), (note_of(drawn), "")])),
     )
-    yield "<noscript><p>The timeline is drawn by a script, and scripts are switched off here.</p></noscript>"
 
 
 def _step_choice(report: Report) -> Iterator[str]:
@@ -308,26 +285,13 @@ def _configuration(report: Report) -> Iterator[str]:
         yield "</dl>"
 
 
-def _script(report: Report) -> Iterator[str]:
-    if _all_timelines(report):
-        data = steps_json(report).replace("<", "\\u003c")  # no text in it may end the element
-        yield f'<script type="application/json" id="data">{data}</script>'
-    yield f"<script>\n{_own('page.js')}</script>"
+def _script(report: Report) -> str:
+    if not _all_timelines(report):
+        return f"<script>\n{read_own('page.js')}</script>"
+    data = steps_json(report).replace("<", "\\u003c")  # no text in it may end the element
+    return f'<script type="application/json" id="data">{data}</script>\n<script>\n{read_own("page.js")}</script>'
 
 
 def percent(share: float) -> str:
     """A share in whole percent."""
     return f"{100 * share:.0f} %"
-
-
-def lasts(seconds: float) -> str:
-    """A time, in three digits and the unit that suits it.
-
-    >>> lasts(0.01234), lasts(0.9996), lasts(2e-7), lasts(0.0)
-    ('12.3 ms', '1.00 s', '0.200 µs', '0 ms')
-    """
-    if not seconds:
-        return "0 ms"
-    size, unit = next(((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if seconds >= 0.9995 * s), (1e-6, "µs"))
-    value = seconds / size
-    return f"{value:.{max(0, 2 - floor(log10(float(f'{value:.3g}'))))}f} {unit}"

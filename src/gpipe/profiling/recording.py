@@ -4,10 +4,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
@@ -17,13 +18,15 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from gpipe.errors import is_count
 from gpipe.planner.watch import Watch
 from gpipe.profiling import Report, report_html, trace_json, typical_svg, write_picture
-from gpipe.profiling.advice import SOME_CORES, Advice, RecordedSteps, advise, compare, explain
-from gpipe.profiling.breakdown import NOTHING, Breakdown, breakdown, windows
+from gpipe.profiling.advice import SOME_CORES, Advice, RecordedSteps, advise, compare, explain, shared_lock
+from gpipe.profiling.breakdown import MEANING, NOTHING, Breakdown, breakdown, windows
 from gpipe.profiling.memory import Held, Meter, OtherProcesses, Watches, held
 from gpipe.profiling.messages import Message, messages_of, write_messages
 from gpipe.runtime.recorder import Interval, Recorder
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import CompiledAction
+from gpipe.schedule.action import COMPUTE
+from gpipe.schedule.cell import in_cell
 from gpipe.schedule.timeline import Timeline, steps_among
 
 if TYPE_CHECKING:
@@ -77,6 +80,7 @@ class Recording(Recorder):
         if self._pipe.recorder is self:
             self._pipe.recorder = self._before
         self._meter.stop()
+        self._pipe._examination.tell(self._shared_lock())
 
     def __enter__(self) -> Self:
         if not self._is_on:
@@ -144,6 +148,24 @@ class Recording(Recorder):
         states, peaks = list(self._states.values()), {} if self._watches is None else self._watches.peaks()
         return {rank: held(modules, states, peaks.get(rank)) for rank, modules in sorted(self._layers().items())}
 
+    def metrics(self) -> dict[str, float]:
+        """What the recorded steps took as plain numbers by name, means over them, for a tracker.
+
+        Times are in seconds, sizes in bytes; a table in docs/seeing.md has all names. What is not known is left out;
+        of memory a process has that of its own ranks.
+
+        >>> import torch, gpipe
+        >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
+        >>> with gpipe.record(pipe) as recording:
+        ...     loss = pipe.step(torch.ones(4, 2), torch.ones(4, 1), torch.nn.functional.mse_loss)
+        >>> numbers = recording.metrics()
+        >>> numbers["steps"], numbers["loss"] == loss.item(), 0 < numbers["share/forward"] < 1
+        (1.0, True, True)
+        """
+        losses = [float(loss) for loss in self.losses]
+        steps = replace(self._steps(""), predicted_memory=self._pipe.prediction.peak_bytes or ())
+        return metrics_of(steps, losses, self.messages(), self.memory())
+
     def messages(self) -> list[Message]:
         """What crossed between processes, of all ranks: each message at both ends, each reduction on each rank.
 
@@ -173,7 +195,6 @@ class Recording(Recorder):
         self._watches.worked(run, step)
 
     def _layers(self) -> dict[int, list[nn.Module]]:
-        """Of each rank of this process."""
         engine = self._pipe._processes.engine
         layers: dict[int, list[nn.Module]] = {}
         for stage in engine.own:
@@ -209,6 +230,9 @@ class Recording(Recorder):
             return "no steps recorded"
         return "\n".join(filter(None, (str(self.breakdown()), self.beside_prediction())))
 
+    def _repr_html_(self) -> str | None:
+        return in_cell("recording", self)
+
     def beside_prediction(self) -> str:
         """What was predicted of a step beside what it took, and why, if that is another; empty without prediction."""
         prediction, steps = self._pipe.prediction, [timeline for timeline in self.timelines if timeline.is_step]
@@ -228,9 +252,20 @@ class Recording(Recorder):
         processes = self._pipe._processes
         return "process" if processes.position is not None else "threads" if processes.engine.threaded else "lockstep"
 
-    def _recorded_steps(self) -> RecordedSteps:
-        """The training steps, if there are any: evaluations between have other tables."""
-        steps, settings = steps_among(self.timelines), self._pipe._settings
+    def _shared_lock(self) -> list[str]:
+        """The finding that ranks wait for each other's Python; on accelerators actions are no time of the host's."""
+        others, stages = self._others(), self._pipe._processes.engine.own
+        on_host = self._driver == "threads" and all(stage.device.type == "cpu" for stage in stages)
+        if others is None or not self.runs or not on_host:
+            return []
+        spans = [span for run in self.runs for span in run.timeline.spans if span.action.kind in COMPUTE]
+        wall = sum(run.timeline.seconds for run in self.runs)
+        busy, used = sum(span.seconds for span in spans) / wall, sum(run.cpu for run in self.runs) / wall
+        return shared_lock(self.runs[0].timeline.ranks, busy, used, others)
+
+    def _recorded_steps(self, steps: Sequence[Timeline] = ()) -> RecordedSteps:
+        """Some of the steps, or all training steps, if there are any: evaluations between have other tables."""
+        steps, settings = steps or steps_among(self.timelines), self._pipe._settings
         return RecordedSteps(
             steps,
             breakdown(steps),
@@ -251,6 +286,36 @@ class Recording(Recorder):
         self._states[id(optimizer)] = optimizer.state
         if not self._begun:
             self._updates.append((start, time.perf_counter()))
+
+
+def metrics_of(
+    steps: Report, losses: Sequence[float], messages: Sequence[Message], held: Mapping[int, Held]
+) -> dict[str, float]:
+    """The numbers of some steps, and what was predicted; docs/seeing.md has all names."""
+    found, runs = breakdown(steps.timelines), len(steps.timelines)
+    numbers: dict[str, float] = {"steps": found.steps, "step_seconds": found.seconds, "table_bubble": found.theory}
+    if losses:
+        numbers["loss"] = fmean(losses)
+    if (typical := steps.timelines[steps.typical]).is_step:
+        numbers["pipeline_seconds"] = typical.seconds
+    if steps.predicted is not None:
+        numbers["predicted_seconds"] = steps.predicted.seconds
+    for name, kind in (("sent_bytes", "send"), ("reduced_bytes", "reduce")):
+        numbers[name] = sum(message.bytes for message in messages if message.kind == kind) / runs
+    parts: dict[str, Mapping[str, float]] = {
+        "share": {name.replace(" ", "_"): found.shares.get(name, 0.0) for name in MEANING},
+        "bubble": found.bubble,
+        "busy": _by("rank", found.busy),
+        "stage_seconds": _by("stage", found.stage_seconds),
+        "memory_bytes": {f"rank_{rank}": one.total for rank, one in held.items() if one.activations is not None},
+        "predicted_memory_bytes": _by("rank", steps.predicted_memory),
+    }
+    numbers |= {f"{part}/{name}": value for part, values in parts.items() for name, value in values.items()}
+    return {name: float(value) for name, value in numbers.items()}
+
+
+def _by(what: str, values: Sequence[float]) -> dict[str, float]:
+    return {f"{what}_{at}": value for at, value in enumerate(values)}
 
 
 def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recording:

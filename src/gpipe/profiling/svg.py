@@ -4,15 +4,18 @@ A lane is as long as its step, and gray where its rank computes nothing; transfe
 Where a rank holds several stages, the boxes of later ones are lighter. A file takes the SVG, or points made of it.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.resources import files
 from itertools import groupby
 from math import ceil, floor, log10
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Literal, TypeAlias
 from xml.sax.saxutils import escape, quoteattr
 
+from gpipe.planner.search.device import lasts
 from gpipe.profiling.stored import Report
 from gpipe.schedule.action import NAMES, TRANSFERS, Kind
 from gpipe.schedule.timeline import Timeline
@@ -36,23 +39,12 @@ LEFT, RIGHT = 96, 24  # beside the lanes: who the lane belongs to, half a tick l
 PAD, TITLE, LANE, GAP, BETWEEN, AXIS, LEGEND = 10, 30, 30, 6, 16, 26, 26
 BOX, LINE = 25, 4  # heights within a lane: a box, a transfer
 DIGIT, LETTER = 7, 6.5  # rough widths of type
+MOST_LANES, MOST_SPANS = 32, 4000  # of a small picture
 SHARPNESS = 3  # points of a PNG for each unit of the SVG: 2880 across, 300 per inch at the width of a page of paper
 NO_RENDERER = "a .png is drawn by resvg-py: pip install 'gpipe[plots]', or give a path that ends in .svg"
 
 Unit: TypeAlias = Literal["ms", ""]
 """What times are written in: milliseconds, or units that have no name, of which one is a second of the timeline."""
-
-STYLE = """
-text { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1f2328 }
-.page { fill: #ffffff } .idle { fill: #e4e7eb } .grid { stroke: #c8cdd3 } .box { stroke: #ffffff; stroke-width: .6 }
-.title { font-size: 14px; font-weight: 600 } .soft { font-size: 11px; fill: #59636e }
-.label { font-size: 11px; fill: #ffffff } .ink { fill: #1f2328 }
-.label, .tick { text-anchor: middle } .right { text-anchor: end }
-@media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3 } .page { fill: #0d1117 } .idle { fill: #2a313c } .grid { stroke: #3d444d }
-  .box { stroke: #0d1117 } .soft { fill: #9198a1 } .label { fill: #ffffff } .ink { fill: #1f2328 }
-}
-"""
 
 
 def nth_stages(timeline: Timeline) -> dict[tuple[int, int], int]:
@@ -79,11 +71,7 @@ def shade(kind: Kind, nth: int, stages: int) -> str:
 
 
 def is_bright(color: str) -> bool:
-    """Whether type on this colour is to be dark.
-
-    >>> is_bright("#4477aa"), is_bright("#abc2d9")
-    (False, True)
-    """
+    """Whether type on this colour is to be dark."""
     red, green, blue = ((part / 255) ** 2.2 for part in bytes.fromhex(color[1:]))
     luminance: float = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return luminance > BRIGHT
@@ -127,10 +115,13 @@ def timeline_svg(timeline: Timeline, title: str = "") -> str:
     return timelines_svg({title: timeline})
 
 
-def timelines_svg(timelines: Mapping[str, Timeline], unit: Unit = "ms", width: int = WIDTH) -> str:
+def timelines_svg(
+    timelines: Mapping[str, Timeline], unit: Unit = "ms", width: int = WIDTH, *, small: bool = False
+) -> str:
     """Draws several steps, by title, one above the other on a common time axis, each with its utilization.
 
-    Of a table whose costs are in proportions alone, `unit=""` writes times as they are.
+    Of a table whose costs are in proportions alone, `unit=""` writes times as they are. A `small` picture, below
+    150 kB whatever it is of, has no tips, and of many ranks and actions the first, as its title says then.
 
     >>> from gpipe.schedule.action import parse_action
     >>> from gpipe.schedule.timeline import Span
@@ -143,62 +134,96 @@ def timelines_svg(timelines: Mapping[str, Timeline], unit: Unit = "ms", width: i
     """
     if not timelines or min(timeline.seconds for timeline in timelines.values()) <= 0:
         raise ValueError("a picture needs at least one timeline, each longer than 0 seconds")
-    scale = Scale(max(timeline.seconds for timeline in timelines.values()), width, unit)
+    most = MOST_SPANS // len(timelines)
+    parts = [_first(timeline, most) if small else timeline for timeline in timelines.values()]
+    scale = Scale(max(part.seconds for part in parts), width, unit)
     said = {}
     panels, y = list[str](), float(PAD)
-    for title, timeline in timelines.items():
-        lasts = f"{timeline.seconds * 1000:.0f} ms" if unit == "ms" else f"{timeline.seconds:g}"
-        said[title] = f"{lasts}, utilization {1 - timeline.idle_share():.0%}"
-        panels.append(f'<text class="title" x="{PAD}" y="{y + 14:g}">{escape(title)}</text>')
+    for (title, timeline), part in zip(timelines.items(), parts, strict=True):
+        said[title] = f"{lasts(timeline.seconds, unit)}, utilization {1 - timeline.idle_share():.0%}"
+        head = escape(_head(title, timeline, part, scale))
+        panels.append(f'<text class="title" x="{PAD}" y="{y + 14:g}">{head}</text>')
         panels.append(f'<text class="right" x="{width - RIGHT:g}" y="{y + 14:g}">{said[title]}</text>')
-        panels += _panel(timeline, scale, y + TITLE)
-        y += TITLE + timeline.ranks * (LANE + GAP) + BETWEEN
+        panels += _panel(timeline, part, scale, y + TITLE, small=small)
+        y += TITLE + part.ranks * (LANE + GAP) + BETWEEN
     y -= BETWEEN
     legend, bottom = _legend(timelines.values(), width, y + AXIS)
-    label = quoteattr("; ".join(f"{title}: {text}" for title, text in said.items()))
-    size = f'viewBox="0 0 {width} {ceil(bottom)}" width="{width}" height="{ceil(bottom)}"'
-    ticks = (
-        f'<text class="tick soft" x="{scale(tick):.2f}" y="{y + 12:g}">'
-        f"{scale.shown(tick):g}{f' {unit}' if unit and tick == 0 else ''}</text>"
-        for tick in scale.ticks()
-    )
+    label = "; ".join(f"{title}: {text}" for title, text in said.items())
+    ticks = list[str]()
+    for tick in scale.ticks():
+        text = f"{scale.shown(tick):,.7g}{'' if tick else ' ms' if unit else ' units'}"
+        ticks.append(f'<text class="tick soft" x="{scale(tick):.2f}" y="{y + 12:g}">{text}</text>')
+    return document((*panels, *ticks, *legend), label, width, ceil(bottom))
+
+
+def document(elements: Iterable[str], label: str, width: int, height: int) -> str:
+    """An SVG on a page of its own colour, with the style of all pictures."""
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     return "\n".join(
         (
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label={label}>',
-            f"<style>{STYLE}</style>",
-            f'<rect class="page" width="{width}" height="{ceil(bottom)}" rx="6"/>',
-            *panels,
-            *ticks,
-            *legend,
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label={quoteattr(label)}>',
+            f"<style>\n{read_own('svg.css')}</style>",
+            f'<rect class="page" width="{width}" height="{height}" rx="6"/>',
+            *elements,
             "</svg>\n",
         )
     )
 
 
-def _panel(timeline: Timeline, scale: Scale, y: float) -> Iterator[str]:
-    """Lines through the lanes at round times, and for each rank a lane with its boxes."""
-    tops = [y + rank * (LANE + GAP) for rank in range(timeline.ranks)]
+def read_own(name: str) -> str:
+    """A file beside this one."""
+    return files("gpipe.profiling").joinpath(name).read_text(encoding="utf-8")
+
+
+def _first(timeline: Timeline, most: int) -> Timeline:
+    """The first ranks of a timeline, for as long as they do so many actions at most."""
+    ranks = min(timeline.ranks, MOST_LANES)
+    own = sorted((span for span in timeline.spans if span.rank < ranks), key=attrgetter("start"))
+    until = own[most].start if len(own) > most else timeline.seconds
+    spans = (replace(span, end=min(span.end, until)) for span in own if span.start < until)
+    return Timeline(ranks, tuple(spans), until)
+
+
+def _head(title: str, timeline: Timeline, part: Timeline, scale: Scale) -> str:
+    """The title of a part of a timeline, which says that it is one."""
+    if part.ranks < timeline.ranks:
+        title += f"; ranks 0 to {part.ranks - 1} of {timeline.ranks}"
+    if part.seconds < timeline.seconds:
+        title += f"; the first {lasts(part.seconds, scale.unit)}"
+    return title
+
+
+def _panel(timeline: Timeline, part: Timeline, scale: Scale, y: float, *, small: bool) -> Iterator[str]:
+    """Round times as lines, and a lane of boxes for each rank of a part; if small, boxes of a colour are one path."""
+    tops = [y + rank * (LANE + GAP) for rank in range(part.ranks)]
     for tick in scale.ticks():
         yield f'<path class="grid" d="M{scale(tick):.2f} {y - GAP:g}V{tops[-1] + LANE + GAP:g}"/>'
     for rank, top in enumerate(tops):
         idle = 1 - timeline.busy(rank) / timeline.seconds
         yield f'<text x="{PAD}" y="{top + 12:g}">rank {rank}</text>'
         yield f'<text class="soft" x="{PAD}" y="{top + 26:g}">{idle:.0%} idle</text>'
-        width = scale(timeline.seconds) - LEFT
+        width = scale(part.seconds) - LEFT
         yield f'<rect class="idle" x="{LEFT}" y="{top:g}" width="{width:.2f}" height="{LANE}"/>'
     nth, stages = nth_stages(timeline), most_stages([timeline])
-    for span in timeline.spans:
+    paths, numbers = defaultdict[tuple[str, int], str](str), list[str]()
+    for span in part.spans:
         kind, micro_batch = span.action.kind, span.action.micro_batch
         color = shade(kind, nth[span.rank, span.action.stage], stages)
         x, width, top = scale(span.start), scale(span.end) - scale(span.start), tops[span.rank]
         shape, top, height = ("line", top + LANE - LINE, LINE) if kind in TRANSFERS else ("box", top, BOX)
-        lasts = f"{scale.shown(span.seconds):.2f} {scale.unit}".rstrip()
-        tip = escape(f"{span.action}: {NAMES[kind]}, {lasts} from {scale.shown(span.start):.2f}")
-        place = f'x="{x:.2f}" y="{top:g}" width="{width:.2f}" height="{height}"'
-        yield f'<rect class="{shape}" {place} fill="{color}"><title>{tip}</title></rect>'
+        if small:
+            paths[color, height] += f"M{x:.1f} {top + height / 2:g}h{max(width - 0.6, 0.3):.1f}"
+        else:
+            lasts = f"{scale.shown(span.seconds):.2f} {scale.unit}".rstrip()
+            tip = escape(f"{span.action}: {NAMES[kind]}, {lasts} from {scale.shown(span.start):.2f}")
+            place = f'x="{x:.2f}" y="{top:g}" width="{width:.2f}" height="{height}"'
+            yield f'<rect class="{shape}" {place} fill="{color}"><title>{tip}</title></rect>'
         if micro_batch is not None and shape == "box" and width >= DIGIT * len(str(micro_batch)) + 2:
             ink = "label ink" if is_bright(color) else "label"
-            yield f'<text class="{ink}" x="{x + width / 2:.2f}" y="{top + 17:g}">{micro_batch}</text>'
+            numbers.append(f'<text class="{ink}" x="{x + width / 2:.1f}" y="{top + 17:g}">{micro_batch}</text>')
+    for (color, height), path in paths.items():
+        yield f'<path stroke="{color}" stroke-width="{height}" d="{path}"/>'
+    yield from numbers
 
 
 def note_of(timelines: Iterable[Timeline]) -> str:

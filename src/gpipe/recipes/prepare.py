@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gpipe
+from gpipe.recipes.data import imported
 from gpipe.recipes.options.files import write_config
 from gpipe.recipes.options.training import TrainOptions, flag, refuse
 from gpipe.recipes.recipe import Averages, Recipe, Share
@@ -168,32 +169,25 @@ def one_thread() -> Iterator[None]:
 def prepare(recipe: Recipe[Any], costs: Sequence[float] | None = None, world: World | None = None) -> Job:
     """Builds the network and its pipeline, and goes back to where the run was.
 
-    Args:
-        recipe: What is trained, with options that are settled for the processes.
-        costs: What each layer costs; by default its time is measured.
-        world: The processes that train together; by default those of torchrun, or else this one alone.
-
-    Raises:
-        ValueError: The options cannot be, or the checkpoint does not fit them: what to do, a line for each. Or
-            another training writes into the folder.
+    By default the time of layers is measured, and the processes are those of torchrun, or else this one alone. A
+    ValueError says of options that cannot be, or do not fit the checkpoint, what to do, a line for each.
     """
     world, options = world or find_world(os.environ), recipe.options
+    if (tracker := options.report_to) is not None:
+        imported(tracker, f"--report-to {tracker} needs {tracker}", tracker)
     layers = build(recipe)
     begun = options.resume and gpipe.find_checkpoint(options.out / CHECKPOINTS) is not None
     if options.resume and not begun and (options.out / WEIGHTS).is_file():
-        raise ValueError(
-            f"{options.out} has the weights of a run and no checkpoint to go on from: leave --resume out to begin "
-            f"anew, or start from them by --from {options.out} in another folder"
-        )
+        remedy = f"leave --resume out to begin anew, or start from them by --from {options.out} in another folder"
+        raise ValueError(f"{options.out} has the weights of a run and no checkpoint to go on from: {remedy}")
     if options.from_ is not None and not begun:
         recipe.fit(read_weights(options.from_), layers)
     pipe, how = make_pipe(recipe, layers, costs, world)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(
-            f"--out is {options.out}, which cannot be made: {error.strerror}; choose another folder"
-        ) from None
+        why = f"--out is {options.out}, which cannot be made: {error.strerror}; choose another folder"
+        raise ValueError(why) from None
     with locked(options.out, world):
         job = Job(recipe, pipe, how, world)
         _begin(job)
@@ -223,15 +217,16 @@ def read_weights(run: Path) -> Mapping[str, Any]:
 
 
 def make_pipe(
-    recipe: Recipe[Any], layers: list[nn.Module], costs: Sequence[float] | None, world: World
+    recipe: Recipe[Any], layers: Any, costs: Sequence[float] | None, world: World, sample: Any = None
 ) -> tuple[gpipe.GPipe, dict[str, Any]]:
-    """Cuts the layers as the options say, or as is fastest on this machine; gives also how."""
+    """Cuts the layers, or a model, as the options say, or as is fastest on this machine; gives also how."""
     o: TrainOptions = recipe.options
     k = o.partitions
     assert k is not None
     replicas = world.size // k if world.launched else 1
     m = o.micro_batches // replicas
-    sample = None if costs and o.plan is None else recipe.sample(replicas).inputs
+    if not costs or o.plan is not None:
+        sample = recipe.sample(replicas).inputs
 
     def planned() -> dict[str, Any]:
         first: Any = sample
@@ -239,28 +234,15 @@ def make_pipe(
             first = first[0]
         even = max(m, len(first) - len(first) % m)  # rows that make equal parts
         plan = gpipe.find_plan(layers, sample, k, even, partitions=k, micro_batches=m, measure=True)
-        return {
-            "partitions": list(plan.layers_per_partition),
-            "schedule": plan.schedule,
-            "stages_per_rank": plan.stages_per_rank,
-            "remat": list(plan.remat),
-        }
+        chosen = {name: getattr(plan, name) for name in ("schedule", "stages_per_rank", "remat")}
+        return {"partitions": plan.layers_per_partition, **chosen}
 
     how: dict[str, Any] = {"partitions": k, "schedule": o.schedule, "remat": o.remat}
     if o.plan is not None:
         with one_thread():
             how = of_first(world, planned)
-    pipe = gpipe.GPipe(
-        layers,
-        micro_batches=m,
-        costs=costs,
-        sample=None if costs else sample,
-        seed=o.seed,
-        intra_op_threads=1,
-        driver="process" if world.launched else None,
-        **how,
-    )
-    return pipe, how
+    how_run: dict[str, Any] = {"intra_op_threads": 1, "driver": "process" if world.launched else None, **how}
+    return gpipe.GPipe(layers, micro_batches=m, costs=costs, sample=sample, seed=o.seed, **how_run), how
 
 
 def _begin(job: Job) -> None:
@@ -271,10 +253,8 @@ def _begin(job: Job) -> None:
         extra = gpipe.load(job.checkpoints, job.pipe, job.optimizer).extra
         job.progress = from_extra(extra, job.options, job.recipe.data)
         if job.done > job.steps:
-            raise ValueError(
-                f"{job.done} steps were trained before, and this is a training of {job.steps}: give as many or more "
-                "by --steps or --epochs, or start anew without --resume"
-            )
+            remedy = "give as many or more by --steps or --epochs, or start anew without --resume"
+            raise ValueError(f"{job.done} steps were trained before, and this is a training of {job.steps}: {remedy}")
     elif not job.world.rank:
         for name in (WEIGHTS, EVALUATION):
             (job.options.out / name).unlink(missing_ok=True)

@@ -51,25 +51,15 @@ class Evaluation:
 
 
 class Recipe(ABC, Generic[Options]):
-    """A workload: its network, data, loss, way of learning, and how well it does.
+    """A workload: its network, data, loss, way of learning, and how well it does."""
 
-    Attributes:
-        name: As `gpipe train` calls it.
-        title: The network and its size.
-        steps_per_epoch: How many mini-batches the training data are.
-        reduction: How losses of micro-batches make one, as `GPipe.step` takes it: by default a mean over rows.
-        largest_norm: To which norm gradients are scaled down; 0: they are not.
-        data: Identifies the training data, so that no run goes on with others; by default nothing does.
-        averaging: How much of itself a moving average of the weights keeps at each step; 0: there is none.
-    """
-
-    name: ClassVar[str]
-    title: str
-    steps_per_epoch: int
-    reduction: Any = "mean"
-    largest_norm: float = 0.0
-    averaging: float = 0.0
-    data: str = ""
+    name: ClassVar[str]  # as `gpipe train` calls it
+    title: str  # the network and its size
+    steps_per_epoch: int  # how many mini-batches the training data are
+    reduction: Any = "mean"  # how losses of micro-batches make one, as `GPipe.step` takes it
+    largest_norm: float = 0.0  # to which norm gradients are scaled down; 0: they are not
+    averaging: float = 0.0  # how much of itself a moving average of the weights keeps at each step; 0: there is none
+    data: str = ""  # identifies the training data, so that no run goes on with others
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -105,6 +95,10 @@ class Recipe(ABC, Generic[Options]):
     def measure(self, pipe: gpipe.GPipe) -> Mapping[str, float]:
         """How well the network does after an epoch, on data held out for that; by name."""
 
+    def model(self, layers: list[nn.Module]) -> tuple[Any, Any]:
+        """What is evaluated, and a sample for it if it is a model: by default the layers, which need none."""
+        return layers, None
+
     @abstractmethod
     def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:
         """How well the network does, at length, on data that no training has seen."""
@@ -120,10 +114,8 @@ class Recipe(ABC, Generic[Options]):
 def load(state: Mapping[str, Tensor], layers: Sequence[nn.Module], new: Container[str] = ()) -> None:
     """Gives layers weights and buffers by name, all but the `new` ones; a ValueError names those that do not fit."""
     plain = nn.Sequential(*layers)
-    there, here = (
-        {name: "x".join(map(str, value.shape)) or "a number" for name, value in one.items() if name not in new}
-        for one in (state, plain.state_dict())
-    )
+    states = ({name: value for name, value in one.items() if name not in new} for one in (state, plain.state_dict()))
+    there, here = ({name: "x".join(map(str, v.shape)) or "a number" for name, v in one.items()} for one in states)
     sizes = [(name, there.get(name, "missing"), here.get(name, "missing")) for name in sorted({**there, **here})]
     if odd := [f"{name}: {before} in the run, {now} here" for name, before, now in sizes if before != now]:
         more = [f"and {len(odd) - 10} more"] if len(odd) > 10 else []

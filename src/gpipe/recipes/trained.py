@@ -18,7 +18,6 @@ from gpipe.recipes.options.training import flag
 from gpipe.recipes.prepare import EVALUATION, WEIGHTS, Job, build, make_pipe, one_thread, precision, read_weights
 from gpipe.recipes.recipe import Evaluation, Recipe, load
 from gpipe.recipes.training import take_steps
-from gpipe.recipes.translation.decode import beam, greedy
 from gpipe.recipes.translation.recipe import VOCABULARY, TranslationRecipe
 from gpipe.recipes.world import World
 
@@ -40,17 +39,18 @@ def open_recipe(run: Path, partitions: int | None, world: World, **changes: Any)
     return RECIPES[name](options.settled(world.size if world.launched else None))
 
 
-def _pipe_of(recipe: Recipe[Any], world: World) -> tuple[gpipe.GPipe, dict[str, Any]]:
+def _pipe_of(recipe: Recipe[Any], world: World, *, trains: bool) -> tuple[gpipe.GPipe, dict[str, Any]]:
     """The network of a run, with its weights; and how it is cut."""
     layers = build(recipe)
     load(read_weights(recipe.options.out), layers)
-    return make_pipe(recipe, layers, [1.0] * len(layers), world)
+    model, sample = (layers, None) if trains else recipe.model(layers)
+    return make_pipe(recipe, model, [1.0] * len(layers), world, sample)
 
 
 @contextmanager
 def opened(recipe: Recipe[Any], world: World) -> Iterator[gpipe.GPipe]:
     """Builds the network of a run, with its weights, in evaluation mode."""
-    pipe, _ = _pipe_of(recipe, world)
+    pipe, _ = _pipe_of(recipe, world, trains=False)
     with pipe, one_thread(), torch.no_grad(), precision(recipe.options, pipe.devices[0]):
         yield pipe.eval()
 
@@ -86,7 +86,7 @@ def spread(found: Sequence[Evaluation]) -> str:
 def record_run(run: Path, steps: int, partitions: int | None, world: World) -> str:
     """Trains a run for some steps more, which leave what crossed in `run`/messages.jsonl; gives that in words."""
     recipe = open_recipe(run, partitions, world, steps=steps)
-    job = Job(recipe, *_pipe_of(recipe, world), world)
+    job = Job(recipe, *_pipe_of(recipe, world, trains=True), world)
     with job.pipe, one_thread(), gpipe.record(job.pipe, keep=steps) as recording:
         take_steps(job, islice(recipe.batches(1, 0, job.share), steps), job.progress.losses.append)
         messages = recording.messages()
@@ -105,13 +105,11 @@ def opened_translator(run: Path, partitions: int | None, width: int) -> Iterator
     if (name := recipe_of(run)) != TranslationRecipe.name:
         raise ValueError(f"{run} is a run of the recipe {name}: give one of `gpipe train translation`")
     if not (run / VOCABULARY).is_file():
-        raise ValueError(
-            f"{run} has no {VOCABULARY}, which says what its network reads: give a run that has all files"
-        )
+        raise ValueError(f"{run} has no {VOCABULARY}, which its network reads by: give a run that has all files")
     recipe = open_recipe(run, partitions, World(), tsv=None)  # what it was trained on need not be there
     assert isinstance(recipe, TranslationRecipe)
     with opened(recipe, World()) as pipe:
-        vocabulary, network = recipe.vocabulary, recipe.network(pipe)
+        vocabulary = recipe.vocabulary
         most = LONGEST * recipe.options.longest
 
         def to_english(lines: Sequence[str]) -> Iterator[str]:
@@ -119,13 +117,11 @@ def opened_translator(run: Path, partitions: int | None, width: int) -> Iterator
             sources = vocabulary.encode_all([line.strip() for line in lines])
             short = list(takewhile(lambda source: len(source) <= most, sources))
             said = [source for source in short if source]
-            found = iter(greedy(network, said) if width == 1 else beam(network, said, width))
+            found = iter(recipe.translate(pipe, said, width))
             for source in short:
                 yield " ".join(vocabulary.decode(next(found)).splitlines()) if source else ""
             if len(short) < len(sources):
-                raise ValueError(
-                    f"it is {len(sources[len(short)])} subwords long, and sentences of {recipe.options.longest} were "
-                    f"trained on: give it in parts, of {most} at most"
-                )
+                known = f"sentences of {recipe.options.longest} were trained on: give it in parts, of {most} at most"
+                raise ValueError(f"it is {len(sources[len(short)])} subwords long, and {known}")
 
         yield to_english

@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -24,7 +24,7 @@ from torch import Tensor
 import gpipe
 from gpipe.profiling import Report, report_json
 from gpipe.profiling.stored import NAME
-from gpipe.recipes.options.files import OPTIONS
+from gpipe.recipes.options.files import OPTIONS, to_table
 from gpipe.recipes.prepare import WEIGHTS, Epoch, Job, locked, one_thread, precision
 from gpipe.recipes.recipe import Batch, Recipe
 from gpipe.schedule.action import Kind
@@ -36,10 +36,12 @@ KEPT = 100  # steps that are recorded
 COMPARED = 2**27  # parameters, above which the plain loop, which needs all of them once more, is not timed
 REPEATS = 3  # of the plain loop, and one before them to warm up
 NOTICEABLE = 1.1  # times as long as alone
+TRACKIO_PROJECT = "gpipe"
 COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 T = TypeVar("T")
 Say = Callable[[str], None]
+Numbers = Mapping[str, float]
 
 
 class Recorded(NamedTuple):
@@ -59,16 +61,16 @@ def watched(items: Iterable[T], what: str, total: int | None = None) -> Iterator
 def run(job: Job, console: Console | None = None) -> list[Epoch]:
     """Trains, shows how it goes, and writes the files; the pipeline is closed afterwards.
 
-    Raises:
-        ValueError: Another training writes into the folder.
-        SystemExit: After Ctrl-C or SIGTERM, with status 130 or 143; what was done is saved.
+    After Ctrl-C or SIGTERM it ends with status 130 or 143; what was done is saved.
     """
     console = console or Console(quiet=job.world.rank > 0)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with locked(job.options.out, job.world):
         with job.pipe, one_thread():
-            with gpipe.catch_sigterm(job.pipe, ctrl_c=True) as is_to_end:
-                recorded = _train(job, say, console, is_to_end)
+            with reporting(job) as report, gpipe.catch_sigterm(job.pipe, ctrl_c=True) as is_to_end:
+                recorded = _train(job, say, console, is_to_end, report)
+                if recorded is not None:
+                    report({f"gpipe/{name}": value for name, value in recorded.steps.metrics().items()})
             weights = job.begin_save()()
             if job.recipe.averaging:
                 with job.averages.applied():
@@ -78,7 +80,37 @@ def run(job: Job, console: Console | None = None) -> list[Epoch]:
     return job.progress.epochs
 
 
-def _train(job: Job, say: Say, console: Console, is_to_end: Callable[[], int]) -> Recorded | None:
+@contextmanager
+def reporting(job: Job) -> Iterator[Callable[[Numbers], None]]:
+    """Gives what reports numbers by name, as of the steps taken so far, to a tracker; only the first process does."""
+    options, taken = job.options, job.pipe.step_number
+    match None if job.world.rank else options.report_to:
+        case "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            with SummaryWriter(str(options.out / "tensorboard"), purge_step=taken + 1) as writer:
+
+                def write(numbers: Numbers) -> None:
+                    for name, value in numbers.items():
+                        writer.add_scalar(name, value, job.pipe.step_number)
+
+                yield write
+        case "trackio":
+            import trackio
+
+            config, resume = to_table(job.recipe.name, options), "allow" if taken else "never"
+            trackio.init(project=TRACKIO_PROJECT, name=str(options.out), config=config, resume=resume)
+            try:
+                yield lambda numbers: trackio.log(dict(numbers), step=job.pipe.step_number)
+            finally:
+                trackio.finish()
+        case None:
+            yield lambda numbers: None
+
+
+def _train(
+    job: Job, say: Say, console: Console, is_to_end: Callable[[], int], report: Callable[[Numbers], None]
+) -> Recorded | None:
     """Trains what is left; gives what was recorded of the last epoch, if there is one left."""
     progress, recorded = job.progress, None
     if job.done:
@@ -91,8 +123,9 @@ def _train(job: Job, say: Say, console: Console, is_to_end: Callable[[], int]) -
     with Progress(*columns, console=console, transient=True, disable=silent) as bar:
         task = bar.add_task("", total=job.steps, completed=job.done)
 
-        def step_ended() -> None:
+        def step_ended(loss: float) -> None:
             bar.advance(task)
+            report({"loss": loss})
             if ending := is_to_end():
                 folder = job.begin_save()()
                 again = f"gpipe train {job.recipe.name} --out {shlex.quote(str(job.options.out))} --resume"
@@ -108,6 +141,8 @@ def _train(job: Job, say: Say, console: Console, is_to_end: Callable[[], int]) -
             if len(progress.losses) == job.recipe.steps_per_epoch:
                 progress.losses, progress.seconds = [], 0.0
             _write_metrics(job)
+            held_out = {f"held_out/{name}": value for name, value in epoch.measured.items()}
+            report({"epoch": epoch.epoch, "epoch_loss": epoch.loss, "epoch_seconds": epoch.seconds, **held_out})
             measured = [
                 f"{name} {f'{value:.2%}' if name == 'accuracy' else f'{value:.4f}'}"
                 for name, value in epoch.measured.items()
@@ -119,7 +154,7 @@ def _train(job: Job, say: Say, console: Console, is_to_end: Callable[[], int]) -
     return recorded
 
 
-def _epoch(job: Job, step_ended: Callable[[], None]) -> tuple[Epoch, Recorded | None]:
+def _epoch(job: Job, step_ended: Callable[[float], None]) -> tuple[Epoch, Recorded | None]:
     """Trains and evaluates the next epoch, or what is left of it; the last one is recorded."""
     progress, number = job.progress, len(job.progress.epochs) + 1
     first, start = len(progress.losses), time.perf_counter() - progress.seconds
@@ -130,7 +165,7 @@ def _epoch(job: Job, step_ended: Callable[[], None]) -> tuple[Epoch, Recorded | 
         progress.seconds = time.perf_counter() - start
         if watching is not None:
             watching.stop()
-        step_ended()
+        step_ended(loss)
 
     batches: Iterator[Batch] = islice(job.recipe.batches(number, first, job.share), left)
     with ExitStack() as stack:
@@ -167,7 +202,6 @@ def take_steps(job: Job, batches: Iterable[Batch], after_step: Callable[[float],
 
 
 def _write_metrics(job: Job) -> None:
-    """Writes a line for each epoch so far."""
     if not job.world.rank:
         lines = [json.dumps(epoch.line()) + "\n" for epoch in job.progress.epochs]
         (job.options.out / METRICS).write_text("".join(lines))
@@ -221,7 +255,6 @@ def _told(recorded: Recorded, plain_seconds: float | None, out: Path) -> Iterato
 
 
 def _report(job: Job, recorded: Recorded) -> Report:
-    """What `gpipe report` draws."""
     settings = {name.replace("_", " ").strip(): value for name, value in {**vars(job.options), **job.how}.items()}
     settings |= {
         "partitions": job.pipe.partitions,

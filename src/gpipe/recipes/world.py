@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ def joined(world: World) -> Iterator[None]:
     if world.rank:  # rank 0 talks, of all but errors
         logging.getLogger("gpipe").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
-    if interface := _find_interface(LOOPBACK if world.one_host else os.environ["MASTER_ADDR"]):
+    named = "" if world.one_host else os.environ.get("GPIPE_INTERFACE")
+    if interface := named or _find_interface(LOOPBACK if world.one_host else os.environ["MASTER_ADDR"]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     kind = torch.accelerator.current_accelerator(check_available=True)
     backend = (
@@ -89,9 +91,13 @@ def of_first(world: World, make: Callable[[], Any]) -> Any:
 
 def _find_interface(address: str) -> str | None:
     """The interface by which an address is reached; gloo takes that of the host's name, which is often another."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing, but chooses the way
-        own = socket.inet_aton(probe.getsockname()[0])
+    kind, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing, but chooses the way
+        own = socket.inet_pton(kind, probe.getsockname()[0].partition("%")[0])
+        if kind == socket.AF_INET6:
+            lines = [line.split() for line in Path("/proc/thread-self/net/if_inet6").read_text().splitlines()]
+            return next((line[5] for line in lines if line[0] == own.hex()), None)
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address, or this is not Linux
                 if fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == own:

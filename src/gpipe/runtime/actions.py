@@ -14,14 +14,13 @@ from gpipe.runtime.split_backward import backward_input, backward_weight
 from gpipe.runtime.steps import CompiledAction, Connections
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.rules import BACKWARDS
-from gpipe.stages.boundary import Gradients, attach_boundary, detach_boundary, failed_node, run_backward, set_apart
+from gpipe.stages.boundary import Gradients, attach_boundary, failed_node, run_backward, set_apart
 from gpipe.stages.losses import NO_GRADIENT, NO_METRICS, call_loss
 from gpipe.stages.messages import Message, ReadyEvent
 from gpipe.stages.recompute_check import Fingerprint, recompute_error
-from gpipe.stages.rng import InBackward, PipeRngScope
 from gpipe.stages.side_effects import HOOKED, FirstRunCheck, tensors_left_on
 from gpipe.stages.stage import BACKWARD_INSIDE, HOOKED_NODE, SHARED_IN_PLACE, Stage, StageCall, StageOutput, StageRun
-from gpipe.stages.tree import replace_tensors, tensors_in
+from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 
 Work: TypeAlias = Callable[[Run, Rank, CompiledAction], None]
 _NOTHING = nullcontext()
@@ -56,14 +55,14 @@ def forward(run: Run, rank: Rank, todo: CompiledAction) -> None:
     # what the first stage is given is wherever the user keeps it; all others were brought crossings
     given = rank.taken if at else [rank.stream.take_value(run.inputs[m], None)]
     rank.taken = []
-    saved = rank.saved[at, m] = Saved(given)  # type: ignore[arg-type]  # crossings, since it is a forward
+    saved = rank.saved[at, m] = Saved(given, run.context.new_progress())  # type: ignore[arg-type]  # crossings, since it is a forward
     again = m in ends.recomputed
     before = own.buffers.before() if again else None
     check = _check(run, rank, at) if run.examines else None
     if check:
         check.before_forward()
     with rank.deferred[at].collect(m) if at in rank.deferred else _NOTHING:
-        made = _run_layers(run, own, ends, saved, m)
+        made = _run_layers(run, rank, own, ends, saved, m)
     if check:
         graphs = any(one.roots for (stage, _), one in rank.saved.items() if stage == at)
         check.after_forward(graphs=graphs, recomputed=again)
@@ -73,7 +72,8 @@ def forward(run: Run, rank: Rank, todo: CompiledAction) -> None:
         own.buffers.after(before)
         saved.snapshot = before
     if ends.outs:
-        crossings, saved.roots = own.detach_boundary(made.values)
+        crossings, roots = own.detach_boundary(made.values)
+        saved.roots = [*chain.from_iterable(roots)]
         if check:
             check.hand_on([crossing.value for crossing in crossings])
         send(run, rank, todo, crossings)
@@ -81,7 +81,7 @@ def forward(run: Run, rank: Rank, todo: CompiledAction) -> None:
         if run.loss_fn is None:
             run.outputs[m] = Output.of(made.values[0])
         if not again:
-            saved.roots = [_last_roots(run, rank, saved, made, m)]
+            saved.roots = _last_roots(run, rank, saved, made, m)
     if again:
         saved.fingerprint = Fingerprint.of(made)
         saved.roots, saved.gradients = [], []  # and with them all that the layers made inside
@@ -95,21 +95,22 @@ def recompute(run: Run, rank: Rank, todo: CompiledAction) -> None:
     own, ends, saved = rank.stages[at], run.connections[at], rank.saved[at, m]
     if run.examines:
         _check(run, rank, at).refuse_written()
+    saved.progress = run.context.new_progress()  # of this time, not of the one before
     aside = rank.deferred[at].collect() if at in rank.deferred else _NOTHING
     with own.buffers.as_before(saved.snapshot or {}), aside:
-        given = run, own, ends, saved, m
+        given = run, rank, own, ends, saved, m
         made = _run_layers(*given) if run.variables is None else run.variables.run(_run_layers, *given)
         assert saved.fingerprint is not None
-        differs = saved.fingerprint.differs(Fingerprint.of(made), own.stage, saved.given)
+        differs = saved.fingerprint.differs(made, own.stage, saved.given)
         if differs is True:
             _refuse_recompute(run, own, ends, saved, m)
     if isinstance(differs, Tensor):  # on a GPU, where to know it now would halt it
         rank.doubts.append(differs)
     saved.snapshot = None
     if ends.outs:
-        saved.roots = [roots for _, roots in map(detach_boundary, made.values)]
+        saved.roots = [*chain.from_iterable(map(_wanting, made.values))]
     else:
-        saved.roots = [_last_roots(run, rank, saved, made, m)]
+        saved.roots = _last_roots(run, rank, saved, made, m)
 
 
 def backward(run: Run, rank: Rank, todo: CompiledAction) -> None:
@@ -117,24 +118,23 @@ def backward(run: Run, rank: Rank, todo: CompiledAction) -> None:
     at, m = todo.stage, todo.micro_batch
     own, saved = rank.stages[at], rank.saved[at, m]
     returned = rank.taken if todo.takes else [_last_gradients(run, rank, saved, m)]
-    roots: list[Tensor] = [*chain.from_iterable(saved.roots)]
     gradients: Gradients = [*chain.from_iterable(returned)]  # type: ignore[arg-type]  # since it is a backward
     returned.clear()
-    saved.roots = []
-    leaves = [leaf for crossing in saved.given for leaf in crossing.leaves]
+    roots, saved.roots = saved.roots, []
     if run.owners is not None:
-        run.owners.check(at, roots, leaves)
+        run.owners.check(at, roots, saved.given)
     check = _check(run, rank, at) if run.examines else None
     if check:
         check.before_backward()
     waiting = rank.waiting[at]
-    with InBackward(partial(saved.progress.maker_of, layers=own.stage.layers)):
-        if todo.action.kind is Kind.BACKWARD or own.is_sharded:
-            for one in waiting.values():
-                backward_weight(one)
-            run_backward(roots, gradients)
-        else:
-            waiting[m] = backward_input(roots, gradients, leaves, list(waiting.values()))
+    rank.scope.go_back(partial(saved.progress.maker_of, layers=own.stage.layers))
+    if todo.action.kind is Kind.BACKWARD or own.is_sharded:
+        for one in waiting.values():
+            backward_weight(one)
+        run_backward(roots, gradients)
+    else:
+        leaves = [leaf for crossing in saved.given for leaf in crossing.leaves]
+        waiting[m] = backward_input(roots, gradients, leaves, list(waiting.values()))
     if check:
         run.findings += check.after_backward()
     del gradients
@@ -153,8 +153,8 @@ def backward_of_weights(run: Run, rank: Rank, todo: CompiledAction) -> None:
     at, m = todo.stage, todo.micro_batch
     saved, waiting = rank.saved[at, m], rank.waiting[at]
     if m in waiting:
-        with InBackward(partial(saved.progress.maker_of, layers=rank.stages[at].stage.layers)):
-            backward_weight(waiting[m])
+        rank.scope.go_back(partial(saved.progress.maker_of, layers=rank.stages[at].stage.layers))
+        backward_weight(waiting[m])
         if run.examines:
             _check(run, rank, at).after_weights()
         del waiting[m]
@@ -200,26 +200,27 @@ def layer_of(rank: Rank, action: Action, error: BaseException) -> str | None:
     return layer or f"one of {', '.join(map(str, layers))}"
 
 
-def _run_layers(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int) -> StageOutput:
+def _run_layers(run: Run, rank: Rank, own: StageRun, ends: Connections, saved: Saved, m: int) -> StageOutput:
     """Runs the layers of a stage on what was kept; gives a value for each connection out, the main one last."""
-    stage = own.stage
-    saved.progress = run.context.new_progress()  # of this time, not of the one before
+    stage, key = own.stage, run.rng_key(m)
     for crossing in saved.given:
         crossing.check(stage)
     entered = list(map(attach_boundary, saved.given))
-    values = [one.value for one in entered]
     saved.gradients = [one.gradients for one in entered]
-    call = StageCall(dict(zip(ends.skips_in, values, strict=False)), run.rng_key(m), saved.progress)
+    arrived = dict(zip(ends.skips_in, (one.value for one in entered), strict=False)) if ends.skips_in else {}
+    rank.scope.go_to(stage.first, key.micro_batch)
+    call = StageCall(arrived, key, saved.progress, rank.scope.go_on)
     with run.thread_state.around_layers():
         for_loss = () if ends.outs else run.loss_pops
         made = stage.forward(entered[-1].value, call, ends.skips_out, for_loss, own.modes)
     for route, crossing, one in zip(ends.ins, saved.given, entered, strict=False):
-        if hooked := one.hooked():
+        if one.aliases and (hooked := one.hooked()):
             alone = len(one.aliases) == 1 and len(run.connections[route.source].outs) == 1
             if hooked & crossing.ancestors if crossing.ancestors is not None else not alone:
                 raise RuntimeError(HOOKED.format(stage=stage))
-        if any(len(hooks() or ()) > 1 for hooks in one.hooks):
-            raise RuntimeError(f"{stage} {HOOKED_NODE}")
+        for hooks in one.hooks:
+            if len(hooks() or ()) > 1:
+                raise RuntimeError(f"{stage} {HOOKED_NODE}")
         if crossing.sharing and made.changed:
             given = tensors_in(one.value)
             if not made.changed.isdisjoint(id(given[at]) for at in crossing.sharing):
@@ -242,27 +243,28 @@ def _check(run: Run, rank: Rank, at: int) -> FirstRunCheck:
     return rank.checks[at]
 
 
-def _last_roots(run: Run, rank: Rank, saved: Saved, made: StageOutput, m: int) -> list[Tensor]:
-    """What gradients come back to at the last stage: what of the output wants one, or the loss.
+def _wanting(value: Tree) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
-    A loss is computed once: in the forward of its micro-batch, or in the recompute if there is one.
-    """
+
+def _last_roots(run: Run, rank: Rank, saved: Saved, made: StageOutput, m: int) -> list[Tensor]:
+    """What gradients come back to at the last stage: what of the output wants one, or the loss, computed once."""
     if run.loss_fn is None:
-        return [tensor for tensor in tensors_in(made.values[0]) if tensor.requires_grad]
+        return _wanting(made.values[0])
     target = run.targets[m]
     saved.progress.enter()
     if not rank.stream.alone:
         target = replace_tensors(target, lambda tensor: rank.stream.bring(tensor, None))
     call, run.call_loss = run.call_loss, call_loss
-    key, behind = run.rng_key(m), len(run.engine.layers)
-    with run.thread_state.around_layers(), PipeRngScope(key.seed, key.step, behind, key.micro_batch):
+    rank.scope.go_to(len(run.engine.layers), run.first + m)
+    with run.thread_state.around_layers():
         loss, metrics = call(run.loss_fn, made.values[0], target, made.for_loss)
     _refuse_gradients(saved, rank.stages[len(run.engine.stages) - 1].stage, "loss_fn")
     if run.trains and run.loss_gradients[m] is not None and not loss.requires_grad:
         raise ValueError(NO_GRADIENT)
     if metrics is not NO_METRICS:
         run.metrics[m] = metrics
-    run.losses[m] = loss.detach().clone()  # mse_loss keeps the memory of all that it added up
+    run.losses[m] = loss.data.clone()  # mse_loss keeps the memory of all that it added up
     return [loss]
 
 
@@ -273,7 +275,7 @@ def _last_gradients(run: Run, rank: Rank, saved: Saved, m: int) -> Gradients:
     gradient = run.loss_gradients[m]
     if gradient is None:
         return [None]
-    return [torch.full_like(saved.roots[0][0], gradient)]  # one for each: a leaf's `.grad` may become a view of it
+    return [torch.full_like(saved.roots[0], gradient)]  # one for each: a leaf's `.grad` may become a view of it
 
 
 def _refuse_recompute(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int) -> None:

@@ -31,7 +31,6 @@ ONLY_SOME = (
     "call backward() and read .grad"
 )
 
-
 SECOND_BACKWARD = (
     "this forward's backward has run already, and the pipeline has let go of what it kept; "
     "call the pipe again, or add the losses up and call backward once"
@@ -96,10 +95,8 @@ class _Pipelined(torch.autograd.Function):
             found = [gradient for m in range(len(run.inputs)) for gradient in run.input_gradients[m]]
             found = run.context.share_input_gradients(found, run.input_shapes)
             run.context.finish(run)
-        given = [
-            moved(gradient, device) if isinstance(gradient, Tensor) else None
-            for device, gradient in zip(ctx.devices, found, strict=True)
-        ]
+        each = zip(ctx.devices, found, strict=True)
+        given = [moved(one, device) if isinstance(one, Tensor) else None for device, one in each]
         for device in filter(queues, set(ctx.devices)):  # autograd knows this node's stream alone
             torch.accelerator.current_stream().wait_stream(current_stream(device))
         return (None, None, None, *(torch.empty(0, device=device) for device in ctx.anchored), *given)
@@ -117,7 +114,5 @@ def _parted(
     parted: list[Gradients] = [[g for wanted, g in zip(some, remaining, strict=False) if wanted] for some in wants]
     unused = [all(gradient is None for gradient in some) for some in parted]
     runs_all = runs_all or all(unused)
-    return [
-        [UNDEFINED] * len(some) if runs_all and without else some
-        for some, without in zip(parted, unused, strict=True)
-    ]
+    each = zip(parted, unused, strict=True)
+    return [[UNDEFINED] * len(some) if runs_all and without else some for some, without in each]

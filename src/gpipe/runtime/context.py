@@ -34,24 +34,19 @@ class Request(StrEnum):
     BACKWARD = "backward"
     NORMS = "clip_grad_norm_"
     EXCHANGE = "saving or the like"
+    GENERATE = "generate"
 
 
 class Context:
-    """One process alone, in one mini-batch.
+    """One process alone, in one mini-batch."""
 
-    Attributes:
-        replica: The number of this replica, of `replicas`.
-        awaits_backwards: Whether other replicas wait for each backward of this one, also of what has no say.
-        cancelled: Whether a rank has failed.
-    """
-
-    replica, replicas = 0, 1
-    awaits_backwards = False
+    replica, replicas = 0, 1  # the number of this one, and how many there are
+    awaits_backwards = False  # whether other replicas wait for each backward of this one, also of what has no say
 
     def __init__(self, ranks: int) -> None:
         self._queues = [SimpleQueue[tuple[Label, Message, ReadyEvent] | None]() for _ in range(ranks)]
         self._early = defaultdict[int, dict[Label, tuple[Message, ReadyEvent]]](dict)  # by rank, which alone asks
-        self.cancelled = False
+        self.cancelled = False  # whether a rank has failed
 
     # Between processes, before and after a pass over the micro-batches.
 
@@ -64,8 +59,7 @@ class Context:
     def check_same(self, **settings: object) -> None:
         """Checks that all replicas were given the same."""
 
-    sum_over_replicas: Callable[[float], float] = staticmethod(float)
-    """Adds up a number of each replica."""
+    sum_over_replicas: Callable[[float], float] = staticmethod(float)  # adds up a number of each replica
 
     def gather_outputs(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
         """Gives every process of the replica the outputs that the last stage made."""
@@ -84,6 +78,13 @@ class Context:
         if run.recorder is not None:
             run.recorder.keep()
         return [value]
+
+    def begin_to_generate(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Has all processes generate from what that of the first stage was given, and draw alike."""
+        return settings
+
+    def end_generation(self) -> None:
+        """Ends it once all processes have come to its end."""
 
     # Of ranks, in a pass.
 
@@ -106,11 +107,7 @@ class Context:
         self._queues[rank].put((label, message, mark))
 
     def receive(self, rank: int, sender: int, label: Label) -> tuple[Message, ReadyEvent]:
-        """Waits for a message to a rank, and keeps others that come before it.
-
-        Raises:
-            Cancelled: Another rank has failed.
-        """
+        """Waits for a message to a rank, and keeps others that come before it."""
         early = self._early[rank]
         if label in early:
             return early.pop(label)

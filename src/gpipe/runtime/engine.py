@@ -119,11 +119,10 @@ class Engine:
 
     def _make_program(self, wanted: Wanted) -> Program:
         micro_batches, trains = wanted.micro_batches, wanted.trains
-        rows = (
-            table_in_training(self.schedule, self.placement, micro_batches)
-            if trains
-            else forward_only_table(self.placement, micro_batches)
-        )
+        if trains:
+            rows = table_in_training(self.schedule, self.placement, micro_batches)
+        else:
+            rows = forward_only_table(self.placement, micro_batches)
         skips = self._skip_routes(wanted.loss_pops, wanted.path)
         program = Program.of(rows, micro_batches, rank_of=self.placement, skips=skips)
         program = join_backwards(program, self.unsplit)
@@ -156,12 +155,8 @@ class Engine:
             own = [pop for stage in self.stages for layer in stage.layers for pop in layer.pop]
         else:
             own = self.traced.pops(path, stage_of)
-        pops = [*own, *loss_pops]
-        return [
-            Route(stage_of[pop.source], stage_of[pop.target], pop.route_name)
-            for pop in pops
-            if stage_of[pop.source] != stage_of[pop.target]
-        ]
+        roads = [Route(stage_of[pop.source], stage_of[pop.target], pop.route_name) for pop in [*own, *loss_pops]]
+        return [road for road in roads if road.source != road.target]
 
     def _stages_that_share(self) -> list[int]:
         stage_of = self.stage_of

@@ -16,7 +16,6 @@ from gpipe.stages.microbatch import (
     MicroBatches,
     as_tree,
     count_rows,
-    find_unsplit_lists,
     find_unsplittable,
     rows_of_parts,
     split,
@@ -36,34 +35,24 @@ def scaler_device(devices: Sequence[torch.device]) -> torch.device:
 
 
 def read_scale(scale: float, scaler: Any, devices: Sequence[torch.device], *, processes: int = 1) -> float:
-    """The factor of the gradients, which a scaler knows; `devices` are those of the stages.
-
-    Raises:
-        ValueError: Both are given, or the scale is no finite number but 0.
-        TypeError: The scaler is none, or not one for several processes or kinds of devices, or the scale no number.
-    """
+    """The factor of the gradients, which a scaler knows; `devices` are those of the stages."""
     if scaler is None:
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise TypeError(f"scale={scale!r}; give a number, or scaler= for a torch.amp.GradScaler")
         if not math.isfinite(scale) or not scale:
-            raise ValueError(
-                f"scale={scale!r} would leave nothing of the gradients; give a finite number other than 0"
-            )
+            raise ValueError(f"scale={scale!r} would leave nothing of the gradients; give a finite number, not 0")
         return scale
     if scale != 1.0:
         raise ValueError(f"scale={scale!r} and scaler= both say how gradients are scaled; leave scale out")
     if not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler is a {type(scaler).__name__}; give a torch.amp.GradScaler or a gpipe.GradScaler")
-    if processes > 1 and scaler.is_enabled() and not hasattr(scaler, "agrees"):
-        raise TypeError(
-            "scaler is a torch.amp.GradScaler, which looks at the gradients of this process alone: some ranks would "
-            "skip a step that others do; make it gpipe.GradScaler(pipe) in every process"
-        )
-    if len({device.type for device in devices}) > 1 and scaler.is_enabled() and not hasattr(scaler, "agrees"):
-        raise TypeError(
-            "scaler is a torch.amp.GradScaler, which copies its numbers between devices and CPUs without waiting, "
-            "and this pipe is on both; make it gpipe.GradScaler(pipe)"
-        )
+    is_torchs, why = scaler.is_enabled() and not hasattr(scaler, "agrees"), "scaler is a torch.amp.GradScaler, which"
+    if is_torchs and processes > 1:
+        alone = "looks at the gradients of this process alone: some ranks would skip a step that others do"
+        raise TypeError(f"{why} {alone}; make it gpipe.GradScaler(pipe) in every process")
+    if is_torchs and len({device.type for device in devices}) > 1:
+        copies = "copies its numbers between devices and CPUs without waiting, and this pipe is on both"
+        raise TypeError(f"{why} {copies}; make it gpipe.GradScaler(pipe)")
     return float(scaler.scale(torch.ones((), device=scaler_device(devices))))  # which also tells it that it is in use
 
 
@@ -81,26 +70,14 @@ def check_loss_fn(loss_fn: object) -> None:
         raise TypeError(f"loss_fn is the class {name}; give one of it: {name}()")
     if not callable(loss_fn):
         found = "None" if loss_fn is None else f"a {type(loss_fn).__name__}"
-        raise TypeError(
-            f"loss_fn is {found}; give a function of (output, target), such as nn.MSELoss() or "
-            f"torch.nn.functional.mse_loss"
-        )
+        remedy = "give a function of (output, target), such as nn.MSELoss() or torch.nn.functional.mse_loss"
+        raise TypeError(f"loss_fn is {found}; {remedy}")
 
 
 def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list[Tree]]]:
     """Cuts trees of as many rows as the `inputs` among them, by name; gives the rows of each part, and the parts.
 
     There are at most `micro_batches` parts, and none is empty. Ready-made ones are taken as they are.
-
-    Raises:
-        ValueError: There are no rows, or not as many everywhere; or ready-made parts are too many, or not as many
-            everywhere; names all that is wrong.
-        TypeError: Something in them cannot be split; names all that is.
-
-    >>> import torch
-    >>> rows, ((first, *_), targets) = split_alike(2, inputs=torch.zeros(5, 4), targets=torch.zeros(5))
-    >>> rows, first.shape, len(targets)
-    ([3, 2], torch.Size([3, 4]), 2)
     """
     check_values(**trees)
     inputs = trees["inputs"]
@@ -108,20 +85,17 @@ def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list
         check_ready_made(**{what: _count_parts(tree) for what, tree in trees.items()})
         assert isinstance(inputs, MicroBatches)
         if len(inputs) > micro_batches:
-            raise ValueError(
-                f"{len(inputs)} ready-made micro-batches were given to a pipe with micro_batches={micro_batches}; "
-                f"make the pipe with micro_batches={len(inputs)}, or put several of them together"
-            )
+            remedy = f"make the pipe with micro_batches={len(inputs)}, or put several of them together"
+            given = f"{len(inputs)} ready-made micro-batches were given"
+            raise ValueError(f"{given} to a pipe with micro_batches={micro_batches}; {remedy}")
         parts = [take_parts(tree) for tree in trees.values() if isinstance(tree, MicroBatches)]
         return [count_rows(part, m) for m, part in enumerate(inputs)], parts
     rows = count_rows(inputs)
     count = min(micro_batches, rows)
     found, mistakes = [], list[str]()
     for what, tree in trees.items():
-        if count > 1 and type(tree) is not Tensor:
-            mistakes += find_unsplit_lists(what, tree, rows)
         try:
-            found.append(split(tree, rows, count, what))
+            found.append(split(tree, rows, count, what, strict=True))
         except ValueError as error:
             mistakes.append(str(error))
     if mistakes:
@@ -130,22 +104,12 @@ def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list
 
 
 def split_targets(targets: Tree, rows: Sequence[int], *, ready_made: bool) -> list[Tree]:
-    """Cuts targets as the inputs were cut, of which others have the rows of each part, and whether it was ready-made.
-
-    Raises:
-        ValueError: The targets have other rows, or parts.
-        TypeError: Something in them cannot be split.
-
-    >>> import torch
-    >>> first, second = split_targets(torch.zeros(5), [3, 2], ready_made=False)
-    >>> first.shape, second.shape
-    (torch.Size([3]), torch.Size([2]))
-    """
+    """Cuts targets as inputs were cut that others have: into parts of so many rows, or ready-made ones."""
     check_values(targets=targets)
     check_ready_made(inputs=len(rows) if ready_made else None, targets=_count_parts(targets))
     if isinstance(targets, MicroBatches):
         return take_parts(targets)
-    return split(targets, sum(rows), len(rows), "targets")
+    return split(targets, sum(rows), len(rows), "targets", strict=True)
 
 
 def _count_parts(tree: Tree) -> int | None:
@@ -159,14 +123,10 @@ def check_ready_made(**counts: int | None) -> None:
     plain = [what for what, count in counts.items() if count is None]
     if plain:
         ready = [what for what, count in counts.items() if count is not None]
-        raise ValueError(
-            f"{' and '.join(ready)} are gpipe.MicroBatches and {' and '.join(plain)} are not; give both as "
-            f"gpipe.MicroBatches, an element for each micro-batch, or neither"
-        )
-    raise ValueError(
-        f"{' and '.join(f'{what} are {count} micro-batches' for what, count in counts.items())}; give a target for "
-        f"each micro-batch of the inputs"
-    )
+        remedy = "give both as gpipe.MicroBatches, an element for each micro-batch, or neither"
+        raise ValueError(f"{' and '.join(ready)} are gpipe.MicroBatches and {' and '.join(plain)} are not; {remedy}")
+    why = f"{' and '.join(f'{what} are {count} micro-batches' for what, count in counts.items())}"
+    raise ValueError(f"{why}; give a target for each micro-batch of the inputs")
 
 
 def check_values(**trees: Tree) -> None:
@@ -183,16 +143,12 @@ def refuse_transforms(inputs: Tree) -> None:
     if not is_differentiated_forward():
         return
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors_in(as_tree(inputs))):
-        raise ValueError(
-            "an input has a tangent (torch.autograd.forward_ad), and a pipeline carries none: use the plain layers "
-            "for forward-mode derivatives"
-        )
+        remedy = "use the plain layers for forward-mode derivatives"
+        raise ValueError(f"an input has a tangent (torch.autograd.forward_ad), and a pipeline carries none: {remedy}")
 
 
 def refuse_gradients_of_inputs(inputs: Tree) -> None:
     """Refuses inputs of a step that would wait for gradients."""
     if any(map(attrgetter("requires_grad"), tensors_in(inputs))):
-        raise ValueError(
-            "an input requires a gradient, and step() gives none to its inputs; "
-            "use loss_fn(pipe(inputs), targets).backward(), or detach the input"
-        )
+        remedy = "use loss_fn(pipe(inputs), targets).backward(), or detach the input"
+        raise ValueError(f"an input requires a gradient, and step() gives none to its inputs; {remedy}")

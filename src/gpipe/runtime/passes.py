@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from gpipe._torch.modes import as_rank, intra_op_threads
+from gpipe._torch.modes import as_rank, intra_op_threads, variables_of_torch
 from gpipe.errors import RemoteError
 from gpipe.runtime.actions import WORK, receive
 from gpipe.runtime.notes import add_note
@@ -29,7 +29,7 @@ from gpipe.runtime.threads import ThreadState
 from gpipe.stages.losses import call_loss
 from gpipe.stages.messages import Cancelled
 from gpipe.stages.recompute_check import RecomputeError, recompute_error
-from gpipe.stages.rng import unseeded
+from gpipe.stages.rng import RankScope, unseeded
 from gpipe.stages.side_effects import SharedBufferCheck
 from gpipe.stages.tree import is_sharded, tensors_in, version
 
@@ -43,11 +43,7 @@ def run_step(run: Run) -> None:
 
 
 def run_forward(run: Run) -> None:
-    """Runs the forward half; what the backward half needs is kept.
-
-    Raises:
-        ValueError: A mode is active that a recompute would not see.
-    """
+    """Runs the forward half; what the backward half needs is kept."""
     with run.engine.threads.turn():
         run.prepare()
         if any(ends.recomputed for ends in run.connections):
@@ -60,11 +56,7 @@ def run_forward(run: Run) -> None:
 
 
 def run_backward(run: Run) -> None:
-    """Runs the backward half.
-
-    Raises:
-        RuntimeError: A parameter, or whether a module trains, has changed since the forward.
-    """
+    """Runs the backward half."""
     # autograd's own thread of a device is not to wait for a step of another caller, which needs it
     with nullcontext() if run.engine.queues else run.engine.threads.turn():
         if _find_versions(run) != run.versions:
@@ -80,7 +72,8 @@ def run_rank(run: Run, rank: Rank, table: CompiledTable) -> None:
     """Does the actions of one rank, in its own thread or process."""
     context, at = run.context, 0
     try:
-        with run.thread_state.rank_thread(), as_rank(), rank.stream.enter():
+        scope = RankScope(run.seed, run.step_number)
+        with run.thread_state.rank_thread(), as_rank(), rank.stream.enter(), scope as rank.scope:
             for todo in table.rows[rank.rank]:
                 at = todo.at
                 if context.cancelled:
@@ -97,7 +90,9 @@ def run_rank(run: Run, rank: Rank, table: CompiledTable) -> None:
 
 def lockstep(run: Run, table: CompiledTable) -> None:
     """Does the actions of all ranks in the calling thread, in one legal order: what a debugger wants to see."""
-    with run.thread_state.rank_thread():
+    with run.thread_state.rank_thread(), RankScope(run.seed, run.step_number) as scope:
+        for rank in run.ranks:
+            rank.scope = scope
         for todo in table.actions:
             rank = run.ranks[todo.rank]
             try:
@@ -144,6 +139,8 @@ def _run_table(run: Run, table: CompiledTable, *, backward: bool = False) -> Non
             buffers.check()
     except BaseException as error:
         _clear(run)
+        if isinstance(error, KeyboardInterrupt) and run.trains:
+            error.add_note(INTERRUPTED)
         if buffers and isinstance(error, RecomputeError):
             buffers.check()  # knows more, perhaps
         raise
@@ -161,7 +158,7 @@ def _run_table(run: Run, table: CompiledTable, *, backward: bool = False) -> Non
 
 def _begin(run: Run, *, backward: bool) -> None:
     """Follows what others have done to the layers since, and begins the work of each rank and its record."""
-    given = [run.targets, run.output_gradients if backward else [crossing.value for crossing in run.inputs]]
+    given = [*run.targets, *(run.output_gradients if backward else [crossing.value for crossing in run.inputs])]
     devices = {tensor.device for tensor in tensors_in(given)}
     for rank in run.ranks:
         for at, own in rank.stages.items():
@@ -185,9 +182,8 @@ def _run_ranks(run: Run, table: CompiledTable, *, in_threads: bool) -> None:
         if in_threads:
             variables = [copy_context() for _ in run.ranks]
             ranks = zip(variables, run.ranks, strict=True)
-            run.engine.threads.run(
-                [partial(own.run, run_rank, run, rank, table) for own, rank in ranks], run.context.cancel
-            )
+            jobs = [partial(own.run, run_rank, run, rank, table) for own, rank in ranks]
+            run.engine.threads.run(jobs, run.context.cancel)
             if run.examines:
                 run.findings += _variables_set(variables)
         elif run.engine.row is None:
@@ -240,20 +236,16 @@ def _check_recomputes(run: Run, rank: Rank) -> None:
 
 
 def _variables_set(variables: Sequence[Context]) -> list[str]:
-    """Tells of the context variables that layers have set."""
-    own = copy_context()
-    names = {
-        variable.name: None
-        for context in variables
-        for variable, value in context.items()
-        if own.get(variable, ABSENT) is not value and variable.name not in OF_PYTHON
-    }
-    return [SETS_VARIABLES.format(names=", ".join(names))] if names else []
+    own, of_torch = copy_context(), variables_of_torch()
+    theirs = (pair for context in variables for pair in context.items())
+    fresh = [variable for variable, value in theirs if own.get(variable, ABSENT) is not value]
+    names = [variable.name for variable in fresh if variable not in of_torch and not variable.name.startswith(OTHERS)]
+    return [SETS_VARIABLES.format(names=", ".join(dict.fromkeys(names)))] if names else []
 
 
+INTERRUPTED = "the mini-batch was interrupted; .grad may have a part of its sums: zero_grad() before the next step"
 ABSENT = object()
-OF_PYTHON = {"decimal_context"}
-"""What Python sets by itself."""
+OTHERS = ("decimal_context", "torch.")  # how names begin of what Python and torch's compiler set by themselves
 SETS_VARIABLES = (
     "layers set the context variables {names}, and layers of other partitions do not see that, nor which micro-batch "
     "it was for; hand it on as part of the value instead"

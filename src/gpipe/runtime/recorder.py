@@ -2,10 +2,12 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
 
 from gpipe.runtime.actions import WORK, receive
 from gpipe.runtime.run import Rank, Run
@@ -15,9 +17,7 @@ from gpipe.schedule.action import Action
 from gpipe.schedule.timeline import Span, Timeline, offsets
 from gpipe.stages.messages import Traffic
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-Interval: TypeAlias = tuple[float, float]
-"""From when to when, by the clock that all processes of a host share."""
+Interval: TypeAlias = tuple[float, float]  # from when to when, by the clock that all processes of a host share
 
 
 class RecordedRun(NamedTuple):
@@ -26,6 +26,7 @@ class RecordedRun(NamedTuple):
     timeline: Timeline
     when: Interval
     traffic: tuple[Traffic, ...] = ()  # between processes, by rank, by the clock of `when`
+    cpu: float = 0.0  # seconds that processors worked meanwhile for this process
 
 
 class RemoteRecord(NamedTuple):
@@ -38,22 +39,17 @@ class RemoteRecord(NamedTuple):
 
 
 class Recorder:
-    """Collects the timelines of runs, of the last so many.
-
-    Attributes:
-        runs: The runs that ended well.
-        ended: A run whose actions are done; it may still fail.
-        inside: When the caller was inside of a `step` or a call that ended well.
-    """
+    """Collects the timelines of runs, of the last so many."""
 
     def __init__(self, keep: int) -> None:
-        self.runs: deque[RecordedRun] = deque(maxlen=keep)
-        self.inside: deque[Interval] = deque(maxlen=keep)
-        self.ended: RecordedRun | None = None
+        self.runs: deque[RecordedRun] = deque(maxlen=keep)  # that ended well
+        self.inside: deque[Interval] = deque(maxlen=keep)  # when the caller was inside of a step or call that did
+        self.losses: deque[Tensor] = deque(maxlen=keep)  # of training steps that did
+        self.ended: RecordedRun | None = None  # its actions are done; it may still fail
         self._stamps: list[tuple[int, Action, Stamp, Stamp]] = []
         self._streams: Mapping[int, RankStream] = {}
         self._origins: dict[int, Stamp] = {}
-        self.began = 0.0
+        self.began = self._cpu = 0.0
 
     @property
     def timelines(self) -> list[Timeline]:
@@ -63,7 +59,7 @@ class Recorder:
     def begin(self, streams: Mapping[int, RankStream]) -> None:
         """Begins a run on the stream of each rank that runs here."""
         self._streams, self._stamps, self.ended = streams, [], None
-        self.began = time.perf_counter()
+        self.began, self._cpu = time.perf_counter(), time.process_time()
         self._origins = {rank: stream.stamp() for rank, stream in streams.items()}
 
     def do(self, run: Run, rank: Rank, todo: CompiledAction) -> None:
@@ -88,9 +84,8 @@ class Recorder:
 
     def join(self, rank: int, records: Sequence[RemoteRecord]) -> None:
         """Makes one run of what each process has recorded of it, by rank, by the clock of this one of them."""
-        ahead = offsets(
-            [record.host for record in records], [_moved(record.timeline, record.began) for record in records]
-        )
+        own = [_moved(record.timeline, record.began) for record in records]
+        ahead = offsets([record.host for record in records], own)
         starts = [record.began + more - ahead[rank] for record, more in zip(records, ahead, strict=True)]
         first = min(starts)
         moved = [_moved(record.timeline, start - first) for record, start in zip(records, starts, strict=True)]
@@ -99,18 +94,17 @@ class Recorder:
         traffic = tuple(record.traffic.moved(start) for record, start in zip(records, starts, strict=True))
         assert self.ended is not None
         when = first, max(self.ended.when[1], first + seconds)
-        self.ended = RecordedRun(Timeline(len(records), tuple(spans), seconds), when, traffic)
+        self.ended = RecordedRun(Timeline(len(records), tuple(spans), seconds), when, traffic, self.ended.cpu)
 
     def end(self) -> None:
         """Ends the actions of a run."""
         ends = [self._since(rank, stream.stamp()) for rank, stream in self._streams.items()]
-        spans = [
-            Span(rank, action, self._since(rank, start), self._since(rank, end))
-            for rank, action, start, end in self._stamps
-        ]
+        stamps = ((rank, action, self._since(rank, a), self._since(rank, b)) for rank, action, a, b in self._stamps)
+        spans = [Span(*each) for each in stamps]
         spans.sort(key=lambda span: (span.start, span.rank))
         timeline = Timeline(len(self._streams), tuple(spans), max(ends))
-        self.ended = RecordedRun(timeline, (self.began, time.perf_counter()))
+        cpu = time.process_time() - self._cpu
+        self.ended = RecordedRun(timeline, (self.began, time.perf_counter()), cpu=cpu)
 
     def _since(self, rank: int, stamp: Stamp) -> float:
         return self._streams[rank].seconds(self._origins[rank], stamp)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from gpipe.runtime.context import Context
@@ -28,6 +29,7 @@ from gpipe.stages.buffers import SavedBuffers
 from gpipe.stages.losses import call_loss
 from gpipe.stages.messages import Label, Message
 from gpipe.stages.recompute_check import Fingerprint
+from gpipe.stages.rng import RankScope
 from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.side_effects import FirstRunCheck, WeightOwners
 from gpipe.stages.skips import Pop
@@ -58,17 +60,17 @@ class Output:
 class Saved:
     """What a stage keeps of one micro-batch between its forward and its backward.
 
-    `given` is what came by each connection into the stage, `gradients` where those of its leaves will be; `roots`,
-    for each connection out of the stage (at the last one, for the loss or the output), the tensors of the graph
-    whose gradients will come back. With rematerialization both are of the recompute: until then only `given` is
-    kept.
+    `given` is what came by each connection into the stage, `gradients` where those of its leaves will be; `roots` are
+    the tensors of the graph whose gradients will come back, by one connection out of the stage after another (at the
+    last one, the loss or those of the output). With rematerialization both are of the recompute: until then only
+    `given` is kept.
     """
 
     given: list[BoundaryValue]
+    progress: LayerProgress
     gradients: list[Gradients] = field(default_factory=list)
-    roots: list[list[Tensor]] = field(default_factory=list)
+    roots: list[Tensor] = field(default_factory=list)
     snapshot: SavedBuffers | None = None
-    progress: LayerProgress = field(default_factory=LayerProgress)
     fingerprint: Fingerprint | None = None  # of the forward: the recompute must have the same
 
 
@@ -79,22 +81,18 @@ class Rank:
     rank: int
     stream: RankStream
     stages: dict[int, StageRun]
-    saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
-    """By stage and micro-batch; empty at the end."""
+    saved: dict[tuple[int, int], Saved] = field(default_factory=dict)  # by stage and micro-batch; empty at the end
     waiting: dict[int, dict[int, PendingWeights]] = field(default_factory=partial(defaultdict, dict))
     """What I left for W, by stage and micro-batch; empty likewise."""
     handed: dict[Label, Message] = field(default_factory=dict)
     """What its stages have for each other, by what a message would be labelled; empty likewise."""
-    taken: list[Message] = field(default_factory=list)
-    """What the action that is being done was brought."""
-    deferred: dict[int, DeferredStatistics] = field(default_factory=dict)
-    """The statistics of BatchNorm to be committed, by stage."""
+    taken: list[Message] = field(default_factory=list)  # what the action that is being done was brought
+    deferred: dict[int, DeferredStatistics] = field(default_factory=dict)  # of BatchNorm, to be committed, by stage
     commits: list[int] = field(default_factory=list)
     """The stages whose statistics are whole: committed at the end, since a failed run changes none."""
-    checks: dict[int, FirstRunCheck] = field(default_factory=dict)
-    """Of the stages, in the first run that trains."""
-    doubts: list[Tensor] = field(default_factory=list)
-    """On a GPU, whether recomputes differ from their forwards."""
+    checks: dict[int, FirstRunCheck] = field(default_factory=dict)  # of the stages, in the first run that trains
+    doubts: list[Tensor] = field(default_factory=list)  # on a GPU, whether recomputes differ from their forwards
+    scope: RankScope = field(init=False)  # what its layers draw from; in lockstep all ranks have one
 
 
 @dataclass(eq=False)
@@ -176,14 +174,16 @@ class Run:
         made, self.outputs = self.outputs, {}
         return [made[m] for m in range(len(made))]
 
-    def result(self) -> tuple[Tensor | None, list[object] | None]:
-        """The loss of this replica, and the metrics of each micro-batch, where there are any."""
+    def result(self) -> tuple[Tensor | None, list[object] | None, Tensor | None]:
+        """The loss of this replica; of each micro-batch the metrics, where there are any, and the loss."""
         loss: Tensor | None = None
         for m, weight in enumerate(self.loss_weights):
             if weight:
                 share = self.losses[m] * weight
                 loss = share if loss is None else loss + share
-        return loss, list(map(self.metrics.get, range(len(self.loss_weights)))) if self.metrics else None
+        each = range(len(self.loss_weights))
+        losses = torch.stack([self.losses[m] for m in each]) if each else None
+        return loss, list(map(self.metrics.get, each)) if self.metrics else None, losses
 
     def settle(self) -> None:
         """Commits the statistics of BatchNorm, once the run has ended well in all processes."""

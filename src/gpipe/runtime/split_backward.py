@@ -95,11 +95,8 @@ def backward_input(
 ) -> PendingWeights:
     """Runs I: adds to `.grad` of all leaves, as `run_backward` does, but of those that can wait; gives what W needs.
 
-    Args:
-        roots: Where the backward starts.
-        gradients: What came for each root, as for `run_backward`.
-        boundary: The leaves that were cut from other stages' graphs, whose gradients are what I is for.
-        pending: What earlier micro-batches left, in their order.
+    I is for the gradients of the `boundary`, leaves cut from other stages' graphs; `pending` is what earlier
+    micro-batches left, in their order.
     """
     known, values = known_roots(roots, gradients)
     waiting, late, others = look_ahead(known, set(map(id, boundary)))
@@ -121,7 +118,6 @@ def backward_input(
 
 
 def _keep(deferred: PendingWeights, one: WaitingProduct, came: tuple[Tensor | None, ...]) -> None:
-    """Keeps the gradient that comes to a product."""
     if (dy := came[0]) is not None:
         versions = version(one.product.x), version(dy)
         number = node_number(one.node)
@@ -146,11 +142,7 @@ def _settle(others: Collection[Node] | None, pending: Iterable[PendingWeights]) 
 
 @torch.no_grad()
 def backward_weight(deferred: PendingWeights) -> None:
-    """Runs W: adds to `.grad` of the leaves that waited; what it needs is given up product by product.
-
-    Raises:
-        RuntimeError: What it needs has been changed in place since.
-    """
+    """Runs W: adds to `.grad` of the leaves that waited; what it needs is given up product by product."""
     while deferred.products:
         product, slots, ends, _, dy, versions = deferred.products[0]
         if versions != (version(product.x), version(dy)):
@@ -199,12 +191,8 @@ REENTRANT = "CheckpointFunctionBackward"
 
 def _can_wait(node: Node, boundary: Collection[int]) -> bool:
     leaf: Tensor = node.variable  # type: ignore[attr-defined]  # of a node of a leaf
-    return (
-        type(leaf) in PLAIN
-        and id(leaf) not in boundary
-        and leaf.layout is torch.strided
-        and not has_gradient_hooks(leaf)
-    )
+    is_plain = type(leaf) in PLAIN and leaf.layout is torch.strided
+    return is_plain and id(leaf) not in boundary and not has_gradient_hooks(leaf)
 
 
 def _find_waiting(node: Node, singles: Set[Node], again: Collection[Node]) -> WaitingProduct | None:

@@ -38,9 +38,8 @@ class Connections(NamedTuple):
     def of(cls, program: Program, stage: int) -> "Connections":
         """Looks up how a stage is connected."""
         row = program.table[program.rank_of[stage]]
-        ins, outs = (
-            tuple(sorted(routes[stage], key=_order)) for routes in (program.routes_into, program.routes_from)
-        )
+        both = (program.routes_into, program.routes_from)
+        ins, outs = (tuple(sorted(routes[stage], key=_order)) for routes in both)
         return cls(
             ins,
             outs,

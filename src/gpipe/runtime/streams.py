@@ -20,12 +20,10 @@ from gpipe.stages.boundary import BoundaryValue, Gradients, carry_attributes
 from gpipe.stages.messages import ReadyEvent
 from gpipe.stages.tree import moved, replace_tensors, tensors_in
 
-Stamp: TypeAlias = torch.Event | float
-"""When something happened on a stream."""
-MOST_QUEUED = 4
-"""Actions of a rank that the host may be ahead of its device."""
+Stamp: TypeAlias = torch.Event | float  # when something happened on a stream
+MOST_QUEUED = 4  # actions of a rank that the host may be ahead of its device
 
-_DEVICE = attrgetter("device")
+_DEVICE, _NOWHERE = attrgetter("device"), nullcontext()
 
 
 class RankStream:
@@ -46,12 +44,12 @@ class RankStream:
         In a backward of autograd that thread is the engine's, whose own stream is of whichever device it serves.
         """
 
-    enter: Callable[[], AbstractContextManager[object]] = staticmethod(nullcontext)
-    """Queues here what is done inside."""
-    mark: Callable[[], ReadyEvent] = staticmethod(time.perf_counter)
-    """Marks what was queued so far."""
-    stamp: Callable[[], Stamp] = staticmethod(time.perf_counter)
-    """Now, on this stream."""
+    def enter(self) -> AbstractContextManager[object]:
+        """Queues here what is done inside."""
+        return _NOWHERE
+
+    mark: Callable[[], ReadyEvent] = staticmethod(time.perf_counter)  # marks what was queued so far
+    stamp: Callable[[], Stamp] = staticmethod(time.perf_counter)  # now, on this stream
 
     def keep_pace(self) -> None:
         """Waits until no more than `MOST_QUEUED` actions are queued: each holds memory until it is done."""

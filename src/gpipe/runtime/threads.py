@@ -1,7 +1,8 @@
 """A thread for each rank, and what surrounds a call in its thread, carried into them: modes that they do not inherit.
 
 A thread knows its queue of jobs and nothing else. Threads are made at the first run and kept. A pipe that is dropped
-can be collected, and its threads end; so they do before the interpreter does.
+can be collected, and its threads end; so they do before the interpreter does. A notebook keeps what a cell has shown:
+there the pipe of a cell that is run again is not dropped, and its threads end at the first run of the next pipe.
 
 Note "Casts". Autocast keeps the casts of weights, for all threads together, and forgets them all when any thread
 leaves its outermost autocast: another rank's weight that is used twice would be cast twice, and its gradients added
@@ -29,20 +30,19 @@ from gpipe._torch.modes import modes_here, saved_tensor_hooks
 from gpipe.stages.losses import LossReader
 from gpipe.stages.messages import Cancelled
 
-Task: TypeAlias = tuple[Callable[[], None], SimpleQueue[BaseException | None]]
-"""A job, and where to say that it is done."""
+Task: TypeAlias = tuple[Callable[[], None], SimpleQueue[BaseException | None]]  # a job, and where to say it is done
 NAME = "gpipe rank"
 WITHIN = (
-    "the pipe is called from within its own run, which would wait for itself: by a layer or a hook, or in its "
-    "backward by torch.utils.checkpoint around the pipe. A pipe recomputes by itself: leave that out, and give remat="
+    "the pipe is called from within its own run, which would wait for itself: by a layer or a hook, where it "
+    "generates by a processor of scores, or in its backward by torch.utils.checkpoint around the pipe. A pipe "
+    "recomputes by itself: leave that out, and give remat="
 )
 AT_ONCE = (
     "a call of this pipe is under way already, in another thread or around this one, and over processes all must "
     "call it in one order: call it in one thread, or have the threads take turns, the same in every process"
 )
 AT_EXIT = 2.0
-"""Seconds that the interpreter waits for threads at its end: one that it ends inside of C++ aborts the process."""
-
+"""Seconds to wait for threads to end: one that the interpreter ends inside of C++ aborts the process."""
 
 _NOTHING = nullcontext()
 
@@ -116,7 +116,6 @@ def flushes_denormals() -> bool:
 
 _SMALLEST = 5e-324
 
-
 BESIDE = (
     "the backward of another call of this pipe is under way: with ranks on several devices, autograd begins one "
     "while it waits in another, and gradients would be added up in another order each time. Give the inputs of both "
@@ -129,6 +128,8 @@ class RankThreads:
 
     def __init__(self, intra_op_threads: int) -> None:
         self.intra_op_threads = intra_op_threads
+        self._is_new = True
+        self.loops: Sequence[threading.Thread] = ()  # where it generates: those that its run waits for
         self.unlock()
         self.begin()
         _alive.add(self)
@@ -149,7 +150,7 @@ class RankThreads:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Lets the runs of several callers take turns: meanwhile aliases of shared weights stand in the modules."""
-        if threading.current_thread() in self._threads:
+        if threading.current_thread() in (*self._threads, *self.loops):
             raise RuntimeError(WITHIN)
         with self._turn:
             if self._runs > 1:  # in this thread; a loss may call its own pipe in lockstep, a layer does so for ever
@@ -183,13 +184,29 @@ class RankThreads:
             self._turn.release()
 
     def close(self) -> None:
-        """Ends the threads; the next run makes new ones."""
+        """Ends the threads, and waits for them unless they run; the next run makes new ones."""
         with self._lock:
+            threads = self._threads
             self._end()
             self.begin()
+        for thread in threads if not self._runs else ():
+            thread.join(AT_EXIT)
+
+    def _close_if_idle(self) -> None:
+        """Ends the threads, unless they run, or somebody who has the turn is about to have them run."""
+        if self._turn.acquire(blocking=False):
+            try:
+                if not self._runs:
+                    self.close()
+            finally:
+                self._turn.release()
 
     def run(self, jobs: Sequence[Callable[[], None]], cancel: Callable[[], None]) -> None:
         """Runs one job in each thread, and sleeps until all are done; raises what a job raised first."""
+        if self._is_new:
+            self._is_new = False
+            for other in list(_alive):
+                other._close_if_idle()  # it makes new ones when it runs again
         results: SimpleQueue[BaseException | None] = SimpleQueue()
         try:
             with self._lock:  # two callers at once: every rank must get their jobs in one order

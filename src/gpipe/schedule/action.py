@@ -131,6 +131,5 @@ def parse_action(text: str) -> Action:
     if match is None or match[2] not in {kind.value for kind in Kind}:
         raise ValueError(f"{text!r} is not an action; an action looks like 2F0, 0SEND3@x:0>1 or 2COMMIT")
     stage, kind, micro_batch, route = match.groups()[:4]
-    return Action(
-        Kind(kind), int(stage), int(micro_batch) if micro_batch else None, parse_route(route) if route else None
-    )
+    number = int(micro_batch) if micro_batch else None
+    return Action(Kind(kind), int(stage), number, parse_route(route) if route else None)

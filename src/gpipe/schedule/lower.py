@@ -14,8 +14,7 @@ from gpipe.schedule.rules import BACKWARDS, closing_order, crossing, linearize
 from gpipe.schedule.simulate import Simulator
 
 RematName: TypeAlias = Literal["always", "except_last", "never"]
-Remat: TypeAlias = RematName | int
-"""By name; or how many micro-batches, at most, keep at once what their forwards made."""
+Remat: TypeAlias = RematName | int  # by name; or how many micro-batches keep at once what their forwards made
 REMATS: tuple[str, ...] = get_args(RematName)
 
 

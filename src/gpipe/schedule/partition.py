@@ -8,8 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 Balance = Literal["variance", "minmax"]
-TOLERANCE = 1e-12
-"""By what share of the mean two stages may differ and yet count as alike."""
+TOLERANCE = 1e-12  # by what share of the mean two stages may differ and yet count as alike
 
 
 @dataclass(frozen=True)

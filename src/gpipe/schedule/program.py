@@ -8,13 +8,12 @@ from functools import cached_property
 from typing import TypeAlias
 
 from gpipe.schedule.action import Action, Kind, Route, parse_action, parse_route
+from gpipe.schedule.cell import in_cell
 
 RankActions: TypeAlias = tuple[Action, ...]
 Table: TypeAlias = tuple[RankActions, ...]
 
-
-MOST_MICRO_BATCHES = 100_000
-"""Of a program, which has an action or more for each of them at each stage."""
+MOST_MICRO_BATCHES = 100_000  # of a program, which has an action or more for each of them at each stage
 
 
 class ScheduleError(ValueError):
@@ -122,6 +121,9 @@ class Program:
         csv.writer(file, lineterminator="\n").writerows(self._cells())
         return file.getvalue()
 
+    def _repr_html_(self) -> str | None:
+        return in_cell("program", self)
+
     def _cells(self) -> Iterator[list[str]]:
         yield ["rank_of", *map(str, self.rank_of)]
         yield ["micro_batches", str(self.micro_batches)]
@@ -159,7 +161,5 @@ class Program:
 
 def too_many(micro_batches: int) -> str:
     """What is said of more micro-batches than a program may have."""
-    return (
-        f"micro_batches={micro_batches}; give at most {MOST_MICRO_BATCHES:,}: "
-        "a table has an action for each of them at each stage"
-    )
+    many = f"micro_batches={micro_batches}; give at most {MOST_MICRO_BATCHES:,}"
+    return f"{many}: a table has an action for each of them at each stage"

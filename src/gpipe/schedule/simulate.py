@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe.schedule.action import COMPUTE, Action, Kind
+from gpipe.schedule.cell import in_cell
 from gpipe.schedule.cost import Costs, StageCost, seconds
 from gpipe.schedule.partition import Partition
 from gpipe.schedule.program import Program
@@ -23,8 +24,7 @@ UNIT_COST = StageCost(forward=1.0, backward=2.0, backward_input=1.0, backward_we
 """F, I and W take one unit each, and B, which is I and W, two."""
 
 MicroBatches: TypeAlias = frozenset[int | None]
-Recomputed: TypeAlias = Mapping[int, MicroBatches]
-"""By stage."""
+Recomputed: TypeAlias = Mapping[int, MicroBatches]  # by stage
 Counts: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -57,10 +57,8 @@ def simulate(program: Program, costs: Costs, duration: Callable[[Action], float]
     0.428571
     """
     simulator = Simulator(program)
-    peaks = [
-        simulator.peak_bytes(rank, [costs[stage] for stage in own], (frozenset(),) * len(own))
-        for rank, own in enumerate(simulator.stages_of)
-    ]
+    costs_of = [[costs[stage] for stage in own] for own in simulator.stages_of]
+    peaks = [simulator.peak_bytes(rank, own, (frozenset(),) * len(own)) for rank, own in enumerate(costs_of)]
     return Simulation(simulator.timeline(costs, duration), tuple(peaks))
 
 
@@ -73,9 +71,8 @@ class Simulator:
 
     def __init__(self, program: Program, *, messages: bool = False) -> None:
         self.program = program
-        self.stages_of = [
-            [stage for stage, own in enumerate(program.rank_of) if own == rank] for rank in range(program.ranks)
-        ]
+        stages = range(program.stages)
+        self.stages_of = [[s for s in stages if program.rank_of[s] == rank] for rank in range(program.ranks)]
         self._held = cache(self._find_held)
         self._held_by_rank = cache(lambda rank, again: np.hstack([*map(self._held, self.stages_of[rank], again)]))
         self._actions: list[Action] = []
@@ -84,9 +81,8 @@ class Simulator:
         self._list_steps(messages)
         self._kinds = [(action.kind, action.stage, action.carries_gradient) for action in self._actions]
         self._alike = dict(zip(self._kinds, self._actions, strict=True))  # one of those that cost the same
-        self._backwards = {
-            (a.stage, a.micro_batch): step for step, a in enumerate(self._actions) if a.kind in BACKWARDS
-        }
+        backwards = ((step, a) for step, a in enumerate(self._actions) if a.kind in BACKWARDS)
+        self._backwards = {(a.stage, a.micro_batch): step for step, a in backwards}
 
     def _list_steps(self, messages: bool) -> None:
         """Lists the actions in a legal order. A RECEIVE is none of them: what waits for it waits for its SEND."""
@@ -97,12 +93,8 @@ class Simulator:
             if action.kind is Kind.RECEIVE:
                 step_of.update((action, step_of[need]) for need in needed)
                 continue
-            others = [
-                step
-                for need in needed
-                if need.kind is Kind.RECEIVE or rank_of[need.stage] != rank
-                for step in sent.get((need, action.stage)) or [step_of[need]]
-            ]
+            brought = [need for need in needed if need.kind is Kind.RECEIVE or rank_of[need.stage] != rank]
+            others = [step for need in brought for step in sent.get((need, action.stage)) or [step_of[need]]]
             step_of[action] = self._add(rank, action, others)
             for send in crossing(action, self.program) if messages else ():
                 sent.setdefault((action, send.peer.stage), []).append(self._add(rank, send, []))
@@ -161,11 +153,8 @@ class Simulator:
         """When each action is done but for transfers; `duration` replaces the seconds that `costs` gives."""
         took = self._seconds(costs) if duration is None else list(map(duration, self._actions))
         starts, ends = self._run(took, [0.0] * len(took))
-        spans = (
-            Span(self.program.rank_of[action.stage], action, start, end)
-            for action, start, end in zip(self._actions, starts, ends, strict=True)
-            if action.kind is not Kind.SEND
-        )
+        each = [one for one in zip(self._actions, starts, ends, strict=True) if one[0].kind is not Kind.SEND]
+        spans = (Span(self.program.rank_of[action.stage], action, start, end) for action, start, end in each)
         return Timeline(self.program.ranks, tuple(spans), max(ends, default=0.0))
 
     def peak_bytes(self, rank: int, own: Costs, again: tuple[MicroBatches, ...]) -> int:
@@ -284,6 +273,9 @@ class Prediction:
     def bubble(self) -> float:
         """The share of rank-seconds in which nothing will be computed, the imbalance of the stages included."""
         return self.timeline.idle_share()
+
+    def _repr_html_(self) -> str | None:
+        return in_cell("prediction", self)
 
 
 def equal_bubble(program: Program) -> float:

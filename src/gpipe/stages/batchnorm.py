@@ -48,11 +48,7 @@ class DeferredStatistics:
 
     @classmethod
     def of(cls, modules: Sequence[nn.Module]) -> "DeferredStatistics":
-        """Begins a mini-batch: finds the BatchNorms that keep running statistics.
-
-        Raises:
-            ValueError: One is inside of a compiled module, whose code has its buffers and momentum built in.
-        """
+        """Begins a mini-batch: finds the BatchNorms that keep running statistics."""
         parts = {module: None for root in modules for module in root.modules()}
         if any(_defers(module) for whole in parts if is_compiled(whole) for module in whole.modules()):
             raise ValueError(

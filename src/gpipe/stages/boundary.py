@@ -10,14 +10,21 @@ from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from operator import attrgetter
+from traceback import walk_tb
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gpipe._torch.autograd import LEAF_NODE, accumulate_gradients, has_gradient_hooks, memory_users, node_number
+from gpipe._torch.autograd import (
+    LEAF_NODE,
+    accumulate_gradients,
+    has_gradient_hooks,
+    is_held,
+    memory_users,
+    node_number,
+)
 from gpipe.stages.tree import (
     Tree,
     copy_of,
@@ -26,7 +33,7 @@ from gpipe.stages.tree import (
     replace_tensors,
     storage_address,
     tensors_in,
-    version,
+    versions,
 )
 
 
@@ -46,30 +53,24 @@ CHANGED = (
     "inputs before the backward. Return a clone, and leave inputs alone until the backward is done"
 )
 NO_STRIDES = (
-    "a {kind} tensor {why} cannot cross to another stage; return it dense ({remedy}), or keep both layers in one "
-    "partition"
+    "a {kind} tensor {why} cannot cross a cut; return it dense ({remedy}), or keep both layers in one partition"
 )
 
 
 @dataclass(slots=True)
 class BoundaryValue:
-    """A value as it crosses a boundary.
+    """A value as it crosses a boundary."""
 
-    `value` is what the next stage sees; `leaves` are its tensors that want a gradient, each once, in a fixed order.
-    `ancestors` are those from which others were made that cross with them, if that is known here: their gradient is
-    whole only where they were made. `sharing` are those of its tensors, by their places, that share memory with
-    another one that crosses: where they arrive, they need not share it any more.
-    """
-
-    value: Any
-    leaves: list[Tensor]
+    value: Any  # what the next stage sees
+    leaves: list[Tensor]  # its tensors that want a gradient, each once, in a fixed order
+    # leaves from which others that cross were made, if that is known here: their gradient is whole only there
     ancestors: frozenset[int] | None = None
-    sharing: frozenset[int] = frozenset()
-    versions: list[int] | None = None  # of its tensors, as far as they are noted
+    sharing: frozenset[int] = frozenset()  # the places of tensors that share memory here, and need not on arrival
+    versions: tuple[int, ...] | None = None  # of its tensors, as far as they are noted
 
     def check(self, stage: object) -> None:
         """Checks that nobody has changed the tensors of the value since it was handed on, or first looked at."""
-        now = list(map(version, tensors_in(self.value)))
+        now = versions(tensors_in(self.value))
         if self.versions is not None and self.versions != now:
             raise RuntimeError(CHANGED.format(stage=stage))
         self.versions = now
@@ -80,9 +81,6 @@ def detach_boundary(value: Tree) -> tuple[BoundaryValue, list[Tensor]]:
 
     A tensor that appears twice stays one tensor, so that the gradients of its uses are summed in the same order as
     if there were no boundary.
-
-    Raises:
-        TypeError: Something in the value hides tensors where the boundary cannot see them.
     """
     refuse_hidden_tensors(value)
     roots: list[Tensor] = []
@@ -140,17 +138,17 @@ def attach_boundary(crossing: BoundaryValue) -> BoundaryInput:
     put on it are of this run alone, and what comes back is kept as autograd brings it, with its strides and
     alignment (autograd would lay it out anew as `.grad` of a leaf).
     """
+    if not crossing.leaves:
+        return BoundaryInput(crossing.value, (), [], ())
     gradients: Gradients = [None] * len(crossing.leaves)
     aliases: dict[int, Tensor] = {}
     hooks: list[Callable[[], Sized | None]] = []
     for at, leaf in enumerate(crossing.leaves):
         alias = aliases[id(leaf)] = leaf.expand_as(leaf)  # a view, and unlike one of `view_as` with every stride
-        if alias.grad_fn is not None:  # under no_grad there is nothing to come back
-            hooks.append(alias.grad_fn.register_hook(partial(_keep, gradients, at)).hooks_dict_ref)
+        if (node := alias.grad_fn) is not None:  # under no_grad there is nothing to come back
+            hooks.append(node.register_hook(partial(_keep, gradients, at)).hooks_dict_ref)
         carry_attributes(leaf, alias)
-    value = (
-        replace_tensors(crossing.value, lambda tensor: aliases.get(id(tensor), tensor)) if aliases else crossing.value
-    )
+    value = replace_tensors(crossing.value, lambda tensor: aliases.get(id(tensor), tensor))
     return BoundaryInput(value, list(aliases.values()), gradients, hooks)
 
 
@@ -160,17 +158,16 @@ def _keep(gradients: Gradients, at: int, passed: object, came: tuple[Tensor | No
 
 
 def run_backward(roots: Sequence[Tensor], gradients: Gradients) -> None:
-    """Adds to `.grad` of all leaves, as `torch.autograd.backward` does.
-
-    A root whose gradient is None is left out; one whose gradient is undefined has its node run all the same.
-    """
+    """Adds to `.grad` of all leaves, as `torch.autograd.backward` does, from those roots that have a gradient."""
     known, values = known_roots(roots, gradients)
     if known:
         accumulate_gradients(known, values)
 
 
-def known_roots(roots: Sequence[Tensor], gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
+def known_roots(roots: Sequence[Tensor], gradients: Gradients) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """The roots from which a backward starts, and a gradient for each."""
+    if {Tensor}.issuperset(map(type, gradients)):  # as most
+        return roots, gradients  # type: ignore[return-value]  # as it says
     known: list[Tensor] = []
     values: list[Tensor] = []
     for root, gradient in zip(roots, gradients, strict=True):
@@ -185,20 +182,20 @@ def known_roots(roots: Sequence[Tensor], gradients: Gradients) -> tuple[list[Ten
     return known, values
 
 
-def set_apart(gradients: Iterable[Gradients], kept: Iterable[Tensor] = ()) -> None:
+def set_apart(gradients: Iterable[list[Any]], kept: Iterable[Tensor] = ()) -> None:
     """Puts a copy in place of each gradient that shares memory: with another, with what is kept, with a `.grad`.
 
     Autograd hands one gradient to several nodes, and has a leaf without `.grad` take a view of one for its own, to
-    which later micro-batches add. What goes to another stage must be its own alone.
+    which later micro-batches add; and a function may have one place for the gradients of all. What goes to another
+    stage must be its own alone.
     """
-    known = set(map(storage_address, kept)) - {0}
+    known = set(map(storage_address, kept))
     for some in gradients:
-        for at, gradient in enumerate(some):
-            if isinstance(gradient, Tensor):
-                address = storage_address(gradient)
-                if address in known or shares_memory(gradient):
-                    some[at] = copy_of(gradient)
-                known |= {address} - {0}
+        for at in range(len(some)):  # no variable refers to a gradient here: references are counted
+            address = storage_address(some[at]) if isinstance(some[at], Tensor) else 0
+            if address and (address in known or memory_users(some[at]) > 1 or is_held(some, at)):
+                some[at] = copy_of(some[at])
+            known.add(address)
 
 
 def shares_memory(tensor: Tensor) -> bool:
@@ -216,50 +213,38 @@ class _Nothing(torch.autograd.Function):
         return None
 
 
-_EDGE = attrgetter("grad_fn", "output_nr")
-
-
-def _edges_behind(roots: Sequence[Tensor], until: Collection[Node] = ()) -> list[tuple[Any, int]]:
-    """The edges of the autograd graph behind some tensors, not past certain nodes."""
-    seen: set[Node | None] = {None, *until}
-    edges: list[tuple[Any, int]] = list(map(_EDGE, roots))
+def find_ancestors(roots: Sequence[Tensor]) -> set[int]:
+    """The indices of those tensors from which others of them were made."""
+    seen: set[Node | None] = {None}
+    edges: list[tuple[Any, int]] = [(root.grad_fn, root.output_nr) for root in roots]
     for node, _ in edges:  # which grow meanwhile
-        if node is not None and node not in seen:
+        if node not in seen:
             seen.add(node)
             edges += node.next_functions
-    return edges[len(roots) :]
-
-
-def find_ancestors(roots: Sequence[Tensor]) -> set[int]:
-    """The indices of those tensors from which others of them were made.
-
-    >>> import torch
-    >>> one = torch.ones(2, requires_grad=True) * 2
-    >>> find_ancestors([one, one * 3, one.detach()])
-    {0}
-    """
-    edges = set(_edges_behind(roots))
-    return {at for at, root in enumerate(roots) if root.grad_fn and (root.grad_fn, root.output_nr) in edges}
+    behind = set(edges[len(roots) :])
+    return {at for at, root in enumerate(roots) if root.grad_fn and (root.grad_fn, root.output_nr) in behind}
 
 
 def leaves_of(roots: Sequence[Tensor], until: Collection[Node] = ()) -> list[Tensor]:
-    """The leaves that autograd would reach from these tensors, not past certain nodes.
-
-    >>> import torch
-    >>> weight = torch.ones(2, requires_grad=True)
-    >>> [leaf is weight for leaf in leaves_of([(weight * 2).sum()])]
-    [True]
-    """
-    nodes: dict[Any, int] = dict(_edges_behind(roots, until))  # each once, in order
-    return [node.variable for node in nodes if type(node) is LEAF_NODE and node not in until]
+    """The leaves that autograd would reach from these tensors, not past certain nodes."""
+    seen: set[Node | None] = {None, *until}
+    leaves: list[Tensor] = []
+    nodes: list[Any] = [root.grad_fn for root in roots]
+    for node in nodes:  # which grow meanwhile
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node) is LEAF_NODE:
+            leaves.append(node.variable)
+        else:
+            nodes += [behind for behind, _ in node.next_functions]
+    return leaves
 
 
 def failed_node(error: BaseException) -> int | None:
     """The sequence number of the autograd node that raised, if it is written in Python."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        node = traceback.tb_frame.f_locals.get("self")
+    for frame, _ in walk_tb(error.__traceback__):
+        node = frame.f_locals.get("self")
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             return node_number(node)
-        traceback = traceback.tb_next
     return None

@@ -7,7 +7,7 @@ every forward, and larger ones by their version alone. A recompute works on a co
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipe._torch.accelerator import put_data
+from gpipe.stages.quantized import leave_unpacked
 from gpipe.stages.tree import copy_of, storage_address, version
 
 Slot: TypeAlias = tuple[nn.Module, str]
@@ -54,7 +55,8 @@ class Buffers:
         self._copies.clear()
 
     def _now(self) -> dict[Slot, Tensor | None]:
-        return {(part, name): tensor for part in self._parts for name, tensor in part._buffers.items()}
+        holders = [part for part in self._parts if part._buffers]  # most have none
+        return {(part, name): tensor for part in holders for name, tensor in part._buffers.items()}
 
     def before(self) -> SavedBuffers:
         """The buffers before a forward."""
@@ -70,10 +72,7 @@ class Buffers:
         return kept
 
     def after(self, before: SavedBuffers, *, exact: bool = False) -> list[Slot]:
-        """The buffers that are not what they were, or are new; what had no value yet has the first one saved.
-
-        If `exact`, a GPU is halted to compare.
-        """
+        """The buffers that are not what they were, or are new; what had no value yet has the first one saved."""
         changed = _changed(before, self._now(), exact=exact)
         for slot in changed:
             self._copies.pop(slot, None)
@@ -82,27 +81,29 @@ class Buffers:
                 before[slot] = SavedBuffer(was.tensor, -1, copy_of(was.tensor.detach()))
         return changed
 
-    @contextmanager
-    def as_before(self, snapshot: SavedBuffers) -> Iterator[None]:
+    def as_before(self, snapshot: SavedBuffers) -> AbstractContextManager[None]:
         """Shows modules their buffers as they were, and puts the real ones back."""
         now = self._now()
-        if not (apart := _changed(snapshot, now)):
-            yield
-            return
-        _refuse_views(snapshot, apart)
-        shown = {slot: snapshot[slot].tensor for slot in apart if slot in snapshot}
-        copies: dict[int, Tensor] = {}  # one tensor in several slots stays one
-        for slot in shown:
-            tensor, _, copy = snapshot[slot]
-            if copy is not None:
-                if id(tensor) not in copies:
-                    copies[id(tensor)] = copy_of(copy)
-                shown[slot] = copies[id(tensor)]
-        _put(apart, shown)
-        try:
-            yield
-        finally:
-            _put(apart, now)
+        apart = _changed(snapshot, now)
+        return _shown(snapshot, now, apart) if apart else nullcontext()
+
+
+@contextmanager
+def _shown(snapshot: SavedBuffers, now: Mapping[Slot, Tensor | None], apart: Sequence[Slot]) -> Iterator[None]:
+    _refuse_views(snapshot, apart)
+    shown = {slot: snapshot[slot].tensor for slot in apart if slot in snapshot}
+    copies: dict[int, Tensor] = {}  # one tensor in several slots stays one
+    for slot in shown:
+        tensor, _, copy = snapshot[slot]
+        if copy is not None:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = copy_of(copy)
+            shown[slot] = copies[id(tensor)]
+    _put(apart, shown)
+    try:
+        yield
+    finally:
+        _put(apart, now)
 
 
 def _refuse_views(snapshot: SavedBuffers, apart: Sequence[Slot]) -> None:
@@ -135,7 +136,7 @@ def _put(slots: Sequence[Slot], tensors: Mapping[Slot, Tensor | None]) -> None:
 
 
 def _changed(before: SavedBuffers, now: Mapping[Slot, Tensor | None], *, exact: bool = False) -> list[Slot]:
-    """The slots whose buffers are not what they were, or were not there."""
+    """The slots whose buffers are not what they were, or were not there; if `exact`, a GPU is halted to compare."""
     if not before and not now:  # as in most stages
         return []
     slots = dict.fromkeys((*before, *now))
@@ -165,6 +166,7 @@ def untouched(layer: nn.Module) -> Iterator[None]:
     buffers = [(buffer, copy_of(buffer)) for buffer in layer.buffers()]
     for parameter, _, _ in parameters:
         parameter.grad = None
+    leave_unpacked(layer)  # an attribute, which is put back
     try:
         yield
     finally:

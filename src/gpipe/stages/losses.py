@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,20 @@ from gpipe.stages.buffers import untouched
 from gpipe.stages.microbatch import IGNORED, Reduction, count_rows, loss_weights, merge, split
 from gpipe.stages.side_effects import note, read_by_called
 from gpipe.stages.tree import Tree, copy_of, replace_tensors, tensors_in
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class LossModule(Protocol[T_co]):
+    """A loss that is a module: its forward says what it gives, where the call of any module gives Any."""
+
+    @property
+    def forward(self) -> Callable[..., T_co]:
+        """What a call runs."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Gives the loss, or it and metrics."""
+
 
 NO_METRICS = object()
 OF_LABELS = ("cross_entropy", "nll_loss")
@@ -153,27 +167,20 @@ def find_contradiction(loss_fn: object, reduction: Reduction) -> list[str]:
 
 
 def find_reduction(loss_fn: object, *, ready_made: bool = False) -> Reduction | None:
-    """How a loss of torch.nn or torch.nn.functional averages, also in a `functools.partial`; None of any other.
-
-    Ready-made micro-batches may have other lengths each: there a mean over elements counts these.
-
-    Raises:
-        ValueError: It does not average: it gives a loss for each row.
-    """
+    """How a loss of torch.nn or torch.nn.functional averages, also in a `functools.partial`; None of any other."""
     loss = read_loss(loss_fn)
     if loss is None or loss.reduction is None:
         return None
     if loss.reduction == "none":
         raise ValueError(
-            "loss_fn gives a loss for each row, by reduction='none', and step() needs one of each micro-batch: "
-            "add .mean(), as in loss_fn=lambda output, target: loss(output, target).mean(), or leave "
-            "reduction='none' out"
+            "loss_fn gives a loss for each row, by reduction='none', and step() needs one of each micro-batch: add "
+            ".mean(), as in loss_fn=lambda output, target: loss(output, target).mean(), or leave reduction='none' out"
         )
     if loss.reduction == "sum":
         return "sum"
     if loss.ignored is not None:
         return partial(sum_of_weights, ignored=loss.ignored, weight=loss.weight)
-    if ready_made and loss.name in OF_ELEMENTS:
+    if ready_made and loss.name in OF_ELEMENTS:  # each may have another length, and a mean counts elements
         return lambda target: target.numel() if isinstance(target, Tensor) else 1.0
     return "mean"
 
@@ -207,16 +214,13 @@ def sum_of_weights(target: Tree, ignored: object, weight: object) -> object:
 
 
 def is_shifted(target: Tensor | None, labels: object) -> bool | None:
-    """Whether a loss was given labels from the second on; None if these are not its labels.
-
-    It may be given all of them several times, once for each word ahead that it looks for.
-    """
+    """Whether a loss was given labels from the second on; None if these are not its labels."""
     if target is None or not isinstance(labels, Tensor) or not labels.dim():
         return None
     if labels.is_floating_point() or target.is_floating_point():
         return False if labels.shape == target.shape and torch.equal(labels, target) else None
     if labels.numel() and not target.numel() % labels.numel():
-        times = target.reshape(-1, *labels.shape)
+        times = target.reshape(-1, *labels.shape)  # all of them several times, once for each word ahead, say
         if (times == labels).all():
             return False
         return True if labels.dim() > 1 and (times[..., :-1] == labels[..., 1:]).all() else None
@@ -270,11 +274,7 @@ NO_LOSS = (
 
 
 def own_loss(output: Tree, target: Tree = None) -> Tensor:
-    """The loss in what a model returned: its `loss`, or the output itself, or the first of a tuple.
-
-    Raises:
-        TypeError: There is none.
-    """
+    """The loss in what a model returned: its `loss`, or the output itself, or the first of a tuple."""
     found: Any = output
     if isinstance(output, Mapping):
         found = output.get("loss")
@@ -296,7 +296,6 @@ class LossReader(TorchFunctionMode):
         self.calls = calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Sees a function of torch."""
         if (loss := read_loss_call(getattr(func, "__name__", ""), args, kwargs or {})) is not None:
             self.calls.append(loss)
         return func(*args, **(kwargs or {}))
@@ -340,10 +339,7 @@ def call_watched_loss(
 
 
 def _find_reduction_in_calls(calls: Sequence[LossCall], target: Tree) -> Reduction | None:
-    """By what the micro-batches of a loss are weighed that called torch's losses on labels in its target.
-
-    Labels that it was not given as they are, or that several calls average otherwise, give None.
-    """
+    """What micro-batches weigh by labels of the target that torch's losses were called on, if all do so alike."""
     found = list[Callable[[Tree], float] | None]()
     for call in calls:
         if call.name in OF_LABELS and call.reduction == "mean" and call.target is not None:

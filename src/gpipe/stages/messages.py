@@ -29,6 +29,8 @@ class Control(IntEnum):
     MICRO_BATCHES = -9  # how many a replica has
     REDUCTION = -10  # by what a replica averages and scales losses
     INPUT_GRADIENTS = -11  # of a call's inputs, for processes whose inputs have a graph
+    DECODED = -12  # of a micro-batch in generation, from a stage for the next
+    PROMPTS = -13  # what all processes generate from
     BATCHNORM = -16  # statistics of a micro-batch at the stage's first BatchNorm; those of others follow below
 
 
@@ -53,19 +55,15 @@ class Payload(NamedTuple):
 
 
 class Crossed(NamedTuple):
-    """A message, as one of its ends knows it.
-
-    `asked` is when this end called for it, `begun` when a sender had room for it and began to write, `ended` when
-    this end was done, all in seconds. A receiver does not know when it was begun: for it that is when it asked.
-    """
+    """A message, as one of its ends knows it; times are in seconds."""
 
     sends: bool
     peer: int
     label: Label
     tensors: tuple[Payload, ...]
-    asked: float
-    begun: float
-    ended: float
+    asked: float  # when this end called for it
+    begun: float  # when a sender had room and began to write; a receiver does not know it, and has when it asked
+    ended: float  # when this end was done
 
 
 class Traffic(NamedTuple):
@@ -86,14 +84,8 @@ class Traffic(NamedTuple):
     def of_json(cls, told: list[Any]) -> Self:
         """Reads what was written as JSON."""
         routes, micro_batches, rows = told
-        crossed = (
-            Crossed(
-                sends,
-                peer,
-                Label(*label),
-                tuple(Payload(dtype, tuple(shape), size) for dtype, shape, size in kind),
-                *times,
-            )
-            for sends, peer, label, kind, *times in rows
-        )
+        crossed = []
+        for sends, peer, label, kind, *times in rows:
+            tensors = tuple(Payload(dtype, tuple(shape), size) for dtype, shape, size in kind)
+            crossed.append(Crossed(sends, peer, Label(*label), tensors, *times))
         return cls(tuple(routes), micro_batches, tuple(crossed))

@@ -6,23 +6,26 @@ Finds what in inputs and targets cannot be split by rows into micro-batches, and
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeGuard
+from functools import partial
+from numbers import Integral
+from operator import is_not
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset
 
-from gpipe._torch.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
-from gpipe.stages.tree import Tree, hides_tensors, tensors_in
+from gpipe._torch.trees import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from gpipe.stages.tree import MOST, OPAQUE, Tree, hides_tensors, tensors_in
 
 Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Tree], object]
 
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """A tensor, or what else holds some, that every micro-batch takes whole, whatever the first dimension.
+    """A tensor, a list or what else might have rows, that every micro-batch takes whole, however long it is.
 
     >>> import gpipe, torch
     >>> pipe = gpipe.GPipe([torch.nn.Identity()], partitions=1, micro_batches=2)
@@ -97,13 +100,7 @@ def take_parts(given: MicroBatches) -> list[Tree]:
 
 
 def count_rows(inputs: Tree, at: int | None = None) -> int:
-    """N, the rows of a mini-batch: the first dimension of its first tensor that has one.
-
-    Of a ready-made micro-batch `at` is its number.
-
-    Raises:
-        ValueError: There is no such tensor, or it has no rows.
-    """
+    """N, the rows of a mini-batch, or of micro-batch `at`: the first dimension of its first tensor that has one."""
     holds, is_empty, remedy = "the inputs hold", "the mini-batch is empty", "skip this batch"
     if at is not None:
         holds, is_empty, remedy = f"inputs[{at}] holds", f"inputs[{at}] is empty", "leave this micro-batch out"
@@ -124,32 +121,94 @@ def count_rows(inputs: Tree, at: int | None = None) -> int:
     )
 
 
-def split(tree: Tree, rows: int, parts: int, what: str) -> list[Tree]:
+OFFSETS = "cu_seq"  # of the name of what says where in packed rows each sequence begins: cu_seqlens, cu_seq_lens_q
+PACKED = (
+    "{path} says where sequences begin that are packed behind one another, and {rows} rows of the mini-batch "
+    "are to be split without regard to them: each micro-batch needs offsets of its own. Pack each micro-batch by "
+    "itself, gpipe.MicroBatches([first, second, ...]), or put the sequences into rows, padded"
+)
+AS_LONG = (
+    "{path} is a {kind} of {rows} values, as many as the mini-batch has rows, and only tensors are split by rows; "
+    "make it a tensor, torch.tensor(...), or give each micro-batch its own, gpipe.MicroBatches([...]), or wrap it "
+    "(or the object that has it) in gpipe.Whole if every micro-batch needs all of it"
+)
+
+
+def split(tree: Tree, rows: int, parts: int, what: str, *, strict: bool = False) -> list[Tree]:
     """Splits each tensor of `rows` rows as `tensor_split` does: the first parts are one row larger.
 
-    Tensors without dimensions, other values and what is wrapped in `Whole` go to every part as they are.
-
-    Raises:
-        ValueError: Tensors with another first dimension, all of them named.
+    Tensors without dimensions, other values and what is wrapped in `Whole` go to every part as they are. What may
+    have an entry for each row and is no tensor is refused if `strict`: any sequence or array of that length, also in
+    an attribute, but a `torch.Size`, and those that hold tensors with rows. So are offsets of packed rows, always.
     """
     if type(tree) is Tensor and tree.dim() > 0 and tree.shape[0] == rows:
         return list(tree.tensor_split(parts))
-    leaves, spec = tree_flatten_with_path(tree)
-    mistakes = [
-        f"{what}{keystr(path)} has shape {tuple(leaf.shape)}, but the mini-batch has {rows} rows; "
-        f"split by rows, or wrap it in gpipe.Whole if every micro-batch needs all of it"
-        for path, leaf in leaves
-        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != rows
-    ]
-    if mistakes:
+    if mistakes := [*_find_uncut(tree, rows, what, offsets=parts > 1, strict=strict and parts > 1)]:
         raise ValueError("\n".join(mistakes))
+    leaves, spec = tree_flatten(tree)
     columns: list[Sequence[object]] = [
         leaf.tensor_split(parts)
-        if isinstance(leaf, Tensor) and leaf.dim() > 0
+        if parts > 1 and isinstance(leaf, Tensor) and leaf.dim() > 0
         else [leaf.tensor if isinstance(leaf, Whole) else leaf] * parts
-        for _, leaf in leaves
+        for leaf in leaves
     ]
     return [tree_unflatten([column[part] for column in columns], spec) for part in range(parts)]
+
+
+def _find_uncut(tree: Tree, rows: int, what: str, *, offsets: bool, strict: bool) -> Iterator[str]:
+    for path, value in _seen_in(tree, what):
+        length, of_tensor = _length(value), isinstance(value, Tensor)
+        if length and (OFFSETS in path.lower() or ((length != rows or not of_tensor) and _rises_to(rows, value))):
+            if offsets:
+                yield PACKED.format(path=path, rows=rows)
+        elif of_tensor and length not in (None, rows):
+            yield (
+                f"{path} has shape {tuple(value.shape)}, but the mini-batch has {rows} rows; split by rows, or wrap "
+                f"it in gpipe.Whole if every micro-batch needs all of it"
+            )
+        elif strict and length == rows and not of_tensor:
+            yield AS_LONG.format(path=path, rows=rows, kind=type(value).__name__)
+
+
+def _seen_in(tree: Tree, what: str) -> Iterator[tuple[str, Any]]:
+    """A value and all that can be seen in it, also in attributes of objects, each with its path."""
+    todo, seen = [(what, tree)], dict[int, object]()
+    while todo and len(seen) < MOST:
+        path, value = todo.pop()
+        yield path, value
+        if id(value) in seen or isinstance(value, (Tensor, Whole, nn.Module, *OPAQUE)):
+            continue
+        seen[id(value)] = value
+        if type(value) in (dict, list, tuple):  # as torch does, sooner
+            pairs: Any = value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
+            inner = [(f"[{key!r}]", one) for key, one in pairs]
+        else:
+            leaves, _ = tree_flatten_with_path(value, is_leaf=partial(is_not, value))
+            inner = [(keystr(at), one) for at, one in leaves]
+        if len(inner) == 1 and inner[0][1] is value:  # an object
+            names: Any = getattr(value, "__dataclass_fields__", None) or getattr(value, "__dict__", ())
+            inner = [(f".{name}", getattr(value, name, None)) for name in names]
+        todo += [(f"{path}{at}", one) for at, one in reversed(inner)]
+
+
+def _length(value: Any) -> int | None:
+    """How many entries a value has, none of which but a tensor's have rows of their own."""
+    if isinstance(value, (str, bytes, torch.Size)):
+        return None
+    if hasattr(type(value), "__array__"):  # a tensor, or of numpy and the like
+        return next(iter(getattr(value, "shape", ())), None)
+    held = tree_leaves(value) if isinstance(value, Sequence) else []
+    rows = any(isinstance(one, Whole) or (isinstance(one, Tensor) and one.dim()) for one in held)
+    return None if rows or all(one is None for one in held) else len(value)
+
+
+def _rises_to(rows: int, value: Any) -> bool:
+    """Whether a value has whole numbers in order, from 0 to so many, or tensors of them."""
+    if isinstance(value, Tensor) and (value.is_meta or value.dim() != 1 or value.is_floating_point()):
+        return False
+    numbers = [one.item() if isinstance(one, Tensor) else one for one in value]
+    whole = all(isinstance(one, Integral) for one in numbers)
+    return whole and sorted(numbers) == numbers and (numbers[0], numbers[-1]) == (0, rows)
 
 
 CANNOT_MERGE = (
@@ -212,16 +271,9 @@ def loss_weights(
     reduction: Reduction,
     rows: Sequence[int],
     targets: Sequence[Tree],
-    over_replicas: Callable[[float], float] = float,
+    over_replicas: Callable[[float], float] = float,  # adds the weight of this mini-batch to that of the others
 ) -> list[float]:
-    """The share w_i of each micro-batch in the loss: 1 each for "sum", else in proportion, in float64.
-
-    `over_replicas` adds the weight of this mini-batch to that of the others.
-
-    Raises:
-        ValueError: A weight is negative or not finite, or all are 0.
-        TypeError: The reduction is none of those known.
-    """
+    """The share w_i of each micro-batch in the loss: 1 each for "sum", else in proportion, in float64."""
     if reduction == "sum":
         return [1.0] * len(rows)
     if reduction == "mean":
@@ -264,7 +316,6 @@ def first_micro_batch(sample: Tree, micro_batches: int, least: int = 1) -> Tree:
     return next((part for part in parts if not any((leaf == IGNORED).all() for leaf in tensors_in(part))), parts[0])
 
 
-SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator)
 INSIDE = (
     "gpipe.MicroBatches, which stand for all inputs or all targets and in no other value; put the other values into "
     "each micro-batch: gpipe.MicroBatches([(x, mask), ...])"
@@ -273,17 +324,14 @@ NUMPY = "a numpy array{}; give a tensor: torch.from_numpy(...)"
 
 
 def find_unsplittable(what: str, tree: Tree) -> Iterator[str]:
-    """What is in a tree that cannot be split into micro-batches, or be one of them, each with what to do.
-
-    >>> list(find_unsplittable("inputs", {"mask": np.ones(3)}))
-    ["inputs['mask'] is a numpy array; give a tensor: torch.from_numpy(...)"]
-    """
+    """What is in a tree that cannot be split into micro-batches, or be one of them, each with what to do."""
     if type(tree) is Tensor and tree.layout is torch.strided and not tree.is_nested:
         return
     ready_made = isinstance(tree, MicroBatches)
     leaves, _ = tree_flatten_with_path(as_tree(tree), is_leaf=lambda value: isinstance(value, PackedSequence))
     for path, leaf in leaves:
-        if not isinstance(leaf, (*SIMPLE, np.generic)) and (found := _why_not_split(leaf, ready_made=ready_made)):
+        is_plain = isinstance(leaf, (*OPAQUE, torch.Generator, np.generic))
+        if not is_plain and (found := _why_not_split(leaf, ready_made=ready_made)):
             yield f"{what}{keystr(path)} is {found}"
 
 
@@ -292,8 +340,7 @@ def _why_not_split(leaf: object, *, ready_made: bool) -> str | None:
     match leaf:
         case Tensor() if leaf.is_nested:
             return (
-                "a nested tensor, which has no rows to split; pad it, as in torch.nested.to_padded_tensor(t, 0.0), "
-                "and give a mask beside it"
+                "a nested tensor, which has no rows to split; pad it (torch.nested.to_padded_tensor), and give a mask"
             )
         case Tensor() if leaf.layout is not torch.strided and not ready_made:
             return f"sparse ({leaf.layout}), which cannot be split into micro-batches; give t.to_dense()"
@@ -320,18 +367,3 @@ def _why_not_split(leaf: object, *, ready_made: bool) -> str | None:
             f"every micro-batch needs it whole"
         )
     return None
-
-
-def find_unsplit_lists(what: str, tree: Tree, rows: int) -> Iterator[str]:
-    """Lists of numbers or words, one a row as it seems, that would go whole to every micro-batch."""
-    for path, leaf in tree_flatten_with_path(tree, is_leaf=_is_plain_list)[0]:
-        if _is_plain_list(leaf) and len(leaf) == rows:
-            yield (
-                f"{what}{keystr(path)} is a list of {rows} values, as many as the mini-batch has rows, and "
-                f"only tensors are split by rows; make it a tensor, torch.tensor(...), or wrap it in gpipe.Whole if "
-                f"every micro-batch needs all of it"
-            )
-
-
-def _is_plain_list(value: object) -> TypeGuard[list[object]]:
-    return type(value) is list and all(isinstance(item, (int, float, str, bytes)) for item in value)

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from gpipe._torch.autograd import PLAIN
 from gpipe._torch.trees import tree_leaves
 from gpipe.stages.boundary import BoundaryValue, leaves_of
+from gpipe.stages.quantized import pieces_of
 from gpipe.stages.tree import OPAQUE, Tree, local, tensors_in
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ SMALL = 4096
 """Bytes up to which a tensor is held whole."""
 COLUMNS = 512
 """Words in a row."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element, as what its bits are compared."""
 
 
 class Digest(NamedTuple):
@@ -34,8 +37,8 @@ class Digest(NamedTuple):
     words: list[Tensor]
 
 
-def digest(values: Sequence[Tree]) -> Digest:
-    """The digest of values.
+def digest(values: Sequence[Tree], *, outlives: bool = True) -> Digest:
+    """The digest of values. One that does not outlive them may have their own memory, and is compared at once.
 
     >>> one, other = torch.arange(6000.0), torch.arange(6000.0)
     >>> differ(digest([one]), digest([other])), differ(digest([one]), digest([other.roll(1)]))
@@ -43,10 +46,10 @@ def digest(values: Sequence[Tree]) -> Digest:
     """
     known: list[object] = []
     words: list[Tensor] = []
-    for leaf in values if {Tensor}.issuperset(map(type, values)) else tree_leaves(values):
+    for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
             known.append((leaf.requires_grad, leaf.dtype, leaf.shape))
-            words += _words(leaf.detach())
+            words += _words(leaf.data, copied=outlives)
         else:
             known.append(repr(leaf) if isinstance(leaf, OPAQUE) else type(leaf))
     return Digest(tuple(known), words)
@@ -54,8 +57,10 @@ def digest(values: Sequence[Tree]) -> Digest:
 
 def checksum(tensors: Iterable[Tensor]) -> int:
     """A checksum of the bits of tensors, as far as they are on this process; lazy ones have none."""
-    words = digest([local(tensor.detach()) for tensor in tensors if not is_lazy(tensor)]).words
-    return zlib.crc32(b"".join(word.cpu().view(torch.uint8).numpy().tobytes() for word in words))
+    pieces = [piece for tensor in tensors if not is_lazy(tensor) for piece in pieces_of(local(tensor))]
+    words = digest([piece.detach() for piece in pieces]).words
+    flat = (word.cpu().contiguous().view(-1).view(torch.uint8) for word in words)
+    return zlib.crc32(b"".join(word.numpy().tobytes() for word in flat))
 
 
 def differ(one: Digest, other: Digest) -> "bool | Tensor":
@@ -71,18 +76,22 @@ def differ(one: Digest, other: Digest) -> "bool | Tensor":
     return torch.stack(doubts).any() if doubts else False
 
 
-def _words(tensor: Tensor) -> list[Tensor]:
+def _words(tensor: Tensor, *, copied: bool) -> list[Tensor]:
     if tensor.is_quantized:
         tensor = tensor.int_repr()
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return []
-    memory = tensor.resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
-    if memory.data_ptr() % 8 and memory.nbytes > SMALL:
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    size = tensor.nbytes
+    if size <= SMALL and tensor.itemsize in INTEGERS:
+        bits = tensor.view(INTEGERS[tensor.itemsize])
+        return [bits.clone() if copied else bits]
+    memory = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    if memory.data_ptr() % 8:
         memory = memory.clone()
     memory = memory.view(torch.uint8)
-    rows = len(memory) // (8 * COLUMNS)
-    if len(memory) <= SMALL:
-        return [memory.clone()]
+    rows = size // (8 * COLUMNS)
     table = memory[: rows * 8 * COLUMNS].view(torch.int64).view(rows, COLUMNS)
     return [table.sum(0), table.sum(1), memory[rows * 8 * COLUMNS :].clone()]
 
@@ -111,16 +120,14 @@ class Fingerprint(NamedTuple):
     reached: frozenset[int]
 
     @classmethod
-    def of(cls, made: "StageOutput") -> "Fingerprint":
-        """The fingerprint of what a stage made."""
+    def of(cls, made: "StageOutput", *, outlives: bool = True) -> "Fingerprint":
+        """The fingerprint of what a stage made, as `digest` takes it."""
         reached = frozenset(map(id, leaves_of(tensors_in(made.values))))
-        return cls(digest([*made.values, *made.for_loss.values()]), reached)
+        return cls(digest([*made.values, *made.for_loss.values()], outlives=outlives), reached)
 
-    def differs(self, other: "Fingerprint", stage: "Stage", given: Sequence[BoundaryValue]) -> "bool | Tensor":
-        """Whether another run made something else, or reached others of the stage's weights, or of what it was given.
-
-        Of values on a GPU, a tensor there that will say it.
-        """
+    def differs(self, made: "StageOutput", stage: "Stage", given: Sequence[BoundaryValue]) -> "bool | Tensor":
+        """Whether another run made something else (see `differ`), or reached other weights of it, or inputs."""
+        other = Fingerprint.of(made, outlives=False)
         if apart := self.reached ^ other.reached:  # layers may make other leaves anew
             own = {id(leaf) for crossing in given for leaf in crossing.leaves}
             if apart & own.union(*(map(id, layer.module.parameters()) for layer in stage.layers)):

@@ -4,7 +4,7 @@ torch keeps one generator for each device of a process, and rank threads would d
 has generators of its own, which the random operations inside of it are given.
 
 torch's dispatcher has a key that nothing uses. Kernels for the random operations stand there, above those of
-autograd, and whoever enters a `GeneratorScope` has its own thread go by that key; all other operations cost nothing.
+autograd, and whoever enters an `rng_scope` has its own thread go by that key; all other operations cost nothing.
 Operations that are made of others (`F.dropout`, `nn.LSTM`) are seen as those; what draws and takes no generator
 borrows the default one under a lock.
 
@@ -20,7 +20,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import CodeType, FrameType, TracebackType
+from traceback import walk_stack
+from types import CodeType, FrameType
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -88,11 +89,7 @@ def _generator(
 def _note(
     forward: CheckpointFrame, device: torch.device, generator: torch.Generator, *, needed: bool, releases: bool
 ) -> None:
-    """Has a checkpoint's recompute begin where a generator stands now, at the first draw of its forward.
-
-    Raises:
-        RuntimeError: The checkpoint keeps no state for it, and that is needed.
-    """
+    """Has a checkpoint's recompute begin where a generator stands now, at the first draw of its forward."""
     state = forward.state(device)
     if state is None:
         why, remedy = "preserve_rng_state=False", "leave that out"
@@ -109,11 +106,7 @@ def _note(
 
 
 def _generator_of(frame: FrameType, seen: CheckpointFrame, device: torch.device, *, sure: bool) -> torch.Generator:
-    """What a recompute, of which this is the frame, draws from on a device, from its first draw to its last.
-
-    Raises:
-        RuntimeError: It must be `sure` that its forward drew under a key, and that did not.
-    """
+    """What a recompute draws from on a device; if `sure`, it raises unless its forward has drawn under a key."""
 
     def start(generator: torch.Generator) -> None:
         state = seen.state(device)
@@ -125,17 +118,13 @@ def _generator_of(frame: FrameType, seen: CheckpointFrame, device: torch.device,
 
 
 MOST_CODES = 10_000
-_others: dict[int, CodeType] = {}  # code that is none of torch.utils.checkpoint's
+_others: dict[int, CodeType] = {}  # code that is none of checkpoints', to pass by: each draw walks a deep stack
 
 
 def _find_checkpoints(
     until: FrameType | None,
 ) -> tuple[list[CheckpointFrame], tuple[FrameType, CheckpointFrame] | None]:
-    """The checkpoints that a draw is inside of, up to a frame: forwards, and the recompute, if any, that they are in.
-
-    Raises:
-        RuntimeError: There is a checkpoint that nobody can look into.
-    """
+    """The checkpoints that a draw is inside of, up to a frame: forwards, and the recompute, if any, that has them."""
     forwards: list[CheckpointFrame] = []
     frame = sys._getframe(1).f_back
     while frame is not None and frame is not until:
@@ -147,92 +136,35 @@ def _find_checkpoints(
                 forwards.append(seen)
             elif reruns_by_default_generator(frame.f_code):
                 raise RuntimeError(COMPILED)
-            else:
-                _note_other(frame.f_code)
+            elif not is_of_checkpoints(frame.f_code):
+                if len(_others) > MOST_CODES:
+                    _others.clear()
+                _others[id(frame.f_code)] = frame.f_code
         frame = frame.f_back
     return forwards, None
-
-
-def _note_other(code: CodeType) -> None:
-    """Has draws pass by this code from now on, unless it is of checkpoints: each draw walks all of a deep stack."""
-    if not is_of_checkpoints(code):
-        if len(_others) > MOST_CODES:
-            _others.clear()
-        _others[id(code)] = code
-
-
-def _frames(until: FrameType | None) -> Iterator[FrameType]:
-    """The frames around, from the caller's outwards, up to one."""
-    frame = sys._getframe(1).f_back
-    while frame is not None and frame is not until:
-        yield frame
-        frame = frame.f_back
 
 
 _installing = threading.Lock()
 _installed: list[Any] = []
 
 
-class GeneratorScope:
-    """A context: inside, in this thread, what draws and was given no generator draws from `generator(device)`."""
-
-    in_backward = False
-    piped = True  # whether its backward will be run `InBackward`
-    grad = True  # whether it was entered in grad mode
-    _entered: tuple[Any, ...] = (None, None)  # the scope around, the frame that entered, and the same of before
-
-    def generator(self, device: torch.device) -> torch.Generator:
-        """The generator to draw from next on a device."""
-        forwards, recompute = _find_checkpoints(self._entered[1])
-        if recompute is None:
-            generator = self._own(device)
-        else:
-            generator = _generator_of(*recompute, device, sure=self.in_backward)
-        needed = self.in_backward or self.grad or torch.is_grad_enabled()  # else no backward follows
-        for forward in forwards:
-            _note(forward, device, generator, needed=needed, releases=self.piped)
-        return generator
-
-    def _own(self, device: torch.device) -> torch.Generator:
-        """What draws outside of a recompute draws from."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        with _installing:
-            if not _installed:  # kernels stand there as long as they are remembered
-                _installed.extend(_make_kernels())
-        nested = goes_by(_installed[0])
-        self._entered = (stashed() if nested else None, sys._getframe(1), self._entered)
-        self.grad = torch.is_grad_enabled()
-        stash(self)
-        if not nested:
-            go_by(_installed[0], True)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        outer, _, self._entered = self._entered
-        if outer is None:
-            forget_stashed()  # what a thread of the user's ends with
-            go_by(_installed[0], False)
-        else:
-            stash(outer)
-
-
-def _make_kernels() -> tuple[Any, Sequence[torch.library.Library]]:
-    key = unused_key()
-    rest = torch.library.Library("_", "IMPL", UNUSED_KEY)
-    rest.fallback(torch.library.fallthrough_kernel)
-    let_control_flow_pass(key)
-    libraries = {"_": rest}
-    below = keys_below(key)
-    for func in random_operators():
-        namespace, _, name = func.name().partition("::")
-        if namespace not in libraries:
-            libraries[namespace] = torch.library.Library(namespace, "IMPL", UNUSED_KEY)
-        libraries[namespace].impl(name, _kernel(func, key, below), with_keyset=True)
-    return key, tuple(libraries.values())
+def _install() -> None:
+    """Puts kernels where torch looks for them; they stand there as long as they are remembered."""
+    with _installing:
+        if _installed:
+            return
+        key = unused_key()
+        rest = torch.library.Library("_", "IMPL", UNUSED_KEY)
+        rest.fallback(torch.library.fallthrough_kernel)
+        let_control_flow_pass(key)
+        libraries = {"_": rest}
+        below = keys_below(key)
+        for func in random_operators():
+            namespace, _, name = func.name().partition("::")
+            if namespace not in libraries:
+                libraries[namespace] = torch.library.Library(namespace, "IMPL", UNUSED_KEY)
+            libraries[namespace].impl(name, _kernel(func, key, below), with_keyset=True)
+        _installed.extend((key, *libraries.values()))
 
 
 def _find_with_generator(func: Operator) -> Operator | None:
@@ -250,11 +182,14 @@ def _kernel(func: Operator, own: Any, below: Any) -> Callable[..., object]:
     """What a random operation does in a thread that sees it."""
     keyed, ours = _find_with_generator(func), arguments_of(func)
     most = ours.index("generator") if "generator" in ours else len(ours)
+    dropout = ours.index("dropout_p") if "dropout_p" in ours else None
 
     def kernel(keys: Any, *args: object, **kwargs: object) -> object:
         given: Any = kwargs.get("generator") or (args[most] if len(args) > most else None)
-        says_more = given is not None and not is_one_generator(given, default_generator(given.device))
-        if says_more or is_vmapped() or is_traced_by_compiler():  # under `vmap` it will be drawn below
+        is_left = given is not None and not is_one_generator(given, default_generator(given.device))
+        if dropout is not None:  # attention, which without it draws nothing
+            is_left = not (args[dropout] if len(args) > dropout else kwargs.get("dropout_p", 0.0))
+        if is_left or is_vmapped() or is_traced_by_compiler():  # under `vmap` it will be drawn below
             return func.redispatch(keys & below, *args, **kwargs)
         device = _device_of(args, kwargs)
         if keyed is None and device.type in ("cpu", "meta") and not are_below_a_mode(keys):
@@ -322,7 +257,7 @@ def rng_seed(seed: int, step: int, layer: int, micro_batch: int) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
-class rng_scope(GeneratorScope):  # noqa: N801  # it reads as a function at every use, like torch.no_grad
+class rng_scope:  # noqa: N801  # it reads as a function at every use, like torch.no_grad
     """A context in which every random operation of this thread draws from the key (seed, step, layer, micro-batch).
 
     The plain loop that a pipeline equals bit for bit enters it around each layer; its backward may be outside.
@@ -336,19 +271,53 @@ class rng_scope(GeneratorScope):  # noqa: N801  # it reads as a function at ever
     True
     """
 
-    piped = False
+    in_backward = False
+    piped = False  # whether the pipe will run its backward, and draw there what checkpoints need
+    grad = True  # whether it was entered in grad mode
+    _entered: tuple[Any, ...] = (None, None)  # the scope around, the frame that entered, and the same of before
 
     def __init__(self, seed: int, step: int, layer: int, micro_batch: int) -> None:
-        self._place = seed, step, layer, micro_batch
+        self._seed, self._step, self._layer, self._micro_batch = seed, step, layer, micro_batch
         self._generators: Generators = {}
+
+    def __enter__(self) -> Self:
+        if not _installed:
+            _install()
+        nested = goes_by(_installed[0])
+        self._entered = (stashed() if nested else None, sys._getframe(1), self._entered)
+        self.grad = torch.is_grad_enabled()
+        stash(self)
+        if not nested:
+            go_by(_installed[0], True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        outer, _, self._entered = self._entered
+        if outer is None:
+            forget_stashed()  # what a thread of the user's ends with
+            go_by(_installed[0], False)
+        else:
+            stash(outer)
 
     def go_on(self, layer: int) -> None:
         """Draws for another layer from now on."""
-        seed, step, _, micro_batch = self._place
-        self._place, self._generators = (seed, step, layer, micro_batch), {}
+        self._layer, self._generators = layer, {}
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The generator to draw from next on a device, for what was given none."""
+        forwards, recompute = _find_checkpoints(self._entered[1])
+        if recompute is None:
+            generator = self._own(device)
+        else:
+            generator = _generator_of(*recompute, device, sure=self.in_backward)
+        needed = self.in_backward or self.grad or torch.is_grad_enabled()  # else no backward follows
+        for forward in forwards:
+            _note(forward, device, generator, needed=needed, releases=self.piped)
+        return generator
 
     def _own(self, device: torch.device) -> torch.Generator:
-        return _generator(self._generators, device, lambda new: new.manual_seed(rng_seed(*self._place)))
+        place = self._seed, self._step, self._layer, self._micro_batch
+        return _generator(self._generators, device, lambda new: new.manual_seed(rng_seed(*place)))
 
 
 class PipeRngScope(rng_scope):
@@ -357,20 +326,32 @@ class PipeRngScope(rng_scope):
     piped = True
 
 
-class InBackward(GeneratorScope):
-    """A context for a backward of a pipe: recomputes of checkpoints draw what their forwards drew, nothing else may.
+class RankScope(PipeRngScope):
+    """The scope of all actions of a rank in a run: entered once, and told before each what it is.
 
-    `maker` says in words which layer made an autograd node, given the node's sequence number.
+    In a backward, recomputes of checkpoints draw what their forwards drew, and nothing else may.
     """
 
-    in_backward = True
+    def __init__(self, seed: int, step: int) -> None:
+        super().__init__(seed, step, 0, 0)
+        self._maker: Callable[[int | None], str | None] = repr
 
-    def __init__(self, maker: Callable[[int | None], str | None]) -> None:
-        self._maker = maker
+    def go_to(self, layer: int, micro_batch: int) -> None:
+        """Goes on to the forward of a layer, or of the loss behind the last."""
+        self._micro_batch, self.in_backward = micro_batch, False
+        self.go_on(layer)
+
+    def go_back(self, maker: Callable[[int | None], str | None]) -> None:
+        """Goes on to a backward; `maker` says in words which layer made the node with a sequence number."""
+        self.in_backward, self._maker = True, maker
 
     def _own(self, device: torch.device) -> torch.Generator:
+        if not self.in_backward:
+            return super()._own(device)
         node = running_node()
-        for frame in _frames(self._entered[1]):  # the outermost node, since others are made in a backward
+        for frame, _ in walk_stack(sys._getframe()):  # the outermost node, since others are made in a backward
+            if frame is self._entered[1]:
+                break
             found = frame.f_locals.get("self")
             if isinstance(found, torch.autograd.function.BackwardCFunction):
                 node = found

@@ -30,6 +30,7 @@ from gpipe._torch.accelerator import CPU, awake, default_generator, keep_paramet
 from gpipe._torch.modules import refresh_weights_of_rnn
 from gpipe._torch.trees import tree_leaves, tree_map
 from gpipe.stages.losses import is_loss_of_torch
+from gpipe.stages.quantized import forget_beside, is_quantized
 from gpipe.stages.rng import rng_seed
 from gpipe.stages.shared_weights import find_shared
 from gpipe.stages.skips import Sequential, find_pops, skip_names
@@ -49,9 +50,8 @@ def is_maker(layer: object) -> bool:
 
 def describe_invalid_layer(at: int, layer: object) -> str:
     """Why something cannot be a layer, and what to give instead."""
-    kind = type(layer).__name__
+    kind, needed = type(layer).__name__, ", ".join(_needed(layer) or ["..."])
     if isinstance(layer, type):
-        needed = ", ".join(_needed(layer) or ["..."])
         text = f"the class {layer.__name__}, which needs {needed}; give one of it: {_written(layer)}"
     elif isinstance(owner := getattr(layer, "__self__", None), nn.Module):
         text = f"a method of a {type(owner).__name__}; give the module itself"
@@ -62,7 +62,6 @@ def describe_invalid_layer(at: int, layer: object) -> str:
         if isinstance(module, type):
             text = f"{called}; give a module: {_written(module)}"
         else:
-            needed = ", ".join(_needed(layer) or ["..."])
             text = f"{called} of ({needed}); give a module whose forward does it, or {BUILDS}"
     elif isinstance(layer, (list, tuple)):
         text = f"a {kind}; join its layers: nn.Sequential(*...), or *... for a layer each"
@@ -125,8 +124,7 @@ def find_invalid_layers(named: Mapping[str, nn.Module]) -> Iterator[str]:
         for part in _find_buried_skips(layer):
             yield (
                 f"{start}: its part {part}, which only a layer of the pipe itself can; give the parts of layer "
-                f"{name} as layers of their own (*block instead of block), or have gpipe.Sequential(...) run them "
-                f"inside it"
+                f"{name} as layers of their own (*block instead of block), or have gpipe.Sequential(...) run them"
             )
 
 
@@ -156,10 +154,7 @@ Layers: TypeAlias = nn.Sequential | Sequence[nn.Module | Maker]
 
 
 def build_layers(layers: object, seed: int) -> tuple[dict[str, nn.Module], list[str]]:
-    """The layers under the names that an `nn.Sequential` gives them, and what is wrong with them.
-
-    Callables are built here, each under a key of its own, so that its weights do not depend on how many are built.
-    """
+    """The layers under the names that an `nn.Sequential` gives them, all built, and what is wrong with them."""
     return _name_layers(layers, lambda maker, index: build(maker, seed, index))
 
 
@@ -176,10 +171,7 @@ def _name_layers(layers: object, make: Callable[[Maker, int], object]) -> tuple[
 
 
 def build(maker: Callable[[], object], seed: int, index: int) -> object:
-    """Builds a layer whose weights depend on (seed, index) alone.
-
-    Torch's own generators, numpy's and Python's stay untouched.
-    """
+    """Builds a layer whose weights depend on (seed, index) alone, not on how many are built."""
     with seeded(rng_seed(seed, -1, index, 0)):
         try:
             return maker()
@@ -328,7 +320,7 @@ def outline(layers: object, seed: int) -> Outline:
 
     Callables are called with the meta device as the default, where nothing is allocated. One that needs values there,
     or has a device of its own, is built for real and left with shapes alone, so that one such layer at a time is in
-    memory. Torch's, numpy's and Python's generators stay untouched.
+    memory.
     """
     makers: dict[int, Maker] = {}
     known = WeakIdKeyDictionary()
@@ -347,11 +339,7 @@ def outline(layers: object, seed: int) -> Outline:
 
 
 def realize(found: Outline, own: Collection[int]) -> tuple[dict[str, nn.Module], list[str]]:
-    """The layers of an outline with those of the indices `own` built for real, and what is wrong with them.
-
-    They are built by another call of their callables, and have the weights that `build_layers` gives them. Modules
-    are the user's own, as they are.
-    """
+    """The layers of an outline with those of the indices `own` built anew for real, and what is wrong with them."""
     mistakes: list[str] = []
     named = dict(found.layers)
     for index, maker in found.makers.items():
@@ -368,12 +356,14 @@ def release(stages: Sequence[Stage], own: Sequence[Stage], others: Iterable[Tens
 
     They would keep the weights that they began with, and a model of the user's that holds them would be half trained.
     """
-    mine = [part for stage in own for layer in stage.layers for part in layer.module.modules()]
+    mine = {part for stage in own for layer in stage.layers for part in layer.module.modules()}
     kept = {id(tensor) for part in mine for tensor in (*part._parameters.values(), *part._buffers.values())}
     kept |= set(map(id, others))
     known = WeakIdKeyDictionary()
     layers = [layer for stage in stages for layer in stage.layers]
     for part, index in {part: layer.index for layer in layers for part in layer.module.modules()}.items():
+        if part not in mine:
+            forget_beside(part)
         for held in (part._parameters, part._buffers):
             for name, tensor in held.items():
                 if tensor is not None and id(tensor) not in kept and not _is_empty(tensor):
@@ -408,7 +398,8 @@ def _without_values(value: object, known: WeakIdKeyDictionary) -> object:
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_quantized(tensor) else tensor
+    empty = torch.empty_like(like, device="meta", requires_grad=False)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 

@@ -96,8 +96,7 @@ def put_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> Non
 PAST_ITS_LAYERS = (
     "a gradient came to a weight of shape {shape}, which several layers share, past those layers: it is used "
     "elsewhere (in loss_fn, or by a reference that is no parameter), or by a module that is several layers itself "
-    "and runs again in the backward (torch.utils.checkpoint: give it use_reentrant=False). Let whoever uses it have "
-    "it as a parameter"
+    "and runs again in the backward (torch.utils.checkpoint: give it use_reentrant=False). Make it their parameter"
 )
 _OWN = nullcontext()
 
@@ -143,13 +142,10 @@ class WeightAliases:
             for layer, aliases in self._by_layer.items():
                 if layer in self._in_turn:
                     layer.aliased = _Aliased(aliases, turn)
+                    stack.callback(setattr, layer, "aliased", _OWN)
                 else:
                     stack.enter_context(_Aliased(aliases, threading.RLock()))
-            try:
-                yield
-            finally:
-                for layer in self._in_turn:
-                    layer.aliased = _OWN
+            yield
 
     def _refuse(self, gradient: Tensor) -> None:
         """Refuses a gradient that comes to a shared parameter itself, not to an alias."""
@@ -161,10 +157,7 @@ class WeightAliases:
         return {index: leaf.grad for index, leaf in sorted(self.leaves[at].items())}
 
     def add_up(self, found: Mapping[int, Mapping[int, Tensor | None]] | None = None) -> None:
-        """Adds the gradients of all aliases to the parameters', in layer order.
-
-        `found` are those of all processes, by shared parameter and layer, if there are others.
-        """
+        """Adds the gradients of all aliases, or those `found` in all processes, to the parameters', by layer."""
         for at, parameter in self.sources.items():
             gradients = self.gradients(at) if found is None else found[at]
             total: Tensor | None = None

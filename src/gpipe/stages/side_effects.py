@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipe._torch.modules import NormWithStatistics, hooks_before_forward, hooks_of
-from gpipe.stages.boundary import leaves_of
+from gpipe.stages.boundary import BoundaryValue, leaves_of
 from gpipe.stages.buffers import Slot
 from gpipe.stages.recompute_check import Digest, differ, digest
 from gpipe.stages.stage import Layer, Stage, StageRun
@@ -42,9 +42,8 @@ WEIGHTS_IN_FORWARD = (
 )
 WEIGHTS_IN_BACKWARD = (
     "a backward of {stage} writes parameters of it ({names}), as an optimizer in a hook does "
-    "(register_post_accumulate_grad_hook): the plain loop's next forward sees the new values, and forwards go ahead "
-    "of backwards here, how far depends on the schedule. Step the optimizer behind pipe.step(...), or have one "
-    "micro-batch"
+    "(register_post_accumulate_grad_hook): the plain loop's next forward sees the new values; here forwards go ahead "
+    "of backwards, as the schedule has it. Step the optimizer behind pipe.step(...), or have one micro-batch"
 )
 STATE_IN_BACKWARD = (
     "the backward of {stage} writes {names}. Where a later forward reads that, as scales of FP8 are read, the plain "
@@ -53,9 +52,9 @@ STATE_IN_BACKWARD = (
 
 FOREIGN = (
     "the backward of {stage} reaches {name}, which is not its own: by a reference past the layers, in loss_fn, or in "
-    "a tensor that was left on a module{left}. Several partitions would add to its gradient at once. Hand on what is "
-    "needed as part of the value, or stash it and pop it where it is used, in the loss too (loss_fn.pop); let a "
-    "weight that several layers use be a parameter of each of them"
+    "a tensor that was left on a module{left}. Several partitions would add to its gradient. Hand on what is needed "
+    "as part of the value, or stash it and pop it where it is used, in the loss too (loss_fn.pop); let a weight that "
+    "several layers use be a parameter of each. For a penalty on weights give the optimizer weight_decay="
 )
 HOOKED = (
     "{stage} puts a hook on a tensor that it is given (or retains its gradient), and another tensor that crosses the "
@@ -95,10 +94,10 @@ def references(layers: Mapping[str, nn.Module]) -> Iterator[tuple[Place, object]
 
 
 def read_by_function(function: object) -> Iterator[tuple[str, object]]:
-    """The names and values that a function finds in its closure and among the globals."""
+    """The names and values that a function finds in its closure and among the globals, unless these are torch's."""
     inner = function.__func__ if isinstance(function, MethodType) else function
     if isinstance(inner, FunctionType):
-        names = inner.__code__.co_names
+        names = () if (inner.__module__ or "").startswith("torch.") else inner.__code__.co_names
         yield from ((name, inner.__globals__[name]) for name in names if name in inner.__globals__)
         for name, cell in zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True):
             with suppress(ValueError):  # nothing in it yet
@@ -245,12 +244,12 @@ class WeightOwners:
         self._claimed: list[Tensor] = []  # what belongs to no layer is that of the first stage that came
         self._checked: set[int] = set()
 
-    def check(self, stage: int, roots: Sequence[Tensor], given: Iterable[Tensor]) -> None:
-        """Checks that a stage's first backward in a run reaches no weight of others; `given` are its input leaves."""
+    def check(self, stage: int, roots: Sequence[Tensor], given: Iterable[BoundaryValue]) -> None:
+        """Checks that a stage's first backward in a run reaches no weight of others; `given` is what came to it."""
         if stage in self._checked:
             return
         self._checked.add(stage)
-        own = set(map(id, given))
+        own = {id(leaf) for crossing in given for leaf in crossing.leaves}
         for leaf in leaves_of(roots):
             if id(leaf) in own:
                 continue
@@ -288,11 +287,7 @@ def tensors_left_on(stages: Iterable[Stage], *, graphs: bool = False) -> str:
 
 
 def find_shared_buffers(stages: Sequence[Stage]) -> dict[Slot, str]:
-    """The buffers that several stages see, each with a layer of two of them: of one module, or in one memory.
-
-    Raises:
-        ValueError: They are running statistics of one module.
-    """
+    """The buffers that several stages see, each with a layer of two of them: of one module, or in one memory."""
     home: dict[object, tuple[Stage, Layer]] = {}
     found: dict[Slot, str] = {}
     places = (
@@ -308,8 +303,7 @@ def find_shared_buffers(stages: Sequence[Stage]) -> dict[Slot, str]:
         if isinstance(module, NormWithStatistics) and module.track_running_stats and home[module][0] is not stage:
             raise ValueError(
                 f"{layer} uses a {type(module).__name__} that stage {home[module][0].index} uses too, and its "
-                f"running statistics would depend on which comes first; use one module for each, or put the layers "
-                f"into one stage"
+                f"running statistics depend on which comes first; use a module for each, or put both into one stage"
             )
     return found
 
@@ -331,7 +325,6 @@ class SharedBufferCheck:
         changed = [f"{name} ({users})" for ((_, name), users), before, now in states if before != now]
         if changed:
             raise RuntimeError(
-                f"a forward changed a buffer that layers of several stages use, so that the result depends on "
-                f"which comes first: {', '.join(changed)}; use one module for each, or put the layers into one "
-                f"stage"
+                f"a forward changed a buffer that layers of several stages use, so that the result depends on which "
+                f"comes first: {', '.join(changed)}; use one module for each, or put the layers into one stage"
             )

@@ -61,17 +61,12 @@ def find_pops(layers: Sequence[nn.Module]) -> list[Pop]:
 
 
 def find_loss_pops(layers: Sequence[nn.Module], popped: Sequence[str]) -> list[Pop]:
-    """The uses of stashes by a loss, which stands behind the last layer; `popped` are the names.
-
-    Raises:
-        ValueError: It pops what no layer stashes, or a stash is used neither by a layer nor by the loss.
-    """
+    """The uses of stashes by a loss, which stands behind the last layer; `popped` are the names."""
     stashed = {name: at for at, layer in enumerate(layers) for name in skip_names(layer, "stash")}
     used = {*popped, *(name for layer in layers for name in skip_names(layer, "pop"))}
     mistakes = [f"loss_fn pops {name!r}, which no layer stashes" for name in popped if name not in stashed] + [
         f"layer {at} ({type(layers[at]).__name__}) stashes {name!r}, which neither a later layer nor loss_fn pops: "
-        f"its gradient would be lost; give the loss pop = ({name!r},) and an argument of that name, or leave the "
-        f"stash out"
+        f"its gradient would be lost; give the loss pop = ({name!r},) and an argument of that name, or stash nothing"
         for name, at in stashed.items()
         if name not in used
     ]
@@ -117,14 +112,8 @@ class Stashed:
 
 
 def alias(tensor: Tensor | None) -> Tensor | None:
-    """The same tensor behind an autograd node of its own (note "Sums"), every stride kept.
-
-    >>> import torch
-    >>> image = torch.empty_strided((1, 6, 5, 7), (210, 1, 42, 6))  # a view would have other strides where size is 1
-    >>> image.view_as(image).stride(), alias(image).stride()
-    ((6, 1, 42, 6), (210, 1, 42, 6))
-    """
-    return None if tensor is None else tensor.expand_as(tensor)
+    """The same tensor behind an autograd node of its own (note "Sums")."""
+    return None if tensor is None else tensor.expand_as(tensor)  # `view_as` has other strides where a size is 1
 
 
 class Sequential(nn.Sequential):
@@ -153,7 +142,11 @@ class Sequential(nn.Sequential):
 def run_layer(layer: nn.Module, value: object, held: dict[str, Stashed]) -> object:
     """Runs one layer, popping from and stashing into `held`; for loops over plain layers."""
     result = layer(value, **{name: held[name].pop(name) for name in skip_names(layer, "pop")})
-    stash = skip_names(layer, "stash")
+    return keep_stashes(result, skip_names(layer, "stash"), held)
+
+
+def keep_stashes(result: object, stash: tuple[str, ...], held: dict[str, Stashed]) -> object:
+    """Puts what a layer stashed into `held`; gives the rest of what it returned."""
     if not stash:
         return result
     result, tensors = unpack_stashes(result, stash)

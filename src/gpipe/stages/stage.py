@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, compress
-from operator import attrgetter, ne
+from operator import ne
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -22,20 +22,29 @@ from gpipe.stages.boundary import BoundaryValue, carry_attributes, detach_bounda
 from gpipe.stages.buffers import Buffers, Slot
 from gpipe.stages.recompute_check import differ, digest
 from gpipe.stages.rng import PipeRngScope
-from gpipe.stages.skips import Pop, Stashed, alias, unpack_stashes
-from gpipe.stages.tree import Tree, copy_of, is_sharded, replace_tensors, storage_address, tensors_in, version
+from gpipe.stages.skips import Pop, Stashed, alias, keep_stashes
+from gpipe.stages.tree import (
+    Tree,
+    copy_of,
+    is_sharded,
+    replace_tensors,
+    storage_address,
+    tensors_in,
+    version,
+    versions,
+)
 
 LOSS = "loss_fn"
 """What stands behind the last layer, in words."""
 
 _OWN: AbstractContextManager[object] = nullcontext()
+_NONE: frozenset[int] = frozenset()
 TRIES = 4
 """Times that a layer is run to see whether it gives the same."""
 Modes: TypeAlias = tuple[bool, ...]
 
 BEGUN_IN_PLACE = (
-    "begun to change in place what it is given, so a recompute would see the new value; run the step again, now that "
-    "it is known"
+    "begun to change in place what it is given, so a recompute would see the new value; run the step again"
 )
 BACKWARD_INSIDE = (
     "calls backward() in it, whose gradients of what {stage} is given the layers before would never see; take "
@@ -82,13 +91,10 @@ class Layer:
 
 @dataclass(slots=True)
 class LayerProgress:
-    """How far a run through a stage got: autograd's sequence number before each layer, and before the loss.
-
-    Messages name the layer `found`, to which an error was traced, instead of the last that began.
-    """
+    """How far a run through a stage got: autograd's sequence number before each layer, and before the loss."""
 
     numbers: list[int] = field(default_factory=list)
-    found: str = ""
+    found: str = ""  # the layer to which an error was traced: messages name it instead of the last that began
 
     def enter(self) -> None:
         """Notes that the next layer begins, or behind the last layer the loss."""
@@ -117,6 +123,7 @@ class StageCall:
     arrived: Mapping[str, Tensor | None]  # what skip routes bring, by route name
     rng_key: RngKey
     progress: LayerProgress
+    go_on: Callable[[int], object] = id  # told before each layer, by its index: from there on it draws
     held: dict[str, Stashed] = field(default_factory=dict)  # what its layers have stashed
 
 
@@ -154,8 +161,7 @@ class Stage:
         """
         grads = [
             parameter.grad
-            for layer in self.layers
-            for module in layer.module.modules()
+            for module in self.modules
             for name, parameter in module._parameters.items()
             if parameter is not None and (module, name) not in self.shared
         ]
@@ -171,11 +177,12 @@ class Stage:
     ) -> StageOutput:
         """Runs the layers."""
         both = (value, call.arrived) if call.arrived else value
-        given, copies = tensors_in(both), self.works_in_place.get(modes, True)
+        used = given = tensors_in(both)
+        copies = self.works_in_place.get(modes, True)
         if copies or type(both) is not Tensor:  # a layer may change the dict that it is given
             both = replace_tensors(both, _copy if copies else _same)
-        used = tensors_in(both)
-        before = list(map(version, used))
+            used = tensors_in(both)
+        before = versions(used)
         main = both
         if call.arrived:
             main, call.arrived = both  # type: ignore[misc]  # the tuple of above
@@ -184,9 +191,9 @@ class Stage:
         except RuntimeError:
             self.works_in_place.pop(modes, None)  # perhaps it has begun to, which torch refuses on a leaf
             raise
-        now = list(map(version, used))
-        changed = list(compress(given, map(ne, before, now)))
-        if changed or not any(map(Tensor.is_inference, used)):
+        now = versions(used)
+        changed = list(compress(given, map(ne, before, now))) if now != before else []
+        if changed or (copies and not any(map(Tensor.is_inference, used))):
             self.works_in_place[modes] = bool(changed) or self.works_in_place.get(modes, False)
         if changed and not copies:
             raise RuntimeError(f"{self} has {BEGUN_IN_PLACE}")
@@ -194,32 +201,29 @@ class Stage:
             raise RuntimeError(f"{self} changes {SHARED_IN_PLACE}")
         if copies and self.index and any(map(_is_hooked_copy, given, used)):
             raise RuntimeError(f"{self} {HOOKED_NODE}")
-        values = [*(call.held[stash].unchanged(stash) for _, stash in departing), made]
+        values: list[Tree] = [call.held[stash].unchanged(stash) for _, stash in departing] if departing else []
+        values.append(made)
         popped = {pop.name: self._pop(pop, call) for pop in for_loss} if for_loss else {}
-        return StageOutput(values, popped, frozenset(map(id, changed)))
+        return StageOutput(values, popped, frozenset(map(id, changed)) if changed else _NONE)
 
     def _run(self, value: Tree, call: StageCall) -> Tree:
-        key = call.rng_key
-        with PipeRngScope(key.seed, key.step, self.first, key.micro_batch) as scope:
-            for layer in self.layers:
-                call.progress.numbers.append(next_node_number())
-                scope.go_on(layer.index)
-                value = self._run_layer(layer, value, call)
+        numbers, go_on = call.progress.numbers, call.go_on
+        for layer in self.layers:
+            numbers.append(next_node_number())
+            go_on(layer.index)
+            value = self._run_layer(layer, value, call)
         return value
 
     def __str__(self) -> str:
         return f"stage {self.index}, from {self.layers[0]} to {self.layers[-1]},"
 
     def _run_layer(self, layer: Layer, value: Tree, call: StageCall) -> Tree:
-        """Runs a layer, with what it pops and stashes."""
+        if layer.aliased is _OWN and not (layer.pop or layer.stash):  # as most
+            return layer.module(value)
         popped = {pop.name: self._pop(pop, call) for pop in layer.pop} if layer.pop else {}
         with layer.aliased:
             result = layer.module(value, **popped)
-        if not layer.stash:
-            return result
-        result, tensors = unpack_stashes(result, layer.stash)
-        call.held |= {name: Stashed(tensor) for name, tensor in tensors.items()}
-        return result
+        return keep_stashes(result, layer.stash, call.held)
 
     def _pop(self, pop: Pop, call: StageCall) -> Tensor | None:
         """A stash for one use, of this stage or of an earlier one."""
@@ -266,16 +270,13 @@ def _share_storage(one: Tensor, other: Tensor) -> bool:
     return one is not other and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
 
 
-_MODULE, _TRAINING = attrgetter("module"), attrgetter("training")
-
-
 class StageRun:
     """A stage in one mini-batch: what it is found to be, once, and what it keeps between micro-batches."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        modules = list(map(_MODULE, stage.layers))
-        self.modes: Modes = tuple(map(_TRAINING, modules))  # whether each is in training
+        modules = [layer.module for layer in stage.layers]
+        self.modes: Modes = tuple([module.training for module in modules])  # whether each is in training
         self.buffers = Buffers(modules)  # what its forwards change
         self._ancestors: dict[int, set[int]] = {}
 
@@ -285,24 +286,36 @@ class StageRun:
         Buffers leave as copies, since a later forward may write them. What crosses is told which of its leaves others
         were made from that cross too, as in the first micro-batch of the run, and whether it shares memory with them.
         """
-        crossings, roots = map(list, zip(*map(detach_boundary, values), strict=True))
+        crossings: list[BoundaryValue] = []
+        roots: list[list[Tensor]] = []
+        tensors: list[list[Tensor]] = []
+        for value in values:
+            crossing, some = detach_boundary(value)
+            held = tensors_in(crossing.value)
+            if len(crossing.leaves) < len(held):
+                crossing.value = replace_tensors(crossing.value, self._apart)
+                held = tensors_in(crossing.value)
+            crossing.ancestors, crossing.versions = _NONE, versions(held)
+            crossings.append(crossing)
+            roots.append(some)
+            tensors.append(held)
+        if len(tensors) > 1 or len(tensors[0]) > 1:
+            self._note_relations(crossings, roots, tensors)
+        return crossings, roots
+
+    def _note_relations(
+        self, crossings: Sequence[BoundaryValue], roots: Sequence[list[Tensor]], tensors: Sequence[list[Tensor]]
+    ) -> None:
+        """Tells crossings of the leaves from which others were made, and which of their tensors share memory."""
         flat: list[Tensor] = list(chain.from_iterable(roots))
         if len(flat) not in self._ancestors:
-            self._ancestors[len(flat)] = find_ancestors(flat) if len(flat) > 1 else set()
-        ancestors, tensors, first = self._ancestors[len(flat)], list[list[Tensor]](), 0
-        for crossing, some in zip(crossings, roots, strict=True):
-            crossing.ancestors = frozenset({at - first for at in ancestors if at >= first} if ancestors else ())
+            self._ancestors[len(flat)] = find_ancestors(flat)
+        first, addresses = 0, {id(tensor): storage_address(tensor) for some in tensors for tensor in some}
+        used = Counter(address for address in addresses.values() if address)
+        for crossing, some, held in zip(crossings, roots, tensors, strict=True):
+            crossing.ancestors = frozenset(at - first for at in self._ancestors[len(flat)] if at >= first)
+            crossing.sharing = frozenset(at for at, one in enumerate(held) if used[addresses[id(one)]] > 1)
             first += len(some)
-            if len(crossing.leaves) < len(tensors_in(crossing.value)):
-                crossing.value = replace_tensors(crossing.value, self._apart)
-            crossing.check(self.stage)  # notes versions
-            tensors.append(tensors_in(crossing.value))
-        if len(tensors) > 1 or len(tensors[0]) > 1:
-            addresses = {id(tensor): storage_address(tensor) for some in tensors for tensor in some}
-            used = Counter(address for address in addresses.values() if address)
-            for crossing, some in zip(crossings, tensors, strict=True):
-                crossing.sharing = frozenset(at for at, one in enumerate(some) if used[addresses[id(one)]] > 1)
-        return crossings, roots
 
     def _apart(self, tensor: Tensor) -> Tensor:
         """A tensor that is no parameter or buffer of the layers, nor a view of one: itself, or a copy."""
@@ -310,7 +323,6 @@ class StageRun:
 
     @cached_property
     def _memory(self) -> set[int]:
-        """Where the parameters and buffers lie."""
         held = (t for own in self.stage.modules for t in (*own._parameters.values(), *own._buffers.values()))
         return {storage_address(t) for t in held if t is not None} - {0}
 

@@ -11,16 +11,16 @@ Tensors of which each process has a shard, as `fully_shard` makes them, beside t
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
 from types import FunctionType, ModuleType
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from gpipe._torch.autograd import PLAIN, negative_view
-from gpipe._torch.trees import tree_leaves, tree_map_only
+from gpipe._torch.trees import map_tensors, tree_leaves
 
 Tree: TypeAlias = object
 """A tensor, or tuples, lists and dicts of tensors and other values."""
@@ -44,12 +44,20 @@ def replace_tensors(value: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
             known[id(tensor)] = change(tensor)
         return known[id(tensor)]
 
-    return tree_map_only(Tensor, changed, value)
+    return map_tensors(value, changed)
 
 
 def version(tensor: Tensor | None) -> int:
     """How often a tensor was changed in place, as far as torch counts it."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+_VERSION = attrgetter("_version")
+
+
+def versions(tensors: Collection[Tensor]) -> tuple[int, ...]:
+    """The `version` of each."""
+    return tuple(map(version if any(map(Tensor.is_inference, tensors)) else _VERSION, tensors))
 
 
 OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, torch.dtype, torch.device)
@@ -59,8 +67,7 @@ MOST = 100_000  # objects that are looked at
 HIDDEN = (
     "a {name} holds tensors where torch cannot see them (torch.utils._pytree takes it for a single value), so they "
     "would not be cut, split or given gradients; use tensors, tuples, lists or dicts, or register the class with "
-    "torch.utils._pytree.register_pytree_node, or turn off what puts it there (a cache for generation: "
-    "use_cache=False)"
+    "torch.utils._pytree.register_pytree_node, or turn off what puts it there (a cache: use_cache=False)"
 )
 
 
@@ -102,7 +109,7 @@ def alignment(tensor: Tensor) -> int:
 
 def storage_address(tensor: Tensor) -> int:
     """Where the storage of a tensor begins, the same for all its views; 0 where there is none to share."""
-    if is_lazy(tensor) or type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta:
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta:  # nor are lazy ones plain
         return 0
     return tensor.untyped_storage().data_ptr()
 

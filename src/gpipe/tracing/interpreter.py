@@ -7,7 +7,9 @@ crossed the cut; what did not cross, a placeholder stands for. Behind its own la
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Never
+from contextlib import suppress
+from contextvars import copy_context
+from typing import Any, Never, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,26 +23,22 @@ from gpipe.stages.stage import Layer, LayerProgress, RngKey
 from gpipe.tracing.meta_model import Dry
 from gpipe.tracing.parts import ModelPart
 from gpipe.tracing.shallow_copy import ShallowCopy
-from gpipe.tracing.trace import CannotSplitError, OpCall, Trace, ValueId, take_apart
+from gpipe.tracing.trace import CannotSplitError, Collected, OpCall, Trace, ValueId, open_lists, take_apart
 
-LAYOUT = frozenset(
-    {
-        "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
-        "is_signed", "__len__", "stride", "is_contiguous", "storage_offset", "get_device", "__hash__", "__repr__",
-        "__str__", "__format__", "requires_grad_",
-    }
-)  # fmt: skip
+LAYOUT = frozenset({
+    "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
+    "is_signed", "__len__", "stride", "is_contiguous", "storage_offset", "get_device", "__hash__", "__repr__",
+    "__str__", "__format__", "requires_grad_",
+})  # fmt: skip
 """What is asked of a tensor without a look at its values, beside its attributes."""
 TENSORS_OF = frozenset({"T", "mT", "H", "mH", "real", "imag", "data", "grad"})
 """The attributes of a tensor that are tensors themselves."""
-RANDOM = frozenset(
-    {
-        "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
-        "multinomial", "normal", "poisson", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
-        "feature_dropout", "feature_alpha_dropout", "rrelu", "gumbel_softmax", "bernoulli_", "cauchy_",
-        "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
-    }
-)  # fmt: skip
+RANDOM = frozenset({
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
+    "multinomial", "normal", "poisson", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
+    "feature_dropout", "feature_alpha_dropout", "rrelu", "gumbel_softmax", "bernoulli_", "cauchy_",
+    "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
+})  # fmt: skip
 """Functions of torch that draw random numbers: they are operations, whatever they are given."""
 
 OTHER_OPS = (
@@ -51,9 +49,9 @@ OTHER_OPS = (
 )
 OTHER_VALUE = "{name} returns another structure than on the sample; let it return the same with every input"
 OTHER_OUTPUT = (
-    "the model's output has other parts than it has by itself on the sample. What is collected on the way from "
-    "inside of blocks (output_hidden_states, output_attentions, output_router_logits) is not seen in layers: leave "
-    "it out of what the model is given, and of model.config"
+    "the model's output has other parts than it has by itself on the sample. Caches, and what blocks put elsewhere "
+    "than into lists that the forward opens in a context variable, as transformers does, are not seen in layers: "
+    "leave them out of what the model is given, and of model.config"
 )
 NOT_THERE = (
     "{name} needs a value that an earlier layer made, and that did not cross the cuts: on the sample it was not "
@@ -76,13 +74,7 @@ class Placeholder(Tensor):
     """A tensor without values or memory: whoever asks for its layout gets it, whoever computes with it is refused."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not asks_for_layout(func):
             _refuse(getattr(func, "__name__", str(func)), "a tensor")
         with as_plain_tensors():
@@ -109,11 +101,14 @@ def _refuse(name: str, kind: str) -> Never:
     raise CannotSplitError(NOT_THERE.format(name=name, kind=kind))
 
 
+SAMPLE_KEY = RngKey(0, 0, 0)  # when a sample is, for its random numbers
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 CARRIED_AS_THEY_ARE = (bool, int, float, str, type(None))
+Described: TypeAlias = list[list[Any]]
+"""Of each leaf what `describe` says of it."""
 
 
-def describe(leaves: Sequence[Any]) -> list[list[Any]]:
+def describe(leaves: Sequence[Any]) -> Described:
     """What is written down of what an operation returned: of a tensor its layout, of plain values themselves."""
     return [
         [str(leaf.dtype), list(leaf.shape), leaf.requires_grad]
@@ -133,10 +128,12 @@ class Interpreter(TorchFunctionMode):
         self.at = 0  # the number of the next operation
         self._in_unit = False
         self._value_ids: dict[int, tuple[weakref.ref[Tensor], ValueId]] = {}
+        self._outside = copy_context()
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls the model."""
         self.shallow_copy.on_call = self._unit
+        self._outside = copy_context()
         try:
             with self:
                 return self.shallow_copy.root(*args, **kwargs)
@@ -152,13 +149,7 @@ class Interpreter(TorchFunctionMode):
         """Has a tensor be known by a value id."""
         self._value_ids[id(tensor)] = weakref.ref(tensor), value_id
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if self._in_unit or asks_for_layout(func):
             return func(*args, **given)
@@ -176,12 +167,24 @@ class Interpreter(TorchFunctionMode):
         unit = self.shallow_copy.parts.units[name]
         if self._in_unit:
             return unit(*args, **kwargs)
+        lists = open_lists(self._outside)
+        call = OpCall.of(name, unit, args, kwargs)._replace(lists=lists)
         self._in_unit = True
         try:
             with paused(self):
-                return self.op(OpCall.of(name, unit, args, kwargs))
+                return self._collect(name, lists, self.op(call))
         finally:
             self._in_unit = False
+
+    @staticmethod
+    def _collect(name: str, lists: Sequence[list[Any]], made: Any) -> Any:
+        """Adds to the lists that are open what a unit did; gives what it returned (note "Collections")."""
+        more = made.more if isinstance(made, Collected) else []
+        if len(more) != len(lists):
+            raise CannotSplitError(OTHER_VALUE.format(name=name))
+        for one, new in zip(lists, more, strict=True):
+            one += new
+        return made.returned if lists else made
 
     def do(self, call: OpCall) -> Any:
         """Does what an operation is."""
@@ -201,23 +204,19 @@ class Enough(BaseException):
 
 
 class StageInterpreter(Interpreter):
-    """Does the operations of consecutive layers.
-
-    It has the `values` that crossed the cut, and a `log` of what the operations before returned, inputs first, which
-    grows. What is `wanted` of the layers is `made` behind them, as far as there is a tensor.
-    """
+    """Does the operations of consecutive layers."""
 
     def __init__(
         self,
         shallow_copy: ShallowCopy,
         trace: Trace,
         layers: Sequence[Layer],
-        values: Mapping[ValueId, Tensor | None],
-        log: list[list[list[Any]]],
-        wanted: frozenset[ValueId],
+        values: Mapping[ValueId, Tensor | None],  # what crossed the cut
+        log: list[Described],  # of what the operations before returned, inputs first; it grows
+        wanted: frozenset[ValueId],  # of what the layers make; behind them it is `made`, as far as there is a tensor
         device: torch.device,
-        rng_key: RngKey,
-        progress: LayerProgress,
+        rng_key: RngKey = SAMPLE_KEY,
+        progress: LayerProgress | None = None,
         dry: Dry | None = None,
     ) -> None:
         super().__init__(shallow_copy, dry)
@@ -226,7 +225,8 @@ class StageInterpreter(Interpreter):
         self.is_last = self.last_layer == len(trace.starts) - 1
         self.begin, self.end = trace.starts[layers[0].index], (*trace.starts, len(trace.ops))[self.last_layer + 1]
         self.made = {one: value for one, value in values.items() if one in wanted and value is not None}
-        self._values, self._wanted, self._key, self._progress = values, wanted, rng_key, progress
+        self._values, self._wanted, self._key = values, wanted, rng_key
+        self._progress = progress or LayerProgress()
         self._to_enter = list(layers)
         self._layer, self._rng_scope = layers[0], PipeRngScope(0, 0, 0, 0)
         self._own: Mapping[int, Slot] = {}  # the model's parameters, by identity: where the layer has its own
@@ -240,11 +240,9 @@ class StageInterpreter(Interpreter):
         ]
         args, kwargs = self.trace.inputs.filled(leaves)
         output = None
-        try:
+        with suppress(Enough):
             output = self.run(args, kwargs)
             self._refuse_unlike(output)
-        except Enough:
-            pass
         self._enter(self.last_layer)
         self.shallow_copy.refuse_changed_buffers()
         return output
@@ -263,27 +261,41 @@ class StageInterpreter(Interpreter):
         self.name_as(found, value_id)
         return found
 
-    def op(self, call: OpCall) -> Any:
-        """Does an operation, or gives what it brought before."""
+    def _unit(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.at < self.begin:
+            return self._collect(name, open_lists(self._outside), self._pass(self._next(name)))
+        return super()._unit(name, args, kwargs)
+
+    def _next(self, name: str) -> int:
+        """The number of an operation that is called now, which the trace has there too."""
         at, self.at = self.at, self.at + 1
         then = self.trace.ops[at].name if at < len(self.trace.ops) else "the end"
-        if then != call.name:
-            raise CannotSplitError(OTHER_OPS.format(now=call.name, then=then))
+        if then != name:
+            raise CannotSplitError(OTHER_OPS.format(now=name, then=then))
+        return at
+
+    def op(self, call: OpCall) -> Any:
+        """Does an operation, or gives what it brought before."""
+        at = self._next(call.name)
         if at < self.begin:
             return self._pass(at)
         self._enter(self.trace.layer_of(at))
         made = self._do_own(call)
         op = self.trace.ops[at]
         leaves, structure = take_apart(made)
-        parted = any(leaves[place] is not leaves[first] for place, first in op.again)
-        if parted or (structure is not op.returns and structure != op.returns):
-            raise CannotSplitError(OTHER_VALUE.format(name=call.name))
+        # of other rows, `unbind` gives another number of tensors
+        has_rows = type(made) is tuple is op.returns.spec.type and at in self.trace.inside
+        is_other = structure is not op.returns and structure != op.returns and not has_rows
         for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
+            if place in op.again:
+                is_other = is_other or self.value_id_of(leaf) != op.again[place]
+            elif isinstance(leaf, Tensor):
                 value_id = ValueId(at, place)
                 self.name_as(leaf, value_id)
                 if value_id in self._wanted:
                     self.made[value_id] = leaf
+        if is_other:
+            raise CannotSplitError(OTHER_VALUE.format(name=call.name))
         self.log.append(describe(leaves))
         if self.at == self.end and not self.is_last:
             raise Enough
@@ -293,9 +305,10 @@ class StageInterpreter(Interpreter):
         """What an operation of a layer before brought."""
         op = self.trace.ops[at]
         leaves = [self._arrived(ValueId(at, place), described) for place, described in enumerate(self.log[at + 1])]
-        for place, first in op.again:
-            leaves[place] = leaves[first]
-        return op.returns.filled(leaves)
+        for place, (maker, leaf) in op.again.items():
+            known = ValueId(maker, leaf), self.log[maker + 1][leaf]
+            leaves[place] = leaves[leaf] if maker == at else self._arrived(*known)
+        return op.returns.filled(leaves) if len(leaves) == op.returns.spec.num_leaves else tuple(leaves)
 
     def _do_own(self, call: OpCall) -> Any:
         for value in (*call.tensors, *call.args, *call.kwargs.values()):

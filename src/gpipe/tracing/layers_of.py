@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gpipe._torch.modes import is_compiled
+from gpipe.stages.quantized import numbers_in
 from gpipe.stages.skips import Sequential
 from gpipe.stages.tree import Tree
 from gpipe.tracing.model import TracedModel
@@ -84,7 +85,7 @@ class ModelLayers(Sequence[ModelLayer]):
                 name,
                 part.stands_for,
                 part.units,
-                sum(parameter.numel() for parameter in part.parameters()),
+                sum(map(numbers_in, part.parameters())),
                 traced.seconds[index],
                 tuple(_live(traced.traces[0], value_id) for value_id in traced.traces[0].live_before(index + 1)),
             )

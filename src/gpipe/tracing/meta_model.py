@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 from gpipe._torch.autograd import has_hooks
 from gpipe._torch.dispatcher import NEEDS_VALUES, Fakes, is_fake
 from gpipe._torch.modules import is_wrapper, refresh_weights_of_rnn, reset_of
-from gpipe._torch.trees import tree_map_only
+from gpipe._torch.trees import map_tensors
 from gpipe.stages.rng import rng_seed
 from gpipe.stages.sequence import seeded
 from gpipe.stages.shared_weights import put_parameter
@@ -50,12 +50,19 @@ def lacks_values(model: nn.Module) -> bool:
 class Dry:
     """Does the operations of a model without values."""
 
+    again: Callable[[], None] = staticmethod(lambda: None)
+    """Called where a unit that has failed without values is to run again, on zeros."""
+
     def __init__(self) -> None:
         self._fakes = Fakes()
 
     def faking(self, model: nn.Module) -> AbstractContextManager[None]:
         """Has the modules of a model have tensors without values that say to be on the CPU."""
-        return exchanged(model, lambda tensor: self._fakes.like(tensor) if tensor.is_meta else tensor)
+        return exchanged(model, lambda tensor: self.like(tensor) if tensor.is_meta else tensor)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A tensor of this layout without values."""
+        return self._fakes.like(tensor)
 
     def do(self, call: OpCall) -> Any:
         """Does an operation."""
@@ -68,9 +75,10 @@ class Dry:
                 raise CannotSplitError(BRANCHES.format(name=call.name)) from error
             if unit is None or lacks_memory(error):
                 raise
-        with exchanged(unit, _zeros), torch.no_grad():
-            made = call.given(_zeros).do()
-        return tree_map_only(Tensor, lambda tensor: tensor if is_fake(tensor) else self._fakes.like(tensor), made)
+        self.again()
+        with exchanged(unit, zeros), torch.no_grad():
+            made = call.given(zeros).do()
+        return map_tensors(made, lambda tensor: tensor if is_fake(tensor) else self.like(tensor))
 
 
 @contextmanager
@@ -88,7 +96,8 @@ def exchanged(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[N
         yield
 
 
-def _zeros(tensor: Any) -> Any:
+def zeros(tensor: Any) -> Any:
+    """Zeros in place of a tensor without values."""
     return as_kind_of(tensor, torch.zeros(tensor.shape, dtype=tensor.dtype)) if is_fake(tensor) else tensor
 
 
@@ -131,25 +140,12 @@ Places = Mapping[str, TensorPlace]  # by the names that their tensors have in th
 
 def give_values(
     model: nn.Module,
-    layers: Sequence[Collection[str]],
+    layers: Sequence[Collection[str]],  # the names of what each has, of which one tensor may have several
     own: Collection[int],
     seed: int,
-    free: Collection[str] = (),
+    free: Collection[str] = (),  # the names of what belongs to no layer, and gets values too
 ) -> None:
-    """Gives parameters and buffers of a model's own layers memory and initial values, if they are on the meta device.
-
-    All layers are given by the names of what they have, of which one tensor may have several; `free` are those of
-    what belongs to no layer, and gets values too.
-
-    Raises:
-        ValueError: Something would get no values; nothing was changed.
-
-    >>> with torch.device("meta"):
-    ...     model = nn.Sequential(nn.Linear(10**6, 10**6), nn.LayerNorm(2))
-    >>> give_values(model, [["0.weight", "0.bias"], ["1.weight", "1.bias"]], own=[1], seed=0)
-    >>> model[0].weight.device.type, model[1].bias.tolist()
-    ('meta', [0.0, 0.0])
-    """
+    """Gives what is on the meta device of a model's own layers memory and initial values."""
     places = {
         f"{path}.{key}".lstrip("."): TensorPlace(module, held, key, tensor)
         for path, module in model.named_modules(remove_duplicate=False)

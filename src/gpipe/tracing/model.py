@@ -14,11 +14,21 @@ from gpipe.stages.stage import RngKey
 from gpipe.stages.tree import Tree, replace_tensors
 from gpipe.tracing.meta_model import exchanged, give_values, lacks_values, on_cpu
 from gpipe.tracing.own_loss import COUNT, LossAverage, loss_in, tried
-from gpipe.tracing.parts import Names, Parts, check_blocks, find_blocks, layers_by_name, units_by_layer
+from gpipe.tracing.parts import (
+    Parts,
+    check_blocks,
+    closed,
+    declared_blocks,
+    find_blocks,
+    layers_by_name,
+    names_in,
+    units_by_layer,
+)
 from gpipe.tracing.proof import Proof, compare, prove
 from gpipe.tracing.runs import (
     ForwardArguments,
     arguments,
+    arguments_of_each,
     kind_of,
     lacks_memory,
     settings_of,
@@ -26,6 +36,7 @@ from gpipe.tracing.runs import (
     unchanged,
     without_cache,
 )
+from gpipe.tracing.shallow_copy import COLLECTOR
 from gpipe.tracing.stage import SingleLayer, rng_scopes, state_of
 from gpipe.tracing.trace import CannotSplitError, Leaves, Structure, Trace, take_apart
 from gpipe.tracing.tracer import TracerRun, trace_forward
@@ -34,17 +45,16 @@ TraceKey: TypeAlias = tuple[str, tuple[object, ...], tuple[object, ...]]
 """What says which path a forward takes, as far as it can be known before."""
 
 OTHER_LAYER = (
-    "with these inputs, or in this mode, {what} in layer {layer} ({name}) of the {model}, and with the sample it "
-    "did not; make the pipe with a sample that uses all of the model, or name other "
-    "blocks: blocks=[...]"
+    "with these inputs, or in this mode, {what} in layer {layer} ({name}) of the {model}, and with the sample it did "
+    "not; make the pipe with a sample that uses all of the model, or name other blocks: blocks=[...]"
 )
 DIFFERENT = (
     "micro-batch {at} has inputs of another kind ({other}) than micro-batch 0 ({one}); give all of them the same "
-    "keys, and tensors of the same kinds"
+    "keys, tensors of the same kinds, and else the same values: a bool or a text may lead the forward elsewhere"
 )
 NOT_LEARNT = (
-    "the model was not recorded with inputs of these keys and kinds, and over processes it cannot be any more, since "
-    "none has all of it; make the pipe with a sample of this kind"
+    "the model was not recorded with inputs of these keys and kinds, and its settings (config, attributes) of now, "
+    "and over processes it cannot be any more: none has all of it; make the pipe with such a sample and such settings"
 )
 
 MOST_TRACES = 32
@@ -68,48 +78,54 @@ class TracedBatch(NamedTuple):
 
 
 class TracedModel:
-    """A model that is interpreted in layers, cut between blocks: those that are named, that it declares, or found.
-
-    It has the `traces` that the model is known to take, the sample's first, the `layers` by name, and the `seconds`
-    that the forward of each took on the sample.
-    """
+    """A model that is interpreted in layers, cut between blocks: those that are named, that it declares, or found."""
 
     def __init__(self, model: nn.Module, sample: Tree, blocks: Sequence[str] | None = None) -> None:
-        choices = find_blocks(model) if blocks is None else [check_blocks(model, blocks)]
+        given = declared_blocks(model) if blocks is None else check_blocks(model, blocks)
+        self.model = model
         self.lacks_values = lacks_values(model)
         self.parameter_names = [name for name, _ in model.named_parameters()]  # in their order, of all processes
-        self.traces: list[Trace] = []
+        self.traces: list[Trace] = []  # that the model is known to take, the sample's first
         self._averages: list[LossAverage] = []
         self._numbers: dict[TraceKey, int] = {}
         self._refused: dict[TraceKey, Exception] = {}
         self._learns = True
         self.sample_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else [type(sample).__name__]
-        found, proof, self._counts = self._choose(model, choices, sample)
-        self.seconds = proof.seconds
+        self.parts = Parts(model, given)
+        found, proof, self._counts = self._trace_first(sample) if given else self._choose(model, sample)
+        self.seconds = proof.seconds  # that the forward of each layer took on the sample
         sample = self._with_count(sample, 1) if self._counts else sample
         self.parts = found.parts
-        self._keep(self._key(*take_apart(tuple(arguments(model, sample)))), found, sample)
+        self._keep(self.keys([take_apart(tuple(arguments(model, sample)))])[0], found, sample)
         self.layers = layers_by_name(self.parts, found.trace)
-        self.names = Names(model, self.layers)
         last = None if proof.last is None else proof.last.outputs
+        if self._counts:  # what a model adds to a mean over labels would not be seen beside a sum over them
+            sample = self._with_count(sample, max(self._averages[0].count(sample), 1))
         self._averages[0] = tried(self._averages[0], model, sample, counts=self._counts, last=last)
 
-    def _choose(self, model: nn.Module, choices: Sequence[Sequence[str]], sample: Tree) -> First:
-        """Traces the model cut at the first blocks that work, if there are some between which no values are read."""
+    def _choose(self, model: nn.Module, sample: Tree) -> First:
+        """Traces the model cut at the first blocks that work; what does not, and has blocks inside, becomes one."""
         works: list[First] = []
         refused: list[CannotSplitError] = []
-        for blocks in choices:
+        blocks, before = find_blocks(model), [""]
+        while blocks != before:
             self.parts = Parts(model, blocks)
             try:
                 works.append(self._trace_first(sample))
+                places = works[-1][0].doubtful
             except CannotSplitError as error:
                 refused.append(error)
+                places = self.parts.places_of(error)
             else:
-                if not works[-1][0].reads:
+                if not places:
                     return works[-1]
-        if not works:
-            raise refused[0]
-        return works[0]
+            blocks, before = closed(model, blocks, places), blocks
+        if works:
+            return works[0]
+        if "blocks=[" not in str(refused[0]):
+            names = ", ".join(find_blocks(model)[:3])
+            refused[0].args = (f"{refused[0]}; or name other blocks than {names}, ...: blocks=[...]",)
+        raise refused[0]
 
     def _trace_first(self, sample: Tree) -> First:
         if self.lacks_values:  # buffers outside of units, which every layer may read, get some
@@ -145,11 +161,6 @@ class TracedModel:
             return found, prove(found, plain), False
         return untold, proof._replace(last=last), False
 
-    @property
-    def model(self) -> nn.Module:
-        """The user's model."""
-        return self.parts.model
-
     def _may_count(self, value: Tree) -> bool:
         given = isinstance(value, Mapping) and "labels" in value and COUNT not in value
         return given and takes(self.model, COUNT)
@@ -174,18 +185,16 @@ class TracedModel:
     ) -> TracedBatch:
         """Has micro-batches take their path, which is traced if it is not known yet.
 
-        Args:
-            values: What the user gave of each.
-            over_replicas: Adds what the model's loss averages over to that of the other replicas, if the loss is
-                wanted.
-            for_output: Whether the output is wanted: a cache for generation is left out of it, unless asked for.
+        If the model's loss is wanted, `over_replicas` adds what it averages over to that of other replicas. If the
+        output is, a cache for generation is left out of it, unless asked for.
         """
         if for_output:
             values = [without_cache(self.model, value) for value in values]
         ones = [1.0] * len(values)
         if self._counts and isinstance(values[0], Mapping) and COUNT in values[0]:  # the user has counted
             return self._begin(values)._replace(shares=ones)
-        is_told = self._counts and self._may_count(values[0])
+        # a loss_fn is given what the model gives in a plain loop, which is told nothing
+        is_told = self._counts and (for_output or over_replicas is not None) and self._may_count(values[0])
         if is_told:
             values = [self._with_count(value, 1) for value in values]
         begun = self._begin(values)
@@ -201,9 +210,14 @@ class TracedModel:
         states = self._begin([self._with_count(value, total) for value in values]).states
         return begun._replace(states=states, shares=ones)
 
+    def first_state(self, value: Tree) -> Tree:
+        """What the main line brings to the first stage, where the loss is the model's own."""
+        is_told = self._counts and self._may_count(value)
+        return self._begin([self._with_count(value, 1) if is_told else value]).states[0]
+
     def _begin(self, values: Sequence[Tree]) -> TracedBatch:
-        apart = [take_apart(tuple(arguments(self.model, value))) for value in values]
-        key, *others = [self._key(*one) for one in apart]
+        apart = [take_apart(tuple(given)) for given in arguments_of_each(self.model, values)]
+        key, *others = self.keys(apart)
         for at, other in enumerate(others, start=1):
             if other != key:
                 raise ValueError(DIFFERENT.format(at=at, one=_in_words(values[0]), other=_in_words(values[at])))
@@ -219,18 +233,20 @@ class TracedModel:
         return TracedBatch(number, [state_of(number, leaves) for leaves, _ in apart])
 
     def learn_all(self, value: Tree) -> None:
-        """Traces all usual traces ahead, where no process will have the whole model: none can be traced later on.
-
-        They are those of training and evaluation, with labels and without.
-        """
+        """Traces all usual traces ahead, where no process will have the whole model: none can be traced later on."""
         values = [value]
         if isinstance(value, Mapping) and "labels" in value:
             values.append({key: item for key, item in value.items() if key != "labels"})
-        for training, one, for_output in product((True, False), values, (False, True)):
+        wanted: list[Callable[[Tree], object]] = [
+            lambda one: self.begin([one], float),  # for the model's own loss
+            lambda one: self.begin([one]),  # for a loss_fn
+            lambda one: self.begin([one], for_output=True),
+        ]
+        for training, one, begin in product((True, False), values, wanted):
             with suppress(Exception), unchanged(self.model):  # _begin keeps it for who asks for it
                 if self.model.training != training:
                     self.model.train(training)
-                self.begin([one], for_output=for_output)
+                begin(one)
         if lacking := next(filter(lacks_memory, self._refused.values()), None):
             raise lacking
         self._learns = False
@@ -247,6 +263,10 @@ class TracedModel:
         """The traces in short: their operations, each with its layer; the same in all processes."""
         return [[(op.name, trace.layer_of(at)) for at, op in enumerate(trace.ops)] for trace in self.traces]
 
+    def names(self) -> dict[str, list[str]]:
+        """The names of the parameters and buffers that each layer has; of buffers between units none has any."""
+        return {name: names_in(self.model, part) for name, part in self.layers.items()}
+
     def buffers_between(self) -> list[Tensor]:
         """The buffers that are read between units, by every layer."""
         return [self.model.get_buffer(name) for trace in self.traces for name in sorted(trace.buffers)]
@@ -254,8 +274,7 @@ class TracedModel:
     def realize(self, own: Collection[int], seed: int) -> None:
         """Gives values to those of these layers that have none yet; they depend on (seed, index) alone."""
         if self.lacks_values:
-            names = [self.names.in_layer(name) for name in self.layers]
-            give_values(self.model, names, own, seed)
+            give_values(self.model, [*self.names().values()], own, seed)
 
     def let_go(self) -> None:
         """Has the model have what the layers have in place of parameters that other processes hold."""
@@ -266,11 +285,12 @@ class TracedModel:
         """The uses of tensors that have routes of their own."""
         return [edge.pop for edge in self.traces[number].edges if stage_of[edge.source] + 1 < stage_of[edge.target]]
 
-    def _key(self, leaves: Leaves, structure: Structure) -> TraceKey:
+    def keys(self, apart: Sequence[tuple[Leaves, Structure]]) -> list[TraceKey]:
+        """What says which trace each of these arguments has."""
         held = [vars(self.model.get_submodule(name)) for name in sorted(self.parts.opened)]
         held += [vars(one["config"]) for one in held if hasattr(one.get("config"), "__dict__")]
-        settings = tuple(setting for one in held for setting in settings_of(one))
-        return str(structure.spec), tuple(map(kind_of, leaves)), settings
+        settings = tuple(setting for one in held for setting in settings_of(one) if setting[0] != COLLECTOR)
+        return [(str(structure.spec), tuple(map(kind_of, leaves)), settings) for leaves, structure in apart]
 
     def _learn(self, key: TraceKey, value: Tree) -> None:
         if len(self.traces) >= MOST_TRACES:
@@ -303,4 +323,4 @@ class TracedModel:
 def _in_words(value: Tree) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {_in_words(item)}" for key, item in value.items())
-    return f"{value.dtype}, {value.dim()} dimensions" if isinstance(value, Tensor) else type(value).__name__
+    return f"{value.dtype}, {value.dim()} dimensions" if isinstance(value, Tensor) else repr(value)

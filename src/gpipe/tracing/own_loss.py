@@ -18,18 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.trees import keystr, tree_flatten_with_path, tree_map
-from gpipe.stages.losses import OF_LABELS, OF_ROWS, LossCall, is_shifted, own_loss, sum_of_weights
+from gpipe.stages.losses import HALVES, OF_LABELS, OF_ROWS, LossCall, is_shifted, own_loss, sum_of_weights
 from gpipe.stages.microbatch import CANNOT_MERGE, count_rows, merge, split
 from gpipe.stages.tree import Tree
 from gpipe.tracing.meta_model import lacks_values
-from gpipe.tracing.runs import arguments, evaluated, lacks_memory, unchanged
+from gpipe.tracing.runs import arguments, lacks_memory, unchanged
 
 COUNT = "num_items_in_batch"  # the keyword by which a forward is told the labels that count in the whole mini-batch
 NO_LABELS = "no label of the mini-batch counts (all are {ignored}): there is nothing to average; skip this mini-batch"
 UNKNOWN = (
-    "of the model's own loss it cannot be known how it averages, by the losses of torch that its forward calls "
-    "({seen}); micro-batches are weighed by their rows. If it does otherwise, give "
-    "step(inputs, targets, loss_fn, reduction=...)"
+    "of the model's own loss it cannot be known how it averages, by the losses of torch that it calls ({seen}); "
+    "micro-batches are weighed by rows. If it does otherwise, give step(inputs, targets, loss_fn, reduction=...)"
 )
 
 
@@ -88,18 +87,15 @@ class LossAverage:
         return [count / total for count in counts]
 
 
-TWO = 2
 NOT_TOGETHER = (
     "the model's own loss is not put together of those of micro-batches: of the sample's halves it would be "
-    "{together:.6g}, and of the sample it is {whole:.6g}. Each micro-batch has its own loss all the same, weighed as "
-    "well as can be; for that of the whole mini-batch give step(inputs, targets, loss_fn, reduction=...) with a loss "
-    "of the model's output"
+    "{together:.6g}, and of the sample it is {whole:.6g}. Each micro-batch has its own all the same, weighed as well "
+    "as can be; for the mini-batch's give step(inputs, targets, loss_fn, reduction=...) with a loss of the output"
 )
 
 NOT_TRIED = (
     "in evaluation, the model did not run on the sample and its halves ({kind}: {error}): it was not tried whether "
-    "the losses of micro-batches make that of the mini-batch; if they do not, give "
-    "step(inputs, targets, loss_fn, reduction=...)"
+    "losses of micro-batches make the mini-batch's; if not, give step(inputs, targets, loss_fn, reduction=...)"
 )
 
 
@@ -120,7 +116,8 @@ def tried(
     if lacks_values(model) or not isinstance(sample, Mapping):
         return average
     if last is not None:
-        with suppress(Exception), evaluated(model), torch.no_grad():  # it may go another way: then the model tells
+        with suppress(Exception), unchanged(model), torch.no_grad():  # it may go another way: then the model tells
+            model.train(False)
             found = _tried(average, model, sample, counts, last)
             if (found.finding, found.uneven) == (average.finding, None):
                 return found
@@ -134,8 +131,8 @@ def _tried(
 ) -> LossAverage:
     """How the losses of the model make that of the sample, or those of its last layer, which may raise."""
     try:
-        halves = split(sample, count_rows(sample), TWO, "sample")
-    except ValueError:  # it has no rows
+        halves = split(sample, max(count_rows(sample), HALVES), HALVES, "sample")
+    except ValueError:  # it has no rows, or one
         return average
     parts = [sample, *halves]
     try:
@@ -155,14 +152,14 @@ def _tried(
         some = [one.count(half) for half in halves]
         if not sum(some):  # no label of the sample counts
             return average
-        shares = [1.0] * TWO if counts else one.shares(some, sum(some))
+        shares = [1.0] * HALVES if counts else one.shares(some, sum(some))
         sums.append(sum(loss * share for loss, share in zip(losses[1:], shares, strict=True) if share))
         if math.isclose(sums[-1], losses[0], rel_tol=near, abs_tol=near):
             if one.by != "labels" or counts or not all(some):
                 return one
             labels = {name: sample[name].clone() for name in (one.labels, "shift_labels") if name in sample}
             for tensor in labels.values():  # those of one half count alone: a mean over them does not feel the rest
-                tensor[-(len(tensor) // TWO) :] = one.ignored
+                tensor[-(len(tensor) // HALVES) :] = one.ignored
             return replace(one, uneven=_tried(one, model, {**sample, **labels}, False, last).finding)
     return replace(average, finding=NOT_TOGETHER.format(together=sums[0], whole=losses[0]))
 

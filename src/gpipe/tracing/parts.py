@@ -1,7 +1,8 @@
 """The parts of a model: the blocks that it may be cut between, which of its modules are what, and its layers."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from traceback import walk_tb
+from types import FrameType
 
 from torch import nn
 
@@ -17,55 +18,42 @@ LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # modules that are not called themselves
 
 
-def find_blocks(model: nn.Module) -> list[list[str]]:
-    """The choices of blocks, each by their names, the best first.
+def declared_blocks(model: nn.Module) -> list[str]:
+    """What the model itself says is not to be split, if that is a list."""
+    unsplit = _unsplit(model)
+    return unsplit if sum(name.rpartition(".")[2].isdigit() for name in unsplit) > 1 else []
 
-    What the model itself says is not to be split comes alone. Else these are the members of the outermost lists of
-    modules, then with one of these lists as one block, then those of lists within members, level by level; last come
-    the modules that hold lists. Where no list has two members, one is taken: a forward may call it several times.
-    """
+
+def _unsplit(model: nn.Module) -> list[str]:
     declared = set(getattr(model, "_no_split_modules", None) or ())
-    unsplit = _outermost(
+    return _outermost(
         [name for name, part in model.named_modules() if type(without_compiler(part)).__name__ in declared]
     )
-    if sum(name.rpartition(".")[2].isdigit() for name in unsplit) > 1:
-        return [unsplit]
-    choices: list[list[str]] = []
-    for depth, alike in product(range(DEEPEST), (True, False)):
-        for some in _variants(list(_lists(model, "", least=2, depth=depth, alike=alike))):
-            if len(some) > 1 and some not in choices:
-                choices.append(some)
-    if choices:
-        holders = _outermost([_holder_of(name) for some in choices for name in some])
-        return [*choices[:MOST_CHOICES], *([holders] if holders else [])]
-    alone = unsplit or [name for some in _lists(model, "", least=1, depth=0) for name in some]
-    if not alone:
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """The names of blocks: the members of the outermost lists of modules."""
+    found = [name for some in _lists(model, "", least=2) for name in some]
+    if len(found) < 2:  # one member is a list then: a forward may call it several times
+        found = _unsplit(model) or [name for some in _lists(model, "", least=1) for name in some]
+    if not found:
         raise CannotSplitError(NO_BLOCKS.format(model=f"a {type(model).__name__}"))
-    return [alone]
+    return found
 
 
-def _variants(lists: Sequence[list[str]]) -> Iterator[list[str]]:
-    """The members of all lists; then with one list after another as one block, by the module that holds it."""
-    yield [name for some in lists for name in some]
-    for whole in lists if len(lists) > 1 else ():
-        yield _outermost([name for some in lists for name in ([_holder_of(whole[0])] if some is whole else some)])
-
-
-def _holder_of(name: str) -> str:
-    """The module that has the list of a member, as its code runs the members; empty if that is the model."""
-    return name.rpartition(".")[0].rpartition(".")[0]
-
-
-MOST_CHOICES = 12
-DEEPEST = 4  # levels of lists within members of lists that are tried
+def closed(model: nn.Module, blocks: Sequence[str], places: Collection[str]) -> list[str]:
+    """The blocks, but these modules, in which some stand, as blocks themselves, and what is in one dict with them."""
+    found = [*blocks, *places]
+    for path in {place.rpartition(".")[0] for place in places}:
+        holder = model.get_submodule(path)
+        for name, child in holder.named_children() if isinstance(holder, nn.ModuleDict) else ():
+            if _has_parameters(child) and not any(block.startswith(f"{path}.{name}.") for block in blocks):
+                found.append(f"{path}.{name}")
+    return _outermost(found)
 
 
 def check_blocks(model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """The names of blocks that a user gave.
-
-    Raises:
-        CannotSplitError: There are no such modules, or one stands in another; names all that is wrong.
-    """
+    """The names of blocks that a user gave."""
     if isinstance(blocks, str) or not all(isinstance(name, str) for name in blocks):
         raise CannotSplitError(f"blocks={blocks!r}; give names of modules: ['encoder.layers.0', ...]")
     known = dict(model.named_modules(remove_duplicate=False))
@@ -81,41 +69,39 @@ def check_blocks(model: nn.Module, blocks: Sequence[str]) -> list[str]:
 
 def _outermost(names: Sequence[str]) -> list[str]:
     """Those of which no other is a part; the model itself, without a name, is none."""
-    held = set(names)
-    return [
-        name
-        for name in dict.fromkeys(names)
-        if name and not any(".".join(name.split(".")[:length]) in held for length in range(1, name.count(".") + 1))
-    ]
+    inside = tuple(f"{name}." for name in names)
+    return [name for name in dict.fromkeys(names) if name and not name.startswith(inside)]
 
 
-def _lists(module: nn.Module, name: str, *, least: int, depth: int, alike: bool = True) -> Iterator[list[str]]:
-    """The outermost lists of at least so many in a module, each by its members, or so much deeper where there are."""
-    is_list = _is_list(module, least, alike=alike)
+def _lists(module: nn.Module, name: str, *, least: int, held: bool = False) -> Iterator[list[str]]:
+    """The outermost lists of at least so many in a module, each by its members.
+
+    A list that is held by another has one member at least, and is none of its members.
+    """
+    is_list = _is_list(module, 1 if held else least, held=held)
     members: list[str] = []
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
+        within = isinstance(module, CONTAINERS) and isinstance(child, CONTAINERS)
         if not is_list:
-            yield from _lists(child, path, least=least, depth=depth, alike=alike)
+            yield from _lists(child, path, least=least, held=within)
         elif _has_parameters(child):
-            holds = isinstance(child, CONTAINERS)
-            some = 1 if holds else least
-            deeper = depth - (not holds)
-            inner = list(_lists(child, path, least=some, depth=deeper, alike=alike)) if deeper >= 0 else []
-            members += [member for some in inner for member in some] or [path]
+            found = _lists(child, path, least=least, held=True) if within else ()
+            members += [member for some in found for member in some] or [path]
     if members:
         yield members
 
 
-def _is_list(module: nn.Module, least: int, *, alike: bool) -> bool:
-    """Whether the members of a module are called one by one; with names, they may have to be alike."""
+def _is_list(module: nn.Module, least: int, *, held: bool) -> bool:
+    """Whether the members of a module are called one by one; with names, they may be all that the model has."""
     if not isinstance(module, LISTS) or len(module) < least:
         return False
-    if isinstance(module, nn.ModuleDict):
-        kinds = {type(child) for child in module.values() if _has_parameters(child)}
-        holds = any(issubclass(kind, CONTAINERS) for kind in kinds)
-        return len(module) > 1 and (len(kinds) == 1 or not alike) and not holds
-    return isinstance(module, nn.ModuleList) or type(module).forward is nn.Sequential.forward
+    if not isinstance(module, nn.ModuleDict):
+        return isinstance(module, nn.ModuleList) or type(module).forward is nn.Sequential.forward
+    some = [child for child in module.values() if _has_parameters(child)]
+    alike = len({type(child) for child in some}) == 1
+    inside = (inner for child in some for inner in ([child] if alike else child.modules()))
+    return held or (len(module) > 1 and not any(isinstance(inner, CONTAINERS) for inner in inside))
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -123,33 +109,60 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 class Parts:
-    """A model, cut at blocks, and which of its modules are what, by their names.
+    """A model, cut at blocks, and which of its modules are what, by their names."""
 
-    Attributes:
-        opened: Those that blocks stand in.
-        stateful: Those without parameters that change buffers, or have hooks.
-        units: Those that run as they are, in one layer each.
-        copied: Those through which every layer walks, on copies.
-    """
-
-    def __init__(self, model: nn.Module, blocks: Sequence[str], stateful: Collection[str] = ()) -> None:
-        self.model, self.blocks, self.stateful = model, tuple(blocks), frozenset(stateful)
-        outer = [name.split(".")[:length] for name in blocks for length in range(name.count(".") + 1)]
-        self.opened = {".".join(path) for path in outer}
-        self.units: dict[str, nn.Module] = {}
-        self.copied: dict[str, nn.Module] = {}
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[str],
+        stateful: Collection[str] = (),  # modules without parameters that change buffers, or have hooks
+        iterated: Collection[str] = (),  # sequences that are not called: their members are blocks in their place
+    ) -> None:
+        self.model, self.stateful, self.iterated = model, frozenset(stateful), frozenset(iterated)
+        parts = {path: model.get_submodule(path).named_children() for path in self.iterated.intersection(blocks)}
+        inner = {
+            path: [f"{path}.{key}" for key, part in some if _has_parameters(part)] for path, some in parts.items()
+        }
+        self.blocks = tuple(member for name in blocks for member in inner.get(name, [name]))
+        outer = [name.split(".")[:length] for name in self.blocks for length in range(name.count(".") + 1)]
+        self.opened = {".".join(path) for path in outer}  # those that blocks stand in
+        self.units: dict[str, nn.Module] = {}  # those that run as they are, in one layer each
+        self.copied: dict[str, nn.Module] = {}  # those through which every layer walks, on copies
         self._sort("", model, set())
 
     def _sort(self, name: str, module: nn.Module, seen: set[nn.Module]) -> None:
         seen.add(module)
-        keeps = name in self.stateful or _has_parameters(module)
-        if keeps and name not in self.opened:
+        is_called = type(module).forward is not nn.Module.forward or any(module.parameters(recurse=False))
+        keeps = name in self.stateful or (_has_parameters(module) and is_called)
+        if keeps and name not in self.opened and name not in self.iterated:
             self.units[name] = module
             return
         self.copied[name] = module
         for key, part in module._modules.items():
             if part is not None and part not in seen:
                 self._sort(f"{name}.{key}" if name else key, part, seen)
+
+    def running(self, frames: Iterable[FrameType]) -> str:
+        """The opened module whose code runs in the first of these frames that is of one; "" is the model."""
+        known = {id(self.copied[name]._parameters): name for name in self.opened & self.copied.keys()}
+        for frame in frames:
+            first = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+            if isinstance(first, nn.Module) and (name := known.get(id(first._parameters))) is not None:
+                return name
+        return ""
+
+    def places_of(self, error: CannotSplitError) -> set[str]:
+        """The modules that blocks stand in, but for the model, of which an error tells, or where it was raised."""
+        raised: BaseException = error
+        while raised.__cause__ is not None:
+            raised = raised.__cause__
+        frames = [frame for frame, _ in walk_tb(raised.__traceback__)]
+        found = {self.running(reversed(frames))}
+        for place in error.places:
+            while place not in self.opened:
+                place = place.rpartition(".")[0]
+            found.add(place)
+        return found - {""}
 
 
 class ModelPart(nn.Module):
@@ -273,31 +286,12 @@ def _add_unused(
             raw[-1].append(name)
 
 
-class Names:
-    """The names of a model's parameters and buffers, and which layers have them."""
-
-    def __init__(self, model: nn.Module, layers: dict[str, ModelPart]) -> None:
-        self._model, self._layers = model, layers
-
-    def in_layer(self, layer: str) -> list[str]:
-        """What a layer has."""
-        part = self._layers[layer]
-        own = {*part.modules(), *(slot for _, slots in part.raw.values() for slot in slots)}
-        return [
-            f"{path}.{leaf}".lstrip(".")
-            for path, module in self._model.named_modules(remove_duplicate=False)
-            for leaf in (*module._parameters, *module._buffers)
-            if module in own or (module, leaf) in own
-        ]
-
-    def of_others(self, own: Collection[str]) -> frozenset[str]:
-        """What others have and none of these layers; of buffers outside of units, which all read, none is."""
-        return frozenset().union(*map(self.in_layer, self._layers)).difference(*map(self.in_layer, own))
-
-    def first_layers(self) -> dict[str, str]:
-        """The first layer that has each; what every layer reads counts to the first."""
-        buffers = [name for name, _ in self._model.named_buffers(remove_duplicate=False)]
-        first = dict.fromkeys(buffers, next(iter(self._layers)))
-        for layer in reversed(self._layers):
-            first |= dict.fromkeys(self.in_layer(layer), layer)
-        return first
+def names_in(model: nn.Module, part: ModelPart) -> list[str]:
+    """The names that the parameters and buffers of a layer have in the model."""
+    own = {*part.modules(), *(slot for _, slots in part.raw.values() for slot in slots)}
+    return [
+        f"{path}.{leaf}".lstrip(".")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for leaf in (*module._parameters, *module._buffers)
+        if module in own or (module, leaf) in own
+    ]

@@ -8,25 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.dispatcher import is_fake
-from gpipe._torch.trees import keystr, tree_flatten_with_path
+from gpipe._torch.trees import keystr, map_tensors, tree_flatten_with_path
 from gpipe.stages.buffers import untouched
 from gpipe.stages.microbatch import count_rows
 from gpipe.stages.recompute_check import differ, digest
 from gpipe.stages.rng import rng_scope
-from gpipe.stages.stage import Layer, LayerProgress
+from gpipe.stages.stage import Layer
 from gpipe.stages.tree import Tree, copy_of, replace_tensors
-from gpipe.tracing.interpreter import StageInterpreter, describe
+from gpipe.tracing.interpreter import SAMPLE_KEY, StageInterpreter, describe
 from gpipe.tracing.meta_model import Dry, lacks_values
 from gpipe.tracing.runs import ForwardArguments, arguments, failing_apart, is_of_code, watched
 from gpipe.tracing.shallow_copy import ShallowCopy
 from gpipe.tracing.stage import rng_scopes
 from gpipe.tracing.trace import CannotSplitError, OpCall, Structure, Trace, ValueId, is_carried, take_apart
-from gpipe.tracing.tracer import SAMPLE_KEY, TracerRun
+from gpipe.tracing.tracer import TracerRun
 
 OTHER_STRUCTURE = (
-    "interpreted in layers, the {model} gives an output of other parts than by itself: {parts}. What is collected "
-    "on the way from inside of blocks (output_hidden_states, output_attentions, output_router_logits, caches by "
-    "use_cache) is not seen in layers; turn it off, in model.config or in what the model is given"
+    "interpreted in layers, the {model} gives an output of other parts than by itself: {parts}. Caches (use_cache), "
+    "and what blocks put elsewhere than into lists that the forward opens in a context variable, as transformers "
+    "does, are not seen in layers; turn them off, in model.config or in what the model is given, or collect so"
 )
 OTHER_BITS = (
     "interpreted in layers, the {model} gives other values than by itself: {what}. Something between blocks depends "
@@ -47,25 +47,19 @@ class LastLayer(NamedTuple):
     def run(self, given: ForwardArguments) -> Any:
         """What the model gives of these arguments, and of what came of the sample's."""
         leaves, _ = take_apart(replace_tensors(tuple(given), copy_of))
-        values = {value_id: value if value is None else copy_of(value) for value_id, value in self.values.items()}
+        values = map_tensors({**self.values}, copy_of)
         inputs = [None if ValueId(-1, at) in self.trace.carried else leaf for at, leaf in enumerate(leaves)]
         log = [describe(leaves), *self.log[1:]]
-        index, model, device = len(self.trace.starts) - 1, self.shallow_copy.parts.model, _device_of(leaves)
-        layer, progress = Layer(index, str(index), model), LayerProgress()
-        self.shallow_copy.refresh()
-        parts, ops = self.shallow_copy.parts, self.trace.ops[self.trace.starts[-1] :]
+        index, parts, device = len(self.trace.starts) - 1, self.shallow_copy.parts, _device_of(leaves)
+        layers, ops = [Layer(index, str(index), parts.model)], self.trace.ops[self.trace.starts[-1] :]
         units = nn.ModuleList(parts.units[name] for op in ops if op.is_unit for name in (op.name, *op.inner))
+        self.shallow_copy.refresh()
+        last = StageInterpreter(self.shallow_copy, self.trace, layers, values, log, frozenset(), device)
         with untouched(units):
-            return StageInterpreter(
-                self.shallow_copy, self.trace, [layer], values, log, frozenset(), device, SAMPLE_KEY, progress
-            ).go(inputs)
+            return last.go(inputs)
 
     def outputs(self, parts: Sequence[Tree]) -> Iterator[Any]:
-        """What comes of the sample, which is the first part, and of its rows in the others, one behind another.
-
-        Raises:
-            ValueError: What came to the layer has no rows.
-        """
+        """What comes of the sample, which is the first part, and of its rows in the others, one behind another."""
         model, rows, first = self.shallow_copy.parts.model, count_rows(parts[0]), 0
         yield self.run(arguments(model, parts[0]))
         for part in parts[1:]:
@@ -77,7 +71,7 @@ class LastLayer(NamedTuple):
         if any(value is not None and value.shape[:1] != (rows,) for value in self.values.values()):
             raise ValueError("what comes to the last layer is not of rows alone")
         log = [[_cut(said, end - first, rows) for said in described] for described in self.log]
-        values = {value_id: None if value is None else value[first:end] for value_id, value in self.values.items()}
+        values = map_tensors({**self.values}, lambda value: value[first:end])
         return self._replace(values=values, log=log)
 
 
@@ -114,7 +108,8 @@ def prove(found: TracerRun, given: ForwardArguments) -> Proof:
     compare(model, own, proof.output)
     for name in {*expected, *buffers}:
         if _differ(expected.get(name), buffers.get(name)):
-            raise CannotSplitError(OTHER_BITS.format(model=type(model).__name__, what=f"the buffer {name}"))
+            text = OTHER_BITS.format(model=type(model).__name__, what=f"the buffer {name}")
+            raise CannotSplitError(text, [name.rpartition(".")[0]])
     return proof
 
 
@@ -128,7 +123,6 @@ class _EchoingInterpreter(StageInterpreter):
     seconds_of_echoes = 0.0
 
     def do(self, call: OpCall) -> Any:
-        """Does an operation, and its echo."""
         made = super().do(call)
         if call.unit is not None and self.dry is None:
             start = time.perf_counter()
@@ -181,27 +175,25 @@ def _interpreted(found: TracerRun, given: ForwardArguments, dry: Dry | None) -> 
     for index in range(len(trace.starts)):
         start = time.perf_counter()
         if index:
-            live = [(value_id, values[value_id]) for value_id in trace.live_before(index)]
-            values = {
-                value_id: value if value is None else copy_of(value) for value_id, value in live
-            }  # as a cut does
+            live = {value_id: values[value_id] for value_id in trace.live_before(index)}
+            values = map_tensors(live, copy_of)  # as a cut does
             shallow_copy.refresh()
         if index == len(trace.starts) - 1 and dry is None:
-            last = LastLayer(shallow_copy, trace, {one: _alone(value) for one, value in values.items()}, list(log))
+            last = LastLayer(shallow_copy, trace, map_tensors(values, _alone), list(log))
         wanted = frozenset(edge.value_id for edge in trace.edges if edge.source <= index < edge.target)
         layer = Layer(index, str(index), parts.model)
-        interpreter = _EchoingInterpreter(
-            shallow_copy, trace, [layer], values, log, wanted, device, SAMPLE_KEY, LayerProgress(), dry
-        )
+        used = {edge.value_id: values[edge.value_id] for edge in trace.edges if edge.target == index}
+        arrived = used if index else values  # what else lives may go another way
+        interpreter = _EchoingInterpreter(shallow_copy, trace, [layer], arrived, log, wanted, device, dry=dry)
         output = interpreter.go(inputs)
-        values = dict.fromkeys(wanted) | interpreter.made
+        values = {**{one: values.get(one) for one in wanted}, **interpreter.made}
         seconds.append(time.perf_counter() - start - interpreter.seconds_of_echoes)
     return Proof(output, seconds, last)
 
 
-def _alone(value: Tensor | None) -> Tensor | None:
+def _alone(value: Tensor) -> Tensor:
     """A value without the graph behind it, which later operations in place do not change."""
-    return None if value is None else copy_of(value.detach()).requires_grad_(value.requires_grad)
+    return copy_of(value.detach()).requires_grad_(value.requires_grad)
 
 
 def compare(model: nn.Module, own: Any, found: Any) -> None:

@@ -5,9 +5,11 @@ A value that a pipe is given becomes the arguments of a model's forward, and say
 
 import enum
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from gpipe._torch.dispatcher import is_fake
 from gpipe.stages.buffers import untouched
 from gpipe.stages.tree import Tree, copy_of, replace_tensors, version
+from gpipe.tracing.shallow_copy import COLLECTING, COLLECTOR
 from gpipe.tracing.trace import CannotSplitError, is_carried
 
 T = TypeVar("T")
@@ -35,10 +38,8 @@ APART = (
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts back what traces inside change: modules, their modes and state, torch's generator. There is a graph.
-
-    It shows what torch does not: functions of autograd.
-    """
+    """Puts back what traces inside change: modules, their modes and state, torch's generator."""
+    # with a graph, which shows what torch else does not: functions of autograd
     with untouched(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
             yield
@@ -46,18 +47,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             if not isinstance(error, CannotSplitError):
                 error.add_note(ON_SAMPLE.format(model=type(model).__name__))
             raise
-
-
-@contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
-    """Has all modules in evaluation, and puts their modes back."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.train(False)
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+        asked = [module for module in model.modules() if COLLECTOR in vars(module)]
+    for module in asked:  # outside: else what puts back a part of the model may take off the hooks of that alone
+        sys.modules[COLLECTING].maybe_install_capturing_hooks(module)
 
 
 @contextmanager
@@ -111,19 +103,15 @@ def is_of_code(error: Exception) -> bool:
 def failing_apart(
     model: nn.Module, given: ForwardArguments, run: Callable[[], T], left: Callable[[], Sequence[str]] = list
 ) -> T:
-    """What a run in layers gives. It is refused if it fails each time, where the model by itself does not.
-
-    `left` tells, for the refusal, where the forward puts tensors.
-    """
-
-    def by_itself() -> None:
-        with watched(model):
-            given.call(model)
-
+    """What a run in layers gives; refused, with where it `left` tensors, if it alone fails, and each time."""
     try:
         return run()
     except Exception as error:
-        if not is_of_code(error) or not _passes(by_itself):
+        if not is_of_code(error):
+            raise
+        with watched(model):
+            passes = _passes(lambda: given.call(model))
+        if not passes:
             raise
         places = left()
         if _passes(run):
@@ -142,11 +130,10 @@ def failing_apart(
 
 
 def _passes(run: Callable[[], object]) -> bool:
-    try:
+    with suppress(Exception):
         run()
-    except Exception:
-        return False
-    return True
+        return True
+    return False
 
 
 SETTINGS = (bool, str, type(None), enum.Enum)
@@ -172,20 +159,26 @@ def kind_of(leaf: Any) -> object:
 
 def arguments(model: nn.Module, value: Tree) -> ForwardArguments:
     """A mapping goes in as keywords, where the forward takes its keys; anything else is the one argument."""
-    if not isinstance(value, Mapping):
-        return ForwardArguments((value,), {})
-    if not can_be_called(model.forward, **value):
-        return ForwardArguments((dict(value),), {})
-    return ForwardArguments((), dict(value))
+    return arguments_of_each(model, [value])[0]
+
+
+def arguments_of_each(model: nn.Module, values: Sequence[Tree]) -> list[ForwardArguments]:
+    """The arguments of several forwards; whether one takes some keys is looked up once."""
+    takes_keys = cache(lambda keys: can_be_called(model.forward, **dict.fromkeys(keys)))
+    return [
+        ForwardArguments((), dict(value))
+        if isinstance(value, Mapping) and takes_keys(tuple(value))
+        else ForwardArguments((dict(value) if isinstance(value, Mapping) else value,), {})
+        for value in values
+    ]
 
 
 def can_be_called(function: Callable[..., object], *args: object, **kwargs: object) -> bool:
     """Whether a function takes such arguments."""
-    try:
+    with suppress(TypeError, ValueError):
         inspect.signature(function).bind(*args, **kwargs)
-    except (TypeError, ValueError):
-        return False
-    return True
+        return True
+    return False
 
 
 def without_cache(model: nn.Module, value: Tree) -> Tree:

@@ -6,6 +6,7 @@ attributes with the unit, and a call of one goes to the interpreter that is unde
 it.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, TypeAlias
@@ -24,18 +25,15 @@ HOOKED = (
     "{name} has a hook, and every layer walks through it, so the hook would run once for each, and see few values. "
     "Put the hook on a block or on a module inside of one; on a module without parameters, before the pipe is made"
 )
-COLLECTS = (
-    "{name} collects what its blocks give on the way (output_hidden_states, output_attentions, "
-    "output_router_logits), by hooks in them that layers do not see: leave it out of what the model is given, and of "
-    "model.config. What its forward asks for it itself may be one block: blocks=['model.vision_tower', ...]"
-)
 OTHER_FORWARD = (
     "{name} has a forward that was set on it and is not its own method, as accelerate sets one for its hooks "
     "(device_map=, prepare), and blocks stand in it: it calls the model's modules where nothing sees them. Take it "
     "off (accelerate.hooks.remove_hook_from_submodules(model)), or set it on blocks"
 )
 COLLECTOR = "_output_capturing_hooks_installed"
-"""Where a model of transformers looks whether it has these hooks, before it puts them into all of its modules."""
+"""Where a model of transformers looks whether it has hooks that collect (note "Collections" in trace.py)."""
+COLLECTING = "transformers.utils.output_capturing"
+"""The module of transformers that puts them into the modules of a model, once it is asked for what they give."""
 CHANGES_BUFFER = (
     "the forward of the {model} changes the buffer {name} between blocks, and every layer would do so. Let a module "
     "inside of a block have it, or one of its own that is called. Rotary embeddings of the type 'dynamic' do so "
@@ -46,21 +44,27 @@ CHANGES_BUFFER = (
 Attributes: TypeAlias = dict[tuple[str, str], object]
 
 
-class _Refusal:
-    def __init__(self, text: str) -> None:
-        self._text = text
+class _Installer:
+    """Has the user's module have the hooks, before its copy asks whether it has them: all copies share them then."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
 
     def __bool__(self) -> bool:
-        raise CannotSplitError(self._text)
+        sys.modules[COLLECTING].maybe_install_capturing_hooks(self._module)
+        return True
+
+
+def own_hooks(module: nn.Module) -> list[object]:
+    """The hooks of a module, but for those that put what it gives into lists: these do so for each layer."""
+    return [hook for hook in hooks_of(module) if getattr(hook, "__module__", "") != COLLECTING]
 
 
 class ShallowCopy:
-    """A copy of a model that can be interpreted, with buffers on a device; `root` is called in place of the model.
-
-    `on_call` is told of calls of units, while it is set.
-    """
+    """A copy of a model that can be interpreted, with buffers on a device; `root` is called in place of the model."""
 
     def __init__(self, parts: Parts, device: torch.device | None = None) -> None:
+        # while it is set, it is told of calls of units
         self.on_call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any] | None = None
         self.parts, self._device = parts, device
         self.copies: dict[str, nn.Module] = {}
@@ -89,7 +93,7 @@ class ShallowCopy:
         for name, copy in self.copies.items():
             module = self.parts.copied[name]
             shown = name or type(module).__name__
-            if hooks_of(module):
+            if own_hooks(module):
                 raise CannotSplitError(HOOKED.format(name=shown))
             own = dict(vars(module))
             for key, value in own.items():
@@ -98,7 +102,7 @@ class ShallowCopy:
             if name in self.parts.opened:
                 if own.get("forward") is not None and own["forward"] is vars(module)["forward"]:
                     raise CannotSplitError(OTHER_FORWARD.format(name=shown))
-                own[COLLECTOR] = _Refusal(COLLECTS.format(name=shown))
+                own.setdefault(COLLECTOR, _Installer(module))
             own["_modules"] = self._parts_of(module, shown)
             own["_buffers"] = dict(module._buffers)
             for key, buffer in module._buffers.items():
@@ -116,9 +120,7 @@ class ShallowCopy:
     def refuse_changed_buffers(self) -> None:
         """Refuses what a forward did to buffers that every layer reads.
 
-        Raises:
-            CannotSplitError: One was written, or another was put in its place. In a module that no block stands in
-                it may be replaced by the same values, or by those of another shape: that is a table that grew.
+        In a module that no block stands in, one may be replaced by the same values, or by a table that grew.
         """
         for name, copy in self.copies.items():
             for key, buffer in copy._buffers.items():
@@ -133,7 +135,7 @@ class ShallowCopy:
                 )
                 if buffer is before or name in self.parts.opened or not may_be:
                     model, place = type(self.parts.model).__name__, f"{name}.{key}".lstrip(".")
-                    raise CannotSplitError(CHANGES_BUFFER.format(model=model, name=place))
+                    raise CannotSplitError(CHANGES_BUFFER.format(model=model, name=place), [name])
 
     def attributes(self) -> Attributes:
         """What the copies have now, but for buffers, to be compared with later."""

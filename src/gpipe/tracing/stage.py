@@ -5,7 +5,7 @@ the model itself draw random numbers as a pipe of it does.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -16,22 +16,19 @@ from gpipe.stages.rng import rng_scope
 from gpipe.stages.skips import Stashed
 from gpipe.stages.stage import Layer, LayerProgress, RngKey, Stage, StageCall
 from gpipe.stages.tree import Tree, tensors_in
-from gpipe.tracing.interpreter import StageInterpreter, describe
+from gpipe.tracing.interpreter import SAMPLE_KEY, Described, StageInterpreter, describe
 from gpipe.tracing.parts import ModelPart, Parts
 from gpipe.tracing.shallow_copy import ShallowCopy
 from gpipe.tracing.trace import Leaves, Trace, ValueId, is_carried
 
 
 def state_of(number: int, leaves: Leaves) -> dict[str, Tree]:
-    """What the main line brings to the first stage: inputs, a log of what they are, and the trace's number.
-
-    Between stages it brings what later operations returned, too.
-    """
+    """What the main line brings to the first stage: inputs, a log of what they are, and the trace's number."""
     carried = [is_carried(leaf) for leaf in leaves]
     return {
         "path": number,
         "inputs": [None if one else leaf for one, leaf in zip(carried, leaves, strict=True)],
-        "log": json.dumps([describe(leaves)]),
+        "log": json.dumps([describe(leaves)]),  # between stages also of what operations returned
         "live": [leaf for one, leaf in zip(carried, leaves, strict=True) if one],
     }
 
@@ -83,6 +80,7 @@ class TracedStage(Stage):
     ) -> None:
         self._parts, self._traces, self._stage_of = parts, traces, stage_of
         self._shallow_copy: ShallowCopy | None = None
+        self._crossings: dict[int, Crossings] = {}  # by the numbers of traces
         super().__init__(index, layers, device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,19 +98,16 @@ class TracedStage(Stage):
 
     def _run(self, value: Tree, call: StageCall) -> Tree:
         assert isinstance(value, dict)
-        assert self._shallow_copy is not None
         number = value["path"]
         trace = self._traces[number]
-        crossings = Crossings.of(trace, self.index, self._stage_of)
+        if number not in self._crossings:
+            self._crossings[number] = Crossings.of(trace, self.index, self._stage_of)
+        crossings = self._crossings[number]
         values = dict(zip(crossings.enters, value["live"], strict=True))
         for route, value_id in crossings.arrives.items():
             values[value_id] = call.arrived[route]
-        log = json.loads(value["log"])
-        wanted = frozenset((*crossings.leaves, *crossings.departs.values()))
-        key, progress = call.rng_key, call.progress
-        interpreter = StageInterpreter(
-            self._shallow_copy, trace, self.layers, values, log, wanted, self.device, key, progress
-        )
+        log, wanted = json.loads(value["log"]), frozenset((*crossings.leaves, *crossings.departs.values()))
+        interpreter = self.interpreter(trace, values, log, wanted, call.rng_key, call.progress)
         output = interpreter.go(value["inputs"])
         if interpreter.is_last:
             return output
@@ -120,6 +115,21 @@ class TracedStage(Stage):
             call.held[name] = Stashed(interpreter.made.get(value_id))
         live = list(map(interpreter.made.get, crossings.leaves))
         return {"path": number, "inputs": value["inputs"], "log": json.dumps(log), "live": live}
+
+    def interpreter(
+        self,
+        trace: Trace,
+        values: Mapping[ValueId, Any],
+        log: list[Described],
+        wanted: frozenset[ValueId],
+        key: RngKey,
+        progress: LayerProgress,
+    ) -> StageInterpreter:
+        """What does the operations of the stage on a trace, once, with the values that came across the cut before."""
+        assert self._shallow_copy is not None
+        return StageInterpreter(
+            self._shallow_copy, trace, self.layers, values, log, wanted, self.device, key, progress
+        )
 
     def find_unsteady(self, value: Tree, call: StageCall, as_before: object) -> Layer | None:
         """None: one interpretation does all layers."""
@@ -164,7 +174,7 @@ class SingleLayer(nn.Module):
         stage.device = next((tensor.device for tensor in tensors_in(state)), stage.device)
         if stage._shallow_copy is None:
             stage.begin()
-        return stage._run(state, StageCall({}, RngKey(0, 0, 0), LayerProgress()))
+        return stage._run(state, StageCall({}, SAMPLE_KEY, LayerProgress()))
 
 
 @contextmanager

@@ -11,10 +11,15 @@ positions, rotary tables - is done by every layer for itself.
 Note "Relay". A value that several later layers use goes from the layer that made it to the first of these, from there
 to the next, and its gradient comes back the same way: so the gradients of its uses are added one after another, from
 the last use to the first, as autograd adds them where nothing is cut.
+
+Note "Collections". A forward may open lists, in a context variable that it sets, to which hooks in units add: so
+transformers collects hidden states, attentions and what routers give. What a unit adds counts to what it returns, and
+where it ran in a layer before, it is added again to the lists that the forward has there.
 """
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import Context, copy_context
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,21 +27,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipe._torch.trees import OpenDataclass, TreeSpec, tree_flatten, tree_map, tree_map_only, tree_unflatten
+from gpipe._torch.trees import OpenDataclass, TreeSpec, map_tensors, tree_flatten, tree_map, tree_unflatten
 from gpipe.stages.skips import Pop
 
 
 class CannotSplitError(ValueError):
     """A model's forward does what cannot be computed in parts to the same bits; says what, where, and what to do."""
 
+    def __init__(self, text: str, places: Iterable[str] = ()) -> None:
+        super().__init__(text)
+        self.places = tuple(places)  # modules that may be a block each instead
+
 
 class ValueId(NamedTuple):
-    """Names a tensor in each interpretation: the operation that made it, and its place among what that returned.
+    """Names a tensor in each interpretation: the operation that made it, and its place among what that returned."""
 
-    Inputs are what operation -1 made.
-    """
-
-    op: int
+    op: int  # -1 made the inputs
     leaf: int
 
     def __str__(self) -> str:
@@ -44,7 +50,7 @@ class ValueId(NamedTuple):
 
 
 Leaves = list[Any]
-Again = tuple[tuple[int, int], ...]  # the leaves that are the same tensor as one before them, each with that
+Again = Mapping[int, ValueId]  # the leaves that are the same tensors as others before them, each with what these are
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ class Op:
     uses: frozenset[ValueId]  # what it was given of what others made
     raw: tuple[str, ...]  # the parameters that it was given as they are
     returns: Structure  # how what it returned is put together
-    again: Again  # the leaves of that which are the same tensor as one before them
+    again: Again  # the leaves of that which are known by other value ids
     inner: tuple[str, ...]  # the other units that a unit called, or whose parameters it used
 
 
@@ -163,9 +169,30 @@ class Trace:
                     here = layer
         return tuple(found)
 
+    @cached_property
+    def inside(self) -> frozenset[int]:
+        """The functions of which nothing crosses a cut: those that give tuples of tensors may give other numbers."""
+        crosses = {edge.value_id.op for edge in self.edges}
+        return frozenset(at for at, op in enumerate(self.ops) if not op.is_unit and at not in crosses)
+
     def live_before(self, layer: int) -> list[ValueId]:
         """What crosses a cut before a layer."""
         return [edge.value_id for edge in self.edges if edge.source < layer <= edge.target]
+
+
+class Collected(NamedTuple):
+    """What a unit returned, and what it has put beside that into each of the lists that were open."""
+
+    returned: Any
+    more: list[list[Any]]
+
+
+def open_lists(outside: Context) -> list[list[Any]]:
+    """The lists, alone or in a dict, in the context variables that were set since; code in units may add to them."""
+    now = copy_context()
+    held = [value for variable, value in now.items() if value is not outside.get(variable)] if len(now) else ()
+    inner = (value.values() if isinstance(value, dict) else [value] for value in held)
+    return [one for values in inner for one in values if isinstance(one, list)]
 
 
 class OpCall(NamedTuple):
@@ -176,6 +203,7 @@ class OpCall(NamedTuple):
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     tensors: Sequence[Tensor]  # among these, also in containers
+    lists: Sequence[list[Any]] = ()  # those to which a unit may add
 
     @classmethod
     def of(cls, name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "OpCall":
@@ -191,17 +219,30 @@ class OpCall(NamedTuple):
         return self.func if isinstance(self.func, nn.Module) else None
 
     def do(self) -> Any:
-        """What it returns."""
-        return self.func(*self.args, **self.kwargs)
+        """What it returns; where lists are open, with what it added to them, which is taken out."""
+        if not self.lists:
+            return self.func(*self.args, **self.kwargs)
+        before = list(map(len, self.lists))
+        try:
+            returned = self.func(*self.args, **self.kwargs)
+            return Collected(returned, [one[at:] for one, at in zip(self.lists, before, strict=True)])
+        finally:
+            for one, at in zip(self.lists, before, strict=True):
+                del one[at:]
 
     def given(self, change: Callable[[Tensor], Tensor]) -> "OpCall":
         """The same with other tensors."""
-        args, kwargs = tree_map_only(Tensor, change, (self.args, dict(self.kwargs)))
-        return OpCall.of(self.name, self.func, args, kwargs)
+        args, kwargs = map_tensors((self.args, dict(self.kwargs)), change)
+        return OpCall.of(self.name, self.func, args, kwargs)._replace(lists=self.lists)
+
+
+PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
     for value in values:
+        if type(value) in PLAIN:
+            continue
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):

@@ -8,28 +8,28 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from inspect import signature
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gpipe._torch.modes import is_vmapped, saved_tensor_hooks
-from gpipe._torch.modules import hooks_of
 from gpipe.stages.boundary import leaves_of
 from gpipe.stages.losses import LossCall, LossReader, read_loss_call
 from gpipe.stages.rng import rng_scope
-from gpipe.stages.stage import RngKey
 from gpipe.stages.tree import copy_of, hides_tensors, storage_address, tensors_in, version
-from gpipe.tracing.interpreter import RANDOM, Interpreter
+from gpipe.tracing.interpreter import RANDOM, SAMPLE_KEY, Interpreter
 from gpipe.tracing.meta_model import Dry, lacks_values
 from gpipe.tracing.parts import Parts
 from gpipe.tracing.runs import ForwardArguments, failing_apart, watched
-from gpipe.tracing.shallow_copy import ShallowCopy
+from gpipe.tracing.shallow_copy import ShallowCopy, own_hooks
 from gpipe.tracing.trace import (
     Again,
     CannotSplitError,
+    Collected,
     Leaves,
     Op,
     OpCall,
@@ -45,8 +45,8 @@ UNSEEN = (
     "torch.autograd.Function, torch.utils.checkpoint by use_reentrant=True, torch.func.stack_module_state, a "
     "scripted function), that a block left somewhere, or that was made between blocks and then written into: it "
     "cannot be known which layer is to compute it. Put that code into a module with parameters, have blocks return "
-    "what others use, make what is written into of what a block gave (x.new_zeros(...)), or name other blocks: "
-    "blocks=[...]"
+    "what others use, or hooks add it to a list that the forward sets in a contextvars.ContextVar, make what is "
+    "written into of what a block gave (x.new_zeros(...)), or name other blocks: blocks=[...]"
 )
 NOT_CALLED = (
     "none of the blocks ({blocks}) is called in the forward of the {model}: methods or parts of them are used "
@@ -63,8 +63,7 @@ CHANGES_INPUT = (
 )
 REACHES = (
     "{unit} uses {parameter} by a reference, a parameter of a module that blocks stand in: no layer has it, and "
-    "several would add to its gradient at once. Hand it to {unit} as an argument, or let a module have it in which "
-    "no block stands"
+    "several would add to its gradient. Hand it to {unit} as an argument, or put it into a module without blocks"
 )
 LEAVES_TENSORS = (
     "the forward of the {model} leaves tensors in {places}, where nobody would find them: layers walk through "
@@ -82,19 +81,16 @@ DRAWS = (
 )
 KEEPS = (
     "the {model} is given a {kind} ({name}), in which its forward keeps tensors, and layers run apart: each would "
-    "keep its own, again in each recompute. Leave it out; for generation, past_key_values and caches, call the model "
-    "itself"
+    "keep its own, again in each recompute. Leave it out; to generate, with a cache, call pipe.generate"
 )
 ONE_ARGUMENT = (
-    "the {kind} that was given is one argument of the forward; for several give a dict, with those of these keys "
-    "that it needs: {names}"
+    "the {kind} that was given is one argument of the forward; for several give a dict of those it needs: {names}"
 )
 
 SHAPED_BY_VALUES = frozenset(  # functions of torch that give a tensor whose shape depends on values
     {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "repeat_interleave"}
 )
 COMPARISONS = frozenset({"lt", "le", "gt", "ge", "__lt__", "__le__", "__gt__", "__ge__", "less", "greater"})
-SAMPLE_KEY = RngKey(0, 0, 0)  # when a sample is, for its random numbers
 
 
 class _Known(NamedTuple):
@@ -106,13 +102,14 @@ class _Known(NamedTuple):
 
 
 class Tracer(Interpreter):
-    """Does every operation and writes it down; `reads` is one between blocks on which its path may depend."""
+    """Does every operation and writes it down."""
 
     def __init__(self, shallow_copy: ShallowCopy, dry: Dry | None = None) -> None:
         super().__init__(shallow_copy, dry)
         self.parts = parts = shallow_copy.parts
         self.losses: list[LossCall] = []
-        self.reads = ""
+        self.reads: list[tuple[str, int]] = []  # of values: in which module, and behind how many operations
+        self.iterated: set[str] = set()  # sequences whose members are called, and they are not
         self.left = shallow_copy.attributes()
         self._ops: list[Op] = []
         self._starts: list[int] = []
@@ -147,7 +144,13 @@ class Tracer(Interpreter):
         for leaf, before in zip(whole, versions, strict=True):
             if version(leaf) != before:
                 raise CannotSplitError(CHANGES_INPUT.format(shape=tuple(leaf.shape), dtype=leaf.dtype))
-        if not self._blocks_seen:
+        called = {name for op in self._ops if op.is_unit for name in (op.name, *op.inner)}
+        raw = {name for op in self._ops for name in op.raw}
+        for name, unit in self.parts.units.items():
+            is_sequence = name not in called and type(unit).forward is nn.Sequential.forward
+            if is_sequence and any(one.startswith(f"{name}.") for one in raw):
+                self.iterated.add(name)
+        if not self._blocks_seen and not self.iterated:
             some, model = ", ".join(sorted(self.parts.blocks)[:3]), type(self.parts.model).__name__
             raise CannotSplitError(NOT_CALLED.format(blocks=some, model=model))
         flat, structure = take_apart(output)
@@ -169,9 +172,10 @@ class Tracer(Interpreter):
         """Does an operation that every layer does for itself."""
         self._look(call.tensors, call.name, None)
         made = call.do()
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in take_apart(made)[0]):
+        leaves, _ = take_apart(made)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise CannotSplitError(UNSEEN.format(name=call.name))
-        self._note_read(call, [])
+        self._note_read(call, leaves)
         return made
 
     def op(self, call: OpCall) -> Any:
@@ -212,14 +216,11 @@ class Tracer(Interpreter):
         return frozenset(value_id for tensor in tensors if (value_id := self.value_id_of(tensor)) is not None)
 
     def _look(self, tensors: Sequence[Tensor], name: str, layer: int | None, *, is_unit: bool = False) -> None:
-        """Notes which buffers and inputs are used, and refuses what was made where no tracer sees it.
-
-        `layer` is None where all layers use them; a unit may only hand on what it is given.
-        """
+        """Notes which buffers and inputs are used, and refuses what no tracer saw made (`layer` None: for all)."""
         for tensor in tensors:
             if id(tensor) in self._held:
                 self._buffers.add(self._held[id(tensor)])
-            if id(tensor) in self._inputs and not is_unit:
+            if id(tensor) in self._inputs and not is_unit:  # a unit may only hand on what it is given
                 self._taken.add(self._inputs[id(tensor)])
             value_id = self.value_id_of(tensor)
             is_known = value_id is not None or not self._filled or is_vmapped()
@@ -271,20 +272,23 @@ class Tracer(Interpreter):
         """What an operation made, apart, each tensor known by its value id; and which leaves are others again."""
         leaves, returns = take_apart(made)
         known = set(map(id, call.tensors)), self._held, self._raw
-        first: dict[int, int] = {}
-        again = []
+        returned = len(take_apart(made.returned)[0]) if isinstance(made, Collected) else len(leaves)
+        first: dict[int, ValueId] = {}
+        again = {}
         for at, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 continue
-            if first.setdefault(id(leaf), at) < at:
-                again.append((at, first[id(leaf)]))
+            if at >= returned and (value_id := self.value_id_of(leaf)) is not None:  # what a hook was given, say
+                first.setdefault(id(leaf), value_id)
+            if first.setdefault(id(leaf), ValueId(self.at, at)) != (self.at, at):
+                again[at] = first[id(leaf)]
                 continue
             if any(id(leaf) in some for some in known) or self.value_id_of(leaf) is not None:
                 leaves[at] = leaf.expand_as(leaf)  # what comes back as it was given need not do so with other inputs
             self._name(leaves[at], ValueId(self.at, at))
-        for at, place in again:
-            leaves[at] = leaves[place]
-        return leaves, returns, tuple(again)
+        for at, (maker, leaf) in again.items():
+            leaves[at] = leaves[leaf] if maker == self.at else leaves[at]
+        return leaves, returns, again
 
     def _name(self, tensor: Tensor, value_id: ValueId) -> None:
         self.name_as(tensor, value_id)
@@ -299,8 +303,25 @@ class Tracer(Interpreter):
         index = call.args[1:2] if call.name == "__getitem__" else ()
         by_mask = any(getattr(one, "dtype", None) is torch.bool for one in take_apart(index)[0])
         shapes = call.name in SHAPED_BY_VALUES or (call.name == "where" and len(call.args) == 1) or by_mask
-        if shapes or any(isinstance(leaf, (bool, int, float)) for leaf in leaves):
-            self.reads = call.name
+        if shapes or any(isinstance(leaf, (bool, int, float, np.ndarray)) for leaf in leaves):
+            self.reads.append((self.parts.running(frame for frame, _ in walk_stack(None)), self.at))
+
+    def doubtful(self) -> set[str]:
+        """The modules that read values and, as it seems, call the blocks inside of them as these say."""
+        return {place for place, _ in self.reads if place and not self._is_steady(place)}
+
+    def _is_steady(self, place: str) -> bool:
+        """Whether a module calls all blocks inside of it one behind another, and reads no value in between."""
+        inside = {name for name in self.parts.blocks if name.startswith(f"{place}.")}
+        calls = [at for at, op in enumerate(self._ops) if op.is_unit and op.name in inside]
+        if {self._ops[at].name for at in calls} != inside or len(inside) == 1:
+            return False
+        first, last = calls[0], calls[-1]
+        behind = {last}
+        for at in range(last, first, -1):  # operations use what earlier ones made
+            if at in behind:
+                behind |= {value_id.op for value_id in self._ops[at].uses}
+        return first in behind and not any(first < at <= last for where, at in self.reads if where == place)
 
     def _refuse_chance(self, call: OpCall, uses: frozenset[ValueId], leaves: Leaves) -> None:
         """Refuses to make a plain value of what is drawn, and depends on nothing else."""
@@ -323,31 +344,33 @@ class Tracer(Interpreter):
 
 
 class TracerRun(NamedTuple):
-    """What one run of a forward has shown; `reads` is an operation between blocks on which its path may depend."""
+    """What one run of a forward has shown; on what the doubtful modules read its path may depend."""
 
     output: Any
     trace: Trace
     parts: Parts
     losses: list[LossCall]
-    reads: str
+    doubtful: set[str]
 
 
 def trace_forward(parts: Parts, given: ForwardArguments) -> TracerRun:
     """The trace, the parts with modules known that keep state without parameters, and the losses that were called."""
-    stateful = {name for name, module in parts.copied.items() if hooks_of(module)} - parts.opened
+    stateful = {name for name, module in parts.copied.items() if own_hooks(module)} - parts.opened
+    iterated: set[str] = set()
     dry = Dry() if lacks_values(parts.model) else None
     with nullcontext() if dry is None else dry.faking(parts.model):
         while True:
-            parts = Parts(parts.model, parts.blocks, parts.stateful | stateful)
+            parts = Parts(parts.model, parts.blocks, parts.stateful | stateful, parts.iterated | iterated)
             with watched(parts.model) as changed:
                 tracer, output, trace = _traced(parts, given, dry)
             closed = {name: module for name, module in parts.copied.items() if name not in parts.opened}
             stateful = {n for n, m in closed.items() if any(f"{n}.{leaf}" in changed for leaf in m._buffers)}
-            if not stateful:
+            iterated = tracer.iterated
+            if not stateful and not iterated:
                 break
         if dry is None:
             _refuse_leftovers(tracer, given)
-    return TracerRun(output, trace, parts, tracer.losses, tracer.reads)
+    return TracerRun(output, trace, parts, tracer.losses, tracer.doubtful())
 
 
 def _traced(parts: Parts, given: ForwardArguments, dry: Dry | None) -> tuple[Tracer, Any, Trace]:
@@ -392,7 +415,8 @@ def _refuse_leftovers(tracer: Tracer, given: ForwardArguments) -> None:
             given.call(shallow_copy.root)
         if counts := [*shallow_copy.changed_since(once)]:
             places = [f"{type(shallow_copy.copies[name]).__name__}.{key}" for name, key, _ in counts]
-            raise CannotSplitError(COUNTS.format(model=type(tracer.parts.model).__name__, places=", ".join(places)))
+            text = COUNTS.format(model=type(tracer.parts.model).__name__, places=", ".join(places))
+            raise CannotSplitError(text, [name for name, _, _ in counts])
 
 
 def _generators() -> dict[str, object]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe.planner.search.cutting import Trial, every_cut
-from gpipe.planner.search.device import PRESETS, Device
+from gpipe.planner.search.device import PRESETS, Device, lasts
 from gpipe.planner.search.found import Plan
 from gpipe.planner.search.profile import LayerProfile, Line, Profile, bounds
 from gpipe.planner.search.search import ALIKE_FACTOR, ROUNDING_FACTOR, search
@@ -190,7 +190,7 @@ def test_a_plan_says_what_it_is_and_what_it_was_chosen_from() -> None:
     layer = LayerProfile("layer", Line(0, 1e12), Line(0, 2e12), boundary=Line(2**20), state=2**30)
     plan = search(Profile((layer,) * 4), [PRESETS["v100"]] * 2, 4)
     text = plan.explain()
-    assert text.startswith(f"{plan.shape}: {plan.seconds:.4g} s for 4 rows")
+    assert text.startswith(f"{plan.shape}: {lasts(plan.seconds)} for 4 rows")
     assert "rank 1 (v100): layer to layer" in text or "rank 1 (v100): layer, remat" in text
     assert len(plan.alternatives) == 3
     assert text.count("next: ") == 3
@@ -233,7 +233,7 @@ def test_a_plan_says_where_costs_are_noise_and_where_plain_torch_is_faster() -> 
     )
     assert "noise" not in slow.explain()
     assert "plain torch" not in slow.explain()
-    assert "takes 1 s, measured: it is faster here" in replace(slow, plain_seconds=1.0).explain()
+    assert "takes 1.00 s, measured: it is faster here" in replace(slow, plain_seconds=1.0).explain()
     assert "takes 1000 s, measured: the plan is faster" in replace(slow, plain_seconds=1e3).explain()
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gpipe.recipes.data.digits import load_digits
+from gpipe.recipes.data.images import load_digits
 
 
 def test_the_split_is_fixed_stratified_and_complete_and_images_are_scaled_and_normalised() -> None:

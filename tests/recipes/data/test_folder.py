@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from gpipe.recipes.data.augment import Augmentation
-from gpipe.recipes.data.folder import ImageFolder, Reader, load_folder, read_image
+from gpipe.recipes.data.images import ImageFolder, Reader, load_folder, read_image
 from gpipe.recipes.recipe import Batch
 
 HOW = Augmentation(size=8, cutout=3)
@@ -88,7 +88,7 @@ def test_all_mistakes_of_a_folder_are_told_at_once(tmp_path: Path) -> None:
     assert str(caught.value).splitlines()[1:] == [
         f"- {tmp_path}/train has empty class folders: fox; add images or remove them",
         f"- {tmp_path}/train has files that are no images: cat/a.txt, cat/b.txt, cat/c.csv, and 1 more; remove them",
-        f"- {tmp_path}/val has classes that {tmp_path}/train lacks: eel; add them there or remove them",
+        f"- {tmp_path}/val has classes that {tmp_path}/train lacks: eel; add or remove them",
         "- there is no class yak; there are cat, dog, fox",
     ]
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 import gpipe
 from gpipe.models import amoebanet_d, set_keep
 from gpipe.recipes.data.augment import batches, cutout, flip, jitter
-from gpipe.recipes.data.digits import load_digits
+from gpipe.recipes.data.images import load_digits
 from gpipe.recipes.images import DigitsRecipe
 from gpipe.recipes.recipe import AVERAGE
 from tests.support.plain_loop import one_thread, run_layers

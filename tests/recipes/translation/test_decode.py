@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpipe.recipes.data.token_batches import BEGIN, END, PAD, padded
-from gpipe.recipes.translation import decode
-from gpipe.recipes.translation.decode import Search, beam, greedy, limit_of
+from gpipe.recipes.translation import translator
+from gpipe.recipes.translation.translator import Search, beam, greedy, limit_of
 
 NEVER = -1e9
 Words = Sequence[int]
@@ -63,7 +63,7 @@ class Toy:
 def limited(words: int) -> Iterator[None]:
     """Translations have so many words at most, END included."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "limit_of", lambda source: words)
+        patch.setattr(translator, "limit_of", lambda source: words)
         yield
 
 
@@ -138,7 +138,7 @@ class Patient(Search):
 def test_a_search_that_ends_early_has_missed_nothing(network: Toy, sources: list[Words], width: int) -> None:
     early = beam(network, sources, width)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "Search", Patient)
+        patch.setattr(translator, "Search", Patient)
         assert beam(network, sources, width) == early
 
 

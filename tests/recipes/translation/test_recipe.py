@@ -14,7 +14,8 @@ from gpipe.recipes.data.token_batches import BEGIN, END, PAD
 from gpipe.recipes.models.transformer import Head
 from gpipe.recipes.recipe import Batch, Share
 from gpipe.recipes.translation.corpus import Sentence
-from gpipe.recipes.translation.recipe import LAYOUTS, TranslationRecipe, count_words
+from gpipe.recipes.translation.recipe import TranslationRecipe, count_words
+from gpipe.recipes.translation.translator import LAYOUTS
 from tests.support.toy_language import options
 
 each_model = pytest.mark.parametrize("model", list(LAYOUTS))
@@ -149,30 +150,6 @@ def test_the_likelihood_of_each_language_is_that_of_its_sentences(model: str, tm
     for language, (value, words) in found.items():
         assert value == pytest.approx(sum(expected[language]), rel=1e-5)
         assert words == len(expected[language])
-
-
-# Decoding.
-
-
-@each_model
-def test_decoding_asks_for_what_training_teaches(model: str, tmp_path: Path) -> None:
-    """The logits after a beginning are those at its end in a whole sentence, whatever is beside it in the batch."""
-    recipe = recipe_of(tmp_path, model=model)
-    plain = gpipe.Sequential(*recipe.layers()).eval()
-    network = LAYOUTS[model].network(plain)
-    sentences = sentences_of(recipe)
-    inputs, _ = batch_of(recipe, sentences)
-    with torch.no_grad():
-        whole = plain(inputs)
-        for length in range(min(len(one.english) for one in sentences) + 1):
-            words = nn.utils.rnn.pad_sequence(
-                [torch.tensor([*one.source, END]) for one in sentences], batch_first=True, padding_value=PAD
-            )
-            begun = torch.tensor([[BEGIN, *one.english[:length]] for one in sentences])
-            asked = network(words, begun)[:, -1]
-            for row, one in enumerate(sentences):
-                at = length + (len(one.source) + 1 if model == "decoder" else 0)
-                torch.testing.assert_close(asked[row], whole[row, at], rtol=1e-4, atol=1e-5)
 
 
 # Options reach the network.

@@ -46,7 +46,8 @@ def only_where_read(rank: int, world: int) -> Json:
     text = said(lambda: pipe(data(0, 10)[0]))
     x, y = data(0, 10)
     x, y = on(rank, 0, x), on(rank, world - 1, y)
-    loss, metrics = pipe.step(x, y, with_metrics)
+    each: list[Tensor] = []
+    loss, metrics = pipe.step(x, y, with_metrics, losses=each)
     measured = [[one["worst"].item(), one["of rows"][1], one["none"]] for one in metrics]
     with torch.no_grad():
         validation = pipe.step(x, y, F.mse_loss)
@@ -56,7 +57,8 @@ def only_where_read(rank: int, world: int) -> Json:
     wrong = F.mse_loss(output, data(9, 10)[1])  # another loss than that of the last stage, which counts
     (F.mse_loss(output, y) if rank == world - 1 else wrong).backward()
     norms = [float(p.grad.norm()) for p in pipe.parameters() if p.grad is not None]
-    found = [loss.item(), validation.item(), measured, everywhere.tolist(), output.tolist()]
+    losses = [one.item() for one in each]
+    found = [loss.item(), losses, validation.item(), measured, everywhere.tolist(), output.tolist()]
     return [found, norms, [output.requires_grad, everywhere.requires_grad], on(rank, world - 1, alone) is alone, text]
 
 

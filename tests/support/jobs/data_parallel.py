@@ -99,16 +99,17 @@ def train(
     with placed(placement, 2) if placement else nullcontext():
         pipe = gpipe.GPipe(network(), stages, 4, schedule=schedule, seed=0, driver="process")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
-    losses = []
+    losses, each = [], list[Tensor]()
     first: dict[str, Any] = {}
     for step in range(STEPS):
         for turn in (0, 1):
             x, y = part_of(rank, stages, rows, 2 * step + turn)
-            losses.append(pipe.step(x, y, F.mse_loss).tolist())
+            losses.append(pipe.step(x, y, F.mse_loss, losses=each).tolist())
         first = first or gradients(pipe)
         optimizer.step()
         optimizer.zero_grad()
-    return {"losses": losses, "gradients": first, "parameters": parameters(pipe)}
+    own = [loss.item() for loss in each]
+    return {"losses": losses, "of the last": own, "gradients": first, "parameters": parameters(pipe)}
 
 
 class Waits(nn.Module):

@@ -1,8 +1,7 @@
 """Other jobs with tensors sent as between GPUs: over process groups, here gloo's, and not over the links."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
+from gpipe.distributed.mesh import Position
 from gpipe.distributed.nccl import NcclGroups
 
 Json = Any
@@ -21,7 +21,10 @@ Json = Any
 @contextmanager
 def wired(*, grouped: bool = True) -> Iterator[None]:
     """Has pipes treat the tensors of this CPU as those of a GPU, with process groups or without."""
-    groups = partial(NcclGroups, backend="gloo" if grouped else None)
+
+    def groups(position: Position, crossings: Iterable[tuple[int, int]], *, plain: bool) -> NcclGroups:
+        return NcclGroups(position, crossings, "gloo" if grouped and plain else None)
+
     with mock.patch("gpipe.distributed.processes.groups_for", groups):
         yield
 

@@ -43,3 +43,29 @@ def record(rank: int, world: int) -> dict[str, Any]:
             "ranks": len(found.busy),
             "spans": [sorted({str(s.action) for s in t.spans if s.rank == rank}) for t in recording.timelines],
         }
+
+
+def metrics(rank: int, world: int) -> dict[str, float]:
+    """What steps of one layer a rank come to as numbers."""
+    torch.manual_seed(0)
+    x = torch.ones(8, 3)
+    with gpipe.GPipe([nn.Linear(3, 3) for _ in range(world)], world, MICRO_BATCHES, driver="process") as pipe:
+        with gpipe.record(pipe, memory=True) as recording:
+            for _ in range(STEPS):
+                pipe.step(x, x, mse_loss)
+        return recording.metrics()
+
+
+def draw(rank: int, world: int) -> list[str | None]:
+    """What a notebook would show on each rank: of a pipe before its first step, of the step, and of a closed pipe."""
+    pipe = gpipe.GPipe([nn.Linear(4, 4) for _ in range(world)], world, micro_batches=4, driver="process")
+    html = [pipe._repr_html_()]
+    x = torch.ones(8, 4)
+    with gpipe.record(pipe) as recording:
+        pipe.step(x, x, mse_loss)
+    if rank:  # the others know nothing of it
+        pipe._repr_html_()
+        pipe.prediction._repr_html_()
+    html += [recording._repr_html_(), pipe.program._repr_html_()]
+    pipe.close()
+    return [*html, pipe._repr_html_()]

@@ -10,6 +10,7 @@ reached, or the number of a rank, which kills itself there.
 import json
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -104,6 +105,10 @@ def train(folder: Path, fault: str, record: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     connections = pipe._processes.linked().connections  # type: ignore[attr-defined]  # over processes
     record["connections"] = {str(peer): type(connection).__name__ for peer, connection in connections.items()}
+    record["encrypted"] = {
+        str(peer): isinstance(getattr(connection, "_outgoing", None), ssl.SSLSocket)
+        for peer, connection in connections.items()
+    }
     record["doors"] = doors
     for step in range(SOUND_STEPS + 1):
         loss = pipe.step(*batch(step), squares)

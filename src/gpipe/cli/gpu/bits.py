@@ -1,25 +1,33 @@
-"""The same bits: pipes beside the plain loop on the same device, wherever their ranks are."""
+"""The same bits: pipes beside the plain loop on the same device, wherever their ranks are, in processes too."""
 
+import hashlib
+import json
+import os
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
 import gpipe
 from gpipe import models
 from gpipe.cli.gpu.page import Finding
+from gpipe.recipes.prepare import one_thread
 from gpipe.schedule.schedules import SCHEDULES
 
 SEED, STEPS, LAYERS, M = 3, 2, 8, 4
-Left = dict[str, Tensor]
-"""What a training leaves: losses, gradients, parameters and buffers, on the CPU."""
-Net = Callable[[], tuple[list[nn.Module], Tensor, Tensor]]
-"""Makes eight layers, inputs and targets: micro-batches are uneven."""
+LIMIT = timedelta(seconds=480)  # of a message, below that of a part
+Left = dict[str, Tensor]  # what a training leaves: losses, gradients, parameters and buffers, on the CPU
+Net = Callable[[], tuple[list[nn.Module], Tensor, Tensor]]  # makes eight layers, inputs, targets, unevenly cut
 
 
 def devices() -> list[torch.device]:
@@ -31,17 +39,9 @@ def devices() -> list[torch.device]:
 def images() -> tuple[list[nn.Module], Tensor, Tensor]:
     """Convolutions, BatchNorm, dropout."""
     torch.manual_seed(0)
-    layers = [
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(8, 8, 3, padding=1),
-        nn.Dropout(0.3),
-        nn.BatchNorm2d(8),
-        nn.Sequential(nn.ReLU(), nn.Flatten()),
-        nn.Linear(8 * 64, 5),
-    ]
-    return layers, torch.randn(9, 3, 8, 8), torch.randint(5, (9,))
+    ahead = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, padding=1)]
+    behind = [nn.Dropout(0.3), nn.BatchNorm2d(8), nn.Sequential(nn.ReLU(), nn.Flatten()), nn.Linear(8 * 64, 5)]
+    return [*ahead, *behind], torch.randn(9, 3, 8, 8), torch.randint(5, (9,))
 
 
 def text(*, tied: bool = False) -> tuple[list[nn.Module], Tensor, Tensor]:
@@ -74,12 +74,8 @@ def train_plainly(net: Net, device: torch.device) -> Left:
             total = total + loss.detach() * share
         return total
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         return _left(whole, step)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def train(net: Net, there: Sequence[torch.device], **way: Any) -> Left:
@@ -140,10 +136,8 @@ def fitting(ranks: int) -> list[str]:
 def bits(every: int) -> Iterator[Finding]:
     """Every schedule, remat and driver, two ranks on the first device."""
     there = devices()[:1] * 2
-    ways = [
-        {"schedule": schedule, "remat": remat, "driver": driver}
-        for schedule, remat, driver in product(SCHEDULES, ("always", "except_last", "never"), ("threads", "lockstep"))
-    ][::every]
+    each = product(SCHEDULES, ("always", "except_last", "never"), ("threads", "lockstep"))
+    ways = [{"schedule": name, "remat": remat, "driver": driver} for name, remat, driver in each][::every]
     plain = partial(train_plainly, images, there[0])
     yield from compare("convolutions, BatchNorm, dropout, as in the plain loop", images, plain, there, ways)
     tied = partial(text, tied=True)
@@ -154,10 +148,8 @@ def bits(every: int) -> Iterator[Finding]:
 def shared(every: int) -> Iterator[Finding]:
     """More and more ranks on one device."""
     first = devices()[0]
-    ways = [
-        {"schedule": schedule, "remat": remat}
-        for schedule, remat in product(("gpipe", "1f1b", "zb_h1"), ("always", "never"))
-    ][::every]
+    each = product(("gpipe", "1f1b", "zb_h1"), ("always", "never"))
+    ways = [{"schedule": name, "remat": remat} for name, remat in each][::every]
     for ranks in (1, 2, 4, 8):
         yield from compare(f"K={ranks} on {first}", text, partial(train_plainly, text, first), [first] * ranks, ways)
 
@@ -171,9 +163,67 @@ def several(every: int) -> Iterator[Finding]:
     broken = [f"{a} to {b}" for a, b in product(there, there) if not given.to(a).to(b).cpu().equal(given)]
     if broken:
         yield Finding("fell short", f"torch's own copies arrive with other bits: {', '.join(broken)}")
-    ways = [{"schedule": name, "remat": remat} for name, remat in product(fitting(len(there)), ("always", "never"))][
-        ::every
-    ]
+    ways = [{"schedule": name, "remat": remat} for name in fitting(len(there)) for remat in ("always", "never")]
     for name, net in (("images", images), ("text", text)):
         plain = partial(train_plainly, net, there[0])
-        yield from compare(f"{name}, K={len(there)} on as many devices", net, plain, there, ways)
+        yield from compare(f"{name}, K={len(there)} on as many devices", net, plain, there, ways[::every])
+
+
+def has_nccl() -> bool:
+    """Whether torch has it here, for two devices or more."""
+    return torch.cuda.is_available() and len(devices()) > 1 and dist.is_nccl_available()
+
+
+def nccl(every: int) -> Iterator[Finding]:
+    """A process for each device, by several schedules."""
+    there = devices()
+    if len(there) < 2:
+        yield Finding("not run", f"it takes two accelerators, and there is {there[0]} alone")
+        return
+    names = fitting(len(there))[::every]
+    torch.use_deterministic_algorithms(True)
+    expected = _digests(train(text, there[:1]))
+    told = in_processes(_train, len(there), names)
+    way = f"{len(there)} processes over {'NCCL' if has_nccl() else 'gloo and the memory of the host'}"
+    right = []
+    for name in names:
+        found = {tensor: digest for rank in told for tensor, digest in rank[name].items()}
+        apart = [tensor for tensor, digest in expected.items() if found.get(tensor) != digest]
+        right += [] if apart else [name]
+        if apart:
+            yield Finding("fell short", f"{way}, {name}: {len(apart)} of {len(expected)} tensors differ: {apart[0]}")
+    yield Finding("held" if right else "fell short", f"{way}, as one process: {', '.join(right) or 'none'}")
+    if not has_nccl():
+        yield Finding("not run", f"NCCL, which {there[0].type} has not")
+
+
+def _train(rank: int, names: list[str]) -> dict[str, dict[str, str]]:
+    """What this process has in the end, by schedule: losses, and tensors of its own layers."""
+    torch.use_deterministic_algorithms(True)
+    there = [devices()[rank]] * dist.get_world_size()
+    return {name: _digests(train(text, there, driver="process", schedule=name)) for name in names}
+
+
+def _digests(left: Left) -> dict[str, str]:
+    each = {name: tensor.contiguous().view(-1).view(torch.uint8).numpy() for name, tensor in left.items()}
+    return {name: hashlib.sha256(data.tobytes()).hexdigest() for name, data in each.items()}
+
+
+def in_processes(job: Callable[..., Any], count: int, *arguments: Any) -> list[Any]:
+    """What a job gives, as JSON, in processes of one group, each with its own device."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_enter, (count, folder, job, arguments), count)
+        return [json.loads(Path(folder, str(rank)).read_text(encoding="utf-8")) for rank in range(count)]
+
+
+def _enter(rank: int, count: int, folder: str, job: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = "gloo"
+    if there := devices():
+        torch.accelerator.set_device_index(rank)
+        backend = f"cpu:gloo,{there[rank].type}:{'nccl' if has_nccl() else 'gloo'}"
+    dist.init_process_group(backend, f"file://{folder}/meeting", LIMIT, rank=rank, world_size=count)
+    Path(folder, str(rank)).write_text(json.dumps(job(rank, *arguments)), encoding="utf-8")
+    dist.barrier()
+    os._exit(0)  # a process group that hangs in its end is none of this

@@ -19,22 +19,14 @@ GRACE = 5.0  # in which what is stopped says where it is
 QUICK = 7  # one of so many that are alike is tried; prime, so that all that they are made of comes
 WIDTH = 112
 CHECKOUT = Path(__file__).parents[4]
-PARTS = {
-    "bits": "gpipe.cli.gpu.bits:bits",
-    "shared": "gpipe.cli.gpu.bits:shared",
-    "several": "gpipe.cli.gpu.bits:several",
-    "nccl": "gpipe.cli.gpu.ranks:nccl",
-    "memory": "gpipe.cli.gpu.work:memory",
-    "speed": "gpipe.cli.gpu.work:speed",
-    "beside": "tests.gpu.parts:beside",
-    "host": "tests.gpu.parts:host",
-    "graphs": "tests.gpu.parts:graphs",
-    "sanitizer": "tests.gpu.parts:sanitizer",
-    "tests": "tests.gpu.parts:tests",
+MODULES = {
+    "gpipe.cli.gpu.bits": ("bits", "shared", "several", "nccl"),
+    "gpipe.cli.gpu.work": ("memory", "speed"),
+    "tests.gpu.parts": ("beside", "host", "graphs", "sanitizer", "tests"),  # in a checkout alone
 }
-"""The parts in their order, each a generator of findings; those of `tests` are in a checkout alone."""
-VERDICTS = ("failed", "fell short", "held", "measured", "not run")
-"""From the worst: that of a part is its worst."""
+PARTS = {name: f"{module}:{name}" for module, names in MODULES.items() for name in names}
+"""The parts in their order, each a generator of findings."""
+VERDICTS = ("failed", "fell short", "held", "measured", "not run")  # from the worst: that of a part is its worst
 SPOIL = VERDICTS[:2]
 
 
@@ -47,18 +39,12 @@ class Finding(NamedTuple):
 
 
 def examine(folder: Path, chosen: Sequence[str], found: Mapping[str, Mapping[str, str]], every: int) -> bool:
-    """Runs the chosen parts, or all, and prints what the folder has of each then; whether nothing fell short.
-
-    Raises:
-        ValueError: There is no such part, or no accelerator.
-    """
+    """Runs the chosen parts, or all, and prints what the folder has of each then; whether nothing fell short."""
     if unknown := [name for name in chosen if name not in PARTS]:
         raise ValueError(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     if "accelerators" in found["devices"]:
-        raise ValueError(
-            f"torch {found['installed']['torch']}, sees no accelerator here; https://pytorch.org/get-started/locally "
-            "has builds by kind of device"
-        )
+        remedy = "https://pytorch.org/get-started/locally has builds by kind of device"
+        raise ValueError(f"torch {found['installed']['torch']}, sees no accelerator here; {remedy}")
     folder.mkdir(parents=True, exist_ok=True)
     _note_hardware(folder / "hardware.txt")
     print(*_header(found), "", sep="\n", flush=True)

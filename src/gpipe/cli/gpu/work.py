@@ -19,8 +19,7 @@ PRODUCT_SECONDS = 3e-4  # of a matrix product, at most: layers are as wide as it
 WIDTHS = (128, 256, 512, 1024, 2048)
 AHEAD = 2.0
 """Above what a plan says a rank may hold the inside of so many micro-batches: what is queued, what kernels need."""
-LEAD = 1.2
-"""Of what 1F1B holds with M=8, so much may be with M=32: the host is held back."""
+LEAD = 1.2  # of what 1F1B holds with M=8, so much may be with M=32: the host is held back
 
 
 def speed(every: int) -> Iterator[Finding]:

@@ -5,9 +5,7 @@ import re
 from dataclasses import dataclass
 
 GIB = 2**30
-ATTAINED_SHARE = 0.4
-"""The share of its printed peak that a device is taken to attain in training, where a preset says no better."""
-
+ATTAINED_SHARE = 0.4  # of its printed peak, what a device attains in training, where a preset says no better
 
 NUMBERS = "COUNTxGiBxTFLOP/sxGB/s, as 4x16x9.3x12: how many, memory, speed in training and link of each"
 COUNT, NUMBER = re.compile("[0-9]+"), re.compile(r"[0-9]+([.][0-9]*)?(e[+-]?[0-9]+)?|[.][0-9]+")
@@ -34,11 +32,9 @@ class Device:
 
     def __post_init__(self) -> None:
         units = {"memory": "bytes", "flops": "floating-point operations a second", "link": "bytes a second"}
-        wrong = [
-            f"{name}={value!r}; give more than 0, in {units[name]}"
-            for name, value in vars(self).items()
-            if name in units and (type(value) not in (int, float) or not value > 0)
-        ]
+        given = [(name, value) for name, value in vars(self).items() if name in units]
+        odd = [(name, value) for name, value in given if type(value) not in (int, float) or not value > 0]
+        wrong = [f"{name}={value!r}; give more than 0, in {units[name]}" for name, value in odd]
         if self.flops == math.inf:
             wrong.append("flops=inf; give a finite number")
         if wrong:
@@ -50,6 +46,19 @@ class Device:
         memory = "any memory" if self.memory == math.inf else bytes_text(self.memory)
         link = "" if self.link == math.inf else f", link {self.link / 1e9:.3g} GB/s"
         return f"{memory}, {self.flops / 1e12:.3g} TFLOP/s{link}"
+
+
+def lasts(seconds: float, unit: str = "ms") -> str:
+    """A time, in three digits and the unit that suits it.
+
+    >>> lasts(0.01234), lasts(0.9996), lasts(2e-7), lasts(0.0)
+    ('12.3 ms', '1.00 s', '0.200 µs', '0 ms')
+    """
+    if not (seconds and unit):
+        return f"{seconds:,.7g} {unit or 'units'}"
+    size, name = next(((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if seconds >= 0.9995 * s), (1e-6, "µs"))
+    value = seconds / size
+    return f"{value:.{max(0, 2 - math.floor(math.log10(float(f'{value:.3g}'))))}f} {name}"
 
 
 def bytes_text(number: float) -> str:
@@ -85,23 +94,16 @@ def parse_devices(text: str) -> list[Device]:
     True
     >>> parse_devices("1x16x9.3x12")[0].text  # how many, GiB, TFLOP/s, GB/s
     '16.00 GiB, 9.3 TFLOP/s, link 12 GB/s'
-
-    Raises:
-        ValueError: It cannot be read, or may be read in two ways; says how devices are written.
     """
     count, _, kind = ("1x" + text if text in PRESETS else text).partition("x")
     parts = text.split("x")
     if kind in PRESETS and COUNT.fullmatch(count):
         device = PRESETS[kind]
     elif len(parts) not in (3, 4) or not all(map(NUMBER.fullmatch, parts)):
-        raise ValueError(
-            f"{text!r} is no devices; give COUNTxPRESET, as 8xtpuv3, of {', '.join(PRESETS)}; or {NUMBERS}"
-        )
+        raise ValueError(f"{text!r} is no devices; give COUNTxPRESET, as 8xtpuv3: {', '.join(PRESETS)}; or {NUMBERS}")
     elif len(parts) == 3 and COUNT.fullmatch(count):
-        raise ValueError(
-            f"{text!r} is one device of {count} GiB, or {count} devices without a link; write 1x{text} for the "
-            f"one, {text}xGB/s for the others: {NUMBERS}"
-        )
+        remedy = f"write 1x{text} for the one, {text}xGB/s for the others: {NUMBERS}"
+        raise ValueError(f"{text!r} is one device of {count} GiB, or {count} devices without a link; {remedy}")
     elif len(parts) == 4 and not COUNT.fullmatch(count):
         raise ValueError(f"{text!r} begins with {count}, which is no number of devices; give {NUMBERS}")
     else:

@@ -96,10 +96,7 @@ class Fitting:
         return tuple("never" if level == top else level or "always" for level, top in zip(levels, tops, strict=True))
 
     def _find_options(self, rank: int, own: Own) -> Iterator[Levels]:
-        """The levels of a rank's stages with which it fits, but those where one could be higher.
-
-        Many stages with many levels are raised together as far as they go, then one after the other.
-        """
+        """The levels of a rank's stages with which it fits, but those where one could be higher."""
         tops = tuple(map(self.simulator.in_flight, self.simulator.stages_of[rank]))
 
         def fits(levels: Levels) -> bool:
@@ -146,16 +143,7 @@ def highest(low: int, high: int, fits: Callable[[int], bool]) -> int:
 
 
 def fitting_remat(program: Program, costs: Sequence[StageCost], limits: Sequence[float]) -> tuple[Remat, ...]:
-    """What the stages of a table recompute so that each rank holds at most so many bytes, and no more than that.
-
-    Raises:
-        ValueError: They do not fit though everything is recomputed.
-
-    >>> from gpipe.schedule.schedules.by_name import program_of
-    >>> costs = [StageCost(1.0, 2.0, boundary=1, inside=10)] * 2
-    >>> fitting_remat(program_of("1f1b", ranks=2, micro_batches=4), costs, limits=[21, 30])
-    ('always', 'never')
-    """
+    """What the stages of a table recompute so that each rank holds at most so many bytes, and no more than that."""
     fitting = Fitting(Simulator(program), limits)
     if misfit := fitting.misfit(costs):
         raise ValueError(str(misfit))

@@ -8,9 +8,10 @@ from itertools import pairwise
 from math import inf
 from typing import Literal
 
-from gpipe.planner.search.device import Device, bytes_text
+from gpipe.planner.search.device import Device, bytes_text, lasts
 from gpipe.planner.search.profile import bounds
 from gpipe.planner.search.shapes import Shape
+from gpipe.schedule.cell import in_cell
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.lower import Remat, place_recompute, place_transfers
 from gpipe.schedule.program import Program
@@ -18,9 +19,7 @@ from gpipe.schedule.simulate import Simulation, simulate
 
 Reason = Literal["slower", "too big", "more stages than layers", "no table of this size"]
 
-
-NOISE_SECONDS = 1e-4
-"""About what a runtime adds to a micro-batch at a stage; costs below it say little of what a pipeline will take."""
+NOISE_SECONDS = 1e-4  # about what a runtime adds to a micro-batch at a stage; costs below it say little
 LEAST_SHARE_TOLD = 5e-4  # the least share of a plan's seconds that stands on what it explains
 
 
@@ -71,7 +70,7 @@ class Plan:
     >>> devices = [Device(flops=1e9)] * 2
     >>> plan = search(Profile((layer,) * 4), devices, global_batch=4, choices=Choices(schedules=["1f1b"]))
     >>> print(plan.explain().splitlines()[0])
-    K=2 M=4 1f1b: 30 s for 4 rows, 0.1333 rows/s
+    K=2 M=4 1f1b: 30.0 s for 4 rows, 0.133333 rows/s
     """
 
     partitions: int
@@ -129,9 +128,12 @@ class Plan:
         """Says what is to be done, what it will take, what comes next, and why the others were rejected."""
         return "\n".join([*self._chosen(), *self._ranks(), *self._others()])
 
+    def _repr_html_(self) -> str | None:
+        return in_cell("plan", self)
+
     def _chosen(self) -> Iterator[str]:
-        yield f"{self.shape}: {self.seconds:.4g} s for {self.global_batch} rows, {self.rows_per_second:.4g} rows/s"
-        carried = f"messages for {self.communication:.3g} s" if self.communication else "none"
+        yield f"{self.shape}: {lasts(self.seconds)} for {self.global_batch} rows, {self.rows_per_second:,.6g} rows/s"
+        carried = f"messages for {lasts(self.communication)}" if self.communication else "none"
         link = f"; the busiest link carries {carried}" if len(self.devices) > 1 else ""
         yield f"bubble {self.bubble:.1%}{link}"
         longest = max(cost.forward + cost.backward for cost in self.costs)
@@ -142,10 +144,8 @@ class Plan:
             )
         if self.plain_seconds is not None:
             slower = self.plain_seconds > self.seconds
-            which = (
-                "the plan is faster" if slower else "it is faster here; a pipeline pays where each rank has a device"
-            )
-            yield f"plain torch with all these cores takes {self.plain_seconds:.4g} s, measured: {which}"
+            which = "the plan is faster" if slower else "it is faster here; a pipeline pays where ranks have devices"
+            yield f"plain torch with all these cores takes {lasts(self.plain_seconds)}, measured: {which}"
 
     def _ranks(self) -> Iterator[str]:
         words: list[list[str]] = [[] for _ in self.devices]
@@ -164,7 +164,7 @@ class Plan:
             part = other.seconds / self.seconds - 1
             less = part <= -LEAST_SHARE_TOLD
             longer = f"{-part:.1%} less, with more stages" if less else f"{max(part, 0):.1%} longer"
-            yield f"next: {other.shape}: {other.seconds:.4g} s, {longer}"
+            yield f"next: {other.shape}: {lasts(other.seconds)}, {longer}"
         for reason, count in Counter(each.reason for each in self.rejected).items():
             first = next(each for each in self.rejected if each.reason == reason)
             yield f"rejected, {reason}: {count}, first {first}"

@@ -88,12 +88,8 @@ class SizedProfile:
     @cached_property
     def parts(self) -> list[tuple[float, float]]:
         """The work of each layer's backward for its input alone, and for its weights; half each if not known."""
-        return [
-            (whole / 2, whole / 2)
-            if layer.parts is None
-            else (layer.parts[0].at(self.rows), layer.parts[1].at(self.rows))
-            for layer, whole in zip(self.layers, self.backward, strict=True)
-        ]
+        known = zip((layer.parts for layer in self.layers), self.backward, strict=True)
+        return [(p[0].at(self.rows), p[1].at(self.rows)) if p else (whole / 2, whole / 2) for p, whole in known]
 
     @cached_property
     def kept(self) -> list[float]:
@@ -103,9 +99,8 @@ class SizedProfile:
     def entering(self, first: int, end: int) -> float:
         """The bytes that a stage of the layers from `first` to before `end` is sent, skip connections included."""
         skips = {source: line.at(self.rows) for layer in self.layers[first:end] for source, line in layer.popped}
-        return self.layers[first].boundary.at(self.rows) + sum(
-            size for source, size in skips.items() if source < first
-        )
+        sent = sum(size for source, size in skips.items() if source < first)
+        return self.layers[first].boundary.at(self.rows) + sent
 
     def working(self, first: int, end: int) -> float:
         """The bytes beside what is kept, when a backward holds most: what later layers kept is gone by then.

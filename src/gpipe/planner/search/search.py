@@ -14,7 +14,7 @@ from itertools import groupby
 from operator import attrgetter, itemgetter
 
 from gpipe.planner.search.cutting import Trial
-from gpipe.planner.search.device import Device, bytes_text
+from gpipe.planner.search.device import Device, bytes_text, lasts
 from gpipe.planner.search.fitting import Misfit
 from gpipe.planner.search.found import Plan, Reason, Rejection
 from gpipe.planner.search.profile import Profile
@@ -37,21 +37,7 @@ def search(
 ) -> Plan:
     """Finds the fastest plan that fits; a plan of K ranks takes the first K devices, in their order.
 
-    Args:
-        profile: What the layers cost.
-        devices: In the order in which they are linked.
-        global_batch: The rows of a mini-batch.
-        choices: What the plan may be, if not anything; it has no `mistakes`.
-        alternatives: How many of the next best are to be found too.
-
-    Raises:
-        ValueError: Nothing fits; says how near the nearest comes.
-
-    >>> from gpipe.planner.search.profile import LayerProfile, Line
-    >>> layer = LayerProfile("layer", forward=Line(per_row=1e9), backward=Line(per_row=2e9))
-    >>> plan = search(Profile((layer,) * 4), [Device(flops=1e9)] * 2, global_batch=4)
-    >>> plan.layers_per_partition, plan.micro_batches, plan.seconds
-    ((1, 1, 1, 1), 4, 25.0)
+    It has so many of the next best as `alternatives`, if there are; `choices` have no `mistakes`.
     """
     found = _Search(profile, devices, global_batch, alternatives + 1)
     shapes = partial(choices.shapes, len(devices), global_batch, len(profile.layers))
@@ -85,9 +71,9 @@ class _Search:
         for seconds, _, shape in sorted(each, key=itemgetter(0, 1)):
             least = of(least_seconds, shape)
             if self._is_enough(least):
-                self._reject(shape, "slower", f"takes {least:.4g} s at least")
+                self._reject(shape, "slower", f"takes {lasts(least)} at least")
             elif self.actions > MOST_ACTIONS:
-                self._reject(shape, "slower", f"would take about {seconds:.4g} s, and faster ones were tried")
+                self._reject(shape, "slower", f"would take about {lasts(seconds)}, and faster ones were tried")
             else:
                 self._try(shape)
 
@@ -99,7 +85,6 @@ class _Search:
         return len(self.fitting) == self.wanted and seconds >= self.fitting[-1][0]
 
     def _is_possible(self, shape: Shape) -> bool:
-        """Whether nothing speaks against a shape at once."""
         sized, memory = self.size(shape.micro_batches), sum(each.memory for each in self.devices[: shape.partitions])
         state = sum(layer.state for layer in sized.layers)
         least = state + sum(layer.inside.at(sized.rows) for layer in sized.layers) / shape.stages_per_rank
@@ -126,7 +111,7 @@ class _Search:
             self.fitting.append((trial.best.seconds, trial))
             self.fitting.sort(key=itemgetter(0))
             for seconds, slower in self.fitting[self.wanted :]:
-                self._reject(slower.shape, "slower", f"takes {seconds:.4g} s")
+                self._reject(slower.shape, "slower", f"takes {lasts(seconds)}")
             del self.fitting[self.wanted :]
         elif trial.misfit is not None:
             self.misfits.append((trial.misfit, shape))

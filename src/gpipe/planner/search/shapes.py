@@ -145,9 +145,8 @@ def likely_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) -
     The idle share is that of a table of fewer ranks, with as many micro-batches for each; it is about the same.
     """
     ranks = min(shape.partitions, FEW_RANKS)
-    few = replace(
-        shape, partitions=ranks, micro_batches=max(1, round(shape.micro_batches * ranks / shape.partitions))
-    )
+    m = max(1, round(shape.micro_batches * ranks / shape.partitions))
+    few = replace(shape, partitions=ranks, micro_batches=m)
     work = shape.micro_batches * sum(sized.work) / sum(speeds)
     return max(least_seconds(shape, sized, speeds), work / (1 - _idle_share(few)))
 

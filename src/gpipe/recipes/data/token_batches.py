@@ -30,10 +30,6 @@ class Vocabulary:
 
     A text is a row of bytes in UTF-8 and a piece is some of them, so that nothing is unknown and nothing is
     normalised: what is encoded comes back to the letter. No text, not even `"<pad>"`, is encoded as a special id.
-
-    >>> vocabulary = Vocabulary.learn(["to be or not to be"] * 2, size=300)
-    >>> vocabulary.decode(vocabulary.encode_all(["to be: être"])[0]), len(vocabulary)
-    ('to be: être', 268)
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:

@@ -135,7 +135,6 @@ B_REDUCTION = Genotype(
     stride=2,
 )
 
-
 Size = tuple[int, int]
 
 

@@ -17,6 +17,7 @@ made of the source, the `memory`, for every decoder layer; the first layer stash
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,23 @@ class Head(nn.Module):
         return logits
 
 
+class Kept:
+    """What an attention keeps of words: keys, values (N, heads, T, head_dim); where (N, T) words are, None if all."""
+
+    keys: Any = None
+    values: Any = None
+    where: Any = None
+
+    def add(self, keys: Tensor, values: Tensor, where: Tensor | None) -> tuple[Any, Any, Any]:
+        """Takes in what is made of more words, or of none; gives what there is of all."""
+        if self.keys is None:
+            self.keys, self.values, self.where = keys, values, where
+        elif keys.shape[2]:
+            self.keys, self.values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+            self.where = None if where is None else torch.cat([self.where, where], dim=1)
+        return self.keys, self.values, self.where
+
+
 class CausalAttention(nn.Module):
     """Causal self-attention, (N, T, model_dim) -> (N, T, model_dim).
 
@@ -89,14 +107,18 @@ class CausalAttention(nn.Module):
         init_xavier(self.query_key_value, gain=2**0.5)  # as three square matrices
         init_xavier(self.out)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Lets each position attend to itself and to those before it."""
+    def forward(self, x: Tensor, where: Tensor | None = None, kept: Kept | None = None) -> Tensor:
+        """Lets each position attend to itself and to those before it; one alone to all `kept` words."""
         rows, length, model_dim = x.shape
         packed = self.query_key_value(x).view(rows, length, 3, self.heads, model_dim // self.heads)
         query, key, value = packed.permute(2, 0, 3, 1, 4)
         query = query * (F.softplus(self.query_scale) / math.log(2))  # a factor of 1 to start with
+        if kept is not None:
+            key, value, where = kept.add(key, value, where)
+        causal = key.shape[2] == length
+        mask = None if causal or where is None else where[:, None, None]
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, is_causal=causal)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, length, model_dim))
         return out
 
@@ -132,9 +154,9 @@ class ResidualLayer(nn.Module):
 class Block(ResidualLayer):
     """A layer of the language model."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, where: Tensor | None = None, kept: Kept | None = None) -> Tensor:
         """Adds what attention finds, then what the feed-forward layer makes of it."""
-        return self.fed_forward(x + self.dropout(self.attention(self.attention_norm(x))))
+        return self.fed_forward(x + self.dropout(self.attention(self.attention_norm(x), where, kept)))
 
 
 def transformer_lm(
@@ -167,10 +189,8 @@ def transformer_lm(
             `clip_logits` that is not positive.
     """
     if layers < 1 or model_dim % heads or model_dim % 2:
-        raise ValueError(
-            "a Transformer needs at least one layer and an even model_dim that is a multiple of heads: "
-            f"got layers={layers}, model_dim={model_dim}, heads={heads}"
-        )
+        why = "a Transformer needs at least one layer and an even model_dim that is a multiple of heads"
+        raise ValueError(f"{why}: got layers={layers}, model_dim={model_dim}, heads={heads}")
     if clip_logits is not None and not clip_logits > 0:
         raise ValueError(f"clip_logits={clip_logits} leaves no logits to choose from: give more than 0, or None")
     embedding = Embedding(vocabulary(vocab, model_dim))
@@ -199,7 +219,9 @@ class Attention(nn.Module):
         for linear in (self.query, self.key, self.value, self.out):
             init_xavier(linear)
 
-    def forward(self, x: Tensor, mask: Tensor | None, context: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None, context: Tensor | None = None, kept: Kept | None = None
+    ) -> Tensor:
         """Lets each position attend where the mask (N, S) is true; None is for positions up to its own."""
         context = x if context is None else context
         query, key, value = (
@@ -207,8 +229,11 @@ class Attention(nn.Module):
             for made in (self.query(x), self.key(context), self.value(context))
         )
         dropout = self.dropout if self.training else 0.0
+        if kept is not None:
+            key, value, mask = kept.add(key, value, mask)
         where = None if mask is None else mask[:, None, None]
-        mixed = F.scaled_dot_product_attention(query, key, value, where, dropout_p=dropout, is_causal=where is None)
+        causal = where is None and key.shape == query.shape
+        mixed = F.scaled_dot_product_attention(query, key, value, where, dropout_p=dropout, is_causal=causal)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -255,9 +280,10 @@ class Bridge(nn.Module):
         self.embedding = Embedding(weight)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Embeds the target, and stashes the normalized output of the encoder."""
-        return self.dropout(self.embedding(target)), {"memory": self.norm(x)}
+    def forward(self, x: Tensor | None, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Embeds the target, and stashes the normalized output of the encoder, if any."""
+        made = self.dropout(self.embedding(target))
+        return made, {"memory": self.norm(made[:, :0] if x is None else x)}
 
 
 class DecoderLayer(ResidualLayer):
@@ -265,10 +291,12 @@ class DecoderLayer(ResidualLayer):
 
     pop = ("memory", "mask")
 
-    def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
-        """Adds what each part makes of the normalized x, (N, T, model_dim)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), None))
-        return self.fed_forward(x + self.dropout(self.memory_attention(self.memory_norm(x), mask, memory)))
+    def forward(
+        self, x: Tensor, memory: Tensor, mask: Tensor, own: Kept | None = None, other: Kept | None = None
+    ) -> Tensor:
+        """Adds what each part makes of the normalized x, (N, T, model_dim); either attention may keep words."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), None, None, own))
+        return self.fed_forward(x + self.dropout(self.memory_attention(self.memory_norm(x), mask, memory, other)))
 
 
 def transformer(
@@ -320,9 +348,7 @@ def transformer(
     if model_dim < 2 or model_dim % 2:
         mistakes.append(f"model_dim={model_dim}: give an even number, for positions are sines and cosines")
     if matrices not in (1, 2, 3):
-        mistakes.append(
-            f"matrices={matrices}: give 3 for none shared, 2 for target and softmax as one, 1 for all as one"
-        )
+        mistakes.append(f"matrices={matrices}: give 3 for none shared, 2 for target and softmax as one, 1 for all")
     if clip_logits is not None and not clip_logits > 0:
         mistakes.append(f"clip_logits={clip_logits}: give more than 0, or None")
     if not 0 <= pad < vocab:

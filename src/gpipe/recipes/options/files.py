@@ -79,11 +79,8 @@ def write_config(folder: Path, recipe: str, options: TrainOptions) -> None:
 def to_table(recipe: str, options: TrainOptions) -> dict[str, Any]:
     """The options as a TOML table; those that say nothing are left out."""
     values = {name: value for name, value in vars(options).items() if name not in NOT_SAVED}
-    return {RECIPE: recipe} | {
-        name_of(name): str(value) if isinstance(value, Path) else value
-        for name, value in values.items()
-        if value is not None and value != ()
-    }
+    said = {name_of(name): value for name, value in values.items() if value is not None and value != ()}
+    return {RECIPE: recipe} | {name: str(value) if isinstance(value, Path) else value for name, value in said.items()}
 
 
 def read_config(file: Path) -> dict[str, Any]:

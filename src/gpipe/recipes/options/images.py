@@ -19,94 +19,49 @@ class ImagesOptions(TrainOptions):
 
     out: Path = Path("out/images")
 
-    model: Literal["amoebanet-d", "amoebanet-b"] = "amoebanet-d"
-    """Which of the two cells is stacked."""
-
+    model: Literal["amoebanet-d", "amoebanet-b"] = "amoebanet-d"  # Which of the two cells is stacked.
+    #: How many normal cells there are, 3 or more; 6 more layers (stem, reductions, head) stand around them.
     layers: Annotated[int, at_least(3)] = 3
-    """How many normal cells there are, 3 or more; 6 more layers (stem, reductions, head) stand around them."""
-
+    #: How many filters the first stack of normal cells has, 16 or more; both reductions after it double them.
     filters: Annotated[int, at_least(16, "; cells have as few as a sixteenth of them")] = 32
-    """How many filters the first stack of normal cells has, 16 or more; both reductions after it double them."""
-
+    #: A folder of a folder of images for each class, perhaps within train and val; by default scikit-learn's
+    #: handwritten digits, which come with it.
     image_folder: Path | None = None
-    """A folder of a folder of images for each class, perhaps within train and val; by default scikit-learn's
-    handwritten digits, which come with it."""
-
-    workers: Annotated[int, at_least(0)] = 2
-    """How many processes read the images of a folder; 0: this one does."""
-
-    image_size: Annotated[int, at_least(16)] = 64
-    """Height and width in pixels."""
-
-    classes: tuple[str, ...] = ()
-    """Classes to learn, by the names of their folders or as digits; by default all."""
-
+    workers: Annotated[int, at_least(0)] = 2  # How many processes read the images of a folder; 0: this one does.
+    image_size: Annotated[int, at_least(16)] = 64  # Height and width in pixels.
+    classes: tuple[str, ...] = ()  # Classes to learn, by the names of their folders or as digits; by default all.
+    #: How many training images of each class are kept; which, decides --seed. By default all.
     per_class: Count | None = None
-    """How many training images of each class are kept; which, decides --seed. By default all."""
-
-    batch_size: Count = 128
-    """How many images a mini-batch has."""
-
+    batch_size: Count = 128  # How many images a mini-batch has.
+    #: Trains on random parts of images, of at least this share of their area; 1: on all of it. Of the digits: 1.
     crop: Rest = 1.0
-    """Trains on random parts of images, of at least this share of their area; 1: on all of it. Of the digits: 1."""
-
-    flip: bool = False
-    """Mirrors each image, left to right, every other time."""
-
-    cutout: int = 0
-    """Blanks a square of so many pixels at a random place of each image."""
-
-    jitter: bool = True
-    """Shifts and turns each of the digits a little."""
-
-    dropout: Part = 0.5
-    """How much of what the softmax layer reads is dropped."""
-
+    flip: bool = False  # Mirrors each image, left to right, every other time.
+    cutout: int = 0  # Blanks a square of so many pixels at a random place of each image.
+    jitter: bool = True  # Shifts and turns each of the digits a little.
+    dropout: Part = 0.5  # How much of what the softmax layer reads is dropped.
+    #: The weight of the loss of an auxiliary head, before the last reduction; 0: there is none. 0.4 in the paper's
+    #: network.
     aux_head: Share = 0.0
-    """The weight of the loss of an auxiliary head, before the last reduction; 0: there is none. 0.4 in the paper's
-    network."""
-
+    #: The share of the outputs of a cell's operations that is kept at the end of training; it falls from 1. 0.7 in
+    #: the paper's network.
     drop_path: Rest = 1.0
-    """The share of the outputs of a cell's operations that is kept at the end of training; it falls from 1. 0.7 in
-    the paper's network."""
-
-    label_smoothing: Part = 0.0
-    """How much of each target is spread over all classes."""
-
-    optimizer: Literal["sgd", "rmsprop"] = "sgd"
-    """sgd is with Nesterov's momentum; rmsprop is the paper's."""
-
-    learning_rate: Positive = 0.2
-    """The largest."""
-
-    momentum: Part = 0.9
-    """Of either optimizer."""
-
-    rmsprop_decay: Part = 0.9
-    """How much of the mean of squared gradients rmsprop keeps."""
-
-    rmsprop_epsilon: NotNegative = 0.1
-    """What rmsprop adds to the root of that mean."""
-
+    label_smoothing: Part = 0.0  # How much of each target is spread over all classes.
+    optimizer: Literal["sgd", "rmsprop"] = "sgd"  # sgd is with Nesterov's momentum; rmsprop is the paper's.
+    learning_rate: Positive = 0.2  # The largest.
+    momentum: Part = 0.9  # Of either optimizer.
+    rmsprop_decay: Part = 0.9  # How much of the mean of squared gradients rmsprop keeps.
+    rmsprop_epsilon: NotNegative = 0.1  # What rmsprop adds to the root of that mean.
+    #: Added to the gradients of all weights but of BatchNorm's and biases, times the weight.
     weight_decay: NotNegative = 5e-4
-    """Added to the gradients of all weights but of BatchNorm's and biases, times the weight."""
-
-    warm_up: Share = 0.15
-    """For which share of all steps the learning rate rises, from nearly 0."""
-
+    warm_up: Share = 0.15  # For which share of all steps the learning rate rises, from nearly 0.
+    #: How it falls then: to 0 as a cosine, or by --decay-rate after every --decay-epochs.
     decay: Literal["cosine", "exponential"] = "cosine"
-    """How it falls then: to 0 as a cosine, or by --decay-rate after every --decay-epochs."""
-
-    decay_rate: Positive = 0.97
-    """By how much the learning rate is multiplied at once."""
-
-    decay_epochs: Positive = 2.0
-    """After how many epochs."""
-
+    decay_rate: Positive = 0.97  # By how much the learning rate is multiplied at once.
+    decay_epochs: Positive = 2.0  # After how many epochs.
+    #: Evaluates a moving average of the weights, which keeps this share of itself at each step, and at step n no more
+    #: than (1 + n) / (10 + n), so that the first ones are soon forgotten; 0: the weights themselves. The statistics
+    #: of BatchNorm are as they are.
     ema: Part = 0.0
-    """Evaluates a moving average of the weights, which keeps this share of itself at each step, and at step n no more
-    than (1 + n) / (10 + n), so that the first ones are soon forgotten; 0: the weights themselves. The statistics of
-    BatchNorm are as they are."""
 
     def problems(self) -> Iterator[str]:
         """A line for each option that cannot be, with what to do."""
@@ -120,10 +75,8 @@ class ImagesOptions(TrainOptions):
         if self.image_folder is None and self.crop != 1:
             yield "--crop is for --image-folder: digits fill their images"
         if self.bf16 and 16 <= self.image_size < 19:  # the last reduction would read single pixels
-            yield (
-                f"--bf16 needs images of 19 pixels or more, and --image-size is {self.image_size}: in bfloat16 "
-                f"torch's gradients of strided convolutions of single pixels are wrong on CPUs"
-            )
+            why = "in bfloat16 torch's gradients of strided convolutions of single pixels are wrong on CPUs"
+            yield f"--bf16 needs images of 19 pixels or more, and --image-size is {self.image_size}: {why}"
 
 
 @dataclass(frozen=True)

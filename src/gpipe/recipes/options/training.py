@@ -59,68 +59,57 @@ class TrainOptions:
     """How a network is cut and trained, whichever it is."""
 
     UNDECISIVE: ClassVar[frozenset[str]] = frozenset(
-        {"config", "partitions", "remat", "schedule", "plan", "paper", "out", "checkpoint_every", "resume", "from_"}
+        {"config", "partitions", "remat", "schedule", "plan", "paper"}  # how it is run
+        | {"out", "checkpoint_every", "resume", "from_", "report_to"}  # what is kept and told of it
     )
     """Options that decide no number: a run may go on with others."""
-    NETWORK: ClassVar[tuple[str, ...]] = ()
-    """Options that say which network it is: those of the run that `--from` names hold."""
+    NETWORK: ClassVar[tuple[str, ...]] = ()  # which network it is: those of the run that `--from` names hold
 
+    #: A file of options, such as config.toml in the folder of a run, or the name of a preset. Flags beside it come
+    #: before what it says.
     config: Path | None = None
-    """A file of options, such as config.toml in the folder of a run, or the name of a preset. Flags beside it come
-    before what it says."""
-
+    #: K: how many partitions the layers are cut into, each run by a thread of its own; by default 2. Under torchrun
+    #: each is run by a process, by default all; K must divide their number, and then several replicas share each
+    #: mini-batch. Losses do not depend on K.
     partitions: Count | None = None
-    """K: how many partitions the layers are cut into, each run by a thread of its own; by default 2. Under torchrun
-    each is run by a process, by default all; K must divide their number, and then several replicas share each
-    mini-batch. Losses do not depend on K."""
-
+    #: M: how many micro-batches each mini-batch is split into; 4 K or more keep the bubble small.
     micro_batches: Count = 8
-    """M: how many micro-batches each mini-batch is split into; 4 K or more keep the bubble small."""
-
+    #: Which micro-batches keep only what crosses partitions, and recompute the rest in the backward pass.
     remat: Literal["always", "except_last", "never"] = "always"
-    """Which micro-batches keep only what crosses partitions, and recompute the rest in the backward pass."""
-
+    #: The order of the work, and how many stages each partition is: see `gpipe schedule`. Losses do not depend on it.
     schedule: Literal[
         "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v"
     ] = "gpipe"
-    """The order of the work, and how many stages each partition is: see `gpipe schedule`. Losses do not depend on
-    it."""
-
+    #: auto: cuts, schedule and remat are those of the fastest plan for this machine, found by measuring the layers in
+    #: its first seconds, in place of --schedule and --remat. Losses do not depend on it.
     plan: Literal["auto"] | None = None
-    """auto: cuts, schedule and remat are those of the fastest plan for this machine, found by measuring the layers in
-    its first seconds, in place of --schedule and --remat. Losses do not depend on it."""
-
+    #: Trains as the paper does: fill-drain with remat always, which are the defaults too; refuses anything else.
     paper: bool = False
-    """Trains as the paper does: fill-drain with remat always, which are the defaults too; refuses anything else."""
-
+    #: Computes what torch.autocast does in bfloat16, which takes half the memory; weights stay in float32.
     bf16: bool = False
-    """Computes what torch.autocast does in bfloat16, which takes half the memory; weights stay in float32."""
-
-    epochs: Count = 15
-    """How often the training data are gone through."""
-
-    steps: Count | None = None
-    """How many mini-batches are trained on in all, in place of --epochs."""
-
+    epochs: Count = 15  # How often the training data are gone through.
+    steps: Count | None = None  # How many mini-batches are trained on in all, in place of --epochs.
+    #: Decides the first weights, the order of the data and what is done to them, and dropout.
     seed: Annotated[int, Bounds("0 to less than 2^63", lambda seed: 0 <= seed < 2**63)] = 0
-    """Decides the first weights, the order of the data and what is done to them, and dropout."""
 
     out: Path = Path("out/run")
     """The folder of the run: config.toml, metrics.jsonl, model.safetensors, checkpoints, timeline.svg, trace.json and
     report.json, which `gpipe report` draws. Older ones are replaced, and checkpoints of an earlier run are put aside
     as checkpoints.old. Several hosts must share it."""
 
+    #: After how many epochs a checkpoint is saved to OUT/checkpoints, which keeps the last two; also at the end, and
+    #: at the end of a step after Ctrl-C or SIGTERM, which end the run with status 130 or 143.
     checkpoint_every: Count = 1
-    """After how many epochs a checkpoint is saved to OUT/checkpoints, which keeps the last two; also at the end, and
-    at the end of a step after Ctrl-C or SIGTERM, which end the run with status 130 or 143."""
-
+    #: Who is told the loss of each step, what is measured after each epoch, and in the end where the time of a step
+    #: went: TensorBoard, by files in OUT/tensorboard, or trackio, as its project gpipe. An extra of the same name
+    #: brings it.
+    report_to: Literal["tensorboard", "trackio"] | None = None
+    #: Goes on from the latest checkpoint in OUT/checkpoints, if there is one, with the options in OUT/config.toml, to
+    #: the same numbers as if the run had never ended, also with other partitions. A run that torchrun starts anew
+    #: always does.
     resume: bool = False
-    """Goes on from the latest checkpoint in OUT/checkpoints, if there is one, with the options in OUT/config.toml, to
-    the same numbers as if the run had never ended, also with other partitions. A run that torchrun starts anew always
-    does."""
-
+    #: The folder of a run whose weights are where this one starts, and whose options say which network it is.
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """The folder of a run whose weights are where this one starts, and whose options say which network it is."""
 
     def settled(self, processes: int | None = None) -> Self:
         """Fills in the number of partitions, for one process or, under a launcher, for so many; else as `check`."""
@@ -131,10 +120,9 @@ class TrainOptions:
             fitting = ", ".join(str(k) for k in range(1, processes + 1) if processes % k == 0)
             raise ValueError(f"--partitions is {k}, but there are {processes} processes: choose one of {fitting}")
         if processes and self.micro_batches % (processes // k):
-            raise ValueError(
-                f"--micro-batches is {self.micro_batches}, but {processes} processes of {k} partitions are "
-                f"{processes // k} replicas, which share them evenly: choose a multiple"
-            )
+            replicas = f"{processes} processes of {k} partitions are {processes // k} replicas"
+            why = f"--micro-batches is {self.micro_batches}, but {replicas}, which share them evenly"
+            raise ValueError(f"{why}: choose a multiple")
         return chosen
 
     def check(self) -> None:

@@ -19,75 +19,41 @@ class TranslationOptions(TrainOptions):
 
     out: Path = Path("out/translation")
 
+    #: encoder-decoder: T(L, H, A) of the paper's section 5; decoder: its Table 1's language model, of 2 L layers,
+    #: which reads a sentence and goes on in English.
     model: Literal["encoder-decoder", "decoder"] = "encoder-decoder"
-    """encoder-decoder: T(L, H, A) of the paper's section 5; decoder: its Table 1's language model, of 2 L layers,
-    which reads a sentence and goes on in English."""
-
-    layers: Count = 1
-    """L: how many layers the encoder has, and how many the decoder."""
-
-    ffn_dim: Count = 512
-    """H: how wide feed-forward layers are inside."""
-
-    heads: Count = 4
-    """A: how many heads attention has."""
-
-    model_dim: Count = 128
-    """How wide the values between layers are; 1024 in the paper."""
-
-    head_dim: Count = 32
-    """How wide a head is; 64 in the paper. A decoder's are --model-dim / --heads."""
-
+    layers: Count = 1  # L: how many layers the encoder has, and how many the decoder.
+    ffn_dim: Count = 512  # H: how wide feed-forward layers are inside.
+    heads: Count = 4  # A: how many heads attention has.
+    model_dim: Count = 128  # How wide the values between layers are; 1024 in the paper.
+    head_dim: Count = 32  # How wide a head is; 64 in the paper. A decoder's are --model-dim / --heads.
+    #: How many subwords there are at most, of all languages; 64000 in the paper.
     vocabulary: Annotated[int, at_least(300)] = 4000
-    """How many subwords there are at most, of all languages; 64000 in the paper."""
-
+    #: How many matrices of the vocabulary there are: tables of source and of target words and the softmax layer, of
+    #: which 2 share the last two, 1 all. Of a decoder 3 keeps both its own.
     matrices: Literal[1, 2, 3] = 3
-    """How many matrices of the vocabulary there are: tables of source and of target words and the softmax layer, of
-    which 2 share the last two, 1 all. Of a decoder 3 keeps both its own."""
-
-    dropout: Part = 0.1
-    """How much of what attention and feed-forward layers add is dropped."""
-
+    dropout: Part = 0.1  # How much of what attention and feed-forward layers add is dropped.
+    #: Weights of feed-forward layers start the smaller the more layers there are, which deep models need.
     scaled_init: bool = True
-    """Weights of feed-forward layers start the smaller the more layers there are, which deep models need."""
-
-    clip_logits: NotNegative = 0.0
-    """In training, logits are kept between this and its opposite; 0: they are not."""
-
+    clip_logits: NotNegative = 0.0  # In training, logits are kept between this and its opposite; 0: they are not.
+    #: A file of lines of language, sentence and English sentence, with tabs between them; by default the catalogues
+    #: of Django, 96 languages.
     tsv: Path | None = None
-    """A file of lines of language, sentence and English sentence, with tabs between them; by default the catalogues
-    of Django, 96 languages."""
-
-    languages: tuple[str, ...] = ()
-    """Codes of the languages that are learnt; by default all."""
-
+    languages: tuple[str, ...] = ()  # Codes of the languages that are learnt; by default all.
+    #: T: languages are drawn in proportion to the 1/T-th power of their numbers of sentences. 1.43 is multilingual
+    #: BERT's, which the paper takes; with 5 they are drawn nearly alike.
     temperature: Annotated[float, Bounds("more than 0", lambda value: value > 0)] = 1.43
-    """T: languages are drawn in proportion to the 1/T-th power of their numbers of sentences. 1.43 is multilingual
-    BERT's, which the paper takes; with 5 they are drawn nearly alike."""
-
+    #: How many subwords, of both languages and with padding, a mini-batch has at most.
     tokens: Annotated[int, at_least(64)] = 4096
-    """How many subwords, of both languages and with padding, a mini-batch has at most."""
-
-    longest: Count = 100
-    """Pairs with more subwords than this, on either side, are not trained on."""
-
-    learning_rate: Positive = 3e-3
-    """The largest; Adam's, which falls as the inverse root of steps."""
-
-    warm_up: Count = 400
-    """For how many steps the learning rate rises."""
-
-    label_smoothing: Part = 0.1
-    """How much of each target is spread over the vocabulary."""
-
-    clip_norm: NotNegative = 0.0
-    """Gradients are scaled down to this norm; 0: they are not."""
-
+    longest: Count = 100  # Pairs with more subwords than this, on either side, are not trained on.
+    learning_rate: Positive = 3e-3  # The largest; Adam's, which falls as the inverse root of steps.
+    warm_up: Count = 400  # For how many steps the learning rate rises.
+    label_smoothing: Part = 0.1  # How much of each target is spread over the vocabulary.
+    clip_norm: NotNegative = 0.0  # Gradients are scaled down to this norm; 0: they are not.
+    #: How many translations of a sentence are followed at once in an evaluation, beside the greedy one; 1: none.
     beam: Count = 4
-    """How many translations of a sentence are followed at once in an evaluation, beside the greedy one; 1: none."""
-
+    #: How many sentences of each language an evaluation translates at most; by default all of the test.
     sentences: Count | None = None
-    """How many sentences of each language an evaluation translates at most; by default all of the test."""
 
     def problems(self) -> Iterator[str]:
         """A line for each option that cannot be, with what to do."""

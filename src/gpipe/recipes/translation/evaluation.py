@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from math import fsum
 from typing import NamedTuple
 
@@ -11,9 +10,9 @@ from gpipe.recipes.data import imported
 from gpipe.recipes.recipe import Evaluation
 from gpipe.recipes.training import watched
 from gpipe.recipes.translation.corpus import Corpus, in_order
-from gpipe.recipes.translation.decode import Network, beam, greedy
 
-Decode = Callable[[Sequence[Sequence[int]]], list[list[int]]]
+Decode = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
+"""Translates sources by a beam of a width, or greedily by one of 1."""
 EXAMPLES = 40
 SACREBLEU = ("sacrebleu", "translations are scored by sacrebleu", "translation")
 
@@ -48,27 +47,22 @@ class Translated(NamedTuple):
 
 
 def evaluation_of(
-    corpus: Corpus, nlls: Mapping[str, tuple[float, int]], network: Network, tokens: int, width: int
+    corpus: Corpus, nlls: Mapping[str, tuple[float, int]], decode: Decode, tokens: int, width: int
 ) -> Evaluation:
     """Translates all of a test, so many `tokens` at once, greedily and by a beam of a `width` above 1, and compares.
 
     `nlls` are negative log-likelihoods by language, and of how many subwords.
     """
-    likeliest = _translate(corpus, partial(greedy, network), tokens, "greedily")
+    likeliest = _translate(corpus, decode, 1, tokens, "greedily")
     searched: Sequence[str | None] = [None] * len(likeliest)
     if width > 1:
-        what = f"by a beam of {width}"
-        searched = _translate(corpus, partial(beam, network, width=width), tokens // width, what)
+        searched = _translate(corpus, decode, width, tokens // width, f"by a beam of {width}")
     outcomes = zip(corpus.test, likeliest, searched, strict=True)
     translated = [Translated(*one.pair, likely, found) for one, likely, found in outcomes]
     frequent = Counter(pair.english for pair in corpus.split.train).most_common(1)[0][0]
     trained = Counter(pair.language for pair in corpus.split.train)
-    languages = {
-        language: _scores(
-            [one for one in translated if one.language == language], trained[language], nlls[language], frequent
-        )
-        for language in sorted({one.language for one in translated})
-    }
+    apart = {name: [one for one in translated if one.language == name] for name in sorted(nlls)}
+    languages = {name: _scores(own, trained[name], nlls[name], frequent) for name, own in apart.items()}
     overall = _scores(translated, trained.total(), together(nlls.values()), frequent)
     numbers = {name: value for name, value in asdict(overall).items() if isinstance(value, float)}
     details = {
@@ -81,17 +75,15 @@ def evaluation_of(
     return Evaluation(numbers, details, "\n".join(table(languages, overall, width)))
 
 
-def _translate(corpus: Corpus, decode: Decode, tokens: int, what: str) -> list[str]:
-    """Translates the sentences of the test, those of similar length at once."""
+def _translate(corpus: Corpus, decode: Decode, width: int, tokens: int, what: str) -> list[str]:
     found: dict[int, str] = {}
     for some in watched(in_order(corpus.test, tokens), what):
-        for sentence, words in zip(some, decode([one.source for one in some]), strict=True):
+        for sentence, words in zip(some, decode([one.source for one in some], width), strict=True):
             found[id(sentence)] = corpus.vocabulary.decode(words)
     return [found[id(sentence)] for sentence in corpus.test]
 
 
 def _scores(translated: Sequence[Translated], train: int, nll: tuple[float, int], frequent: str) -> Scores:
-    """What translations come to together."""
     _, sources, right, likeliest, searched = zip(*translated, strict=True)
     return Scores(
         train,
@@ -132,9 +124,8 @@ def table(scores: Mapping[str, Scores], overall: Scores, width: int) -> list[str
     ]
     ordered = sorted(scores.items(), key=lambda item: (-item[1].train, item[0]))
     for name, one in [*ordered, ("together", overall)]:
-        searched = "".join(
-            f"{'-' if score is None else f'{score:.1f}':>6}" for score in (one.beam_chrf, one.beam_bleu)
-        )
+        beam = (one.beam_chrf, one.beam_bleu)
+        searched = "".join(f"{'-' if score is None else f'{score:.1f}':>6}" for score in beam)
         numbers = f"{one.train:7}{one.test:6}{one.nll:7.3f} {one.chrf:6.1f}{one.bleu:6.1f}"
         lines.append(f"{name:{first}}{numbers} {searched} {one.copy_chrf:6.1f}{one.frequent_chrf:10.1f}")
     return lines

@@ -1,13 +1,7 @@
-"""One Transformer that translates many languages to English, as section 5 of the GPipe paper trains it.
+"""One Transformer that translates many languages to English, as section 5 of the GPipe paper trains it."""
 
-How sentences become what a network reads, an encoder and a decoder or a decoder alone:
-
-encoder-decoder   source  ein Haus END .      target in  BEGIN a house   targets  a house END
-decoder           ein Haus END BEGIN a house                            targets  . . . a house END
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,54 +11,17 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe.recipes.data import imported
-from gpipe.recipes.data.token_batches import BEGIN, END, PAD, Vocabulary, padded
+from gpipe.recipes.data.pairs import Pair
+from gpipe.recipes.data.token_batches import END, PAD, Vocabulary, padded
 from gpipe.recipes.models.transformer import transformer, transformer_lm
 from gpipe.recipes.options.files import CONFIG, read_config
 from gpipe.recipes.options.translation import TranslationOptions
 from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share, inverse_root
 from gpipe.recipes.translation.corpus import Corpus, Sentence, in_order
-from gpipe.recipes.translation.decode import Network
 from gpipe.recipes.translation.evaluation import SACREBLEU, evaluation_of, together
+from gpipe.recipes.translation.translator import LAYOUTS
 
 VOCABULARY = "vocabulary.json"
-
-
-class EncoderDecoder:
-    """T(L, H, A) of the paper's section 5: a sentence and its translation are two rows."""
-
-    def batch(self, sentences: Sequence[Sentence]) -> Batch:
-        """What it reads, and what it should say; PAD where anything may be said."""
-        source = padded([[*one.source, END] for one in sentences])
-        begun = padded([[BEGIN, *one.english] for one in sentences])
-        return Batch((source, begun), padded([[*one.english, END] for one in sentences]))
-
-    def network(self, forward: Callable[[Any], Tensor]) -> Network:
-        """What decoding asks, by a forward of the network."""
-        return lambda words, begun: forward((words, begun))
-
-
-class Decoder(EncoderDecoder):
-    """The language model of the paper's Table 1: a sentence and its translation are one row."""
-
-    def batch(self, sentences: Sequence[Sentence]) -> Batch:
-        """What it reads, and what it should say: what is not English is not learnt."""
-        rows = [[*one.source, END, BEGIN, *one.english] for one in sentences]
-        targets = [[*[PAD] * (len(one.source) + 1), *one.english, END] for one in sentences]
-        return Batch(padded(rows), padded(targets))
-
-    def network(self, forward: Callable[[Any], Tensor]) -> Network:
-        """Puts sources and beginnings in one row each, and picks what was said at the ends of rows."""
-
-        def ask(words: Tensor, begun: Tensor) -> Tensor:
-            lengths = (words != PAD).sum(dim=1)
-            places = lengths[:, None] + torch.arange(begun.shape[1])
-            rows = F.pad(words, (0, begun.shape[1]), value=PAD).scatter(1, places, begun)
-            return forward(rows)[torch.arange(len(rows)), places[:, -1]][:, None]
-
-        return ask
-
-
-LAYOUTS = {"encoder-decoder": EncoderDecoder(), "decoder": Decoder()}
 
 
 class TranslationRecipe(Recipe[TranslationOptions]):
@@ -171,15 +128,22 @@ class TranslationRecipe(Recipe[TranslationOptions]):
                 found.setdefault(sentence.pair.language, []).append((value, len(sentence.english) + 1))
         return {language: together(some) for language, some in found.items()}
 
-    def network(self, pipe: gpipe.GPipe) -> Network:
-        """What decoding asks: the pipelined forward."""
-        return self._layout.network(lambda inputs: pipe(inputs, gather=True).float().cpu())
+    def model(self, layers: Sequence[nn.Module]) -> tuple[nn.Module, Any]:
+        """What translates by these layers; its sample are two pairs of nothing."""
+        return self._layout(layers), self._layout.batch([Sentence(Pair("", "", ""), [], [])] * 2).inputs
+
+    def translate(self, pipe: gpipe.GPipe, sources: Sequence[Sequence[int]], width: int) -> list[list[int]]:
+        """Translates by the pipeline, by a beam of a width, or greedily by one of 1."""
+        if not sources:
+            return []
+        found = pipe.generate(padded([[*source, END] for source in sources]), width=width)
+        return [row[: row.index(END)] for row in found.tolist()]
 
     def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:
         """Loss, chrF and BLEU of each language, greedy and by beam search, on sentences that no training has seen."""
         imported(*SACREBLEU)  # to see whether it is there, before hours of translating
         nlls = self.nlls(pipe, self.corpus.test)
-        return evaluation_of(self.corpus, nlls, self.network(pipe), self.options.tokens, self.options.beam)
+        return evaluation_of(self.corpus, nlls, partial(self.translate, pipe), self.options.tokens, self.options.beam)
 
     def write(self, run: Path) -> None:
         """Writes the subwords."""

@@ -29,11 +29,8 @@ def program_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int |
     """
     counts = {"partitions": ranks, "micro_batches": micro_batches, "stages_per_rank": stages_per_rank}
     mistakes = [] if name in SCHEDULES else [unknown(name)]
-    mistakes += [
-        f"{what}={count}; give a whole number of at least 1"
-        for what, count in counts.items()
-        if count is not None and count < 1
-    ]
+    few = {what: count for what, count in counts.items() if count is not None and count < 1}
+    mistakes += [f"{what}={count}; give a whole number of at least 1" for what, count in few.items()]
     if micro_batches > MOST_MICRO_BATCHES:
         mistakes.append(too_many(micro_batches))
     if mistakes:
@@ -69,8 +66,7 @@ def without_table(schedule: Schedule, placement: Placement, micro_batches: int) 
     return f"schedule={schedule.name!r} has no table for micro_batches={micro_batches} over K={ranks} ranks{remedy}"
 
 
-Maker: TypeAlias = Callable[[int, int], Program]
-"""From the number of ranks and of micro-batches, a program of forwards and backwards alone."""
+Maker: TypeAlias = Callable[[int, int], Program]  # from K and M, a program of forwards and backwards alone
 
 
 def check_given(program: Program) -> None:
@@ -111,10 +107,8 @@ def made_by(make: Maker, micro_batches: int) -> Schedule:
 def _made_placement(make: Maker, micro_batches: int, ranks: int, stages_per_rank: int) -> Placement:
     program = _made(make, ranks, micro_batches)
     if (program.ranks, program.micro_batches) != (ranks, micro_batches):
-        raise ScheduleError(
-            f"{_name(make)} was asked for K={ranks} ranks and M={micro_batches} micro-batches, and gave a program of "
-            f"K={program.ranks} and M={program.micro_batches}"
-        )
+        why = f"{_name(make)} was asked for K={ranks} ranks and M={micro_batches} micro-batches"
+        raise ScheduleError(f"{why}, and gave a program of K={program.ranks} and M={program.micro_batches}")
     return program.rank_of
 
 

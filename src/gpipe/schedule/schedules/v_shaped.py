@@ -8,8 +8,7 @@ from gpipe.schedule.schedules.writing import OLDEST, Cell, Placement, in_turn
 
 Block: TypeAlias = tuple[int, int, int, int]
 """When a rank does its two F and its two I of a micro-batch: in the order in which the micro-batch comes to it."""
-PERIOD = 6
-"""Slots from one micro-batch to the next: as many as a rank has actions."""
+PERIOD = 6  # slots from one micro-batch to the next: as many as a rank has actions
 
 
 def zb_v(placement: Placement, micro_batches: int) -> Table:
@@ -57,12 +56,10 @@ def v_half(placement: Placement, micro_batches: int) -> Table:
 
     7/2 K - 2 slots beside the work where K is even, 7/2 (K-1) where it is odd, a slot being F, I or W of a stage.
     """
-    ranks = len(placement) // 2
-    shift = 3 if ranks % 2 == 0 else 0
+    k = len(placement) // 2
+    late = 3 if k % 2 == 0 else 0
     return _repeated(
-        lambda r: (2 * r, 3 * ranks - 2 - r, 3 * ranks + shift + 2 * r - 1, 6 * ranks + shift - 2 - r),
-        ranks,
-        micro_batches,
+        lambda r: (2 * r, 3 * k - 2 - r, 3 * k + late + 2 * r - 1, 6 * k + late - 2 - r), k, micro_batches
     )
 
 
@@ -76,11 +73,9 @@ def v_min(placement: Placement, micro_batches: int) -> Table:
 
     4K-3 slots beside the work where 3 divides K, else 4K-5, a slot being F, I or W of a stage.
     """
-    ranks = len(placement) // 2
-    shift = 2 if ranks % 3 == 0 else 0
-    return _repeated(
-        lambda r: (r, 2 * ranks - 1 - r, 2 * ranks + shift + r, 4 * ranks + shift - 1 - r), ranks, micro_batches
-    )
+    k = len(placement) // 2
+    late = 2 if k % 3 == 0 else 0
+    return _repeated(lambda r: (r, 2 * k - 1 - r, 2 * k + late + r, 4 * k + late - 1 - r), k, micro_batches)
 
 
 def _repeated(block: Callable[[int], Block], ranks: int, micro_batches: int) -> Table:

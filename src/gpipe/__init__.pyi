@@ -1,0 +1,25 @@
+from gpipe import models as models
+from gpipe.amp import GradScaler as GradScaler
+from gpipe.checkpoint.load import find_checkpoint as find_checkpoint
+from gpipe.checkpoint.load import load as load
+from gpipe.checkpoint.manifest import CheckpointError as CheckpointError
+from gpipe.checkpoint.save import save as save
+from gpipe.checkpoint.sigterm import catch_sigterm as catch_sigterm
+from gpipe.checkpoint.weights import load_weights as load_weights
+from gpipe.checkpoint.weights import save_weights as save_weights
+from gpipe.errors import RemoteError as RemoteError
+from gpipe.nonfinite import detect_nonfinite as detect_nonfinite
+from gpipe.pipeline import GPipe as GPipe
+from gpipe.planner.find_plan import find_plan as find_plan
+from gpipe.planner.search.device import Device as Device
+from gpipe.planner.search.found import Plan as Plan
+from gpipe.profiling.recording import Recording as Recording
+from gpipe.profiling.recording import record as record
+from gpipe.stages.microbatch import MicroBatches as MicroBatches
+from gpipe.stages.microbatch import Whole as Whole
+from gpipe.stages.rng import rng_scope as rng_scope
+from gpipe.stages.skips import Sequential as Sequential
+from gpipe.tracing.layers_of import layers_of as layers_of
+
+__all__: list[str]
+__version__: str

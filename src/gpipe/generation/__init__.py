@@ -1,0 +1,1 @@
+"""Generation through a pipe: each rank keeps the cache of its own layers."""

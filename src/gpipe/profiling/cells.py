@@ -1,0 +1,141 @@
+"""What a notebook shows as the value of a cell: a picture, and under it the words that `print` has for it.
+
+The picture is an image whose address is the SVG itself. So it takes no style from the page and leaves none there, and
+is seen in a notebook that is opened but not trusted too, of which other SVG is taken out.
+"""
+
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from html import escape
+from textwrap import wrap
+from typing import TYPE_CHECKING
+
+from gpipe.planner.search.device import bytes_text, lasts
+from gpipe.planner.search.found import Plan
+from gpipe.profiling import svg
+from gpipe.profiling.advice import explain
+from gpipe.profiling.breakdown import NOTHING
+from gpipe.profiling.lanes import words
+from gpipe.schedule.action import Kind
+from gpipe.schedule.program import Program, ScheduleError
+from gpipe.schedule.simulate import Prediction, figures
+
+if TYPE_CHECKING:
+    from gpipe.pipeline import GPipe
+    from gpipe.profiling.recording import Recording
+
+MOST_ACTIONS = 10_000  # that a cell goes through for its words: about a second
+MOST_LINES, COLUMNS, MOST_LETTERS = 60, 112, 140  # of words, in each of these lines, and under a bar
+ROW, BAR, LEAST = 46, 20, 4  # heights of a rank and of its layers, and the width of those that are told apart
+UNITS = "one unit is a forward or recompute of a stage, or half a backward (I: for inputs, W: for weights)"
+TOO_LARGE = "what is predicted of so many micro-batches takes long to find: print(pipe.summary())"
+ALL = "this is of the step above; print(recording) and recording.explain() go by all"
+LENGTH = "bars are as long as layers cost; gray: less than the rank that costs most"
+
+
+def program(drawn: Program) -> str:
+    """What each rank does when, by units of time; if it cannot be run, why."""
+    title = f"program: {_size(drawn.ranks, drawn.micro_batches)}"
+    try:
+        found = figures(drawn)
+    except ScheduleError as error:
+        return _cell("", title, [str(error)])
+    return _cell(svg.timelines_svg({title: found.timeline}, "", small=True), title, [*words(found), UNITS])
+
+
+def prediction(drawn: Prediction) -> str:
+    """What a step is predicted to take, and ranks to hold."""
+    seconds, is_timed = drawn.timeline.seconds, drawn.unit == "seconds"
+    title = f"predicted step: {_size(drawn.program.ranks, drawn.program.micro_batches)}"
+    took = lasts(seconds) if is_timed else f"{seconds:,.7g} units, of which a layer of cost 1 takes one"
+    text = [f"a step takes {took}; ranks are idle for {drawn.bubble:.1%} of it"]
+    if not is_timed:
+        text.append("in seconds it is known where layers are measured: costs='time', with a sample")
+    text += (f"rank {rank} holds {bytes_text(peak)} at most" for rank, peak in enumerate(drawn.peak_bytes or ()))
+    return _cell(svg.timelines_svg({title: drawn.timeline}, "ms" if is_timed else "", small=True), title, text)
+
+
+def plan(drawn: Plan) -> str:
+    """The step that is planned, and why."""
+    title = f"plan: {_size(drawn.program.ranks, drawn.program.micro_batches)}, schedule {drawn.schedule}"
+    return _cell(svg.timelines_svg({title: drawn.simulation.timeline}, small=True), title, [drawn.explain()])
+
+
+def recording(drawn: "Recording") -> str:
+    """The step of median length, with what was predicted, and where the time went."""
+    if not drawn.runs:
+        return _cell("", "", [NOTHING])
+    report = drawn._steps("")
+    step, count = report.timelines[report.typical], len(report.timelines)
+    title = "measured step" if count == 1 else f"measured step: of median length of {count}"
+    predicted = {} if report.predicted is None else {"predicted step": report.predicted}
+    found = drawn._recorded_steps([step])
+    text = [str(found.breakdown), explain(found), *[ALL][: count - 1]]
+    return _cell(svg.timelines_svg({title: step, **predicted}, small=True), title, text)
+
+
+def pipe(drawn: "GPipe") -> str:
+    """What each rank holds, by its cost, and the summary."""
+    title = f"pipe: {_size(drawn.partitions, drawn.micro_batches, 'partition')}"
+    is_large = drawn.micro_batches * len(drawn.layers_per_partition) > MOST_ACTIONS
+    text = TOO_LARGE if is_large else drawn.summary()
+    height = _top(min(drawn.partitions, svg.MOST_LANES))
+    return _cell(svg.document(_bars(drawn, title), title, svg.WIDTH, height), title, [text])
+
+
+def _size(ranks: int, micro_batches: int, what: str = "rank") -> str:
+    return f"{ranks} {what}{'s' * (ranks != 1)}, {micro_batches} micro-batch{'es' * (micro_batches != 1)}"
+
+
+def _cell(picture: str, title: str, texts: Sequence[str]) -> str:
+    lines = [line for text in texts for each in text.splitlines() for line in wrap(each, COLUMNS)]
+    if (more := len(lines) - MOST_LINES) > 0:  # of a table, which has sentences under it
+        lines[MOST_LINES // 2 : MOST_LINES // 2 + more] = [f"... {more} more lines ..."]
+    said = "\n".join(map(_shown, lines))
+    address = f"data:image/svg+xml;base64,{b64encode(picture.encode()).decode()}"
+    image = f'<img alt="{escape(title)}" style="max-width: 100%" src="{address}"/>' if picture else ""
+    return f'<div>{image}<pre style="overflow-x: auto; white-space: pre">{said}</pre></div>'
+
+
+def _shown(text: str) -> str:
+    """Any text, as XML may hold it: layers have names that users give."""
+    return escape("".join(letter if letter.isprintable() else "?" for letter in text))
+
+
+def _top(rank: int) -> int:
+    return svg.PAD + svg.TITLE + rank * ROW
+
+
+def _bars(drawn: "GPipe", title: str) -> Iterator[str]:
+    """A bar for each rank, of layers as long as their costs, and under it which these are."""
+    settings, names, room = drawn._settings, list(drawn._settings.layers), svg.WIDTH - svg.LEFT - svg.RIGHT
+    bounds, costs = settings.partition.bounds, drawn.costs if any(drawn.costs) else (1.0,) * len(names)
+    kinds = ["" if drawn.is_model else f" {type(layer).__name__}" for layer in settings.layers.values()]
+    of_ranks = [[s for s, at in enumerate(settings.placement) if at == rank] for rank in range(drawn.partitions)]
+    most = max(sum(sum(costs[slice(*bounds[stage])]) for stage in own) for own in of_ranks)
+    more = f"; ranks 0 to {svg.MOST_LANES - 1}" if len(of_ranks) > svg.MOST_LANES else ""
+    yield f'<text class="title" x="{svg.PAD}" y="{svg.PAD + 14}">{title}{more}</text>'
+    yield f'<text class="right soft" x="{svg.WIDTH - svg.RIGHT}" y="{svg.PAD + 14}">{LENGTH}</text>'
+    for rank, own in enumerate(of_ranks[: svg.MOST_LANES]):
+        top, x, said = _top(rank), float(svg.LEFT), list[str]()
+        yield f'<text x="{svg.PAD}" y="{top + 14}">rank {rank}</text>'
+        yield f'<text class="soft" x="{svg.PAD}" y="{top + 33}">{drawn.devices[rank]}</text>'
+        yield f'<rect class="idle" x="{svg.LEFT}" y="{top}" width="{room}" height="{BAR}"/>'
+        for nth, stage in enumerate(own):
+            (first, end), color = bounds[stage], svg.shade(Kind.FORWARD, nth, len(own))
+            cost, ends = sum(costs[first:end]), ""
+            place = f'x="{x:.1f}" y="{top}" width="{room * cost / most:.1f}" height="{BAR}"'
+            yield f'<rect class="box" {place} fill="{color}"/>'
+            for at in range(first, end):
+                width = room * costs[at] / most
+                if label := next((t for t in (names[at] + kinds[at], names[at]) if svg.LETTER * len(t) < width), ""):
+                    ink = "label ink" if svg.is_bright(color) else "label"
+                    yield f'<text class="{ink}" x="{x + width / 2:.1f}" y="{top + 14}">{_shown(label)}</text>'
+                x += width
+                ends += f"M{x:.1f} {top}v{BAR}" if width > LEAST else ""
+            yield f'<path class="box" d="{ends}"/>'
+            rest = f" to {names[end - 1]}" if end - first > 1 else ""
+            said.append(f"{names[first]}{rest} ({cost / sum(costs):.0%})")
+        text = f"layers {', '.join(said)}"
+        text = text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
+        yield f'<text class="soft" x="{svg.LEFT}" y="{top + 33}">{_shown(text)}</text>'

@@ -1,0 +1,113 @@
+"""Writes bench/results/trainer.md: how far trainings through a pipe are from those by Trainer itself.
+
+python -m tests.integrations              all families
+python -m tests.integrations llama t5 ... some; what is known of the others stays
+"""
+
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import accelerate
+import peft
+import transformers
+from transformers import Trainer
+
+from gpipe.integrations.transformers import GPipeTrainer
+from tests.families.catalogue import DOZEN
+from tests.integrations.trained import MIDDLE, MODES, Make, Outcome, apart, train
+from tests.soak.results import facts
+from tests.support.jobs import trainer as jobs
+from tests.support.processes.launch import WorkerPool
+from tests.support.processes.outcome import answers
+
+FILE = Path(__file__).parents[2] / "bench" / "results" / "trainer.md"
+WORLDS = {"2 processes": (2, 2), "3 processes": (3, 3), "2 replicas of 2": (4, 2)}
+"""How many processes, and how many partitions, by what is said of them."""
+PAGE = """# Trainer through a pipe
+
+Twelve families of transformers, tiny, trained by `transformers.Trainer` with `gradient_accumulation_steps=4` and by
+`GPipeTrainer`: two epochs of six batches of unequal lengths, the last of one row, AdamW, gradients clipped. Dropout
+is off, and scores have weights of their own. A cell says how far log, weights and the optimizer's state are apart at
+most, relative to the largest number of each tensor: `=` is the same bits. In threads each cell is of K=2 and K=3;
+"resumed" goes on at another K in the middle of an epoch. Two replicas are beside Trainer in two processes.
+
+{table}
+
+t5 has one table of words for encoder and decoder: the two parts of its gradient are added in another order. Adapters
+are on all linear layers, but on those that peft allows in mamba2, and on attention alone in mixtral.
+
+{about}
+"""
+
+
+def through(
+    make: Callable[[int], Make], name: str, mode: str, folder: Path, partitions: int, goes_on: int
+) -> Outcome:
+    """A training, of the mode "resumed" its second part."""
+    found = train(make(partitions), name, folder, mode)
+    if mode == "resumed":
+        return train(make(goes_on), name, folder, mode, resume=f"{folder}/checkpoint-{MIDDLE}")
+    return found
+
+
+def in_threads(name: str, mode: str, folder: Path) -> float:
+    """How far K=2 and K=3 are from Trainer by itself."""
+    expected = through(lambda partitions: Trainer, name, mode, folder / "0", 0, 0)
+    piped: Callable[[int], Make] = lambda partitions: partial(GPipeTrainer, partitions=partitions)  # noqa: E731
+    found = [through(piped, name, mode, folder / str(one), one, 5 - one) for one in (2, 3)]
+    return max(apart(one, expected) for one in found)
+
+
+def over_processes(pool: WorkerPool, name: str, folder: Path, world: int, partitions: int) -> float:
+    """How far processes are from Trainer by itself, in as many as there are replicas."""
+    numbers, outcomes = count(), []
+    for ranks, own in ((world, partitions), (world // partitions, 0)):
+        here = folder / str(next(numbers))
+        told = answers(pool.run(jobs.train, own, name, "plain", str(here), {}, world=ranks))
+        outcomes.append(jobs.saved(told[0], here))
+    found, expected = outcomes
+    return apart(found, expected)
+
+
+def said(far: float) -> str:
+    """A cell.
+
+    >>> said(0.0), said(1.04e-6)
+    ('=', '1e-06')
+    """
+    return f"{far:.0e}" if far else "="
+
+
+def main(names: Sequence[str]) -> None:
+    """Fills the table."""
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
+    columns = [*MODES, *WORLDS]
+    before = FILE.read_text(encoding="utf-8") if FILE.exists() else ""
+    rows = {match[1]: match[0] for match in re.finditer(r"^\| (\S+) \|.*$", before, re.MULTILINE)}
+    with WorkerPool(4) as pool:
+        for name in names or DOZEN:
+            cells = []
+            for mode in MODES:
+                with TemporaryDirectory() as folder:
+                    cells.append(said(in_threads(name, mode, Path(folder))))
+            for world, partitions in WORLDS.values():
+                with TemporaryDirectory() as folder:
+                    cells.append(said(over_processes(pool, name, Path(folder), world, partitions)))
+            rows[name] = f"| {name} | {' | '.join(cells)} |"
+            print(rows[name], flush=True)
+    head = [f"| family | {' | '.join(columns)} |", f"|---{'|---' * len(columns)}|"]
+    table = "\n".join([*head, *(rows[name] for name in DOZEN if name in rows)])
+    versions = {module.__name__: module.__version__ for module in (transformers, accelerate, peft)}
+    about = ", ".join(f"{name} {value}" for name, value in {**facts(), **versions}.items())
+    FILE.write_text(PAGE.format(table=table, about=about), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

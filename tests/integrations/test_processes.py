@@ -1,0 +1,110 @@
+"""Trainer through a pipe over processes leaves what it leaves in one; replicas, what its own replicas leave."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.trained import MIDDLE, apart
+from tests.support.jobs import trainer as jobs
+from tests.support.jobs.trainer import saved
+from tests.support.processes.launch import WorkerPool
+from tests.support.processes.outcome import answers
+
+CASES: dict[str, tuple[int, int, str, str, dict[str, Any]]] = {
+    "two processes": (2, 2, "llama", "plain", {"pipe": {"schedule": "1f1b"}}),
+    "three processes": (3, 3, "deberta-v2", "plain", {}),
+    "two replicas": (4, 2, "gpt2", "plain", {"include_num_input_tokens_seen": "all"}),
+    "two replicas of one process": (2, 1, "llama", "plain", {}),
+    "adapters": (2, 2, "llama", "lora", {"label_smoothing_factor": 0.1}),
+    "in bf16": (2, 2, "llama", "bf16", {}),
+    "pictures": (2, 2, "vit", "plain", {"max_grad_norm": 0.01}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CASES)
+def test_over_processes_trainer_leaves_the_same(name: str, pool: WorkerPool, tmp_path: Path) -> None:
+    world, partitions, family, mode, how = CASES[name]
+    how = {"eval_strategy": "steps", "eval_steps": 2, **how}
+    found = answers(pool.run(jobs.train, partitions, family, mode, str(tmp_path), how, world=world))
+    plain = {key: value for key, value in how.items() if key != "pipe"}
+    folder = tmp_path / "by itself"
+    expected = answers(pool.run(jobs.train, 0, family, mode, str(folder), plain, world=world // partitions))
+    assert found == [expected[0]] * world
+    assert apart(saved(found[0], tmp_path), saved(expected[0], folder)) == 0.0
+
+
+def test_a_training_goes_on_with_other_numbers_of_processes(pool: WorkerPool, tmp_path: Path) -> None:
+    resume = f"{tmp_path}/two/checkpoint-{MIDDLE}"
+    answers(pool.run(jobs.train, 2, "llama", "plain", f"{tmp_path}/two", {}, world=2))
+    outcomes, predictions = [], []
+    for world, partitions in ((3, 3), (1, 2), (1, 0)):  # processes, threads, and Trainer by itself
+        folder = tmp_path / f"{world} {partitions}"
+        told = answers(pool.run(jobs.train, partitions, "llama", "plain", str(folder), {}, resume, world=world))
+        predictions.append(told[0][1])
+        outcomes.append(saved(told[0], folder))
+    assert all(apart(found, outcomes[2]) == 0.0 for found in outcomes)
+    assert predictions[:2] == predictions[2:] * 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("world", "partitions"), [(2, 2), (4, 2)])
+def test_evaluation_may_come_first_and_labels_may_lack(
+    world: int, partitions: int, pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Trainer's own replicas train apart if they have evaluated before, so it is held to some that have not."""
+    found = answers(pool.run(jobs.predict, partitions, str(tmp_path / "piped"), True, world=world))
+    expected, trained = (
+        answers(pool.run(jobs.predict, 0, str(tmp_path / "plain"), first, world=world // partitions))
+        for first in (True, False)
+    )
+    assert found == [[expected[0][0], trained[0][1]]] * world
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["plain", "lora"])
+def test_the_best_weights_come_back_into_all_partitions(mode: str, pool: WorkerPool, tmp_path: Path) -> None:
+    found = answers(pool.run(jobs.best, 2, mode, str(tmp_path / "piped"), world=2))
+    assert found == answers(pool.run(jobs.best, 0, mode, str(tmp_path / "plain"), world=1)) * 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("world", "partitions"), [(2, 2), (4, 2)])
+def test_sequences_are_generated(world: int, partitions: int, pool: WorkerPool, tmp_path: Path) -> None:
+    found = answers(pool.run(jobs.generate, partitions, str(tmp_path / "piped"), world=world))
+    expected = answers(pool.run(jobs.generate, 0, str(tmp_path / "plain"), world=world // partitions))
+    assert found == [expected[0]] * world
+
+
+def test_dropout_is_the_same_over_processes(pool: WorkerPool, tmp_path: Path) -> None:
+    told = [
+        answers(pool.run(jobs.drop, partitions, str(tmp_path / str(world)), world=world))[0]
+        for world, partitions in ((1, 2), (2, 2), (3, 3))
+    ]
+    assert told == told[:1] * 3
+
+
+@pytest.mark.parametrize(
+    ("partitions", "how", "text"),
+    [
+        (3, {}, "2 processes are no multiple of partitions=3"),
+        (2, {"pipe": {"driver": "threads"}}, "is for one process"),
+        (2, {"auto_find_batch_size": True}, "auto_find_batch_size is for one process"),
+        (2, {"train_sampling_strategy": "batch_rebalance"}, "rows of its own"),
+    ],
+)
+def test_what_cannot_be_over_processes_is_refused(
+    partitions: int, how: dict[str, Any], text: str, pool: WorkerPool, tmp_path: Path
+) -> None:
+    assert all(text in said for said in answers(pool.run(jobs.refuse, str(tmp_path), partitions, how, world=2)))
+
+
+def test_processes_of_a_replica_that_read_other_rows_are_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    told = answers(pool.run(jobs.read_apart, str(tmp_path), world=2))
+    assert all("the processes of replica 0 were given different batches" in one for one in told)
+
+
+def test_a_loss_that_gathers_is_refused_and_nobody_waits(pool: WorkerPool, tmp_path: Path) -> None:
+    told = answers(pool.run(jobs.gather_in_loss, str(tmp_path), world=2))
+    assert all("compute_loss gathers over processes" in one for one in told)

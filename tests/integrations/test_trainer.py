@@ -1,0 +1,395 @@
+"""What users of transformers' Trainer write and expect, with `GPipeTrainer` in its place."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import gpipe
+from gpipe.integrations.transformers import GPipeSeq2SeqTrainer, GPipeTrainer, Pipelined
+from tests.families.law import quiet
+from tests.integrations.trained import (
+    ADAPTED,
+    LAST,
+    apart,
+    log_of,
+    model_of,
+    next_words,
+    outcome,
+    rows_of,
+    stacked,
+    train,
+    trainer_of,
+)
+from tests.support.plain_loop import one_thread
+
+TWO: Any = partial(GPipeTrainer, partitions=2)
+
+
+def spoilt(output: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """No number for one batch of each epoch."""
+    loss = next_words(output, labels, num_items_in_batch)
+    return loss * float("nan") if (labels[0] == rows_of("llama")[3]["labels"][: labels.shape[1]]).all() else loss
+
+
+def arguments(**how: Any) -> dict[str, Any]:
+    return {"arguments": how}
+
+
+ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
+    "smoothed": ("llama", arguments(label_smoothing_factor=0.1)),
+    "smoothed, of another task": ("bert", arguments(label_smoothing_factor=0.1)),
+    "a loss of one's own": ("llama", {"compute_loss_func": next_words}),
+    "a batch whose loss is no number": ("llama", {"compute_loss_func": spoilt, **arguments(max_grad_norm=0.0)}),
+    "a loss that is not divided by labels": ("swin", {}),
+    "clipped": ("llama", arguments(max_grad_norm=0.01)),
+    "not clipped": ("llama", arguments(max_grad_norm=0.0)),
+    "tokens": ("llama", arguments(include_num_input_tokens_seen="non_padding")),
+    "by length": ("llama", arguments(train_sampling_strategy="group_by_length")),
+    "last batches left out": ("llama", arguments(dataloader_drop_last=True)),
+    "one batch a step": ("llama", arguments(gradient_accumulation_steps=1)),
+    "another optimizer": ("llama", arguments(optim="sgd", lr_scheduler_type="cosine", warmup_steps=2)),
+    "checkpointed": ("llama", arguments(activation_checkpointing=True)),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_trainer_can_be_told_it_does_as_by_itself(name: str, tmp_path: Path) -> None:
+    family, how = ALIKE[name]
+    assert apart(train(TWO, family, tmp_path, **how), train(Trainer, family, tmp_path, **how)) == 0.0
+
+
+WAYS: list[dict[str, Any]] = [
+    {"schedule": "1f1b", "remat": "never"},
+    {"schedule": "zb_v", "remat": 1},
+    {"driver": "lockstep", "remat": "except_last", "costs": "params"},
+    {"partitions": [2, 2, 2]},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_however_the_pipe_runs(way: dict[str, Any], tmp_path: Path) -> None:
+    assert apart(train(partial(TWO, **way), "llama", tmp_path), train(Trainer, "llama", tmp_path)) == 0.0
+
+
+def test_a_plan_says_how(tmp_path: Path) -> None:
+    batch = stacked(rows_of("llama", 8))
+    with quiet():
+        plan = gpipe.find_plan(model_of("llama"), batch, [gpipe.Device(flops=1e9)] * 2, schedule="1f1b")
+    found = train(partial(GPipeTrainer, plan=plan), "llama", tmp_path)
+    assert apart(found, train(Trainer, "llama", tmp_path)) == 0.0
+
+
+def test_a_subclass_computes_its_own_loss(tmp_path: Path) -> None:
+    class Own:
+        def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            labels = inputs.pop("labels")
+            output = model(**inputs)
+            loss = next_words(output, labels) + 0.01 * output.logits.square().mean()
+            return (loss, output) if return_outputs else loss
+
+        loss_is_scaled_for_ga = False
+
+    class Plain(Own, Trainer):  # type: ignore[misc]  # as untyped as users write it
+        pass
+
+    class Piped(Own, GPipeTrainer):  # type: ignore[misc]
+        pass
+
+    how = arguments(eval_strategy="epoch")
+    found = train(partial(Piped, partitions=2), "llama", tmp_path, **how)
+    assert apart(found, train(Plain, "llama", tmp_path, **how)) == 0.0
+
+
+def test_a_subclass_that_gives_the_models_own_loss_without_the_count_has_means(tmp_path: Path) -> None:
+    class Own:
+        def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            output = model(**inputs)
+            return (output.loss, output) if return_outputs else output.loss
+
+    class Plain(Own, Trainer):  # type: ignore[misc]  # as untyped as users write it
+        pass
+
+    class Piped(Own, GPipeTrainer):  # type: ignore[misc]
+        pass
+
+    found = train(partial(Piped, partitions=2), "llama", tmp_path)
+    assert apart(found, train(Plain, "llama", tmp_path)) == 0.0
+
+
+def test_a_collator_that_draws_for_itself_has_drawn_nothing_for_the_sample(tmp_path: Path) -> None:
+    class Masks:
+        def __init__(self, model: nn.Module | None = None) -> None:
+            self.generator, self.model = torch.Generator().manual_seed(3), model
+
+        def __call__(self, rows: Any) -> Any:
+            batch = stacked(rows)
+            drawn = torch.rand(batch["labels"].shape, generator=self.generator) < 0.3
+            return {**batch, "labels": batch["labels"].masked_fill(drawn, -100)}
+
+    found = train(TWO, "llama", tmp_path, data_collator=Masks())
+    assert apart(found, train(Trainer, "llama", tmp_path, data_collator=Masks())) == 0.0
+
+
+def test_a_subclass_makes_its_own_optimizer(tmp_path: Path) -> None:
+    class Own:
+        def create_optimizer(self: Any, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+            return self.optimizer
+
+    class Plain(Own, Trainer):  # type: ignore[misc]  # as untyped as users write it
+        pass
+
+    class Piped(Own, GPipeTrainer):  # type: ignore[misc]
+        pass
+
+    found = train(partial(Piped, partitions=2), "llama", tmp_path)
+    assert apart(found, train(Plain, "llama", tmp_path)) == 0.0
+
+
+class Events(TrainerCallback):
+    """Notes which events happen, at which step."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+        return lambda args, state, control, **how: self.seen.append((name, state.global_step, state.epoch))
+
+
+def test_callbacks_see_the_same_events(tmp_path: Path) -> None:
+    one, other = Events(), Events()
+    train(TWO, "llama", tmp_path, callbacks=[one])
+    train(Trainer, "llama", tmp_path, callbacks=[other])
+    assert one.seen == other.seen
+    assert sum(name == "on_substep_end" for name, *_ in one.seen) == 2 * (3 + 1)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("task", ["llama", "vit"])
+def test_evaluation_and_prediction_before_training_leave_no_trace(task: str, precision: str, tmp_path: Path) -> None:
+    def accuracy(predictions: Any) -> dict[str, float]:
+        return {"accuracy": float((predictions.predictions.argmax(-1) == predictions.label_ids).mean())}
+
+    def tried(make: Any) -> Any:
+        how = {"compute_metrics": accuracy, **arguments(bf16=precision == "bf16", per_device_eval_batch_size=2)}
+        trainer: Any = trainer_of(make, model_of(task), task, tmp_path, **how)
+        trainer.data_collator = lambda rows: {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+        unlabelled = [{key: value for key, value in row.items() if key != "labels"} for row in rows_of(task, 3)]
+        seen = [trainer.evaluate(), trainer.predict(rows_of(task, 3)).predictions.tolist()]
+        seen.append(trainer.predict(unlabelled).predictions.tolist())
+        trainer.train()
+        return seen[1:], log_of(trainer), outcome(trainer)
+
+    with quiet(), one_thread():
+        (*seen, found), (*expected, right) = tried(TWO), tried(Trainer)
+    assert seen == expected
+    assert apart(found, right) == 0.0
+
+
+def test_what_is_saved_is_read_by_from_pretrained_and_the_best_is_taken(tmp_path: Path) -> None:
+    how = arguments(
+        eval_strategy="steps", save_strategy="steps", eval_steps=1, save_steps=1, learning_rate=0.3,
+        load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True, save_total_limit=1,
+    )  # fmt: skip
+    with quiet(), one_thread():
+        trainers: list[Any] = []
+        for make in (TWO, Trainer):
+            trainers.append(trainer_of(make, model_of("llama"), "llama", tmp_path / str(make is TWO), **how))
+            trainers[-1].train()
+        piped, plain = trainers
+        piped.save_model(str(tmp_path / "saved"))
+        read = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert piped.state.best_global_step == plain.state.best_global_step < LAST
+    assert apart(outcome(piped), outcome(plain)) == 0.0
+    for name, tensor in piped.model.state_dict().items():
+        assert torch.equal(read.state_dict()[name], tensor)
+    with torch.no_grad(), one_thread():
+        words = rows_of("llama", 1)[0]["input_ids"][None]
+        assert torch.equal(read.eval()(words).logits, piped.model.eval()(words).logits)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # asked for by peft
+def test_adapters_are_saved_by_themselves_and_go_on(tmp_path: Path) -> None:
+    train(TWO, "llama", tmp_path, "lora", arguments={"save_strategy": "steps", "save_steps": 2})
+    saved = tmp_path / "checkpoint-2"
+    assert (saved / "adapter_model.safetensors").exists()
+    assert not (saved / "model.safetensors").exists()
+    again = train(TWO, "llama", tmp_path, "lora", resume=str(saved))
+    assert apart(again, train(Trainer, "llama", tmp_path, "lora", resume=str(saved))) == 0.0
+    train(TWO, "llama", tmp_path, "lora", arguments={"save_strategy": "steps", "save_steps": LAST})
+    read = PeftModel.from_pretrained(model_of("llama"), tmp_path / f"checkpoint-{LAST}").state_dict()
+    learnt = {name: tensor for name, tensor in again.weights.items() if "lora" in name}
+    assert learnt
+    assert all(torch.equal(tensor, read[name]) for name, tensor in learnt.items())
+
+
+def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"model": {"dropout": True}, "arguments": {"save_strategy": "steps", "save_steps": 3}}
+    whole = train(TWO, "gpt2", tmp_path, **how)
+    three = partial(GPipeTrainer, partitions=3)
+    resumed = train(three, "gpt2", tmp_path, resume=str(tmp_path / "checkpoint-3"), **how)
+    assert resumed.weights.keys() == whole.weights.keys()
+    assert all(torch.equal(tensor, whole.weights[name]) for name, tensor in resumed.weights.items())
+    assert resumed.log[:-1] == whole.log[:-1]  # behind it is what this part of the training took
+    without = train(TWO, "gpt2", tmp_path)
+    assert not all(torch.equal(tensor, whole.weights[name]) for name, tensor in without.weights.items())
+
+
+def test_several_gpus_of_one_process_are_not_given_copies(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=2, use_cpu=True, report_to=[])
+    assert args.device.type == "cpu"
+    args._n_gpu = 2  # as on a machine with two
+    trainer = GPipeTrainer(model_of("llama"), args, stacked, rows_of("llama"), partitions=2)
+    assert args.n_gpu == 1
+    assert trainer.get_total_train_batch_size(args) == 2
+
+
+def test_a_model_made_anew_gets_a_pipe_of_its_own(tmp_path: Path) -> None:
+    def trained(make: Any) -> Any:
+        trainer: Any = trainer_of(make, None, "llama", tmp_path, model_init=lambda: model_of("llama"))  # type: ignore[arg-type]
+        trainer.train()
+        first = getattr(trainer, "pipe", None)
+        trainer.train()
+        assert first is None or trainer.pipe is not first
+        return outcome(trainer)
+
+    with quiet(), one_thread():
+        assert apart(trained(TWO), trained(Trainer)) == 0.0
+
+
+def test_sequences_are_generated(tmp_path: Path) -> None:
+    def made(make: Any) -> Any:
+        args = Seq2SeqTrainingArguments(
+            str(tmp_path), predict_with_generate=True, generation_max_length=6, use_cpu=True, report_to=[],
+            num_train_epochs=1, gradient_accumulation_steps=2, per_device_train_batch_size=2, disable_tqdm=True,
+            dataloader_pin_memory=False, save_strategy="no",
+        )  # fmt: skip
+        trainer = make(model_of("t5"), args, stacked, rows_of("t5"), rows_of("t5", 3))
+        trainer.train()
+        return trainer.predict(rows_of("t5", 3))
+
+    with quiet(), one_thread():
+        found, expected = made(partial(GPipeSeq2SeqTrainer, partitions=2)), made(Seq2SeqTrainer)
+    assert found.predictions.tolist() == expected.predictions.tolist()
+    assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=2e-6)
+
+
+def test_a_smaller_batch_is_found_where_memory_is_short(tmp_path: Path) -> None:
+    def short(output: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        if len(labels) > 2:
+            raise RuntimeError("CUDA out of memory. Tried to allocate much")
+        return next_words(output, labels, num_items_in_batch)
+
+    how = {"compute_loss_func": short, **arguments(auto_find_batch_size=True, per_device_train_batch_size=4)}
+    found, expected = train(TWO, "llama", tmp_path, **how), train(Trainer, "llama", tmp_path, **how)
+    assert apart(found, expected) == 0.0
+
+
+def test_who_has_fewer_micro_batches_than_partitions_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    how = arguments(gradient_accumulation_steps=1, max_steps=1)
+    trainer_of(TWO, model_of("llama"), "llama", tmp_path, **how).train()
+    assert "gradient_accumulation_steps=1 is less than partitions=2" in caplog.text
+
+
+# What is refused.
+
+
+class Draws(GPipeTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **how: Any) -> Any:
+        mask = torch.rand(inputs["input_ids"].shape).round().long()
+        return super().compute_loss(model, {**inputs, "attention_mask": mask}, *args, **how)
+
+
+class CallsTwice(GPipeTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **how: Any) -> Any:
+        return sum(super(CallsTwice, self).compute_loss(model, dict(inputs), *args, **how) for _ in range(2))
+
+
+class CallsNever(GPipeTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **how: Any) -> Any:
+        return torch.zeros((), requires_grad=True)
+
+
+class PassesBy(GPipeTrainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss: Any = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (PassesBy, "override compute_loss instead"),
+        (Draws, "draw in the collator"),
+        (CallsTwice, "calls the model twice"),
+        (CallsNever, "did not call the model"),
+    ],
+)
+def test_losses_that_a_pipe_cannot_follow_are_refused(make: Any, said: str, tmp_path: Path) -> None:
+    with quiet(), pytest.raises(ValueError, match=said):
+        train(partial(make, partitions=2), "llama", tmp_path)
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    model.hf_device_map = {"model": 0, "lm_head": 1}  # type: ignore[assignment]
+    return model
+
+
+WRONG: dict[str, tuple[Callable[[nn.Module], nn.Module], dict[str, Any]]] = {
+    "a DataParallel already; give the plain model": (nn.DataParallel, {}),
+    "spread over devices already": (compiled, {}),
+    "a compiled model cannot be cut": (lambda model: model, {"torch_compile": True}),
+    "LOMO optimizers step inside": (lambda model: model, {"optim": "lomo"}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch_compile warns of CPUs
+@pytest.mark.parametrize("said", WRONG)
+def test_arguments_that_cannot_be_had_with_a_pipe_are_refused(said: str, tmp_path: Path) -> None:
+    change, how = WRONG[said]
+    with pytest.raises(ValueError, match=said):
+        trainer_of(TWO, change(model_of("llama")), "llama", tmp_path, arguments=how)
+
+
+def test_adapters_of_experts_are_refused_in_threads_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ADAPTED, "mixtral", "all-linear")
+    with quiet(), pytest.raises(ValueError, match="give driver='lockstep'"):
+        train(TWO, "mixtral", tmp_path, "lora")
+    found = train(partial(TWO, driver="lockstep"), "mixtral", tmp_path, "lora")
+    assert apart(found, train(Trainer, "mixtral", tmp_path, "lora")) == 0.0
+
+
+def test_micro_batches_are_those_of_the_accumulation(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"micro_batches=: M is gradient_accumulation_steps="):
+        trainer_of(partial(TWO, micro_batches=4), model_of("llama"), "llama", tmp_path)
+
+
+def test_any_trainer_is_pipelined(tmp_path: Path) -> None:
+    class Mine(Trainer):
+        def compute_loss(self, *args: Any, **how: Any) -> Any:
+            return super().compute_loss(*args, **how)
+
+    class Piped(Pipelined, Mine):
+        pass
+
+    found = train(partial(Piped, partitions=2), "llama", tmp_path)
+    assert apart(found, train(Mine, "llama", tmp_path)) == 0.0

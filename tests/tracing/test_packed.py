@@ -1,0 +1,144 @@
+"""Sequences packed in one row train as in the plain loop; their offsets are never split as if they were rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import gpipe
+from tests.support.jobs import packed as jobs
+from tests.support.packed import LENGTHS, packed, packed_model, packs, trained, trained_plainly
+from tests.support.plain_loop import one_thread, same_bits
+from tests.support.processes.digests import digests
+from tests.support.processes.launch import WorkerPool
+from tests.support.processes.outcome import answers
+
+STEPS = 2
+
+
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+@pytest.mark.parametrize("partitions", [1, 2, 3])
+def test_packs_with_offsets_of_their_own_train_as_the_plain_loop_weighed_by_labels(
+    partitions: int, driver: str
+) -> None:
+    losses, gradients = trained(partitions, STEPS, driver=driver)
+    expected, theirs = trained_plainly(STEPS)
+    assert all(map(same_bits, losses, expected))
+    assert [name for name, one in gradients.items() if not same_bits(one, theirs[name])] == []
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_so_they_do_over_processes(schedule: str, pool: WorkerPool) -> None:
+    expected, theirs = trained_plainly(STEPS)
+    whole = digests(theirs)
+    ranks = answers(pool.run(jobs.train, schedule, world=2))
+    for losses, found in ranks:
+        assert losses == [loss.item() for loss in expected]
+        assert found.items() <= whole.items()
+    assert {name for _, found in ranks for name in found} == whole.keys()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_one_pack_is_one_micro_batch(micro_batches: int) -> None:
+    # It was refused with the advice to wrap the offsets.
+    batch = packed(LENGTHS[1], 5)
+    with gpipe.GPipe(packed_model(), 2, micro_batches, sample=packs()[0], costs="params") as pipe, one_thread():
+        assert same_bits(pipe.step(batch), packed_model()(**batch)["loss"].detach())
+
+
+def test_that_halves_of_one_row_have_no_loss_is_not_told() -> None:
+    # Halves of one row were tried for how the loss averages: the second had no rows, and the model failed on it.
+    class Packs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = packed_model()
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            starts = (labels[0] == -100).nonzero()[:, 0]
+            offsets = torch.cat([starts, torch.tensor([input_ids.shape[1]])])
+            return self.inner(input_ids, offsets, int(offsets.diff().max()), labels)
+
+    batch = {key: one for key, one in packs()[0].items() if key in ("input_ids", "labels")}
+    with gpipe.GPipe(Packs(), 2, 8, sample=batch, costs="params") as pipe:
+        pipe.step(batch)
+        assert not [finding for finding in pipe.findings if "halves" in finding]
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {**given, "x": self.linear(given["x"])}
+
+
+@dataclass
+class Meta:
+    starts: object
+
+
+TOKENS = torch.zeros(6, 4)
+OFFSETS = torch.tensor([0, 1, 2, 3, 4, 6])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "name"),
+    [
+        ({"x": TOKENS, "cu_seqlens": OFFSETS}, "['cu_seqlens']"),  # as many as there are rows
+        ({"cu_seqlens": OFFSETS[:4], "x": TOKENS}, "['cu_seqlens']"),
+        ({"x": TOKENS, "cu_seqlens": [0, 2, 6]}, "['cu_seqlens']"),
+        ({"x": TOKENS, "kwargs": {"cu_seq_lens_k": OFFSETS[[0, 5]]}}, "['kwargs']['cu_seq_lens_k']"),
+        ({"x": TOKENS, "more": (OFFSETS[[0, 2, 5]], None)}, "['more'][0]"),  # by what they are, in the other cases
+        ({"x": TOKENS, "more": ([0, 2, 2, 6], None)}, "['more'][0]"),
+        ({"x": TOKENS, "more": [torch.tensor(0), torch.tensor(6)]}, "['more']"),
+        ({"x": TOKENS, "more": Meta((0, 5, 6))}, "['more'].starts"),
+        ({"x": TOKENS, "more": SimpleNamespace(inner=Meta([0, 5, 6]))}, "['more'].inner.starts"),
+    ],
+)
+def test_offsets_of_rows_that_would_be_split_are_refused(inputs: dict[str, Any], name: str) -> None:
+    # As many offsets as rows were split as rows, and a list went whole to every micro-batch: wrong, and nothing said.
+    def loss(output: Any, target: Tensor) -> Tensor:
+        return mse_loss(output["x"], target)
+
+    with gpipe.GPipe([Looks(), Looks()], 2, 2) as pipe:
+        refused: list[Callable[[], object]] = [lambda: pipe.step(inputs, TOKENS, loss), lambda: pipe(inputs)]
+        for call in refused:
+            with pytest.raises(ValueError, match="each micro-batch needs offsets of its own") as caught:
+                call()
+            assert f"inputs{name} says where" in str(caught.value)
+            assert "gpipe.MicroBatches([" in str(caught.value)
+        wrapped = {"x": TOKENS, "cu_seqlens": gpipe.Whole(OFFSETS)}
+        pipe.step(wrapped, TOKENS, loss)  # offsets of something else, which every micro-batch needs whole
+
+
+def test_so_are_those_of_targets_and_of_a_sample() -> None:
+    pipe = gpipe.GPipe([nn.Linear(4, 4)], 1, 2)
+    with pytest.raises(ValueError, match=r"targets\['cu_seqlens'\] says where"):
+        pipe.step(TOKENS, {"y": TOKENS, "cu_seqlens": OFFSETS}, lambda output, target: output.mean())
+    rows = {"input_ids": torch.zeros(4, 3, dtype=torch.int64), "cu_seq_lens_q": OFFSETS[:4], "max_length_q": 3}
+    with pytest.raises(ValueError, match=r"sample\['cu_seq_lens_q'\] says where"):
+        gpipe.GPipe(packed_model(), 2, 2, sample=rows)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        torch.tensor([0, 1, 2, 3, 4, 6]),  # labels, one a row
+        Meta([0, 3, 5]),
+        [1, 6],
+        [0, 7, 6],
+        [0.0, 6.0],
+        {"cu_seqlens_max": 6, "max": torch.tensor(6)},  # it was refused for its name
+        {"cu_seqlens": None},
+    ],
+    ids=str,
+)
+def test_what_is_no_offsets_is_not_refused(target: Any) -> None:
+    pipe = gpipe.GPipe([nn.Linear(4, 4)], 1, 2)
+    pipe.step(TOKENS, (TOKENS, target), lambda output, target: mse_loss(output, target[0]))
