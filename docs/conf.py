@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "gpipe"
 copyright = "the authors of gpipe, Apache-2.0"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "families", "table"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "families", "notebook", "table"]
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
@@ -25,11 +25,12 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["accelerate", "transformers"]  # of integrations: pages are made where these are not
 napoleon_use_rtype = False
 
 nitpicky = True
 nitpick_ignore_regex = [  # what these pages name and do not document: torch, the standard library, types of our own
     ("py:.*", r"(torch|collections|pathlib|types|random|os|rich|typing|nn|Tensor|np|numpy)\b.*"),
-    ("py:.*", r"(DeviceMesh|gpipe\.checkpoint\.manifest\.Manifest)"),
+    ("py:.*", r"(Tree|Reduction|LossModule|T|DeviceMesh|gpipe\.checkpoint\.manifest\.Manifest)"),
     ("py:.*", r"(Any|optional|default.*|Iterable|Iterator|Sequence|Mapping|Callable|Path|Table|.*Error)"),
 ]
