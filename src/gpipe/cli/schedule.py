@@ -71,7 +71,7 @@ def schedule(
         times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
         problems = list(out_of_bounds(schedule, times))
         if len(stages_per_rank) not in (0, 1, len(names)):
-            problems.append(f"--stages-per-rank has {len(stages_per_rank)} numbers: give one, or one a schedule")
+            problems.append(f"--stages-per-rank has {len(stages_per_rank)} numbers: give one, or one for each")
         if csv is not None and other:
             problems.append("--csv is for one schedule")
         refuse(problems)

@@ -332,18 +332,24 @@ class Pipelined(WholeCheckpoints):
         return [loss.to(self.args.device) for loss in losses[before : before + len(inputs)]]
 
     def _called_with(self, batch: Any, count: Any) -> Any:
+        """What training on a batch calls the model with."""
+        self.accelerator.in_loss = True
+        try:
+            return self._called_in(super().training_step, batch, count)
+        finally:
+            self.accelerator.in_loss = False
+
+    def _called_in(self, step: Callable[..., Any], *args: Any) -> Any:
+        """What a step of Trainer's calls the model with, which is as far as it runs."""
         model = self.model
 
         def call(*args: Any, **kwargs: Any) -> None:
             raise _Called(model, args, kwargs)
 
-        self.accelerator.in_loss = True
         try:
-            super().training_step(_Model(model, call), batch, count)
+            step(_Model(model, call), *args)
         except _Called as called:
             return called.inputs
-        finally:
-            self.accelerator.in_loss = False
         raise ValueError(f"{type(self).__name__}.compute_loss did not call the model that it is given")
 
     def _loss_of(self, inputs: Sequence[Any], count: Any, output: Any, at: int) -> Tensor:
@@ -385,7 +391,7 @@ class Pipelined(WholeCheckpoints):
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, with the pipe for the model: one batch at a time, as one micro-batch."""
         if self._apart and self._piped is not self.model:
-            self._make_pipe(inputs)
+            self._make_pipe(self._called_in(super().prediction_step, inputs, True))
         with self._generating_by_pipe():
             return super().prediction_step(_Model(self.model, self._predict, self.pipe), inputs, *args, **kwargs)
 
