@@ -19,7 +19,7 @@ from gpipe.cli.doctor import CHECKS
 from gpipe.distributed import rendezvous
 from gpipe.distributed.codec import Damaged, Gone, encode
 from gpipe.distributed.connection import TcpConnection
-from gpipe.distributed.rendezvous import STREAMS, TLS_STREAMS, Listener, dial, hello
+from gpipe.distributed.rendezvous import BY_TLS, STREAMS, Listener, dial, hello
 from gpipe.distributed.tls import CA, CERT, KEY, VARIABLES, identity
 from gpipe.errors import RemoteError
 from gpipe.stages.boundary import BoundaryValue
@@ -93,7 +93,7 @@ class Middle:
 def exchange(stream: str, altered: int = -1, *, tls: bool = True) -> tuple[list[torch.Tensor], list[bytes], Middle]:
     """What comes of `SENT` and `REPORT` if a byte of one of the streams is altered, and what the middle saw."""
     middle = Middle()
-    pairs = [middle.between() if name == stream else socket.socketpair() for name in TLS_STREAMS]
+    pairs = [middle.between() if name == stream else socket.socketpair() for name in BY_TLS[:3]]
     (m0, m1), (c0, c1), (a0, a1) = [encrypted(*pair) for pair in pairs] if tls else pairs
     middle.seen.clear()  # a handshake has all come: the other end has answered it
     middle.altered = altered
@@ -324,13 +324,13 @@ def test_who_shows_no_certificate_of_the_authority_is_a_stranger_though_it_knows
 
         def dial_all() -> list[socket.socket]:
             stranger.result()
-            return [dial(own.address, hello(TOKEN, 1, one), LIMIT, local=False, tls=known()) for one in TLS_STREAMS]
+            return [dial(own.address, hello(TOKEN, 1, one), LIMIT, local=False, tls=known()) for one in BY_TLS]
 
         stranger = threads.submit(come)
         dialled = threads.submit(dial_all)
-        found = own.accept([(1, one) for one in TLS_STREAMS], TOKEN, math.inf, lambda: None, known())
+        found = own.accept([(1, one) for one in BY_TLS], TOKEN, math.inf, lambda: None, known())
         assert rendezvous.WELCOME not in stranger.result()
-        for stream, end in zip(TLS_STREAMS, dialled.result(), strict=True):
+        for stream, end in zip(BY_TLS, dialled.result(), strict=True):
             with end, found[1, stream] as theirs:
                 end.sendall(b"here")
                 assert theirs.recv(100) == b"here"
@@ -415,7 +415,7 @@ def test_both_ends_may_send_much_at_a_time() -> None:
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.parametrize("tls", [False, True])
 def test_who_listens_on_the_wire_sees_all_in_the_clear_and_nothing_of_tls(tls: bool) -> None:
-    shown, streams = (known(), TLS_STREAMS) if tls else (None, STREAMS)
+    shown, streams = (known(), BY_TLS) if tls else (None, STREAMS)
     seen, ready = bytearray(), threading.Event()
     with two_hosts() as hosts, ThreadPoolExecutor(3) as threads, pytest.MonkeyPatch.context() as patch:
         patch.setenv("MASTER_ADDR", ADDRESSES[0])

@@ -28,7 +28,13 @@ Record = dict[str, Any]
 
 @contextmanager
 def launched(
-    hosts: Hosts, folder: Path, fault: str, workers: int, addresses: Sequence[str] = ADDRESSES, **variables: str
+    hosts: Hosts,
+    folder: Path,
+    fault: str,
+    workers: int,
+    addresses: Sequence[str] = ADDRESSES,
+    job: str = "two_hosts",
+    **variables: str,
 ) -> Iterator[None]:
     """The job on both hosts, each under its own torchrun; all are killed with the hosts."""
     logs = []
@@ -36,12 +42,12 @@ def launched(
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={workers}"]
         first = f"[{addresses[0]}]" if ":" in address else addresses[0]
         meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={first}:{PORT}", f"--local-addr={address}"]
-        job = ["-m", "tests.support.jobs.two_hosts", str(folder), fault, str(TIMEOUT)]
+        module = ["-m", f"tests.support.jobs.{job}", str(folder), fault, str(TIMEOUT)]
         logs.append(folder / f"host_{host}.log")
         with logs[-1].open("wb") as stream:
             hosts.start(
                 host,
-                [*command, *meeting, f"--rdzv-conf=is_host={1 - host}", f"--node-rank={host}", *job],
+                [*command, *meeting, f"--rdzv-conf=is_host={1 - host}", f"--node-rank={host}", *module],
                 cwd=ROOT,
                 stdout=stream,
                 stderr=stream,
@@ -110,3 +116,24 @@ def test_a_rank_that_is_killed_on_the_other_host_is_missed_at_once_and_ipv6_will
         assert "rank 1 is gone" in first["told"]
         check_sound_steps([first], 1, ADDRESSES6)
         assert {one.port for one in {*heard(first["doors"])} - {*heard(first["listening"])}} == {5000}  # gloo's stay
+
+
+STILL = "rank 1: its process has not answered for"
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("stopped", STILL),
+        ("held", STILL),
+        ("slow", "rank 1: it was last seen in the forward of micro-batch 1, rank 1, stage 1, layer 1"),
+        ("busy", "rank 1: it was last seen outside of any step, after 1 run, and that for"),
+    ],
+    ids=["stopped", "held", "slow", "busy"],
+)
+def test_who_stands_still_on_the_other_host_is_named_and_waited_for(tmp_path: Path, fault: str, words: str) -> None:
+    files = authority().files if fault == "slow" and not REASON_TLS else {}
+    with two_hosts() as hosts, launched(hosts, tmp_path, fault, 1, job="standstill", **files):
+        found = records(tmp_path, [0, 1])
+        assert words in (tmp_path / "told").read_text()
+        assert found[0] == found[1]  # the loss: both have gone on

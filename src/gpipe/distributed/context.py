@@ -13,9 +13,9 @@ from torch import Tensor
 
 from gpipe.distributed.agree import CALLED, GRADIENTS, differences, follow_first
 from gpipe.distributed.endpoint import Endpoint
-from gpipe.distributed.failures import Status
 from gpipe.distributed.mesh import host_name
 from gpipe.distributed.reduce import add_over_replicas, add_over_stages, gather_replicas, reduces_itself
+from gpipe.distributed.status import Status
 from gpipe.distributed.sync_batchnorm import LOCKSTEP, Synced, find_norms
 from gpipe.runtime.context import Context, Request
 from gpipe.runtime.engine import Engine

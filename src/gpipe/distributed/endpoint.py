@@ -24,13 +24,16 @@ from weakref import WeakSet
 
 from gpipe.distributed.codec import Damaged, Gone, damaged, encode, payload_of
 from gpipe.distributed.connection import Connection
-from gpipe.distributed.failures import LONG_WAIT_SECONDS, FailureDetector, Memory, Report, Status, in_no_step
+from gpipe.distributed.failures import LONG_WAIT_SECONDS, FailureDetector, Report, in_no_step
 from gpipe.distributed.nccl import Coming, NcclGroups
+from gpipe.distributed.questions import Questions
+from gpipe.distributed.status import Memory, Status
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Control, Crossed, Label, Message, ReadyEvent
 from gpipe.stages.tree import Tree
 
 LONGEST_POLL = 2**31 - 1  # ms
+ANSWER_SECONDS = 1.0  # that processes of other hosts have to say what they are at
 
 logger = logging.getLogger("gpipe")
 
@@ -76,6 +79,7 @@ class Endpoint:
         status: Status,
         shared: Mapping[int, Memory],
         groups: NcclGroups | None = None,
+        questions: Questions | None = None,
     ) -> None:
         self.rank = rank
         self.connections = dict(connections)  # in the order of their ranks
@@ -84,13 +88,13 @@ class Endpoint:
         self.waited = 0.0  # seconds, in all
         self.noted: list[Crossed] | None = None  # what crossed in this run, if anybody wants to know
         self.status = status
-        self._groups = groups
+        self._groups, self._questions = groups, questions
         self._parting = False
         self._warns_at = math.inf
         self._early: dict[tuple[int, Label], tuple[Message | Coming, ReadyEvent]] = {}
         self._sources: Collection[int] = ()
         self._poll = Poll(self.connections)
-        self.detector = FailureDetector(self.connections, shared, limit)
+        self.detector = FailureDetector(self.connections, shared, limit, questions)
         _endpoints.add(self)
 
     @contextmanager
@@ -245,14 +249,22 @@ class Endpoint:
             self._check(([peer] if writing else []) if self._parting else self.connections)
 
     def _sleep(self, peer: int) -> bool | None:
-        """Sleeps as `Poll` does, until the time is up; warns once of a wait that takes long."""
-        until = time.monotonic() + self.detector.limit
+        """Sleeps as `Poll` does, until the time is up; warns once of a wait that takes long.
+
+        Before it says something of others it asks them, a little earlier.
+        """
+        until, has_asked = time.monotonic() + self.detector.limit, False
         while True:
-            is_control = self._poll.sleep(min(until, self._warns_at) - time.monotonic())
-            if is_control is not None or time.monotonic() >= until:
+            speaks_at = min(until, self._warns_at)
+            is_control = self._poll.sleep(speaks_at - (0.0 if has_asked else ANSWER_SECONDS) - time.monotonic())
+            now = time.monotonic()
+            if is_control is not None or (has_asked and now >= until):
                 return is_control
-            if time.monotonic() >= self._warns_at:
-                self._warns_at = math.inf
+            if not has_asked:
+                self.detector.ask()
+                has_asked = True
+            elif now >= self._warns_at:
+                self._warns_at, has_asked = math.inf, False
                 where = "\n".join(self.detector.all_last_seen(self.detector.stuck(peer)))
                 logger.warning("rank %d has waited %g s for rank %d\n%s", self.rank, LONG_WAIT_SECONDS, peer, where)
 
@@ -293,6 +305,15 @@ class Endpoint:
             if why:
                 connection.control.send(Report(0, self.rank, "", why).write())
             connection.close()
+        if self._questions is not None:
+            self._questions.close()
+
+    def drop(self) -> None:
+        """Lets go of all connections, in a process that was forked."""
+        for connection in self.connections.values():
+            connection.drop()
+        if self._questions is not None:
+            self._questions.drop()
 
 
 _endpoints: "WeakSet[Endpoint]" = WeakSet()
@@ -301,8 +322,7 @@ _endpoints: "WeakSet[Endpoint]" = WeakSet()
 def _drop_all() -> None:
     """In a forked process, say a DataLoader's, as long as it had connections nobody would see this process end."""
     for endpoint in _endpoints:
-        for connection in endpoint.connections.values():
-            connection.drop()
+        endpoint.drop()
 
 
 os.register_at_fork(after_in_child=_drop_all)

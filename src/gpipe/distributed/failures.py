@@ -1,59 +1,30 @@
 """What a process reports to others of its failure, what they raise of it, and where they last saw who is silent."""
 
-import ctypes
 import json
-import mmap
 import select
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple, NoReturn, Self, TypeAlias
+from typing import NamedTuple, NoReturn
 
 from gpipe.distributed.codec import Gone, reading
 from gpipe.distributed.connection import Connection
+from gpipe.distributed.questions import Questions
+from gpipe.distributed.status import Memory, Status
 from gpipe.errors import RemoteError, folded, received
-
-
-class Status(ctypes.Structure):
-    """What a process is at, in memory that the other processes of its host can read: also when it is stuck or gone.
-
-    Its run, its place in the actions (-1 outside) and since when, how many layers began there, whether it waits.
-    """
-
-    _fields_ = (
-        ("run", ctypes.c_uint32),
-        ("at", ctypes.c_int32),
-        ("layers", ctypes.c_uint32),
-        ("waits", ctypes.c_bool),
-        ("since", ctypes.c_double),
-    )
-
-    @classmethod
-    def shown_in(cls, folder: str) -> Self:
-        """That of this process, as a file in a folder."""
-        with open(f"{folder}/status", "x+b") as file:
-            file.write(bytes(ctypes.sizeof(cls)))
-            file.flush()
-            return cls.from_buffer(mmap.mmap(file.fileno(), 0))
-
-    @staticmethod
-    def memory_in(folder: str) -> mmap.mmap:
-        """The memory of another process's, to read."""
-        with open(f"{folder}/status", "rb") as file:
-            return mmap.mmap(file.fileno(), ctypes.sizeof(Status), prot=mmap.PROT_READ)
-
-    def reach(self, run: int, at: int) -> None:
-        """Notes a place among the actions."""
-        self.run, self.at, self.layers, self.waits, self.since = run, at, 0, False, time.monotonic()
-
 
 SILENT_SECONDS = 2.5  # after which a host that should answer every second counts as out of reach
 LONG_WAIT_SECONDS = 10.0  # after which a wait is warned of, once
 REPORT_SECONDS = 1.0  # from the end of a process's connection until its own report of why, at most
 LONGEST_TEXT = 20_000  # characters of a traceback, and of an exception's text
+STILL = (
+    "its process has not answered for {seconds:.1f} s, and its host does: it is stopped, or something in it holds "
+    "the interpreter's lock; it is waited for"
+)
+BUSY = (
+    "it is waited for, if it is busy there, as with data. Else: is the pipe called on every rank, in the same order?"
+)
 HANGS_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
-
-Memory: TypeAlias = Status | mmap.mmap  # where a status stands
 
 
 class Report(NamedTuple):
@@ -97,7 +68,13 @@ class Report(NamedTuple):
 class FailureDetector:
     """The other processes of a pipe, as one of them knows them: who failed, who is gone, who was last seen where."""
 
-    def __init__(self, connections: Mapping[int, Connection], shared: Mapping[int, Memory], limit: float) -> None:
+    def __init__(
+        self,
+        connections: Mapping[int, Connection],
+        shared: Mapping[int, Memory],
+        limit: float,
+        questions: Questions | None = None,
+    ) -> None:
         self.run = 0  # the number of the current one
         self.sees: Callable[[int, Status], str] = in_no_step  # says in words what a peer was last seen at
         self.limit = limit  # seconds to wait for one
@@ -105,6 +82,7 @@ class FailureDetector:
         self._reports: list[Report] = []
         self._ends: dict[int, str] = {}  # of who is gone, as it was first seen
         self._shared = shared  # what those of this host are at
+        self._questions = questions
 
     def check(self, needed: Collection[int]) -> list[int]:
         """Reads the control channels, and raises a failure of this run; gives who is gone and not needed any more."""
@@ -142,10 +120,21 @@ class FailureDetector:
         why = f"nothing came for {self.limit:g} s, the timeout of the process group"
         raise received("\n".join([why, *self.all_last_seen(stuck)]), stuck[0])
 
+    def ask(self) -> None:
+        """Asks the processes of other hosts what they are at; the answers are here soon, if any come."""
+        if self._questions is not None:
+            self._questions.ask()
+
     def stuck(self, peer: int) -> list[int]:
         """Who keeps all waiting, as far as that can be seen, while this process waits for `peer`."""
-        active = [rank for rank, memory in self._shared.items() if not Status.from_buffer_copy(memory).waits]
-        return self._silent() or active or [peer]
+        active = {rank for rank, memory in self._known().items() if not Status.from_buffer_copy(memory).waits}
+        return self._silent() or sorted(active | self._owed().keys()) or [peer]
+
+    def _known(self) -> dict[int, Memory]:
+        return {**(self._questions.answers.copy() if self._questions else {}), **self._shared}
+
+    def _owed(self) -> dict[int, float]:
+        return self._questions.owed() if self._questions else {}
 
     def _silent(self) -> list[int]:
         return [peer for peer, connection in self._connections.items() if connection.control.silent > SILENT_SECONDS]
@@ -156,18 +145,22 @@ class FailureDetector:
 
     def last_seen(self, peer: int, *, gone: bool = False) -> str:
         """In words, where a process was when it was last seen in this run, or when it ended."""
+        known, owed = self._known(), self._owed()
         if peer not in self._shared:
-            silent = self._connections[peer].control.silent
-            unreachable = f"it cannot be reached: its host has not answered for {silent:.1f} s"
-            return unreachable if silent > SILENT_SECONDS else "it is on another host: see its own messages"
-        seen = Status.from_buffer_copy(self._shared[peer])
-        if seen.run < self.run or seen.at < 0:
-            where = f"outside of any step, after {seen.run} run{'s' * (seen.run != 1)}"
-            question = "is the pipe called on every rank, in the same order?"
-            return (
-                f"it ended {where}" if gone else f"it was last seen {where}, while this is run {self.run}: {question}"
-            )
-        return f"it was last seen {self.sees(peer, seen)}\n    and that for {time.monotonic() - seen.since:.1f} s"
+            if (silent := self._connections[peer].control.silent) > SILENT_SECONDS:
+                return f"it cannot be reached: its host has not answered for {silent:.1f} s"
+            if peer in owed and not gone:
+                return STILL.format(seconds=time.monotonic() - owed[peer])
+            if gone or peer not in known:
+                return "it is on another host: see its own messages"
+        seen = Status.from_buffer_copy(known[peer])
+        seconds = time.monotonic() - seen.since
+        if seen.run == self.run and seen.at >= 0:
+            return f"it was last seen {self.sees(peer, seen)}\n    and that for {seconds:.1f} s"
+        where = f"outside of any step, after {seen.run} run{'s' * (seen.run != 1)}"
+        if gone:
+            return f"it ended {where}"
+        return f"it was last seen {where}, and that for {seconds:.1f} s, while this is run {self.run}: {BUSY}"
 
     def gone(self) -> list[int]:
         """Those whose ends of the connections are closed. Any thread may ask."""

@@ -42,10 +42,12 @@ from gpipe.distributed.agree import Communicator, agree, versions
 from gpipe.distributed.codec import reading
 from gpipe.distributed.connection import BLOCKED, Connection, TcpConnection
 from gpipe.distributed.endpoint import Endpoint
-from gpipe.distributed.failures import LONG_WAIT_SECONDS, REPORT_SECONDS, SILENT_SECONDS, Memory, Report, Status
+from gpipe.distributed.failures import LONG_WAIT_SECONDS, REPORT_SECONDS, SILENT_SECONDS, Report
 from gpipe.distributed.mesh import Position, host_name, timeout_of_world
 from gpipe.distributed.nccl import NcclGroups
 from gpipe.distributed.network import family, listen, own_host
+from gpipe.distributed.questions import Questions
+from gpipe.distributed.status import Memory, Status
 from gpipe.distributed.tls import VARIABLES, Identity, altered, identity
 from gpipe.errors import RemoteError, received
 
@@ -66,7 +68,9 @@ FAREWELL_SECONDS = 1.0  # that a process which fails waits for the others to tak
 
 HELLO_BYTES = 48  # a token of 32, a rank, one of the streams
 STREAMS = ("messages", "control")
-TLS_STREAMS = (*STREAMS, "answers")  # one each way
+QUESTIONS = "questions"
+BETWEEN_HOSTS = (*STREAMS, QUESTIONS)
+BY_TLS = (*STREAMS, "back", QUESTIONS)  # messages have one each way
 WELCOME = b"+"
 LONGEST_SILENCE = 30.0  # seconds after which a host that answers nothing is gone, unless the group's timeout is less
 LINK_SECONDS = 60.0  # for all to connect, once all have told their addresses, unless the group's timeout is less
@@ -360,7 +364,8 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
     hosts, tls = [rendezvous.hosts[member] for member in position.members], rendezvous.tls
     local = {peer for peer, host in enumerate(hosts) if host == hosts[position.rank]}
     silence = min(position.timeout, LONGEST_SILENCE)
-    streams = {peer: TLS_STREAMS if tls and peer not in local else STREAMS for peer in range(len(hosts))}
+    beyond = BY_TLS if tls else BETWEEN_HOSTS
+    streams = {peer: STREAMS if peer in local else beyond for peer in range(len(hosts))}
     earlier, later = (
         [(peer, stream) for peer in peers for stream in streams[peer]]
         for peers in (range(position.rank), range(position.rank + 1, len(hosts)))
@@ -388,12 +393,16 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
             _keep_alive(end, silence)
         connections = {}
         for peer in sorted(streams.keys() - {position.rank}):
-            ends = [sockets[peer, stream] for stream in streams[peer]]
-            if streams[peer] == TLS_STREAMS and peer < position.rank:  # who dialled writes to the first
+            ends = [sockets[peer, stream] for stream in streams[peer] if stream != QUESTIONS]
+            if streams[peer] == BY_TLS and peer < position.rank:  # who dialled writes to the first
                 ends.reverse()
             connections[peer] = (Connection if peer in local else TcpConnection)(*ends)
             on_failure.callback(connections[peer].close)
-        endpoint = Endpoint(position.rank, connections, position.timeout, listener.status, shared, groups)
+        asked = {peer: end for (peer, stream), end in sockets.items() if stream == QUESTIONS}
+        questions = Questions(asked, listener.status) if asked else None
+        if questions is not None:
+            on_failure.callback(questions.close)
+        endpoint = Endpoint(position.rank, connections, position.timeout, listener.status, shared, groups, questions)
         rendezvous.close()
         on_failure.pop_all()
         return endpoint
