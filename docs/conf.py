@@ -31,6 +31,6 @@ napoleon_use_rtype = False
 nitpicky = True
 nitpick_ignore_regex = [  # what these pages name and do not document: torch, the standard library, types of our own
     ("py:.*", r"(torch|collections|pathlib|types|random|os|rich|typing|nn|Tensor|np|numpy)\b.*"),
-    ("py:.*", r"(Tree|Reduction|LossModule|T|DeviceMesh|gpipe\.checkpoint\.manifest\.Manifest)"),
+    ("py:.*", r"(Tree|Reduction|LossModule|StepOptions|T|DeviceMesh|gpipe\.checkpoint\.manifest\.Manifest)"),
     ("py:.*", r"(Any|optional|default.*|Iterable|Iterator|Sequence|Mapping|Callable|Path|Table|.*Error)"),
 ]
