@@ -92,6 +92,51 @@ def test_blocks_called_again_and_tensors_returned_twice_train_as_the_plain_loop(
             assert name.startswith((shared, "embed.")) or same_bits(gradients[name], one)
 
 
+class Inner(nn.Module):
+    """Runs its blocks as `call` does, perhaps of what a bool that it has read says."""
+
+    def __init__(self, blocks: int, times: int, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Stage(steps=False) for _ in range(blocks)])
+        self.times = times
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.isfinite().all() else x.nan_to_num()
+        for _ in range(self.times):
+            for block in self.blocks:
+                x = self.call(block, x)
+        return x
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Linear(6, 6), inner, nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.embed(x))).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("inner", "layers"),
+    [
+        (Inner(1, 3, lambda block, x: block(x)[0]), 5),  # albert: a bool that was read made one layer of all
+        (Inner(3, 1, lambda block, x: block.forward(x)[0]), 3),  # squeezebert, whose blocks are not called
+    ],
+    ids=["one block called again", "not called"],
+)
+def test_blocks_that_one_module_runs_in_its_own_way(inner: Inner, layers: int) -> None:
+    torch.manual_seed(0)
+    model, x = Outer(inner), torch.randn(6, 6)
+    assert len(gpipe.layers_of(copy.deepcopy(model), x)) == layers
+    loss, plain = trained(model, x, 0, 3)
+    for partitions in (1, 2):
+        total, gradients = trained(model, x, partitions, 3)
+        assert same_bits(total, loss)
+        assert all(torch.allclose(gradients[name], one, rtol=1e-6) for name, one in plain.items())
+
+
 def test_several_lists_come_before_one_module_that_stands_alone() -> None:
     model = nn.Module()
     model.alone, model.several = (nn.ModuleList([nn.Linear(2, 2) for _ in range(count)]) for count in (1, 2))

@@ -151,6 +151,13 @@ class Parts:
                 return name
         return ""
 
+    def caller(self, block: str) -> str:
+        """The module whose code is to call a block: that which holds it, perhaps in a list."""
+        path = block.rpartition(".")[0]
+        while isinstance(self.model.get_submodule(path), CONTAINERS):
+            path = path.rpartition(".")[0]
+        return path
+
     def places_of(self, error: CannotSplitError) -> set[str]:
         """The modules that blocks stand in, but for the model, of which an error tells, or where it was raised."""
         raised: BaseException = error

@@ -108,7 +108,9 @@ class Tracer(Interpreter):
         super().__init__(shallow_copy, dry)
         self.parts = parts = shallow_copy.parts
         self.losses: list[LossCall] = []
-        self.reads: list[tuple[str, int]] = []  # of values: in which module, and behind how many operations
+        self.reads: list[
+            tuple[str, int, bool]
+        ] = []  # of values: where, behind how many operations, whether of numbers
         self.iterated: set[str] = set()  # sequences whose members are called, and they are not
         self.left = shallow_copy.attributes()
         self._ops: list[Op] = []
@@ -152,7 +154,9 @@ class Tracer(Interpreter):
                 self.iterated.add(name)
         if not self._blocks_seen and not self.iterated:
             some, model = ", ".join(sorted(self.parts.blocks)[:3]), type(self.parts.model).__name__
-            raise CannotSplitError(NOT_CALLED.format(blocks=some, model=model))
+            raise CannotSplitError(
+                NOT_CALLED.format(blocks=some, model=model), map(self.parts.caller, self.parts.blocks)
+            )
         flat, structure = take_apart(output)
         tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         self._look(tensors, "the output", len(self._starts) - 1)
@@ -303,25 +307,32 @@ class Tracer(Interpreter):
         index = call.args[1:2] if call.name == "__getitem__" else ()
         by_mask = any(getattr(one, "dtype", None) is torch.bool for one in take_apart(index)[0])
         shapes = call.name in SHAPED_BY_VALUES or (call.name == "where" and len(call.args) == 1) or by_mask
-        if shapes or any(isinstance(leaf, (bool, int, float, np.ndarray)) for leaf in leaves):
-            self.reads.append((self.parts.running(frame for frame, _ in walk_stack(None)), self.at))
+        values = [leaf for leaf in leaves if isinstance(leaf, (bool, int, float, np.ndarray))]
+        if shapes or values:
+            counts = shapes or not all(isinstance(value, bool) for value in values)
+            self.reads.append((self.parts.running(frame for frame, _ in walk_stack(None)), self.at, counts))
 
     def doubtful(self) -> set[str]:
         """The modules that read values and, as it seems, call the blocks inside of them as these say."""
-        return {place for place, _ in self.reads if place and not self._is_steady(place)}
+        return {place for place, *_ in self.reads if place and not self._is_steady(place)}
 
     def _is_steady(self, place: str) -> bool:
-        """Whether a module calls all blocks inside of it one behind another, and reads no value in between."""
+        """Whether a module calls all blocks inside of it one behind another, and reads no value in between.
+
+        One that it calls several times is as good as several, unless it reads what may be their number.
+        """
+        reads = [(at, counts) for where, at, counts in self.reads if where == place]
         inside = {name for name in self.parts.blocks if name.startswith(f"{place}.")}
         calls = [at for at, op in enumerate(self._ops) if op.is_unit and op.name in inside]
-        if {self._ops[at].name for at in calls} != inside or len(inside) == 1:
+        is_one = len(inside) == 1 and (len(calls) == 1 or any(counts for _, counts in reads))
+        if is_one or {self._ops[at].name for at in calls} != inside:
             return False
         first, last = calls[0], calls[-1]
         behind = {last}
         for at in range(last, first, -1):  # operations use what earlier ones made
             if at in behind:
                 behind |= {value_id.op for value_id in self._ops[at].uses}
-        return first in behind and not any(first < at <= last for where, at in self.reads if where == place)
+        return first in behind and not any(first < at <= last for at, _ in reads)
 
     def _refuse_chance(self, call: OpCall, uses: frozenset[ValueId], leaves: Leaves) -> None:
         """Refuses to make a plain value of what is drawn, and depends on nothing else."""
