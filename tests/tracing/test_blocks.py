@@ -122,9 +122,10 @@ class Outer(nn.Module):
     ("inner", "layers"),
     [
         (Inner(1, 3, lambda block, x: block(x)[0]), 5),  # albert: a bool that was read made one layer of all
-        (Inner(3, 1, lambda block, x: block.forward(x)[0]), 3),  # squeezebert, whose blocks are not called
+        (Inner(3, 1, lambda block, x: block.forward(x)[0]), 5),  # squeezebert; the whole of it was one layer
+        (Inner(3, 1, lambda block, x: block.linear(x).tanh()), 3),
     ],
-    ids=["one block called again", "not called"],
+    ids=["one block called again", "forward called", "not called"],
 )
 def test_blocks_that_one_module_runs_in_its_own_way(inner: Inner, layers: int) -> None:
     torch.manual_seed(0)
@@ -135,6 +136,16 @@ def test_blocks_that_one_module_runs_in_its_own_way(inner: Inner, layers: int) -
         total, gradients = trained(model, x, partitions, 3)
         assert same_bits(total, loss)
         assert all(torch.allclose(gradients[name], one, rtol=1e-6) for name, one in plain.items())
+
+
+def test_what_blocks_draw_whose_forward_is_called_is_as_in_a_pipe() -> None:
+    torch.manual_seed(0)
+    model, x = Outer(Inner(3, 1, lambda block, x: nn.functional.dropout(block.forward(x)[0]))), torch.randn(6, 6)
+    with gpipe.GPipe(copy.deepcopy(model), 2, 1, sample=x, seed=3, driver="lockstep") as pipe:
+        found = pipe.step(x)
+    with gpipe.layers_of(model, x).rng_scope(3, 0, 0):
+        assert torch.equal(found, model(x).detach())
+    assert all("forward" not in vars(module) for module in model.modules())
 
 
 def test_several_lists_come_before_one_module_that_stands_alone() -> None:

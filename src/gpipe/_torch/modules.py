@@ -44,6 +44,11 @@ def hooks_of(module: nn.Module) -> list[object]:
     return [hook for hooks in held for hook in hooks.values()]
 
 
+def is_called_by_forward(module: nn.Module) -> bool:
+    """Whether a call of a module is one of its forward, and no more."""
+    return not hooks_of(module) and vars(module).get("_compiled_call_impl") is None
+
+
 def check_dimensions(norm: AnyBatchNorm, given: Tensor) -> None:
     """Raises a ValueError for a tensor that a BatchNorm does not take, as its forward does."""
     norm._check_input_dim(given)

@@ -2,19 +2,20 @@
 
 Open modules, those that blocks stand in, and those without parameters are shallow copies, whose code runs as it is.
 Units, closed modules that have parameters or keep state, are stubs of classes derived from their own: they share all
-attributes with the unit, and a call of one goes to the interpreter that is under way. The user's modules see none of
-it.
+attributes with the unit, and a call of one, or of its forward, goes to the interpreter that is under way. The user's
+modules see none of it.
 """
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import wraps
 from types import MethodType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from gpipe._torch.modules import hooks_of
+from gpipe._torch.modules import hooks_of, is_called_by_forward
 from gpipe.stages.side_effects import note
 from gpipe.stages.tree import version
 from gpipe.tracing.parts import Parts
@@ -81,7 +82,13 @@ class ShallowCopy:
             return unit(*args, **kwargs) if self.on_call is None else self.on_call(name, args, kwargs)
 
         kind = type(unit)
-        own = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+
+        @wraps(kind.forward)
+        def forward(stub: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            run: Callable[..., Any] = call if is_called_by_forward(unit) else kind.forward
+            return run(stub, *args, **kwargs)
+
+        own = {"__call__": call, "forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
         metaclass: Any = type(kind)
         stub: nn.Module = object.__new__(metaclass(kind.__name__, (kind,), own))
         object.__setattr__(stub, "__dict__", vars(unit))

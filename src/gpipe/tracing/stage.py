@@ -5,13 +5,15 @@ the model itself draw random numbers as a pipe of it does.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from gpipe._torch.modules import is_called_by_forward
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.skips import Stashed
 from gpipe.stages.stage import Layer, LayerProgress, RngKey, Stage, StageCall
@@ -196,8 +198,22 @@ def rng_scopes(parts: Parts, trace: Trace, key: RngKey) -> Iterator[None]:
         if entered == 1 and not first_is_block:
             enter_next()
 
+    def between(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before()
+            made = forward(*args, **kwargs)
+            enter_next()
+            return made
+
+        return run
+
     with ExitStack() as hooks, ExitStack() as scope:
         for block in map(parts.model.get_submodule, parts.blocks):
+            if is_called_by_forward(block) and "forward" not in vars(block):  # the model may call its forward itself
+                vars(block)["forward"] = between(block.forward)
+                hooks.callback(vars(block).pop, "forward")
+                continue
             hooks.callback(block.register_forward_pre_hook(before).remove)
             hooks.callback(block.register_forward_hook(enter_next).remove)
         enter_next()
