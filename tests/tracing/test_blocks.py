@@ -123,7 +123,7 @@ class Outer(nn.Module):
     [
         (Inner(1, 3, lambda block, x: block(x)[0]), 5),  # albert: a bool that was read made one layer of all
         (Inner(3, 1, lambda block, x: block.forward(x)[0]), 5),  # squeezebert; the whole of it was one layer
-        (Inner(3, 1, lambda block, x: block.linear(x).tanh()), 3),
+        (Inner(3, 1, lambda block, x: block.get_submodule("linear")(x).tanh()), 3),
     ],
     ids=["one block called again", "forward called", "not called"],
 )
