@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,15 +27,16 @@ from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
 FILE = Path(__file__).parents[2] / "bench" / "results" / "trainer.md"
-WORLDS = {"2 processes": (2, 2), "3 processes": (3, 3), "2 replicas of 2": (4, 2)}
+WORLDS = {"2 processes": (2, 2), "3 processes": (3, 3), "2 replicas of 2": (4, 2), "2 replicas of 3": (6, 3)}
 """How many processes, and how many partitions, by what is said of them."""
 PAGE = """# Trainer through a pipe
 
 Twelve families of transformers, tiny, trained by `transformers.Trainer` with `gradient_accumulation_steps=4` and by
 `GPipeTrainer`: two epochs of six batches of unequal lengths, the last of one row, AdamW, gradients clipped. Dropout
 is off, and scores have weights of their own. A cell says how far log, weights and the optimizer's state are apart at
-most, relative to the largest number of each tensor: `=` is the same bits. In threads each cell is of K=2 and K=3;
-"resumed" goes on at another K in the middle of an epoch. Two replicas are beside Trainer in two processes.
+most, relative to the largest number of each tensor: `=` is the same bits. In threads each cell is of K=2 and K=3.
+"resumed" goes on in the middle of an epoch, at K=3 where it was 2 and at K=2 where it was 3, over as many processes.
+Two replicas are beside Trainer in two processes, and of a batch each has one row.
 
 {table}
 
@@ -64,12 +65,16 @@ def in_threads(name: str, mode: str, folder: Path) -> float:
     return max(apart(one, expected) for one in found)
 
 
-def over_processes(pool: WorkerPool, name: str, folder: Path, world: int, partitions: int) -> float:
+def over_processes(pool: WorkerPool, world: int, partitions: int, name: str, mode: str, folder: Path) -> float:
     """How far processes are from Trainer by itself, in as many as there are replicas."""
-    numbers, outcomes = count(), []
-    for ranks, own in ((world, partitions), (world // partitions, 0)):
-        here = folder / str(next(numbers))
-        told = answers(pool.run(jobs.train, own, name, "plain", str(here), {}, world=ranks))
+    replicas, outcomes = world // partitions, []
+    how = {"per_device_train_batch_size": 2 // replicas}  # as many steps
+    for ranks, goes_on in ((partitions, 5 - partitions), (0, 0)):
+        resume = None
+        for own in (ranks, goes_on) if mode == "resumed" else (ranks,):
+            here, processes = folder / f"{ranks} then {own}", replicas * max(own, 1)
+            told = answers(pool.run(jobs.train, own, name, mode, str(here), how, resume, world=processes))
+            resume = f"{here}/checkpoint-{MIDDLE}"
         outcomes.append(jobs.saved(told[0], here))
     found, expected = outcomes
     return apart(found, expected)
@@ -88,22 +93,24 @@ def main(names: Sequence[str]) -> None:
     """Fills the table."""
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
-    columns = [*MODES, *WORLDS]
-    before = FILE.read_text(encoding="utf-8") if FILE.exists() else ""
-    rows = {match[1]: match[0] for match in re.finditer(r"^\| (\S+) \|.*$", before, re.MULTILINE)}
-    with WorkerPool(4) as pool:
-        for name in names or DOZEN:
+    found: dict[tuple[str, str], str] = {}
+    with WorkerPool(max(world for world, _ in WORLDS.values())) as pool:
+        places: dict[str, Callable[[str, str, Path], float]] = {"threads": in_threads}
+        places |= {place: partial(over_processes, pool, *shape) for place, shape in WORLDS.items()}
+        for name, (place, measure) in product(names or DOZEN, places.items()):
             cells = []
             for mode in MODES:
                 with TemporaryDirectory() as folder:
-                    cells.append(said(in_threads(name, mode, Path(folder))))
-            for world, partitions in WORLDS.values():
-                with TemporaryDirectory() as folder:
-                    cells.append(said(over_processes(pool, name, Path(folder), world, partitions)))
-            rows[name] = f"| {name} | {' | '.join(cells)} |"
-            print(rows[name], flush=True)
-    head = [f"| family | {' | '.join(columns)} |", f"|---{'|---' * len(columns)}|"]
-    table = "\n".join([*head, *(rows[name] for name in DOZEN if name in rows)])
+                    cells.append(said(measure(name, mode, Path(folder))))
+            found[name, place] = f"| {name} | {place} | {' | '.join(cells)} |"
+            print(found[name, place], flush=True)
+    before = FILE.read_text(encoding="utf-8") if FILE.exists() else ""
+    rows = {
+        (match[1], match[2]): match[0] for match in re.finditer(r"^\| (\S+) \| ([^|]+) \|.*$", before, re.MULTILINE)
+    }
+    rows |= found
+    head = [f"| family | in | {' | '.join(MODES)} |", f"|---|---{'|---' * len(MODES)}|"]
+    table = "\n".join([*head, *(rows[key] for key in product(DOZEN, places) if key in rows)])
     versions = {module.__name__: module.__version__ for module in (transformers, accelerate, peft)}
     about = ", ".join(f"{name} {value}" for name, value in {**facts(), **versions}.items())
     FILE.write_text(PAGE.format(table=table, about=about), encoding="utf-8")
