@@ -148,14 +148,19 @@ def test_what_are_no_ports_is_refused(given: str, monkeypatch: pytest.MonkeyPatc
 
 @on_hosts
 @pytest.mark.parametrize("address", [ADDRESSES[0], ADDRESSES6[0]])
-def test_a_connection_between_hosts_is_kept_alive(address: str, hosts: Hosts) -> None:
+@pytest.mark.parametrize(
+    ("stream", "limit"), [("messages", 0), ("back", 0), ("control", 30_000), ("questions", 30_000)]
+)
+def test_a_connection_between_hosts_is_kept_alive(address: str, stream: str, limit: int, hosts: Hosts) -> None:
+    """That of tensors has no limit while they are under way: who is busy takes none, and is waited for."""
+
     def ask() -> list[int]:
         with listen(address) as server, socket.create_connection(server.getsockname()[:2]) as end:
-            _keep_alive(end, 30.0)
-            names = (socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_NODELAY)
+            _keep_alive(end, stream, 30.0)
+            names = ("USER_TIMEOUT", "KEEPIDLE", "KEEPINTVL", "KEEPCNT", "NODELAY")
             return [
                 end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
-                *(end.getsockopt(6, name) for name in names),
+                *(end.getsockopt(6, getattr(socket, f"TCP_{name}")) for name in names),
             ]
 
-    assert on(hosts, 0, ask) == [1, 30_000, 1, 1, 1]
+    assert on(hosts, 0, ask) == [1, limit, 1, 1, 30, 1]

@@ -126,7 +126,7 @@ STILL = "rank 1: its process has not answered for"
     [
         ("stopped", STILL),
         ("held", STILL),
-        ("slow", "rank 1: it was last seen in the forward of micro-batch 1, rank 1, stage 1, layer 1"),
+        ("slow", "rank 1: it was last seen in the forward of micro-batch 0, rank 1, stage 1, layer 1"),
         ("busy", "rank 1: it was last seen outside of any step, after 1 run, and that for"),
     ],
     ids=["stopped", "held", "slow", "busy"],
@@ -135,5 +135,16 @@ def test_who_stands_still_on_the_other_host_is_named_and_waited_for(tmp_path: Pa
     files = authority().files if fault == "slow" and not REASON_TLS else {}
     with two_hosts() as hosts, launched(hosts, tmp_path, fault, 1, job="standstill", **files):
         found = records(tmp_path, [0, 1])
+        assert found[0].keys() == {"loss"}
+        assert found[0] == found[1]  # both have gone on
         assert words in (tmp_path / "told").read_text()
-        assert found[0] == found[1]  # the loss: both have gone on
+
+
+def test_a_wire_that_is_cut_while_much_is_under_way_is_noticed_by_who_sends(tmp_path: Path) -> None:
+    """The stream of tensors has waited for who is busy, for longer than a host may be silent."""
+    with two_hosts() as hosts, launched(hosts, tmp_path, "cut", 1, job="standstill"):
+        wait_until((tmp_path / "told").exists)
+        hosts.cut()
+        (tmp_path / "cut").touch()
+        for rank, record in enumerate(records(tmp_path, [0, 1])):
+            assert f"rank {1 - rank} is gone; it cannot be reached: its host has not answered for" in record["error"]

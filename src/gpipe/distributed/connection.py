@@ -40,6 +40,7 @@ from gpipe.distributed.tls import altered
 from gpipe.stages.messages import Label, Message
 
 BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+CUT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # nothing comes from a host, not even that it hung up
 ALTERED = "bytes that were altered on their way, or taken for that"
 RECORD_BYTES = 2**14  # that TLS encrypts at a time
 SLOTS = 4  # messages that may be under way from one process to another and not yet taken
@@ -151,7 +152,7 @@ class ControlChannel:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.socket = connection
-        self.gone = False
+        self.gone = self.cut = False
         self._arrived = bytearray()
         self._leaving = bytearray()
 
@@ -187,7 +188,7 @@ class ControlChannel:
         except BLOCKED:
             pass
         except OSError as error:
-            self.gone = True
+            self.gone, self.cut = True, error.errno in CUT
             if altered(error):
                 raise Damaged(f"{ALTERED}: {error}") from error
         found = []
@@ -476,8 +477,12 @@ class TcpConnection(Connection):
     def _take_news(self) -> None:
         with suppress(BlockingIOError):
             self._unsent -= self._bell.recv(CHUNK_BYTES).count(b"w")
-        if self._broken is not None and not self._inbox:  # after the bell: what it rang for is there by now
+        if self._inbox:
+            return
+        if self._broken is not None:  # after the bell: what it rang for is there by now
             raise self._broken
+        if self.control.cut:  # the stream itself may wait for minutes: nothing limits that while a host is busy
+            raise Gone("its host answers nothing")
 
     def message(self, frame: Frame) -> Message:
         """The next message, which stays the next until `done`."""

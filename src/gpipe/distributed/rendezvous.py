@@ -388,9 +388,9 @@ def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | Non
                 raise received(f"rank {peer} cannot be reached {LINKING}: {error}", peer) from error
             raise
         sockets |= listener.accept(later, token, min(LINK_SECONDS, position.timeout), rendezvous.check, tls)
-        for end in sockets.values():
+        for (_, stream), end in sockets.items():
             on_failure.enter_context(end)
-            _keep_alive(end, silence)
+            _keep_alive(end, stream, silence)
         connections = {}
         for peer in sorted(streams.keys() - {position.rank}):
             ends = [sockets[peer, stream] for stream in streams[peer] if stream != QUESTIONS]
@@ -533,11 +533,17 @@ def _has_said_hello(connection: socket.socket, said: bytearray) -> bool:
     return not more or len(said) == HELLO_BYTES
 
 
-def _keep_alive(connection: socket.socket, silence: float) -> None:
-    """Has a connection between hosts end after so many seconds without an answer."""
+def _keep_alive(connection: socket.socket, stream: str, silence: float) -> None:
+    """Has a connection between hosts end after so many seconds without an answer.
+
+    Of those of tensors this holds while they are idle: Linux takes a receiver that is busy, and has no room, for one
+    that does not answer. Where the wire is cut beneath them the other streams, always with room, end in time.
+    """
     if connection.family != socket.AF_UNIX:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        limits = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": max(round(silence), 1)}
+        if stream in ("control", QUESTIONS):
+            limits["TCP_USER_TIMEOUT"] = round(silence * 1000)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_USER_TIMEOUT", round(silence * 1000))):
+        for name, value in limits.items():
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -3,8 +3,11 @@
     torchrun ... -m tests.support.jobs.standstill FOLDER FAULT TIMEOUT
 
 Rank 1 is "stopped" by a signal in a layer, "held" by a layer that keeps the interpreter's lock, "slow" in one that
-does not, or "busy" outside of a step, until rank 0 has told what it knows of it. Then both go on. Rank 0 leaves
-`told`, what it said, and each rank its loss in `rank_<number>.json`.
+does not, or "busy" outside of a step, until rank 0 has told what it knows of it. Then both go on; or the wire is
+"cut", which the test does and says, and both fail. Rank 0 leaves `told`, what it said, and each rank its loss or
+error in `rank_<number>.json`.
+
+Meanwhile rank 0 sends more than the network takes from it, and waits for longer than a host may be silent.
 """
 
 import ctypes
@@ -22,13 +25,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.distributed import endpoint
+from gpipe.distributed import endpoint, rendezvous
 from tests.support.jobs.two_hosts import meet
 from tests.support.plain_loop import squares
 from tests.support.processes.marks import wait_for
 
-STEPS = 2
+STEPS, MICRO_BATCHES = 2, 16
+SIZE = 2**20  # elements of a message: all of a step are more than slots, sockets and windows hold
 LONG_WAIT, ANSWER = 5.0, 4.0  # seconds until rank 0 says something, and of these for rank 1 to answer
+SILENCE = 3.0  # seconds after which a host that answers nothing is gone
 
 
 class Held(nn.Module):
@@ -40,15 +45,15 @@ class Held(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.visits += 1
-        if self.visits == 2 * STEPS:  # of two micro-batches
+        if self.visits == MICRO_BATCHES * (STEPS - 1) + 1:
             stand_still(self.folder, self.fault)
         return x
 
 
 def stand_still(folder: Path, fault: str) -> None:
     """Until rank 0 has told of it."""
-    if fault == "slow":
-        wait_for(folder / "told")
+    if fault in ("slow", "cut"):
+        wait_for(folder / ("told" if fault == "slow" else "cut"))
     elif fault == "stopped":
         go_on = "import os, signal, sys, time\nwhile not os.path.exists(sys.argv[1]):\n  time.sleep(0.02)\n"
         go_on += "os.kill(int(sys.argv[2]), signal.SIGCONT)"
@@ -83,15 +88,21 @@ def main(name: str, fault: str, timeout: str) -> None:
     rank = meet(folder)
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(timeout)))
     layers = [nn.Sequential(nn.Linear(4, 4)), Held(folder, fault if rank else "")]
-    pipe = gpipe.GPipe(layers, [1, 1], 2, remat="never", driver="process")
-    pipe.step(torch.ones(4, 4), torch.zeros(4, 4), squares)
+    rendezvous.LONGEST_SILENCE = SILENCE
+    pipe = gpipe.GPipe(layers, [1, 1], MICRO_BATCHES, remat="never", driver="process")
+    batch = torch.ones(MICRO_BATCHES, SIZE // 4, 4), torch.zeros(MICRO_BATCHES, SIZE // 4, 4)
+    pipe.step(*batch, squares)
     if not rank:
         vars(endpoint).update(LONG_WAIT_SECONDS=LONG_WAIT, ANSWER_SECONDS=ANSWER)
         logging.getLogger("gpipe").addHandler(Told(folder))
     elif fault == "busy":
         wait_for(folder / "told")
-    loss = pipe.step(torch.ones(4, 4), torch.zeros(4, 4), squares)
-    Path(folder, f"rank_{rank}.part").write_text(json.dumps({"loss": float(loss)}))
+    try:
+        said: dict[str, object] = {"loss": float(pipe.step(*batch, squares))}
+    except gpipe.RemoteError as error:
+        said = {"error": str(error)}
+        (folder / "told").touch()  # for the other to go on
+    Path(folder, f"rank_{rank}.part").write_text(json.dumps(said))
     Path(folder, f"rank_{rank}.part").rename(folder / f"rank_{rank}.json")
     wait_for(folder / "seen")
 
