@@ -3,9 +3,10 @@
 import gc
 import logging
 import random
+import signal
+import sys
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -20,31 +21,13 @@ from gpipe.generation.loops import SAYS
 from gpipe.runtime.threads import NAME
 from tests.families.batches import batch
 from tests.families.catalogue import named
-from tests.support.prompted import NEW, asked, generator, piped, prompts_of, seeded
+from tests.support.prompted import NEW, asked, counted, ending_apart, generator, piped, prompts_of, seeded
 
 FAMILY = named("llama")
 ALONE = (
     "in generate, outside of the model, with micro-batch 0 (rows 0 to 1): each has copies of its own of processors "
     "and criteria, which see its rows alone"
 )
-
-
-@contextmanager
-def counted(model: nn.Module, name: str) -> Iterator[Counter[tuple[str, int, int]]]:
-    """How often each block ran, by its name, its rows and its words."""
-    found: Counter[tuple[str, int, int]] = Counter()
-
-    def count(block: nn.Module, args: Any, kwargs: Any) -> None:
-        found[names[block], *(kwargs["hidden_states"] if not args else args[0]).shape[:2]] += 1
-
-    blocks = [(path, block) for path, block in model.named_modules() if type(block).__name__ == name]
-    names = {block: path for path, block in blocks}
-    hooks = [block.register_forward_pre_hook(count, with_kwargs=True) for _, block in blocks]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @pytest.mark.parametrize("driver", ["lockstep", "threads"])
@@ -63,22 +46,29 @@ def test_a_block_runs_once_for_each_new_token(driver: str) -> None:
     }
 
 
-def test_a_micro_batch_whose_rows_have_ended_leaves() -> None:
+def test_an_encoder_runs_once_and_a_decoder_once_for_each_new_token() -> None:
+    model, family = generator("t5"), named("t5")
+    given = prompts_of(family)
+    with piped(model, family, 3) as pipe:
+        pipe.generate(**given, **asked("greedy"), min_new_tokens=NEW)
+        with counted(model, "T5Block") as calls:
+            pipe.generate(**given, **asked("greedy"), min_new_tokens=NEW)
+    encoder = {name: times for (name, *_), times in calls.items() if name.startswith("encoder")}
+    decoder = {(name, words): times for (name, _, words), times in calls.items() if name.startswith("decoder")}
+    assert encoder == dict.fromkeys((f"encoder.block.{at}" for at in range(len(model.encoder.block))), 3)
+    # and once more each while it encodes, by a forward of the whole model on the first word
+    assert decoder == {(f"decoder.block.{at}", 1): 3 * (NEW + 1) for at in range(len(model.decoder.block))}
+
+
+@pytest.mark.parametrize("driver", ["lockstep", "threads"])
+def test_a_micro_batch_whose_rows_have_ended_leaves(driver: str) -> None:
     model, given = generator("llama"), prompts_of(FAMILY)
-    how = {**asked("greedy"), "max_new_tokens": 12}
-    tokens = model.generate(**given, **{**how, "eos_token_id": None})[:, -12:]
-    end = int(tokens[2, 3])  # which row 2 comes to; rows 2 and 3 are a micro-batch
-    how["eos_token_id"] = [end, int(tokens[3, 4])]
-    expected = model.generate(**given, **how)
-    ends = [
-        min(int((row == one).nonzero()[0]) if (row == one).any() else 11 for one in how["eos_token_id"])
-        for row in tokens
-    ]
-    with piped(model, FAMILY, 2) as pipe:
+    how, rounds = ending_apart(model, given)
+    with piped(model, FAMILY, 2, driver=driver) as pipe:
         pipe.generate(**given, **how)
         with counted(model, "LlamaDecoderLayer") as calls:
-            assert torch.equal(pipe.generate(**given, **how), expected)
-    rounds = [max(ends[first : first + 2]) for first in (0, 2, 4)]
+            tokens = pipe.generate(**given, **how)
+    assert torch.equal(tokens, model.generate(**given, **how))
     assert len(set(rounds)) > 1
     assert calls["model.layers.0", 2, 1] == sum(rounds)
 
@@ -118,6 +108,30 @@ def test_caches_hold_what_was_foretold(name: str, way: str, monkeypatch: pytest.
     assert sum(foretold) == sum(tensor.nbytes for cache in kept for tensor in tensors_of(cache)) > 0
     assert len(foretold) == 2
     assert name == "t5" or min(foretold) > 0
+
+
+def test_a_layer_of_a_cache_takes_at_most_twice_its_bytes_while_it_takes_in_a_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, given, cat = generator("llama"), prompts_of(FAMILY), torch.cat
+    alive, peak = weakref.WeakSet[Any](), 0
+
+    def note(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal peak
+        made = cat(*args, **kwargs)
+        if sys._getframe(1).f_globals["__name__"] == DynamicCache.__module__:
+            alive.add(made.untyped_storage())
+            peak = max(peak, sum(storage.nbytes() for storage in alive))
+        return made
+
+    how = {**asked("greedy"), "eos_token_id": None}
+    with piped(model, FAMILY, 2) as pipe:
+        foretold = sum(pipe.cache_bytes(given, **how))
+        pipe.generate(given, **how)
+        monkeypatch.setattr(torch, "cat", note)
+        pipe.generate(given, **how)
+    of_a_layer = foretold // (3 * model.config.num_hidden_layers)  # for one micro-batch
+    assert foretold < peak <= foretold + of_a_layer
 
 
 def tensors_of(cache: Any) -> Iterator[Tensor]:
@@ -269,6 +283,47 @@ def test_an_error_keeps_its_type_and_no_thread_stays(driver: str) -> None:
             pipe.generate(**given, **asked("greedy"))
         hook.remove()
         assert all(map(torch.equal, seeded(model, given, "sampled"), seeded(pipe, given, "sampled")))
+
+
+@pytest.mark.parametrize("driver", ["lockstep", "threads"])
+@pytest.mark.parametrize("where", ["a processor", "a block"])
+def test_an_interrupt_ends_it_and_the_pipe_goes_on(driver: str, where: str) -> None:
+    model, given = generator("llama"), prompts_of(FAMILY)
+    main, heard = threading.main_thread().ident, threading.Event()
+    assert main is not None
+    words_seen = list[int]()
+
+    def hear(*_: Any) -> None:
+        heard.set()
+        raise KeyboardInterrupt
+
+    def press(*_: Any) -> None:
+        words_seen.append(1)
+        if len(words_seen) == 7 and driver == "lockstep" and where == "a block":  # in the thread that hears it
+            signal.raise_signal(signal.SIGINT)
+        if len(words_seen) == 7:
+            signal.pthread_kill(main, signal.SIGINT)
+            heard.wait()
+
+    def process(words: Tensor, scores: Tensor) -> Tensor:
+        press()
+        return scores
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        with piped(model, FAMILY, 2, driver=driver) as pipe:
+            expected = seeded(pipe, given, "sampled")
+            how: dict[str, Any] = {"logits_processor": [process]} if where == "a processor" else {}
+            hook = model.model.layers[2].register_forward_pre_hook(press) if not how else None
+            with pytest.raises(KeyboardInterrupt):
+                pipe.generate(**given, **asked("greedy"), **how)
+            assert len(words_seen) < 3 * NEW
+            if hook is not None:
+                hook.remove()
+            assert not [one for one in threading.enumerate() if "loop" in one.name and one.name.startswith(NAME)]
+            assert all(map(torch.equal, seeded(pipe, given, "sampled"), expected))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("driver", ["lockstep", "threads"])

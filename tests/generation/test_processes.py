@@ -8,7 +8,7 @@ from tests.families.catalogue import named
 from tests.support.jobs import generation as jobs
 from tests.support.processes.launch import WorkerPool, run_ranks
 from tests.support.processes.outcome import answers
-from tests.support.prompted import asked, generator, prompts_of, seeded
+from tests.support.prompted import NEW, asked, generator, prompts_of, seeded
 from tests.support.quantized import base
 from tests.support.quantized import batch as quantized_batch
 from tests.support.quantized import piped as quantized_pipe
@@ -30,6 +30,23 @@ def test_each_process_gets_the_tokens_of_the_model(name: str, placement: str, po
     expected = {f"{way} {what}": one for way in MOST for what, one in jobs.noted(*seeded(model, given, way)).items()}
     for found in answers(pool.run(jobs.generate, name, MOST, how, world=world)):
         assert found == expected
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_block_runs_once_for_each_new_token_until_its_rows_have_ended(ends: bool, pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.ran, "llama", "LlamaDecoderLayer", ends, world=2))
+    own = [sorted(calls) for calls, _ in found]
+    assert [*own[0], *own[1]] == [f"model.layers.{at}" for at in range(len(generator("llama").model.layers))]
+    for calls, rounds in found:
+        assert (len(set(rounds)) > 1) == ends
+        assert {*calls.values()} == {sum(rounds)}
+
+
+def test_a_decoder_block_runs_once_for_each_new_token(pool: WorkerPool) -> None:
+    found = answers(pool.run(jobs.ran, "t5", "T5Block", False, world=2))
+    calls = {name: times for own, _ in found for name, times in own.items()}
+    # the first word has no cache yet, and is also what the encoder's forward is given beside
+    assert calls == {f"decoder.block.{at}": 3 * (NEW + 1) for at in range(len(generator("t5").decoder.block))}
 
 
 @pytest.mark.parametrize("name", ["nf4", "8 bits"])

@@ -1,10 +1,12 @@
 """Models that generate, prompts for them, and what `generate` is asked for."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gpipe
 from tests.families.batches import batch
@@ -59,3 +61,30 @@ def seeded(model: Any, given: Mapping[str, Tensor], way: str, seed: int = 3) -> 
 def piped(model: Any, family: Family, partitions: int, micro_batches: int = 3, **how: Any) -> gpipe.GPipe:
     how = {"costs": "params", "driver": "lockstep", **how}
     return gpipe.GPipe(model, partitions, micro_batches, sample=batch(family), **how).eval()
+
+
+@contextmanager
+def counted(model: nn.Module, name: str) -> Iterator[Counter[tuple[str, int, int]]]:
+    """How often each block ran, by its name, its rows and its words."""
+    found: Counter[tuple[str, int, int]] = Counter()
+
+    def count(block: nn.Module, args: Any, kwargs: Any) -> None:
+        found[names[block], *(kwargs["hidden_states"] if not args else args[0]).shape[:2]] += 1
+
+    blocks = [(path, block) for path, block in model.named_modules() if type(block).__name__ == name]
+    names = {block: path for path, block in blocks}
+    hooks = [block.register_forward_pre_hook(count, with_kwargs=True) for _, block in blocks]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def ending_apart(model: Any, given: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[int]]:
+    """Settings with which rows end at different words, and how many words each micro-batch of two rows decodes."""
+    how = {**asked("greedy"), "max_new_tokens": 12}
+    tokens = model.generate(**given, **{**how, "eos_token_id": None})[:, -12:]
+    ends = [int(tokens[2, 3]), int(tokens[3, 4])]  # which rows 2 and 3 come to; they are a micro-batch
+    rows = [min(int((row == one).nonzero()[0]) if (row == one).any() else 11 for one in ends) for row in tokens]
+    return {**how, "eos_token_id": ends}, [max(rows[first : first + 2]) for first in (0, 2, 4)]

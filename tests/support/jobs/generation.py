@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.families.catalogue import named
 from tests.support.processes.digests import Digests, digest
-from tests.support.prompted import NEW, asked, generator, piped, prompts_of, seeded
+from tests.support.prompted import NEW, asked, counted, ending_apart, generator, piped, prompts_of, seeded
 
 
 def noted(tokens: Tensor, state: Tensor) -> dict[str, str]:
@@ -22,6 +22,20 @@ def generate(rank: int, world: int, name: str, ways: list[str], how: dict[str, A
             for what, one in noted(*seeded(pipe, given, way, seed=3 + rank)).items():
                 found[f"{way} {what}"] = one
     return found
+
+
+def ran(rank: int, world: int, name: str, block: str, ends: bool) -> tuple[dict[str, int], list[int]]:
+    """How often each block of a rank ran for one new word, and how often it was to, by micro-batch."""
+    family, model = named(name), generator(name)
+    given = prompts_of(family)
+    how, rounds = {**asked("greedy"), "min_new_tokens": NEW}, [NEW - 1] * 3
+    if ends:
+        how, rounds = ending_apart(model, given)
+    with piped(model, family, world, driver="process") as pipe:
+        pipe.generate(given, **how)
+        with counted(model, block) as calls:
+            pipe.generate(given, **how)
+    return {path: times for (path, _, words), times in calls.items() if words == 1}, rounds
 
 
 def held(rank: int, world: int, name: str) -> tuple[list[int], int]:
