@@ -161,14 +161,14 @@ class Interpreter(TorchFunctionMode):
         return self.op(call)
 
     def _depends(self, tensor: Tensor) -> bool:
-        return self.value_id_of(tensor) is not None or isinstance(tensor, nn.Parameter) or tensor.requires_grad
+        return self.value_id_of(tensor) is not None or tensor.requires_grad or isinstance(tensor, nn.Parameter)
 
     def _unit(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self.shallow_copy.parts.units[name]
         if self._in_unit:
             return unit(*args, **kwargs)
         lists = open_lists(self._outside)
-        call = OpCall.of(name, unit, args, kwargs)._replace(lists=lists)
+        call = OpCall.of(name, unit, args, kwargs, lists)
         self._in_unit = True
         try:
             with paused(self):
@@ -212,7 +212,9 @@ class StageInterpreter(Interpreter):
         trace: Trace,
         layers: Sequence[Layer],
         values: Mapping[ValueId, Tensor | None],  # what crossed the cut
-        log: list[Described],  # of what the operations before returned, inputs first; it grows
+        log: list[
+            Described
+        ],  # of what the operations before returned, inputs first; it grows, but with the last layer
         wanted: frozenset[ValueId],  # of what the layers make; behind them it is `made`, as far as there is a tensor
         device: torch.device,
         rng_key: RngKey = SAMPLE_KEY,
@@ -225,10 +227,11 @@ class StageInterpreter(Interpreter):
         self.is_last = self.last_layer == len(trace.starts) - 1
         self.begin, self.end = trace.starts[layers[0].index], (*trace.starts, len(trace.ops))[self.last_layer + 1]
         self.made = {one: value for one, value in values.items() if one in wanted and value is not None}
-        self._values, self._wanted, self._key = values, wanted, rng_key
+        self._values, self._wanted = values, wanted
         self._progress = progress or LayerProgress()
         self._to_enter = list(layers)
-        self._layer, self._rng_scope = layers[0], PipeRngScope(0, 0, 0, 0)
+        self._layer = layers[0]
+        self._rng_scope = PipeRngScope(rng_key.seed, rng_key.step, self._layer.index, rng_key.micro_batch)
         self._own: Mapping[int, Slot] = {}  # the model's parameters, by identity: where the layer has its own
 
     def go(self, inputs: Sequence[Any]) -> Any:
@@ -296,9 +299,10 @@ class StageInterpreter(Interpreter):
                     self.made[value_id] = leaf
         if is_other:
             raise CannotSplitError(OTHER_VALUE.format(name=call.name))
-        self.log.append(describe(leaves))
-        if self.at == self.end and not self.is_last:
-            raise Enough
+        if not self.is_last:
+            self.log.append(describe(leaves))
+            if self.at == self.end:
+                raise Enough
         return made
 
     def _pass(self, at: int) -> Any:
@@ -311,13 +315,12 @@ class StageInterpreter(Interpreter):
         return op.returns.filled(leaves) if len(leaves) == op.returns.spec.num_leaves else tuple(leaves)
 
     def _do_own(self, call: OpCall) -> Any:
-        for value in (*call.tensors, *call.args, *call.kwargs.values()):
-            if isinstance(value, Placeholder):
-                _refuse(call.name, "a tensor")
-            if isinstance(value, OpaquePlaceholder):
-                _refuse(call.name, "an object that holds more than tensors")
+        if Placeholder in map(type, call.tensors):
+            _refuse(call.name, "a tensor")
+        if OpaquePlaceholder in map(type, (*call.args, *call.kwargs.values())):
+            _refuse(call.name, "an object that holds more than tensors")
         with self._layer.aliased, self._rng_scope:
-            if any(id(tensor) in self._own for tensor in call.tensors):
+            if self._own and any(id(tensor) in self._own for tensor in call.tensors):
                 call = call.given(self._own_parameter)
             return self.do(call)
 
@@ -325,7 +328,7 @@ class StageInterpreter(Interpreter):
         while self._to_enter and self._to_enter[0].index <= index:
             layer = self._layer = self._to_enter.pop(0)
             self._progress.enter()
-            self._rng_scope = PipeRngScope(self._key.seed, self._key.step, layer.index, self._key.micro_batch)
+            self._rng_scope.go_on(layer.index)
             self._own = layer.module.own_parameters() if isinstance(layer.module, ModelPart) else {}
 
     def _own_parameter(self, tensor: Tensor) -> Tensor:

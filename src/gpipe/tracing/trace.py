@@ -206,12 +206,19 @@ class OpCall(NamedTuple):
     lists: Sequence[list[Any]] = ()  # those to which a unit may add
 
     @classmethod
-    def of(cls, name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "OpCall":
+    def of(
+        cls,
+        name: str,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        lists: Sequence[list[Any]] = (),
+    ) -> "OpCall":
         """The call, with its tensors found."""
         tensors: list[Tensor] = []
         _collect(args, tensors)
         _collect(kwargs.values(), tensors)
-        return cls(name, func, args, kwargs, tensors)
+        return cls(name, func, args, kwargs, tensors, lists)
 
     @property
     def unit(self) -> nn.Module | None:
@@ -233,7 +240,7 @@ class OpCall(NamedTuple):
     def given(self, change: Callable[[Tensor], Tensor]) -> "OpCall":
         """The same with other tensors."""
         args, kwargs = map_tensors((self.args, dict(self.kwargs)), change)
-        return OpCall.of(self.name, self.func, args, kwargs)._replace(lists=self.lists)
+        return OpCall.of(self.name, self.func, args, kwargs, self.lists)
 
 
 PLAIN = frozenset({bool, int, float, str, type(None)})
