@@ -10,21 +10,66 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
+from typing import Any, TypeAlias
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 import gpipe
-from bench.building import bert, gpt2, llama, t5
+from bench.building import BLOCKS, WORDS, bert, gpt2, llama, t5
 from bench.cells import blocks
 from bench.machine import facts
 from bench.report import describe, table, write
 
 STAGES = (1, 2, 8)
-MODELS: dict[str, Callable[[], nn.Module]] = {"Llama": llama, "GPT-2": gpt2, "BERT": bert, "T5": t5}
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 2,
+}
+Batch: TypeAlias = dict[str, Tensor]
 
 
-def run_alone(model: nn.Module, parts: Sequence[dict[str, Tensor]]) -> None:
+def mixtral() -> nn.Module:
+    """A tiny Mixtral: a mixture of four experts in each block."""
+    sizes = SIZES | WORDS | {"num_key_value_heads": 2, "num_local_experts": 4}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+
+
+def gemma3() -> nn.Module:
+    """A tiny Gemma 3: blocks look at windows and at all in turn, so there are two masks and two kinds of angles."""
+    sizes = SIZES | WORDS | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes))
+
+
+def vit() -> nn.Module:
+    """A tiny ViT."""
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**SIZES, image_size=16, patch_size=4))
+
+
+def words(rows: int) -> Batch:
+    found = torch.randint(64, (rows, 16))
+    return {"input_ids": found, "labels": found}
+
+
+def images(rows: int) -> Batch:
+    return {"pixel_values": torch.randn(rows, 3, 16, 16), "labels": torch.randint(2, (rows,))}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
+    "Llama": (llama, words),
+    "GPT-2": (gpt2, words),
+    "BERT": (bert, words),
+    "T5": (t5, words),
+    "Mixtral": (mixtral, words),
+    "Gemma 3": (gemma3, words),
+    "ViT": (vit, images),
+}
+
+
+def run_alone(model: nn.Module, parts: Sequence[Batch]) -> None:
     for part in parts:
         model(**part)
 
@@ -33,12 +78,11 @@ def walks(rounds: int) -> tuple[list[Sequence[str]], dict[str, object]]:
     """CPU milliseconds of a forward of a micro-batch, over those of the model's own, by model, M and K."""
     lines: list[Sequence[str]] = []
     every: dict[str, object] = {}
-    for name, make in MODELS.items():
+    for name, (make, draw) in MODELS.items():
         model = make().train()
         for m in (4, 32):
-            words = torch.randint(64, (2 * m, 16))
-            batch = {"input_ids": words, "labels": words}
-            parts = [{"input_ids": part, "labels": part} for part in words.tensor_split(m)]
+            batch = draw(2 * m)
+            parts = [{key: value[at : at + 2] for key, value in batch.items()} for at in range(0, 2 * m, 2)]
             runs: dict[str, Callable[[], object]] = {"own": partial(run_alone, model, parts)}
             for k in STAGES:
                 pipe = gpipe.GPipe(model, k, m, sample=batch, driver="lockstep", costs="params", seed=1)
