@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from statistics import median
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -186,8 +187,10 @@ def refused_strangers(own: Identity, shown: str, folders: Sequence[str], count: 
         if ended.is_set():
             raise InterruptedError
 
-    os.environ["GPIPE_INTERFACE"] = WIRE
-    with pretended_host(), rendezvous.listening(crosses_hosts=True) as listener, ThreadPoolExecutor(1) as thread:
+    with ExitStack() as opened:
+        opened.enter_context(patch.object(rendezvous, "own_host", lambda: "127.0.0.1"))
+        listener = opened.enter_context(rendezvous.listening(crosses_hosts=True))
+        thread = opened.enter_context(ThreadPoolExecutor(1))
         accepted = thread.submit(listener.accept, [(1, "messages")], TOKEN, math.inf, stop, own)
         for _ in range(count):
             begun, given = time.perf_counter(), b""
@@ -201,14 +204,6 @@ def refused_strangers(own: Identity, shown: str, folders: Sequence[str], count: 
         with suppress(InterruptedError):
             accepted.result()
     return seconds
-
-
-def pretended_host() -> ExitStack:
-    """While this host's address is that of its loopback device."""
-    stack, before = ExitStack(), rendezvous.own_host
-    stack.callback(setattr, rendezvous, "own_host", before)
-    rendezvous.own_host = lambda: "127.0.0.1"
-    return stack
 
 
 def refused_impostors(own: Identity, shown: str, folders: Sequence[str], count: int) -> list[float]:
@@ -323,9 +318,9 @@ def main() -> None:
         own, folders, draw = known(files), (one, other), random.Random(0)
         found = {"handshakes": altered_handshakes(own, options.altered // 2)}
         late = 0.0
-        for name, share in (("messages", 5), ("news", 2)):
+        for name, eighths in (("messages", 3), ("news", 1)):
             found[name] = Counter()
-            for _ in range(options.altered * share // 14):
+            for _ in range(options.altered * eighths // 8):
                 outcome, waited = altered_record(own, draw, news=name == "news")
                 found[name][outcome] += 1
                 late = max(late, waited)
@@ -339,9 +334,10 @@ def main() -> None:
     text = (
         f"# What TLS between hosts refuses, and what it costs\n\n{describe(about)}\n\n"
         f"{markdown(found, late, refused, options.refused)}\n\n{WORK.title}; K=2, M={WORK.micro_batches}, one "
-        f"process of one thread on each of two network namespaces, joined by a veth pair; {options.rounds} steps each "
-        f"in turns, of the same loss. By TLS a step takes {median(ratios):.3f} x as long, the median of neighbours. "
-        f"Load average at the end: {os.getloadavg()[0]:.1f}.\n\n{table(['a step', 'ms (least-greatest)'], rows)}"
+        f"process of one thread on each of two network namespaces, joined by a veth pair; {options.rounds} "
+        f"steps each in turns, of the same loss. By TLS a step takes {median(ratios):.3f} x as long, the median of "
+        f"neighbours. Load average at the end: {os.getloadavg()[0]:.1f}.\n\n"
+        f"{table(['a step', 'ms (least-greatest)'], rows)}"
     )
     write(options.keep, text, {"facts": about, "steps": seconds, "altered": found, "late": late, "refused": refused})
 
