@@ -2,9 +2,12 @@
 
 import json
 import os
+import socket
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,12 @@ from tests.support.jobs.two_hosts import SOUND_STEPS, heard, local_losses
 from tests.support.processes.fork_server import ONE_THREAD, ROOT
 from tests.support.progress import wait_until
 from two_hosts.hosts import ADDRESSES, ADDRESSES6, Hosts, missing, two_hosts
-from two_hosts.relay import WIRE
+from two_hosts.relay import WIRE, enter
 
 REASON = missing()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
+SO_RCVBUFFORCE = 33  # Linux: memory for what comes, beyond what others may have
 PORT = 29_400
 TIMEOUT = 1e6  # of the process group, in seconds: nobody waits for it
 Record = dict[str, Any]
@@ -63,6 +67,40 @@ def launched(
         (folder / "seen").touch()
 
 
+@contextmanager
+def listened(hosts: Hosts) -> Iterator[bytearray]:
+    """All that goes over the wire meanwhile, for who listens in on the first host."""
+    seen, ended, ready = bytearray(), threading.Event(), threading.Event()
+
+    def listen() -> None:
+        enter(hosts.networks[0])
+        with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as wire:
+            wire.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 2**26)
+            wire.bind((WIRE, 0))
+            wire.settimeout(0.05)
+            ready.set()
+            while not ended.is_set():
+                with suppress(TimeoutError, OSError):
+                    seen.extend(wire.recv(2**17))
+
+    with ThreadPoolExecutor(1) as thread:
+        listener = thread.submit(listen)
+        while not ready.wait(0.1) and not listener.done():
+            pass
+        try:
+            yield seen
+        finally:
+            ended.set()
+            listener.result()
+
+
+def overheard(seen: bytearray, record: Record) -> tuple[bool, bool]:
+    """Whether the token was on the wire, and any of the tensors."""
+    token, *tensors = record["secrets"]
+    assert tensors
+    return token.encode() in seen, any(bytes.fromhex(one) in seen for one in tensors)
+
+
 def records(folder: Path, ranks: Sequence[int]) -> list[Record]:
     files = [folder / f"rank_{rank}.json" for rank in ranks]
     wait_until(lambda: all(file.exists() for file in files))
@@ -88,12 +126,15 @@ def check_sound_steps(found: Sequence[Record], workers: int, addresses: Sequence
 
 def test_a_cut_link_ends_the_step_on_both_hosts(tmp_path: Path) -> None:
     workers, files = 2, {} if REASON_TLS else authority().files  # encrypted, where openssl makes certificates
-    with two_hosts() as hosts, launched(hosts, tmp_path, "cut", workers, **files):
+    with two_hosts() as hosts, listened(hosts) as seen, launched(hosts, tmp_path, "cut", workers, **files):
         wait_until((tmp_path / "middle").exists)
         hosts.cut()
         (tmp_path / "cut").touch()
         found = records(tmp_path, range(4))
         check_sound_steps(found, workers)
+        crossing = [record for record in found if len(record["secrets"]) > 1]
+        assert crossing
+        assert {overheard(seen, record) for record in crossing} == {(not files, not files)}
         for rank, record in enumerate(found):
             assert record["error"] == "RemoteError", record
             others = [peer for peer in range(4) if peer // workers != rank // workers]
@@ -109,11 +150,13 @@ def test_a_rank_that_is_killed_on_the_other_host_is_missed_at_once_and_ipv6_will
         for host, address in enumerate(ADDRESSES):
             hosts.run(host, f"ip address del {address}/24 dev {WIRE}")
         variables = {"GPIPE_PORTS": "5000-5001", "GPIPE_INTERFACE": WIRE}
+        seen = stack.enter_context(listened(hosts))
         stack.enter_context(launched(hosts, tmp_path, "1", 1, ADDRESSES6, **variables))
         (first,) = records(tmp_path, [0])
         assert first["error"] == "RemoteError"
         assert first["rank"] == 1
         assert "rank 1 is gone" in first["told"]
+        assert overheard(seen, first) == (True, True)  # in the clear
         check_sound_steps([first], 1, ADDRESSES6)
         assert {one.port for one in {*heard(first["doors"])} - {*heard(first["listening"])}} == {5000}  # gloo's stay
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.distributed import rendezvous
+from gpipe.distributed.connection import TcpConnection
 from tests.support.plain_loop import plain_loop, squares
 from tests.support.processes.listening import Listening, family, listening_sockets
 from tests.support.processes.marks import wait_for
@@ -95,10 +96,28 @@ def watch_listeners() -> list[Sequence[Any]]:
     return seen
 
 
+def watch_secrets() -> list[str]:
+    """Notes what ranks greet each other with, and of each tensor that leaves for the other host some bytes."""
+    noted: list[str] = []
+    token_of, put = rendezvous.token_of, TcpConnection.put
+
+    def watched_token(addresses: Any) -> str:
+        noted.insert(0, token := token_of(addresses))
+        return token
+
+    def watched_put(self: Any, run: int, label: Any, message: Any, sent: float) -> bool:
+        noted.extend(bytes(piece[-64:-32]).hex() for piece in message.pieces() if len(piece) > 2**10)
+        return put(self, run, label, message, sent)
+
+    rendezvous.token_of = watched_token
+    TcpConnection.put = watched_put  # type: ignore[method-assign]
+    return noted
+
+
 def train(folder: Path, fault: str, record: dict[str, Any]) -> None:
     """Trains; the last step is one that fails."""
     world = dist.get_world_size()
-    doors = watch_listeners()
+    doors, record["secrets"] = watch_listeners(), watch_secrets()
     who = None if fault == "cut" else int(fault)
     layers = build(world, Middle(folder, who), who or 1)
     pipe = gpipe.GPipe(layers, [2] * world, MICRO_BATCHES, remat="never", seed=0, driver="process")
