@@ -1,7 +1,7 @@
 """Writes bench/results/trainer.md: how far trainings through a pipe are from those by Trainer itself.
 
 python -m tests.integrations              all families
-python -m tests.integrations llama t5 ... some; what is known of the others stays
+python -m tests.integrations llama t5 '2 processes' ... some, or there alone; what is known of the others stays
 """
 
 import re
@@ -90,30 +90,34 @@ def said(far: float) -> str:
 
 
 def main(names: Sequence[str]) -> None:
-    """Fills the table."""
+    """Fills the table, a row at a time."""
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
-    found: dict[tuple[str, str], str] = {}
+    about = facts()
     with WorkerPool(max(world for world, _ in WORLDS.values())) as pool:
         places: dict[str, Callable[[str, str, Path], float]] = {"threads": in_threads}
         places |= {place: partial(over_processes, pool, *shape) for place, shape in WORLDS.items()}
-        for name, (place, measure) in product(names or DOZEN, places.items()):
+        named = [place for place in places if place in names] or [*places]
+        for place, name in product(named, [name for name in names if name not in places] or DOZEN):
             cells = []
             for mode in MODES:
                 with TemporaryDirectory() as folder:
-                    cells.append(said(measure(name, mode, Path(folder))))
-            found[name, place] = f"| {name} | {place} | {' | '.join(cells)} |"
-            print(found[name, place], flush=True)
+                    cells.append(said(places[place](name, mode, Path(folder))))
+            row = f"| {name} | {place} | {' | '.join(cells)} | {about['commit']} |"
+            print(row, flush=True)
+            write({(name, place): row}, [*places], about)
+
+
+def write(found: dict[tuple[str, str], str], places: Sequence[str], about: dict[str, str]) -> None:
+    """Writes rows beside those that are there."""
     before = FILE.read_text(encoding="utf-8") if FILE.exists() else ""
-    rows = {
-        (match[1], match[2]): match[0] for match in re.finditer(r"^\| (\S+) \| ([^|]+) \|.*$", before, re.MULTILINE)
-    }
-    rows |= found
-    head = [f"| family | in | {' | '.join(MODES)} |", f"|---|---{'|---' * len(MODES)}|"]
+    known = re.finditer(r"^\| (\S+) \| ([^|]+) \|.*$", before, re.MULTILINE)
+    rows = {(match[1], match[2]): match[0] for match in known} | found
+    head = [f"| family | in | {' | '.join(MODES)} | commit |", f"|{'---|' * (len(MODES) + 3)}"]
     table = "\n".join([*head, *(rows[key] for key in product(DOZEN, places) if key in rows)])
     versions = {module.__name__: module.__version__ for module in (transformers, accelerate, peft)}
-    about = ", ".join(f"{name} {value}" for name, value in {**facts(), **versions}.items())
-    FILE.write_text(PAGE.format(table=table, about=about), encoding="utf-8")
+    last = ", ".join(f"{name} {value}" for name, value in {**about, **versions}.items())
+    FILE.write_text(PAGE.format(table=table, about=last), encoding="utf-8")
 
 
 if __name__ == "__main__":
