@@ -18,6 +18,11 @@ CASES: dict[str, tuple[int, int, str, str, dict[str, Any]]] = {
     "two replicas of one process": (2, 1, "llama", "plain", {}),
     "adapters": (2, 2, "llama", "lora", {"label_smoothing_factor": 0.1}),
     "in bf16": (2, 2, "llama", "bf16", {}),
+    "a loss of one's own": (2, 2, "llama", "plain", {"loss": "own"}),
+    "a loss of one's own in two replicas": (4, 2, "llama", "plain", {"loss": "own"}),
+    "a batch whose loss is no number": (2, 2, "llama", "plain", {"loss": "spoilt", "max_grad_norm": 0.0}),
+    "no number in one of two replicas": (4, 2, "llama", "plain", {"loss": "spoilt", "max_grad_norm": 0.0}),
+    "no number, and not filtered": (2, 2, "llama", "plain", {"loss": "spoilt", "logging_nan_inf_filter": False}),
     "pictures": (2, 2, "vit", "plain", {"max_grad_norm": 0.01}),
 }
 
@@ -35,9 +40,12 @@ def test_over_processes_trainer_leaves_the_same(name: str, pool: WorkerPool, tmp
     assert apart(saved(found[0], tmp_path), saved(expected[0], folder)) == 0.0
 
 
-def test_a_training_goes_on_with_other_numbers_of_processes(pool: WorkerPool, tmp_path: Path) -> None:
-    resume = f"{tmp_path}/two/checkpoint-{MIDDLE}"
-    answers(pool.run(jobs.train, 2, "llama", "plain", f"{tmp_path}/two", {}, world=2))
+@pytest.mark.parametrize(("begun", "begins"), [(2, 2), (1, 0)], ids=["begun by a pipe", "begun by Trainer itself"])
+def test_a_training_goes_on_with_other_numbers_of_processes(
+    begun: int, begins: int, pool: WorkerPool, tmp_path: Path
+) -> None:
+    resume = f"{tmp_path}/first/checkpoint-{MIDDLE}"
+    answers(pool.run(jobs.train, begins, "llama", "plain", f"{tmp_path}/first", {}, world=begun))
     outcomes, predictions = [], []
     for world, partitions in ((3, 3), (1, 2), (1, 0)):  # processes, threads, and Trainer by itself
         folder = tmp_path / f"{world} {partitions}"
@@ -46,6 +54,35 @@ def test_a_training_goes_on_with_other_numbers_of_processes(pool: WorkerPool, tm
         outcomes.append(saved(told[0], folder))
     assert all(apart(found, outcomes[2]) == 0.0 for found in outcomes)
     assert predictions[:2] == predictions[2:] * 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("begun", "begins"), [(4, 2), (2, 0)], ids=["begun by a pipe", "begun by Trainer itself"])
+def test_replicas_go_on_where_replicas_were(begun: int, begins: int, pool: WorkerPool, tmp_path: Path) -> None:
+    how, resume = {"per_device_train_batch_size": 1}, f"{tmp_path}/first/checkpoint-{MIDDLE}"
+    answers(pool.run(jobs.train, begins, "llama", "lora", f"{tmp_path}/first", how, world=begun))
+    outcomes = []
+    for world, partitions in ((4, 2), (2, 1), (2, 0)):
+        folder = tmp_path / f"{world} {partitions}"
+        told = answers(pool.run(jobs.train, partitions, "llama", "lora", str(folder), how, resume, world=world))
+        outcomes.append(saved(told[0], folder))
+    assert all(apart(found, outcomes[2]) == 0.0 for found in outcomes)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("world", "partitions"), [(2, 2), (3, 3), (4, 2)])
+def test_callbacks_and_logs_are_trainers_and_the_rows_of_a_step_those_of_all_replicas(
+    world: int, partitions: int, pool: WorkerPool, tmp_path: Path
+) -> None:
+    found = answers(pool.run(jobs.watch, partitions, str(tmp_path / "piped"), world=world))
+    replicas = world // partitions
+    (seen, log, rows), *_ = answers(pool.run(jobs.watch, 0, str(tmp_path / "plain"), world=replicas))[0]
+    assert [one[0] for one in found] == [[seen, log, rows]] * world
+    assert rows == 2 * 4 * replicas
+    assert sum(name == "on_step_end" for name, *_ in seen) == seen[-1][1] >= 2
+    for _, steps, shares in found:
+        assert steps == [[at, 1] for at in range(1, seen[-1][1] + 1)]
+        assert shares == pytest.approx([1.0] * len(steps))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -14,7 +14,6 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
@@ -24,12 +23,14 @@ from tests.families.law import quiet
 from tests.integrations.trained import (
     ADAPTED,
     LAST,
+    Events,
     apart,
     log_of,
     model_of,
     next_words,
     outcome,
     rows_of,
+    spoilt,
     stacked,
     train,
     trainer_of,
@@ -37,12 +38,6 @@ from tests.integrations.trained import (
 from tests.support.plain_loop import one_thread
 
 TWO: Any = partial(GPipeTrainer, partitions=2)
-
-
-def spoilt(output: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """No number for one batch of each epoch."""
-    loss = next_words(output, labels, num_items_in_batch)
-    return loss * float("nan") if (labels[0] == rows_of("llama")[3]["labels"][: labels.shape[1]]).all() else loss
 
 
 def arguments(**how: Any) -> dict[str, Any]:
@@ -158,18 +153,6 @@ def test_a_subclass_makes_its_own_optimizer(tmp_path: Path) -> None:
 
     found = train(partial(Piped, partitions=2), "llama", tmp_path)
     assert apart(found, train(Plain, "llama", tmp_path)) == 0.0
-
-
-class Events(TrainerCallback):
-    """Notes which events happen, at which step."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("on_"):
-            return super().__getattribute__(name)
-        return lambda args, state, control, **how: self.seen.append((name, state.global_step, state.epoch))
 
 
 def test_callbacks_see_the_same_events(tmp_path: Path) -> None:

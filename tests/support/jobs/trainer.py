@@ -9,19 +9,34 @@ import transformers
 from safetensors.torch import load_file
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
+from gpipe.integrations.trackers import GPipeCallback
 from gpipe.integrations.transformers import GPipeSeq2SeqTrainer, GPipeTrainer
 from tests.families.law import quiet
-from tests.integrations.trained import MODES, Outcome, log_of, model_of, rows_of, stacked, trainer_of
+from tests.integrations.trained import (
+    MODES,
+    Events,
+    Outcome,
+    log_of,
+    model_of,
+    next_words,
+    rows_of,
+    spoilt,
+    stacked,
+    trainer_of,
+)
 from tests.support.jobs.training import Json
 from tests.support.said import said
+
+LOSSES = {"own": next_words, "spoilt": spoilt}
 
 
 def made(rank: int, partitions: int, name: str, mode: str, folder: str, how: Json) -> Any:
     """A trainer, of no pipe where there are no partitions."""
     transformers.utils.logging.disable_progress_bar()
     make: Any = partial(GPipeTrainer, partitions=partitions, **how.pop("pipe", {})) if partitions else Trainer
+    given = {"compute_loss_func": LOSSES[how.pop("loss")]} if "loss" in how else {}
     how = {**MODES[mode], "save_strategy": "steps", "save_steps": 1, **how}
-    return trainer_of(make, model_of(name, mode), name, Path(folder), arguments=how)
+    return trainer_of(make, model_of(name, mode), name, Path(folder), arguments=how, **given)
 
 
 def train(
@@ -37,6 +52,23 @@ def train(
             trainer.pipe.close()
         parts = predicted if isinstance(predicted, tuple) else (predicted,)
         return [log_of(trainer), [part.tolist() for part in parts]]
+
+
+def watch(rank: int, world: int, partitions: int, folder: str) -> Json:
+    """Trains, with callbacks; tells what these saw, the rows of a step, and what pipes' own callback logged."""
+    with quiet():
+        trainer, events = made(rank, partitions, "llama", "plain", folder, {"save_strategy": "no"}), Events()
+        trainer.add_callback(events)
+        if partitions:
+            trainer.add_callback(GPipeCallback(trainer))
+        trainer.train()
+        numbers = [one for one in trainer.state.log_history if "gpipe/steps" in one]
+        shares = [sum(value for name, value in one.items() if name.startswith("gpipe/share/")) for one in numbers]
+        seen, own = events.seen, [one for one in log_of(trainer) if "gpipe/steps" not in one]
+        for one in numbers:  # it logs right behind a loss
+            seen.remove(["on_log", one["step"], one["epoch"]])
+        rows = trainer.get_total_train_batch_size(trainer.args)
+        return [[seen, own, rows], [[one["step"], one["gpipe/steps"]] for one in numbers], shares]
 
 
 def predict(rank: int, world: int, partitions: int, folder: str, first: bool) -> Json:
