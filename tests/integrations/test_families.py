@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 from transformers import Trainer
 
 from gpipe.integrations.transformers import GPipeTrainer
@@ -54,9 +55,22 @@ def test_trainer_with_the_auxiliary_loss_of_experts_leaves_what_it_leaves_by_its
     assert apart(found, by_itself(name, mode)) > 1e-3
 
 
+def moved(outcome: Outcome) -> Outcome:
+    """Log and weights without the biases of keys: softmax takes these out, and their gradient is rounding alone."""
+    weights = dict(outcome.weights)
+    for name in outcome.weights:
+        if name.endswith("key.bias"):
+            del weights[name]
+        elif name.endswith("c_attn.bias"):  # of queries, keys and values
+            query, _, value = weights[name].chunk(3)
+            weights[name] = torch.cat([query, value])
+    return Outcome(outcome.log, weights, {})
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "whisper"])
-def test_where_scores_have_the_weights_of_words_it_is_near(name: str, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"model": {"tied": True}, "arguments": {"optim": "sgd"}}
+def test_where_scores_have_the_weights_of_words_it_is_near(name: str, optim: str, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"model": {"tied": True}, "arguments": {"optim": optim}}
     expected = train(Trainer, name, tmp_path, **how)
     found = train(partial(GPipeTrainer, partitions=2), name, tmp_path, **how)
-    assert 0.0 < apart(found, expected, least=1e-3) <= NEAR  # biases of keys move by roundings alone
+    assert 0.0 < apart(moved(found), moved(expected)) <= NEAR
