@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -427,6 +427,8 @@ class GPipe(Partitioned):
 
     if TYPE_CHECKING:  # else checkers and editors know it as nn.Module's, of any arguments
 
+        @overload
+        def __call__(self, inputs: MicroBatches, *, gather: Literal[True]) -> list[Any]: ...
         @overload
         def __call__(self, inputs: Tree = None, *, gather: bool = False) -> Any: ...
         @overload
