@@ -184,8 +184,11 @@ def test_who_stands_still_on_the_other_host_is_named_and_waited_for(tmp_path: Pa
 
 
 def test_a_wire_that_is_cut_while_much_is_under_way_is_noticed_by_who_sends(tmp_path: Path) -> None:
-    """The stream of tensors has waited for who is busy, for longer than a host may be silent."""
-    with two_hosts() as hosts, launched(hosts, tmp_path, "cut", 1, job="standstill"):
+    """The stream of tensors has waited for who is busy, for longer than a host may be silent. And over IPv6."""
+    with two_hosts(ipv6=True) as hosts, ExitStack() as stack:
+        for host, address in enumerate(ADDRESSES):
+            hosts.run(host, f"ip address del {address}/24 dev {WIRE}")
+        stack.enter_context(launched(hosts, tmp_path, "cut", 1, ADDRESSES6, "standstill", GPIPE_INTERFACE=WIRE))
         wait_until((tmp_path / "told").exists)
         hosts.cut()
         (tmp_path / "cut").touch()
