@@ -108,8 +108,10 @@ class GPipe(Partitioned):
         schedule: In which order ranks work, and which stages they hold; the bits are the same. By name: `"gpipe"`,
             all forwards, then all backwards; `"1f1b"`; `"interleaved"`; with backwards split in two `"zb_h1"`,
             `"zb_h2"`, `"interleaved_zb"`, `"zb_v"`, `"v_half"`, `"v_min"`; or `"dualpipe_v"`, for M of at least 2K.
-            Or a `Program` of forwards and backwards alone, or a function of K and M that gives one. A mini-batch of
-            fewer micro-batches for which there is no such table goes by fill-drain.
+            Or a `Program` of forwards and backwards alone, or a function of K and M that gives one. Or `"auto"`:
+            cuts, stages of a rank, table and what to recompute are searched for together, by `costs` and within
+            `memory`, in some 5 seconds; `pipe.summary()` tells how near it came. A mini-batch of fewer micro-batches
+            for which there is no such table goes by fill-drain; of a program, by what it has of them.
         stages_per_rank: How many stages each rank holds; by default what the schedule has, 2 if it leaves it open.
             Where it is more than 1, `partitions` as a list has the layers of each stage.
         remat: Which micro-batches are run again in the backward pass so that nothing inside a partition is kept:
@@ -117,8 +119,9 @@ class GPipe(Partitioned):
             inside, at the price of one inside more), or `"never"`; or a number, how many micro-batches at once
             may keep theirs; or one of these for each stage. Where a backward follows its forward at once, nothing
             is recomputed. Or `"auto"`, with a `sample`: where, and as often as, `memory` demands.
-        memory: For `remat="auto"`, bytes that each partition may hold, one number or one for each: of weights,
-            gradients, an optimizer as Adam, and activations. By default its device's, shared evenly.
+        memory: For `remat="auto"` and `schedule="auto"`, bytes that each partition may hold, one number or one for
+            each: of weights, gradients, an optimizer as Adam, and activations. By default its device's, shared
+            evenly.
         deferred_batch_norm: Running statistics of BatchNorm are those of the whole mini-batch, as in one plain
             forward of it (paper, section 2.2), also over replicas; by default those of one micro-batch after
             another, of each replica its own. Either way a micro-batch is normalized by its own.

@@ -38,7 +38,7 @@ SIZE = "Arguments of the network, by default " + "; ".join(
     f"of {name} {' '.join(f'{argument}={number}' for argument, number in sizes.items())}"
     for name, (_, sizes) in NETWORKS.items()
 )
-SCHEDULE = f"The schedule, if it is settled: {', '.join(SCHEDULES)}."
+SCHEDULE = f"The schedule, if it is settled: {', '.join(SCHEDULES)}; or auto: a table is searched for."
 
 
 def plan(

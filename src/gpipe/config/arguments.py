@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch import nn
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 Driver: TypeAlias = Literal["threads", "lockstep", "process"]
 Costs: TypeAlias = Sequence[float] | Literal["params", "time", "flops"] | Callable[[nn.Module, Tree], float] | None
-AUTO = "auto"
-UNSAID = {"partitions": None, "schedule": "gpipe", "stages_per_rank": None, "remat": "always"}
+UNSAID: dict[str, Any] = {"partitions": None, "schedule": "gpipe", "stages_per_rank": None, "remat": "always"}
 """The arguments that a plan alone gives, as they are where the user says nothing."""
 
 
@@ -75,8 +74,8 @@ class Arguments:
             self,
             partitions=list(plan.layers_per_partition),
             micro_batches=plan.micro_batches if own else self.micro_batches,
-            schedule=plan.schedule,
-            stages_per_rank=plan.stages_per_rank,
+            schedule=plan.table or plan.schedule,
+            stages_per_rank=None if plan.table else plan.stages_per_rank,
             remat=list(plan.remat),
             costs=plan.work if takes_costs else self.costs,
         )

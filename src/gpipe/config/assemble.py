@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from gpipe._torch.accelerator import memory_of
-from gpipe.config.arguments import AUTO, Arguments
+from gpipe.config.arguments import Arguments
 from gpipe.config.check import Mistakes, count_ranks, draw_seed, read_schedule
 from gpipe.config.settings import Settings, settle
 from gpipe.distributed.agree import agree
@@ -20,8 +20,12 @@ from gpipe.distributed.processes import OneProcess, Processes
 from gpipe.distributed.rendezvous import BUILDING, LINKING, Rendezvous
 from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.errors import is_count
+from gpipe.planner.search.shapes import AUTO
 from gpipe.runtime.engine import Engine
 from gpipe.schedule.cost import StageCost
+from gpipe.schedule.lower import Remat
+from gpipe.schedule.program import Program
+from gpipe.schedule.schedules import table_in_training
 from gpipe.stages.buffers import Slot
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch, plain
 from gpipe.stages.recompute_check import checksum
@@ -125,7 +129,7 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
     drawn = draw_seed() if asked.seed is None else None
     every = rendezvous.greet(position, {"drawn": drawn, "memory": memory_of(position.device)})
     seed = every[0]["drawn"] if asked.seed is None else asked.seed
-    if asked.remat == AUTO and asked.memory is None:
+    if AUTO in (asked.remat, asked.schedule) and asked.memory is None and asked.sample is not None:
         asked = replace(asked, memory=memory_by_row(position, rendezvous.hosts, [one["memory"] for one in every]))
     told: Mapping[str, Any] = agree(rendezvous)[0] if position.rank else {}
     costs: Any = told.get("costs", asked.costs)  # who measures by himself would cut elsewhere
@@ -137,6 +141,10 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
         sketch = Outline(dict(traced.layers), {}, 0, [])
     if position.rank and len(costs) != len(sketch.layers):
         raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {position.rank}")
+    if told.get("searched"):  # and who searches by himself, by his own seconds, would find another table
+        table, layers, remat = told["searched"]
+        program = Program.from_text(table)
+        asked = replace(asked, schedule=program, partitions=layers, remat=remat, memory=None)
     settings = settle(replace(asked, seed=seed, costs=costs), position, sketch, traced)
     if not position.rank:
         told = {
@@ -144,6 +152,7 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
             "stages": [list(astuple(cost)) for cost in settings.stage_costs or ()],
             "in_seconds": settings.in_seconds,
             "unsplit": sorted(settings.unsplit),
+            "searched": _searched(settings) if asked.schedule == AUTO else None,
         }
         agree(rendezvous, told)
     stages = tuple(StageCost(*numbers) for numbers in told["stages"]) or None
@@ -163,6 +172,12 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
     _compare(rendezvous, settings, asked)
     _compare_weights(rendezvous, settings, weights)
     return settings
+
+
+def _searched(settings: Settings) -> tuple[str, list[int], list[Remat]]:
+    m, placement = settings.micro_batches, settings.placement
+    program = Program.of(table_in_training(settings.schedule, placement, m), m, rank_of=placement)
+    return program.to_text(), list(settings.layers_per_partition), list(settings.remat)
 
 
 def _compare(rendezvous: Rendezvous, settings: Settings, asked: Arguments) -> None:

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from gpipe._torch.accelerator import CPU, accelerators, numbered
-from gpipe.config.arguments import AUTO, Arguments, Costs, Driver
+from gpipe.config.arguments import UNSAID, Arguments, Costs, Driver
 from gpipe.distributed.mesh import Position
 from gpipe.errors import int_remedy, is_count
+from gpipe.planner.search.shapes import AUTO
 from gpipe.schedule.lower import REMATS, Remat
 from gpipe.schedule.partition import Balance
 from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, too_many
@@ -79,6 +80,7 @@ def check(
     placement = _read_placement(asked, schedule, known, mistakes)
     remat = _read_remat(asked.remat, len(placement), mistakes)
     _check_memory(asked, len(set(placement)), mistakes)
+    _check_searched(asked, mistakes)
     devices = _read_devices(asked.devices, len(set(placement)), position, mistakes)
     if traced is not None:
         asked = _check_for_model(asked, traced, mistakes)
@@ -189,14 +191,29 @@ def _read_remat(remat: object, stages: int, mistakes: Mistakes) -> tuple[Remat, 
 
 
 def _check_memory(asked: Arguments, ranks: int, mistakes: Mistakes) -> None:
-    is_auto, memory = asked.remat == AUTO, asked.memory
+    is_auto, memory = asked.remat == AUTO or asked.schedule == AUTO, asked.memory
     told = "remat='auto' needs sample=, an example mini-batch, to count what layers keep"
-    mistakes.check(not is_auto or asked.sample is not None, told)
+    mistakes.check(asked.remat != AUTO or asked.sample is not None, told)
     if memory is not None:
-        mistakes.check(is_auto, "memory= is for remat='auto'; leave it out, or give remat='auto'")
+        told = "memory= is for remat='auto' and schedule='auto'; leave it out, or give one of them"
+        mistakes.check(is_auto, told)
+        told = "memory= needs sample=, an example mini-batch, to count what layers keep"
+        mistakes.check(asked.schedule != AUTO or asked.sample is not None, told)
         each = _one_for_each("memory", memory, ranks, "partitions", mistakes)
         good = all(isinstance(one, (int, float)) and not isinstance(one, bool) and one > 0 for one in each)
         mistakes.check(good, f"memory={memory!r}; give bytes, more than 0, one number or one for each partition")
+
+
+def _check_searched(asked: Arguments, mistakes: Mistakes) -> None:
+    """Notes what cannot be given where cuts, placement, table and remat are searched for."""
+    if asked.schedule != AUTO:
+        return
+    told = "schedule='auto' finds"
+    by_hand = not isinstance(asked.partitions, int)
+    mistakes.check(not by_hand, f"{told} the cuts; give partitions=K, or another schedule")
+    mistakes.check(asked.stages_per_rank is None, f"{told} how many stages a rank holds; leave stages_per_rank= out")
+    remat = asked.remat in (UNSAID["remat"], AUTO)
+    mistakes.check(remat, f"{told} what to recompute within memory=; leave remat= out")
 
 
 def _read_devices(
@@ -243,7 +260,7 @@ def read_schedule(asked: Arguments, mistakes: Mistakes) -> Schedule:
     """The schedule, by its name, as a program, or as a function that makes one; GPipe's where it is a mistake."""
     wanted, gpipe = asked.schedule, SCHEDULES["gpipe"]
     if isinstance(wanted, str):
-        mistakes.check(wanted in SCHEDULES, unknown(wanted))
+        mistakes.check(wanted in (*SCHEDULES, AUTO), f"{unknown(wanted)}, and {AUTO!r}")
         return SCHEDULES.get(wanted, gpipe)
     if not isinstance(wanted, Program) and not callable(wanted):
         mistakes.append(f"{unknown(wanted)}, a Program, or a function of K and M that gives one")

@@ -306,5 +306,7 @@ def _step(settings: Settings, plan: Prediction) -> Iterator[str]:
         f"K={k} partition{'s' * (k > 1)}{each}, M={m} micro-batch{'es' * (m > 1)}, schedule {settings.schedule.name}:"
         f" bubble{formula} {equal_bubble(plan.program):.1%} if the stages are equal"
     )
+    if settings.searched is not None:
+        yield from settings.searched.compared()
     takes = f"{lasts(plan.timeline.seconds)}, " if plan.unit == "seconds" else ""
     yield f"predicted step: {takes}{plan.bubble:.1%} of it idle, recomputes counted, if each partition has a device"

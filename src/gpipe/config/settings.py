@@ -1,31 +1,40 @@
 """What a pipe is made of: arguments checked, defaults filled in, layers weighed and cut."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import torch
 from torch import nn
 
 from gpipe._torch.accelerator import memory_of
-from gpipe.config.arguments import AUTO, Arguments, Costs, Driver
+from gpipe.config.arguments import UNSAID, Arguments, Costs, Driver
 from gpipe.config.check import Checked, check
 from gpipe.distributed.mesh import Position
 from gpipe.planner.measure import as_in_training, measure_by, measure_seconds
 from gpipe.planner.profile import count_flops, count_parameters, profile_layers
 from gpipe.planner.search.cuts import partition
+from gpipe.planner.search.device import Device
 from gpipe.planner.search.fitting import fitting_remat
+from gpipe.planner.search.found import Plan
+from gpipe.planner.search.profile import NOTHING, LayerProfile, Line, Profile
+from gpipe.planner.search.search import search
+from gpipe.planner.search.shapes import AUTO, Choices
 from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import StageCost, stage_cost
 from gpipe.schedule.lower import Remat, place_recompute, unsplit_stages
 from gpipe.schedule.partition import Partition, given
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, table_in_training
+from gpipe.schedule.simulate import BACKWARD_OVER_FORWARD
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch
 from gpipe.stages.sequence import Outline
 from gpipe.stages.shared_weights import Tied, tie
 from gpipe.stages.tree import Tree
 from gpipe.tracing.model import TracedModel
+
+_LEAST_COST = 1e-9  # of a layer whose cost is 0
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class Settings:
     deferred_batch_norm: bool
     sync_batch_norm: bool
     traced: TracedModel | None = None  # if the layers are parts of a model
+    searched: Plan | None = None  # by schedule="auto", where this process did
     tied: Tied = ()  # over processes: where identity cannot show it
 
     @property
@@ -76,8 +86,12 @@ def settle(
     asked, plan = checked.asked, checked.asked.plan
     if position is None:
         tie(checked.tied)
-    schedule, placement, micro_batches = checked.schedule, checked.placement, asked.micro_batches
     layers, sample = _alone(asked, list(checked.layers.values()), traced)
+    if asked.schedule == AUTO:
+        plan = _search(checked, layers, sample)
+        asked = replace(asked, **UNSAID, plan=plan, costs=None, memory=None, seed=checked.seed).follow_plan()
+        return settle(replace(asked, costs=plan.work), position, outline, traced)
+    schedule, placement, micro_batches = checked.schedule, checked.placement, asked.micro_batches
     some = min(micro_batches, 2 * len(set(placement)))  # a fill, a middle and a drain show what pays
     program = _bare(schedule, placement, some if schedule.table(placement, some) is not None else micro_batches)
     cuts, seconds = _cut(checked, layers, sample, program)
@@ -116,6 +130,7 @@ def settle(
         deferred_batch_norm=asked.deferred_batch_norm,
         sync_batch_norm=asked.sync_batch_norm,
         traced=traced,
+        searched=None if plan is None or plan.least_seconds is None else plan,
     )
 
 
@@ -127,6 +142,41 @@ def _alone(
         return layers, first_micro_batch(asked.sample, asked.micro_batches)
     sample = first_micro_batch(asked.sample, asked.micro_batches, least=TWO_ROWS)
     return traced.alone(), sample if sample is None else traced.first_state(sample)
+
+
+def _search(checked: Checked, layers: Sequence[nn.Module], sample: Tree) -> Plan:
+    """Cuts, placement, table and remat, searched together for the K and M of the user and what layers cost."""
+    asked, devices = checked.asked, checked.devices
+    as_it_is = 1  # micro-batch, whatever its rows
+    names, ranks = list(checked.layers), len(devices)
+    with as_in_training(devices[0], asked.intra_op_threads):
+        if sample is None:
+            profile = Profile(tuple(LayerProfile(name, NOTHING, NOTHING) for name in names))
+        else:
+            device = devices[0] if asked.in_seconds else None
+            at_once = _ranks_at_once(checked)
+            profile = profile_layers(
+                layers, {as_it_is: sample}, names, measured_on=device, at_once=at_once, parts=asked.in_seconds
+            )
+        if not asked.in_seconds:
+            costs = _find_costs(asked.costs, layers, sample)
+            shares = 1 / (1 + BACKWARD_OVER_FORWARD), BACKWARD_OVER_FORWARD / (1 + BACKWARD_OVER_FORWARD)
+            lines = ([Line(share * (cost or _LEAST_COST)) for share in shares] for cost in costs)
+            work = zip(profile.layers, lines, strict=True)
+            profile = Profile(tuple(replace(layer, forward=f, backward=b) for layer, (f, b) in work))
+    limits = [inf] * ranks if sample is None else _limits(asked, devices)
+    try:
+        paper = [Device(memory=limit, flops=1.0) for limit in limits]
+        choices = Choices((ranks,), (asked.micro_batches,), (AUTO,))
+        return search(profile, paper, asked.micro_batches * as_it_is, choices)
+    except ValueError as error:
+        raise ValueError(f"schedule='auto': {error}") from None
+
+
+def _ranks_at_once(checked: Checked) -> int:
+    """How many ranks of this process compute at once."""
+    asked = checked.asked
+    return len(checked.devices) if asked.driver in (None, "threads") and asked.mesh is None else 1
 
 
 def _bare(schedule: Schedule, placement: Placement, micro_batches: int) -> Program:
@@ -142,8 +192,7 @@ def _cut(
     with as_in_training(devices[0], asked.intra_op_threads):
         if asked.in_seconds:
             parts = any(action.kind is Kind.BACKWARD_WEIGHT for action in program.actions)
-            at_once = len(devices) if asked.driver in (None, "threads") and asked.mesh is None else 1
-            found = measure_seconds(layers, sample, devices[0], at_once=at_once, parts=parts)
+            found = measure_seconds(layers, sample, devices[0], at_once=_ranks_at_once(checked), parts=parts)
             forwards = 1 if "never" in checked.remat else 2
             costs: Sequence[float] = [forwards * each.forward + each.backward for each in found]
         else:

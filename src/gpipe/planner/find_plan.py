@@ -16,7 +16,7 @@ from gpipe.planner.profile import ADAM, profile_layers
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.found import Plan
 from gpipe.planner.search.search import search
-from gpipe.planner.search.shapes import Choices, splits
+from gpipe.planner.search.shapes import AUTO, Choices, splits
 from gpipe.stages.microbatch import TWO_ROWS, count_rows, first_micro_batch, plain
 from gpipe.stages.sequence import build_layers, outline
 from gpipe.stages.tree import Tree, tensors_in
@@ -59,7 +59,7 @@ def find_plan(
         global_batch: The rows of a mini-batch; by default those of the sample.
         partitions: K, if it is settled.
         micro_batches: M, if it is settled; else a micro-batch has at least 2 rows where there is a BatchNorm.
-        schedule: By name, if it is settled.
+        schedule: By name, if it is settled; or `"auto"`: beside those by name, tables are searched for.
         blocks: The modules between which a model is cut, as `gpipe.GPipe` takes them.
         measure: Take the seconds of each layer on this machine for those on the first device, and on others by
             `flops` in proportion. Where `devices` is a number of CPU cores, so many threads are measured at once, or
@@ -107,7 +107,7 @@ def find_plan(
     device = (accelerators() or [CPU])[0]
     at_once = (partitions or len(here)) if isinstance(devices, int) else 1
     with as_in_training(device, intra_op_threads):
-        profile = profiled(measured_on=device, at_once=at_once, parts=schedule is None or splits(schedule))
+        profile = profiled(measured_on=device, at_once=at_once, parts=schedule in (None, AUTO) or splits(schedule))
     plan = search(profile, here, batch, choices)
     if device != CPU or not isinstance(devices, int):
         return plan

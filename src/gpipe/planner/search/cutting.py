@@ -69,6 +69,9 @@ class Trial:
         self.best: Settled | None = None  # the fastest cuts that fit
         self.misfit: Misfit | None = None  # of those that do not, the nearest to it
         self.few = comb(len(sized.layers) - 1, shape.stages - 1) <= MOST_CUTS_TRIED
+        self.least_seconds: float | None = (
+            None  # that no table of these cuts and ranks goes below, where it was asked
+        )
         self._is_enough = is_enough
         self._tried: set[Cuts] = set()
 
@@ -76,12 +79,12 @@ class Trial:
         """Tries all cuts where they are few, else the most even, and the most even that fit if all is recomputed."""
         if self.few:
             for layers in every_cut(len(self.sized.layers), self.shape.stages):
-                self._attempt(layers)
+                self.attempt(layers)
             return
-        self._attempt(even(tuple(self.sized.work), self.stage_speeds))
+        self.attempt(even(tuple(self.sized.work), self.stage_speeds))
         recomputes = self.best is not None and any(self.fitting.again(self.best.levels).values())
         if (recomputes or self.misfit is not None) and (fitting := self._even_that_fit()):
-            self._attempt(fitting)
+            self.attempt(fitting)
 
     def climb(self) -> None:
         """Goes on to neighbours of the best cuts, one layer moved at a time, while that pays."""
@@ -91,22 +94,14 @@ class Trial:
             better = False
             for layers in islice(_neighbours(self.best.layers), left):
                 left -= 1
-                if better := self._attempt(layers):
+                if better := self.attempt(layers):
                     break
 
-    def costs(self, layers: Sequence[int]) -> tuple[StageCost, ...]:
-        """What each stage costs, its messages included: these take as long as the slower of two links has it."""
-        rank_of, runs = self.program.rank_of, bounds(layers)
-        under_way = [0.0] * (len(runs) + 1)
-        for stage, (before, after) in enumerate(pairwise(rank_of), start=1):
-            if before != after:
-                link = min(self.devices[before].link, self.devices[after].link)
-                under_way[stage] = self.sized.entering(*runs[stage]) / link
-        bare = (self.sized.cost(*run, speed) for run, speed in zip(runs, self.stage_speeds, strict=True))
-        messages = zip(bare, under_way[1:], under_way[:-1], strict=True)
-        return tuple(replace(cost, send=ahead, send_gradient=back) for cost, ahead, back in messages)
+    def costs(self, layers: Cuts) -> tuple[StageCost, ...]:
+        """What each stage costs, its messages included."""
+        return message_costs(self.sized, self.devices, self.speeds, layers, self.program.rank_of)
 
-    def _attempt(self, layers: Cuts) -> bool:
+    def attempt(self, layers: Cuts) -> bool:
         """Whether these cuts are the fastest of all that were tried and fit."""
         if layers in self._tried:
             return False
@@ -150,6 +145,21 @@ class Trial:
             return partition(work, shape.stages, balance="minmax", speeds=self.stage_speeds, memory=memory).layers
         except ValueError:  # none do
             return None
+
+
+def message_costs(
+    sized: SizedProfile, devices: Sequence[Device], speeds: Sequence[float], layers: Cuts, rank_of: Sequence[int]
+) -> tuple[StageCost, ...]:
+    """What stages on these ranks cost with their messages: these take as long as the slower of two links has it."""
+    runs = bounds(layers)
+    under_way = [0.0] * (len(runs) + 1)
+    for stage, (before, after) in enumerate(pairwise(rank_of), start=1):
+        if before != after:
+            link = min(devices[before].link, devices[after].link)
+            under_way[stage] = sized.entering(*runs[stage]) / link
+    bare = (sized.cost(*run, speeds[rank]) for run, rank in zip(runs, rank_of, strict=True))
+    messages = zip(bare, under_way[1:], under_way[:-1], strict=True)
+    return tuple(replace(cost, send=ahead, send_gradient=back) for cost, ahead, back in messages)
 
 
 def _neighbours(layers: Cuts) -> Iterator[Cuts]:

@@ -59,6 +59,8 @@ class Plan:
         names: Of the layers.
         work: Of the layers, seconds of forward and backward of a micro-batch on the first device.
         measured: Whether seconds were measured; else they follow from the devices' FLOP/s.
+        table: Of what each rank does, where it was searched for: then `schedule` is `"auto"`.
+        least_seconds: That no table of these stages goes below, where one was searched for.
         plain_seconds: Of the same mini-batch in plain torch with all these cores, where that was measured.
         alternatives: The next best, of other shapes.
         rejected: Why all others were not taken.
@@ -88,6 +90,8 @@ class Plan:
     names: tuple[str, ...] = field(repr=False)
     work: tuple[float, ...] = field(repr=False)
     measured: bool = False
+    table: Program | None = field(default=None, repr=False)
+    least_seconds: float | None = None
     plain_seconds: float | None = None
     alternatives: tuple["Plan", ...] = field(default=(), repr=False)
     rejected: tuple[Rejection, ...] = field(default=(), repr=False)
@@ -115,7 +119,7 @@ class Plan:
     @cached_property
     def program(self) -> Program:
         """The table, with what is recomputed and sent."""
-        bare = self.shape.program()
+        bare = self.table or self.shape.program()
         assert bare is not None  # it was timed
         return place_transfers(place_recompute(bare, self.remat))
 
@@ -136,6 +140,7 @@ class Plan:
         carried = f"messages for {lasts(self.communication)}" if self.communication else "none"
         link = f"; the busiest link carries {carried}" if len(self.devices) > 1 else ""
         yield f"bubble {self.bubble:.1%}{link}"
+        yield from self._over()
         longest = max(cost.forward + cost.backward for cost in self.costs)
         if self.partitions > 1 and longest < NOISE_SECONDS:
             yield (
@@ -146,6 +151,18 @@ class Plan:
             slower = self.plain_seconds > self.seconds
             which = "the plan is faster" if slower else "it is faster here; a pipeline pays where ranks have devices"
             yield f"plain torch with all these cores takes {lasts(self.plain_seconds)}, measured: {which}"
+
+    def _over(self) -> Iterator[str]:
+        if self.least_seconds:
+            unit = "ms" if self.measured else ""
+            least, over = lasts(self.least_seconds, unit), max(0.0, self.seconds / self.least_seconds - 1)
+            yield f"{over:.1%} over {least}, which no table of these stages goes below"
+
+    def compared(self) -> Iterator[str]:
+        """Says how what was searched for stands beside the least that there can be, and beside pages."""
+        pages = (other for other in self.alternatives if other.table is None)
+        told = [f"{other.shape.schedule} would take {other.seconds / self.seconds - 1:.1%} more" for other in pages]
+        yield "; ".join(["schedule searched for: " + "".join(self._over()), *told])
 
     def _ranks(self) -> Iterator[str]:
         words: list[list[str]] = [[] for _ in self.devices]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
+from math import inf
 from operator import attrgetter, itemgetter
 
 from gpipe.planner.search.cutting import Trial
@@ -18,7 +19,8 @@ from gpipe.planner.search.device import Device, bytes_text, lasts
 from gpipe.planner.search.fitting import Misfit
 from gpipe.planner.search.found import Plan, Reason, Rejection
 from gpipe.planner.search.profile import Profile
-from gpipe.planner.search.shapes import Choices, Shape, least_seconds, likely_seconds
+from gpipe.planner.search.shapes import AUTO, Choices, Shape, least_seconds, likely_seconds
+from gpipe.planner.search.tables import TableSearch
 
 ANYTHING = Choices()
 micro_batches = attrgetter("micro_batches")
@@ -37,15 +39,18 @@ def search(
 ) -> Plan:
     """Finds the fastest plan that fits; a plan of K ranks takes the first K devices, in their order.
 
-    It has so many of the next best as `alternatives`, if there are; `choices` have no `mistakes`.
+    It has so many of the next best as `alternatives`, if there are; `choices` have no `mistakes`. Where the schedule
+    is `"auto"`, pages are searched first, and then tables for the ranks and micro-batches of the best of them.
     """
     found = _Search(profile, devices, global_batch, alternatives + 1)
+    searched = choices.schedules == (AUTO,)
+    choices = replace(choices, schedules=None) if searched else choices
     shapes = partial(choices.shapes, len(devices), global_batch, len(profile.layers))
     found.attempt_all(shapes())
     for _, alike in groupby(sorted(shapes(beyond=True), key=micro_batches), key=micro_batches):
         if not found.fitting:  # smaller micro-batches may
             found.attempt_all(alike)
-    return found.best()
+    return found.best(searched=searched)
 
 
 class _Search:
@@ -120,20 +125,33 @@ class _Search:
             self._reject(shape, "slower", "no cuts of it are as fast as the next best")
         return None
 
-    def best(self) -> Plan:
+    def best(self, *, searched: bool = False) -> Plan:
         """The fastest plan, beside the others, all with the best cuts near those that were found."""
         if not self.fitting:
             raise ValueError(self._why_nothing())
         measured = self.profile.unit == "seconds"
-        plans = []
-        for _, trial in self.fitting:
+        trials = [trial for _, trial in self.fitting]
+        for trial in trials:
             trial.climb()
-            plans.append(_plan(trial, self.global_batch, measured=measured))
+        tables = self._search_tables(trials) if searched else []
+        plans = [_plan(trial, self.global_batch, measured=measured) for trial in (*trials, *tables)]
         plans.sort(key=attrgetter("seconds"))
-        alike = plans[0].seconds * (ALIKE_FACTOR if measured else ROUNDING_FACTOR)
+        alike = plans[0].seconds * (ALIKE_FACTOR if measured and not searched else ROUNDING_FACTOR)
         simplest = min((plan for plan in plans if plan.seconds <= alike), key=lambda plan: plan.shape.stages)
         plans.remove(simplest)
         return replace(simplest, alternatives=tuple(plans), rejected=tuple(self.rejected))
+
+    def _search_tables(self, trials: Sequence[Trial]) -> list[Trial]:
+        """The best table for the ranks and micro-batches of the best page, if there is one that fits."""
+        shape = min(trials, key=lambda trial: trial.best.seconds if trial.best else inf).shape
+        used, m = slice(shape.partitions), shape.micro_batches
+        alike = [trial for trial in trials if (trial.shape.partitions, trial.shape.micro_batches) == (used.stop, m)]
+        found = TableSearch(self.size(m), self.devices[used], self.speeds[used], m)
+        tables = [trial for trial in found.trials(alike) if trial.best is not None] if shape.partitions > 1 else []
+        for trial in (*alike, *tables):
+            if trial.best is not None:
+                trial.least_seconds = found.least_seconds(trial.program.rank_of, trial.best.layers)
+        return sorted(tables, key=lambda trial: trial.best.seconds if trial.best else inf)[:1]
 
     def _why_nothing(self) -> str:
         if not self.misfits:
@@ -175,4 +193,6 @@ def _plan(trial: Trial, global_batch: int, *, measured: bool) -> Plan:
         names=tuple(layer.name for layer in trial.sized.layers),
         work=tuple(work / trial.speeds[0] for work in trial.sized.work),
         measured=measured,
+        table=trial.program if shape.schedule == AUTO else None,
+        least_seconds=trial.least_seconds,
     )

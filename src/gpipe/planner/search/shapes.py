@@ -14,6 +14,7 @@ from gpipe.schedule.schedules import SCHEDULES
 from gpipe.schedule.schedules.by_name import program_of, unknown
 from gpipe.schedule.simulate import figures
 
+AUTO = "auto"  # the schedule whose table is searched for
 STAGES_PER_RANK, MANY_RANKS = (1, 2, 4), 9
 """How many stages a rank is given, where a schedule leaves it open; of so many ranks and of one, only its default."""
 SCHEDULES_OF_ONE_RANK = ("gpipe", "1f1b")
@@ -76,7 +77,7 @@ class Choices:
         for name in self.schedules or ():
             if not isinstance(name, str):
                 yield f"schedule={name!r}; give the name of one, or leave it out to have the fastest"
-            elif name not in SCHEDULES:
+            elif name not in (*SCHEDULES, AUTO):
                 yield unknown(name)
         if not is_count(global_batch):
             remedy = int_remedy(global_batch)

@@ -96,7 +96,10 @@ def _only_placement(program: Program, ranks: int, stages_per_rank: int) -> Place
 
 
 def _only_table(program: Program, placement: Placement, micro_batches: int) -> Table | None:
-    return program.table if micro_batches == program.micro_batches else None
+    """The table, or of a smaller mini-batch what it has of its micro-batches: nothing in it waits for another one."""
+    if micro_batches > program.micro_batches:
+        return None
+    return tuple(tuple(a for a in row if (a.micro_batch or 0) < micro_batches) for row in program.table)
 
 
 def made_by(make: Maker, micro_batches: int) -> Schedule:

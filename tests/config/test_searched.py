@@ -1,0 +1,63 @@
+"""`schedule="auto"`: what is searched for trains to the same bits, within memory, and says how near it came."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import gpipe
+from gpipe.planner.search import tables
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MOST_LISTED", 20_000)
+
+
+def _layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2)) for _ in range(7)]
+
+
+def _trained(**options: object) -> tuple[gpipe.GPipe, list[torch.Tensor]]:
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(24, 16), torch.randn(24, 16)
+    pipe = gpipe.GPipe(_layers(), micro_batches=6, seed=3, **options)  # type: ignore[arg-type]
+    losses = [pipe.step(inputs[:rows], targets[:rows], mse_loss) for rows in (24, 24, 4)]
+    return pipe, [*losses, *(p.grad for p in pipe.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"costs": [3, 1, 1, 2, 1, 1, 4]},
+        {"sample": torch.zeros(24, 16)},
+        {"sample": torch.zeros(24, 16), "costs": "params", "memory": 40_000},
+        {"driver": "lockstep"},
+    ],
+    ids=str,
+)
+def test_it_has_the_bits_of_one_rank(options: dict[str, object]) -> None:
+    pipe, found = _trained(partitions=2, schedule="auto", **options)
+    _, wanted = _trained(partitions=1)
+    assert all(map(torch.equal, found, wanted))
+    assert "schedule searched for: " in pipe.summary()
+    if "memory" in options:
+        assert pipe.prediction.peak_bytes is not None
+        assert max(pipe.prediction.peak_bytes) <= 40_000
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"partitions": [3, 4]}, "schedule='auto' finds the cuts"),
+        ({"partitions": 2, "stages_per_rank": 2}, "finds how many stages a rank holds"),
+        ({"partitions": 2, "remat": "never"}, "finds what to recompute"),
+        ({"partitions": 2, "memory": 10**6}, "memory= needs sample="),
+        ({"partitions": 2, "memory": 10, "sample": torch.zeros(6, 16)}, "schedule='auto': nothing fits"),
+    ],
+)
+def test_what_it_finds_is_not_given(options: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        gpipe.GPipe(_layers(), micro_batches=6, schedule="auto", **options)  # type: ignore[arg-type]
