@@ -42,5 +42,5 @@ def test_three_lines_more_give_the_same_training(example: Path, tmp_path: Path) 
     found, expected = figures(changed, tmp_path / "piped"), figures(script, tmp_path / "plain")
     assert len(expected) >= 5
     assert expected[-2] < expected[0]
-    near = 1e-3 if example.stem == "translation" else 0.0  # T5's table of words is used twice
-    assert found == pytest.approx(expected, rel=near, abs=0.0)
+    near = 1e-4 if example.stem == "translation" else 0.0  # the last digit: T5's table of words is used twice
+    assert found == pytest.approx(expected, rel=0.0, abs=near)
