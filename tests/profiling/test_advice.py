@@ -130,7 +130,7 @@ def test_a_faster_link_is_advised_only_where_there_is_one(driver: str, named: bo
         waited = Span(
             span.rank, replace(span.action, kind=Kind.RECEIVE), 2 * span.start, 2 * span.start + span.seconds
         )
-        spans += [waited, replace(span, start=waited.end, end=waited.end + span.seconds)]
+        spans += [waited, span._replace(start=waited.end, end=waited.end + span.seconds)]
     slow = [Timeline(2, tuple(spans), 2 * calm.seconds)]
     steps = RecordedSteps(slow, breakdown(slow), given_cuts([1, 1], [1.0, 1.0]), driver)
     assert steps.breakdown.shares["communication"] > 0.3

@@ -37,7 +37,7 @@ def steps(draw: st.DrawFn) -> Timeline:
     costs = [StageCost(draw(seconds), draw(seconds), send=draw(st.floats(0, 1))) for _ in range(program.stages)]
     timeline = simulate(program, costs).timeline
     late = draw(st.floats(0, 5))
-    spans = tuple(replace(span, start=span.start + late, end=span.end + late) for span in timeline.spans)
+    spans = tuple(span._replace(start=span.start + late, end=span.end + late) for span in timeline.spans)
     return replace(timeline, spans=spans, seconds=timeline.seconds + late, other=draw(outside))
 
 
@@ -88,7 +88,7 @@ def test_equal_stages_have_no_imbalance_and_the_bubble_of_the_paper(
 @given(programs(), st.floats(0.1, 5))
 def test_what_begins_late_is_no_bubble(program: Program, late: float) -> None:
     step = simulate(program, [StageCost(1.0, 2.0)] * program.stages).timeline
-    spans = tuple(replace(span, start=span.start + late, end=span.end + late) for span in step.spans)
+    spans = tuple(span._replace(start=span.start + late, end=span.end + late) for span in step.spans)
     moved = breakdown([replace(step, spans=spans, seconds=step.seconds + late)])
     assert moved.shares["late starts"] * moved.seconds == pytest.approx(late)
     assert moved.shares["bubble"] * moved.seconds == pytest.approx(breakdown([step]).shares["bubble"] * step.seconds)
@@ -153,7 +153,7 @@ def test_a_step_breaks_down_as_drawn() -> None:
 def test_replicas_are_told_apart() -> None:
     one = simulate(lowered(2, 3), [StageCost(1.0, 2.0)] * 2).timeline
     other = simulate(lowered(2, 3), [StageCost(1.5, 2.0)] * 2).timeline
-    both = Timeline(4, (*one.spans, *(replace(span, rank=span.rank + 2) for span in other.spans)), other.seconds)
+    both = Timeline(4, (*one.spans, *(span._replace(rank=span.rank + 2) for span in other.spans)), other.seconds)
     assert [replica.spans for replica in replicas_of(both)] == [one.spans, other.spans]
     found: Breakdown = breakdown([both])
     assert len(found.busy) == 4

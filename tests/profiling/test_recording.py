@@ -5,7 +5,6 @@ import json
 import threading
 import time
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +242,7 @@ def test_ranks_that_wait_for_each_others_python_are_a_finding_told_once(
     for _ in range(2):
         with gpipe.record(pipe) as recording:
             pipe.step(X, Y, squares)
-            spans = [replace(span, end=span.start + 1.0) for span in recording.runs[0].timeline.spans]
+            spans = [span._replace(end=span.start + 1.0) for span in recording.runs[0].timeline.spans]
             busy = sum(span.action.kind in COMPUTE for span in spans)
             timeline = Timeline(4, tuple(spans), busy / 3)  # three ranks were at it, on one core
             recording.runs[0] = recording.runs[0]._replace(timeline=timeline, cpu=busy / 3)

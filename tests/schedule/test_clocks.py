@@ -1,7 +1,6 @@
 """Clocks of hosts that have nothing in common are laid side by side by what crossed between them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +19,7 @@ def by_rank(step: Timeline, clocks: Sequence[float]) -> list[Timeline]:
         Timeline(
             1,
             tuple(
-                replace(span, start=span.start + clock, end=span.end + clock)
+                span._replace(start=span.start + clock, end=span.end + clock)
                 for span in step.spans
                 if span.rank == rank
             ),

@@ -131,7 +131,7 @@ def replicas_of(timeline: Timeline) -> list[Timeline]:
     ranks = next((rank for rank in range(1, len(stages)) if stages[0] and stages[rank] == stages[0]), len(stages))
     spans: list[list[Span]] = [[] for _ in range(0, timeline.ranks, ranks)]
     for span in timeline.spans:
-        spans[span.rank // ranks].append(replace(span, rank=span.rank % ranks))
+        spans[span.rank // ranks].append(span._replace(rank=span.rank % ranks))
     return [replace(timeline, ranks=ranks, spans=tuple(own)) for own in spans]
 
 

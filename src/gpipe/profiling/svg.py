@@ -6,7 +6,7 @@ Where a rank holds several stages, the boxes of later ones are lighter. A file t
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from itertools import groupby
 from math import ceil, floor, log10
@@ -180,7 +180,7 @@ def _first(timeline: Timeline, most: int) -> Timeline:
     ranks = min(timeline.ranks, MOST_LANES)
     own = sorted((span for span in timeline.spans if span.rank < ranks), key=attrgetter("start"))
     until = own[most].start if len(own) > most else timeline.seconds
-    spans = (replace(span, end=min(span.end, until)) for span in own if span.start < until)
+    spans = (span._replace(end=min(span.end, until)) for span in own if span.start < until)
     return Timeline(ranks, tuple(spans), until)
 
 

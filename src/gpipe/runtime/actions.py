@@ -64,8 +64,7 @@ def forward(run: Run, rank: Rank, todo: CompiledAction) -> None:
     with rank.deferred[at].collect(m) if at in rank.deferred else _NOTHING:
         made = _run_layers(run, rank, own, ends, saved, m)
     if check:
-        graphs = any(one.roots for (stage, _), one in rank.saved.items() if stage == at)
-        check.after_forward(graphs=graphs, recomputed=again)
+        check.after_forward(recomputed=again)
     if before is None:
         own.buffers.forget()
     else:
@@ -85,6 +84,8 @@ def forward(run: Run, rank: Rank, todo: CompiledAction) -> None:
     if again:
         saved.fingerprint = Fingerprint.of(made)
         saved.roots, saved.gradients = [], []  # and with them all that the layers made inside
+    if check:
+        check.graphs += bool(saved.roots)
     if not run.trains:
         del rank.saved[at, m]
 
@@ -93,8 +94,9 @@ def recompute(run: Run, rank: Rank, todo: CompiledAction) -> None:
     """R: runs a stage's layers once more, for their graph; the bits must be those of the forward."""
     at, m = todo.stage, todo.micro_batch
     own, ends, saved = rank.stages[at], run.connections[at], rank.saved[at, m]
-    if run.examines:
-        _check(run, rank, at).refuse_written()
+    check = _check(run, rank, at) if run.examines else None
+    if check:
+        check.refuse_written()
     saved.progress = run.context.new_progress()  # of this time, not of the one before
     aside = rank.deferred[at].collect() if at in rank.deferred else _NOTHING
     with own.buffers.as_before(saved.snapshot or {}), aside:
@@ -111,6 +113,8 @@ def recompute(run: Run, rank: Rank, todo: CompiledAction) -> None:
         saved.roots = [*chain.from_iterable(map(_wanting, made.values))]
     else:
         saved.roots = _last_roots(run, rank, saved, made, m)
+    if check:
+        check.graphs += bool(saved.roots)
 
 
 def backward(run: Run, rank: Rank, todo: CompiledAction) -> None:
@@ -125,6 +129,7 @@ def backward(run: Run, rank: Rank, todo: CompiledAction) -> None:
         run.owners.check(at, roots, saved.given)
     check = _check(run, rank, at) if run.examines else None
     if check:
+        check.graphs -= bool(roots)
         check.before_backward()
     waiting = rank.waiting[at]
     rank.scope.go_back(partial(saved.progress.maker_of, layers=own.stage.layers))

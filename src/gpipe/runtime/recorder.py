@@ -4,7 +4,9 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -89,7 +91,7 @@ class Recorder:
         starts = [record.began + more - ahead[rank] for record, more in zip(records, ahead, strict=True)]
         first = min(starts)
         moved = [_moved(record.timeline, start - first) for record, start in zip(records, starts, strict=True)]
-        spans = sorted(chain(*(timeline.spans for timeline in moved)), key=lambda span: (span.start, span.rank))
+        spans = sorted(chain(*(timeline.spans for timeline in moved)), key=attrgetter("start", "rank"))
         seconds = max(start - first + timeline.seconds for start, timeline in zip(starts, moved, strict=True))
         traffic = tuple(record.traffic.moved(start) for record, start in zip(records, starts, strict=True))
         assert self.ended is not None
@@ -98,16 +100,13 @@ class Recorder:
 
     def end(self) -> None:
         """Ends the actions of a run."""
-        ends = [self._since(rank, stream.stamp()) for rank, stream in self._streams.items()]
-        stamps = ((rank, action, self._since(rank, a), self._since(rank, b)) for rank, action, a, b in self._stamps)
-        spans = [Span(*each) for each in stamps]
-        spans.sort(key=lambda span: (span.start, span.rank))
-        timeline = Timeline(len(self._streams), tuple(spans), max(ends))
+        since = {rank: partial(stream.seconds, self._origins[rank]) for rank, stream in self._streams.items()}
+        seconds = max(since[rank](stream.stamp()) for rank, stream in self._streams.items())
+        spans = [Span(rank, action, since[rank](a), since[rank](b)) for rank, action, a, b in self._stamps]
+        spans.sort(key=attrgetter("start", "rank"))
+        timeline = Timeline(len(self._streams), tuple(spans), seconds)
         cpu = time.process_time() - self._cpu
         self.ended = RecordedRun(timeline, (self.began, time.perf_counter()), cpu=cpu)
-
-    def _since(self, rank: int, stamp: Stamp) -> float:
-        return self._streams[rank].seconds(self._origins[rank], stamp)
 
     def keep(self) -> None:
         """Adds the run that has ended, unless others were in it that do not record."""
@@ -116,5 +115,5 @@ class Recorder:
 
 
 def _moved(timeline: Timeline, by: float) -> Timeline:
-    spans = (replace(span, start=span.start + by, end=span.end + by) for span in timeline.spans)
+    spans = (span._replace(start=span.start + by, end=span.end + by) for span in timeline.spans)
     return replace(timeline, spans=tuple(spans))

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from statistics import fmean
+from typing import NamedTuple
 
 from gpipe.schedule.action import COMPUTE, Action, Kind
 from gpipe.schedule.rules import BACKWARDS
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One action on one rank, from `start` to `end` in seconds since the step began.
 
     >>> Span(0, Action(Kind.FORWARD, 0, 0), start=0.5, end=0.75).seconds

@@ -146,6 +146,7 @@ class FirstRunCheck:
         self._began = snapshot(self._layers)
         self._written: list[str] = []  # weights, by a backward
         self._forwards = 0
+        self.graphs = 0  # of micro-batches whose backwards are to come
         self.hand_on(())
         self.begin()
 
@@ -158,7 +159,7 @@ class FirstRunCheck:
         self.refuse_written()
         self._gradients = self._stage.gradients()
 
-    def after_forward(self, *, graphs: bool, recomputed: bool) -> None:
+    def after_forward(self, *, recomputed: bool) -> None:
         """Refuses what a forward must not write, if graphs of other micro-batches wait or it will run again."""
         self._forwards += 1
         if self._gradients != self._stage.gradients():
@@ -166,7 +167,7 @@ class FirstRunCheck:
         if [version(tensor) for tensor in self._handed_on] != self._versions:
             raise RuntimeError(WRITES_WHAT_IT_GAVE.format(stage=self._stage))
         written, bits = self._find_written()
-        if (graphs and written) or (recomputed and bits and self._forwards > 1):
+        if (self.graphs and written) or (recomputed and bits and self._forwards > 1):
             raise RuntimeError(WEIGHTS_IN_FORWARD.format(stage=self._stage, names=", ".join(bits or written)))
 
     def hand_on(self, values: Tree) -> None:
