@@ -1,10 +1,12 @@
 """What a cell costs beside its layers, a forward or a backward of a stage: `python -m bench.cells [--tables loops]`.
 
 Tiny layers, so that what is not theirs shows: over the plain loop, and with recompute over a bare engine, which cuts
-the graph, runs forwards without one and then again with one, and checks nothing. The kinds of a table take turns; CPU
-time of all threads. A step has 2 K M cells, also where forwards run twice.
+the graph, runs forwards without one and then again with one, and checks nothing; in bare threads it shows what is
+Python's lock. The kinds of a table take turns; CPU time of all threads, and how often one of them slept. A step has
+2 K M cells, also where forwards run twice.
 
-Launches: layers that sleep in parts and hold Python's lock between, as who launches kernels does; by the clock.
+Launches: layers that sleep in parts and hold Python's lock between, as who launches kernels does; by the clock, also
+over bare threads that do nothing but that.
 """
 
 import argparse
@@ -12,7 +14,10 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
+from resource import RUSAGE_SELF, getrusage
 from statistics import median
 from typing import Any
 
@@ -57,38 +62,58 @@ def plain_loop(micro_batches: int = M) -> tuple[Step, nn.Module]:
     return step, model
 
 
-def bare_engine(*, recomputes: bool, micro_batches: int = M) -> tuple[Step, nn.Module]:
-    """All forwards and then all backwards, the graph cut between the stages, in one thread and without a check."""
+def bare_engine(*, recomputes: bool, threads: bool = False, micro_batches: int = M) -> tuple[Step, nn.Module]:
+    """All forwards and then all backwards, the graph cut between stages, without a check; in one thread or in K."""
     own, (x, y) = layers(), data(micro_batches)
     stages = [nn.Sequential(*own[2 * k : 2 * k + 2]) for k in range(K)]
+    values, gradients = ([SimpleQueue[Tensor]() for _ in range(K + 1)] for _ in range(2))
+    targets = y.tensor_split(micro_batches)
+    kept: list[list[Any]] = [[None] * micro_batches for _ in range(K)]
 
-    def run(stage: int, given: Tensor, m: int, targets: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def run(stage: int, given: Tensor, m: int) -> tuple[Tensor, Tensor]:
         leaf = given.detach().requires_grad_(stage > 0)
         made = stages[stage](leaf)
         return leaf, mse_loss(made, targets[m]) if stage == K - 1 else made
 
+    def forward(stage: int, m: int) -> None:
+        value = values[stage].get()
+        if recomputes:
+            kept[stage][m] = value
+            with torch.no_grad():
+                value = stages[stage](value)
+        else:
+            kept[stage][m] = run(stage, value, m)
+            value = kept[stage][m][1]
+        if stage < K - 1:
+            values[stage + 1].put(value)
+
+    def backward(stage: int, m: int) -> None:
+        gradient = gradients[stage].get() if stage < K - 1 else torch.tensor(1 / micro_batches)
+        at, kept[stage][m] = kept[stage][m], None
+        leaf, made = run(stage, at, m) if recomputes else at
+        torch.autograd.Variable._execution_engine.run_backward(
+            (made,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+        if stage:
+            gradients[stage - 1].put(leaf.grad)  # type: ignore[arg-type]  # there is one
+
+    def rank(own: Sequence[int]) -> None:
+        for m in range(micro_batches):
+            for stage in own:
+                forward(stage, m)
+        for m in range(micro_batches):
+            for stage in reversed(own):
+                backward(stage, m)
+
+    pool = ThreadPoolExecutor(K, initializer=torch.set_num_threads, initargs=(1,))  # new threads do not inherit it
+
     def step() -> None:
-        targets = y.tensor_split(micro_batches)
-        kept: list[list[Any]] = []
-        for m, value in enumerate(x.tensor_split(micro_batches)):
-            kept.append([])
-            for stage in range(K):
-                if recomputes:
-                    kept[m].append(value)
-                    with torch.no_grad():
-                        value = stages[stage](value)
-                else:
-                    kept[m].append(run(stage, value, m, targets))
-                    value = kept[m][-1][1]
-        for m, of_stages in enumerate(kept):
-            gradient = torch.tensor(1 / micro_batches)
-            for stage in reversed(range(K)):
-                at = of_stages.pop()
-                leaf, made = run(stage, at, m, targets) if recomputes else at
-                torch.autograd.Variable._execution_engine.run_backward(
-                    (made,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
-                )
-                gradient = leaf.grad  # type: ignore[assignment]  # the first stage's is not used
+        for value in x.tensor_split(micro_batches):
+            values[0].put(value)
+        if threads:
+            list(pool.map(rank, [[stage] for stage in range(K)]))
+        else:
+            rank(range(K))
 
     return step, nn.Sequential(*stages)
 
@@ -102,22 +127,31 @@ def piped(driver: str, remat: str, micro_batches: int = M, *, recorded: bool = F
     return partial(pipe.step, x, y, mse_loss), pipe
 
 
-def in_turns(kinds: dict[str, tuple[Step, nn.Module]], rounds: int, cells: dict[str, int]) -> dict[str, list[float]]:
-    """CPU microseconds of a cell, by kind, of each round; all kinds make the same gradients."""
+def sleeps() -> int:
+    """How often a thread of this process has given up its processor to wait."""
+    return getrusage(RUSAGE_SELF).ru_nvcsw
+
+
+def in_turns(
+    kinds: dict[str, tuple[Step, nn.Module]], rounds: int, cells: dict[str, int]
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """By kind, CPU microseconds of a cell of each round, and how often a thread slept in one."""
     found: dict[str, list[float]] = {name: [] for name in kinds}
+    slept: dict[str, list[float]] = {name: [] for name in kinds}
     gc.collect()
     gc.freeze()  # what imports have made: full collections of that would fall on now one kind and now another
     for turn in range(rounds + 2):
         for name, (step, model) in kinds.items():
             times = max(1, 3000 // cells[name])
-            start = time.process_time()
+            before, start = sleeps(), time.process_time()
             for _ in range(times):
                 step()
                 if turn > 1:
                     model.zero_grad()
             if turn > 1:
                 found[name].append(1e6 * (time.process_time() - start) / times / cells[name])
-    return found
+                slept[name].append((sleeps() - before) / times / cells[name])
+    return found, {name: median(some) for name, some in slept.items()}
 
 
 def check(kinds: dict[str, tuple[Step, nn.Module]]) -> None:
@@ -143,16 +177,26 @@ def over_loops(rounds: int) -> str:
         "plain loop": plain_loop(),
         "bare engine": bare_engine(recomputes=False),
         "bare engine that recomputes": bare_engine(recomputes=True),
+        "bare threads, never": bare_engine(recomputes=False, threads=True),
+        "bare threads, always": bare_engine(recomputes=True, threads=True),
     }
     kinds |= {f"{driver}, {remat}": piped(driver, remat) for driver in DRIVERS for remat in REMATS}
     check(kinds)
-    found = in_turns(kinds, rounds, dict.fromkeys(kinds, 2 * K * M))
+    found, slept = in_turns(kinds, rounds, dict.fromkeys(kinds, 2 * K * M))
     plain, bare = found["plain loop"], found["bare engine that recomputes"]
     rows = [
-        [name, f"{median(some):.0f}", ratio(some, plain), ratio(some, bare) if "always" in name else ""]
+        [
+            name,
+            f"{median(some):.0f}",
+            ratio(some, plain),
+            ratio(some, bare) if "always" in name else "",
+            ratio(some, found[f"bare {name}"]) if name.startswith("threads") else "",
+            f"{slept[name]:.2f}",
+        ]
         for name, some in found.items()
     ]
-    return table(["cells", "us", "over the plain loop", "over a bare engine that recomputes"], rows)
+    beside = [f"over {what}" for what in ("the plain loop", "a bare engine that recomputes", "bare threads")]
+    return table(["cells", "us", *beside, "sleeps"], rows)
 
 
 def over_sizes(rounds: int) -> str:
@@ -162,7 +206,7 @@ def over_sizes(rounds: int) -> str:
     for remat in REMATS:
         kinds = {f"{d}, {remat}, {m}": piped(d, remat, m) for d in DRIVERS for m in sizes}
         cells = {name: 2 * K * int(name.rpartition(" ")[2]) for name in kinds}
-        found = in_turns(kinds, rounds, cells)
+        found, _ = in_turns(kinds, rounds, cells)
         for driver in DRIVERS:
             first, *others = (found[f"{driver}, {remat}, {m}"] for m in sizes)
             rows.append([f"{driver}, {remat}", f"{median(first):.0f}", *(ratio(some, first) for some in others)])
@@ -172,7 +216,7 @@ def over_sizes(rounds: int) -> str:
 def recorded(rounds: int) -> str:
     """Cells that are recorded, over cells that are not."""
     kinds = {f"{d}{', on' * on}": piped(d, "never", recorded=on) for d in DRIVERS for on in (False, True)}
-    found = in_turns(kinds, rounds, dict.fromkeys(kinds, 2 * K * M))
+    found, _ = in_turns(kinds, rounds, dict.fromkeys(kinds, 2 * K * M))
     rows = [[driver, ratio(found[f"{driver}, on"], found[driver])] for driver in DRIVERS]
     return table(["recorder on", "over off"], rows)
 
@@ -207,11 +251,31 @@ class Layer(nn.Module):
         return Launches.apply(value * self.weight)
 
 
+def launched_bare(pool: ThreadPoolExecutor, stages: int, micro_batches: int) -> float:
+    """Seconds of as many threads that launch and wait for each other as ranks do, and do nothing else."""
+    into = [SimpleQueue[None]() for _ in range(stages)]
+
+    def rank(stage: int, before: int | None, behind: int | None) -> None:
+        for _ in range(micro_batches):
+            if before is not None:
+                into[stage].get()
+            launch()
+            if behind is not None:
+                into[behind].put(None)
+
+    start = time.perf_counter()
+    for row in (range(stages), range(stages)[::-1]):  # forwards, and then backwards
+        line = [None, *row, None]
+        list(pool.map(rank, row, line[:-2], line[2:]))
+    return time.perf_counter() - start
+
+
 def launches(rounds: int, stages: int = 8, micro_batches: int = 32) -> str:
-    """Steps of layers that launch, over what the times of one layer alone make of them."""
-    found, alone = list[float](), list[float]()
+    """Steps of layers that launch, over what the times of one layer alone make of them, and over bare threads."""
+    found, alone, bare = list[float](), list[float](), list[float]()
     x = torch.ones(micro_batches, 1)
-    with gpipe.GPipe([Layer() for _ in range(stages)], stages, micro_batches, remat="never", seed=1) as pipe:
+    own, pool = [Layer() for _ in range(stages)], ThreadPoolExecutor(stages)
+    with gpipe.GPipe(own, stages, micro_batches, remat="never", seed=1) as pipe, pool:
         for turn in range(rounds + 1):
             start = time.perf_counter()
             for _ in range(50):
@@ -222,8 +286,12 @@ def launches(rounds: int, stages: int = 8, micro_batches: int = 32) -> str:
             if turn:
                 alone.append(makespan([one] * stages, [one] * stages, micro_batches, remat=False))
                 found.append(time.perf_counter() - start)
-    row = [f"K={stages}, M={micro_batches}", f"{1e3 * median(alone):.1f}", f"{1e3 * median(found):.1f}"]
-    return table(["launches", "ideal, ms", "a step, ms", "over ideal"], [[*row, ratio(found, alone)]])
+                bare.append(launched_bare(pool, stages, micro_batches))
+    times = [f"{1e3 * median(some):.1f}" for some in (alone, bare, found)]
+    ratios = [ratio(bare, alone), ratio(found, alone), ratio(found, bare)]
+    head = ["launches", "ideal, ms", "bare threads, ms", "a step, ms"]
+    head += ["bare threads over ideal", "a step over ideal", "over bare threads"]
+    return table(head, [[f"K={stages}, M={micro_batches}", *times, *ratios]])
 
 
 class Embedding(nn.Module):
