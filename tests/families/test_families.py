@@ -8,14 +8,28 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch import nn
 
 import gpipe
 from gpipe.schedule.schedules import SCHEDULES
 from gpipe.tracing.layers_of import ModelLayers, layers_of
 from tests.families.catalogue import DOZEN, FAMILIES, NOT_BUILT, Task, batch, build, named
-from tests.families.law import SEED, Batch, Reference, Verdict, compare, judge, quiet, reference, sample_of, state_of
-from tests.support.plain_loop import REMATS, one_thread
+from tests.families.law import (
+    SEED,
+    Batch,
+    Reference,
+    Verdict,
+    compare,
+    judge,
+    parts_of,
+    pipe_of,
+    quiet,
+    reference,
+    sample_of,
+    state_of,
+)
+from tests.support.plain_loop import REMATS, one_thread, same_bits
 
 FIVE = ("llama", "gpt2", "t5", "swin", "bert")
 OF_OTHER_TASKS = (
@@ -40,6 +54,36 @@ def test_a_family_trains_to_the_bits_of_the_loop_over_the_model(name: str) -> No
     if name in DOZEN:
         assert found.mini_batch < 1e-6
         assert not found.output
+
+
+@pytest.mark.parametrize("name", ["xlnet", "llava", "deepseek_vl"])
+def test_outputs_without_rows_are_refused_and_given_for_each_micro_batch(name: str) -> None:
+    family = named(name)
+    model, parts = build(family, dropout=False).eval(), parts_of(batch(family))
+    with quiet(), one_thread(), torch.no_grad(), pipe_of(model, sample_of(family), 2) as pipe:
+        pipe.eval()
+        with pytest.raises(TypeError, match=r"output\['(mems|image_hidden_states)'\].* give the micro-batches as"):
+            pipe(**batch(family))
+        found = pipe(gpipe.MicroBatches([*parts]))
+        assert len(found) == len(parts)
+        assert all(same_bits(one.logits, model(**part).logits) for one, part in zip(found, parts, strict=True))
+
+
+@pytest.mark.parametrize("name", ["data2vec-vision", "dpt", "upernet"])
+def test_a_loss_that_averages_in_its_own_way_is_refused_and_the_rest_given_without_labels(name: str) -> None:
+    family = named(name)
+    model, given = build(family, dropout=False).eval(), batch(family)
+    with quiet(), one_thread(), torch.no_grad(), pipe_of(model, sample_of(family), 2) as pipe:
+        pipe.eval()
+        with pytest.raises(TypeError, match=r"output\['loss'\] is a loss, .*leave out the labels"):
+            pipe(**given)
+        if name == "dpt":  # a head beside runs with labels alone
+            with pytest.raises(ValueError, match="has 27 layers, and 28 with the sample; make a pipe of its own"):
+                pipe(pixel_values=given["pixel_values"])
+            return
+        found = pipe(pixel_values=given["pixel_values"])
+        expected = [model(pixel_values=part["pixel_values"]).logits for part in parts_of(given)]
+        assert same_bits(found.logits, torch.cat(expected))
 
 
 @pytest.mark.parametrize("name", [*EXPERTS, *(pytest.param(one, marks=pytest.mark.families) for one in MORE_EXPERTS)])

@@ -94,6 +94,37 @@ def test_a_cell_that_is_run_again_leaves_no_thread_behind(notebook: Notebook, la
         assert notebook.well(OTHERS_END)["printed"] == "3\n"
 
 
+GENERATES = """
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(8, 4), nn.ModuleList([nn.Linear(4, 8 - 4 * (k < 2)) for k in range(3)])
+
+    def forward(self, words):
+        value = self.embed(words)
+        for block in self.blocks:
+            value = block(value)
+        return value
+
+    def generate(self, inputs, count):
+        for _ in range(count):
+            inputs = torch.cat([inputs, self(inputs)[:, -1:].argmax(-1)], 1)
+        return inputs
+
+words = torch.ones(8, 2, dtype=torch.int64)
+"""
+
+
+def test_a_cell_that_generates_and_calls_leaves_no_thread_behind(notebook: Notebook) -> None:
+    notebook.well(GENERATES)
+    for _ in range(3):
+        notebook.well(
+            "pipe = gpipe.GPipe(Counts(), 3, 4, sample=words).eval()\ntokens = pipe.generate(words, count=3)\n"
+            "with torch.no_grad():\n    output = pipe(words)\npipe"
+        )
+        assert notebook.well(OTHERS_END)["printed"] == "3\n"
+
+
 def test_a_pipe_whose_cell_failed_leaves_no_thread_behind_either(notebook: Notebook) -> None:
     answer, _ = notebook.run("pipe = make()\npipe.step(x[:, :2], x, mse_loss)")
     assert answer["ename"] == "RuntimeError"
