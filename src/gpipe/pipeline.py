@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.by_name import Maker
 from gpipe.schedule.simulate import Prediction, predict
 from gpipe.stages.boundary import BoundaryValue, detach_boundary
+from gpipe.stages.buffers import undo_of
 from gpipe.stages.losses import (
     LossModule,
     call_watched_loss,
@@ -53,7 +54,7 @@ from gpipe.stages.losses import (
 from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights, merge, plain
 from gpipe.stages.sequence import Layers
 from gpipe.stages.skips import find_loss_pops, skip_names
-from gpipe.stages.tree import Tree, tensors_in
+from gpipe.stages.tree import Tree, is_sharded, tensors_in
 from gpipe.tracing.layers_of import ModelLayers
 from gpipe.tracing.own_loss import join
 
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+Tried: TypeAlias = tuple[Run, Before | None]
 PREPARED = (
     "accelerator.prepare(pipe) has put mixed precision around forward, which step() does not call: leave the pipe "
     "out of prepare(), and call step() under accelerator.autocast()"
@@ -139,6 +141,8 @@ class GPipe(Partitioned):
             `mesh["dp"]` layers may be sharded by `fully_shard` once the pipe is built, and optimizers by
             `ZeroRedundancyOptimizer`; over a further dimension by `parallelize_module` before. What these do is
             collective: that a rank failed in it is only noticed when the time of its process group is up.
+        survive: Each replica has a launcher of its own, and one that is lost does not end the others: the step under
+            way is done again without its rows, and it may come back (docs/survive.md). All call `join`.
 
     Raises:
         ValueError: Something above cannot be; the error lists all mistakes that can be seen together.
@@ -177,6 +181,7 @@ class GPipe(Partitioned):
         intra_op_threads: int = 1,
         driver: str | None = None,
         mesh: "DeviceMesh | None" = None,
+        survive: bool = False,
     ) -> None:
         given = locals()
         settings, processes = assemble(Arguments(**{name: given[name] for name in ARGUMENTS}))
@@ -292,16 +297,24 @@ class GPipe(Partitioned):
         is_own = targets is None and loss_fn is None and self.is_model
         if is_own and reduction is not None:
             raise ValueError("reduction= is for loss_fn; the model's own loss says by itself how it averages")
-        run, before = self._new_run()
-        run.loss_fn = own_loss if is_own else loss_fn
-        with run.context.entered(self.recorder is not None):
-            devices = [stage.device for stage in self._engine.stages]
-            scale = read_scale(scale, scaler, devices, processes=self._processes.size)
-            parts = self._split(run, plain(inputs), targets, reduction)
-            run.context.agree(run, Request.STEP)
-            self._weigh(run, targets, parts, reduction, scale)
-            run_step(run)
-            results = run.context.finish(run, run.result(), trains=run.trains)
+        self._processes.let_in()
+        tried: list[Tried] = []
+
+        def attempt() -> list[Any]:
+            tried[:] = [self._new_run()]
+            run, _ = tried[0]
+            run.loss_fn = own_loss if is_own else loss_fn
+            with run.context.entered(self.recorder is not None):
+                devices = [stage.device for stage in self._engine.stages]
+                factor = read_scale(scale, scaler, devices, processes=self._processes.size)
+                parts = self._split(run, plain(inputs), targets, reduction)
+                run.context.agree(run, Request.STEP)
+                self._weigh(run, targets, parts, reduction, factor)
+                run_step(run)
+                return run.context.finish(run, run.result(), trains=run.trains)
+
+        results = self._processes.survive(attempt, lambda gathered: _settled(tried, gathered), self._undo())
+        ((run, before),) = tried
         loss, metrics, each = None, list[object](), list[Tensor]()
         for share, some, theirs in results:
             if share is not None:
@@ -398,7 +411,27 @@ class GPipe(Partitioned):
         if batch:
             inputs = batch if inputs is None else {"inputs": inputs, **batch}
         refuse_transforms(inputs)
-        run, before = self._new_run()
+        tried: list[Tried] = []
+        returned: list[Tree] = []
+
+        def attempt() -> list[Any]:
+            tried[:] = [self._new_run()]
+            return self._call(tried[0][0], inputs, returned, gather=gather)
+
+        shapes = self._processes.survive(attempt, lambda gathered: _settled(tried, gathered), self._undo())
+        ((run, before),) = tried
+        run.input_shapes = shapes
+        run.context.check_inputs(shapes)  # by all alike: nobody need be told
+        self._end(run, before)
+        return returned[-1]
+
+    def _call(self, run: Run, inputs: Tree, returned: list[Tree], *, gather: bool) -> list[Any]:
+        """Runs the forward of a call; adds what it returns, gives the shapes of inputs that want a gradient."""
+        if self._processes.meeting is not None and run.trains:
+            raise ValueError(
+                "survive=True: a step is done again without a lost replica, and a call with a backward to come "
+                "cannot be; use step(), or torch.no_grad()"
+            )
         with run.context.entered(self.recorder is not None):
             if run.trains and not gather and self._processes.position is not None:
                 why = "under grad every process needs the output, to call backward()"
@@ -422,11 +455,8 @@ class GPipe(Partitioned):
                 made = run.take_outputs() if self._engine.reads_targets else []
                 made = run.context.gather_outputs(made, len(run.micro_batch_sizes)) if gather else made
                 outputs = [output.value for output in made]
-            returned = self._as_given(run, outputs)
-            run.input_shapes = run.context.finish(run, [list(root.shape) for roots in leaves for root in roots])
-        run.context.check_inputs(run.input_shapes)  # by all alike: nobody need be told
-        self._end(run, before)
-        return returned
+            returned.append(self._as_given(run, outputs))
+            return run.context.finish(run, [list(root.shape) for roots in leaves for root in roots])
 
     if TYPE_CHECKING:  # else checkers and editors know it as nn.Module's, of any arguments
 
@@ -530,6 +560,66 @@ class GPipe(Partitioned):
         if self.recorder is not None:
             self.recorder.inside.append((run.began, time.perf_counter()))
 
+    def join(self, *stateful: Any) -> int:
+        """Links this replica with all others, of `survive=True`; gives the number of the step that comes next.
+
+        Every process calls it once before the first step. A replica that comes back waits here until it is let in
+        between two steps, and then has what the others have: weights, buffers, gradients, `seed`, `step_number`.
+
+        Args:
+            stateful: The optimizer, scheduler and whatever else has `state_dict` and `load_state_dict` and is to be
+                as it is in the others; as many in each replica.
+
+        Raises:
+            ValueError: The pipe was not made with `survive=True`, or is sharded by `fully_shard`.
+        """
+        if self._processes.meeting is None:
+            raise ValueError("join() is for a pipe made with survive=True")
+        if any(is_sharded(part) for part in self.modules()):
+            raise ValueError("survive=True: fully_shard has parts of a weight in each replica, and one may be lost")
+        self._processes.keeps = (partial(self._keep, stateful), partial(self._take, stateful))
+        self._processes.regroup()
+        return self.step_number
+
+    @property
+    def living(self) -> list[int]:
+        """The numbers of the replicas that take part, by which their launchers know them; without `survive` all."""
+        return self._processes.living
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.parameters(), *self.buffers()]
+
+    def _keep(self, stateful: Sequence[Any]) -> dict[str, Any]:
+        """What a replica that comes back is given."""
+        return {
+            "tensors": [tensor.detach() for tensor in self._tensors()],
+            "gradients": [parameter.grad for parameter in self.parameters()],
+            "stateful": [one.state_dict() for one in stateful],
+            "numbers": [self.seed, self.step_number, self._calls],
+        }
+
+    @torch.no_grad()
+    def _take(self, stateful: Sequence[Any], kept: Mapping[str, Any]) -> None:
+        for tensor, value in zip(self._tensors(), kept["tensors"], strict=True):
+            tensor.copy_(value)
+        for parameter, gradient in zip(self.parameters(), kept["gradients"], strict=True):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        for one, state in zip(stateful, kept["stateful"], strict=True):
+            one.load_state_dict(state)
+        self.seed, self.step_number, self._calls = kept["numbers"]
+
+    def _undo(self) -> Callable[[], object]:
+        """What puts back what a run changes before it ends well, where it may be done again."""
+        if self._processes.meeting is None:
+            return list
+        undo, calls = undo_of(self), self._calls
+
+        def as_before() -> None:
+            undo()
+            self._calls = calls
+
+        return as_before
+
     def exchange(self, message: bytes) -> list[bytes]:
         """Sends a message to all processes, and gathers those of all, by rank; every process calls it, as often.
 
@@ -560,6 +650,12 @@ class GPipe(Partitioned):
 
     def _repr_html_(self) -> str | None:
         return in_cell("pipe", self)
+
+
+def _settled(tried: Sequence[Tried], gathered: list[Any]) -> list[Any]:
+    """What all have told at the end of a run that ended well for others, and so for this process."""
+    tried[0][0].settle()
+    return [theirs for theirs, *_ in gathered]
 
 
 def _prompts(inputs: Tree, settings: dict[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class Arguments:
     intra_op_threads: int
     driver: str | None
     mesh: "DeviceMesh | None"
+    survive: bool = False
     plan: Plan | None = None
     memory: object = None
 

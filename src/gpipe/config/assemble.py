@@ -1,5 +1,7 @@
 """A pipe is put together: settled in one process or, the same everywhere, in several, each with its own layers."""
 
+import hashlib
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
@@ -15,6 +17,7 @@ from gpipe.config.check import Mistakes, count_ranks, draw_seed, read_schedule
 from gpipe.config.settings import Settings, settle
 from gpipe.distributed.agree import agree
 from gpipe.distributed.launcher import end_with_launcher
+from gpipe.distributed.meeting import Meeting, variables
 from gpipe.distributed.mesh import Position, find_position, is_joined
 from gpipe.distributed.processes import OneProcess, Processes
 from gpipe.distributed.rendezvous import BUILDING, LINKING, Rendezvous
@@ -41,7 +44,7 @@ from gpipe.tracing.stage import TracedStage
 def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
     """Settles what the pipe is made of, and puts its layers into stages on their devices; links processes up."""
     asked = replace(asked.follow_plan(), sample=plain(asked.sample))
-    if asked.driver != "process" and asked.mesh is None:
+    if asked.driver != "process" and asked.mesh is None and not asked.survive:
         settings = settle(asked, traced=_read_model(asked))
         if settings.traced is not None:
             settings.traced.realize(range(len(settings.layers)), settings.seed)
@@ -51,15 +54,28 @@ def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
         _find_position(asked)  # says what is missing
     with Rendezvous() as rendezvous:
         position = _find_position(asked)
-        settings = _settle_together(asked, position, rendezvous)
+        if asked.survive:
+            variables()
+            if asked.seed is None or position.replicas != 1:
+                raise ValueError(
+                    f"survive=True: give seed=, the same to all replicas, and start K={position.rows} processes for "
+                    f"each of them by a launcher of its own; this one has {position.replicas * position.rows}"
+                )
+        settings, drawn = _settle_together(asked, position, rendezvous)
         processes = Processes(
             _engine(settings, position),
             position,
             sync_batch_norm=settings.sync_batch_norm,
             costs=settings.partition.seconds,
             measured=settings.in_seconds,
+            meeting=Meeting(position.row, position.rows, drawn, position.timeout, _same(settings, asked))
+            if asked.survive
+            else None,
         )
-        processes.link(rendezvous)
+        if asked.survive:  # `join` links up with the other replicas
+            rendezvous.close()
+        else:
+            processes.link(rendezvous)
         engine = processes.engine
         if settings.traced is None:
             release(engine.stages, engine.own)
@@ -124,10 +140,11 @@ def memory_by_row(position: Position, hosts: Sequence[str], memory: Sequence[flo
     return [min(each[member] for member in position.members[row :: position.rows]) for row in range(position.rows)]
 
 
-def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvous) -> Settings:
-    """Settles what the pipe is made of, the same in all processes, and builds this one's layers."""
+def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvous) -> tuple[Settings, str]:
+    """Settles what the pipe is made of, the same in all processes, and builds its layers here; gives a drawn name."""
     drawn = draw_seed() if asked.seed is None else None
-    every = rendezvous.greet(position, {"drawn": drawn, "memory": memory_of(position.device)})
+    own_name = secrets.token_hex(8)
+    every = rendezvous.greet(position, {"drawn": drawn, "memory": memory_of(position.device), "name": own_name})
     seed = every[0]["drawn"] if asked.seed is None else asked.seed
     if AUTO in (asked.remat, asked.schedule) and asked.memory is None and asked.sample is not None:
         asked = replace(asked, memory=memory_by_row(position, rendezvous.hosts, [one["memory"] for one in every]))
@@ -171,7 +188,12 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
         settings = replace(settings, layers=named, tied=_tie(named, asked.ties, sketch, own))
     _compare(rendezvous, settings, asked)
     _compare_weights(rendezvous, settings, weights)
-    return settings
+    return settings, every[0]["name"]
+
+
+def _same(settings: Settings, asked: Arguments) -> str:
+    """A checksum of what replicas must have alike that settle it each by itself."""
+    return hashlib.sha256(repr(sorted(_words_of(settings, asked).items())).encode()).hexdigest()[:16]
 
 
 def _searched(settings: Settings) -> tuple[str, list[int], list[Remat]]:
@@ -181,6 +203,12 @@ def _searched(settings: Settings) -> tuple[str, list[int], list[Remat]]:
 
 
 def _compare(rendezvous: Rendezvous, settings: Settings, asked: Arguments) -> None:
+    agree(rendezvous, same=_words_of(settings, asked))
+    rendezvous.phase = LINKING
+
+
+def _words_of(settings: Settings, asked: Arguments) -> dict[str, Any]:
+    """What must be the same in all processes, by name."""
     chosen = ["micro_batches", "remat", "placement", "seed", "intra_op_threads", "deferred_batch_norm"]
     same = {name: getattr(settings, name) for name in [*chosen, "sync_batch_norm"]} | {
         "partitions": settings.layers_per_partition,
@@ -192,8 +220,7 @@ def _compare(rendezvous: Rendezvous, settings: Settings, asked: Arguments) -> No
     }
     for name, layer in settings.layers.items():
         same |= _words(name, layer)
-    agree(rendezvous, same=same)
-    rendezvous.phase = LINKING
+    return same
 
 
 def _words(name: str, layer: nn.Module) -> dict[str, str]:

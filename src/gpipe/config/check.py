@@ -145,12 +145,24 @@ def _check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
         told = "; give the layers of each partition as partitions=" if layers and name == "balance" else ""
         words = ", ".join(map(repr, get_args(known)))
         mistakes.check(given in get_args(known), f"{name}={given!r}; known are {words}{told}")
-    for name in ("deferred_batch_norm", "sync_batch_norm"):
+    for name in ("deferred_batch_norm", "sync_batch_norm", "survive"):
         value = getattr(asked, name)
         mistakes.check(isinstance(value, bool), f"{name}={value!r}; give True or False")
     remedy = "with the second they are those of all replicas already, so leave out the first"
     both = f"deferred_batch_norm=True and sync_batch_norm=True both say what running statistics are; {remedy}"
     mistakes.check(not (asked.deferred_batch_norm and asked.sync_batch_norm), both)
+    for refused, why in (
+        (asked.mesh is not None, "mesh= says where all replicas are: leave it out, each has its own processes"),
+        (
+            asked.sync_batch_norm,
+            "sync_batch_norm=True has layers of all replicas wait for each other in a collective",
+        ),
+        (
+            asked.in_seconds,
+            "costs in seconds would cut each replica elsewhere; give costs='params', 'flops' or [...]",
+        ),
+    ):
+        mistakes.check(not (asked.survive and refused), f"survive=True: {why}")
 
 
 def _check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) -> None:

@@ -134,7 +134,7 @@ class ProcessContext(Context):
         seconds = torch.tensor(busy, dtype=torch.float64, device="cpu")  # a number would make the layout a new one
         record = None if recorder is None else _recorded(recorder, run, endpoint)
         try:
-            gathered = endpoint.exchange((value, seconds, record))
+            gathered = self.processes.end((value, seconds, record))
         except TypeError as error:
             error.add_note(f"rank {endpoint.rank} was telling the others the metrics that loss_fn returned")
             raise
@@ -164,7 +164,7 @@ class ProcessContext(Context):
     def end_generation(self) -> None:
         """Ends it once all processes have come to its end."""
         self.endpoint.reach(-1)
-        self.endpoint.exchange(None)
+        self.processes.end(None)
 
     def name(self, rank: int) -> str:
         """This process, in messages."""

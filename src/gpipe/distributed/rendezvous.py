@@ -43,12 +43,13 @@ from gpipe.distributed.codec import reading
 from gpipe.distributed.connection import BLOCKED, Connection, TcpConnection
 from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.failures import LONG_WAIT_SECONDS, REPORT_SECONDS, SILENT_SECONDS, Report
+from gpipe.distributed.meeting import Meeting
 from gpipe.distributed.mesh import Position, host_name, timeout_of_world
 from gpipe.distributed.nccl import NcclGroups
 from gpipe.distributed.network import family, listen, own_host
 from gpipe.distributed.questions import Questions
 from gpipe.distributed.status import Memory, Status
-from gpipe.distributed.tls import VARIABLES, Identity, altered, identity
+from gpipe.distributed.tls import Identity, altered, check_authorities, identity
 from gpipe.errors import RemoteError, received
 
 logger = logging.getLogger("gpipe")
@@ -241,7 +242,7 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
                 break
         self.rank, self.size, self._members = position.rank, len(position.members), position.members
         self.hosts = [remote["host"] for remote in gathered]
-        _check_authorities([remote["tls"] for remote in gathered])
+        check_authorities([remote["tls"] for remote in gathered])
         self.phase = SETTLING
         return [remote["value"] for remote in gathered]
 
@@ -325,21 +326,6 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
         return self._members.index(member) if member in self._members else member
 
 
-def _check_authorities(authorities: Sequence[str]) -> None:
-    """Checks that all processes of the world, by rank, have the same authority for TLS, or none."""
-    ranks: dict[str, list[int]] = {}
-    for rank, authority in enumerate(authorities):
-        ranks.setdefault(authority, []).append(rank)
-    if len(ranks) > 1:
-        said = "; ".join(
-            f"ranks {of} have {f'the authority {authority}' if authority else 'no certificate'}"
-            for authority, of in ranks.items()
-        )
-        raise ValueError(
-            f"TLS between hosts is for all ranks, or for none: {said}. Set {', '.join(VARIABLES)} on all"
-        )
-
-
 class Address(NamedTuple):
     """Where a process listens, a folder for those of its host, and a number that is drawn."""
 
@@ -359,7 +345,7 @@ def hello(token: str, rank: int, stream: str) -> bytes:
     return f"{token} {rank} {stream}".ljust(HELLO_BYTES).encode()
 
 
-def connect(rendezvous: Rendezvous, position: Position, groups: NcclGroups | None) -> Endpoint:
+def connect(rendezvous: Rendezvous | Meeting, position: Position, groups: NcclGroups | None) -> Endpoint:
     """Connects this process with the others of its pipe, which do so at the same time; ends the rendezvous."""
     hosts, tls = [rendezvous.hosts[member] for member in position.members], rendezvous.tls
     local = {peer for peer, host in enumerate(hosts) if host == hosts[position.rank]}

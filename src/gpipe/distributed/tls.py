@@ -7,6 +7,7 @@ such a certificate may be any rank: an authority is for one job. Within a host n
 import hashlib
 import os
 import ssl
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -73,3 +74,18 @@ def _shown_to_itself(client: ssl.SSLContext, server: ssl.SSLContext, files: list
 def altered(error: BaseException) -> bool:
     """Whether what came by TLS is not what was sent, or was refused at the other end; else the connection ended."""
     return isinstance(error, ssl.SSLError) and not isinstance(error, (ssl.SSLEOFError, ssl.SSLSyscallError))
+
+
+def check_authorities(authorities: Sequence[str]) -> None:
+    """Checks that all processes of the world, by rank, have the same authority for TLS, or none."""
+    ranks: dict[str, list[int]] = {}
+    for rank, authority in enumerate(authorities):
+        ranks.setdefault(authority, []).append(rank)
+    if len(ranks) > 1:
+        said = "; ".join(
+            f"ranks {of} have {f'the authority {authority}' if authority else 'no certificate'}"
+            for authority, of in ranks.items()
+        )
+        raise ValueError(
+            f"TLS between hosts is for all ranks, or for none: {said}. Set {', '.join(VARIABLES)} on all"
+        )

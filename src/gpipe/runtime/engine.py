@@ -105,6 +105,11 @@ class Engine:
             for rank, device in devices.items()
         }
 
+    def among(self, replicas: int) -> None:
+        """Goes on as one of so many replicas."""
+        self.replicas = replicas
+        self._compiled.clear()
+
     def close(self) -> None:
         """Ends the threads; the next run makes new ones."""
         self.threads.close()

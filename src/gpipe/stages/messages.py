@@ -31,6 +31,7 @@ class Control(IntEnum):
     INPUT_GRADIENTS = -11  # of a call's inputs, for processes whose inputs have a graph
     DECODED = -12  # of a micro-batch in generation, from a stage for the next
     PROMPTS = -13  # what all processes generate from
+    STATE = -14  # of a replica, for one that comes back
     BATCHNORM = -16  # statistics of a micro-batch at the stage's first BatchNorm; those of others follow below
 
 

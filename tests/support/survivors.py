@@ -1,0 +1,309 @@
+"""Replicas that each have a launcher of their own, to be killed and started again; and what they must compute."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import gpipe
+from gpipe.distributed import context, endpoint, reduce
+from tests.support.plain_loop import one_thread, parts_of, run_layers
+
+MICRO_BATCHES, ROWS, SEED = 3, 7, 5
+LIMIT = 120.0  # seconds for a fleet
+Record: TypeAlias = dict[str, Any]
+
+
+class Slow(nn.Module):
+    """Takes as long as a layer does, so that a kill at a random moment is in the middle of something."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, value: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return value
+
+
+def network(seconds: float = 0.0) -> list[nn.Module]:
+    torch.manual_seed(SEED)
+    return [
+        nn.Sequential(nn.Linear(6, 8), Slow(seconds)),
+        nn.BatchNorm1d(8),
+        nn.Dropout(0.2),
+        nn.Sequential(nn.Linear(8, 8), Slow(seconds)),
+        nn.Tanh(),
+        nn.Linear(8, 3),
+    ]
+
+
+def data(step: int, replica: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(1000 * step + replica)
+    rows = ROWS + replica
+    return torch.randn(rows, 6, generator=drawn), torch.randn(rows, 3, generator=drawn)
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: int, how: dict[str, Any]) -> None:
+    """What the user's script does, in one process; `how` says where it is to die, and the like."""
+    os.environ |= {
+        "GPIPE_MEETING": f"{folder}/meeting",
+        "GPIPE_REPLICA": str(replica),
+        "GPIPE_REPLICAS": str(replicas),
+    }
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    torch.set_num_threads(1)
+    store, life = how["store"], how["life"]
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=row, world_size=rows, timeout=timedelta(seconds=90)
+    )
+    log = open(f"{folder}/log-{replica}-{life}-{row}", "a", buffering=1)  # noqa: SIM115
+    partitions = how.get("partitions", rows)
+    settings = {
+        "seed": SEED,
+        "schedule": how.get("schedule", "gpipe"),
+        "deferred_batch_norm": how.get("deferred", False),
+    }
+    pipe = gpipe.GPipe(
+        network(how.get("seconds", 0.0)), partitions, MICRO_BATCHES, driver="process", survive=True, **settings
+    )
+    optimizer = optimizer_of(pipe.parameters()) if [*pipe.parameters()] else None
+    kept = [] if optimizer is None else [optimizer]
+    new_run = pipe._new_run
+
+    def noted() -> Any:
+        log.write(json.dumps({"begins": pipe.step_number, "at": time.monotonic()}) + "\n")
+        return new_run()
+
+    pipe._new_run = noted  # type: ignore[method-assign]
+    if "die" in how and how["die"][:2] == [replica, row] and not life:
+        arm(pipe, *how["die"][2:])
+    pipe.join(*kept)
+    stop = Path(f"{folder}/stop")
+    while pipe.step_number < (int(stop.read_text()) if stop.exists() else steps):
+        step = pipe.step_number
+        if (waits := how.get("waits", {}).get(str(step))) is not None:  # until others have come back
+            while not Path(waits).exists():
+                time.sleep(0.01)
+        x, y = data(step, replica)
+        losses: list[Tensor] = []
+        before = pipe.living
+        loss = pipe.step(x, y, mse_loss, losses=losses)
+        each = [float(one.item()).hex() for one in losses]
+        living = (
+            pipe.living if len(losses) == MICRO_BATCHES * len(pipe.living) else before
+        )  # it ended, and then the loss
+        ended = {
+            "ended": step,
+            "loss": float(loss.item()).hex(),
+            "living": living,
+            "each": each,
+            "at": time.monotonic(),
+        }
+        log.write(json.dumps(ended) + "\n")
+        if how.get("clips"):
+            pipe.clip_grad_norm_(0.5)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.save([pipe.state_dict(), [one.state_dict() for one in kept]], f"{folder}/end-{replica}-{life}-{row}")
+
+
+def arm(pipe: gpipe.GPipe, step: int, place: str) -> None:
+    """Has this process kill itself at a place in a step."""
+
+    def die(*_: Any) -> None:
+        if pipe.step_number == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    first = next(iter(pipe))
+    if place == "forward":
+        first.register_forward_pre_hook(die)
+    elif place == "backward":
+        for parameter in pipe.parameters():
+            parameter.register_hook(die)
+    elif place == "reduce":
+        add_up = reduce.add_over_replicas
+
+        def killed(*given: Any) -> None:
+            die()
+            add_up(*given)
+
+        setattr(context, "add_over_replicas", killed)  # noqa: B010
+    elif place == "between":
+        run = pipe._new_run
+
+        def before() -> Any:
+            die()
+            return run()
+
+        pipe._new_run = before  # type: ignore[method-assign]
+    else:  # in the exchange at the end, before or behind what this process says; its hub when it has told one other
+        exchange, send = endpoint.Endpoint.exchange, endpoint.Endpoint.send_value
+        told: list[int] = []
+
+        def partly(self: Any, peer: int, *given: Any) -> None:
+            if place == "told two" and len(told) == 2:
+                die()
+            send(self, peer, *given)
+            told.append(peer)
+
+        def in_end(self: Any, value: Any) -> Any:
+            if place == "end":
+                die()
+            told.clear()
+            setattr(endpoint.Endpoint, "send_value", partly)  # noqa: B010
+            try:
+                return exchange(self, value)
+            finally:
+                endpoint.Endpoint.send_value = send  # type: ignore[method-assign]
+
+        endpoint.Endpoint.exchange = in_end  # type: ignore[method-assign]
+
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.support.survivors"])
+
+
+@dataclass
+class Fleet:
+    """The processes of some replicas."""
+
+    folder: Path
+    replicas: int
+    rows: int
+    steps: int
+    how: dict[str, Any] = field(default_factory=dict)
+    processes: dict[tuple[int, int, int], Any] = field(default_factory=dict)  # by replica, life and row
+    lives: dict[int, int] = field(default_factory=dict)
+
+    def start(self, replica: int) -> None:
+        """Starts a replica, perhaps again, as its launcher would; its other processes must have ended."""
+        life = self.lives[replica] = self.lives.get(replica, -1) + 1
+        how = {**self.how, "life": life, "store": f"{self.folder}/store-{replica}-{life}"}
+        for row in range(self.rows):
+            given = (str(self.folder), replica, self.replicas, row, self.rows, self.steps, how)
+            process = _context.Process(target=train, args=given, daemon=True)
+            process.start()
+            self.processes[replica, life, row] = process
+
+    def kill(self, replica: int, row: int | None = None) -> None:
+        for (of, life, at), process in self.processes.items():
+            if of == replica and life == self.lives[of] and row in (None, at) and process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+
+    def end(self, replica: int, limit: float = LIMIT) -> list[int | None]:
+        """Waits for the processes of a replica; gives their exit codes, None for one that does not end."""
+        until = time.monotonic() + limit
+        codes = []
+        for (of, life, _), process in self.processes.items():
+            if of == replica and life == self.lives[of]:
+                process.join(max(0.0, until - time.monotonic()))
+                codes.append(process.exitcode)
+        return codes
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+    def records(self, replica: int, row: int, life: int | None = None) -> list[Record]:
+        path = self.folder / f"log-{replica}-{self.lives[replica] if life is None else life}-{row}"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+    def ended(self) -> dict[int, Record]:
+        """What every step has given, the same to all that took part; who is lost may have seen one end alone."""
+        found: dict[int, Record] = {}
+        lasts = []
+        for replica, life, row in self.processes:
+            records = [record for record in self.records(replica, row, life) if "ended" in record]
+            if life < self.lives[replica] or not (self.folder / f"end-{replica}-{life}-{row}").exists():
+                lasts += records[-1:]
+                records = records[:-1]
+            for record in records:
+                told = {name: record[name] for name in ("loss", "living", "each")}
+                assert found.setdefault(record["ended"], told) == told, (record, found[record["ended"]])
+        for record in lasts:
+            found.setdefault(record["ended"], {name: record[name] for name in ("loss", "living", "each")})
+        return found
+
+    def final(self, replica: int) -> list[Any]:
+        """The weights and the state of the optimizer of each process."""
+        return [torch.load(f"{self.folder}/end-{replica}-{self.lives[replica]}-{row}") for row in range(self.rows)]
+
+
+@one_thread()
+def undisturbed(living: Sequence[Sequence[int]], *, clips: bool = False) -> tuple[list[Record], dict[int, nn.Module]]:
+    """A run of plain loops in which each step has these replicas; what steps give, and the replicas at the end."""
+    whole: dict[int, nn.Module] = {replica: nn.Sequential(*network()) for replica in living[0]}
+    optimizers = {replica: optimizer_of(model.parameters()) for replica, model in whole.items()}
+    records: list[Record] = []
+    for step, now in enumerate(living):
+        source = next(replica for replica in now if replica in whole)
+        for replica in {*now} - whole.keys():
+            whole[replica] = deepcopy(whole[source])
+            optimizers[replica] = optimizer_of(whole[replica].parameters())
+            optimizers[replica].load_state_dict(deepcopy(optimizers[source].state_dict()))
+        whole = {replica: whole[replica] for replica in now}
+        batches = {replica: [parts_of(part, MICRO_BATCHES) for part in data(step, replica)] for replica in now}
+        rows = float(sum(ROWS + replica for replica in now))
+        total: Any = None
+        each: list[str] = []
+        for at, (replica, (inputs, targets)) in enumerate(batches.items()):
+            loss: Any = None
+            for m, (x, y) in enumerate(cast(Any, zip(inputs, targets, strict=True))):
+                layers: Any = whole[replica]
+                first = at * MICRO_BATCHES
+                output: Any = run_layers([*layers], x, seed=SEED, step=step, micro_batch=first + m)
+                part = mse_loss(output, y)
+                share = len(x) / rows
+                part.backward(torch.full_like(part, share))
+                each.append(float(part.item()).hex())
+                loss = part.detach() * share if loss is None else loss + part.detach() * share
+            total = loss if total is None else total + loss
+        for some in zip(*(model.parameters() for model in whole.values()), strict=True):
+            gradient = some[0].grad.clone()
+            for other in some[1:]:
+                gradient.add_(other.grad)
+            for parameter in some:
+                parameter.grad = gradient.clone()
+        for replica in now:
+            optimizers[replica].step()
+            optimizers[replica].zero_grad()
+        records.append({"loss": total.item().hex(), "living": [*now], "each": each})
+    return records, whole
+
+
+def assert_undisturbed(fleet: Fleet, replicas: Sequence[int]) -> list[list[int]]:
+    """Every step and the weights at the end have the bits of a run that was not disturbed; gives who lived when."""
+    ended = fleet.ended()
+    assert sorted(ended) == list(range(fleet.steps))
+    living = [ended[step]["living"] for step in range(fleet.steps)]
+    records, models = undisturbed(living)
+    for step, record in enumerate(records):
+        assert ended[step] == record, step
+    for replica in replicas:
+        state = {name: tensor for own, _ in fleet.final(replica) for name, tensor in own.items()}
+        expected = models[replica].state_dict()
+        assert sorted(state) == sorted(expected)
+        for name, tensor in state.items():
+            assert torch.equal(tensor, expected[name]), (replica, name)
+    return living
