@@ -67,7 +67,7 @@ def main(ranks: int, kills: int, replicas: int = 2) -> None:
         fleet = Fleet(Path(folder), replicas, ranks, 10**9, {"seconds": 0.002})
         try:
             found = soak(fleet, kills, seed=ranks)
-            newest = max(record["ended"] for record in fleet.records(0, 0) if "ended" in record)
+            newest = max(fleet.ended())
             fleet.steps = newest + 300
             new = Path(folder) / "new-stop"
             new.write_text(str(fleet.steps))
