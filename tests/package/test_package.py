@@ -102,7 +102,8 @@ def test_modules_import_what_the_wheel_asks_for_alone(bare: Environment, full: E
     lost = re.findall(r"^lost (.*)$", bare.run("python", "-c", IMPORT_ALL, cwd=tmp_path), re.MULTILINE)
     assert lost
     assert [name for name in lost if not name.startswith("gpipe.integrations.")] == []
-    assert "lost " not in full.run("python", "-c", IMPORT_ALL, cwd=tmp_path)  # torchao says something of its own
+    lost = re.findall(r"^lost (.*)$", full.run("python", "-c", IMPORT_ALL, cwd=tmp_path), re.MULTILINE)
+    assert {*lost} <= {"gpipe.integrations.trl"}  # the extra that is not installed for tests
 
 
 def test_users_have_its_types(bare: Environment, tmp_path: Path) -> None:

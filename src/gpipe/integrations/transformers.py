@@ -109,7 +109,8 @@ class _Model:
 
     @property  # type: ignore[misc]  # isinstance looks here
     def __class__(self) -> type:
-        return type(self._model)
+        found: type = self._model.__class__
+        return found
 
     def train(self, mode: bool = True) -> "_Model":
         """Sets the mode of what runs; the loss of one micro-batch sets none, while others are under way."""
@@ -284,9 +285,9 @@ class Pipelined(WholeCheckpoints):
         threaded = self._settings.get("driver") in (None, "threads")
         if threaded and any(type(module).__name__ == "ParamWrapper" for module in self.model.modules()):
             raise ValueError(EXPERTS)
-        settings = {"seed": self.args.seed, **self._settings, "sample": gpipe.MicroBatches([sample])}
         if self.args.device.type == "cpu" and not self._apart:
-            settings.setdefault("devices", "cpu")
+            self._settings.setdefault("devices", "cpu")
+        settings = {"seed": self.args.seed, **self._settings, "sample": gpipe.MicroBatches([sample])}
         self.pipe = gpipe.GPipe(self.model, micro_batches=self.args.gradient_accumulation_steps, **settings)
         self._piped, self.accelerator.pipe, self._sample = self.model, self.pipe, sample
         if self.pipe.micro_batches < self.pipe.partitions:
