@@ -137,16 +137,16 @@ class Plan:
 
     def _chosen(self) -> Iterator[str]:
         yield f"{self.shape}: {lasts(self.seconds)} for {self.global_batch} rows, {self.rows_per_second:,.6g} rows/s"
-        carried = f"messages for {lasts(self.communication)}" if self.communication else "none"
-        link = f"; the busiest link carries {carried}" if len(self.devices) > 1 else ""
-        yield f"bubble {self.bubble:.1%}{link}"
-        yield from self._over()
         longest = max(cost.forward + cost.backward for cost in self.costs)
         if self.partitions > 1 and longest < NOISE_SECONDS:
             yield (
                 f"no stage takes more than {longest * 1e6:.3g} us a micro-batch, and handing it on takes as long: "
                 "differences between plans are noise here; train without a pipeline, or give larger micro-batches"
             )
+        carried = f"messages for {lasts(self.communication)}" if self.communication else "none"
+        link = f"; the busiest link carries {carried}" if len(self.devices) > 1 else ""
+        yield f"bubble {self.bubble:.1%}{link}"
+        yield from self._over()
         if self.plain_seconds is not None:
             slower = self.plain_seconds > self.seconds
             which = "the plan is faster" if slower else "it is faster here; a pipeline pays where ranks have devices"
