@@ -14,11 +14,12 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
 import gpipe
-from gpipe.integrations.transformers import GPipeSeq2SeqTrainer, GPipeTrainer, Pipelined
+from gpipe.integrations.transformers import PAST, GPipeSeq2SeqTrainer, GPipeTrainer, Pipelined
 from tests.families.law import quiet
 from tests.integrations.trained import (
     ADAPTED,
@@ -234,6 +235,16 @@ def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
     assert not all(torch.equal(tensor, whole.weights[name]) for name, tensor in without.weights.items())
 
 
+def test_what_a_loss_draws_behind_the_models_call_is_the_same_for_every_k(tmp_path: Path) -> None:
+    def noisy(output: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return next_words(output, labels) + nn.functional.dropout(output.logits, 0.5).square().mean()
+
+    how = {"compute_loss_func": noisy, **arguments(neftune_noise_alpha=5.0)}
+    two = train(TWO, "llama", tmp_path, **how)
+    three = train(partial(GPipeTrainer, partitions=3, schedule="1f1b"), "llama", tmp_path, **how)
+    assert apart(two, three) == 0.0
+
+
 def test_several_gpus_of_one_process_are_not_given_copies(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), per_device_train_batch_size=2, use_cpu=True, report_to=[])
     assert args.device.type == "cpu"
@@ -292,6 +303,54 @@ def test_who_has_fewer_micro_batches_than_partitions_is_told(
     assert "gradient_accumulation_steps=1 is less than partitions=2" in caplog.text
 
 
+def piped(plain: Any, *, above: bool) -> Any:
+    """The class through a pipe: what it overrides is called by the pipe, or around it."""
+    return type("Piped", (plain, GPipeTrainer) if above else (Pipelined, plain), {})
+
+
+class Counts(Trainer):
+    """Loses weight by a count of its own, and notes each loss."""
+
+    count = 0
+    norms: tuple[float, ...] = ()
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **how: Any) -> Any:
+        self.count += 1
+        self.inputs, self.mean = inputs, 0.5 * getattr(self, "mean", torch.ones(())) + 1
+        found: Any = super().compute_loss(model, inputs, *args, **how)
+        loss = found[0] if isinstance(found, tuple) else found
+        self.norms = (*self.norms, float(loss.detach()))
+        return loss * self.mean / self.count
+
+
+class CountsSteps(Counts):
+    """The same, as the training step of one's own."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        self.steps = getattr(self, "steps", 0) + 1
+        inputs = self._prepare_inputs(inputs)
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch) / self.steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+@pytest.mark.parametrize("plain", [Counts, CountsSteps])
+def test_what_a_loss_counts_is_counted_once_a_batch(plain: Any, tmp_path: Path) -> None:
+    def trained(make: Any) -> Any:
+        trainer: Any = trainer_of(make, model_of("llama"), "llama", tmp_path)
+        trainer.train()
+        return (trainer.count, trainer.norms, float(trainer.mean)), outcome(trainer)
+
+    with quiet(), one_thread():
+        (counted, found), (expected, right) = (
+            trained(partial(piped(plain, above=False), partitions=2)),
+            trained(plain),
+        )
+    assert counted == expected
+    assert counted[0] == len(counted[1]) == 12
+    assert apart(found, right) == 0.0
+
+
 # What is refused.
 
 
@@ -318,11 +377,172 @@ class PassesBy(GPipeTrainer):
         return loss.detach()
 
 
+class AddsUp(GPipeTrainer):
+    words: Tensor
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.words = torch.zeros(())
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **how: Any) -> Any:
+        self.words.add_(inputs["labels"].numel())
+        return super().compute_loss(model, inputs, *args, **how)
+
+
+class Lists(GPipeTrainer):
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.seen: dict[str, list[int]] = {"train": []}
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **how: Any) -> Any:
+        self.seen["train"].append(1)
+        return super().compute_loss(model, inputs, *args, **how)
+
+
+class _Steps(Trainer):
+    """A training step of one's own, as classes that are pipelined have it."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss: Any = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        self.backwards(loss)
+        return loss.detach()
+
+    def backwards(self, loss: Tensor) -> None:
+        raise NotImplementedError
+
+
+class _Skips(_Steps):
+    def backwards(self, loss: Tensor) -> None:
+        pass
+
+
+class _Backwards(_Steps):
+    def backwards(self, loss: Tensor) -> None:
+        self.accelerator.backward(loss)
+        self.accelerator.backward(loss)
+
+
+class _Clips(Trainer):
+    def training_step(self, *args: Any) -> Any:
+        loss = super().training_step(*args)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)  # type: ignore[union-attr]
+        return loss
+
+
+class _Reads(Trainer):
+    def training_step(self, *args: Any) -> Any:
+        loss = super().training_step(*args)
+        self.model.get_input_embeddings().weight.grad.sign()  # type: ignore[union-attr, operator]
+        return loss
+
+
+class _Forgets(Trainer):
+    def training_step(self, *args: Any) -> Any:
+        loss = super().training_step(*args)
+        self.model.zero_grad()  # type: ignore[union-attr]
+        return loss
+
+
+class _Clamps(Trainer):
+    def training_step(self, *args: Any) -> Any:
+        with torch.no_grad():
+            for weight in self.model.parameters():  # type: ignore[union-attr]
+                weight.clamp_(-1, 1)
+        return super().training_step(*args)
+
+
+class _Penalizes(Trainer):
+    def compute_loss(self, *args: Any, **how: Any) -> Any:
+        weights = self.model.parameters()  # type: ignore[union-attr]
+        loss: Any = super().compute_loss(*args, **how)
+        return loss + sum(weight.square().sum() for weight in weights)
+
+
+class _Mixes(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **how: Any) -> Any:
+        mixed = model.get_input_embeddings()(inputs["input_ids"])
+        return model(inputs_embeds=mixed, labels=inputs["labels"]).loss
+
+
+class _CallsAPart(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **how: Any) -> Any:
+        return model.model(inputs["input_ids"]).last_hidden_state.sum()
+
+
+OF_STEPS: dict[Any, str] = {
+    _Skips: "called accelerator.backward not at all",
+    _Backwards: "called accelerator.backward twice",
+    _Clips: "gradients were read or changed",
+    _Reads: "gradients were read or changed",
+    _Forgets: "gradients were read or changed",
+    _Clamps: "weights were changed",
+    _Penalizes: "Of a Trainer, loss_fn is what compute_loss does",
+    _Mixes: "Of a Trainer, loss_fn is what compute_loss does",
+    _CallsAPart: "a part of it alone",
+}
+
+
+@pytest.mark.parametrize("above", [False, True])
+@pytest.mark.parametrize("plain", OF_STEPS)
+def test_steps_that_a_pipe_cannot_follow_are_refused(plain: Any, above: bool, tmp_path: Path) -> None:
+    said = PAST if above and issubclass(plain, _Steps) and plain is not _Skips else OF_STEPS[plain]
+    if above and plain is _Skips:
+        pytest.skip("it neither calls the pipe nor tells it of a loss")
+    with quiet(), pytest.raises((ValueError, RuntimeError)) as raised:
+        train(partial(piped(plain, above=above), partitions=2), "llama", tmp_path)
+    assert said in "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+
+
+class _Shrinks(TrainerCallback):
+    def on_substep_end(self, *args: Any, model: Any = None, **how: Any) -> None:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(0.9)
+
+
+class _Looks(TrainerCallback):
+    def on_substep_end(self, *args: Any, model: Any = None, **how: Any) -> None:
+        model.lm_head.weight.grad.norm()
+
+
+class _Ends(TrainerCallback):
+    def on_substep_end(self, args: Any, state: Any, control: Any, **how: Any) -> None:
+        control.should_epoch_stop = True
+
+
+@pytest.mark.parametrize(
+    ("callback", "said"),
+    [(_Shrinks, "weights were changed"), (_Looks, "gradients were read"), (_Ends, "an epoch was ended")],
+)
+def test_what_callbacks_do_between_batches_of_a_step_is_refused(callback: Any, said: str, tmp_path: Path) -> None:
+    model = model_of("llama")
+    trainer = trainer_of(TWO, model, "llama", tmp_path, callbacks=[callback()])
+    with quiet(), pytest.raises(ValueError, match=said):
+        trainer.train()
+    assert all(type(weight.grad) is Tensor for weight in model.parameters())
+
+
+def test_a_training_that_ends_between_batches_of_a_step_withholds_nothing(tmp_path: Path) -> None:
+    class Stops(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **how: Any) -> None:
+            control.should_training_stop = state.global_step == 1
+
+    with quiet(), one_thread():
+        found = trainer_of(TWO, model_of("llama"), "llama", tmp_path, callbacks=[Stops()])
+        right = trainer_of(Trainer, model_of("llama"), "llama", tmp_path, callbacks=[Stops()])
+        for trainer in (found, right):
+            trainer.train()
+            assert trainer.model is not None
+            assert all(type(weight.grad) is Tensor for weight in trainer.model.parameters())
+    assert apart(outcome(found), outcome(right)) == 0.0
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (PassesBy, "override compute_loss instead"),
         (Draws, "draw in the collator"),
+        (AddsUp, "changes self.words in place"),
+        (Lists, "changes self.seen in place"),
         (CallsTwice, "calls the model twice"),
         (CallsNever, "did not call the model"),
     ],

@@ -42,6 +42,8 @@ INSTEAD = {
 }
 PIPES = inspect.signature(gpipe.GPipe).parameters.keys() - {"model", *INSTEAD}  # the arguments that go to the pipe
 COUNT = "num_items_in_batch"
+NOTHING = object()
+MANY = 100  # a container that has more is data, and no count
 
 REFUSED = {
     "deepspeed": "DeepSpeed would cut the model again",
@@ -68,6 +70,30 @@ ONCE = (
     "the training data can be gone through once, and its first rows would be used up to see how the model is called; "
     "give sample=, a batch as the collator makes it"
 )
+COUNTS = (
+    "compute_loss or training_step changes self.{name} in place before it calls the model, and up to there it is run "
+    "twice for each batch; bind it anew (self.{name} = ...), or count in a callback"
+)
+BACKWARDS = (
+    "for a batch training_step called accelerator.backward {times}, and each needs one call: add losses up; to skip "
+    "a batch multiply its loss by 0, or leave it out in the collator"
+)
+GRADIENTS = (
+    "gradients were read or changed between the batches of an optimizer step, and a pipe sums those of all batches "
+    "at once: do it in on_pre_optimizer_step of a callback; max_grad_norm clips there"
+)
+WEIGHTS = (
+    "weights were changed between the batches of an optimizer step, which go through the pipe at once: do it in "
+    "on_step_end of a callback"
+)
+ENDED = (
+    "an epoch was ended between the batches of an optimizer step, of which a pipe has all gradients: set "
+    "should_epoch_stop in on_step_end of a callback"
+)
+BEHIND = (
+    "Of a Trainer, loss_fn is what compute_loss does behind its call of the model: it uses what that gives, no "
+    "weight or module of the model; nor is what it calls the model with made of these"
+)
 TWICE = "compute_loss calls the model twice for a batch; a pipe runs it once. Give both in one call, rows behind rows"
 EXPERTS = (
     "peft keeps what adapters make of the parameters of experts in one place for all threads, where ranks would take "
@@ -93,6 +119,35 @@ class _Called(Exception):  # noqa: N818  # no error: this is how far a training 
     def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         named = inspect.signature(model.forward).bind_partial(*args).arguments if args else {}
         self.inputs: dict[str, Any] = {**named, **kwargs}
+
+
+class _Withheld(Tensor):
+    """What `.grad` holds where the gradient is not yet what Trainer's would be: nothing can be done with it."""
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(GRADIENTS)
+
+
+class _Gradients:
+    """The gradients of parameters, withheld: nobody may read or change them, nor any weight meanwhile."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [(parameter, parameter.grad, _withheld(parameter)) for parameter in _trained(model)]
+        self._versions = _versions(model)
+        self._model = model
+        for parameter, _, withheld in self._held:
+            parameter.grad = withheld
+
+    def check(self) -> None:
+        if any(parameter.grad is not withheld for parameter, _, withheld in self._held):
+            raise ValueError(GRADIENTS)
+        if _versions(self._model) != self._versions:
+            raise ValueError(WEIGHTS)
+
+    def give_back(self) -> None:
+        for parameter, gradient, _ in self._held:
+            parameter.grad = gradient
 
 
 class _Model:
@@ -128,6 +183,9 @@ class _Accelerator(Accelerator):  # type: ignore[misc]  # untyped
     pipe: gpipe.GPipe
     partitions = 1  # K, over processes
     in_loss = False  # whether a training step is run for the pipe
+    loss: Tensor | None = None  # of that step
+    withheld: _Gradients | None = None  # from its backward to its end
+    withholds = False  # whether they are to be
 
     @property
     def num_processes(self) -> int:
@@ -155,7 +213,25 @@ class _Accelerator(Accelerator):  # type: ignore[misc]  # untyped
         """Keeps the loss, whose backward is the pipe's."""
         if not self.in_loss:
             raise ValueError(PAST)
+        if self.loss is not None:
+            raise ValueError(BACKWARDS.format(times="twice"))
         self.loss = loss
+        if self.withholds:
+            self.withheld = _Gradients(self.pipe)
+
+    @contextmanager
+    def step_for_pipe(self, *, withholds: bool = False) -> Iterator[None]:
+        """Where a training step of Trainer's is run for its loss."""
+        self.in_loss, self.loss, self.withholds = True, None, withholds
+        try:
+            yield
+            if self.withheld is not None:
+                self.withheld.check()
+        finally:
+            self.in_loss = False
+            if self.withheld is not None:
+                self.withheld.give_back()
+                self.withheld = None
 
     def clip_grad_norm_(self, parameters: object, max_norm: float, norm_type: float = 2) -> Tensor:
         self.unscale_gradients()
@@ -203,6 +279,8 @@ class Pipelined(WholeCheckpoints):
         self._window: list[Any] = []  # the batches of this optimizer step
         self._losses: deque[Tensor] = deque()  # of those whose turn comes
         self._loss_device: torch.device | None = None
+        self._withheld: _Gradients | None = None  # until the last of them
+        self._again: dict[str, Any] | None = None  # before a step's first loss: what to bind anew for the second run
         self._tried = False  # whether losses were seen to be computed of what the pipe was given
         super().__init__(*args, **kwargs)
 
@@ -260,7 +338,7 @@ class Pipelined(WholeCheckpoints):
             batch = self._first_batch()
             count = self._get_num_items_in_batch([batch], self.args.device)
             self.model.train()
-            self._make_pipe(self._called_with(batch, count))
+            self._make_pipe_of(self._called_with, batch, count)
 
     def _first_batch(self) -> Any:
         """The first rows of the training data, as a batch; nobody's randomness is used up for it."""
@@ -278,6 +356,14 @@ class Pipelined(WholeCheckpoints):
             if isinstance(data, IterableDataset):
                 return collate(list(islice(data, rows)))
             return collate([data[at] for at in range(min(rows, len(data)))])
+
+    def _make_pipe_of(self, called: Callable[..., Any], *args: Any) -> None:
+        """Makes the pipe by what a step calls the model with, of which no other trace is left."""
+        before = self._bound()
+        sample = called(*args)
+        _rebind(self, self._rebound(before))
+        with _in_words_of_trainer():
+            self._make_pipe(sample)
 
     def _make_pipe(self, sample: Any) -> gpipe.GPipe:
         if self.pipe is not None:
@@ -300,6 +386,8 @@ class Pipelined(WholeCheckpoints):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's: the batches of one optimizer step, and the number of their labels that count."""
+        if self._withheld is not None:
+            raise ValueError(ENDED)
         found = super().get_batch_samples(*args, **kwargs)
         self._window = found[0]
         self._losses.clear()
@@ -307,19 +395,43 @@ class Pipelined(WholeCheckpoints):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The loss of one batch; for the first of an optimizer step, all of them run through the pipe."""
+        if self._withheld is not None:
+            self._withheld.check()
         if not self._losses:
             self._losses.extend(self._run_window(num_items_in_batch))
-        return self._losses.popleft()
+        loss = self._losses.popleft()
+        if not self._losses:
+            self._give_back()
+        elif self._withheld is None:
+            assert self.pipe is not None
+            self._withheld = _Gradients(self.pipe)
+        return loss
+
+    def _give_back(self) -> None:
+        if self._withheld is not None:
+            self._withheld.give_back()
+            self._withheld = None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._give_back()  # of a step that was broken off
 
     def _run_window(self, count: Any) -> Sequence[Tensor]:
         pipe, accelerator = self.pipe, self.accelerator
         assert pipe is not None
         pipe.train()
         pipe.step_number = self.state.global_step  # it keys dropout: resumed, it goes on where it was
+        versions, bound = _versions(pipe), self._bound()
         inputs = [self._called_with(batch, count) for batch in self._window]
+        if _versions(pipe) != versions:  # else its backward would tell, in torch's words
+            raise ValueError(WEIGHTS)
+        self._again = self._rebound(bound)
         before = self._check_alike() if self._apart else 0
         losses: list[Tensor] = []
-        with accelerator.autocast():
+        with accelerator.autocast(), _in_words_of_trainer():
             pipe.step(
                 gpipe.MicroBatches(inputs),
                 gpipe.MicroBatches(range(len(inputs))),
@@ -329,16 +441,15 @@ class Pipelined(WholeCheckpoints):
                 scaler=accelerator.scaler,
                 losses=losses,
             )
+        if _versions(pipe) != versions:
+            raise ValueError(WEIGHTS)
         self._tried = True
         return [loss.to(self.args.device) for loss in losses[before : before + len(inputs)]]
 
     def _called_with(self, batch: Any, count: Any) -> Any:
         """What training on a batch calls the model with."""
-        self.accelerator.in_loss = True
-        try:
+        with self.accelerator.step_for_pipe():
             return self._called_in(super().training_step, batch, count)
-        finally:
-            self.accelerator.in_loss = False
 
     def _called_in(self, step: Callable[..., Any], *args: Any) -> Any:
         """What a step of Trainer's calls the model with, which is as far as it runs."""
@@ -351,7 +462,23 @@ class Pipelined(WholeCheckpoints):
             step(_Model(model, call), *args)
         except _Called as called:
             return called.inputs
-        raise ValueError(f"{type(self).__name__}.compute_loss did not call the model that it is given")
+        raise ValueError(
+            f"{type(self).__name__}.compute_loss did not call the model that it is given, or a part of it alone"
+        )
+
+    def _bound(self) -> dict[str, Any]:
+        """What the names on self are bound to, and its content, where that is plain."""
+        own = vars(self).items()
+        return {name: (value, _content(value)) for name, value in own if name not in ("_window", "accelerator")}
+
+    def _rebound(self, before: Mapping[str, Any]) -> dict[str, Any]:
+        """What the names that are bound to something else now were bound to before."""
+        for name, (value, content) in before.items():
+            if _content(value) != content:
+                raise ValueError(COUNTS.format(name=name))
+        now, nothing = self._bound(), (NOTHING, None)
+        changed = {name: before.get(name, nothing)[0] for name in {**before, **now}}
+        return {name: old for name, old in changed.items() if now.get(name, nothing)[0] is not old}
 
     def _loss_of(self, inputs: Sequence[Any], count: Any, output: Any, at: int) -> Tensor:
         """The loss that Trainer computes of what the model gave for batch `at`, as it would be for `backward`."""
@@ -364,13 +491,18 @@ class Pipelined(WholeCheckpoints):
                 raise ValueError(ODD)
             return given.popleft()
 
-        self._loss_device, self.accelerator.in_loss = find_device(output), True
+        again, self._again = self._again, None
+        _rebind(self, again or {})
+        self._loss_device = find_device(output)
+        plain = torch.autocast(self.args.device.type, enabled=False)  # as behind the forward of a plain model
         try:
-            with torch.autocast(self.args.device.type, enabled=False):  # as behind the forward of a plain model
+            with plain, self.accelerator.step_for_pipe(withholds=again is not None):  # no backward has begun
                 super().training_step(_Model(self.model, call), self._window[at], self._prepare_input(count))
         finally:
-            self._loss_device, self.accelerator.in_loss = None, False
-        loss: Tensor = self.accelerator.loss
+            self._loss_device = None
+        loss: Tensor | None = self.accelerator.loss
+        if loss is None:
+            raise ValueError(BACKWARDS.format(times="not at all"))
         return loss
 
     def _prepare_input(self, data: Any) -> Any:
@@ -392,7 +524,7 @@ class Pipelined(WholeCheckpoints):
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, with the pipe for the model: one batch at a time, as one micro-batch."""
         if self._apart and self._piped is not self.model:
-            self._make_pipe(self._called_in(super().prediction_step, inputs, True))
+            self._make_pipe_of(self._called_in, super().prediction_step, inputs, True)
         with self._generating_by_pipe():
             return super().prediction_step(_Model(self.model, self._predict, self.pipe), inputs, *args, **kwargs)
 
@@ -521,6 +653,48 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other.to(one.device))
     return not isinstance(one, Tensor) and not isinstance(other, Tensor)
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    """Those with gradients, but for parameters in a format of their own."""
+    return [one for one in model.parameters() if one.requires_grad and type(one) is nn.Parameter]
+
+
+def _withheld(parameter: nn.Parameter) -> Tensor:
+    return parameter.detach().new_empty(()).expand(parameter.shape).as_subclass(_Withheld)
+
+
+def _versions(model: nn.Module) -> list[tuple[int, int]]:
+    return [(parameter.data_ptr(), parameter._version) for parameter in _trained(model)]
+
+
+def _content(value: Any, depth: int = 3) -> Any:
+    """What tells whether a small container or a tensor was changed in place; None for all else."""
+    if isinstance(value, Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    if isinstance(value, str | int | float) and depth < 3:
+        return value
+    if type(value) in (list, dict, set, deque) and len(value) <= MANY and depth:
+        return [_content(one, depth - 1) for one in (chain(*value.items()) if type(value) is dict else value)]
+    return None
+
+
+def _rebind(home: object, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if value is NOTHING:
+            vars(home).pop(name, None)
+        else:
+            vars(home)[name] = value
+
+
+@contextmanager
+def _in_words_of_trainer() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if "loss_fn" in str(error):
+            error.add_note(BEHIND)
+        raise
 
 
 @contextmanager
