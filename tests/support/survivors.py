@@ -257,7 +257,9 @@ def undisturbed(living: Sequence[Sequence[int]], *, clips: bool = False) -> tupl
     optimizers = {replica: optimizer_of(model.parameters()) for replica, model in whole.items()}
     records: list[Record] = []
     for step, now in enumerate(living):
-        source = next(replica for replica in now if replica in whole)
+        source = next(
+            (replica for replica in now if replica in whole), min(whole)
+        )  # who came back may be alone at once
         for replica in {*now} - whole.keys():
             whole[replica] = deepcopy(whole[source])
             optimizers[replica] = optimizer_of(whole[replica].parameters())
