@@ -892,6 +892,11 @@ def test_hooks_of_modules_are_seen() -> None:
         layer.register_full_backward_hook(hook)
         layer.register_full_backward_pre_hook(hook)
         assert modules.hooks_of(layer) == [hook] * 3
+    with relied_on("is_called_by_forward", "follows a model that calls forward of its blocks"):
+        plain, hooked, compiled = (nn.Linear(1, 1) for _ in range(3))
+        hooked.register_forward_hook(hook)
+        compiled.compile()
+        assert [*map(modules.is_called_by_forward, (plain, hooked, compiled))] == [True, False, False]
     with relied_on("hooks_before_forward", "knows the weights that torch's weight norm sets"):
         normed = nn.utils.spectral_norm(nn.Linear(2, 2))
         assert [getattr(hook, "name", "") for hook in modules.hooks_before_forward(normed)] == ["weight"]
