@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -895,7 +896,8 @@ def test_hooks_of_modules_are_seen() -> None:
     with relied_on("is_called_by_forward", "follows a model that calls forward of its blocks"):
         plain, hooked, compiled = (nn.Linear(1, 1) for _ in range(3))
         hooked.register_forward_hook(hook)
-        compiled.compile()
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of torch.jit, by dynamo
+            compiled.compile()
         assert [*map(modules.is_called_by_forward, (plain, hooked, compiled))] == [True, False, False]
     with relied_on("hooks_before_forward", "knows the weights that torch's weight norm sets"):
         normed = nn.utils.spectral_norm(nn.Linear(2, 2))
