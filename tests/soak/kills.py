@@ -1,6 +1,6 @@
 """Kills a random process at a random moment, again and again, and starts its replica anew: who goes on, and when.
 
-    python -m bench.kills RANKS KILLS [REPLICAS]
+    python -m tests.soak.kills RANKS KILLS [REPLICAS]
 
 After each kill the others have to begin a step, and then the replica comes back, by a launcher of its own. At the end
 every step's losses and the weights are compared with those of plain loops in which each step had these replicas.
