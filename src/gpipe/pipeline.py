@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,6 @@ from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.by_name import Maker
 from gpipe.schedule.simulate import Prediction, predict
 from gpipe.stages.boundary import BoundaryValue, detach_boundary
-from gpipe.stages.buffers import undo_of
 from gpipe.stages.losses import (
     LossModule,
     call_watched_loss,
@@ -52,6 +51,7 @@ from gpipe.stages.losses import (
     own_loss,
 )
 from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights, merge, plain
+from gpipe.stages.replica_state import state_of, take_state, undo_of
 from gpipe.stages.sequence import Layers
 from gpipe.stages.skips import find_loss_pops, skip_names
 from gpipe.stages.tree import Tree, is_sharded, tensors_in
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
-Tried: TypeAlias = tuple[Run, Before | None]
 PREPARED = (
     "accelerator.prepare(pipe) has put mixed precision around forward, which step() does not call: leave the pipe "
     "out of prepare(), and call step() under accelerator.autocast()"
@@ -298,11 +297,8 @@ class GPipe(Partitioned):
         if is_own and reduction is not None:
             raise ValueError("reduction= is for loss_fn; the model's own loss says by itself how it averages")
         self._processes.let_in()
-        tried: list[Tried] = []
 
-        def attempt() -> list[Any]:
-            tried[:] = [self._new_run()]
-            run, _ = tried[0]
+        def do(run: Run) -> list[Any]:
             run.loss_fn = own_loss if is_own else loss_fn
             with run.context.entered(self.recorder is not None):
                 devices = [stage.device for stage in self._engine.stages]
@@ -313,8 +309,7 @@ class GPipe(Partitioned):
                 run_step(run)
                 return run.context.finish(run, run.result(), trains=run.trains)
 
-        results = self._processes.survive(attempt, lambda gathered: _settled(tried, gathered), self._undo())
-        ((run, before),) = tried
+        run, before, results = self._until_done(do)
         loss, metrics, each = None, list[object](), list[Tensor]()
         for share, some, theirs in results:
             if share is not None:
@@ -411,23 +406,16 @@ class GPipe(Partitioned):
         if batch:
             inputs = batch if inputs is None else {"inputs": inputs, **batch}
         refuse_transforms(inputs)
-        tried: list[Tried] = []
         returned: list[Tree] = []
-
-        def attempt() -> list[Any]:
-            tried[:] = [self._new_run()]
-            return self._call(tried[0][0], inputs, returned, gather=gather)
-
-        shapes = self._processes.survive(attempt, lambda gathered: _settled(tried, gathered), self._undo())
-        ((run, before),) = tried
+        run, before, shapes = self._until_done(partial(self._call, inputs, returned, gather=gather))
         run.input_shapes = shapes
         run.context.check_inputs(shapes)  # by all alike: nobody need be told
         self._end(run, before)
         return returned[-1]
 
-    def _call(self, run: Run, inputs: Tree, returned: list[Tree], *, gather: bool) -> list[Any]:
+    def _call(self, inputs: Tree, returned: list[Tree], run: Run, *, gather: bool) -> list[Any]:
         """Runs the forward of a call; adds what it returns, gives the shapes of inputs that want a gradient."""
-        if self._processes.meeting is not None and run.trains:
+        if self._processes.survives and run.trains:
             raise ValueError(
                 "survive=True: a step is done again without a lost replica, and a call with a backward to come "
                 "cannot be; use step(), or torch.no_grad()"
@@ -551,6 +539,21 @@ class GPipe(Partitioned):
         )
         return run, examination.look(run.step_number) if run.trains and run.training else None
 
+    def _until_done(self, do: Callable[[Run], list[Any]]) -> tuple[Run, Before | None, list[Any]]:
+        """Does a mini-batch, and again from its beginning where a replica was lost in it; gives what all told."""
+        begun: list[tuple[Run, Before | None]] = []
+
+        def attempt() -> list[Any]:
+            begun[:] = [self._new_run()]
+            return do(begun[0][0])
+
+        def late(gathered: list[Any]) -> list[Any]:  # it has ended well for others, and so for this process
+            begun[0][0].settle()
+            return [theirs for theirs, *_ in gathered]
+
+        results = self._processes.survive(attempt, late, self._undo())
+        return *begun[0], results
+
     def _end(self, run: Run, before: Before | None, whole: nn.Module | None = None) -> None:
         """Counts a mini-batch that has ended well, tells what it has shown, and notes when the caller was inside."""
         if self.training:
@@ -573,12 +576,9 @@ class GPipe(Partitioned):
         Raises:
             ValueError: The pipe was not made with `survive=True`, or is sharded by `fully_shard`.
         """
-        if self._processes.meeting is None:
-            raise ValueError("join() is for a pipe made with survive=True")
         if any(is_sharded(part) for part in self.modules()):
             raise ValueError("survive=True: fully_shard has parts of a weight in each replica, and one may be lost")
-        self._processes.keeps = (partial(self._keep, stateful), partial(self._take, stateful))
-        self._processes.regroup()
+        self._processes.join(partial(self._keep, stateful), partial(self._take, stateful))
         return self.step_number
 
     @property
@@ -586,31 +586,17 @@ class GPipe(Partitioned):
         """The numbers of the replicas that take part, by which their launchers know them; without `survive` all."""
         return self._processes.living
 
-    def _tensors(self) -> list[Tensor]:
-        return [*self.parameters(), *self.buffers()]
-
     def _keep(self, stateful: Sequence[Any]) -> dict[str, Any]:
         """What a replica that comes back is given."""
-        return {
-            "tensors": [tensor.detach() for tensor in self._tensors()],
-            "gradients": [parameter.grad for parameter in self.parameters()],
-            "stateful": [one.state_dict() for one in stateful],
-            "numbers": [self.seed, self.step_number, self._calls],
-        }
+        return {**state_of(self, stateful), "numbers": [self.seed, self.step_number, self._calls]}
 
-    @torch.no_grad()
     def _take(self, stateful: Sequence[Any], kept: Mapping[str, Any]) -> None:
-        for tensor, value in zip(self._tensors(), kept["tensors"], strict=True):
-            tensor.copy_(value)
-        for parameter, gradient in zip(self.parameters(), kept["gradients"], strict=True):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
-        for one, state in zip(stateful, kept["stateful"], strict=True):
-            one.load_state_dict(state)
+        take_state(self, stateful, kept)
         self.seed, self.step_number, self._calls = kept["numbers"]
 
     def _undo(self) -> Callable[[], object]:
         """What puts back what a run changes before it ends well, where it may be done again."""
-        if self._processes.meeting is None:
+        if not self._processes.survives:
             return list
         undo, calls = undo_of(self), self._calls
 
@@ -650,12 +636,6 @@ class GPipe(Partitioned):
 
     def _repr_html_(self) -> str | None:
         return in_cell("pipe", self)
-
-
-def _settled(tried: Sequence[Tried], gathered: list[Any]) -> list[Any]:
-    """What all have told at the end of a run that ended well for others, and so for this process."""
-    tried[0][0].settle()
-    return [theirs for theirs, *_ in gathered]
 
 
 def _prompts(inputs: Tree, settings: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from gpipe.distributed.meeting import Meeting, variables
 from gpipe.distributed.mesh import Position, find_position, is_joined
 from gpipe.distributed.processes import OneProcess, Processes
 from gpipe.distributed.rendezvous import BUILDING, LINKING, Rendezvous
+from gpipe.distributed.survivors import Survivors
 from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.errors import is_count
 from gpipe.planner.search.shapes import AUTO
@@ -62,21 +63,16 @@ def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
                     f"each of them by a launcher of its own; this one has {position.replicas * position.rows}"
                 )
         settings, drawn = _settle_together(asked, position, rendezvous)
-        processes = Processes(
-            _engine(settings, position),
-            position,
-            sync_batch_norm=settings.sync_batch_norm,
-            costs=settings.partition.seconds,
-            measured=settings.in_seconds,
-            meeting=Meeting(position.row, position.rows, drawn, position.timeout, _same(settings, asked))
-            if asked.survive
-            else None,
-        )
+        engine, costs, measured = _engine(settings, position), settings.partition.seconds, settings.in_seconds
         if asked.survive:  # `join` links up with the other replicas
+            meeting = Meeting(position.row, position.rows, drawn, position.timeout, _same(settings, asked))
+            processes: Processes = Survivors(meeting, engine, position, costs=costs, measured=measured)
             rendezvous.close()
         else:
+            processes = Processes(
+                engine, position, sync_batch_norm=settings.sync_batch_norm, costs=costs, measured=measured
+            )
             processes.link(rendezvous)
-        engine = processes.engine
         if settings.traced is None:
             release(engine.stages, engine.own)
         else:

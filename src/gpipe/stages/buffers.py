@@ -6,7 +6,7 @@ observers, torch's own normalizations). On a GPU to compare would halt it: there
 every forward, and larger ones by their version alone. A recompute works on a copy of what differs by then.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
@@ -155,28 +155,6 @@ def _is_changed(was: SavedBuffer, now: Tensor | None, exact: bool) -> bool:
     if now.is_cpu or (exact and not now.is_meta):
         return not torch.equal(now, was.copy)
     return now.nbytes <= SMALL and not now.is_meta
-
-
-def undo_of(module: nn.Module) -> Callable[[], None]:
-    """What puts back gradients and buffers as they are now, for a step that is done again."""
-    gradients = [(p, p.grad, None if p.grad is None else copy_of(p.grad)) for p in module.parameters()]
-    buffers = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
-    copies = [
-        (b, copy_of(b.detach())) for _, own in buffers for b in own.values() if b is not None and not is_lazy(b)
-    ]
-
-    def undo() -> None:
-        with torch.no_grad():
-            for part, own in buffers:
-                part._buffers = dict(own)
-            for buffer, copy in copies:
-                buffer.copy_(copy)
-            for parameter, gradient, before in gradients:
-                if gradient is not None and before is not None:
-                    gradient.copy_(before)
-                parameter.grad = gradient
-
-    return undo
 
 
 @contextmanager

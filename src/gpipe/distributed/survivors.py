@@ -1,0 +1,169 @@
+"""The processes of a pipe whose replicas have launchers of their own, and go on when one of them is lost."""
+
+import io
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from gpipe.distributed.endpoint import Endpoint
+from gpipe.distributed.meeting import Meeting, is_loss, number_of
+from gpipe.distributed.mesh import Position
+from gpipe.distributed.processes import Processes
+from gpipe.distributed.rendezvous import connect
+from gpipe.distributed.stragglers import Stragglers
+from gpipe.errors import RemoteError
+from gpipe.runtime.context import Request
+from gpipe.runtime.engine import Engine
+from gpipe.stages.messages import Control, Label
+from gpipe.stages.tree import Tree
+
+T = TypeVar("T")
+MOST_TRIES = 8  # to come together again, while others are lost in it
+NOT_JOINED = "survive=True: call pipe.join(optimizer, ...) in every process before the first step"
+
+logger = logging.getLogger("gpipe")
+
+
+class Survivors(Processes):
+    """One of the processes of all replicas that take part, which come together at a meeting.
+
+    All connections are made anew when a replica is lost or back; its run is then done again by those that are left,
+    unless some have seen it end well.
+    """
+
+    survives = True
+
+    def __init__(
+        self, meeting: Meeting, engine: Engine, position: Position, *, costs: Sequence[float], measured: bool
+    ) -> None:
+        super().__init__(engine, position, costs=costs, measured=measured)
+        self.meeting = meeting
+        self._stragglers = partial(Stragglers, engine.placement, costs, measured=measured)
+        self.keeps: tuple[Callable[[], Tree], Callable[[Any], object]] | None = None  # what `join` was given
+        self._is_whole = False  # whether all have come to the end of linking up
+        self._awaited = False  # whether a replica waits to be let in
+        self._runs, self._last = 0, list[Any]()  # how many runs have ended well, and with what the last
+
+    def join(self, keep: Callable[[], Tree], take: Callable[[Any], object]) -> None:
+        """Comes together with all replicas; one that comes back takes the state of another."""
+        self.keeps = keep, take
+        self.regroup()
+
+    def linked(self) -> Endpoint:
+        """The connections, made anew by all processes at once if they were closed."""
+        if self._endpoint is None:
+            self.regroup()
+        return super().linked()
+
+    def gather(self, request: Request, value: Tree) -> list[Any]:
+        """Gathers a value from all processes between runs, by rank."""
+        gather = super().gather
+        return self.survive(lambda: gather(request, value), list, list)
+
+    def end(self, value: Tree) -> list[Any]:
+        """Ends a run once all processes have come to its end; gathers a value from each, by rank."""
+        every = super().end((value, not self.rank and self.meeting.waited_for()))
+        self._awaited = every[0][1]
+        self._runs, self._last = self._runs + 1, [theirs for theirs, _ in every]
+        return self._last
+
+    def survive(self, attempt: Callable[[], T], late: Callable[[list[Any]], T], undo: Callable[[], object]) -> T:
+        """Does what all processes do together, and where a replica is lost in it again with those that are left.
+
+        If some have seen it end well before the loss it has ended for all: `late` takes what these have gathered.
+        Else `undo` puts back what it has changed.
+        """
+        while True:
+            try:
+                return attempt()
+            except RemoteError as error:
+                if not is_loss(error):
+                    raise
+            gathered = self.regroup()
+            if gathered is not None:
+                return late(gathered)
+            undo()
+
+    @property
+    def living(self) -> list[int]:
+        """The replicas that take part, by the numbers that their launchers know."""
+        return [*map(number_of, self.meeting.members)]
+
+    def let_in(self) -> None:
+        """Between two steps: comes together with those that wait, and gives them the state."""
+        if self.keeps is None:
+            raise ValueError(NOT_JOINED)
+        if self._awaited:
+            self.regroup(admits=True)
+
+    def regroup(self, *, admits: bool = False) -> list[Any] | None:
+        """Comes together with all replicas that live; gives what a run has gathered that ended for others alone."""
+        if self.keeps is None:
+            raise ValueError(NOT_JOINED)
+        before, runs = self.meeting.members, self._runs
+        for _ in range(MOST_TRIES):
+            self.meeting.meet(self._lost, admits=admits)  # what it raises is the end of this replica
+            self._is_whole = False
+            if self._endpoint is not None:
+                self._endpoint.close()
+            try:
+                gathered = self._link_anew(*self.keeps)
+            except RemoteError as error:
+                if not is_loss(error):
+                    raise
+            else:
+                self._tell(before)
+                return gathered if runs < self._runs else None
+        raise RuntimeError(f"{MOST_TRIES} times a process was lost while the others came together; start anew")
+
+    def _link_anew(self, keep: Callable[[], Tree], take: Callable[[Any], object]) -> list[Any]:
+        meeting = self.meeting
+        meeting.greet()
+        replicas = len(meeting.members)
+        replica = meeting.members.index(meeting.name)
+        self.position = replace(self.position, replica=replica, replicas=replicas, members=tuple(range(meeting.size)))
+        self.rank, self.size = meeting.rank, meeting.size
+        self.engine.among(replicas)
+        self.stragglers = self._stragglers(replicas=replicas)
+        self._endpoint = connect(meeting, self.position, None)
+        with self._endpoint.in_run(notes=False) as endpoint:
+            runs, last = max(endpoint.exchange((self._runs, self._last)), key=lambda told: told[0])
+        with endpoint.in_run(notes=False):
+            takes = [meeting.members.index(name) for name in meeting.newcomers]
+            source = next(at for at in range(replicas) if at not in takes)
+            ranks = [self.position.rank_of(self.position.row, at) for at in (source, *takes)]
+            if takes and self.rank in ranks:
+                held = _packed(keep()) if self.rank == ranks[0] else None
+                held = endpoint.spread(ranks[0], ranks, Label(Control.STATE, 0, gradient=False), held)
+                if self.rank != ranks[0]:
+                    take(_unpacked(held))
+            endpoint.exchange(None)
+        self._runs, self._last, self._awaited = runs, list(last), False
+        self._is_whole, meeting.fresh = True, False
+        return self._last
+
+    def _lost(self) -> list[str]:
+        """The replicas that have ended a connection; while they link up they may, and live."""
+        return [self.meeting.members[rank // self.position.rows] for rank in self.gone()] if self._is_whole else []
+
+    def _tell(self, before: Sequence[str]) -> None:
+        now = self.meeting.members
+        for names, words in ((before, "is lost"), (now, "is back, with the state of the others")):
+            for name in names if before else ():
+                if name not in (now if names is before else before) and not self.position.row:
+                    logger.warning("replica %d %s; %d go on", number_of(name), words, len(now))
+
+
+def _packed(state: Tree) -> torch.Tensor:
+    """A state as one tensor, as `torch.save` has it: it may hold what messages do not."""
+    written = io.BytesIO()
+    torch.save(state, written)
+    return torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
+
+
+def _unpacked(held: torch.Tensor) -> Any:
+    return torch.load(io.BytesIO(held.numpy().tobytes()), map_location="cpu", weights_only=True)
