@@ -34,6 +34,8 @@ from transformers import Seq2SeqTrainer, Trainer
 
 import gpipe
 from gpipe.integrations.checkpoints import WholeCheckpoints
+from gpipe.integrations.rerun import Bindings, rebind
+from gpipe.integrations.withheld import WEIGHTS, WithheldGradients, versions_of
 
 logger = logging.getLogger(__name__)
 INSTEAD = {
@@ -42,8 +44,7 @@ INSTEAD = {
 }
 PIPES = inspect.signature(gpipe.GPipe).parameters.keys() - {"model", *INSTEAD}  # the arguments that go to the pipe
 COUNT = "num_items_in_batch"
-NOTHING = object()
-MANY = 100  # a container that has more is data, and no count
+UNTOUCHED = ("_window", "accelerator")  # attributes of ours, whatever they hold
 
 REFUSED = {
     "deepspeed": "DeepSpeed would cut the model again",
@@ -70,21 +71,9 @@ ONCE = (
     "the training data can be gone through once, and its first rows would be used up to see how the model is called; "
     "give sample=, a batch as the collator makes it"
 )
-COUNTS = (
-    "compute_loss or training_step changes self.{name} in place before it calls the model, and up to there it is run "
-    "twice for each batch; bind it anew (self.{name} = ...), or count in a callback"
-)
 BACKWARDS = (
     "for a batch training_step called accelerator.backward {times}, and each needs one call: add losses up; to skip "
     "a batch multiply its loss by 0, or leave it out in the collator"
-)
-GRADIENTS = (
-    "gradients were read or changed between the batches of an optimizer step, and a pipe sums those of all batches "
-    "at once: do it in on_pre_optimizer_step of a callback; max_grad_norm clips there"
-)
-WEIGHTS = (
-    "weights were changed between the batches of an optimizer step, which go through the pipe at once: do it in "
-    "on_step_end of a callback"
 )
 ENDED = (
     "an epoch was ended between the batches of an optimizer step, of which a pipe has all gradients: set "
@@ -121,35 +110,6 @@ class _Called(Exception):  # noqa: N818  # no error: this is how far a training 
         self.inputs: dict[str, Any] = {**named, **kwargs}
 
 
-class _Withheld(Tensor):
-    """What `.grad` holds where the gradient is not yet what Trainer's would be: nothing can be done with it."""
-
-    @classmethod
-    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(GRADIENTS)
-
-
-class _Gradients:
-    """The gradients of parameters, withheld: nobody may read or change them, nor any weight meanwhile."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._held = [(parameter, parameter.grad, _withheld(parameter)) for parameter in _trained(model)]
-        self._versions = _versions(model)
-        self._model = model
-        for parameter, _, withheld in self._held:
-            parameter.grad = withheld
-
-    def check(self) -> None:
-        if any(parameter.grad is not withheld for parameter, _, withheld in self._held):
-            raise ValueError(GRADIENTS)
-        if _versions(self._model) != self._versions:
-            raise ValueError(WEIGHTS)
-
-    def give_back(self) -> None:
-        for parameter, gradient, _ in self._held:
-            parameter.grad = gradient
-
-
 class _Model:
     """The model to whoever asks for its class or attributes; when it is called, what the pipe gives."""
 
@@ -184,7 +144,7 @@ class _Accelerator(Accelerator):  # type: ignore[misc]  # untyped
     partitions = 1  # K, over processes
     in_loss = False  # whether a training step is run for the pipe
     loss: Tensor | None = None  # of that step
-    withheld: _Gradients | None = None  # from its backward to its end
+    withheld: WithheldGradients | None = None  # from its backward to its end
     withholds = False  # whether they are to be
 
     @property
@@ -217,7 +177,7 @@ class _Accelerator(Accelerator):  # type: ignore[misc]  # untyped
             raise ValueError(BACKWARDS.format(times="twice"))
         self.loss = loss
         if self.withholds:
-            self.withheld = _Gradients(self.pipe)
+            self.withheld = WithheldGradients(self.pipe)
 
     @contextmanager
     def step_for_pipe(self, *, withholds: bool = False) -> Iterator[None]:
@@ -279,7 +239,7 @@ class Pipelined(WholeCheckpoints):
         self._window: list[Any] = []  # the batches of this optimizer step
         self._losses: deque[Tensor] = deque()  # of those whose turn comes
         self._loss_device: torch.device | None = None
-        self._withheld: _Gradients | None = None  # until the last of them
+        self._withheld: WithheldGradients | None = None  # until the last of them
         self._again: dict[str, Any] | None = None  # before a step's first loss: what to bind anew for the second run
         self._tried = False  # whether losses were seen to be computed of what the pipe was given
         super().__init__(*args, **kwargs)
@@ -359,9 +319,9 @@ class Pipelined(WholeCheckpoints):
 
     def _make_pipe_of(self, called: Callable[..., Any], *args: Any) -> None:
         """Makes the pipe by what a step calls the model with, of which no other trace is left."""
-        before = self._bound()
+        before = Bindings(self, UNTOUCHED)
         sample = called(*args)
-        _rebind(self, self._rebound(before))
+        rebind(self, before.changed())
         with _in_words_of_trainer():
             self._make_pipe(sample)
 
@@ -404,7 +364,7 @@ class Pipelined(WholeCheckpoints):
             self._give_back()
         elif self._withheld is None:
             assert self.pipe is not None
-            self._withheld = _Gradients(self.pipe)
+            self._withheld = WithheldGradients(self.pipe)
         return loss
 
     def _give_back(self) -> None:
@@ -424,11 +384,11 @@ class Pipelined(WholeCheckpoints):
         assert pipe is not None
         pipe.train()
         pipe.step_number = self.state.global_step  # it keys dropout: resumed, it goes on where it was
-        versions, bound = _versions(pipe), self._bound()
+        versions, before_calls = versions_of(pipe), Bindings(self, UNTOUCHED)
         inputs = [self._called_with(batch, count) for batch in self._window]
-        if _versions(pipe) != versions:  # else its backward would tell, in torch's words
+        if versions_of(pipe) != versions:  # else its backward would tell, in torch's words
             raise ValueError(WEIGHTS)
-        self._again = self._rebound(bound)
+        self._again = before_calls.changed()
         before = self._check_alike() if self._apart else 0
         losses: list[Tensor] = []
         with accelerator.autocast(), _in_words_of_trainer():
@@ -441,7 +401,7 @@ class Pipelined(WholeCheckpoints):
                 scaler=accelerator.scaler,
                 losses=losses,
             )
-        if _versions(pipe) != versions:
+        if versions_of(pipe) != versions:
             raise ValueError(WEIGHTS)
         self._tried = True
         return [loss.to(self.args.device) for loss in losses[before : before + len(inputs)]]
@@ -466,20 +426,6 @@ class Pipelined(WholeCheckpoints):
             f"{type(self).__name__}.compute_loss did not call the model that it is given, or a part of it alone"
         )
 
-    def _bound(self) -> dict[str, Any]:
-        """What the names on self are bound to, and its content, where that is plain."""
-        own = vars(self).items()
-        return {name: (value, _content(value)) for name, value in own if name not in ("_window", "accelerator")}
-
-    def _rebound(self, before: Mapping[str, Any]) -> dict[str, Any]:
-        """What the names that are bound to something else now were bound to before."""
-        for name, (value, content) in before.items():
-            if _content(value) != content:
-                raise ValueError(COUNTS.format(name=name))
-        now, nothing = self._bound(), (NOTHING, None)
-        changed = {name: before.get(name, nothing)[0] for name in {**before, **now}}
-        return {name: old for name, old in changed.items() if now.get(name, nothing)[0] is not old}
-
     def _loss_of(self, inputs: Sequence[Any], count: Any, output: Any, at: int) -> Tensor:
         """The loss that Trainer computes of what the model gave for batch `at`, as it would be for `backward`."""
         given = deque([convert_to_fp32(output) if self.args.mixed_precision != "no" else output])
@@ -492,7 +438,7 @@ class Pipelined(WholeCheckpoints):
             return given.popleft()
 
         again, self._again = self._again, None
-        _rebind(self, again or {})
+        rebind(self, again or {})
         self._loss_device = find_device(output)
         plain = torch.autocast(self.args.device.type, enabled=False)  # as behind the forward of a plain model
         try:
@@ -653,38 +599,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other.to(one.device))
     return not isinstance(one, Tensor) and not isinstance(other, Tensor)
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    """Those with gradients, but for parameters in a format of their own."""
-    return [one for one in model.parameters() if one.requires_grad and type(one) is nn.Parameter]
-
-
-def _withheld(parameter: nn.Parameter) -> Tensor:
-    return parameter.detach().new_empty(()).expand(parameter.shape).as_subclass(_Withheld)
-
-
-def _versions(model: nn.Module) -> list[tuple[int, int]]:
-    return [(parameter.data_ptr(), parameter._version) for parameter in _trained(model)]
-
-
-def _content(value: Any, depth: int = 3) -> Any:
-    """What tells whether a small container or a tensor was changed in place; None for all else."""
-    if isinstance(value, Tensor):
-        return id(value), 0 if value.is_inference() else value._version
-    if isinstance(value, str | int | float) and depth < 3:
-        return value
-    if type(value) in (list, dict, set, deque) and len(value) <= MANY and depth:
-        return [_content(one, depth - 1) for one in (chain(*value.items()) if type(value) is dict else value)]
-    return None
-
-
-def _rebind(home: object, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if value is NOTHING:
-            vars(home).pop(name, None)
-        else:
-            vars(home)[name] = value
 
 
 @contextmanager
