@@ -7,6 +7,9 @@ from torch.nn.functional import mse_loss
 
 import gpipe
 from gpipe.planner.search import tables
+from tests.support.jobs import automatic as jobs
+from tests.support.processes.launch import WorkerPool
+from tests.support.processes.outcome import answers
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +49,15 @@ def test_it_has_the_bits_of_one_rank(options: dict[str, object]) -> None:
     if "memory" in options:
         assert pipe.prediction.peak_bytes is not None
         assert max(pipe.prediction.peak_bytes) <= 40_000
+
+
+def test_rank_0_searches_for_all_processes(pool: WorkerPool) -> None:
+    first, other = answers(pool.run(jobs.searched, world=2))
+    whole = jobs.whole()
+    assert first["found"] == other["found"]
+    assert first["remat"] == other["remat"]
+    assert first["loss"] == other["loss"] == whole["loss"]
+    assert first["gradients"] | other["gradients"] == whole["gradients"]
 
 
 @pytest.mark.parametrize(

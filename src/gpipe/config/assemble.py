@@ -24,12 +24,11 @@ from gpipe.distributed.rendezvous import BUILDING, LINKING, Rendezvous
 from gpipe.distributed.survivors import Survivors
 from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.errors import is_count
+from gpipe.planner.search.found import Plan
 from gpipe.planner.search.shapes import AUTO
 from gpipe.runtime.engine import Engine
 from gpipe.schedule.cost import StageCost
-from gpipe.schedule.lower import Remat
 from gpipe.schedule.program import Program
-from gpipe.schedule.schedules import table_in_training
 from gpipe.stages.buffers import Slot
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch, plain
 from gpipe.stages.recompute_check import checksum
@@ -154,18 +153,17 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
         sketch = Outline(dict(traced.layers), {}, 0, [])
     if position.rank and len(costs) != len(sketch.layers):
         raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {position.rank}")
-    if told.get("searched"):  # and who searches by himself, by his own seconds, would find another table
-        table, layers, remat = told["searched"]
-        program = Program.from_text(table)
-        asked = replace(asked, schedule=program, partitions=layers, remat=remat, memory=None)
-    settings = settle(replace(asked, seed=seed, costs=costs), position, sketch, traced)
+    searched: dict[str, Any] = told.get("searched") or {}  # who searches by his own seconds finds another table
+    if isinstance(lines := searched.get("schedule"), list):
+        searched["schedule"] = Program.from_text("\n".join(lines))
+    settings = settle(replace(asked, seed=seed, costs=costs, **searched), position, sketch, traced)
     if not position.rank:
         told = {
             "costs": list(settings.costs),
             "stages": [list(astuple(cost)) for cost in settings.stage_costs or ()],
             "in_seconds": settings.in_seconds,
             "unsplit": sorted(settings.unsplit),
-            "searched": _searched(settings) if asked.schedule == AUTO else None,
+            "searched": None if settings.searched is None else _found(settings.searched),
         }
         agree(rendezvous, told)
     stages = tuple(StageCost(*numbers) for numbers in told["stages"]) or None
@@ -192,10 +190,15 @@ def _same(settings: Settings, asked: Arguments) -> str:
     return hashlib.sha256(repr(sorted(_words_of(settings, asked).items())).encode()).hexdigest()[:16]
 
 
-def _searched(settings: Settings) -> tuple[str, list[int], list[Remat]]:
-    m, placement = settings.micro_batches, settings.placement
-    program = Program.of(table_in_training(settings.schedule, placement, m), m, rank_of=placement)
-    return program.to_text(), list(settings.layers_per_partition), list(settings.remat)
+def _found(plan: Plan) -> dict[str, Any]:
+    """What was searched for, as arguments: a table by its lines, a page by its name."""
+    return {
+        "schedule": plan.schedule if plan.table is None else plan.table.to_text().splitlines(),
+        "stages_per_rank": plan.stages_per_rank if plan.table is None else None,
+        "partitions": list(plan.layers_per_partition),
+        "remat": list(plan.remat),
+        "memory": None,
+    }
 
 
 def _compare(rendezvous: Rendezvous, settings: Settings, asked: Arguments) -> None:

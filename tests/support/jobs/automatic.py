@@ -1,12 +1,14 @@
 """Jobs whose rematerialization or whole plan is found for them."""
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import gpipe
+from gpipe.planner.search import tables
 from tests.support.plain_loop import weights_of
 
 WIDTH, ROWS, TIGHT = 64, 128, 340_000
@@ -42,6 +44,19 @@ def auto(rank: int, world: int, memory: float | None) -> Json:
 
 def planned(rank: int, world: int) -> Json:
     return by_plan(driver="process")
+
+
+def searched(rank: int, world: int) -> Json:
+    """One step by a table that is searched for, by seconds that rank 0 alone has measured; and what was found."""
+    with patch.object(tables, "MOST_LISTED", 20_000):
+        pipe = gpipe.GPipe(layers(), 2, 8, sample=batch(), schedule="auto", memory=TIGHT, seed=1, driver="process")
+    found = [pipe.program.to_text(), list(pipe.layers_per_partition)]
+    return {**_step(pipe), "found": found}
+
+
+def whole() -> Json:
+    """The same step in one process on one rank."""
+    return _step(gpipe.GPipe(layers(), 1, 8, seed=1))
 
 
 def _step(pipe: gpipe.GPipe) -> Json:

@@ -69,9 +69,6 @@ class Trial:
         self.best: Settled | None = None  # the fastest cuts that fit
         self.misfit: Misfit | None = None  # of those that do not, the nearest to it
         self.few = comb(len(sized.layers) - 1, shape.stages - 1) <= MOST_CUTS_TRIED
-        self.least_seconds: float | None = (
-            None  # that no table of these cuts and ranks goes below, where it was asked
-        )
         self._is_enough = is_enough
         self._tried: set[Cuts] = set()
 

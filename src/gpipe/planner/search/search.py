@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
-from math import inf
 from operator import attrgetter, itemgetter
 
 from gpipe.planner.search.cutting import Trial
@@ -133,25 +132,34 @@ class _Search:
         trials = [trial for _, trial in self.fitting]
         for trial in trials:
             trial.climb()
-        tables = self._search_tables(trials) if searched else []
-        plans = [_plan(trial, self.global_batch, measured=measured) for trial in (*trials, *tables)]
+        plans = [_plan(trial, self.global_batch, measured=measured) for trial in trials]
+        plans = self._beside_tables(trials, plans) if searched else plans
         plans.sort(key=attrgetter("seconds"))
         alike = plans[0].seconds * (ALIKE_FACTOR if measured and not searched else ROUNDING_FACTOR)
         simplest = min((plan for plan in plans if plan.seconds <= alike), key=lambda plan: plan.shape.stages)
         plans.remove(simplest)
         return replace(simplest, alternatives=tuple(plans), rejected=tuple(self.rejected))
 
-    def _search_tables(self, trials: Sequence[Trial]) -> list[Trial]:
-        """The best table for the ranks and micro-batches of the best page, if there is one that fits."""
-        shape = min(trials, key=lambda trial: trial.best.seconds if trial.best else inf).shape
-        used, m = slice(shape.partitions), shape.micro_batches
-        alike = [trial for trial in trials if (trial.shape.partitions, trial.shape.micro_batches) == (used.stop, m)]
+    def _beside_tables(self, trials: Sequence[Trial], plans: Sequence[Plan]) -> list[Plan]:
+        """The plans, and that by the best table for as many ranks and micro-batches as the fastest has.
+
+        Those of as many of both are told what no table of their stages goes below.
+        """
+        fastest = min(plans, key=attrgetter("seconds")).shape
+        used, m = slice(fastest.partitions), fastest.micro_batches
         found = TableSearch(self.size(m), self.devices[used], self.speeds[used], m)
-        tables = [trial for trial in found.trials(alike) if trial.best is not None] if shape.partitions > 1 else []
-        for trial in (*alike, *tables):
-            if trial.best is not None:
-                trial.least_seconds = found.least_seconds(trial.program.rank_of, trial.best.layers)
-        return sorted(tables, key=lambda trial: trial.best.seconds if trial.best else inf)[:1]
+        measured = self.profile.unit == "seconds"
+
+        def told(plan: Plan) -> Plan:
+            if (plan.partitions, plan.micro_batches) != (used.stop, m):
+                return plan
+            least = found.least_seconds(plan.program.rank_of, plan.layers_per_partition)
+            return replace(plan, least_seconds=least)
+
+        tables = found.trials(trials) if fastest.partitions > 1 else ()
+        by_table = [_plan(trial, self.global_batch, measured=measured) for trial in tables if trial.best is not None]
+        by_table.sort(key=attrgetter("seconds"))
+        return [*map(told, (*plans, *by_table[:1]))]
 
     def _why_nothing(self) -> str:
         if not self.misfits:
@@ -194,5 +202,4 @@ def _plan(trial: Trial, global_batch: int, *, measured: bool) -> Plan:
         work=tuple(work / trial.speeds[0] for work in trial.sized.work),
         measured=measured,
         table=trial.program if shape.schedule == AUTO else None,
-        least_seconds=trial.least_seconds,
     )

@@ -78,7 +78,7 @@ class Choices:
             if not isinstance(name, str):
                 yield f"schedule={name!r}; give the name of one, or leave it out to have the fastest"
             elif name not in (*SCHEDULES, AUTO):
-                yield unknown(name)
+                yield f"{unknown(name)}, and {AUTO!r}"
         if not is_count(global_batch):
             remedy = int_remedy(global_batch)
             yield f"global_batch={global_batch!r}; give the rows of a mini-batch, at least 1{remedy}"

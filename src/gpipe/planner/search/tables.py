@@ -99,7 +99,8 @@ class TableSearch:
         """Every placement with even cuts and those of the pages, a few knobs each."""
         cuts: dict[tuple[Placement, Cuts], None] = {}
         for trial in found:
-            if trial.best is not None and trial.program.ranks == self.ranks:
+            shape = trial.shape.partitions, trial.shape.micro_batches
+            if trial.best is not None and shape == (self.ranks, self.micro_batches):
                 cuts[trial.program.rank_of, trial.best.layers] = None
         for placement in self._placements():
             stage_speeds = tuple(self.speeds[rank] for rank in placement)
