@@ -51,7 +51,7 @@ from gpipe.stages.losses import (
     own_loss,
 )
 from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights, merge, plain
-from gpipe.stages.replica_state import state_of, take_state, undo_of
+from gpipe.stages.replica_state import beginning_of, state_of, take_state, undo_of
 from gpipe.stages.sequence import Layers
 from gpipe.stages.skips import find_loss_pops, skip_names
 from gpipe.stages.tree import Tree, is_sharded, tensors_in
@@ -574,11 +574,13 @@ class GPipe(Partitioned):
                 as it is in the others; as many in each replica.
 
         Raises:
-            ValueError: The pipe was not made with `survive=True`, or is sharded by `fully_shard`.
+            ValueError: The pipe was not made with `survive=True`, or is sharded by `fully_shard`. Or replicas
+                begin with other weights than others, or with other optimizers.
         """
         if any(is_sharded(part) for part in self.modules()):
             raise ValueError("survive=True: fully_shard has parts of a weight in each replica, and one may be lost")
-        self._processes.join(partial(self._keep, stateful), partial(self._take, stateful))
+        keep, take = partial(self._keep, stateful), partial(self._take, stateful)
+        self._processes.join(keep, take, beginning_of(self, stateful))
         return self.step_number
 
     @property

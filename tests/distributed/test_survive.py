@@ -92,6 +92,14 @@ def test_a_replica_comes_back_with_the_state_of_the_others(tmp_path: Path, fleet
     assert living == [[0, 1]] * 2 + [[1]] * 4 + [[0, 1]] * 3
 
 
+@pytest.mark.parametrize(("what", "told"), [("weights", "other weights"), ("optimizer", "other optimizers")])
+def test_replicas_that_begin_otherwise_are_refused(what: str, told: str, tmp_path: Path, fleets: list[Fleet]) -> None:
+    fleet = started(fleets, tmp_path, 2, 2, odd=[1, what])
+    assert [fleet.end(0), fleet.end(1)] == [[1, 1]] * 2
+    for replica in range(2):
+        assert f"replica 1 begins with {told}" in fleet.records(replica, 0)[-1]["refused"]
+
+
 def test_two_that_die_at_once_leave_the_third(tmp_path: Path, fleets: list[Fleet]) -> None:
     fleet = started(fleets, tmp_path, 3, 2, 40, seconds=0.005)
     wait_for(fleet, 2, 0, 3)
@@ -119,12 +127,14 @@ WRONG: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({"costs": "time"}, {}, "would cut each replica elsewhere"),
     ({"seed": None}, {}, "survive=True: give seed="),
     ({}, {"GPIPE_MEETING": "open"}, "is open to others"),
+    ({}, {"GPIPE_MEETING": "file"}, "is no folder and cannot be made one"),
 ]
 
 
 def alone(rank: int, world: int, folder: str, settings: dict[str, Any], variables: dict[str, str]) -> list[str]:
     """A pipe of one process, and what it says when it is used before `join`, or in ways that cannot be done again."""
     Path(f"{folder}/open").mkdir(0o755)
+    Path(f"{folder}/file").touch()
     given = {"GPIPE_MEETING": "meeting", "GPIPE_REPLICA": "0", "GPIPE_REPLICAS": "1", **variables}
     os.environ |= {**given, "GPIPE_MEETING": f"{folder}/{given['GPIPE_MEETING']}"}
     made: list[gpipe.GPipe] = []

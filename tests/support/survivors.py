@@ -94,7 +94,15 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
     pipe._new_run = noted  # type: ignore[method-assign]
     if "die" in how and how["die"][:2] == [replica, row] and not life:
         arm(pipe, *how["die"][2:])
-    pipe.join(*kept)
+    if how.get("odd") == [replica, "optimizer"] and optimizer is not None:
+        optimizer.param_groups[0]["lr"] = 0.02
+    if how.get("odd") == [replica, "weights"]:
+        torch.nn.init.zeros_(next(pipe.parameters()))
+    try:
+        pipe.join(*kept)
+    except ValueError as error:
+        log.write(json.dumps({"refused": str(error)}) + "\n")
+        raise
     stop = Path(f"{folder}/stop")
     while pipe.step_number < (int(stop.read_text()) if stop.exists() else steps):
         step = pipe.step_number

@@ -1,6 +1,5 @@
 """A pipe is put together: settled in one process or, the same everywhere, in several, each with its own layers."""
 
-import hashlib
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, replace
@@ -64,7 +63,7 @@ def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
         settings, drawn = _settle_together(asked, position, rendezvous)
         engine, costs, measured = _engine(settings, position), settings.partition.seconds, settings.in_seconds
         if asked.survive:  # `join` links up with the other replicas
-            meeting = Meeting(position.row, position.rows, drawn, position.timeout, _same(settings, asked))
+            meeting = Meeting(position.row, position.rows, drawn, position.timeout, _words_of(settings, asked))
             processes: Processes = Survivors(meeting, engine, position, costs=costs, measured=measured)
             rendezvous.close()
         else:
@@ -122,7 +121,10 @@ def _find_position(asked: Arguments) -> Position:
     ranks = count_ranks(asked, read_schedule(asked, Mistakes()))  # what is wrong with these is said when all meet
     position, found = find_position(asked.mesh, asked.partitions, ranks)
     if asked.driver not in ("process", None):
-        found = [*found, f"driver={asked.driver!r} is for one process, and mesh= for several; leave one of them out"]
+        found = [
+            *found,
+            f"driver={asked.driver!r} is for one process, and mesh= and survive= for several; leave one of them out",
+        ]
     Mistakes(found).raise_all()
     assert position is not None
     return position
@@ -183,11 +185,6 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
     _compare(rendezvous, settings, asked)
     _compare_weights(rendezvous, settings, weights)
     return settings, every[0]["name"]
-
-
-def _same(settings: Settings, asked: Arguments) -> str:
-    """A checksum of what replicas must have alike that settle it each by itself."""
-    return hashlib.sha256(repr(sorted(_words_of(settings, asked).items())).encode()).hexdigest()[:16]
 
 
 def _found(plan: Plan) -> dict[str, Any]:

@@ -9,7 +9,9 @@ has another name, and no state (it is `fresh`) until those that live have given 
 """
 
 import fcntl
+import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,12 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from gpipe.distributed.agree import Communicator, agree
+from gpipe.distributed.failures import LONG_WAIT_SECONDS
 from gpipe.distributed.mesh import host_name
 from gpipe.distributed.tls import check_authorities, identity
 from gpipe.errors import RemoteError, is_count, received
 
 FOLDER, REPLICA, REPLICAS = "GPIPE_MEETING", "GPIPE_REPLICA", "GPIPE_REPLICAS"
 POLL_SECONDS = 0.005
+
+logger = logging.getLogger("gpipe")
 
 
 def is_loss(error: RemoteError) -> bool:
@@ -44,17 +49,23 @@ def variables() -> tuple[str, int, int]:
 
 
 class Meeting(Communicator):
-    """One process, as it meets those of all replicas; `same` is what must be the same in all that meet."""
+    """One process, as it meets those of all replicas; `words` are what must be the same in all that meet, by name."""
 
-    def __init__(self, row: int, rows: int, drawn: str, timeout: float, same: str) -> None:
+    def __init__(self, row: int, rows: int, drawn: str, timeout: float, words: Mapping[str, Any]) -> None:
         folder, replica, self.expected = variables()
         self.folder = Path(folder)
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"{FOLDER}={folder} is no folder and cannot be made one ({error}); give another"
+            ) from error
         found = self.folder.stat()
         if found.st_uid != os.getuid() or found.st_mode & 0o077:
             raise ValueError(f"{FOLDER}={folder} is open to others, who could take part; chmod 700, and your own")
         self.row, self.rows = row, rows
-        self.name, self.same = f"{replica}-{drawn}", same
+        self.name, self.words = f"{replica}-{drawn}", {**words, REPLICAS: self.expected}
+        self.same = hashlib.sha256(repr(sorted(self.words.items())).encode()).hexdigest()[:16]
         self.fresh = True  # whether this process has no state that others need
         self.epoch = 0
         self.members: list[str] = []
@@ -73,7 +84,7 @@ class Meeting(Communicator):
         `lost` gives who is seen as gone. Raises a RemoteError if this replica has lost a
         process, or the others have gone on without it.
         """
-        until, at = time.monotonic() + self._timeout, 0
+        until, told_at = time.monotonic() + self._timeout, time.monotonic() + LONG_WAIT_SECONDS
         while True:
             if self.fresh:
                 at = max((int(path.name[6:]) for path in self.folder.glob("epoch-*")), default=0)
@@ -95,6 +106,9 @@ class Meeting(Communicator):
                     self._claim(at, chosen)
                 elif is_late:
                     raise received(f"not all of {self.expected} replicas came to {self.folder} in time", self.rank)
+                elif time.monotonic() > told_at:
+                    told_at = until
+                    logger.warning(self._waiting(at, before, gone))
                 else:
                     time.sleep(POLL_SECONDS)
             if self.name in decided["members"]:
@@ -109,11 +123,19 @@ class Meeting(Communicator):
 
     def greet(self) -> None:
         """Has all members say where they are, and what must be the same."""
-        told = agree(
-            self, [host_name(), self.tls.authority if self.tls else ""], same={"what replicas are": self.same}
-        )
+        told = agree(self, [host_name(), self.tls.authority if self.tls else ""], same=self.words)
         self.hosts = [host for host, _ in told]
         check_authorities([authority for _, authority in told])
+
+    def _waiting(self, at: int, before: Collection[str], gone: Collection[str]) -> str:
+        """What is said of a long wait."""
+        came = {name for name, rows in self._came(at).items() if len(rows) == self.rows}
+        missing = {*before} - {*gone} - came
+        numbers = [*map(number_of, missing)] if before else {*range(self.expected)} - {*map(number_of, came)}
+        who = (
+            f"replica {', '.join(map(str, sorted(numbers)))}" if numbers else "the others, which let in between steps"
+        )
+        return f"replica {number_of(self.name)} waits at {self.folder} for {who}, up to {self._timeout:g} s"
 
     def _choose(
         self, at: int, before: Sequence[str], gone: Collection[str], *, is_late: bool, same: str

@@ -46,8 +46,11 @@ class OneProcess(Communicator):
     def let_in(self) -> None:
         """Between two steps: comes together with replicas that wait for it."""
 
-    def join(self, keep: Callable[[], Tree], take: Callable[[Any], object]) -> None:
-        """Comes together with all replicas: `keep` gives the state of one, `take` has it in one that comes back."""
+    def join(self, keep: Callable[[], Tree], take: Callable[[Any], object], begins: Sequence[str]) -> None:
+        """Comes together with all replicas: `keep` gives the state of one, `take` has it in one that comes back.
+
+        `begins` says with what this one begins, its weights first.
+        """
         raise ValueError("join() is for a pipe made with survive=True")
 
     def findings(self) -> list[str]:

@@ -44,14 +44,29 @@ class Survivors(Processes):
         self.meeting = meeting
         self._stragglers = partial(Stragglers, engine.placement, costs, measured=measured)
         self.keeps: tuple[Callable[[], Tree], Callable[[Any], object]] | None = None  # what `join` was given
+        self.came_back = False  # whether this replica was given the state of others when all last came together
         self._is_whole = False  # whether all have come to the end of linking up
         self._awaited = False  # whether a replica waits to be let in
         self._runs, self._last = 0, list[Any]()  # how many runs have ended well, and with what the last
 
-    def join(self, keep: Callable[[], Tree], take: Callable[[Any], object]) -> None:
+    def join(self, keep: Callable[[], Tree], take: Callable[[Any], object], begins: Sequence[str]) -> None:
         """Comes together with all replicas; one that comes back takes the state of another."""
         self.keeps = keep, take
         self.regroup()
+        if not self.came_back:
+            self._check_alike(begins)
+
+    def _check_alike(self, begins: Sequence[str]) -> None:
+        every = self.gather(Request.EXCHANGE, list(begins))
+        for rank, theirs in enumerate(every):
+            first = every[rank % self.position.rows]
+            if theirs != first:
+                replica = number_of(self.meeting.members[rank // self.position.rows])
+                what = "weights or buffers" if theirs[:1] != first[:1] else "optimizers, or what else it joins with,"
+                raise ValueError(
+                    f"replica {replica} begins with other {what} than replica {self.living[0]}: build and set both "
+                    "alike in every replica (torch.manual_seed before, the same arguments)"
+                )
 
     def linked(self) -> Endpoint:
         """The connections, made anew by all processes at once if they were closed."""
@@ -143,6 +158,7 @@ class Survivors(Processes):
                     take(_unpacked(held))
             endpoint.exchange(None)
         self._runs, self._last, self._awaited = runs, list(last), False
+        self.came_back = meeting.name in meeting.newcomers
         self._is_whole, meeting.fresh = True, False
         return self._last
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gpipe.stages.recompute_check import checksum
 from gpipe.stages.tree import copy_of
 
 
@@ -17,6 +18,12 @@ def state_of(module: nn.Module, stateful: Sequence[Any]) -> dict[str, Any]:
         "gradients": [parameter.grad for parameter in module.parameters()],
         "stateful": [one.state_dict() for one in stateful],
     }
+
+
+def beginning_of(module: nn.Module, stateful: Sequence[Any]) -> list[str]:
+    """What replicas begin with alike: a checksum of weights and buffers, and what else has a state, in words."""
+    held = [tensor for tensor in _tensors(module) if not tensor.is_meta and not is_lazy(tensor)]
+    return [str(checksum(held)), *(f"{type(one).__name__} {one.state_dict()!r}" for one in stateful)]
 
 
 @torch.no_grad()
