@@ -161,7 +161,7 @@ class Plan:
     def compared(self) -> Iterator[str]:
         """Says how what was searched for stands beside the least that there can be, and beside pages."""
         pages = (other for other in self.alternatives if other.table is None)
-        told = [f"{other.shape.schedule} would take {other.seconds / self.seconds - 1:.1%} more" for other in pages]
+        told = [f"{other.shape} would take {max(0.0, other.seconds / self.seconds - 1):.1%} more" for other in pages]
         yield "; ".join(["schedule searched for: " + "".join(self._over()), *told])
 
     def _ranks(self) -> Iterator[str]:
