@@ -64,15 +64,12 @@ def make(**options: Any) -> gpipe.GPipe:
     return gpipe.GPipe(layers, **{"partitions": 3, "micro_batches": 4, **options})
 
 
-def test_a_pipe_shows_what_each_rank_holds_and_its_summary() -> None:
+def test_a_pipe_shows_the_step_that_is_predicted_and_its_summary() -> None:
     pipe = make(partitions=[1, 2, 3])
     picture, words = seen(pipe._repr_html_())
     assert ranks(picture) == 3
-    assert {"0 Linear", "5 Linear", "layers 3 to 5 (50%)", "cpu"} <= {*texts(picture)}
+    assert "pipe: 3 partitions, 4 micro-batches" in texts(picture)
     assert words.split() == pipe.summary().split()
-    assert picture is not None
-    stages = [float(r.attrib["width"]) for r in picture.iter(f"{SVG}rect") if r.get("class") == "box"]
-    assert stages[2] == pytest.approx(3 * stages[0], abs=0.1)
     assert repr(pipe) == nn.Module.__repr__(pipe)
 
 
@@ -90,8 +87,7 @@ def test_names_are_text_whatever_is_in_them() -> None:
     for name in names:
         layers._modules[name] = nn.Linear(4, 4)
     pipe = gpipe.GPipe(layers, partitions=2, micro_batches=2)
-    picture, words = seen(pipe._repr_html_())
-    assert f"{ODD} Linear" in texts(picture)
+    words = seen(pipe._repr_html_())[1]
     assert ODD in words
     assert all(len(line) <= cells.COLUMNS for line in words.splitlines())
 
@@ -202,19 +198,11 @@ def test_large_programs_are_drawn_in_part_as_they_say(schedule: str, size: tuple
     assert ("; the first" in title) == (min(size[0], MOST_LANES) * len(program.table[0]) > MOST_SPANS)
 
 
-def test_a_large_pipe_is_drawn_without_going_through_its_table() -> None:
+def test_a_large_pipe_shows_itself_without_going_through_its_table() -> None:
     layers = [nn.Linear(2, 2, device="meta") for _ in range(256)]
     pipe = gpipe.GPipe(layers, partitions=64, micro_batches=1024, devices="meta")
-    picture, words = seen(pipe._repr_html_())
-    assert ranks(picture) == MOST_LANES
-    assert words == cells.TOO_LARGE
+    assert seen(pipe._repr_html_()) == (None, cells.TOO_LARGE)
     assert not pipe._engine._compiled
-
-
-def test_a_model_is_drawn_by_its_blocks() -> None:
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
-    pipe = gpipe.GPipe(model, partitions=3, micro_batches=2, sample=torch.randn(4, 5, 8))
-    assert "layers.1" in texts(seen(pipe._repr_html_())[0])
 
 
 def test_over_processes_each_draws_by_itself(pool: WorkerPool) -> None:

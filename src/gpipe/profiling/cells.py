@@ -5,7 +5,7 @@ is seen in a notebook that is opened but not trusted too, of which other SVG is 
 """
 
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from textwrap import wrap
 from typing import TYPE_CHECKING
@@ -16,7 +16,6 @@ from gpipe.profiling import svg
 from gpipe.profiling.advice import explain
 from gpipe.profiling.breakdown import NOTHING
 from gpipe.profiling.lanes import words
-from gpipe.schedule.action import Kind
 from gpipe.schedule.program import Program, ScheduleError
 from gpipe.schedule.simulate import Prediction, figures
 
@@ -25,12 +24,10 @@ if TYPE_CHECKING:
     from gpipe.profiling.recording import Recording
 
 MOST_ACTIONS = 10_000  # that a cell goes through for its words: about a second
-MOST_LINES, COLUMNS, MOST_LETTERS = 60, 112, 140  # of words, in each of these lines, and under a bar
-ROW, BAR, LEAST = 46, 20, 4  # heights of a rank and of its layers, and the width of those that are told apart
+MOST_LINES, COLUMNS = 60, 112  # of words, and in each of these lines
 UNITS = "one unit is a forward or recompute of a stage, or half a backward (I: for inputs, W: for weights)"
 TOO_LARGE = "what is predicted of so many micro-batches takes long to find: print(pipe.summary())"
 ALL = "this is of the step above; print(recording) and recording.explain() go by all"
-LENGTH = "bars are as long as layers cost; gray: less than the rank that costs most"
 
 
 def program(drawn: Program) -> str:
@@ -75,12 +72,13 @@ def recording(drawn: "Recording") -> str:
 
 
 def pipe(drawn: "GPipe") -> str:
-    """What each rank holds, by its cost, and the summary."""
+    """The step that is predicted, and the summary."""
     title = f"pipe: {_size(drawn.partitions, drawn.micro_batches, 'partition')}"
-    is_large = drawn.micro_batches * len(drawn.layers_per_partition) > MOST_ACTIONS
-    text = TOO_LARGE if is_large else drawn.summary()
-    height = _top(min(drawn.partitions, svg.MOST_LANES))
-    return _cell(svg.document(_bars(drawn, title), title, svg.WIDTH, height), title, [text])
+    if drawn.micro_batches * len(drawn.layers_per_partition) > MOST_ACTIONS:
+        return _cell("", title, [TOO_LARGE])
+    found = drawn.prediction
+    picture = svg.timelines_svg({title: found.timeline}, "ms" if found.unit == "seconds" else "", small=True)
+    return _cell(picture, title, [drawn.summary()])
 
 
 def _size(ranks: int, micro_batches: int, what: str = "rank") -> str:
@@ -100,42 +98,3 @@ def _cell(picture: str, title: str, texts: Sequence[str]) -> str:
 def _shown(text: str) -> str:
     """Any text, as XML may hold it: layers have names that users give."""
     return escape("".join(letter if letter.isprintable() else "?" for letter in text))
-
-
-def _top(rank: int) -> int:
-    return svg.PAD + svg.TITLE + rank * ROW
-
-
-def _bars(drawn: "GPipe", title: str) -> Iterator[str]:
-    """A bar for each rank, of layers as long as their costs, and under it which these are."""
-    settings, names, room = drawn._settings, list(drawn._settings.layers), svg.WIDTH - svg.LEFT - svg.RIGHT
-    bounds, costs = settings.partition.bounds, drawn.costs if any(drawn.costs) else (1.0,) * len(names)
-    kinds = ["" if drawn.is_model else f" {type(layer).__name__}" for layer in settings.layers.values()]
-    of_ranks = [[s for s, at in enumerate(settings.placement) if at == rank] for rank in range(drawn.partitions)]
-    most = max(sum(sum(costs[slice(*bounds[stage])]) for stage in own) for own in of_ranks)
-    more = f"; ranks 0 to {svg.MOST_LANES - 1}" if len(of_ranks) > svg.MOST_LANES else ""
-    yield f'<text class="title" x="{svg.PAD}" y="{svg.PAD + 14}">{title}{more}</text>'
-    yield f'<text class="right soft" x="{svg.WIDTH - svg.RIGHT}" y="{svg.PAD + 14}">{LENGTH}</text>'
-    for rank, own in enumerate(of_ranks[: svg.MOST_LANES]):
-        top, x, said = _top(rank), float(svg.LEFT), list[str]()
-        yield f'<text x="{svg.PAD}" y="{top + 14}">rank {rank}</text>'
-        yield f'<text class="soft" x="{svg.PAD}" y="{top + 33}">{drawn.devices[rank]}</text>'
-        yield f'<rect class="idle" x="{svg.LEFT}" y="{top}" width="{room}" height="{BAR}"/>'
-        for nth, stage in enumerate(own):
-            (first, end), color = bounds[stage], svg.shade(Kind.FORWARD, nth, len(own))
-            cost, ends = sum(costs[first:end]), ""
-            place = f'x="{x:.1f}" y="{top}" width="{room * cost / most:.1f}" height="{BAR}"'
-            yield f'<rect class="box" {place} fill="{color}"/>'
-            for at in range(first, end):
-                width = room * costs[at] / most
-                if label := next((t for t in (names[at] + kinds[at], names[at]) if svg.LETTER * len(t) < width), ""):
-                    ink = "label ink" if svg.is_bright(color) else "label"
-                    yield f'<text class="{ink}" x="{x + width / 2:.1f}" y="{top + 14}">{_shown(label)}</text>'
-                x += width
-                ends += f"M{x:.1f} {top}v{BAR}" if width > LEAST else ""
-            yield f'<path class="box" d="{ends}"/>'
-            rest = f" to {names[end - 1]}" if end - first > 1 else ""
-            said.append(f"{names[first]}{rest} ({cost / sum(costs):.0%})")
-        text = f"layers {', '.join(said)}"
-        text = text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
-        yield f'<text class="soft" x="{svg.LEFT}" y="{top + 33}">{_shown(text)}</text>'
