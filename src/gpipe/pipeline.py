@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.modes import untraced
-from gpipe.config.arguments import ARGUMENTS, Arguments, Costs
 from gpipe.config.assemble import assemble
+from gpipe.config.check import ARGUMENTS, Arguments, Costs
 from gpipe.config.findings import Before, Examination, summary
 from gpipe.config.unknown_arguments import checked_entrance, refuse_names
 from gpipe.distributed.norms import clip_grad_norm_
 from gpipe.generation.generate import cache_bytes, generate
-from gpipe.generation.passing import Path
+from gpipe.generation.paths import Path
 from gpipe.module import Partitioned
 from gpipe.planner.search.found import Plan
 from gpipe.runtime.autograd import pipelined
@@ -551,7 +551,7 @@ class GPipe(Partitioned):
             begun[0][0].settle()
             return [theirs for theirs, *_ in gathered]
 
-        results = self._processes.survive(attempt, late, self._undo())
+        results = self._processes.survive(attempt, late, self._undo)
         return *begun[0], results
 
     def _end(self, run: Run, before: Before | None, whole: nn.Module | None = None) -> None:
@@ -598,8 +598,6 @@ class GPipe(Partitioned):
 
     def _undo(self) -> Callable[[], object]:
         """What puts back what a run changes before it ends well, where it may be done again."""
-        if not self._processes.survives:
-            return list
         undo, calls = undo_of(self), self._calls
 
         def as_before() -> None:

@@ -185,7 +185,7 @@ def is_object_collective(name: str) -> bool:
 
 def test_nothing_is_pickled_by_us_or_for_us() -> None:
     found = {f"{path.parent.name}/{path.name}": pickles_in(path.read_text()) for path in SOURCES}
-    assert found.pop("planner/likeness.py") == [
+    assert found.pop("planner/measure.py") == [
         "pickle"
     ]  # what is only compared, of layers that are alike, is never read
     # the optimizer's state as Trainer writes and reads it: of tensors and plain values alone

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import gpipe
-from gpipe.config.arguments import Costs
+from gpipe.config.check import Costs
 from gpipe.planner import measure
 from gpipe.planner.search.device import lasts
 from gpipe.schedule.cost import LayerSeconds, StageCost

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from gpipe._torch.accelerator import memory_of
-from gpipe.config.arguments import Arguments
-from gpipe.config.check import Mistakes, count_ranks, draw_seed, read_schedule
+from gpipe.config.check import Arguments, Mistakes, count_ranks, draw_seed, read_schedule
 from gpipe.config.settings import Settings, settle
 from gpipe.distributed.agree import agree
 from gpipe.distributed.launcher import end_with_launcher

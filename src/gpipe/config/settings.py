@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from gpipe._torch.accelerator import memory_of
-from gpipe.config.arguments import UNSAID, Arguments, Costs, Driver
-from gpipe.config.check import Checked, check
+from gpipe.config.check import UNSAID, Arguments, Checked, Costs, Driver, check
 from gpipe.distributed.mesh import Position
 from gpipe.planner.measure import as_in_training, measure_by, measure_seconds
 from gpipe.planner.profile import count_flops, count_parameters, profile_layers

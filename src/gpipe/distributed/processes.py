@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from gpipe.distributed.agree import CALLED, Communicator, follow_first
 from gpipe.distributed.context import ProcessContext
@@ -17,6 +17,8 @@ from gpipe.stages.batchnorm import find_replica_drift
 from gpipe.stages.tree import Tree
 
 T = TypeVar("T")
+Note: TypeAlias = Callable[[], Callable[[], object]]
+"""Notes how something is, and gives what puts it back."""
 
 
 class OneProcess(Communicator):
@@ -34,7 +36,7 @@ class OneProcess(Communicator):
         """Gives the value."""
         return [value]
 
-    def survive(self, attempt: Callable[[], T], late: Callable[[list[Any]], T], undo: Callable[[], object]) -> T:
+    def survive(self, attempt: Callable[[], T], late: Callable[[list[Any]], T], note: Note) -> T:
         """Does what all processes do together."""
         return attempt()
 

@@ -12,7 +12,7 @@ import torch
 from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.meeting import Meeting, is_loss, number_of
 from gpipe.distributed.mesh import Position
-from gpipe.distributed.processes import Processes
+from gpipe.distributed.processes import Note, Processes
 from gpipe.distributed.rendezvous import connect
 from gpipe.distributed.stragglers import Stragglers
 from gpipe.errors import RemoteError
@@ -77,7 +77,7 @@ class Survivors(Processes):
     def gather(self, request: Request, value: Tree) -> list[Any]:
         """Gathers a value from all processes between runs, by rank."""
         gather = super().gather
-        return self.survive(lambda: gather(request, value), list, list)
+        return self.survive(lambda: gather(request, value), list, lambda: list)
 
     def end(self, value: Tree) -> list[Any]:
         """Ends a run once all processes have come to its end; gathers a value from each, by rank."""
@@ -86,12 +86,13 @@ class Survivors(Processes):
         self._runs, self._last = self._runs + 1, [theirs for theirs, _ in every]
         return self._last
 
-    def survive(self, attempt: Callable[[], T], late: Callable[[list[Any]], T], undo: Callable[[], object]) -> T:
+    def survive(self, attempt: Callable[[], T], late: Callable[[list[Any]], T], note: Note) -> T:
         """Does what all processes do together, and where a replica is lost in it again with those that are left.
 
         If some have seen it end well before the loss it has ended for all: `late` takes what these have gathered.
-        Else `undo` puts back what it has changed.
+        Else what `note` gives puts back what it has changed.
         """
+        undo = note()
         while True:
             try:
                 return attempt()

@@ -26,8 +26,7 @@ from gpipe._torch.modes import as_rank, intra_op_threads
 from gpipe._torch.trees import map_tensors
 from gpipe.generation.caches import Place, bytes_of, grow, layers_in, marks
 from gpipe.generation.loops import Loop, loops_of, said_once
-from gpipe.generation.passing import Passing, Path, cache_in
-from gpipe.generation.paths import KEY, find_path, foretell
+from gpipe.generation.paths import KEY, Passing, Path, cache_in, find_path, foretell
 from gpipe.runtime.context import Context
 from gpipe.runtime.engine import Engine
 from gpipe.runtime.inputs import split_alike

@@ -1,27 +1,30 @@
 """Measures what each layer costs on a sample: its seconds, or what the user's function says.
 
 Layers run one after another, and nothing of it remains: gradients, buffers and other attributes of the layers and
-the devices they are on are as before.
+the devices they are on are as before. Of layers that are alike it is enough to measure, or to count, one.
 """
 
+import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from itertools import pairwise
 from statistics import mean, median, median_low
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gpipe._torch.accelerator import keep_parameters, queues, synchronize
+from gpipe._torch.dispatcher import is_fake
 from gpipe._torch.modes import intra_op_threads
-from gpipe.planner.likeness import likeness_of
 from gpipe.runtime.split_backward import backward_input, backward_weight
 from gpipe.runtime.threads import ThreadState
 from gpipe.schedule.cost import LayerSeconds
@@ -30,6 +33,7 @@ from gpipe.stages.buffers import untouched
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.skips import skip_names, unpack_stashes
 from gpipe.stages.tree import Tree, copy_of, moved, replace_tensors, tensors_in
+from gpipe.tracing.stage import Essence, SingleLayer
 
 T = TypeVar("T")
 Values: TypeAlias = tuple[Tree, Mapping[str, Tensor | None]]
@@ -247,3 +251,50 @@ def _seconds(run: LayerRun, device: torch.device, *, parts: bool) -> LayerSecond
 def _now(device: torch.device) -> float:
     synchronize(device)
     return time.perf_counter()
+
+
+class _Likeness(pickle.Pickler):
+    """Writes tensors by how they are laid out, and which of their storages are kept; types and functions as such."""
+
+    def __init__(self, file: BytesIO, kept: Collection[int], essence: Essence) -> None:
+        super().__init__(file)
+        self._kept, self._own, self._shared = kept, essence.own, essence.shared
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, item: object) -> str | None:
+        """What is written for such an object; None for others, of which all that they hold is written."""
+        if isinstance(item, (type, FunctionType, BuiltinFunctionType)) or id(item) in self._shared:
+            return str(id(item))
+        if type(item) is int and item == self._own:
+            return "its own number"
+        if isinstance(item, Tensor) and (type(item) in (Tensor, nn.Parameter) or is_fake(item)):
+            storage = item.untyped_storage()
+            which = [self._numbers.setdefault(id(each), len(self._numbers)) for each in (item, storage)]
+            layout = type(item), item.shape, item.stride(), item.dtype, item.requires_grad, item.storage_offset()
+            return str((which, layout, storage.nbytes(), id(storage) in self._kept))
+        if isinstance(item, (Tensor, torch.jit.ScriptModule)):
+            raise pickle.PicklingError("it cannot be told what it does")
+        return None
+
+
+def likeness(what: object, kept: Collection[int] = ()) -> bytes | None:
+    """The same for layers, and what they take, of which all is alike but numbers in tensors; None: it is not known.
+
+    All attributes are compared: that a layer prints like another is not enough. Of storages that are `kept`, by their
+    identities, it matters that they are.
+
+    >>> likeness(nn.Linear(2, 3)) == likeness(nn.Linear(2, 3)) != likeness(nn.Linear(2, 3, bias=False))
+    True
+    """
+    found = BytesIO()
+    try:
+        essence = what if isinstance(what, Essence) else Essence(what)
+        _Likeness(found, kept, essence).dump(essence.what)
+    except Exception:  # what cannot be pickled raises whatever it likes
+        return None
+    return found.getvalue()
+
+
+def likeness_of(layer: nn.Module, value: Tree, kept: Collection[int] = ()) -> bytes | None:
+    """The same for layers that cost the same on values: of a model's, by what runs in them."""
+    return likeness(layer.essence(value) if isinstance(layer, SingleLayer) else (layer, value), kept)

@@ -27,8 +27,7 @@ from gpipe._torch.modes import (
     LSTM_ON_CPU_BACKWARD,
     flop_counter,
 )
-from gpipe.planner.likeness import likeness_of
-from gpipe.planner.measure import Values, measure_seconds, named, roots_of, run_layer
+from gpipe.planner.measure import Values, likeness_of, measure_seconds, named, roots_of, run_layer
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.watch import Watch, storage_identity
 from gpipe.schedule.cost import LayerSeconds

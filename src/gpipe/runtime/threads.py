@@ -273,20 +273,14 @@ def _serve(jobs: SimpleQueue[Task | None], intra_op_threads: int, ready: SimpleQ
     torch.set_num_threads(intra_op_threads)
     ready.put(None)
     while (task := jobs.get()) is not None:
-        job, results = task
-        failure = _failure(job)
+        (job, results), failure = task, None
+        try:
+            job()
+        except BaseException as error:  # it is for the calling thread, whatever it is
+            failure = error
         del task, job  # and with them the run, before its caller goes on
         results.put(failure)
         del failure
-
-
-def _failure(job: Callable[[], None]) -> BaseException | None:
-    """Does a job; what it raised is for the calling thread, whatever it is."""
-    try:
-        job()
-    except BaseException as error:
-        return error
-    return None
 
 
 def _collect(
