@@ -28,7 +28,6 @@ ELSEWHERE = {
     "planner/measure.py": "a clock is read behind it: without it, times are wrong, and nothing else",
     "cli/doctor.py": "a file is waited for",
     "cli/gpu/page.py": "a process is waited for",
-    "cli/gpu/work.py": "a clock is read behind it, or the allocator",
     "recipes/training.py": "a clock is read behind the one, and a file is waited for by the other",
     "synchronize": "what planner/measure.py calls",
     "DeviceStream.keep_pace": "it bounds memory, and orders nothing: memory.py counts it",

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import gpipe
 from gpipe.cli.gpu.bits import compare, devices, has_nccl, images, in_processes, train_plainly
 from gpipe.cli.gpu.page import Finding
-from gpipe.cli.gpu.work import LAYERS, M, layers_of, medians, milliseconds, places, step_of, width_of_work
 from gpipe.schedule.schedules import SCHEDULES
+from tests.gpu.work import LAYERS, M, layers_of, medians, milliseconds, places, step_of, width_of_work
 
 SLOWER = 1.1  # than torch's schedule of the same name: more is told as too slow
 THEIRS = {
@@ -233,7 +233,15 @@ def sanitizer(every: int) -> Iterator[Finding]:
 def under(name: str, tool: Sequence[str], settings: Mapping[str, str]) -> Finding:
     """What a tool reports of a few pipes: by a number of its own, or a line each."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [*tool, sys.executable, "-m", "gpipe.cli.gpu", "tests.gpu.parts:few", f"{folder}/few.json", "1"]
+        command = [
+            *tool,
+            sys.executable,
+            "-m",
+            "gpipe.cli.gpu.page",
+            "tests.gpu.parts:few",
+            f"{folder}/few.json",
+            "1",
+        ]
         try:
             done = subprocess.run(
                 command,

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Annotated
@@ -147,7 +148,7 @@ def _same_bits() -> str:
 
 def _processes() -> str:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*torchrun, "-m", "gpipe.cli.two_processes"], capture_output=True, text=True)
+    done = subprocess.run([*torchrun, "-m", "gpipe.cli.doctor"], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError([f"status {done.returncode}", *done.stderr.strip().splitlines()][-1])
     return f"trained a step, to a loss of {float(done.stdout):.4f}"
@@ -176,3 +177,24 @@ CHECKS: dict[str, Callable[[], str]] = {
     "checkpoint": _files,
     "TLS between hosts": _tls,
 }
+
+
+def train_in_two_processes() -> None:
+    """Trains a step in the processes that `_processes` has torchrun start; prints the loss, on rank 0."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import gpipe
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    layers = [lambda: nn.Linear(8, 8), lambda: nn.Linear(8, 4)]
+    with gpipe.GPipe(layers, 2, 4, seed=0, driver="process") as pipe:
+        loss = pipe.step(torch.ones(8, 8), torch.zeros(8, 4), nn.functional.mse_loss)
+    if dist.get_rank() == 0:
+        print(loss.item())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    train_in_two_processes()

@@ -1,6 +1,7 @@
 """Runs the parts of `gpipe doctor --gpu`, each in a process of its own, and prints one page of what they found."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, NamedTuple
@@ -21,8 +23,8 @@ WIDTH = 112
 CHECKOUT = Path(__file__).parents[4]
 MODULES = {
     "gpipe.cli.gpu.bits": ("bits", "shared", "several", "nccl"),
-    "gpipe.cli.gpu.work": ("memory", "speed"),
-    "tests.gpu.parts": ("beside", "host", "graphs", "sanitizer", "tests"),  # in a checkout alone
+    "tests.gpu.work": ("memory", "speed"),  # this and the next in a checkout alone
+    "tests.gpu.parts": ("beside", "host", "graphs", "sanitizer", "tests"),
 }
 PARTS = {name: f"{module}:{name}" for module, names in MODULES.items() for name in names}
 """The parts in their order, each a generator of findings."""
@@ -67,7 +69,7 @@ def _run(part: str, file: Path, every: int) -> None:
         _write(file, [{"verdict": "not run", "said": "it comes with a checkout of gpipe: `make gpu` there"}], 0.0)
         return
     environment = {"PYTHONFAULTHANDLER": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | os.environ
-    command = [sys.executable, "-m", "gpipe.cli.gpu", part, str(file.absolute()), str(every)]
+    command = [sys.executable, "-m", "gpipe.cli.gpu.page", part, str(file.absolute()), str(every)]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=out, env=environment, start_new_session=True,
@@ -151,3 +153,18 @@ def _note_hardware(file: Path) -> None:
     with file.open("w", encoding="utf-8") as out:
         for command in (asking.split() for asking in asked if shutil.which(asking.split()[0])):
             subprocess.run(command, stdout=out, stderr=out, check=False)
+
+
+def run_here(part: str, file: str, every: str) -> None:
+    """Writes what a part finds into a file, anew with each finding: a crash leaves those before it."""
+    logging.getLogger("gpipe").setLevel(logging.ERROR)  # networks of no size have findings of their own
+    module, _, function = part.partition(":")
+    findings = []
+    for finding in getattr(import_module(module), function)(int(every)):
+        findings.append(finding._asdict())
+        Path(f"{file}.part").write_text(json.dumps({"findings": findings}), encoding="utf-8")
+        Path(f"{file}.part").replace(file)
+
+
+if __name__ == "__main__":
+    run_here(*sys.argv[1:])
