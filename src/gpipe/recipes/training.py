@@ -27,7 +27,6 @@ from gpipe.profiling.stored import NAME
 from gpipe.recipes.options.files import OPTIONS, to_table
 from gpipe.recipes.prepare import WEIGHTS, Epoch, Job, locked, one_thread, precision
 from gpipe.recipes.recipe import Batch, Recipe
-from gpipe.schedule.action import Kind
 
 ENDINGS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 METRICS = "metrics.jsonl"
@@ -35,9 +34,7 @@ AVERAGES = "averages"  # a folder, for the time of their writing
 KEPT = 100  # steps that are recorded
 COMPARED = 2**27  # parameters, above which the plain loop, which needs all of them once more, is not timed
 REPEATS = 3  # of the plain loop, and one before them to warm up
-NOTICEABLE = 1.1  # times as long as alone
 TRACKIO_PROJECT = "gpipe"
-COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -237,15 +234,6 @@ def _told(recorded: Recorded, plain_seconds: float | None, out: Path) -> Iterato
         plain = f"{plain_seconds / own:.2f} x (the same layers, one thread, no remat)"
         yield f"forward and backward, plain loop      {plain_seconds * 1000:8.1f} ms: {plain}"
     yield f"one partition after another (naive)   {in_turn * 1000:8.1f} ms: {in_turn / own:.2f} x"
-    if plain_seconds is not None and ranks > 1:
-        together = median(
-            sum(span.seconds for span in step.spans if span.action.kind in COMPUTES) for step in recording.timelines
-        )
-        if together >= NOTICEABLE * plain_seconds:
-            yield (
-                f"the same layers take {together / plain_seconds:.2f} x as long with {ranks} ranks at work as in the "
-                "plain loop: they share cores, caches and memory, and whatever else runs on this machine has its part"
-            )
     if totals := [sum(parts.values()) / 2**20 for parts in recorded.held]:
         share = f"{max(totals):.1f} of {sum(totals):.1f} MiB, {max(totals) / sum(totals):.0%}"
         yield f"weights, gradients, optimizer, activations: {share} in the largest partition"

@@ -27,9 +27,8 @@ from gpipe.recipes.options.files import (
     to_table,
     write_config,
 )
-from gpipe.recipes.options.images import DigitsOptions
 from gpipe.recipes.options.training import TrainOptions, flag, name_of
-from gpipe.recipes.options.translation import TranslationOptions
+from gpipe.recipes.options.workloads import DigitsOptions, TranslationOptions
 
 WORDS = st.text("abcäöπ 0.7_", min_size=1, max_size=5)
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
@@ -214,17 +213,3 @@ def test_what_is_no_file_of_this_recipe_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             told("digits", *flags)
-
-
-def test_all_flags_that_cannot_be_read_are_told_at_once() -> None:
-    given = "--partitions x --epochs=1.5 --remat perhaps --warm-up much --layers 3 --plan=no"
-    with pytest.raises(ValueError, match="--partitions is x") as refusal:
-        told("digits", *given.split())
-    assert str(refusal.value).splitlines() == [
-        "--partitions is x: give a whole number",
-        "--epochs is 1.5: give a whole number",
-        "--remat is perhaps: give 'always' or 'except_last' or 'never'",
-        "--warm-up is much: give a number",
-        "--plan is no: give 'auto'",
-    ]
-    assert told("digits", "--partitions", "None", "--learning-rate", "-1").partitions is None

@@ -7,20 +7,18 @@ What holds is the last that says something:
 
 import tomllib
 from argparse import ArgumentParser
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
-from gpipe.recipes.options.images import DigitsOptions, ImagesOptions
-from gpipe.recipes.options.training import TrainOptions, flag, name_of, refuse
-from gpipe.recipes.options.translation import TranslationOptions
+from gpipe.recipes.options.training import TrainOptions, name_of, refuse
+from gpipe.recipes.options.workloads import DigitsOptions, ImagesOptions, TranslationOptions
 
 OPTIONS: dict[str, type[TrainOptions]] = {
     "digits": DigitsOptions,
@@ -37,7 +35,7 @@ NOT_SAVED = frozenset({"config", "resume"})  # a file that said these would send
 
 
 def read(value: Any, kind: Any) -> Any:
-    """A value of a file, or the text of a flag, as an option of this type has it; a ValueError says what to give."""
+    """A value of a file as an option of this type has it; a ValueError says what to give."""
     for one in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
         with suppress(ValueError):
             return _read_as(value, one)
@@ -52,8 +50,6 @@ def _read_as(value: Any, kind: Any) -> Any:
         return inner[list(map(str, inner)).index(str(value))]
     if kind is bool and isinstance(value, bool):
         return value
-    if kind is NoneType and value == "None":
-        return None
     if kind in (int, float, str, Path) and isinstance(value, str | int | float) and not isinstance(value, bool):
         return kind(str(value))
     raise ValueError
@@ -138,7 +134,6 @@ def find_preset(name: Path, recipe: str) -> Path:
 def options_before(recipe: str, given: Sequence[str]) -> TrainOptions:
     """What holds where flags say nothing: what files say to which `--config`, `--resume` and `--from` send."""
     options = OPTIONS[recipe]
-    refuse(_unreadable(given, options))
     flags = ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("--config", "--out", "--from"):
         flags.add_argument(name, nargs="?")
@@ -154,17 +149,3 @@ def options_before(recipe: str, given: Sequence[str]) -> TrainOptions:
         recipe_of(Path(start))
         values = read_options(Path(start) / CONFIG, recipe, options.NETWORK) | values
     return options(**values)
-
-
-def _unreadable(given: Sequence[str], options: type[TrainOptions]) -> Iterator[str]:
-    """A line for each flag whose value is none of its option; the parser of the command names the first alone."""
-    kinds = {flag(name): kind for name, kind in get_type_hints(options).items()}
-    for word, following in pairwise([*given, "--"]):
-        name, equals, value = word.partition("=")
-        kind, value = kinds.get(name), value if equals else following
-        if kind in (None, bool) or get_origin(kind) is tuple or (value.startswith("--") and not equals):
-            continue  # no option, a list, or without a value: the parser says so
-        try:
-            read(value, kind)
-        except ValueError as mistake:
-            yield f"{name} is {value}: {mistake}"
