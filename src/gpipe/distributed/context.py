@@ -61,7 +61,6 @@ class ProcessContext(Context):
             yield
 
     def agree(self, run: Run, request: Request) -> None:
-        """Has all processes do the same, and know of the mini-batch what that of the first stage knows."""
         same = {
             CALLED: request,
             "the step number": run.step_number,
@@ -83,7 +82,6 @@ class ProcessContext(Context):
         follow_first(self.endpoint, self.position, self.first, same, given, take)
 
     def check_same(self, **settings: object) -> None:
-        """Checks that all replicas were given the same."""
         if self.replicas == 1:
             return
         texts = {name: repr(value) for name, value in settings.items()}
@@ -101,7 +99,6 @@ class ProcessContext(Context):
         return float(sum(gather_replicas(self.endpoint, self.position, label, number)))
 
     def gather_outputs(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
-        """Gives every process of the replica the outputs that the last stage made."""
         own = [(output.value, output.wants_gradient) for output in outputs]
         given = own if self.endpoint.rank == self.last else [None] * micro_batches
         labels = [Label(Control.OUTPUT, m, gradient=False) for m in range(micro_batches)]
@@ -109,7 +106,6 @@ class ProcessContext(Context):
         return [Output(*self.endpoint.spread(self.last, peers, *each)) for each in zip(labels, given, strict=True)]
 
     def check_inputs(self, shapes: Sequence[Any]) -> None:
-        """Checks that the inputs of a call have a graph in all processes alike, or none; by the shapes in each."""
         for rank, own in enumerate(shapes):
             first = self.position.rank_of(self.engine.placement[0], rank // self.position.rows)
             if own and own != shapes[first]:  # said by all alike
@@ -120,7 +116,6 @@ class ProcessContext(Context):
                 )
 
     def share_input_gradients(self, gradients: Gradients, shapes: Sequence[Any]) -> Gradients:
-        """Gives the gradients of a call's inputs to every process whose inputs have a graph."""
         peers = [peer for peer in self.position.ranks_of_replica if shapes[peer] or peer == self.first]
         if self.endpoint.rank not in peers:
             return []
@@ -128,7 +123,6 @@ class ProcessContext(Context):
         return list(self.endpoint.spread(self.first, peers, Label(Control.INPUT_GRADIENTS, 0, gradient=False), value))
 
     def finish(self, run: Run, value: Tree = None, *, trains: bool = False) -> list[Any]:
-        """Ends a pass once all processes have come to its end; gathers a value from each, by rank."""
         endpoint, recorder = self.endpoint, run.recorder
         busy = time.perf_counter() - self._began - (endpoint.waited - self._waited)
         seconds = torch.tensor(busy, dtype=torch.float64, device="cpu")  # a number would make the layout a new one
@@ -148,7 +142,6 @@ class ProcessContext(Context):
         return [theirs for theirs, _, _ in gathered]
 
     def begin_to_generate(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Has all processes generate from what that of the first stage was given, and draw alike."""
         is_first, peers = self.endpoint.rank == self.first, self.position.ranks_of_replica
         tensors = {name: value for name, value in settings.items() if value is None or tensors_in(value)}
         others = {name: _in_words(value) for name, value in settings.items() if name not in tensors}
@@ -162,12 +155,10 @@ class ProcessContext(Context):
         return {**{name: settings[name] for name in others}, **tensors}
 
     def end_generation(self) -> None:
-        """Ends it once all processes have come to its end."""
         self.endpoint.reach(-1)
         self.processes.end(None)
 
     def name(self, rank: int) -> str:
-        """This process, in messages."""
         return f"rank {self.endpoint.rank}"
 
     def new_progress(self) -> LayerProgress:
@@ -190,7 +181,6 @@ class ProcessContext(Context):
         self.endpoint.reach(-1)
 
     def reach(self, at: int) -> None:
-        """Notes which of its actions this rank is at."""
         self.endpoint.reach(at)
 
     def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
@@ -198,7 +188,6 @@ class ProcessContext(Context):
         self.endpoint.send(self.position.rank_of(rank), label, message)
 
     def receive(self, rank: int, sender: int, label: Label) -> tuple[Message, ReadyEvent]:
-        """Waits for a message to this rank."""
         return self.endpoint.receive(self.position.rank_of(sender), label)
 
     def cancel(self) -> None:

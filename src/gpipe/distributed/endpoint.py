@@ -26,8 +26,7 @@ from gpipe.distributed.codec import Damaged, Gone, damaged, encode, payload_of
 from gpipe.distributed.connection import Connection
 from gpipe.distributed.failures import LONG_WAIT_SECONDS, FailureDetector, Report, in_no_step
 from gpipe.distributed.nccl import Coming, NcclGroups
-from gpipe.distributed.questions import Questions
-from gpipe.distributed.status import Memory, Status
+from gpipe.distributed.status import Memory, Questions, Status
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Control, Crossed, Label, Message, ReadyEvent
 from gpipe.stages.tree import Tree

@@ -9,8 +9,7 @@ from typing import NamedTuple, NoReturn
 
 from gpipe.distributed.codec import Gone, reading
 from gpipe.distributed.connection import Connection
-from gpipe.distributed.questions import Questions
-from gpipe.distributed.status import Memory, Status
+from gpipe.distributed.status import Memory, Questions, Status
 from gpipe.errors import RemoteError, folded, received
 
 SILENT_SECONDS = 2.5  # after which a host that should answer every second counts as out of reach

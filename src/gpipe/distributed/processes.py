@@ -88,7 +88,6 @@ class Processes(OneProcess):
         return {**vars(self), "_endpoint": None}
 
     def findings(self) -> list[str]:
-        """What is to be said of these stages before a run."""
         if self.engine.deferred_batch_norm or self.sync_batch_norm or self.position.replicas == 1:
             return []
         return find_replica_drift([layer.module for stage in self.engine.own for layer in stage.layers])
@@ -110,7 +109,6 @@ class Processes(OneProcess):
         return self._endpoint
 
     def gather(self, request: Request, value: Tree) -> list[Any]:
-        """Gathers a value from all processes between runs, by rank."""
         with self.engine.threads.alone(), self.linked().in_run(notes=False) as endpoint:
             follow_first(endpoint, self.position, self.position.rank_of(self.engine.placement[0]), {CALLED: request})
             return self.end(value)
@@ -125,11 +123,9 @@ class Processes(OneProcess):
         return [*range(self.position.replicas)]
 
     def exchange(self, message: bytes, /) -> list[bytes]:
-        """Sends a message to all processes between runs, and gathers those of all, by rank."""
         return self.gather(Request.EXCHANGE, message)
 
     def gone(self) -> Collection[int]:
-        """The ranks to which there is no connection any more, as far as that is known. Any thread may ask."""
         endpoint = self._endpoint  # once: another thread may close
         return () if endpoint is None else endpoint.detector.gone()
 

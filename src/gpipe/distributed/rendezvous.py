@@ -47,8 +47,7 @@ from gpipe.distributed.meeting import Meeting
 from gpipe.distributed.mesh import Position, host_name, timeout_of_world
 from gpipe.distributed.nccl import NcclGroups
 from gpipe.distributed.network import family, listen, own_host
-from gpipe.distributed.questions import Questions
-from gpipe.distributed.status import Memory, Status
+from gpipe.distributed.status import Memory, Questions, Status
 from gpipe.distributed.tls import Identity, altered, check_authorities, identity
 from gpipe.errors import RemoteError, received
 
@@ -253,7 +252,6 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
         self._channel.close(self._timeout)
 
     def exchange(self, message: bytes, /, *, kind: bytes = VALUE) -> list[bytes]:
-        """Sends a message to all processes of the pipe, and gathers those of all, by rank."""
         self._send(kind, message)
         until, warns_at = time.monotonic() + self._timeout, time.monotonic() + LONG_WAIT_SECONDS
         while missing := [peer for peer, messages in self._messages.items() if not messages]:

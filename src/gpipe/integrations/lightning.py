@@ -43,18 +43,14 @@ INSTEAD = {
 MANY = 1000  # entries of a vocabulary, which no training step changes
 PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 PROCESSES = "{count} processes are to be started, and ranks are threads: start one, or write the loop with pipe.step"
-MANUAL = (
-    "manual optimization: take no strategy, make self.pipe = gpipe.GPipe(...) in the module, and call self.pipe.step"
-)
+MANUAL = "manual optimization: take no strategy, and call step of a gpipe.GPipe(...) made in the module"
 BACKWARD = "the module overrides backward(), which a pipe does not call: change the loss instead"
 COMPILED = "a compiled module cannot be cut; leave torch.compile out"
 ITERATOR = "training_step(dataloader_iter) fetches its own batches; take the batch"
 PRECISION = "precision plugin {name} changes how layers compute; 32, 64, 16 and bf16, true and mixed, can be had"
 WHICH = "which module is the network? {found}: give GPipeStrategy(module=), its name in the LightningModule"
 CHANGED = "accumulate_grad_batches is {now} by now and was {before}: a callback changes it, and the pipe's M is fixed"
-NOT_CALLED = (
-    "training_step ended without a call of {name}: its forward goes through the pipe, no method or part of it"
-)
+NOT_CALLED = "training_step ended without a call of {name}, whose forward goes through the pipe, no method or part"
 NO_LOSS = "training_step gave no loss for batch {at} of a step: a pipe cannot leave one out; give 0 x its loss"
 TWICE = "training_step calls {name} twice for a batch; a pipe runs it once. Give both in one call, rows behind rows"
 BEFORE = "weights are used before {name}, and a pipe gives its inputs no gradient: put them into {name}, or detach"
@@ -317,7 +313,6 @@ class GPipeStrategy(SingleDeviceStrategy):
         return steps
 
     def teardown(self) -> None:
-        """Ends all threads, and does what Lightning does."""
         self._end_steps()
         if self.pipe is not None:
             self.pipe.close()

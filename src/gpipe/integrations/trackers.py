@@ -34,12 +34,10 @@ class GPipeCallback(TrainerCallback):
         self._recording: gpipe.Recording | None = None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Begins to record."""
         self.on_train_end()
         self._recording = gpipe.record(getattr(self._trainer, "pipe", None))  # type: ignore[arg-type]  # said there
 
     def on_log(self, *args: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """Logs the numbers of the steps since the last time, and records on."""
         if logs and "loss" in logs and self._recording is not None and self._recording.runs:
             numbers = self._recording.metrics()
             numbers.pop("loss", None)  # the Trainer's own is beside them
@@ -47,6 +45,5 @@ class GPipeCallback(TrainerCallback):
             self._trainer.log({f"gpipe/{name}": value for name, value in numbers.items()})
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Records no longer."""
         if self._recording is not None:
             self._recording.stop()

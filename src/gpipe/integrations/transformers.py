@@ -34,8 +34,7 @@ from transformers import Seq2SeqTrainer, Trainer
 
 import gpipe
 from gpipe.integrations.checkpoints import WholeCheckpoints
-from gpipe.integrations.rerun import Bindings, rebind
-from gpipe.integrations.withheld import WEIGHTS, WithheldGradients, versions_of
+from gpipe.integrations.within_step import WEIGHTS, Bindings, WithheldGradients, rebind, versions_of
 
 logger = logging.getLogger(__name__)
 INSTEAD = {
@@ -55,10 +54,7 @@ REFUSED = {
 LOMO = "LOMO optimizers step inside of the backward of each batch; take another one, such as optim='adamw_torch'"
 WRAPPED = "the model is a {kind} already; give the plain model, and the trainer makes the pipe of it"
 SPREAD = "the model is spread over devices already (device_map or tp_plan); leave that out, the pipe spreads it"
-ODD = (
-    "compute_loss called the model with other values the second time than the first: it draws or counts something "
-    "itself. It is run twice for each batch, up to the model's call and behind it; draw in the collator instead"
-)
+ODD = "compute_loss, run twice for a batch, calls the model otherwise the second time: draw in the collator instead"
 PAST = (
     "accelerator.backward was called past the pipe: training_step is overridden and does not call "
     "super().training_step, which runs all batches of a step through the pipe; override compute_loss instead"
@@ -67,18 +63,9 @@ OWN_OPTIMIZER = (
     "create_optimizer is overridden and does not call super().create_optimizer, and over processes each optimizer "
     "has its own partition's parameters alone; give optimizer_cls_and_kwargs=(class, kwargs)"
 )
-ONCE = (
-    "the training data can be gone through once, and its first rows would be used up to see how the model is called; "
-    "give sample=, a batch as the collator makes it"
-)
-BACKWARDS = (
-    "for a batch training_step called accelerator.backward {times}, and each needs one call: add losses up; to skip "
-    "a batch multiply its loss by 0, or leave it out in the collator"
-)
-ENDED = (
-    "an epoch was ended between the batches of an optimizer step, of which a pipe has all gradients: set "
-    "should_epoch_stop in on_step_end of a callback"
-)
+ONCE = "the training data can be gone through once; give sample=, a batch as the collator makes it, to see"
+BACKWARDS = "for a batch training_step called accelerator.backward {times}: call it once, for the sum, or 0 x a loss"
+ENDED = "an epoch was ended between batches of a step, which run at once: set should_epoch_stop in on_step_end"
 BEHIND = (
     "Of a Trainer, loss_fn is what compute_loss does behind its call of the model: it uses what that gives, no "
     "weight or module of the model; nor is what it calls the model with made of these"
@@ -92,10 +79,7 @@ FEW = (
     "gradient_accumulation_steps=%d is less than partitions=%d, so that most partitions wait: raise it, and "
     "lower per_device_train_batch_size as much, for steps of the same rows"
 )
-GATHERS = (
-    "compute_loss gathers over processes, and of a pipe the last of each replica alone computes losses: the others "
-    "would never come; gather in a callback or in compute_metrics"
-)
+GATHERS = "compute_loss gathers over processes, and the last of a replica alone computes it: gather in a callback"
 APART = (
     "the processes of replica {replica} were given different batches: all K must read the same rows. Collators that "
     "draw must draw alike in all (dataloader_num_workers=0 has them draw from the generators that Trainer seeds)"
@@ -273,12 +257,10 @@ class Pipelined(WholeCheckpoints):
         """Moves nothing: the pipe puts each layer where it runs."""
 
     def get_train_dataloader(self) -> Any:
-        """Trainer's, of which a sample is taken."""
         self._loader = super().get_train_dataloader()
         return self._loader
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """The rows of an optimizer step, of all replicas."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -373,7 +355,6 @@ class Pipelined(WholeCheckpoints):
             self._withheld = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's."""
         try:
             return super().train(*args, **kwargs)
         finally:

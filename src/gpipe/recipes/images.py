@@ -74,18 +74,15 @@ class ImagesRecipe(Recipe[ImagesOptions]):
         self.steps_per_epoch, self.averaging = count // o.batch_size, o.ema
 
     def layers(self) -> list[nn.Module]:
-        """Builds the network."""
         o = self.options
         make, _ = NETWORKS[o.model]
         classes, aux_head = len(self.classes), o.aux_head > 0
         return make(o.layers, o.filters, classes, aux_head, dropout=o.dropout, image_size=o.image_size)
 
     def sample(self, replicas: int) -> Batch:
-        """The first images of a mini-batch."""
         return next(self.train.read([torch.arange(self.options.batch_size // replicas)], 1))
 
     def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
-        """Makes the mini-batches of an epoch."""
         o = self.options
         order = batches(len(self.train.labels), o.batch_size, seed=o.seed, epoch=epoch)[first:]
         return self._read([share.of(rows) for rows in order], epoch, share.reads_inputs)
@@ -120,7 +117,6 @@ class ImagesRecipe(Recipe[ImagesOptions]):
         )
 
     def learning_rate_at(self, step: int, steps: int) -> float:
-        """Rises, then falls as a cosine or exponentially."""
         o = self.options
         if o.decay == "cosine":
             return o.learning_rate * cosine(step, steps, o.warm_up * steps)
@@ -128,12 +124,10 @@ class ImagesRecipe(Recipe[ImagesOptions]):
         return o.learning_rate * exponential(step, every, o.decay_rate, o.warm_up * steps)
 
     def before_step(self, pipe: gpipe.GPipe, step: int, steps: int) -> None:
-        """Drops more and more paths over the training."""
         if self.options.drop_path < 1:
             set_keep(pipe, drop_path_keep(step, steps, self.options.drop_path))
 
     def measure(self, pipe: gpipe.GPipe) -> Mapping[str, float]:
-        """The share of held-out images that are classified rightly."""
         return {"accuracy": evaluation_of(self._classified(pipe), self.classes).numbers["top1"]}
 
     def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:

@@ -41,7 +41,6 @@ class DropPath(nn.Module):
         self.keep = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drops the rows of some samples."""
         if not self.training or self.keep == 1:
             return x
         kept = x.new_empty(len(x), *[1] * (x.dim() - 1)).bernoulli_(self.keep)
@@ -210,7 +209,6 @@ class FactorizedReduction(nn.Module):
         self.norm = nn.BatchNorm2d(filters)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Halves height and width."""
         x = F.relu(x)
         shifted = F.pad(x, (-1, 1, -1, 1))  # one pixel up and left; zeros come in at the far sides
         halved: Tensor = self.norm(torch.cat([self.even(x), self.odd(shifted)], dim=1))
@@ -242,7 +240,6 @@ class Cell(nn.Module):
             self.operations.append(OPERATIONS[name](channels, filters, genotype.stride if source < 2 else 1))
 
     def forward(self, state: Tensor | State) -> State:
-        """Gives (output, x) and whatever came behind (x, skip)."""
         x, skip, *rest = (state, state) if isinstance(state, Tensor) else state
         states = [self.project(x), self.adapt(skip)]
         operations = iter(self.operations)
@@ -269,7 +266,6 @@ class Head(nn.Module):
         self.linear = nn.Linear(inputs, classes)
 
     def forward(self, state: State) -> Tensor | State:
-        """Averages over the image, drops out, classifies."""
         x, _, *auxiliary = state
         logits: Tensor = self.linear(self.dropout(F.relu(x).mean(dim=(2, 3))))
         return (logits, *auxiliary) if auxiliary else logits

@@ -66,7 +66,6 @@ class Head(nn.Module):
         self.clip_logits = clip_logits
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores every word of the vocabulary at every position."""
         logits: Tensor = F.linear(self.norm(x), self.weight, self.bias)
         if self.training and self.clip_logits is not None:
             logits = logits.clamp(-self.clip_logits, self.clip_logits)
@@ -146,7 +145,6 @@ class ResidualLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def fed_forward(self, x: Tensor) -> Tensor:
-        """Adds what the feed-forward layer makes of x."""
         out: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return out
 
@@ -155,7 +153,6 @@ class Block(ResidualLayer):
     """A layer of the language model."""
 
     def forward(self, x: Tensor, where: Tensor | None = None, kept: Kept | None = None) -> Tensor:
-        """Adds what attention finds, then what the feed-forward layer makes of it."""
         return self.fed_forward(x + self.dropout(self.attention(self.attention_norm(x), where, kept)))
 
 
@@ -264,7 +261,6 @@ class EncoderLayer(ResidualLayer):
     pop = ("mask",)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Adds what each part makes of the normalized x."""
         return self.fed_forward(x + self.dropout(self.attention(self.attention_norm(x), mask)))
 
 

@@ -27,7 +27,6 @@ class Stash(nn.Module):
         self.stash = (name,)
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Gives x and what is to be kept."""
         return x, {self.stash[0]: x}
 
 
@@ -43,7 +42,6 @@ class Join(nn.Module):
         self.pop = (name,)
 
     def forward(self, x: Tensor, **stashed: Tensor) -> Tensor:
-        """Gives (N, C + channels of x, H, W)."""
         skip = stashed[self.pop[0]]
         down, right = skip.shape[2] - x.shape[2], skip.shape[3] - x.shape[3]
         return torch.cat([skip, F.pad(x, (0, right, 0, down))], dim=1)

@@ -74,7 +74,6 @@ class ImagesOptions(TrainOptions):
     ema: Part = 0.0
 
     def problems(self) -> Iterator[str]:
-        """A line for each option that cannot be, with what to do."""
         yield from super().problems()
         if self.classes and (len(set(self.classes)) < len(self.classes) or len(self.classes) < 2):
             yield f"--classes is {' '.join(self.classes)}: choose two or more, each once"
@@ -144,7 +143,6 @@ class TranslationOptions(TrainOptions):
     sentences: Count | None = None
 
     def problems(self) -> Iterator[str]:
-        """A line for each option that cannot be, with what to do."""
         yield from super().problems()
         if self.tokens < 2 * self.longest + 4:
             yield f"--tokens is {self.tokens}: choose {2 * self.longest + 4} or more, for a pair of --longest each"

@@ -65,11 +65,9 @@ class TranslationRecipe(Recipe[TranslationOptions]):
 
     @property
     def steps_per_epoch(self) -> int:  # type: ignore[override]  # found out when asked for
-        """How many mini-batches the sentences to train on are."""
         return self.corpus.steps_per_epoch
 
     def layers(self) -> list[nn.Module]:
-        """Builds the network."""
         o = self.options
         common: dict[str, Any] = {"vocab": len(self.vocabulary), "dropout": o.dropout, "scaled_init": o.scaled_init}
         common["clip_logits"] = o.clip_logits or None
@@ -102,12 +100,10 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         return torch.optim.Adam(parameters, lr=self.options.learning_rate, betas=(0.9, 0.98), eps=1e-9)
 
     def learning_rate_at(self, step: int, steps: int) -> float:
-        """Rises, then falls as the inverse root of the step."""
         return self.options.learning_rate * inverse_root(step, self.options.warm_up)
 
     @property
     def data(self) -> str:  # type: ignore[override]  # likewise
-        """Tells the pairs to train on from others."""
         return self.corpus.data
 
     def measure(self, pipe: gpipe.GPipe) -> Mapping[str, float]:
@@ -146,7 +142,6 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         return evaluation_of(self.corpus, nlls, partial(self.translate, pipe), self.options.tokens, self.options.beam)
 
     def write(self, run: Path) -> None:
-        """Writes the subwords."""
         self.vocabulary.save(run / VOCABULARY)
 
 

@@ -174,7 +174,6 @@ class EncoderDecoder(nn.Module):
         return self.layers[-1](x)
 
     def ask(self, words: Tensor, begun: Tensor, cache: Cache) -> Any:
-        """The logits [N, 1, vocabulary] of what comes after beginnings."""
         return self((words, begun), cache)
 
     def generate(self, inputs: Tensor, width: int) -> Tensor:
