@@ -71,7 +71,9 @@ SHARES = {
     "share/recompute": 0.0,
     "share/backward": 0.8 / 1.5,
     "share/bubble": 0.2,
-    **dict.fromkeys((f"share/{part}" for part in ("imbalance", "late_starts", "communication", "reduction")), 0.0),
+    **dict.fromkeys(
+        (f"share/{part}" for part in ("imbalance", "late_starts", "communication", "moving", "reduction")), 0.0
+    ),
     **dict.fromkeys((f"share/{part}" for part in ("data", "weight_update", "host", "between_steps")), 0.0),
 }
 

@@ -13,8 +13,9 @@ from gpipe.schedule.lower import place_reduces, place_ties
 from gpipe.schedule.program import Program, ScheduleError
 from gpipe.schedule.rules import needs
 from gpipe.schedule.schedules import fill_drain, forward_only
-from tests.support.programs import LAW, bare_programs, closed, listed, lowered, lowered_programs
+from tests.support.programs import LAW, bare_programs, closed, listed, lowered, lowered_programs, parsed
 
+MOVED = "stage 0, micro-batch 0 needs OFFLOAD and FETCH alone, or neither; it has "
 OPTIONAL = {Kind.RECOMPUTE, *CLOSING}  # without them a program is another, lawful one
 
 
@@ -118,6 +119,22 @@ def test_two_messages_in_another_order_than_the_peer_lists_are_refused(
     assume(pairs)
     first, second = data.draw(st.sampled_from(pairs))
     assert any("differently" in text for text in mistakes(swapped(program, first, second)))
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("0F0 0OFFLOAD0 0B0", MOVED + "OFFLOAD"),
+        ("0F0 0FETCH0 0B0", MOVED + "FETCH"),
+        ("0F0 0OFFLOAD0 0FETCH0 0R0 0B0", MOVED + "FETCH, OFFLOAD, R"),
+        ("0FETCH0 0OFFLOAD0 0F0 0B0", "deadlock:"),
+        ("0F0 0OFFLOAD0 0B0 0FETCH0", "deadlock:"),
+        ("0F0 0FETCH0 0OFFLOAD0 0B0", "deadlock:"),
+    ],
+)
+def test_what_goes_to_the_host_comes_back_before_its_backward(row: str, said: str) -> None:
+    assert [text.split("\n")[0] for text in mistakes(Program.of([parsed(row)], 1))] == [said]
+    check(Program.of([parsed("0F0 0OFFLOAD0 0FETCH0 0I0 0W0")], 1))
 
 
 def edited(*changes: tuple[str, str]) -> Program:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.schedule.action import CLOSING, COMPUTE, Action, Kind, Route
+from gpipe.schedule.action import CLOSING, COMPUTE, MOVES, TRANSFERS, Action, Kind, Route
 from gpipe.schedule.cost import StageCost, unit_costs
-from gpipe.schedule.lower import Remat, place_recompute, place_reduces, place_transfers
+from gpipe.schedule.lower import Remat, place_offloads, place_recompute, place_reduces, place_transfers
 from gpipe.schedule.partition import given as given_cuts
 from gpipe.schedule.program import Program
 from gpipe.schedule.rules import needs
@@ -31,6 +31,7 @@ costs_of_stages = st.lists(
         backward=st.integers(1, 9),
         recompute=st.none() | whole,
         send=whole,
+        move=whole,
         tie=whole,
         reduce=whole,
         boundary=whole,
@@ -97,16 +98,18 @@ def test_a_rank_does_one_thing_at_a_time_in_row_order_each_after_what_it_needs_a
     program: Program, costs: Sequence[StageCost]
 ) -> None:
     timeline = simulate(program, costs).timeline
-    looked_through = program.only(COMPUTE | CLOSING)
+    looked_through = program.only({*Kind} - TRANSFERS)
     end_of = {span.action: span.end for span in timeline.spans}
     for rank, row in enumerate(program.table):
-        spans = [span for span in timeline.spans if span.rank == rank]
+        moves = [span for span in timeline.spans if span.rank == rank and span.action.kind in MOVES]
+        assert all(before.end <= span.start for before, span in pairwise(moves))
+        spans = [span for span in timeline.spans if span.rank == rank and span.action.kind not in MOVES]
         assert [span.action for span in spans] == [a for a in row if a.kind in COMPUTE | CLOSING]
         assert all(before.end <= span.start for before, span in pairwise(spans))
         assert all(0 <= span.start <= span.end <= timeline.seconds for span in spans)
         for before, span in pairwise(spans):  # a recompute starts as soon as its rank is free
-            assert span.action.kind is not Kind.RECOMPUTE or span.start == before.end
-        for span in spans:
+            assert moves or span.action.kind is not Kind.RECOMPUTE or span.start == before.end
+        for span in (*moves, *spans):
             for need in needs(span.action, looked_through):
                 assert end_of[need] + under_way(need, span.action, program, costs) <= span.start
 
@@ -116,12 +119,15 @@ def test_a_rank_does_one_thing_at_a_time_in_row_order_each_after_what_it_needs_a
 def test_no_rank_waits_without_a_reason(program: Program, costs: Sequence[StageCost]) -> None:
     costs = [replace(cost, send=0.0) for cost in costs]  # no message waits for the link
     spans = simulate(program, costs).timeline.spans
-    looked_through = program.only(COMPUTE | CLOSING)
+    looked_through = program.only({*Kind} - TRANSFERS)
     ends = {span.action: span.end for span in spans}
-    free = [0.0] * program.ranks
+    free, moved = [0.0] * program.ranks, [0.0] * program.ranks
     for span in spans:
-        assert span.start == max([free[span.rank], *(ends[need] for need in needs(span.action, looked_through))])
-        free[span.rank] = span.end
+        moves = span.action.kind in MOVES  # one at a time, and the rank goes on beside
+        waits = [free[span.rank], moved[span.rank] * moves]
+        assert span.start == max([*waits, *(ends[need] for need in needs(span.action, looked_through))])
+        free[span.rank] = span.start if moves else span.end
+        moved[span.rank] = span.end if moves else moved[span.rank]
 
 
 def test_a_message_is_under_way_while_its_sender_goes_on_and_the_next_waits_for_the_link() -> None:
@@ -174,6 +180,12 @@ def test_boundaries_insides_and_state_are_held_from_the_forward_to_the_end_of_th
         ("0F0 0I0 0W0 0F1 0I1 0W1", 111),
     ):
         assert peaks(Program.of([parsed(text)], 2), BYTES) == (peak,)
+
+
+def test_what_is_offloaded_is_held_until_the_next_move_and_from_its_fetch_on() -> None:
+    for name, k, peak in (("gpipe", 2, (128, 128)), ("1f1b", 4, (124, 123, 122, 111))):
+        program = place_offloads(program_of(name, k, 8), range(k))
+        assert peaks(program, *[BYTES] * k) == peak
 
 
 @LAW

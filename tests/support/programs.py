@@ -7,7 +7,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from gpipe.schedule.action import COMPUTE, Action, Kind, Route, parse_action
-from gpipe.schedule.lower import Remat, place_commits, place_recompute, place_reduces, place_ties, place_transfers
+from gpipe.schedule.lower import (
+    Remat,
+    place_commits,
+    place_offloads,
+    place_recompute,
+    place_reduces,
+    place_ties,
+    place_transfers,
+)
 from gpipe.schedule.program import Program
 from gpipe.schedule.rules import linearize
 from gpipe.schedule.schedules import fill_drain, forward_only
@@ -82,7 +90,9 @@ def lowered_programs(draw: st.DrawFn, *, forward: bool = True, split: bool = Tru
     """Programs as they are run: through all passes."""
     bare = draw(bare_programs(forward=forward, split=split))
     stages = st.sets(st.integers(0, bare.stages - 1))
-    program = place_transfers(place_recompute(bare, draw(remats(bare.stages))))
+    remat, offloads = draw(remats(bare.stages)), draw(stages)
+    program = place_recompute(bare, ["never" if s in offloads else each for s, each in enumerate(remat)])
+    program = place_transfers(place_offloads(program, offloads, halved=draw(st.booleans())))
     program = place_commits(program, draw(stages))
     return place_reduces(place_ties(program, draw(stages)), draw(stages))
 

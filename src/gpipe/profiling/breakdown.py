@@ -4,6 +4,7 @@ The idle time of a run is told apart by doing its actions again on paper, each a
 
     measured                 |-------------------------------|
     on paper                 |--------------------------|        the rest: actions that began late
+    with moves at no time    |-------------------------|         the rest: moving
     with stages all alike    |---------------------|             the rest: imbalance
     what a rank computes     |-----------|                       the rest: the bubble of the table
 
@@ -24,7 +25,7 @@ from statistics import fmean
 from textwrap import wrap
 from typing import TYPE_CHECKING, TypeAlias
 
-from gpipe.schedule.action import CLOSING, COMPUTE, TRANSFERS, Action, Kind
+from gpipe.schedule.action import CLOSING, COMPUTE, MOVES, TRANSFERS, Action, Kind
 from gpipe.schedule.cost import unit_costs
 from gpipe.schedule.program import Program
 from gpipe.schedule.simulate import equal_bubble, simulate
@@ -43,6 +44,7 @@ KINDS = {
     Kind.RECOMPUTE: "recompute",
     **dict.fromkeys((Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), "backward"),
     **dict.fromkeys(TRANSFERS, "communication"),
+    **dict.fromkeys(MOVES, "moving"),
     **dict.fromkeys(CLOSING, "reduction"),
 }
 MEANING = {  # the parts, in their order, and what each is
@@ -53,6 +55,7 @@ MEANING = {  # the parts, in their order, and what each is
     "imbalance": "what some stages and micro-batches take longer",
     "late starts": "hand-over between ranks: what was needed was there",
     "communication": "messages on their way while their rank waited",
+    "moving": "to the host and back while their rank waited",
     "reduction": "gradients of replicas and of shared weights put together",
     "data": "making the next mini-batch ready",
     "weight update": "the optimizer",
@@ -160,7 +163,8 @@ def _of_replica(timeline: Timeline) -> Breakdown:
     wall = timeline.seconds + sum(timeline.other.values())
     seconds = dict.fromkeys(MEANING, 0.0)
     of_stage = [0.0] * program.stages
-    for span in timeline.spans:
+    working = [span for span in timeline.spans if span.action.kind not in MOVES]  # beside which their rank goes on
+    for span in working:
         seconds[KINDS[span.action.kind]] += span.seconds / ranks
         if span.action.kind in COMPUTE:
             of_stage[span.action.stage] += span.seconds / program.micro_batches
@@ -169,10 +173,12 @@ def _of_replica(timeline: Timeline) -> Breakdown:
     kinds = {action.kind for action in took}
     alike = {kind: fmean(own for action, own in took.items() if action.kind is kind) for kind in kinds}
     measured = min(on_paper(program, took.__getitem__).seconds, timeline.seconds)
-    equal = on_paper(program, lambda action: alike[action.kind])
-    at_best = min(equal.seconds, measured)
+    unmoved = min(on_paper(bare := program.only({*Kind} - MOVES), took.__getitem__).seconds, measured)
+    equal = on_paper(bare, lambda action: alike[action.kind])
+    at_best = min(equal.seconds, unmoved)
     seconds["late starts"] = timeline.seconds - measured
-    seconds["imbalance"] = measured - at_best
+    seconds["moving"] = measured - unmoved
+    seconds["imbalance"] = unmoved - at_best
     seconds["bubble"] = max(0.0, at_best - occupied)
     for name, other in timeline.other.items():
         seconds[name] += other
@@ -183,7 +189,7 @@ def _of_replica(timeline: Timeline) -> Breakdown:
         shares=shares,
         bubble=_parts_of_bubble(equal, shares["bubble"]),
         theory=equal_bubble(program),
-        busy=tuple(sum(s.seconds for s in timeline.spans if s.rank == rank) / wall for rank in range(ranks)),
+        busy=tuple(sum(s.seconds for s in working if s.rank == rank) / wall for rank in range(ranks)),
         stage_seconds=tuple(of_stage),
     )
 

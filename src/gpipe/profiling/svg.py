@@ -1,7 +1,7 @@
 """Timelines as pictures: an SVG with a lane for each rank, written by hand, readable on light and dark pages.
 
-A lane is as long as its step, and gray where its rank computes nothing; transfers are a thin line under the boxes.
-Where a rank holds several stages, the boxes of later ones are lighter. A file takes the SVG, or points made of it.
+A lane is as long as its step, and gray where its rank computes nothing; transfers and moves are thin lines under the
+boxes. Where a rank holds several stages, later ones are lighter. A file takes the SVG, or points made of it.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from gpipe.planner.search.device import lasts
 from gpipe.profiling.stored import Report
-from gpipe.schedule.action import NAMES, TRANSFERS, Kind
+from gpipe.schedule.action import MOVES, NAMES, TRANSFERS, Kind
 from gpipe.schedule.timeline import Timeline
 
 COLORS = {
@@ -28,6 +28,8 @@ COLORS = {
     Kind.BACKWARD_WEIGHT: "#66ccee",
     Kind.SEND: "#ee6677",
     Kind.RECEIVE: "#aa3377",
+    Kind.OFFLOAD: "#997700",
+    Kind.FETCH: "#004488",
     Kind.REDUCE: "#ee7733",
     Kind.TIE: "#cc3311",
     Kind.COMMIT: "#009988",
@@ -210,7 +212,7 @@ def _panel(timeline: Timeline, part: Timeline, scale: Scale, y: float, *, small:
         kind, micro_batch = span.action.kind, span.action.micro_batch
         color = shade(kind, nth[span.rank, span.action.stage], stages)
         x, width, top = scale(span.start), scale(span.end) - scale(span.start), tops[span.rank]
-        shape, top, height = ("line", top + LANE - LINE, LINE) if kind in TRANSFERS else ("box", top, BOX)
+        shape, top, height = ("line", top + LANE - LINE, LINE) if kind in TRANSFERS | MOVES else ("box", top, BOX)
         if small:
             paths[color, height] += f"M{x:.1f} {top + height / 2:g}h{max(width - 0.6, 0.3):.1f}"
         else:

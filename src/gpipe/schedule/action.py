@@ -19,6 +19,8 @@ class Kind(Enum):
     BACKWARD_WEIGHT = "W"
     SEND = "SEND"
     RECEIVE = "RECEIVE"
+    OFFLOAD = "OFFLOAD"  # what a forward keeps goes to the host
+    FETCH = "FETCH"  # and comes back for its backward
     REDUCE = "REDUCE"  # closing: gradients over data-parallel replicas
     TIE = "TIE"  # closing: gradients of shared weights
     COMMIT = "COMMIT"  # closing: deferred BatchNorm statistics
@@ -28,7 +30,9 @@ class Kind(Enum):
 
 TRANSFERS = frozenset({Kind.SEND, Kind.RECEIVE})
 CLOSING = frozenset({Kind.REDUCE, Kind.TIE, Kind.COMMIT})
-COMPUTE = frozenset(Kind) - TRANSFERS - CLOSING
+MOVES = frozenset({Kind.OFFLOAD, Kind.FETCH})
+"""What a rank begins and, while it goes on, is done beside: one at a time, each when the one before is done."""
+COMPUTE = frozenset(Kind) - TRANSFERS - CLOSING - MOVES
 
 NAMES = {
     Kind.FORWARD: "forward",
@@ -38,6 +42,8 @@ NAMES = {
     Kind.BACKWARD_WEIGHT: "backward, weights",
     Kind.SEND: "send",
     Kind.RECEIVE: "receive",
+    Kind.OFFLOAD: "offload",
+    Kind.FETCH: "fetch",
     Kind.REDUCE: "reduce gradients",
     Kind.TIE: "add shared gradients",
     Kind.COMMIT: "commit statistics",

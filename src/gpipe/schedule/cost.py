@@ -28,6 +28,7 @@ class StageCost:
     send_gradient: float | None = None  # of what came in, to the stage before; None: as long as send
     tie: float = 0.0  # adding up the gradients of shared weights, when all stages that tie have theirs
     reduce: float = 0.0  # averaging the gradients of the stage over replicas
+    move: float = 0.0  # of what is inside to the host, or back; the rank does not wait, but with its next move
     boundary: int = 0
     inside: int = 0
     working: int = 0
@@ -80,7 +81,7 @@ def unit_costs(stages: int) -> Costs:
 
 
 def seconds(action: Action, costs: Costs) -> float:
-    """How long an action keeps its rank busy; for a SEND, how long its message is under way."""
+    """How long an action keeps its rank busy; a SEND its message under way, a move what is moved."""
     cost = costs[action.stage]
     match action.kind:
         case Kind.FORWARD:
@@ -97,6 +98,8 @@ def seconds(action: Action, costs: Costs) -> float:
             return cost.send_gradient
         case Kind.SEND:
             return cost.send
+        case Kind.OFFLOAD | Kind.FETCH:
+            return cost.move
         case Kind.TIE:
             return cost.tie
         case Kind.REDUCE:

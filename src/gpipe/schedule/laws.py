@@ -3,6 +3,7 @@
 Law 1. Each action is one of its stage's rank, on a micro-batch and a route that the program has, once, so that
        a stage closes once; each route leads to a later stage.
 Law 2. Each (stage, micro-batch) has one forward; in training one backward, or one input and one weight backward.
+       What a forward keeps is recomputed, or goes to the host and comes back, or neither.
 Law 3. Every SEND has one RECEIVE, and what crosses ranks is sent, but for what a TIE brings itself.
 Law 4. Two ranks list the messages between them in one order.
 Law 5. A legal total order exists; in it a closing action comes behind all that it closes.
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain, combinations
 
-from gpipe.schedule.action import CLOSING, COMPUTE, TRANSFERS, Action, Kind
+from gpipe.schedule.action import CLOSING, COMPUTE, MOVES, TRANSFERS, Action, Kind
 from gpipe.schedule.program import Program, ScheduleError
 from gpipe.schedule.rules import closing_order, linearize, needs
 
@@ -64,17 +65,21 @@ def _misplaced(program: Program) -> Iterator[str]:
 
 def _miscounted(program: Program) -> Iterator[str]:
     actions = program.actions
-    trains = bool({action.kind for action in actions} - TRANSFERS - {Kind.FORWARD, Kind.COMMIT})
+    trains = bool({action.kind for action in actions} - TRANSFERS - {Kind.FORWARD, Kind.OFFLOAD, Kind.COMMIT})
     for stage in range(program.stages):
         for m in range(program.micro_batches):
             cell = {kind for kind in Kind if Action(kind, stage, m) in actions}
             if Kind.FORWARD not in cell:
                 yield f"{Action(Kind.FORWARD, stage, m)} is missing"
-            backward = cell - {Kind.FORWARD, Kind.RECOMPUTE}
+            backward = cell - MOVES - {Kind.FORWARD, Kind.RECOMPUTE}
             whole = backward in ({Kind.BACKWARD}, {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
             if trains and not whole:
                 found = ", ".join(sorted(kind.value for kind in backward)) or "none"
                 yield f"stage {stage}, micro-batch {m} needs one B, or one I and one W; it has {found}"
+            moved = cell & {*MOVES, Kind.RECOMPUTE}
+            if moved & MOVES and moved != (MOVES if trains else {Kind.OFFLOAD}):
+                found = ", ".join(sorted(kind.value for kind in moved))
+                yield f"stage {stage}, micro-batch {m} needs OFFLOAD and FETCH alone, or neither; it has {found}"
 
 
 def _unmatched(program: Program) -> Iterator[str]:

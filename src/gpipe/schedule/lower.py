@@ -16,6 +16,7 @@ from gpipe.schedule.simulate import Simulator
 RematName: TypeAlias = Literal["always", "except_last", "never"]
 Remat: TypeAlias = RematName | int  # by name; or how many micro-batches keep at once what their forwards made
 REMATS: tuple[str, ...] = get_args(RematName)
+LEAST_BETWEEN = 2  # actions of a rank from a forward to its backward, for what it keeps to leave in one
 
 
 def place_recompute(program: Program, remat: Sequence[Remat], *, halved: bool = False) -> Program:
@@ -66,6 +67,41 @@ def _recomputes(remat: Remat, micro_batch: int | None, kept: int) -> bool:
     if remat == "except_last":
         return micro_batch != 0
     return remat == "always" if isinstance(remat, str) else kept >= remat
+
+
+def place_offloads(program: Program, stages: Collection[int], *, halved: bool = False) -> Program:
+    """Puts OFFLOAD behind the forwards of each of these stages, and FETCH one action ahead of their backwards.
+
+    For a program without transfers. What a forward keeps leaves while its rank does the next action, and comes back
+    while it does the one before the backward: with fewer than `LEAST_BETWEEN` between it would never be gone. If
+    `halved`, the program will be cut by `halves`, and anything may happen between.
+
+    >>> from gpipe.schedule.schedules import fill_drain
+    >>> bare = Program.of(fill_drain(stages=1, micro_batches=4), micro_batches=4)
+    >>> print(*place_offloads(bare, [0]).table[0])
+    0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0FETCH0 0F3 0OFFLOAD3 0FETCH1 0B0 0FETCH2 0B1 0FETCH3 0B2 0B3
+    """
+
+    def with_offloads(row: RankActions) -> Iterator[Action]:
+        starts: dict[tuple[int, int | None], int] = {}
+        gone: set[int] = set()
+        back: defaultdict[int, list[Action]] = defaultdict(list)
+        for at, action in enumerate(row):
+            cell = action.stage, action.micro_batch
+            if action.kind is Kind.FORWARD:
+                starts[cell] = at
+            elif action.kind in BACKWARDS and action.stage in stages:
+                start = starts[cell]
+                if halved or at - start > LEAST_BETWEEN:
+                    gone.add(start)
+                    back[max(at - 1, start + 1)].append(Action(Kind.FETCH, *cell))
+        for at, action in enumerate(row):
+            yield from back[at]
+            yield action
+            if at in gone:
+                yield replace(action, kind=Kind.OFFLOAD)
+
+    return program.with_table(map(with_offloads, program.table))
 
 
 def place_transfers(program: Program) -> Program:
@@ -174,7 +210,7 @@ def join_backwards(program: Program, unsplit: Collection[int] = ()) -> Program:
 
 
 def halves(program: Program) -> tuple[Program, Program]:
-    """The forwards with their messages and COMMIT, and the rest: for a loss that is computed outside.
+    """The forwards with their messages, OFFLOAD and COMMIT, and the rest: for a loss that is computed outside.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> forward, backward = halves(Program.of(fill_drain(stages=1, micro_batches=2), micro_batches=2))
@@ -185,7 +221,7 @@ def halves(program: Program) -> tuple[Program, Program]:
     def is_ahead(action: Action) -> bool:
         if action.kind in TRANSFERS:
             return not action.carries_gradient
-        return action.kind in {Kind.FORWARD, Kind.COMMIT}
+        return action.kind in {Kind.FORWARD, Kind.OFFLOAD, Kind.COMMIT}
 
     forward = program.with_table(filter(is_ahead, row) for row in program.table)
     return forward, program.with_table(filterfalse(is_ahead, row) for row in program.table)

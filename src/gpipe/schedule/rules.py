@@ -2,9 +2,10 @@
 
 Rule 1. A forward needs what its stage's incoming routes carry: the forward of each route's source.
 Rule 2. A recompute needs the forward of its own stage and micro-batch.
-Rule 3. A backward needs its own recompute, or its forward where nothing is recomputed, and the gradient that each
-        outgoing route brings back: the backward of each route's target.
-Rule 4. A weight backward needs its input backward.
+Rule 3. A backward needs its own recompute, or its forward where nothing is recomputed; the FETCH of what its forward
+        kept, where that was moved; and the gradient that each outgoing route brings back: the backward of each
+        route's target.
+Rule 4. A weight backward needs its input backward; an OFFLOAD its forward, and a FETCH its OFFLOAD.
 Rule 5. Between two ranks a value or gradient is carried by a SEND and its RECEIVE, which stand for it.
 Rule 6. A closing action needs all that its stage did before: COMMIT the forwards, TIE the backwards, REDUCE both the
         backwards and the TIE.
@@ -41,11 +42,14 @@ def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
     match action.kind:
         case Kind.FORWARD:
             yield from _brought(action, program)
-        case Kind.RECOMPUTE:
+        case Kind.RECOMPUTE | Kind.OFFLOAD:
             yield Action(Kind.FORWARD, stage, m)
+        case Kind.FETCH:
+            yield Action(Kind.OFFLOAD, stage, m)
         case Kind.BACKWARD | Kind.BACKWARD_INPUT:
             recompute = Action(Kind.RECOMPUTE, stage, m)
             yield recompute if recompute in program.actions else Action(Kind.FORWARD, stage, m)
+            yield Action(Kind.FETCH, stage, m)
             yield from _brought(action, program)
         case Kind.BACKWARD_WEIGHT:
             yield Action(Kind.BACKWARD_INPUT, stage, m)

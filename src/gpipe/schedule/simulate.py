@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gpipe.schedule.action import COMPUTE, Action, Kind
+from gpipe.schedule.action import COMPUTE, MOVES, Action, Kind
 from gpipe.schedule.cell import in_cell
 from gpipe.schedule.cost import Costs, StageCost, seconds
 from gpipe.schedule.partition import Partition
@@ -47,8 +47,8 @@ def simulate(program: Program, costs: Costs, duration: Callable[[Action], float]
     """Runs a program on paper: each rank does its actions in order, each as soon as what it needs is done.
 
     Transfers keep no rank busy; a message arrives `costs[stage].send` seconds after it was sent, or after the one
-    before it on the same link and in the same direction arrived. `duration` replaces the seconds that `costs` gives,
-    by action.
+    before it on the same link and in the same direction arrived. Nor do moves, but a rank waits with one until the
+    one before is done. `duration` replaces the seconds that `costs` gives, by action.
 
     >>> from gpipe.schedule.cost import unit_costs
     >>> from gpipe.schedule.schedules import fill_drain
@@ -76,7 +76,7 @@ class Simulator:
         self._held = cache(self._find_held)
         self._held_by_rank = cache(lambda rank, again: np.hstack([*map(self._held, self.stages_of[rank], again)]))
         self._actions: list[Action] = []
-        self._steps: list[tuple[int, int | None, list[int]]] = []  # rank, link of a SEND, steps of others awaited
+        self._steps: list[tuple[int, int | None, list[int]]] = []  # rank, link of a SEND or move, steps awaited
         self._links: dict[tuple[int, int], int] = {}
         self._list_steps(messages)
         self._kinds = [(action.kind, action.stage, action.carries_gradient) for action in self._actions]
@@ -89,20 +89,24 @@ class Simulator:
         rank_of = self.program.rank_of
         step_of: dict[Action, int] = {}
         sent: dict[tuple[Action, int], list[int]] = {}  # by what made it and the stage that gets it
+        moved: list[list[int]] = [[] for _ in self.program.table]  # the last move of each rank
+        beside = {Kind.RECEIVE, *MOVES}
         for rank, _, action, needed in linearize_with_needs(self.program):
             if action.kind is Kind.RECEIVE:
                 step_of.update((action, step_of[need]) for need in needed)
                 continue
-            brought = [need for need in needed if need.kind is Kind.RECEIVE or rank_of[need.stage] != rank]
+            brought = [need for need in needed if need.kind in beside or rank_of[need.stage] != rank]
             others = [step for need in brought for step in sent.get((need, action.stage)) or [step_of[need]]]
+            if action.kind in MOVES:
+                others, moved[rank] = [*others, *moved[rank]], [len(self._actions)]
             step_of[action] = self._add(rank, action, others)
             for send in crossing(action, self.program) if messages else ():
                 sent.setdefault((action, send.peer.stage), []).append(self._add(rank, send, []))
 
     def _add(self, rank: int, action: Action, others: list[int]) -> int:
         link = None
-        if action.kind is Kind.SEND:
-            ends = rank, self.program.rank_of[action.peer.stage]
+        if action.kind is Kind.SEND or action.kind in MOVES:
+            ends = rank, self.program.rank_of[action.peer.stage] if action.route else rank
             link = self._links.setdefault(ends, len(self._links))
         self._steps.append((rank, link, others))
         self._actions.append(action)
@@ -132,7 +136,8 @@ class Simulator:
                     start = ends[other]
             if link is None:
                 end = free[rank] = start + seconds_
-            else:  # a message waits for its turn on its link, and its rank goes on
+            else:  # a message waits for its turn on its link, and its rank goes on; so it does beside a move
+                free[rank] = start
                 end = idle[link] = max(start, idle[link]) + seconds_
             starts.append(start)
             ends.append(end)
@@ -173,10 +178,12 @@ class Simulator:
     def _find_held(self, stage: int, again: MicroBatches) -> Counts:
         """During each action of its rank, how many boundaries, insides and workings of a stage are held.
 
-        What a forward makes inside lives at least until it ends; without a backward to come it keeps nothing.
+        What a forward makes inside lives at least until it ends; without a backward to come it keeps nothing. What is
+        offloaded does until the rank's next move, which waits for it.
         """
         places: dict[int | None, dict[Kind, int]] = {}  # by micro-batch
-        row = [action for action in self.program.table[self.program.rank_of[stage]] if action.kind in COMPUTE]
+        row = [action for action in self.program.table[self.program.rank_of[stage]] if action.kind in COMPUTE | MOVES]
+        moves = [at for at, action in enumerate(row) if action.kind in MOVES]
         for at, action in enumerate(row):
             if action.stage == stage:
                 places.setdefault(action.micro_batch, {})[action.kind] = at
@@ -187,9 +194,13 @@ class Simulator:
             end = at_kind.get(Kind.BACKWARD, at_kind.get(Kind.BACKWARD_WEIGHT, forward))
             redo = at_kind.get(Kind.RECOMPUTE, backward if m in again else None)
             held[forward : end + 1, 0] += 1
-            held[forward : (end if redo is None else forward) + 1, 1] += 1
-            if redo is not None:
-                held[redo : end + 1, 1] += 1
+            back = at_kind.get(Kind.FETCH, redo)
+            if (away := at_kind.get(Kind.OFFLOAD)) is not None:
+                held[forward : moves[moves.index(away) + 1], 1] += 1
+            else:
+                held[forward : (end if redo is None else forward) + 1, 1] += 1
+            if back is not None:
+                held[back : end + 1, 1] += 1
             if backward is not None:
                 held[backward, 2] += 1
         return held

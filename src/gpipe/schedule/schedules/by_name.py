@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-from gpipe.schedule.action import CLOSING, TRANSFERS, Kind
+from gpipe.schedule.action import CLOSING, MOVES, TRANSFERS, Kind
 from gpipe.schedule.laws import check
 from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, ScheduleError, Table, too_many
 from gpipe.schedule.schedules import SCHEDULES, Schedule
@@ -71,7 +71,7 @@ Maker: TypeAlias = Callable[[int, int], Program]  # from K and M, a program of f
 
 def check_given(program: Program) -> None:
     """Refuses a program that breaks the laws, leaves a rank without a stage, or has what a pipe places itself."""
-    placed = {action.kind for action in program.actions} & {*TRANSFERS, *CLOSING, Kind.RECOMPUTE}
+    placed = {action.kind for action in program.actions} & {*TRANSFERS, *MOVES, *CLOSING, Kind.RECOMPUTE}
     names = [kind.name for kind in Kind if kind in placed]
     if names:
         raise ScheduleError(
