@@ -5,6 +5,7 @@ What runs on it does so in a process of its own, since torch has one kind of acc
 
 import subprocess
 import sys
+import tempfile
 from itertools import product
 
 import pytest
@@ -28,10 +29,12 @@ def _built() -> None:
 
 
 def ask(module: str, *arguments: object) -> tuple[int, str]:
-    """What a program here says, and how it ends."""
+    """What a program here says, with its errors where it fails, and how it ends."""
     command = [sys.executable, "-m", f"tests.accelerator.{module}", *map(str, arguments)]
-    done = progress.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    return done.returncode, done.stdout
+    with tempfile.TemporaryFile("w+") as errors:
+        done = progress.run(command, stdout=subprocess.PIPE, stderr=errors)
+        errors.seek(0)
+        return done.returncode, done.stdout + (errors.read() if done.returncode else "")
 
 
 @pytest.mark.parametrize("first", range(0, 44 * BLOCK, BLOCK))
