@@ -115,6 +115,11 @@ class Partitioned(nn.Module):
         return self._settings.layers_per_partition
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """What makes a pipe of the same cuts, schedule, M and remat, whatever was searched for, in JSON."""
+        return self._settings.arguments
+
+    @property
     def costs(self) -> tuple[float, ...]:
         """What each layer was taken to cost."""
         return self._settings.costs

@@ -106,3 +106,33 @@ def test_a_run_killed_twice_in_one_epoch_goes_on(tmp_path: Path) -> None:
         again.go(1)  # lost
     assert all(map(same_bits, losses, expected))
     assert gpipe.find_checkpoint(tmp_path) == tmp_path / "step_7"
+
+
+def test_a_table_that_was_searched_for_is_found_again_without_a_search(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"costs": [1, 3, 1, 2, 2, 1, 1, 2], "seed": 1}
+
+    def layers() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Linear(4, 4) for _ in range(8)]
+
+    with gpipe.GPipe(layers(), 2, 3, schedule="auto", **options) as pipe:
+        gpipe.save(tmp_path, pipe)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("gpipe.config.settings.search", None)
+            arguments = gpipe.load(tmp_path).arguments
+            with gpipe.GPipe(layers(), **arguments, **options) as again:
+                assert again.program == pipe.program
+                assert again.layers_per_partition == pipe.layers_per_partition
+                assert again.arguments == pipe.arguments
+                gpipe.save(tmp_path, again)
+        assert gpipe.load(tmp_path).arguments == arguments
+
+
+@pytest.mark.parametrize(
+    "options", [{"schedule": "zb_v", "remat": "never"}, {"schedule": "interleaved"}, {"remat": 2}]
+)
+def test_a_checkpoint_says_what_its_pipe_was_made_of(options: dict[str, Any], tmp_path: Path) -> None:
+    with gpipe.GPipe([nn.Linear(4, 4) for _ in range(4)], 2, 4, **options) as pipe:
+        gpipe.save(tmp_path, pipe)
+        with gpipe.GPipe([nn.Linear(4, 4) for _ in range(4)], **gpipe.load(tmp_path).arguments) as again:
+            assert again.program == pipe.program

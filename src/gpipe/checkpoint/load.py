@@ -29,6 +29,7 @@ from gpipe.checkpoint.save import (
     why_not_by_name,
 )
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
+from gpipe.schedule.schedules.by_name import from_json
 from gpipe.stages.tree import spread_like
 
 
@@ -221,6 +222,12 @@ class Checkpoint:
     seed: int
     extra: Any
     manifest: Manifest = field(repr=False)  # all that is known of it
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What makes a pipe of the same cuts, schedule, M and remat as the saved one: `GPipe(model, **arguments)`."""
+        found = self.manifest.arguments
+        return {key: from_json(said) if key == "schedule" else said for key, said in found.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """All parameters and buffers, on the CPU, under the names that the plain layers give them."""

@@ -494,7 +494,7 @@ def save(
         if draft is not None:
             draft.end()
         raise
-    numbers = {name: getattr(pipe, name) for name in ("step_number", "seed", "micro_batches")}
+    numbers = {name: getattr(pipe, name) for name in ("step_number", "seed", "micro_batches", "arguments")}
     numbers |= {"world": team.size, "layers_per_partition": list(pipe.layers_per_partition)}
     writers = min(team.size, pipe.partitions)  # the first replica, or one process for all stages
     writing = Writing(team.rank, writers, root / name, part, numbers, draft, keep, limit, team.gone)

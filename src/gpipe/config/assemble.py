@@ -22,11 +22,10 @@ from gpipe.distributed.rendezvous import BUILDING, LINKING, Rendezvous
 from gpipe.distributed.survivors import Survivors
 from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.errors import is_count
-from gpipe.planner.search.found import Plan
 from gpipe.planner.search.shapes import AUTO
 from gpipe.runtime.engine import Engine
 from gpipe.schedule.cost import StageCost
-from gpipe.schedule.program import Program
+from gpipe.schedule.schedules.by_name import from_json
 from gpipe.stages.buffers import Slot
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch, plain
 from gpipe.stages.recompute_check import checksum
@@ -155,8 +154,8 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
     if position.rank and len(costs) != len(sketch.layers):
         raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {position.rank}")
     searched: dict[str, Any] = told.get("searched") or {}  # who searches by his own seconds finds another table
-    if isinstance(lines := searched.get("schedule"), list):
-        searched["schedule"] = Program.from_text("\n".join(lines))
+    if searched:
+        searched |= {"schedule": from_json(searched["schedule"]), "memory": None}
     settings = settle(replace(asked, seed=seed, costs=costs, **searched), position, sketch, traced)
     if not position.rank:
         told = {
@@ -164,7 +163,7 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
             "stages": [list(astuple(cost)) for cost in settings.stage_costs or ()],
             "in_seconds": settings.in_seconds,
             "unsplit": sorted(settings.unsplit),
-            "searched": None if settings.searched is None else _found(settings.searched),
+            "searched": None if settings.searched is None else settings.arguments,
         }
         agree(rendezvous, told)
     stages = tuple(StageCost(*numbers) for numbers in told["stages"]) or None
@@ -184,17 +183,6 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
     _compare(rendezvous, settings, asked)
     _compare_weights(rendezvous, settings, weights)
     return settings, every[0]["name"]
-
-
-def _found(plan: Plan) -> dict[str, Any]:
-    """What was searched for, as arguments: a table by its lines, a page by its name."""
-    return {
-        "schedule": plan.schedule if plan.table is None else plan.table.to_text().splitlines(),
-        "stages_per_rank": plan.stages_per_rank if plan.table is None else None,
-        "partitions": list(plan.layers_per_partition),
-        "remat": list(plan.remat),
-        "memory": None,
-    }
 
 
 def _compare(rendezvous: Rendezvous, settings: Settings, asked: Arguments) -> None:

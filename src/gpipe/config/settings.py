@@ -26,6 +26,7 @@ from gpipe.schedule.lower import Remat, place_recompute, unsplit_stages
 from gpipe.schedule.partition import Partition, given
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, table_in_training
+from gpipe.schedule.schedules.by_name import to_json
 from gpipe.schedule.simulate import BACKWARD_OVER_FORWARD
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch
 from gpipe.stages.sequence import Outline
@@ -69,6 +70,18 @@ class Settings:
     def costs(self) -> tuple[float, ...]:
         """What each layer costs."""
         return self.partition.chain.costs
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What makes a pipe of the same cuts, table and remat, with the schedule in JSON."""
+        schedule = to_json(self.schedule, self.placement, self.micro_batches)
+        return {
+            "partitions": list(self.layers_per_partition),
+            "micro_batches": self.micro_batches,
+            "schedule": schedule,
+            "stages_per_rank": len(self.placement) // len(self.devices) if isinstance(schedule, str) else None,
+            "remat": list(self.remat),
+        }
 
 
 def settle(

@@ -91,6 +91,20 @@ def only(program: Program) -> Schedule:
     return Schedule("a program", partial(_only_table, program), partial(_only_placement, program), stages_per_rank=0)
 
 
+def to_json(schedule: Schedule, placement: Placement, micro_batches: int) -> str | list[str]:
+    """A schedule by its name, or its program for so many micro-batches by lines; `from_json` reads both."""
+    if SCHEDULES.get(schedule.name) is schedule:
+        return schedule.name
+    table = schedule.table(placement, micro_batches)
+    assert table is not None  # it was checked
+    return Program.of(table, micro_batches, rank_of=placement).to_text().splitlines()
+
+
+def from_json(said: str | list[str]) -> str | Program:
+    """The name of a schedule or a program, as `GPipe` takes it."""
+    return said if isinstance(said, str) else Program.from_text("\n".join(said))
+
+
 def _only_placement(program: Program, ranks: int, stages_per_rank: int) -> Placement | None:
     return program.rank_of if ranks == program.ranks else None
 
