@@ -11,13 +11,18 @@ import torch
 from torch import nn
 
 import gpipe
+from tests.support.certificates import REASON as REASON_TLS
+from tests.support.certificates import authority
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 from tests.support.said import said
-from tests.support.survivors import Fleet, assert_undisturbed
+from tests.support.survivors import LIMIT, PLACES_OF_A_RETURN, Fleet, assert_undisturbed
+from two_hosts.hosts import missing, two_hosts
 
 PLACES = ["forward", "backward", "reduce", "between", "end", "told two"]
 STEPS = 6
+WHY = missing()
+on_two_hosts = pytest.mark.skipif(bool(WHY), reason=WHY)
 
 
 @pytest.fixture
@@ -90,6 +95,75 @@ def test_a_replica_comes_back_with_the_state_of_the_others(tmp_path: Path, fleet
     assert [fleet.end(0), fleet.end(1)] == [[0, 0]] * 2
     living = assert_undisturbed(fleet, [0, 1])
     assert living == [[0, 1]] * 2 + [[1]] * 4 + [[0, 1]] * 3
+
+
+@pytest.mark.parametrize("place", PLACES_OF_A_RETURN)
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_kill_while_a_replica_joins_holds_up_nobody(
+    place: str, row: int, tmp_path: Path, fleets: list[Fleet]
+) -> None:
+    fleet = started(
+        fleets, tmp_path, 2, 2, 10**9, seconds=0.002, die=[1, 0, 2, "forward"], **{"dies again": [row, place]}
+    )
+    fleet.end(1)
+    fleet.start(1)
+    assert sorted(map(str, fleet.end(1))) == ["-9", "1"]
+    fleet.start(1)
+    wait_for(fleet, 1, 0, 3)
+    fleet.stop(20)
+    assert [fleet.end(0), fleet.end(1)] == [[0, 0]] * 2
+    living = assert_undisturbed(fleet, [0, 1])
+    assert living[0] == living[-1] == [0, 1]
+    assert [0] in living
+
+
+@on_two_hosts
+@pytest.mark.parametrize("row", [0, 1])
+def test_replicas_on_two_hosts_go_on_and_come_back(row: int, tmp_path: Path, fleets: list[Fleet]) -> None:
+    """By TLS, where openssl makes certificates."""
+    files = {} if REASON_TLS else authority().files
+    with two_hosts() as hosts:
+        fleet = started(fleets, tmp_path, 2, 2, 10**9, seconds=0.002, networks=hosts.networks, tls=files)
+        wait_for(fleet, 0, 0, 2)
+        fleet.kill(1, row)
+        assert sorted(map(str, fleet.end(1))) == ["-9", "1"]
+        wait_for(fleet, 0, 0, max(fleet.ended()) + 3)
+        fleet.start(1)
+        wait_for(fleet, 1, 0, 3)
+        fleet.stop(20)
+        assert [fleet.end(0), fleet.end(1)] == [[0, 0]] * 2
+    living = assert_undisturbed(fleet, [0, 1])
+    assert living[0] == living[-1] == [0, 1]
+    assert [0] in living
+    for replica in (0, 1):
+        (told,) = (record["by TLS"] for record in fleet.records(replica, row) if "by TLS" in record)
+        assert told == ([] if REASON_TLS else [2 * (1 - replica), 2 * (1 - replica) + 1])
+
+
+@on_two_hosts
+def test_a_cut_wire_leaves_one_replica_which_goes_on(tmp_path: Path, fleets: list[Fleet]) -> None:
+    with two_hosts() as hosts:
+        fleet = started(fleets, tmp_path, 2, 2, 10**9, seconds=0.002, networks=hosts.networks, tls={})
+        wait_for(fleet, 0, 0, 2)
+        hosts.cut()
+        codes: dict[int, Any] = {}
+        until = time.monotonic() + LIMIT
+        while not codes and time.monotonic() < until:
+            codes = {replica: found for replica in (0, 1) if None not in (found := fleet.end(replica, 0.1))}
+        ((lost, ended),) = codes.items()
+        assert ended == [1, 1]
+        fleet.start(lost)
+        assert fleet.end(lost) == [1, 1]  # it is let in, and cannot be reached
+        wait_for(fleet, 1 - lost, 0, max(fleet.ended()) + 3)
+        hosts.mend()
+        while not any("ended" in record for record in fleet.records(lost, 0)) and time.monotonic() < until:
+            fleet.start_ended()
+            time.sleep(0.1)
+        fleet.stop(20)
+        assert [fleet.end(0), fleet.end(1)] == [[0, 0]] * 2
+    living = assert_undisturbed(fleet, [0, 1])
+    assert living[0] == living[-1] == [0, 1]
+    assert [1 - lost] in living
 
 
 @pytest.mark.parametrize(("what", "told"), [("weights", "other weights"), ("optimizer", "other optimizers")])

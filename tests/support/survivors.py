@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import ssl
 import time
 from collections.abc import Sequence
 from copy import deepcopy
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gpipe
-from gpipe.distributed import context, endpoint, reduce
+from gpipe.distributed import context, endpoint, reduce, survivors
+from gpipe.distributed.meeting import Meeting
 from tests.support.plain_loop import one_thread, parts_of, run_layers
+from two_hosts.relay import WIRE, enter
 
 MICRO_BATCHES, ROWS, SEED = 3, 7, 5
 LIMIT = 120.0  # seconds for a fleet
@@ -62,6 +65,9 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 
 def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: int, how: dict[str, Any]) -> None:
     """What the user's script does, in one process; `how` says where it is to die, and the like."""
+    if "networks" in how:  # a host for each replica
+        enter(how["networks"][replica])
+        os.environ |= {"GPIPE_INTERFACE": WIRE, **how["tls"]}
     os.environ |= {
         "GPIPE_MEETING": f"{folder}/meeting",
         "GPIPE_REPLICA": str(replica),
@@ -94,6 +100,8 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
     pipe._new_run = noted  # type: ignore[method-assign]
     if "die" in how and how["die"][:2] == [replica, row] and not life:
         arm(pipe, *how["die"][2:])
+    if "dies again" in how and how["dies again"][0] == row and life == 1:
+        setattr(*PLACES_OF_A_RETURN[how["dies again"][1]], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     if how.get("odd") == [replica, "optimizer"] and optimizer is not None:
         optimizer.param_groups[0]["lr"] = 0.02
     if how.get("odd") == [replica, "weights"]:
@@ -103,6 +111,8 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
     except ValueError as error:
         log.write(json.dumps({"refused": str(error)}) + "\n")
         raise
+    links = pipe._processes._endpoint.connections.items()  # type: ignore[attr-defined]  # over processes
+    log.write(json.dumps({"by TLS": [p for p, one in links if isinstance(one.control.socket, ssl.SSLSocket)]}) + "\n")
     stop = Path(f"{folder}/stop")
     while pipe.step_number < (int(stop.read_text()) if stop.exists() else steps):
         step = pipe.step_number
@@ -131,6 +141,16 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
             optimizer.step()
             optimizer.zero_grad()
     torch.save([pipe.state_dict(), [one.state_dict() for one in kept]], f"{folder}/end-{replica}-{life}-{row}")
+
+
+PLACES_OF_A_RETURN = {
+    "asked": (Meeting, "_choose"),
+    "let in": (Meeting, "greet"),
+    "given the state": (survivors, "_unpacked"),
+    "linked": (survivors.Survivors, "_tell"),
+    "joined": (survivors.Survivors, "let_in"),
+}
+"""What a replica that comes back calls next, by what it has done."""
 
 
 def arm(pipe: gpipe.GPipe, step: int, place: str) -> None:
@@ -185,6 +205,7 @@ def arm(pipe: gpipe.GPipe, step: int, place: str) -> None:
         endpoint.Endpoint.exchange = in_end  # type: ignore[method-assign]
 
 
+optimizer_of([nn.Parameter(torch.ones(1))])  # loads much of torch, once for all processes
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.survivors"])
 
@@ -226,11 +247,24 @@ class Fleet:
                 codes.append(process.exitcode)
         return codes
 
+    def start_ended(self) -> None:
+        """Starts replicas again that have ended with an error, as when they could not yet be reached."""
+        for replica in range(self.replicas):
+            if all(self.end(replica, 0.001)):
+                self.start(replica)
+
     def close(self) -> None:
         for process in self.processes.values():
             if process.is_alive():
                 process.kill()
             process.join()
+
+    def stop(self, steps: int) -> None:
+        """Has all end after so many more steps than any has ended by now."""
+        self.steps = max(self.ended()) + steps
+        new = self.folder / "new-stop"
+        new.write_text(str(self.steps))
+        new.rename(self.folder / "stop")
 
     def records(self, replica: int, row: int, life: int | None = None) -> list[Record]:
         path = self.folder / f"log-{replica}-{self.lives[replica] if life is None else life}-{row}"

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,6 +28,7 @@ from gpipe.errors import RemoteError, is_count, received
 
 FOLDER, REPLICA, REPLICAS = "GPIPE_MEETING", "GPIPE_REPLICA", "GPIPE_REPLICAS"
 POLL_SECONDS = 0.005
+FEWER_SECONDS = 3.0  # that who lost sight of more replicas than are left gives these to go on instead
 
 logger = logging.getLogger("gpipe")
 
@@ -84,7 +86,7 @@ class Meeting(Communicator):
         `lost` gives who is seen as gone. Raises a RemoteError if this replica has lost a
         process, or the others have gone on without it.
         """
-        until, told_at = time.monotonic() + self._timeout, time.monotonic() + LONG_WAIT_SECONDS
+        began, told_at = time.monotonic(), time.monotonic() + LONG_WAIT_SECONDS
         while True:
             if self.fresh:
                 at = max((int(path.name[6:]) for path in self.folder.glob("epoch-*")), default=0)
@@ -101,13 +103,13 @@ class Meeting(Communicator):
                     raise received(
                         "this replica has lost a process, and ends; the others go on without it", self.rank
                     )
-                is_late = time.monotonic() > until
-                if chosen := self._choose(at, before, gone, is_late=is_late, same=known.get("same", self.same)):
+                waited = time.monotonic() - began
+                if chosen := self._choose(at, before, gone, waited, known.get("same", self.same)):
                     self._claim(at, chosen)
-                elif is_late:
+                elif waited > self._timeout:
                     raise received(f"not all of {self.expected} replicas came to {self.folder} in time", self.rank)
                 elif time.monotonic() > told_at:
-                    told_at = until
+                    told_at = math.inf
                     logger.warning(self._waiting(at, before, gone))
                 else:
                     time.sleep(POLL_SECONDS)
@@ -138,7 +140,7 @@ class Meeting(Communicator):
         return f"replica {number_of(self.name)} waits at {self.folder} for {who}, up to {self._timeout:g} s"
 
     def _choose(
-        self, at: int, before: Sequence[str], gone: Collection[str], *, is_late: bool, same: str
+        self, at: int, before: Sequence[str], gone: Collection[str], waited: float, same: str
     ) -> Mapping[str, Any] | None:
         """Who is in the next epoch, if this process can tell by now."""
         came = self._came(at)
@@ -152,7 +154,10 @@ class Meeting(Communicator):
         if self.fresh and same != self.same:
             raise ValueError("this replica was made with other layers or settings than those that it would join")
         members = [name for name in living if name in whole]
-        if self.name not in members or (len(members) < len(living) and not is_late):
+        if self.name not in members or (len(members) < len(living) and waited < self._timeout):
+            return None
+        unseen = [name for name in before if name in gone and not self._is_gone(name)]  # they may see each other
+        if len(members) < len(unseen) and waited < FEWER_SECONDS:
             return None
         taken, admitted = set(map(number_of, members)), list[str]()
         if all(admits for name in members for _, admits, _ in whole[name]):
@@ -162,7 +167,7 @@ class Meeting(Communicator):
     def waited_for(self) -> bool:
         """Whether a replica waits to be let in."""
         came = self._came(self.epoch + 1)
-        return any(len(rows) == self.rows for name, rows in came.items() if name not in self.members)
+        return any(len(came[name]) == self.rows and not self._is_gone(name) for name in came.keys() - self.members)
 
     def exchange(self, message: bytes, /) -> list[bytes]:
         """Sends a message to all members, and gathers those of all, by rank."""

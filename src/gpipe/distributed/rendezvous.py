@@ -343,11 +343,13 @@ def hello(token: str, rank: int, stream: str) -> bytes:
     return f"{token} {rank} {stream}".ljust(HELLO_BYTES).encode()
 
 
-def connect(rendezvous: Rendezvous | Meeting, position: Position, groups: NcclGroups | None) -> Endpoint:
+def connect(
+    rendezvous: Rendezvous | Meeting, position: Position, groups: NcclGroups | None, silence: float | None = None
+) -> Endpoint:
     """Connects this process with the others of its pipe, which do so at the same time; ends the rendezvous."""
     hosts, tls = [rendezvous.hosts[member] for member in position.members], rendezvous.tls
     local = {peer for peer, host in enumerate(hosts) if host == hosts[position.rank]}
-    silence = min(position.timeout, LONGEST_SILENCE)
+    silence = min(position.timeout, silence or LONGEST_SILENCE)
     beyond = BY_TLS if tls else BETWEEN_HOSTS
     streams = {peer: STREAMS if peer in local else beyond for peer in range(len(hosts))}
     earlier, later = (

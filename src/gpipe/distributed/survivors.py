@@ -2,6 +2,7 @@
 
 import io
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,8 @@ from gpipe.stages.tree import Tree
 
 T = TypeVar("T")
 MOST_TRIES = 8  # to come together again, while others are lost in it
+SILENCE = 15.0  # seconds after which a host that answers nothing is gone: sooner than where its loss ends all
+PAUSE = 4  # times as long as a failed try to let others in no further one is made
 NOT_JOINED = "survive=True: call pipe.join(optimizer, ...) in every process before the first step"
 
 logger = logging.getLogger("gpipe")
@@ -47,6 +50,7 @@ class Survivors(Processes):
         self.came_back = False  # whether this replica was given the state of others when all last came together
         self._is_whole = False  # whether all have come to the end of linking up
         self._awaited = False  # whether a replica waits to be let in
+        self._admits_from = 0.0
         self._runs, self._last = 0, list[Any]()  # how many runs have ended well, and with what the last
 
     def join(self, keep: Callable[[], Tree], take: Callable[[Any], object], begins: Sequence[str]) -> None:
@@ -81,7 +85,8 @@ class Survivors(Processes):
 
     def end(self, value: Tree) -> list[Any]:
         """Ends a run once all processes have come to its end; gathers a value from each, by rank."""
-        every = super().end((value, not self.rank and self.meeting.waited_for()))
+        may_admit = not self.rank and time.monotonic() > self._admits_from
+        every = super().end((value, may_admit and self.meeting.waited_for()))
         self._awaited = every[0][1]
         self._runs, self._last = self._runs + 1, [theirs for theirs, _ in every]
         return self._last
@@ -111,8 +116,6 @@ class Survivors(Processes):
 
     def let_in(self) -> None:
         """Between two steps: comes together with those that wait, and gives them the state."""
-        if self.keeps is None:
-            raise ValueError(NOT_JOINED)
         if self._awaited:
             self.regroup(admits=True)
 
@@ -120,21 +123,26 @@ class Survivors(Processes):
         """Comes together with all replicas that live; gives what a run has gathered that ended for others alone."""
         if self.keeps is None:
             raise ValueError(NOT_JOINED)
-        before, runs = self.meeting.members, self._runs
+        before, runs, failed = self.meeting.members, self._runs, None
         for _ in range(MOST_TRIES):
             self.meeting.meet(self._lost, admits=admits)  # what it raises is the end of this replica
-            self._is_whole = False
+            self._is_whole, begun = False, time.monotonic()
             if self._endpoint is not None:
                 self._endpoint.close()
             try:
                 gathered = self._link_anew(*self.keeps)
             except RemoteError as error:
-                if not is_loss(error):
+                failed, now, new = error, time.monotonic(), self.meeting.newcomers
+                if not is_loss(error) or self.meeting.name in new:  # its launcher tries again
                     raise
+                if new:
+                    self._admits_from = now + PAUSE * (now - begun)
             else:
                 self._tell(before)
                 return gathered if runs < self._runs else None
-        raise RuntimeError(f"{MOST_TRIES} times a process was lost while the others came together; start anew")
+        raise RuntimeError(
+            f"{MOST_TRIES} times a process was lost while the others came together; start anew"
+        ) from failed
 
     def _link_anew(self, keep: Callable[[], Tree], take: Callable[[Any], object]) -> list[Any]:
         meeting = self.meeting
@@ -145,7 +153,7 @@ class Survivors(Processes):
         self.rank, self.size = meeting.rank, meeting.size
         self.engine.among(replicas)
         self.stragglers = self._stragglers(replicas=replicas)
-        self._endpoint = connect(meeting, self.position, None)
+        self._endpoint = connect(meeting, self.position, None, SILENCE)
         with self._endpoint.in_run(notes=False) as endpoint:
             runs, last = max(endpoint.exchange((self._runs, self._last)), key=lambda told: told[0])
         with endpoint.in_run(notes=False):
