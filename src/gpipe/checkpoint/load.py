@@ -358,8 +358,7 @@ def _agree_fit(
             weights, values, states = (_shelf(path, manifest, kind) for kind in (WEIGHTS, VALUES, OPTIMIZER))
             ready.findings += [*weights.findings, *values.findings, *states.findings]
             if odd := sorted(weights.home.keys() ^ set(manifest.names)):
-                text = "stand in the manifest alone, or in the files alone; do not trust it"
-                ready.findings.append(f"{listed(odd)} {text}")
+                ready.findings.append(f"{listed(odd)} stand in the manifest alone, or in the files alone")
             if not ready.findings:
                 read_state(pipe, manifest, weights, values, ready)
                 if optimizer is not None:

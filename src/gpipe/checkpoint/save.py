@@ -272,8 +272,7 @@ def _await_parts(writing: Writing) -> None:
                 kind, text = json.loads(failed.read_text())
                 raise RemoteError(f"rank {rank} failed: {kind}: {text}", rank, kind)
             if _is_gone(writing, rank):
-                text = f"rank {rank} is gone; it ended before its part of the checkpoint was written"
-                raise RemoteError(text, rank)
+                raise RemoteError(f"rank {rank} is gone; it ended before its part was written", rank)
         now = 0
         for entry in os.scandir(writing.path):
             with suppress(FileNotFoundError):  # renamed meanwhile
@@ -281,9 +280,8 @@ def _await_parts(writing: Writing) -> None:
         if now != size:
             size, since = now, time.monotonic()
         if time.monotonic() - since > writing.limit:
-            remedy = "look whether they are alive, and whether the folder is one that all hosts share"
             silent = f"ranks {missing} wrote nothing into {writing.path} for {writing.limit:g} seconds"
-            raise TimeoutError(f"{silent}; {remedy}")
+            raise TimeoutError(f"{silent}; look whether they are alive, and all hosts share the folder")
         time.sleep(POLL)
 
 

@@ -32,9 +32,7 @@ def report(
         if text and picture is not None:
             raise ValueError("--text draws in the terminal and --picture in a file: choose one")
         if not (run / NAME).is_file():
-            raise ValueError(
-                f"{run} has no {NAME}, which `gpipe train` writes when it ends: give the folder of such a run"
-            )
+            raise ValueError(f"{run} has no {NAME}, which `gpipe train` writes when it ends: give such a folder")
         try:
             found = read_report((run / NAME).read_text(encoding="utf-8"))
         except ValueError as mistake:

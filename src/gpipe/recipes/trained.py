@@ -121,7 +121,6 @@ def opened_translator(run: Path, partitions: int | None, width: int) -> Iterator
             for source in short:
                 yield " ".join(vocabulary.decode(next(found)).splitlines()) if source else ""
             if len(short) < len(sources):
-                known = f"sentences of {recipe.options.longest} were trained on: give it in parts, of {most} at most"
-                raise ValueError(f"it is {len(sources[len(short)])} subwords long, and {known}")
+                raise ValueError(f"it is {len(sources[len(short)])} subwords long: give parts, of {most} at most")
 
         yield to_english
