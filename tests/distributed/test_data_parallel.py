@@ -95,6 +95,17 @@ def test_the_last_stage_reduces_while_the_first_has_backwards_to_do(pool: Worker
         assert times[2 * replica + 1, "1REDUCE"][0] < times[2 * replica, "0B0"][1]
 
 
+def test_a_rank_goes_on_with_another_stage_while_replicas_are_awaited_to_reduce_one(pool: WorkerPool) -> None:
+    """Bug story: a rank sat in its REDUCE until the slowest replica came to it, with backwards left to do."""
+    one, other = answers(pool.run(jobs.go_on, world=2))
+    assert one == other
+    layers = jobs.seeded(*[lambda: nn.Linear(6, 6)] * 3)
+    x, y = jobs.data(0, 8)
+    F.mse_loss(nn.Sequential(*layers)(x), y).backward()
+    right = {f"{2 * at}.{name}": p.grad for at, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    assert_close(one, right)
+
+
 # BatchNorm.
 
 

@@ -169,9 +169,9 @@ def arm(pipe: gpipe.GPipe, step: int, place: str) -> None:
     elif place == "reduce":
         add_up = reduce.add_over_replicas
 
-        def killed(*given: Any) -> None:
+        def killed(*given: Any) -> Any:
             die()
-            add_up(*given)
+            return add_up(*given)
 
         setattr(context, "add_over_replicas", killed)  # noqa: B010
     elif place == "between":

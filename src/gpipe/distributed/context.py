@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpipe.distributed.agree import CALLED, GRADIENTS, differences, follow_first
-from gpipe.distributed.endpoint import Endpoint
+from gpipe.distributed.endpoint import Endpoint, Exchange
 from gpipe.distributed.mesh import host_name
 from gpipe.distributed.reduce import add_over_replicas, add_over_stages, gather_replicas, reduces_itself
 from gpipe.distributed.status import Status
@@ -173,11 +173,12 @@ class ProcessContext(Context):
         self.endpoint.expect(inbound.due, set(map(self.position.rank_of, inbound.senders)), sees)
         self.aliases, self._tied = aliases, False
         self._aside = self._set_gradients_aside(row)
+        self._reducing: dict[int, Exchange[None]] = {}  # by stage
         try:
             with self._meet_replicas(table.program):
                 yield
         finally:
-            del self.aliases, self._aside
+            del self.aliases, self._aside, self._reducing
         self.endpoint.reach(-1)
 
     def reach(self, at: int) -> None:
@@ -193,18 +194,31 @@ class ProcessContext(Context):
     def cancel(self) -> None:
         """Nothing to wake: this process has one rank, and the others learn of it by `Endpoint.fail`."""
 
+    def begin(self, action: Action) -> None:
+        """Begins a REDUCE, which goes on beside what this rank has left to do."""
+        if not self.awaits_backwards:  # else replicas have other messages for each other meanwhile
+            self._begin_to_reduce(action.stage)
+
     def add_up(self, action: Action) -> None:
         """Adds up gradients: of shared weights over the stages that use them, of a stage over the replicas."""
         if action.kind is Kind.REDUCE:
-            aside = self._aside[action.stage]
-            with torch.no_grad():
-                add_over_replicas(self.endpoint, self.position, action.stage, [parameter for parameter, _ in aside])
-                for parameter, before in aside:
-                    if before is not None:
-                        parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+            if action.stage not in self._reducing:
+                self._begin_to_reduce(action.stage)
+            self.endpoint.end_beside(self._reducing[action.stage])
         elif not self._tied:  # all stages of this process, which have run their backwards, at once
             add_over_stages(self.endpoint, self.position, self.engine.placement, self.engine.stage_of, self.aliases)
             self._tied = True
+
+    def _begin_to_reduce(self, stage: int) -> None:
+        self._reducing[stage] = self._reduce(stage)
+        self.endpoint.begin_beside(self._reducing[stage])
+
+    def _reduce(self, stage: int) -> Exchange[None]:
+        aside = self._aside[stage]
+        yield from add_over_replicas(self.endpoint, self.position, stage, [parameter for parameter, _ in aside])
+        for parameter, before in aside:
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
     def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:
         """Has deferred statistics be those of the mini-batch of all replicas."""

@@ -17,10 +17,13 @@ import math
 import os
 import select
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakSet
+
+import torch
 
 from gpipe.distributed.codec import Damaged, Gone, damaged, encode, payload_of
 from gpipe.distributed.connection import Connection
@@ -35,6 +38,20 @@ LONGEST_POLL = 2**31 - 1  # ms
 ANSWER_SECONDS = 1.0  # that processes of other hosts have to say what they are at
 
 logger = logging.getLogger("gpipe")
+
+T = TypeVar("T")
+
+
+class Awaited(NamedTuple):
+    """What an exchange waits for: a peer, a message of it that was not there (`reading`), or room for such bytes."""
+
+    peer: int
+    reading: bool = False
+    room: int | None = None
+
+
+Exchange: TypeAlias = Generator[Awaited, None, T]
+"""Sends and receives, and says whenever it can do nothing what it waits for."""
 
 
 class Poll:
@@ -91,6 +108,7 @@ class Endpoint:
         self._parting = False
         self._warns_at = math.inf
         self._early: dict[tuple[int, Label], tuple[Message | Coming, ReadyEvent]] = {}
+        self._beside = deque[Exchange[None]]()
         self._sources: Collection[int] = ()
         self._poll = Poll(self.connections)
         self.detector = FailureDetector(self.connections, shared, limit, questions)
@@ -112,6 +130,7 @@ class Endpoint:
         self.detector.run += 1
         self._parting = False
         self._early.clear()
+        self._beside.clear()
         self.expect({}, (), in_no_step)
         self._check(self.connections)
 
@@ -124,24 +143,62 @@ class Endpoint:
         """Notes how many actions are done, for this process and for those who watch it."""
         self.at = at
         self.status.reach(self.detector.run, at)
+        self._go_on()
+
+    def begin_beside(self, exchange: Exchange[None]) -> None:
+        """Begins an exchange that goes on whenever this process waits, or comes to its next action.
+
+        It has a stream of messages to itself: with its peers nothing else is exchanged meanwhile.
+        """
+        self._beside.append(exchange)
+        self._go_on()
+
+    def end_beside(self, exchange: Exchange[None]) -> None:
+        """Waits until what was begun beside is done, and what was begun before it."""
+        self._warns_at = time.monotonic() + LONG_WAIT_SECONDS
+        while (awaited := self._go_on()) and exchange in self._beside:
+            self._wait(awaited)
+
+    @torch.no_grad()
+    def _go_on(self) -> Awaited | None:
+        """Does what can be done of what goes on beside; what that waits for then, None if nothing is left of it."""
+        while self._beside:
+            try:
+                return next(self._beside[0])
+            except StopIteration:
+                self._beside.popleft()
+        return None
+
+    def _do(self, exchange: Exchange[T]) -> T:
+        """Does all of an exchange."""
+        self._warns_at = time.monotonic() + LONG_WAIT_SECONDS
+        try:
+            while True:
+                self._wait(next(exchange), self._go_on())
+        except StopIteration as ended:
+            found: T = ended.value
+            return found
 
     def send(self, peer: int, label: Label, message: Message) -> None:
         """Puts a message on its way to a process; waits for room."""
+        self._do(self.sending(peer, label, message))
+
+    def sending(self, peer: int, label: Label, message: Message) -> Exchange[None]:
+        """Puts a message on its way to a process."""
         asked, connection, groups = time.perf_counter(), self.connections[peer], self._groups
         packed, following = (message, []) if groups is None else groups.pack(peer, message)
         encoded = encode(packed)
-        self._warns_at = time.monotonic() + LONG_WAIT_SECONDS
         try:
             while not connection.has_room(encoded.size):
                 connection.want_room()
-                self._wait(peer, room=encoded.size)
+                yield Awaited(peer, room=encoded.size)
             with groups.all_or_nothing() if groups and following else nullcontext():
                 begun = time.perf_counter()
                 left = connection.put(self.detector.run, label, encoded, begun)
                 if groups and following:
                     groups.follow(peer, following)
             while not left:
-                self._wait(peer, room=0)
+                yield Awaited(peer, room=0)
                 left = connection.flush()
         except Gone as gone:
             self.detector.raise_lost(peer, gone)
@@ -154,12 +211,15 @@ class Endpoint:
 
     def receive(self, peer: int, label: Label) -> tuple[Message, ReadyEvent]:
         """Waits for a message from a process."""
+        return self._do(self.receiving(peer, label))
+
+    def receiving(self, peer: int, label: Label) -> Exchange[tuple[Message, ReadyEvent]]:
+        """Takes a message from a process."""
         asked = time.perf_counter()
-        self._warns_at = time.monotonic() + LONG_WAIT_SECONDS
         try:
             while (peer, label) not in self._early:
                 if not (taken := self._take(peer, label)):
-                    self._wait(peer, reading=taken is None)
+                    yield Awaited(peer, reading=taken is None)
             message, mark = self._early.pop((peer, label))
             if isinstance(message, Coming):
                 message = message.finish()
@@ -171,7 +231,11 @@ class Endpoint:
 
     def receive_value(self, peer: int, label: Label) -> Any:
         """Waits for what a process sends by `send_value`."""
-        message, _ = self.receive(peer, label)
+        return self._do(self.receiving_value(peer, label))
+
+    def receiving_value(self, peer: int, label: Label) -> Exchange[Any]:
+        """Takes what a process sends by `send_value`."""
+        message, _ = yield from self.receiving(peer, label)
         if not isinstance(message, BoundaryValue):
             raise damaged(peer, "gradients in place of a value")
         return message.value
@@ -187,10 +251,18 @@ class Endpoint:
 
     def swap(self, label: Label, values: Mapping[int, Tree]) -> list[Any]:
         """Sends each process a value, and gathers what they send, in their order; this process gets its own."""
+        return self._do(self.swapping(label, values))
+
+    def swapping(self, label: Label, values: Mapping[int, Tree]) -> Exchange[list[Any]]:
+        """Sends each process a value, and gathers what they send, in their order; this process gets its own."""
         for peer, value in values.items():
             if peer != self.rank:
-                self.send_value(peer, label, value)
-        return [value if peer == self.rank else self.receive_value(peer, label) for peer, value in values.items()]
+                yield from self.sending(peer, label, BoundaryValue(value, []))
+        found = dict(values)
+        for peer in values:
+            if peer != self.rank:
+                found[peer] = yield from self.receiving_value(peer, label)
+        return list(found.values())
 
     def _take(self, peer: int, wanted: Label | None = None) -> bool | None:
         """Takes the next message of a peer if it is wanted or due by now; whether it did, None if there is none."""
@@ -217,12 +289,13 @@ class Endpoint:
             self._early[peer, head.label] = (message, head.sent or None)
         return True
 
-    def _wait(self, peer: int, *, reading: bool = False, room: int | None = None) -> None:
+    def _wait(self, awaited: Awaited, beside: Awaited | None = None) -> None:
         """Waits until something happens that may help; takes what is due meanwhile (note "Room").
 
         Who waits for a message has looked for it already, and found that peer's stream empty (`reading`) or not to be
-        read on; others wait until there is room for so many bytes.
+        read on; others wait until there is room for so many bytes. What goes on beside waits as well.
         """
+        peer, reading, room = awaited
         writing = room is not None
         watched = {peer: self.connections[peer].events(reading=reading, writing=False)}
         for source in {*self._sources, peer} if writing else self._sources:
@@ -234,8 +307,12 @@ class Endpoint:
                     self.detector.raise_lost(source)
                 writes = writing and source == peer
                 watched[source] = self.connections[source].events(reading=taken is None, writing=writes)
-        if room is not None and self.connections[peer].has_room(room):
-            return  # came meanwhile, and is not announced again
+        for one in (awaited, beside) if beside else (awaited,):
+            if one.room is not None and self.connections[one.peer].has_room(one.room):
+                return  # came meanwhile, and is not announced again
+        if beside:
+            events = self.connections[beside.peer].events(reading=beside.reading, writing=beside.room is not None)
+            watched[beside.peer] = watched.get(beside.peer, 0) | events
         self._poll.watch(watched)
         started = time.perf_counter()
         self.status.waits = True
@@ -293,7 +370,7 @@ class Endpoint:
         for peer, connection in () if self.rank else self.connections.items():
             with suppress(Gone):  # who is gone by now has it
                 while not connection.flush():  # what was sent needs this process
-                    self._wait(peer, reading=True)
+                    self._wait(Awaited(peer, reading=True))
         if self._groups is not None:
             self._groups.settle()
         return every

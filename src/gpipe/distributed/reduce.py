@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gpipe._torch.autograd import copy_each
 from gpipe.distributed.codec import damaged
-from gpipe.distributed.endpoint import Endpoint
+from gpipe.distributed.endpoint import Endpoint, Exchange
 from gpipe.distributed.mesh import DATA, Position
-from gpipe.stages.boundary import Gradients
+from gpipe.stages.boundary import BoundaryValue, Gradients
 from gpipe.stages.messages import Control, Label
 from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.tree import Tree, is_spread_over, local
@@ -54,7 +54,9 @@ def add_over_stages(
     aliases.add_up(found)
 
 
-def add_over_replicas(endpoint: Endpoint, position: Position, stage: int, parameters: Sequence[Tensor]) -> None:
+def add_over_replicas(
+    endpoint: Endpoint, position: Position, stage: int, parameters: Sequence[Tensor]
+) -> Exchange[None]:
     """Adds up `.grad` over the replicas of a stage, in the order of the replicas.
 
     Each replica adds up some of the buckets and sends the others the sums, so that all send and receive about as
@@ -64,7 +66,7 @@ def add_over_replicas(endpoint: Endpoint, position: Position, stage: int, parame
     are under way, and never more than four are to one that takes none, for which there is room (see `Endpoint`).
     """
     peers, first = position.ranks_of_row, stage * MOST
-    gradients = _all_gradients(endpoint, position, first + MOST - 1, parameters)
+    gradients = yield from _all_gradients(endpoint, position, first + MOST - 1, parameters)
     staged = [gradient.contiguous() for gradient in gradients]  # mostly the same memory
     buckets = _buckets(staged)
     rounds = [range(at, min(at + len(peers), len(buckets))) for at in range(0, len(buckets), len(peers))]
@@ -73,14 +75,16 @@ def add_over_replicas(endpoint: Endpoint, position: Position, stage: int, parame
         for at, owner in zip(ahead, peers, strict=False):
             flat[at] = buckets[at][0] if len(buckets[at]) == 1 else torch.cat(buckets[at])
             if owner != endpoint.rank:
-                endpoint.send_value(owner, Label(Control.GRADIENTS, first + at, gradient=True), flat[at])
+                label = Label(Control.GRADIENTS, first + at, gradient=True)
+                yield from endpoint.sending(owner, label, BoundaryValue(flat[at], []))
         for at, owner in zip(behind, peers, strict=False):
             if owner == endpoint.rank:
-                flat[at] = _add_up(endpoint, peers, first + at, flat[at])
+                flat[at] = yield from _add_up(endpoint, peers, first + at, flat[at])
         for at, owner in zip(behind, peers, strict=False):
             total = flat.pop(at)
             if owner != endpoint.rank:
-                total = endpoint.receive_value(owner, Label(Control.SUMMED_GRADIENTS, first + at, gradient=True))
+                label = Label(Control.SUMMED_GRADIENTS, first + at, gradient=True)
+                total = yield from endpoint.receiving_value(owner, label)
             if total is not buckets[at][0]:
                 copy_each(buckets[at], total.split([piece.numel() for piece in buckets[at]]))
     for gradient, total in zip(gradients, staged, strict=True):
@@ -88,20 +92,28 @@ def add_over_replicas(endpoint: Endpoint, position: Position, stage: int, parame
             gradient.copy_(total)
 
 
-def _add_up(endpoint: Endpoint, peers: Sequence[int], at: int, own: Tensor) -> Tensor:
+def _add_up(endpoint: Endpoint, peers: Sequence[int], at: int, own: Tensor) -> Exchange[Tensor]:
     """The sum of the parts of all replicas, in the order of these, for all of them."""
-    label = Label(Control.GRADIENTS, at, gradient=True)
-    total, *others = [own if peer == endpoint.rank else endpoint.receive_value(peer, label) for peer in peers]
-    for other in others:
-        total.add_(other)
-    endpoint.spread(endpoint.rank, peers, Label(Control.SUMMED_GRADIENTS, at, gradient=True), total)
+    parts = dict.fromkeys(peers, own)
+    others = [peer for peer in peers if peer != endpoint.rank]
+    for peer in others:
+        parts[peer] = yield from endpoint.receiving_value(peer, Label(Control.GRADIENTS, at, gradient=True))
+    total, *rest = parts.values()
+    for part in rest:
+        total.add_(part)
+    for peer in others:
+        label = Label(Control.SUMMED_GRADIENTS, at, gradient=True)
+        yield from endpoint.sending(peer, label, BoundaryValue(total, []))
     return total
 
 
-def _all_gradients(endpoint: Endpoint, position: Position, at: int, parameters: Sequence[Tensor]) -> list[Tensor]:
+def _all_gradients(
+    endpoint: Endpoint, position: Position, at: int, parameters: Sequence[Tensor]
+) -> Exchange[list[Tensor]]:
     """The gradients that any replica has, zeros where it is another."""
     own = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.bool, device="cpu")
-    gathered = gather_replicas(endpoint, position, Label(Control.GRADIENTS, at, gradient=True), own)
+    label = Label(Control.GRADIENTS, at, gradient=True)
+    gathered = yield from endpoint.swapping(label, dict.fromkeys(position.ranks_of_row, own))
     present = [parameter for parameter, has in zip(parameters, torch.stack(gathered).any(0), strict=True) if has]
     for parameter in present:
         if parameter.grad is None:

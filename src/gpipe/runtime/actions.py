@@ -172,7 +172,7 @@ def commit(run: Run, rank: Rank, todo: CompiledAction) -> None:
 
 
 def close(run: Run, rank: Rank, todo: CompiledAction) -> None:
-    """TIE or REDUCE: adds up gradients with the other processes that it concerns."""
+    """TIE, or the end of a REDUCE: adds up gradients with the other processes that it concerns."""
     run.context.add_up(todo.action)
 
 

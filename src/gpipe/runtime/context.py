@@ -125,6 +125,10 @@ class Context:
         for queue in self._queues:
             queue.put(None)
 
+    def begin(self, action: Action) -> None:
+        """Begins a REDUCE, which goes on beside what its rank has left to do."""
+        raise AssertionError(action)
+
     def add_up(self, action: Action) -> None:
         """Does a TIE or REDUCE, which are for several processes."""
         raise AssertionError(action)

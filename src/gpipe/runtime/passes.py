@@ -26,6 +26,7 @@ from gpipe.runtime.notes import add_note
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import CompiledAction, CompiledTable
 from gpipe.runtime.threads import ThreadState
+from gpipe.schedule.action import Kind
 from gpipe.stages.losses import call_loss
 from gpipe.stages.messages import Cancelled
 from gpipe.stages.recompute_check import RecomputeError, recompute_error
@@ -74,11 +75,19 @@ def run_rank(run: Run, rank: Rank, table: CompiledTable) -> None:
     try:
         scope = RankScope(run.seed, run.step_number)
         with run.thread_state.rank_thread(), as_rank(), rank.stream.enter(), scope as rank.scope:
+            reducing: list[CompiledAction] = []
             for todo in table.rows[rank.rank]:
                 at = todo.at
                 if context.cancelled:
                     raise Cancelled
                 context.reach(at)
+                if todo.action.kind is Kind.REDUCE:
+                    context.begin(todo.action)
+                    reducing.append(todo)
+                else:
+                    do(run, rank, todo)
+            for todo in reducing:
+                at = todo.at
                 do(run, rank, todo)
     except Cancelled:
         raise

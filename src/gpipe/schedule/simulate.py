@@ -48,7 +48,8 @@ def simulate(program: Program, costs: Costs, duration: Callable[[Action], float]
 
     Transfers keep no rank busy; a message arrives `costs[stage].send` seconds after it was sent, or after the one
     before it on the same link and in the same direction arrived. Nor do moves, but a rank waits with one until the
-    one before is done. `duration` replaces the seconds that `costs` gives, by action.
+    one before is done; nor does a REDUCE, which begins when the rank's last one is done: of it the timeline has what
+    the rank waits for it, behind all else. `duration` replaces the seconds that `costs` gives, by action.
 
     >>> from gpipe.schedule.cost import unit_costs
     >>> from gpipe.schedule.schedules import fill_drain
@@ -76,7 +77,7 @@ class Simulator:
         self._held = cache(self._find_held)
         self._held_by_rank = cache(lambda rank, again: np.hstack([*map(self._held, self.stages_of[rank], again)]))
         self._actions: list[Action] = []
-        self._steps: list[tuple[int, int | None, list[int]]] = []  # rank, link of a SEND or move, steps awaited
+        self._steps: list[tuple[int, int | None, list[int]]] = []  # rank, link if it has one, steps awaited
         self._links: dict[tuple[int, int], int] = {}
         self._list_steps(messages)
         self._kinds = [(action.kind, action.stage, action.carries_gradient) for action in self._actions]
@@ -108,6 +109,8 @@ class Simulator:
         if action.kind is Kind.SEND or action.kind in MOVES:
             ends = rank, self.program.rank_of[action.peer.stage] if action.route else rank
             link = self._links.setdefault(ends, len(self._links))
+        elif action.kind is Kind.REDUCE:
+            link = self._links.setdefault((rank, -1), len(self._links))
         self._steps.append((rank, link, others))
         self._actions.append(action)
         return len(self._actions) - 1
@@ -136,7 +139,7 @@ class Simulator:
                     start = ends[other]
             if link is None:
                 end = free[rank] = start + seconds_
-            else:  # a message waits for its turn on its link, and its rank goes on; so it does beside a move
+            else:  # a message waits for its turn on its link, and its rank goes on; so it does beside others
                 free[rank] = start
                 end = idle[link] = max(start, idle[link]) + seconds_
             starts.append(start)
@@ -158,8 +161,15 @@ class Simulator:
         """When each action is done but for transfers; `duration` replaces the seconds that `costs` gives."""
         took = self._seconds(costs) if duration is None else list(map(duration, self._actions))
         starts, ends = self._run(took, [0.0] * len(took))
+        free, spans = [0.0] * self.program.ranks, []
         each = [one for one in zip(self._actions, starts, ends, strict=True) if one[0].kind is not Kind.SEND]
-        spans = (Span(self.program.rank_of[action.stage], action, start, end) for action, start, end in each)
+        for action, start, end in sorted(each, key=lambda one: one[0].kind is Kind.REDUCE):
+            rank = self.program.rank_of[action.stage]
+            if action.kind is Kind.REDUCE:  # as it is recorded: what of it the rank waits for, behind all else
+                start, end = max(start, free[rank]), max(end, free[rank])
+            if action.kind not in MOVES:
+                free[rank] = end
+            spans.append(Span(rank, action, start, end))
         return Timeline(self.program.ranks, tuple(spans), max(ends, default=0.0))
 
     def peak_bytes(self, rank: int, own: Costs, again: tuple[MicroBatches, ...]) -> int:
