@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor, int], Tensor], str]] = {
     "vmap": (lambda net, x, at: torch.vmap(lambda row: row * 2)(x), "what torch does not show"),
     "Python's random": (lambda net, x, at: x * random.random(), "draws from Python's generator between .*layerdrop"),
     "numpy's random": (lambda net, x, at: x * float(np.random.rand()), "draws from numpy's generator between blocks"),
-    "layers dropped": (drops, r"the Net draws a random number, .* between blocks.* to 0"),
+    "layers dropped": (drops, r"the Net draws a random number, .* between blocks.*layer_drop 0"),
     "a tensor left": (keeps, "the Net leaves tensors in Net.seen, .* Return them as part of the output"),
     "tensors collected": (collects, "the Net leaves tensors in Net.history"),
     "numbers collected": (collects_numbers, "the Net changes Net.history each time .* count outside of the model"),

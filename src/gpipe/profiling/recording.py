@@ -174,19 +174,16 @@ class Recording(Recorder):
         return messages_of(self.runs)
 
     def end(self) -> None:
-        """Ends a run, and adds its timeline."""
         super().end()
         if self._watches is not None:
             self._watches.end(self._layers())
 
     def take(self, run: Run, rank: Rank, step: CompiledAction) -> None:
-        """Waits for what a step takes; what of it was already on its way counts as a RECEIVE."""
         super().take(run, rank, step)
         if self._watches is not None:
             self._watches.taken(rank, step)
 
     def work(self, run: Run, rank: Rank, step: CompiledAction) -> None:
-        """Does what a step does once it has what it takes."""
         if self._watches is None:
             super().work(run, rank, step)
             return

@@ -116,13 +116,11 @@ class DeviceStream(RankStream):
         self._given: torch.Event | None = None  # when the last of what the caller gave on the CPU is copied
 
     def begin(self, devices: Iterable[torch.device]) -> None:
-        """Orders what follows behind what the calling thread has queued, on these devices and this one."""
         super().begin(devices)
         self.compute.wait_event(self.called[self.device])
         self.arrivals.wait_event(self.called[self.device])
 
     def end(self, *, in_backward: bool = False) -> None:
-        """Orders what the calling thread queues from now on behind what was queued here."""
         if self._given is not None:  # the caller may write again into pinned memory
             self._given.synchronize()
             self._given = None
@@ -131,32 +129,26 @@ class DeviceStream(RankStream):
             torch.accelerator.current_stream().wait_stream(current_stream(self.device))
 
     def enter(self) -> AbstractContextManager[object]:
-        """Queues here what is done inside."""
         return queued_on(self.compute)
 
     def mark(self) -> ReadyEvent:
-        """Marks what was queued so far."""
         return _event(self.compute)
 
     def stamp(self) -> Stamp:
-        """Now, on this stream."""
         return _event(self.compute, enable_timing=True)
 
     def seconds(self, since: Stamp, until: Stamp) -> float:
-        """The time between two stamps of this stream."""
         assert isinstance(since, torch.Event)
         assert isinstance(until, torch.Event)
         until.synchronize()
         return float(since.elapsed_time(until)) / 1e3
 
     def keep_pace(self) -> None:
-        """Waits until no more than `MOST_QUEUED` actions are queued: each holds memory until it is done."""
         self._queued.append(_event(self.compute))
         if len(self._queued) > MOST_QUEUED:
             self._queued.popleft().synchronize()
 
     def bring(self, tensor: Tensor, mark: ReadyEvent) -> Tensor:
-        """One tensor on this device, whole by the time it is used here; without a mark the caller has made it."""
         mark = self.called.get(tensor.device) if mark is None else mark
         if tensor.device == self.device:
             if isinstance(mark, torch.Event):

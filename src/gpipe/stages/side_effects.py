@@ -36,14 +36,12 @@ WRITES_WHAT_IT_GAVE = (
     "returns and writes again), and which the next stage may not have read yet. Return a clone"
 )
 WEIGHTS_IN_FORWARD = (
-    "a forward of {stage} writes parameters of it ({names}) while earlier micro-batches wait for their backwards, "
-    "which would see the new values; constrain weights behind optimizer.step(), or by "
-    "torch.nn.utils.parametrize, which leaves the parameter as it is"
+    "a forward of {stage} writes parameters of it ({names}), and backwards to come would see the new values; "
+    "constrain weights behind optimizer.step(), or by torch.nn.utils.parametrize"
 )
 WEIGHTS_IN_BACKWARD = (
     "a backward of {stage} writes parameters of it ({names}), as an optimizer in a hook does "
-    "(register_post_accumulate_grad_hook): the plain loop's next forward sees the new values; here forwards go ahead "
-    "of backwards, as the schedule has it. Step the optimizer behind pipe.step(...), or have one micro-batch"
+    "(register_post_accumulate_grad_hook). Step the optimizer behind pipe.step(...), or have one micro-batch"
 )
 STATE_IN_BACKWARD = (
     "the backward of {stage} writes {names}. Where a later forward reads that, as scales of FP8 are read, the plain "

@@ -74,10 +74,9 @@ COUNTS = (
     "each recompute; keep what changes in a module inside of a block, as a buffer, or count outside of the model"
 )
 DRAWS = (
-    "the forward of the {model} draws {what} between blocks, and every layer and micro-batch would draw anew. Layers "
-    "that are dropped at random do so (set layerdrop or layer_drop to 0), and masks over speech "
-    "(apply_spec_augment=False, or mask_time_prob and mask_feature_prob 0); let anything else draw by torch, or in a "
-    "block"
+    "the forward of the {model} draws {what} between blocks, and every layer would draw anew: drop no layers "
+    "(layerdrop or layer_drop 0) and mask no speech (apply_spec_augment=False, or mask_time_prob and "
+    "mask_feature_prob 0); let anything else draw by torch, or in a block"
 )
 KEEPS = (
     "the {model} is given a {kind} ({name}), in which its forward keeps tensors, and layers run apart: each would "
