@@ -249,8 +249,7 @@ class Partitioned(nn.Module):
             raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise TypeError(
             "DistributedDataParallel cannot wrap a pipe: it would reduce the gradients of every micro-batch by "
-            "itself, M times a step; make replicas by driver='process' over a multiple of K processes, which add up "
-            "their gradients by themselves"
+            "itself; make replicas by driver='process' over a multiple of K processes"
         )
 
     def __prepare_scriptable__(self) -> Self:

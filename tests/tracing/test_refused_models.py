@@ -367,7 +367,7 @@ def test_blocks_that_are_not_called_are_refused() -> None:
             x = x + layer.get_submodule("inner")(x)
         return x
 
-    with pytest.raises(ValueError, match=r"none of the blocks \(layers.0, .*\) is called .* of the Written.* Name"):
+    with pytest.raises(ValueError, match=r"none of the blocks \(layers.0, .*\) is called .* of the Written.* name"):
         made(Written(forward))
     step(made(Written(forward), blocks=[f"layers.{at}.inner" for at in range(5)]))
 
@@ -419,7 +419,7 @@ def test_a_block_that_reads_what_was_put_past_its_arguments_is_refused_by_name()
         made(Puts(reads_parent, puts))
     with pytest.raises(KeyError, match="x") as raised:
         made(Puts(reads, puts))
-    assert "while the Puts was traced, whole and in layers: on the sample" in "\n".join(raised.value.__notes__)
+    assert "while the Puts was traced, whole and in layers; give what" in "\n".join(raised.value.__notes__)
 
 
 def test_a_tuple_is_one_argument_and_the_note_says_so() -> None:

@@ -32,8 +32,7 @@ COUNTING = ("logits_processor", "stopping_criteria")
 BY_ROW = "prefix_allowed_tokens_fn"
 """A setting that is asked by the number of a row."""
 BESIDE = (
-    "in generate, outside of the model, with micro-batch {m} (rows {first} to {last}): each has copies of its own of "
-    "processors and criteria, which see its rows alone"
+    "in generate, with micro-batch {m} (rows {first} to {last}), whose processors and criteria see its rows alone"
 )
 SAYS = "transformers.generation.utils"
 """The logger of what `generate` of transformers says."""

@@ -102,10 +102,7 @@ OTHERWISE = (
     "changed between a call and its backward; draw by torch's functions, keep what changes in buffers, stash and pop "
     "what layers leave for each other, or use remat='never' for this partition"
 )
-LEFT = (
-    "perhaps it reads a tensor that was left on a module ({left}), which is by now that of another micro-batch: have "
-    "the layer that makes it stash it, and pop it where it is used"
-)
+LEFT = "perhaps it reads a tensor that was left on a module ({left}): stash it there, and pop it where it is used"
 
 
 class RecomputeError(RuntimeError):

@@ -31,10 +31,7 @@ BACKWARD_IN_FORWARD = (
     "do so again, and the order of the sums would depend on the schedule. Give such losses to loss_fn (stash them, "
     "and have loss_fn.pop), or train these layers by themselves"
 )
-WRITES_WHAT_IT_GAVE = (
-    "a forward of {stage} has changed in place what an earlier one returned (a buffer or a workspace that a layer "
-    "returns and writes again), and which the next stage may not have read yet. Return a clone"
-)
+WRITES_WHAT_IT_GAVE = "a forward of {stage} has changed in place what an earlier one returned; return a clone"
 WEIGHTS_IN_FORWARD = (
     "a forward of {stage} writes parameters of it ({names}), and backwards to come would see the new values; "
     "constrain weights behind optimizer.step(), or by torch.nn.utils.parametrize"

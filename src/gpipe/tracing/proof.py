@@ -140,10 +140,7 @@ class _EchoingInterpreter(StageInterpreter):
                 raise
 
 
-ECHOED = (
-    "while {name} ran once more on rows in another order, or on smaller numbers, as another micro-batch may have "
-    "them, to see that it leaves nothing behind for other layers"
-)
+ECHOED = "while {name} ran once more on rows in another order, to see that it leaves nothing behind for other layers"
 
 
 def _other(tensor: Tensor) -> Tensor:

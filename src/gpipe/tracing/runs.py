@@ -23,10 +23,7 @@ from gpipe.tracing.trace import CannotSplitError, is_carried
 
 T = TypeVar("T")
 
-ON_SAMPLE = (
-    "while the {model} was traced, whole and in layers: on the sample, or on the first mini-batch of another kind; "
-    "give what model(...) takes: a dict for keywords, anything else for its one argument"
-)
+ON_SAMPLE = "while the {model} was traced, whole and in layers; give what model(...) takes: for keywords, a dict"
 APART = (
     "in layers, {place} of the {model} fails with {error}, and in the model by itself it does not{left}. It looks "
     "for what another block, or the forward around it, has put where layers that run apart do not see it. Return it "
