@@ -249,7 +249,8 @@ class Partitioned(nn.Module):
             raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise TypeError(
             "DistributedDataParallel cannot wrap a pipe: it would reduce the gradients of every micro-batch by "
-            "itself; make replicas by driver='process' over a multiple of K processes"
+            "itself, M times a step; make replicas by driver='process' over a multiple of K processes, which add up "
+            "their gradients by themselves"
         )
 
     def __prepare_scriptable__(self) -> Self:

@@ -66,7 +66,10 @@ PREPARED = (
     "accelerator.prepare(pipe) has put mixed precision around forward, which step() does not call: leave the pipe "
     "out of prepare(), and call step() under accelerator.autocast()"
 )
-REPLACED = "the nn.Sequential that the pipe was given has other layers by now; change it before, or make a new pipe"
+REPLACED = (
+    "the nn.Sequential that the pipe was given has other layers by now, and the pipe goes on with those that it was "
+    "given: replace or add layers before, or make a new pipe"
+)
 
 
 class StepOptions(TypedDict, total=False):

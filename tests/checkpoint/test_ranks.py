@@ -114,7 +114,9 @@ def test_a_rank_of_which_nothing_comes_is_given_up_after_the_limit(
     raised = run_ranks(lambda own: gpipe.save(tmp_path, own, background=True, limit=0.3).wait(), pipes)
     assert isinstance(raised[0], TimeoutError)
     assert str(raised[0]).startswith("ranks [1] wrote nothing into ")
-    assert "for 0.3 seconds; look whether they are alive, and all hosts share" in str(raised[0])
+    assert "for 0.3 seconds; look whether they are alive, and whether the folder is one that all hosts" in str(
+        raised[0]
+    )
     assert all(isinstance(error, RemoteError) for error in raised[1:])
     assert list(tmp_path.iterdir()) == []
 

@@ -60,7 +60,7 @@ def test_mistakes_are_told_with_what_to_do(tmp_path: Path, capsys: pytest.Captur
         if text:
             (tmp_path / folder / "report.json").write_text(text)
     for name, words in (
-        ("nowhere", "has no report.json, which `gpipe train` writes when it ends: give such a folder"),
+        ("nowhere", "has no report.json, which `gpipe train` writes when it ends: give the folder of such a run"),
         ("empty", "has no report.json"),
         ("damaged", "report.json cannot be read: Unterminated string"),
         ("older", "its format is 'gpipe report 0', and this gpipe reads 'gpipe report 1'"),

@@ -247,7 +247,7 @@ def first(output: Tensor, target: Any) -> Tensor:
 def test_a_layer_of_two_arguments_is_told_that_it_is_given_one_value() -> None:
     text = refusal(lambda: make([Pair(), Two()]).step(X, X, F.mse_loss), TypeError)
     assert "Two.forward() missing 1 required positional argument: 'y'" in text
-    assert "a layer is given one value, also where that is a tuple" in text
+    assert "a layer is given one value, what the layer before returned, also where that is a tuple" in text
 
 
 def test_a_layer_that_is_given_none_or_a_tuple_is_told_where_it_may_come_from() -> None:

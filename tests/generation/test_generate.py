@@ -24,7 +24,10 @@ from tests.families.catalogue import named
 from tests.support.prompted import NEW, asked, counted, ending_apart, generator, piped, prompts_of, seeded
 
 FAMILY = named("llama")
-ALONE = "in generate, with micro-batch 0 (rows 0 to 1), whose processors and criteria see its rows alone"
+ALONE = (
+    "in generate, outside of the model, with micro-batch 0 (rows 0 to 1): each has copies of its own of processors "
+    "and criteria, which see its rows alone"
+)
 
 
 @pytest.mark.parametrize("driver", ["lockstep", "threads"])

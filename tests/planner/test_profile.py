@@ -110,7 +110,7 @@ def test_a_layer_that_needs_values_is_named() -> None:
 
     with pytest.raises(RuntimeError) as refused:
         count([nn.Identity(), Looks()], torch.ones(2, 4))
-    assert "while layer 1 (Looks) was counted without values; if it branches on them, give" in str(
+    assert "while layer 1 (Looks) was counted without values; if it needs them, to branch on" in str(
         refused.value.__notes__
     )
 

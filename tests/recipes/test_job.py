@@ -81,15 +81,15 @@ def test_the_plain_loop_is_timed_on_layers_of_its_own(bf16: bool) -> None:
 def test_options_that_cannot_be_leave_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--partitions is 0"):
         prepared(replace(OPTIONS, partitions=0, out=tmp_path / "out"))
-    with pytest.raises(ValueError, match="--batch-size is 19, and there are 18 images to train on"):
+    with pytest.raises(ValueError, match="--batch-size is 19, and there are 18 images to train on: choose fewer"):
         prepared(replace(OPTIONS, batch_size=19, out=tmp_path / "out"))
     with pytest.raises(ValueError, match="partitions=5, 10 stages in all, but there are only 9 layers; give at most"):
         prepared(replace(OPTIONS, partitions=5, schedule="zb_v", out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"--out is .*, which cannot be made: Not a directory"):
+    with pytest.raises(ValueError, match=r"--out is .*, which cannot be made: Not a directory; choose"):
         prepared(replace(OPTIONS, out=tmp_path / "file" / "out"))
-    with pytest.raises(ValueError, match=r"--out is .*, which cannot be made: File exists"):
+    with pytest.raises(ValueError, match=r"--out is .*, which cannot be made: File exists; choose"):
         prepared(replace(OPTIONS, out=tmp_path / "file"))
 
 
@@ -137,7 +137,7 @@ def test_weights_without_a_checkpoint_are_not_trained_anew_by_resume(tmp_path: P
     train(replace(OPTIONS, out=tmp_path))
     shutil.rmtree(tmp_path / "checkpoints")
     before = weights(tmp_path)
-    with pytest.raises(ValueError, match="has weights and no checkpoint to go on from"):
+    with pytest.raises(ValueError, match="has the weights of a run and no checkpoint to go on from"):
         prepared(replace(OPTIONS, out=tmp_path, resume=True))
     assert same(weights(tmp_path), before)
 

@@ -82,7 +82,7 @@ def test_a_second_backward_is_refused_with_the_reason(driver: str, remat: str) -
     plain_call(reference, X, Y, squares, micro_batches=M, seed=4)
     assert_same_bits(pipe, reference)
     once = copy.deepcopy(gradients(pipe))
-    with pytest.raises(RuntimeError, match="backward has run already; call the pipe again, or add the losses up"):
+    with pytest.raises(RuntimeError, match=r"backward has run already, .* call the pipe again, or add the losses up"):
         loss.backward()
     assert all(map(same_bits, gradients(pipe), once))
     output = pipe(X)
@@ -92,14 +92,14 @@ def test_a_second_backward_is_refused_with_the_reason(driver: str, remat: str) -
         second.backward()
 
 
-SOME = r"would add to all \.grad; call backward\(\) and read \.grad"
+SOME = r"through a pipeline would add to \.grad of every parameter as well; call backward\(\) and read \.grad"
 UNUSED = "appears to not have been used in the graph"
 
 
 @pytest.mark.parametrize(
     ("differentiate", "reason"),
     [
-        (lambda loss, x, w: loss.backward(create_graph=True), "cannot be differentiated again; use the plain layers"),
+        (lambda loss, x, w: loss.backward(create_graph=True), "cannot be differentiated again, because its graph is"),
         (lambda loss, x, w: torch.autograd.grad(loss, x, create_graph=True), "cannot be differentiated again"),
         (lambda loss, x, w: torch.autograd.grad(loss, x), SOME),
         (lambda loss, x, w: torch.autograd.grad(loss, [x, *w], allow_unused=True), SOME),

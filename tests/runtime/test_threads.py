@@ -408,7 +408,7 @@ def test_a_pipe_that_a_layer_calls_for_ever_is_refused_and_works_again(driver: s
         loss = pipe.step(X, Y, squares)
         hook = pipe[0].register_forward_hook(lambda *_: pipe.step(X, Y, squares) and None)
         for way in (lambda: pipe.step(X, Y, squares), lambda: pipe(X)):
-            with pytest.raises(RuntimeError, match=r"called from within its own run, by a layer or a hook"):
+            with pytest.raises(RuntimeError, match=r"called from within its own run, .* by a layer or a hook"):
                 way()
         hook.remove()
         pipe.step_number = 0

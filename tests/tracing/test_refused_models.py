@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor, int], Tensor], str]] = {
     "vmap": (lambda net, x, at: torch.vmap(lambda row: row * 2)(x), "what torch does not show"),
     "Python's random": (lambda net, x, at: x * random.random(), "draws from Python's generator between .*layerdrop"),
     "numpy's random": (lambda net, x, at: x * float(np.random.rand()), "draws from numpy's generator between blocks"),
-    "layers dropped": (drops, r"the Net draws a random number, .* between blocks.*layer_drop 0"),
+    "layers dropped": (drops, r"the Net draws a random number, .* between blocks.* to 0"),
     "a tensor left": (keeps, "the Net leaves tensors in Net.seen, .* Return them as part of the output"),
     "tensors collected": (collects, "the Net leaves tensors in Net.history"),
     "numbers collected": (collects_numbers, "the Net changes Net.history each time .* count outside of the model"),
@@ -367,7 +367,7 @@ def test_blocks_that_are_not_called_are_refused() -> None:
             x = x + layer.get_submodule("inner")(x)
         return x
 
-    with pytest.raises(ValueError, match=r"none of the blocks \(layers.0, .*\) is called .* of the Written.* name"):
+    with pytest.raises(ValueError, match=r"none of the blocks \(layers.0, .*\) is called .* of the Written.* Name"):
         made(Written(forward))
     step(made(Written(forward), blocks=[f"layers.{at}.inner" for at in range(5)]))
 
@@ -419,7 +419,7 @@ def test_a_block_that_reads_what_was_put_past_its_arguments_is_refused_by_name()
         made(Puts(reads_parent, puts))
     with pytest.raises(KeyError, match="x") as raised:
         made(Puts(reads, puts))
-    assert "while the Puts was traced, whole and in layers; give what" in "\n".join(raised.value.__notes__)
+    assert "while the Puts was traced, whole and in layers: on the sample" in "\n".join(raised.value.__notes__)
 
 
 def test_a_tuple_is_one_argument_and_the_note_says_so() -> None:

@@ -195,9 +195,11 @@ def find_damage(path: Path, manifest: Manifest, *, turn: int, turns: int) -> lis
         try:
             with reading(path / name) as (file, size):
                 if size != written["bytes"]:  # unread
-                    findings.append(f"{name} has {size} bytes, and {written['bytes']} were written")
+                    were = f"{written['bytes']} were written: it is cut off, or of another checkpoint"
+                    findings.append(f"{name} has {size} bytes, and {were}")
                 elif at % turns == turn and hashlib.file_digest(file, "sha256").hexdigest() != written["sha256"]:
-                    findings.append(f"{name} is damaged, or of another checkpoint, by its SHA-256")
+                    why = "its bytes are not those that were written (SHA-256)"
+                    findings.append(f"{name} is damaged, or of another checkpoint: {why}")
         except ValueError as wrong:
             findings.append(f"{name} {wrong}")
     return findings

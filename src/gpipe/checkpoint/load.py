@@ -358,7 +358,8 @@ def _agree_fit(
             weights, values, states = (_shelf(path, manifest, kind) for kind in (WEIGHTS, VALUES, OPTIMIZER))
             ready.findings += [*weights.findings, *values.findings, *states.findings]
             if odd := sorted(weights.home.keys() ^ set(manifest.names)):
-                ready.findings.append(f"{listed(odd)} stand in the manifest alone, or in the files alone")
+                text = "stand in the manifest alone, or in the files alone; do not trust it"
+                ready.findings.append(f"{listed(odd)} {text}")
             if not ready.findings:
                 read_state(pipe, manifest, weights, values, ready)
                 if optimizer is not None:

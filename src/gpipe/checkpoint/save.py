@@ -272,7 +272,8 @@ def _await_parts(writing: Writing) -> None:
                 kind, text = json.loads(failed.read_text())
                 raise RemoteError(f"rank {rank} failed: {kind}: {text}", rank, kind)
             if _is_gone(writing, rank):
-                raise RemoteError(f"rank {rank} is gone; it ended before its part was written", rank)
+                text = f"rank {rank} is gone; it ended before its part of the checkpoint was written"
+                raise RemoteError(text, rank)
         now = 0
         for entry in os.scandir(writing.path):
             with suppress(FileNotFoundError):  # renamed meanwhile
@@ -280,8 +281,9 @@ def _await_parts(writing: Writing) -> None:
         if now != size:
             size, since = now, time.monotonic()
         if time.monotonic() - since > writing.limit:
+            remedy = "look whether they are alive, and whether the folder is one that all hosts share"
             silent = f"ranks {missing} wrote nothing into {writing.path} for {writing.limit:g} seconds"
-            raise TimeoutError(f"{silent}; look whether they are alive, and all hosts share the folder")
+            raise TimeoutError(f"{silent}; {remedy}")
         time.sleep(POLL)
 
 

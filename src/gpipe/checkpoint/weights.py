@@ -100,7 +100,8 @@ def _open(folder: Path, ready: Ready) -> Shelf:
             return Shelf([])
     names = sorted(set(where.values())) or [SINGLE]
     strange = [name for name in names if not re.fullmatch(r"[\w.-]+\.safetensors", name)]
-    ready.findings += [f"{INDEX} names {name!r}, which is no safetensors file of the folder" for name in strange]
+    text = "which is no safetensors file of the folder; do not trust it"
+    ready.findings += [f"{INDEX} names {name!r}, {text}" for name in strange]
     if ready.findings:
         return Shelf([])
     shelf = Shelf(folder / name for name in names)

@@ -32,7 +32,9 @@ def report(
         if text and picture is not None:
             raise ValueError("--text draws in the terminal and --picture in a file: choose one")
         if not (run / NAME).is_file():
-            raise ValueError(f"{run} has no {NAME}, which `gpipe train` writes when it ends: give such a folder")
+            raise ValueError(
+                f"{run} has no {NAME}, which `gpipe train` writes when it ends: give the folder of such a run"
+            )
         try:
             found = read_report((run / NAME).read_text(encoding="utf-8"))
         except ValueError as mistake:

@@ -117,7 +117,8 @@ def record(
 
         world = find_world(os.environ)
         if not world.launched:
-            raise ValueError(f"nothing crosses in one process:\ntorchrun --nproc-per-node 2 -m gpipe record {run}")
+            remedy = f"run it by torchrun, say\ntorchrun --nproc-per-node 2 -m gpipe record {run}"
+            raise ValueError(f"within one process nothing crosses: {remedy}")
         from gpipe.recipes.trained import record_run
     with joined(world), ending_by_failures_elsewhere(), ending_by_mistakes():
         said = record_run(run, steps, partitions, world)

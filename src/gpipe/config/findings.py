@@ -34,13 +34,18 @@ TENSORS = (
     "of a recompute: have the layer stash it (stash = ('aux',), returning (out, {{'aux': tensor}})) and pop it where "
     "it is used; a loss does so too, by loss_fn.pop = ('aux',) and an argument of that name"
 )
-COUNTS = "{places}: a forward changes it, and a recompute will again: count in a buffer, or use remat='never'"
+COUNTS = (
+    "{places}: a forward changes it, and a recompute will again; keep what counts in a buffer (register_buffer), "
+    "which recomputes leave as they found it, or use remat='never'"
+)
 BUFFERS = (
-    "{places}, of which a forward changes buffers, which may be another micro-batch's by then. Have the layer stash "
-    "what is needed of them (stash = ('aux',)), and pop it where it is used; a loss by loss_fn.pop = ('aux',)"
+    "{places}, of which a forward changes buffers: since several micro-batches are under way, they may be those of "
+    "another one when they are read there. Have the layer stash what is needed of them (stash = ('aux',)), and pop "
+    "it where it is used; a loss does so too, by loss_fn.pop = ('aux',)"
 )
 THREAD_LOCALS = (
-    "{places}: a threading.local, each rank thread's own: use a contextvars.ContextVar or driver='lockstep'"
+    "{places}: a threading.local, and rank threads do not see what the caller's thread has set there. Use a "
+    "contextvars.ContextVar, which they do see, or driver='lockstep'"
 )
 
 
@@ -95,7 +100,10 @@ def _has_tensors(value: object) -> bool:
     return isinstance(value, TensorVersion)
 
 
-UNKEYED = "such draws are not keyed, and a recompute draws others: draw by torch's functions, without a generator"
+UNKEYED = (
+    "such draws are not keyed: they depend on what was drawn before, and the recompute of a forward draws others, so "
+    "that its gradients are wrong; draw by torch's functions, without a generator"
+)
 
 
 def find_own_generators(layers: Mapping[str, nn.Module]) -> Iterator[str]:

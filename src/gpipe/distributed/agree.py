@@ -162,5 +162,7 @@ def follow_first(
         theirs.pop(PROGRAM, None)
     if mistakes := differences({first: theirs, endpoint.rank: own}):
         mistakes = mistakes if is_same_call else mistakes[:1]  # all else follows
-        told = f"the processes have come apart: {'; '.join(mistakes)}"
-        raise ValueError(f"{told}. Call the pipe in every process, as often, and with the same arguments")
+        raise ValueError(
+            f"the processes have come apart: {'; '.join(mistakes)}. Call the pipe in every process, as often, and "
+            f"with the same arguments"
+        )

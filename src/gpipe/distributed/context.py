@@ -111,7 +111,8 @@ class ProcessContext(Context):
             if own and own != shapes[first]:  # said by all alike
                 raise ValueError(
                     f"the inputs of rank {rank} that require a gradient have the shapes {own}, those of rank "
-                    f"{first}, which reads them, {shapes[first]}; give all the same, or those that read none None"
+                    f"{first}, which reads them, {shapes[first]}; give all processes the same, or those that do not "
+                    f"read inputs None"
                 )
 
     def share_input_gradients(self, gradients: Gradients, shapes: Sequence[Any]) -> Gradients:
@@ -150,8 +151,7 @@ class ProcessContext(Context):
         given = (tensors, torch.get_rng_state()) if is_first else None
         tensors, state = self.endpoint.spread(self.first, peers, label, given)
         torch.set_rng_state(state)
-        awaited = [peer for peer in peers if peer != self.endpoint.rank]
-        self.endpoint.expect({}, awaited, lambda _, seen: f"in generate, in round {seen.at}")
+        self.endpoint.expect({}, [peer for peer in peers if peer != self.endpoint.rank], _in_generate)
         return {**{name: settings[name] for name in others}, **tensors}
 
     def end_generation(self) -> None:
@@ -280,6 +280,10 @@ class ProcessContext(Context):
 def _in_words(value: object) -> str:
     """A setting, as another process can compare it."""
     return type(value).__name__ if " at 0x" in (text := repr(value)) else text
+
+
+def _in_generate(peer: int, seen: Status) -> str:
+    return f"in generate, in round {seen.at}"
 
 
 def describe_peer(engine: Engine, program: Program, peer: int, seen: Status) -> str:

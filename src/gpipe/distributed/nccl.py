@@ -170,7 +170,10 @@ class NcclGroups:
     def all_or_nothing(self) -> Iterator[None]:
         """What is begun inside is ended, or the groups are: else the ends would take one tensor for another."""
         if self._ended:
-            raise RuntimeError("a process was interrupted or gone while tensors were under way: make the pipe again")
+            raise RuntimeError(
+                "the process groups of this pipe were ended, because a process was interrupted or gone while tensors "
+                "were under way; make the pipe again"
+            )
         try:
             yield
         except BaseException:

@@ -45,8 +45,13 @@ def own_host() -> str:
         raise ValueError(_refusal(f"this one knows no way to MASTER_ADDR={first} ({known})", here))
     if first == known:
         raise ValueError(_refusal(f"MASTER_ADDR={first} is the loopback address, on each host its own", here))
-    why = f"this one takes MASTER_ADDR={first} for itself ({known}), as a line of /etc/hosts may say"
-    raise ValueError(_refusal(why, here))
+    raise ValueError(
+        _refusal(
+            f"this one takes MASTER_ADDR={first} for itself ({known}), as a line of /etc/hosts may say of localhost "
+            f"and of a host's own name",
+            here,
+        )
+    )
 
 
 def interfaces() -> Iterator[tuple[str, list[str]]]:
@@ -97,7 +102,10 @@ def listen(host: str) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-    raise ValueError(f"all ports of {PORTS}={given} are taken at {host}: each process here needs one for each pipe")
+    raise ValueError(
+        f"all ports of {PORTS}={given} are taken at {host}: give as many as there are processes on a host, and more "
+        f"where several pipes are made at once"
+    )
 
 
 def family(host: str) -> int:

@@ -119,7 +119,10 @@ def _all_gradients(
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         elif parameter.grad.layout is not torch.strided:
-            raise ValueError(f"a gradient of shape {tuple(parameter.shape)} is sparse: replicas need sparse=False")
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and cannot be added "
+                f"up over replicas; use sparse=False"
+            )
     return [local(parameter.grad) for parameter in present if parameter.grad is not None]
 
 

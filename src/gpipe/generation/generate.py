@@ -43,12 +43,18 @@ from gpipe.tracing.model import TracedModel
 from gpipe.tracing.runs import ForwardArguments
 from gpipe.tracing.trace import take_apart
 
-APART = "rank {rank} has chosen other words than the rank before it: give all the same, and seed what draws alike"
+APART = (
+    "rank {rank} has chosen other words than the rank before it: what the loops of the processes were given, or what "
+    "they do with it (a clock, a random number), differs. Give all processes the same, and seed what draws alike"
+)
 NO_GENERATE = "{kind} has no generate; pipe.generate is for models that have one, as those of transformers"
 TRAINS = "the pipe is in training mode, in which dropout would draw anew for each word: call pipe.eval() first"
 CLOCK = "max_time= is given; each process has a clock of its own, and would end elsewhere: give max_new_tokens"
 PROMPTED = "the model has learned prompts of peft, which its own generate puts before each prompt: generate by that"
-FIXED = "cache_implementation={found!r}: over processes a cache has to grow: give cache_implementation='dynamic'"
+FIXED = (
+    "cache_implementation={found!r}: over processes the size of a cache must show how full it is on other ranks, so "
+    "it has to grow: give cache_implementation='dynamic'"
+)
 CACHE, PIECES = "cache_implementation", "prefill_chunk_size"
 LENGTH = "neither max_new_tokens= nor max_length= is given, and what caches will hold depends on it: give one"
 INSTEAD = {

@@ -26,13 +26,17 @@ from gpipe.runtime.threads import NAME, ThreadState
 from gpipe.stages.messages import Cancelled
 from gpipe.tracing.runs import ForwardArguments
 
-PARTLY = "generate of the {kind} does not call the model but parts of it: make the pipe of the part that generates"
+PARTLY = (
+    "generate of the {kind} does not call the model but parts of it, which are not in a pipe: generate by the model "
+    "itself, or make the pipe of the part that generates"
+)
 COUNTING = ("logits_processor", "stopping_criteria")
 """Settings that may count what they have seen: each micro-batch has its own."""
 BY_ROW = "prefix_allowed_tokens_fn"
 """A setting that is asked by the number of a row."""
 BESIDE = (
-    "in generate, with micro-batch {m} (rows {first} to {last}), whose processors and criteria see its rows alone"
+    "in generate, outside of the model, with micro-batch {m} (rows {first} to {last}): each has copies of its own of "
+    "processors and criteria, which see its rows alone"
 )
 SAYS = "transformers.generation.utils"
 """The logger of what `generate` of transformers says."""

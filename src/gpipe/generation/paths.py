@@ -45,10 +45,22 @@ ELSEWHERE = (
     "in generation the forward of the {model} goes another way through its layers than on the sample: {name} comes "
     "behind {layer}. Generate by the model itself, or make the pipe with a sample that takes this way"
 )
-SHARES = "in generation {one} and {other} of the {model} fill the same cache: name both as one block, blocks=[...]"
-OTHER_CACHE = "in layers, the {model} leaves other values in its cache, in layer {at}. Generate by the model itself"
-KEPT = "in generation the {model} keeps what it has seen in its modules ({places}). Generate by the model itself"
-MAKES = "in generation the {model} makes its cache itself. Generate by the model itself, or with use_cache=False"
+SHARES = (
+    "in generation {one} and {other} of the {model} fill the same part of its cache, and each rank keeps that of its "
+    "own layers. Generate by the model itself, or name both as one block: blocks=[...]"
+)
+OTHER_CACHE = (
+    "in layers, the {model} leaves other values in its cache than by itself, in layer {at}: something between blocks "
+    "writes it. Generate by the model itself"
+)
+KEPT = (
+    "in generation the {model} keeps what it has seen in its modules ({places}) and not in a cache that it is given, "
+    "and micro-batches follow each other through them. Generate by the model itself"
+)
+MAKES = (
+    "in generation the forward of the {model} makes its cache itself, and each rank would make another. Generate by "
+    "the model itself, or with use_cache=False"
+)
 KEY = RngKey(0, 0, 0)  # nothing is drawn in evaluation
 
 

@@ -266,7 +266,10 @@ class Pipelined(WholeCheckpoints):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Makes the pipe, and Trainer's optimizer of its parameters: over processes, of this partition's."""
         if self._apart and self.optimizer is not None and self._piped is not self.model:
-            raise ValueError("optimizers= is of all parameters; give optimizer_cls_and_kwargs=(class, kwargs)")
+            raise ValueError(
+                "optimizers= holds an optimizer of all parameters, and over processes each has its own "
+                "partition's alone; give optimizer_cls_and_kwargs=(class, kwargs)"
+            )
         self._prepare_pipe()
         found: torch.optim.Optimizer = super().create_optimizer(self.pipe)
         return found

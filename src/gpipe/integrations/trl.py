@@ -11,7 +11,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,7 +51,11 @@ def chunked_log_probs(hidden: Any, *args: Any) -> Any:
     return _Function.apply(hidden, *args)
 
 
-trl.trainer.utils._ChunkedLogProbFunction = SimpleNamespace(apply=chunked_log_probs)
+class _Shown:
+    apply = staticmethod(chunked_log_probs)
+
+
+trl.trainer.utils._ChunkedLogProbFunction = _Shown
 
 
 class _Accelerator(transformers._Accelerator):

@@ -40,7 +40,10 @@ from gpipe.tracing.meta_model import exchanged
 
 T = TypeVar("T")
 ADAM = 2  # numbers that the optimizer keeps of each that it trains: Adam keeps two
-IF_IT_NEEDS_VALUES = "if it branches on them, give partitions=, micro_batches= and remat= to GPipe yourself"
+IF_IT_NEEDS_VALUES = (
+    "if it needs them, to branch on, no plan, no remat='auto' and no costs='flops' can be had: give partitions=, "
+    "micro_batches= and remat= to GPipe yourself"
+)
 COUNTED_BYTES = ("boundary", "inside", "keeps_input", "working", "leaving")
 _LEAST = 1e-9  # no layer costs nothing
 

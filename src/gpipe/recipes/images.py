@@ -67,7 +67,9 @@ class ImagesRecipe(Recipe[ImagesOptions]):
         if len(self.classes) < 2:
             raise ValueError(f"there is one class, {self.classes[0]}, and nothing to tell apart: give two or more")
         if count < o.batch_size:
-            raise ValueError(f"--batch-size is {o.batch_size}, and there are {count} images to train on")
+            raise ValueError(
+                f"--batch-size is {o.batch_size}, and there are {count} images to train on: choose fewer"
+            )
         self.title = f"{NETWORKS[o.model][1]} ({o.layers}, {o.filters})"
         self.steps_per_epoch, self.averaging = count // o.batch_size, o.ema
 

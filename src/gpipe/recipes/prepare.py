@@ -92,7 +92,9 @@ def locked(folder: Path, world: World) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"--out is {folder}, into which another training writes: choose another") from None
+            raise ValueError(
+                f"--out is {folder}, into which another training writes: wait for its end, or choose another folder"
+            ) from None
         except OSError:
             pass  # a file system without locks
         yield
@@ -176,14 +178,16 @@ def prepare(recipe: Recipe[Any], costs: Sequence[float] | None = None, world: Wo
     layers = build(recipe)
     begun = options.resume and gpipe.find_checkpoint(options.out / CHECKPOINTS) is not None
     if options.resume and not begun and (options.out / WEIGHTS).is_file():
-        raise ValueError(f"{options.out} has weights and no checkpoint to go on from: start another run --from it")
+        remedy = f"leave --resume out to begin anew, or start from them by --from {options.out} in another folder"
+        raise ValueError(f"{options.out} has the weights of a run and no checkpoint to go on from: {remedy}")
     if options.from_ is not None and not begun:
         recipe.fit(read_weights(options.from_), layers)
     pipe, how = make_pipe(recipe, layers, costs, world)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out is {options.out}, which cannot be made: {error.strerror}") from None
+        why = f"--out is {options.out}, which cannot be made: {error.strerror}; choose another folder"
+        raise ValueError(why) from None
     with locked(options.out, world):
         job = Job(recipe, pipe, how, world)
         _begin(job)
@@ -249,7 +253,8 @@ def _begin(job: Job) -> None:
         extra = gpipe.load(job.checkpoints, job.pipe, job.optimizer).extra
         job.progress = from_extra(extra, job.options, job.recipe.data)
         if job.done > job.steps:
-            raise ValueError(f"{job.done} steps were trained before: give more than {job.steps}, or no --resume")
+            remedy = "give as many or more by --steps or --epochs, or start anew without --resume"
+            raise ValueError(f"{job.done} steps were trained before, and this is a training of {job.steps}: {remedy}")
     elif not job.world.rank:
         for name in (WEIGHTS, EVALUATION):
             (job.options.out / name).unlink(missing_ok=True)

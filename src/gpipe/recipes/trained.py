@@ -121,6 +121,7 @@ def opened_translator(run: Path, partitions: int | None, width: int) -> Iterator
             for source in short:
                 yield " ".join(vocabulary.decode(next(found)).splitlines()) if source else ""
             if len(short) < len(sources):
-                raise ValueError(f"it is {len(sources[len(short)])} subwords long: give parts, of {most} at most")
+                known = f"sentences of {recipe.options.longest} were trained on: give it in parts, of {most} at most"
+                raise ValueError(f"it is {len(sources[len(short)])} subwords long, and {known}")
 
         yield to_english

@@ -22,10 +22,19 @@ from gpipe.runtime.run import Output, Run
 from gpipe.stages.boundary import UNDEFINED, Gradients
 from gpipe.stages.tree import Tree, moved, replace_tensors, tensors_in
 
-CREATE_GRAPH = "create_graph=True: the backward of a pipeline cannot be differentiated again; use the plain layers"
-ONLY_SOME = "torch.autograd.grad and backward(inputs=...) would add to all .grad; call backward() and read .grad"
+CREATE_GRAPH = (
+    "create_graph=True: the backward of a pipeline cannot be differentiated again, because its graph is cut at stage "
+    "boundaries; use the plain layers for higher derivatives"
+)
+ONLY_SOME = (
+    "torch.autograd.grad and backward(inputs=...) through a pipeline would add to .grad of every parameter as well; "
+    "call backward() and read .grad"
+)
 
-SECOND_BACKWARD = "this forward's backward has run already; call the pipe again, or add the losses up"
+SECOND_BACKWARD = (
+    "this forward's backward has run already, and the pipeline has let go of what it kept; "
+    "call the pipe again, or add the losses up and call backward once"
+)
 
 
 def pipelined(run: Run, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:

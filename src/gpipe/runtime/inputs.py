@@ -23,7 +23,10 @@ from gpipe.stages.microbatch import (
 )
 from gpipe.stages.tree import Tree, tensors_in
 
-NO_GRAPH = "torch.jit and torch.export cannot follow a pipe's threads; take the plain layers: nn.Sequential(*layers)"
+NO_GRAPH = (
+    "a pipe is run by threads or processes, which torch.jit and torch.export cannot follow; trace, script or export "
+    "the plain layers: torch.nn.Sequential(*layers)"
+)
 
 
 def scaler_device(devices: Sequence[torch.device]) -> torch.device:

@@ -18,7 +18,8 @@ PHASES = NAMES | {
 ONE_VALUE = "Expected more than 1 value per channel"  # how torch's normalizations begin to refuse
 WRONG_NUMBER = ("missing ", "takes ")  # so Python goes on where arguments are too few or too many
 ONE_VALUE_A_LAYER = (
-    "\na layer is given one value, also where that is a tuple: def forward(self, both): x, mask = both"
+    "\na layer is given one value, what the layer before returned, also where that is a tuple: let forward take one "
+    "argument and unpack it there, as in def forward(self, both): x, mask = both"
 )
 NOT_TENSORS = {
     "NoneType": "does its forward lack a return?",
@@ -29,9 +30,13 @@ TWO_VALUES_A_LOSS = "\nthe loss is called as loss_fn(output, target), with what 
 NO_TARGETS = "\nstep was given no targets: give them behind the inputs, as in pipe.step(inputs, targets, loss_fn)"
 OF_A_THREAD = "'_thread._local' object has no attribute"
 NOT_OF_THIS_THREAD = (
-    "\na threading.local is each rank thread's own: use a contextvars.ContextVar, or driver='lockstep'"
+    "\na threading.local has what each thread has set there, and rank threads have set nothing: use a "
+    "contextvars.ContextVar, which they see as the caller has it, or driver='lockstep'"
 )
-TOO_FEW_VALUES = "\ntoo small to normalize: use fewer micro-batches or a larger mini-batch, and drop_last=True"
+TOO_FEW_VALUES = (
+    "\nthis micro-batch is too small to normalize: use fewer micro-batches or a larger mini-batch, "
+    "and leave out a last mini-batch that is smaller (drop_last=True)"
+)
 
 
 def add_note(error: BaseException, run: Run, rank: Rank, program: Program, at: int) -> None:

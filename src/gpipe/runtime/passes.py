@@ -256,5 +256,6 @@ INTERRUPTED = "the mini-batch was interrupted; .grad may have a part of its sums
 ABSENT = object()
 OTHERS = ("decimal_context", "torch.")  # how names begin of what Python and torch's compiler set by themselves
 SETS_VARIABLES = (
-    "layers set the context variables {names}, which those of other partitions do not see; hand on a value"
+    "layers set the context variables {names}, and layers of other partitions do not see that, nor which micro-batch "
+    "it was for; hand it on as part of the value instead"
 )

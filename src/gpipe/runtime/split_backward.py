@@ -41,8 +41,10 @@ from gpipe.stages.boundary import Gradients, known_roots, shares_memory
 from gpipe.stages.tree import copy_of, version
 
 CHANGED = (
-    "what a product of this stage was given, or what came to it, was changed in place before the gradient of its "
-    "weight was computed. Return a clone instead, or use a schedule that does not split the backward"
+    "what a product of this stage was given, or the gradient that came to it, was changed in place before the "
+    "gradient of its weight was computed: by a layer that writes into a buffer or workspace which it hands on, in a "
+    "later micro-batch, or by a hook that changes gradients in place. Return a clone instead, or use a schedule that "
+    "does not split the backward"
 )
 
 

@@ -33,10 +33,14 @@ from gpipe.stages.messages import Cancelled
 Task: TypeAlias = tuple[Callable[[], None], SimpleQueue[BaseException | None]]  # a job, and where to say it is done
 NAME = "gpipe rank"
 WITHIN = (
-    "the pipe is called from within its own run, by a layer or a hook, by a processor of scores, or in its backward "
-    "by torch.utils.checkpoint around the pipe, which recomputes by itself: leave that out, and give remat="
+    "the pipe is called from within its own run, which would wait for itself: by a layer or a hook, where it "
+    "generates by a processor of scores, or in its backward by torch.utils.checkpoint around the pipe. A pipe "
+    "recomputes by itself: leave that out, and give remat="
 )
-AT_ONCE = "a call of this pipe is under way already, and processes must call it in one order: call it in one thread"
+AT_ONCE = (
+    "a call of this pipe is under way already, in another thread or around this one, and over processes all must "
+    "call it in one order: call it in one thread, or have the threads take turns, the same in every process"
+)
 AT_EXIT = 2.0
 """Seconds to wait for threads to end: one that the interpreter ends inside of C++ aborts the process."""
 
@@ -113,8 +117,9 @@ def flushes_denormals() -> bool:
 _SMALLEST = 5e-324
 
 BESIDE = (
-    "the backward of another call of this pipe is under way, and on several devices their sums would depend on which "
-    "comes first. Give the inputs of both in one call, or call backward for each output by itself"
+    "the backward of another call of this pipe is under way: with ranks on several devices, autograd begins one "
+    "while it waits in another, and gradients would be added up in another order each time. Give the inputs of both "
+    "in one call, call backward for each output by itself, or run a process for each device"
 )
 
 

@@ -49,7 +49,8 @@ Gradients: TypeAlias = list[Tensor | Undefined | None]
 
 CHANGED = (
     "what {stage} was given has been changed in place since it was handed on: by the layer that made it, in a later "
-    "micro-batch, or by the caller. Return a clone, and leave inputs alone until the backward is done"
+    "micro-batch (a buffer or a workspace that it returns and writes again), or by the caller, who wrote into the "
+    "inputs before the backward. Return a clone, and leave inputs alone until the backward is done"
 )
 NO_STRIDES = (
     "a {kind} tensor {why} cannot cross a cut; return it dense ({remedy}), or keep both layers in one partition"

@@ -120,8 +120,9 @@ def _refuse_views(snapshot: SavedBuffers, apart: Sequence[Slot]) -> None:
     ]
     if names:
         raise RuntimeError(
-            f"{', '.join(dict.fromkeys(names))}: buffers that lie in one memory, which a forward changes; register "
-            f"one and take views of it in the forward, or use remat='never' for this partition"
+            f"{', '.join(dict.fromkeys(names))}: buffers that lie in one memory, which a forward changes, so that a "
+            f"recompute would need them as they were; register one buffer and take views of it in the forward, or "
+            f"use remat='never' for this partition"
         )
 
 

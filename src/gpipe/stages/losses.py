@@ -54,7 +54,10 @@ OF_ROWS = OF_ELEMENTS | {
 PER_ROW = ("weight", "pos_weight", "var")
 """What a loss of torch may hold for each row, or for each class."""
 
-NO_GRADIENT = "the loss needs no gradient: compute it from the output, or call step() under torch.no_grad()"
+NO_GRADIENT = (
+    "the loss needs no gradient: it depends on no parameter that requires one; "
+    "return a loss computed from the output, or call step() under torch.no_grad()"
+)
 IGNORED_LABELS = (
     f"targets hold labels {IGNORED}, and loss_fn is none of torch's own, so it cannot be known whether it ignores "
     f"them; micro-batches are weighed by their rows. If it averages over the other labels, give "

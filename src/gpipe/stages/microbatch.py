@@ -123,12 +123,14 @@ def count_rows(inputs: Tree, at: int | None = None) -> int:
 
 OFFSETS = "cu_seq"  # of the name of what says where in packed rows each sequence begins: cu_seqlens, cu_seq_lens_q
 PACKED = (
-    "{path} says where sequences begin that are packed behind one another, and each micro-batch needs offsets of its "
-    "own. Pack each by itself, gpipe.MicroBatches([first, second, ...]), or put the sequences into rows, padded"
+    "{path} says where sequences begin that are packed behind one another, and {rows} rows of the mini-batch "
+    "are to be split without regard to them: each micro-batch needs offsets of its own. Pack each micro-batch by "
+    "itself, gpipe.MicroBatches([first, second, ...]), or put the sequences into rows, padded"
 )
 AS_LONG = (
-    "{path} is a {kind} of {rows} values, as many as the mini-batch has rows; make it a tensor, torch.tensor(...), "
-    "or give gpipe.MicroBatches([...]), or wrap it (or the object that has it) in gpipe.Whole if all need all of it"
+    "{path} is a {kind} of {rows} values, as many as the mini-batch has rows, and only tensors are split by rows; "
+    "make it a tensor, torch.tensor(...), or give each micro-batch its own, gpipe.MicroBatches([...]), or wrap it "
+    "(or the object that has it) in gpipe.Whole if every micro-batch needs all of it"
 )
 
 
@@ -211,7 +213,8 @@ def _rises_to(rows: int, value: Any) -> bool:
 
 CANNOT_MERGE = (
     "the outputs of the micro-batches cannot be put together: output{path} {why}. Have the rows of the micro-batch "
-    "in the first dimension; or use step(); or give the micro-batches as gpipe.MicroBatches([...]), for a list"
+    "in the first dimension; or use step(), where the loss sees each micro-batch's output; or give the micro-batches "
+    "as gpipe.MicroBatches([...]), for a list of their outputs"
 )
 SEVERAL_ROWS = (
     "output{path} has several rows for each row of the mini-batch, and those of the micro-batches are put one behind "
@@ -313,7 +316,10 @@ def first_micro_batch(sample: Tree, micro_batches: int, least: int = 1) -> Tree:
     return next((part for part in parts if not any((leaf == IGNORED).all() for leaf in tensors_in(part))), parts[0])
 
 
-INSIDE = "gpipe.MicroBatches, which stand for all inputs or all targets; give gpipe.MicroBatches([(x, mask), ...])"
+INSIDE = (
+    "gpipe.MicroBatches, which stand for all inputs or all targets and in no other value; put the other values into "
+    "each micro-batch: gpipe.MicroBatches([(x, mask), ...])"
+)
 NUMPY = "a numpy array{}; give a tensor: torch.from_numpy(...)"
 
 

@@ -98,11 +98,15 @@ def _words(tensor: Tensor, *, copied: bool) -> list[Tensor]:
 
 OTHERWISE = (
     "a recompute gave other values than its forward, and the gradients would be wrong: {layer} depends on what no "
-    "key reaches (numpy's or Python's random, a count of its own, the time, what another layer has left), or was "
-    "changed between a call and its backward; draw by torch's functions, keep what changes in buffers, stash and pop "
-    "what layers leave for each other, or use remat='never' for this partition"
+    "key reaches (numpy's or Python's random, a count of its own, the time, what another layer has left somewhere), "
+    "or was changed between a call and its backward (requires_grad, an attribute, a weight by .data); draw by "
+    "torch's functions, keep what changes in buffers, stash and pop what layers leave for each other, or use "
+    "remat='never' for this partition"
 )
-LEFT = "perhaps it reads a tensor that was left on a module ({left}): stash it there, and pop it where it is used"
+LEFT = (
+    "perhaps it reads a tensor that was left on a module ({left}), which is by now that of another micro-batch: have "
+    "the layer that makes it stash it, and pop it where it is used"
+)
 
 
 class RecomputeError(RuntimeError):

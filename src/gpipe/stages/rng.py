@@ -63,7 +63,8 @@ FORGETS = (
 )
 UNSEEN = (
     "a recompute of torch.utils.checkpoint draws random numbers, and its forward was not seen to draw any: a layer "
-    "must draw as often in both, on the same devices, and call torch.utils.checkpoint.checkpoint"
+    "must draw as often in a recompute as in its forward, on the same devices, and call "
+    "torch.utils.checkpoint.checkpoint"
 )
 COMPILED = (
     "something random is drawn inside of torch.utils.checkpoint within compiled code, by a backend that runs it "
@@ -237,9 +238,10 @@ def unseeded(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 IN_BACKWARD = (
-    "{} draws random numbers in its backward, where no key reaches them. Draw them in the forward and keep them "
-    "(ctx.save_for_backward). A layer that runs again in its backward what drew in its forward can do that by "
-    "torch.utils.checkpoint, whose draws are keyed, or leave it to the pipeline, by remat='always'"
+    "{} draws random numbers in its backward, where no key reaches them: they would depend on which rank comes "
+    "first. Draw them in the forward and keep them for the backward (ctx.save_for_backward). A layer that runs again "
+    "in its backward what drew in its forward (RevNet, Reformer) can do that by torch.utils.checkpoint, whose draws "
+    "are keyed, or leave it to the pipeline, by remat='always'"
 )
 
 

@@ -143,8 +143,9 @@ def find_without_values(named: Mapping[str, nn.Module]) -> Iterator[str]:
     for name, layer in named.items():
         if empty := [path for path, tensor in _state(layer).items() if tensor.is_meta and not is_lazy(tensor)]:
             yield (
-                f"layer {name} ({type(layer).__name__}) has no values: {', '.join(empty[:3])} on the meta device; "
-                f"build the layers anew, or give callables that build them"
+                f"layer {name} ({type(layer).__name__}) has no values: {', '.join(empty[:3])} on the meta "
+                f"device, as layers of other stages once a pipe over processes is built; build the layers anew, or "
+                f"give callables that build them"
             )
 
 

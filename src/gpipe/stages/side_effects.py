@@ -31,14 +31,19 @@ BACKWARD_IN_FORWARD = (
     "do so again, and the order of the sums would depend on the schedule. Give such losses to loss_fn (stash them, "
     "and have loss_fn.pop), or train these layers by themselves"
 )
-WRITES_WHAT_IT_GAVE = "a forward of {stage} has changed in place what an earlier one returned; return a clone"
+WRITES_WHAT_IT_GAVE = (
+    "a forward of {stage} has changed in place what an earlier one returned (a buffer or a workspace that a layer "
+    "returns and writes again), and which the next stage may not have read yet. Return a clone"
+)
 WEIGHTS_IN_FORWARD = (
-    "a forward of {stage} writes parameters of it ({names}), and backwards to come would see the new values; "
-    "constrain weights behind optimizer.step(), or by torch.nn.utils.parametrize"
+    "a forward of {stage} writes parameters of it ({names}) while earlier micro-batches wait for their backwards, "
+    "which would see the new values; constrain weights behind optimizer.step(), or by "
+    "torch.nn.utils.parametrize, which leaves the parameter as it is"
 )
 WEIGHTS_IN_BACKWARD = (
     "a backward of {stage} writes parameters of it ({names}), as an optimizer in a hook does "
-    "(register_post_accumulate_grad_hook). Step the optimizer behind pipe.step(...), or have one micro-batch"
+    "(register_post_accumulate_grad_hook): the plain loop's next forward sees the new values; here forwards go ahead "
+    "of backwards, as the schedule has it. Step the optimizer behind pipe.step(...), or have one micro-batch"
 )
 STATE_IN_BACKWARD = (
     "the backward of {stage} writes {names}. Where a later forward reads that, as scales of FP8 are read, the plain "

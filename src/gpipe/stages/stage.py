@@ -46,9 +46,18 @@ Modes: TypeAlias = tuple[bool, ...]
 BEGUN_IN_PLACE = (
     "begun to change in place what it is given, so a recompute would see the new value; run the step again"
 )
-BACKWARD_INSIDE = "calls backward() in it, past {stage}; take gradients by torch.autograd.grad, or of a detached copy"
-HOOKED_NODE = "puts a hook on the grad_fn of a tensor that it is given; put it on the tensor (tensor.register_hook)"
-SHARED_IN_PLACE = "in place a tensor that shares its memory with another one that it is given; let it work on a copy"
+BACKWARD_INSIDE = (
+    "calls backward() in it, whose gradients of what {stage} is given the layers before would never see; take "
+    "gradients by torch.autograd.grad, or of a detached copy"
+)
+HOOKED_NODE = (
+    "puts a hook on the grad_fn of a tensor that it is given, and behind the cut that is not the node of the layer "
+    "which made it. Put the hook on the tensor (tensor.register_hook), or where the tensor is made"
+)
+SHARED_IN_PLACE = (
+    "in place a tensor that shares its memory with another one that it is given, and behind a cut the other one does "
+    "not change with it; let the layer work on a copy, or the layer before return a clone"
+)
 
 
 class RngKey(NamedTuple):

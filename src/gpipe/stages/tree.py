@@ -65,8 +65,9 @@ OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, t
 MOST = 100_000  # objects that are looked at
 
 HIDDEN = (
-    "a {name} holds tensors where torch cannot see them; use tensors, tuples, lists or dicts, or register the class "
-    "with torch.utils._pytree.register_pytree_node, or turn off what puts it there (a cache: use_cache=False)"
+    "a {name} holds tensors where torch cannot see them (torch.utils._pytree takes it for a single value), so they "
+    "would not be cut, split or given gradients; use tensors, tuples, lists or dicts, or register the class with "
+    "torch.utils._pytree.register_pytree_node, or turn off what puts it there (a cache: use_cache=False)"
 )
 
 

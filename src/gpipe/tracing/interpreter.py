@@ -42,9 +42,10 @@ RANDOM = frozenset({
 """Functions of torch that draw random numbers: they are operations, whatever they are given."""
 
 OTHER_OPS = (
-    "the forward takes another path than on the sample: {now} where {then} came. Name the modules inside of which it "
-    "branches (of a mixture of experts, the one that chooses among them): blocks=[...], with names as in "
-    "model.named_modules(); or give a sample that takes the path of training, and one path alone"
+    "the forward takes another path than on the sample: {now} where {then} came. A branch on a value, a dropped "
+    "layer or a changed setting leads elsewhere. Name the modules inside of which it branches (of a mixture of "
+    "experts, the one that chooses among them): blocks=[...], with names as in model.named_modules(); or give a "
+    "sample that takes the path of training, and one path alone"
 )
 OTHER_VALUE = "{name} returns another structure than on the sample; let it return the same with every input"
 OTHER_OUTPUT = (
@@ -53,8 +54,9 @@ OTHER_OUTPUT = (
     "leave them out of what the model is given, and of model.config"
 )
 NOT_THERE = (
-    "{name} needs a value that an earlier layer made, and that did not cross the cuts ({kind}). Let blocks hand on "
-    "tensors, in tuples, lists, dicts or dataclasses, or name other blocks: blocks=[...]"
+    "{name} needs a value that an earlier layer made, and that did not cross the cuts: on the sample it was not "
+    "needed here, or it is of a kind that cannot cross ({kind}). Let blocks hand on tensors, in tuples, lists, "
+    "dicts or dataclasses, or name other blocks: blocks=[...]"
 )
 
 

@@ -161,7 +161,10 @@ def layers_of(model: nn.Module, sample: Tree, blocks: Sequence[str] | None = Non
     return ModelLayers(TracedModel(model, sample, blocks))
 
 
-COMPILED = "give the model itself (torch.compile(model) keeps it as ._orig_mod), and compile blocks: block.compile()"
+COMPILED = (
+    "give the model itself (torch.compile(model) keeps it as ._orig_mod; after model.compile() make it anew), and "
+    "compile its blocks: for block in model.layers: block.compile()"
+)
 SCRIPTED = "give the model that was scripted"
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 

@@ -119,7 +119,10 @@ WITHOUT = (
     "reset_parameters() of the modules that hold them gives them any. Build the model for real, without "
     "torch.device('meta'), or give those modules a reset_parameters() that fills them"
 )
-UNKNOWN = "{names} are on the meta device and neither parameters nor buffers; give register_buffer(name, value)"
+UNKNOWN = (
+    "{names} are on the meta device and neither parameters nor buffers, so nothing can give them values; let "
+    "their modules have them by register_buffer(name, value, persistent=False)"
+)
 HOOKED = "{names} have hooks, which would not come along; register them when the pipe is built"
 
 

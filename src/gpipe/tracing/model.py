@@ -59,8 +59,9 @@ NOT_LEARNT = (
 
 MOST_TRACES = 32
 TOO_MANY = (
-    "the {model} was recorded {most} times, for inputs that differ in more than their numbers ({one}, and then "
-    "{other}). Leave what changes from step to step out of inputs and attributes, or give it as a number or a tensor"
+    "the {model} was recorded {most} times, for inputs that differ in more than their numbers: in texts, settings, "
+    "keys or dimensions, each of which may lead its forward elsewhere ({one}, and then {other}). Leave what changes "
+    "from step to step out of what the model is given and of its attributes, or give it as a number or a tensor"
 )
 
 First: TypeAlias = tuple[TracerRun, Proof, bool]

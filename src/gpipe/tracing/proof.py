@@ -25,12 +25,14 @@ from gpipe.tracing.tracer import TracerRun
 
 OTHER_STRUCTURE = (
     "interpreted in layers, the {model} gives an output of other parts than by itself: {parts}. Caches (use_cache), "
-    "and what blocks put elsewhere than into lists in a context variable, are not seen in layers; turn them off"
+    "and what blocks put elsewhere than into lists that the forward opens in a context variable, as transformers "
+    "does, are not seen in layers; turn them off, in model.config or in what the model is given, or collect so"
 )
 OTHER_BITS = (
     "interpreted in layers, the {model} gives other values than by itself: {what}. Something between blocks depends "
-    "on what is not seen there (a cache, a random number, what one block leaves for another): have blocks return it, "
-    "or name others: blocks=[...]. Or a block keeps a tensor as an attribute: self.register_buffer(name, tensor)"
+    "on what is not seen there (a cache, a value that one block leaves for another, a random number): let it be part "
+    "of what blocks are given and return, or name other blocks: blocks=[...]. Or a block keeps a tensor from call to "
+    "call as an attribute, of which nothing is known: let it be a buffer, self.register_buffer(name, tensor)"
 )
 
 
@@ -140,7 +142,10 @@ class _EchoingInterpreter(StageInterpreter):
                 raise
 
 
-ECHOED = "while {name} ran once more on rows in another order, to see that it leaves nothing behind for other layers"
+ECHOED = (
+    "while {name} ran once more on rows in another order, or on smaller numbers, as another micro-batch may have "
+    "them, to see that it leaves nothing behind for other layers"
+)
 
 
 def _other(tensor: Tensor) -> Tensor:

@@ -23,12 +23,16 @@ from gpipe.tracing.trace import CannotSplitError, is_carried
 
 T = TypeVar("T")
 
-ON_SAMPLE = "while the {model} was traced, whole and in layers; give what model(...) takes: for keywords, a dict"
+ON_SAMPLE = (
+    "while the {model} was traced, whole and in layers: on the sample, or on the first mini-batch of another kind; "
+    "give what model(...) takes: a dict for keywords, anything else for its one argument"
+)
 APART = (
     "in layers, {place} of the {model} fails with {error}, and in the model by itself it does not{left}. It looks "
-    "for what another block, or the forward around it, has put where layers that run apart do not see it. Return it "
-    "where it is made and hand it on as an argument, or name other blocks (blocks=[...]), each with all that shares "
-    "it. Layers of transformers that share keys and values do so: num_kv_shared_layers=0"
+    "for what another block, or the forward around it, has put where layers that run apart do not see it: into a "
+    "dict, list or cache that all blocks are given, or on their parent. Return it where it is made and hand it on as "
+    "an argument, or name other blocks (blocks=[...]), each with all that shares it. Layers of transformers that "
+    "share keys and values do so: num_kv_shared_layers=0"
 )
 
 

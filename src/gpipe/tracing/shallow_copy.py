@@ -27,8 +27,9 @@ HOOKED = (
     "Put the hook on a block or on a module inside of one; on a module without parameters, before the pipe is made"
 )
 OTHER_FORWARD = (
-    "{name} has a forward that was set on it and is not its own method, as accelerate sets one (device_map=, "
-    "prepare). Take it off (accelerate.hooks.remove_hook_from_submodules(model)), or set it on blocks"
+    "{name} has a forward that was set on it and is not its own method, as accelerate sets one for its hooks "
+    "(device_map=, prepare), and blocks stand in it: it calls the model's modules where nothing sees them. Take it "
+    "off (accelerate.hooks.remove_hook_from_submodules(model)), or set it on blocks"
 )
 COLLECTOR = "_output_capturing_hooks_installed"
 """Where a model of transformers looks whether it has hooks that collect (note "Collections" in trace.py)."""

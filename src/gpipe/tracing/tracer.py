@@ -49,14 +49,18 @@ UNSEEN = (
     "written into of what a block gave (x.new_zeros(...)), or name other blocks: blocks=[...]"
 )
 NOT_CALLED = (
-    "none of the blocks ({blocks}) is called in the forward of the {model}: name those that are, blocks=[...]"
+    "none of the blocks ({blocks}) is called in the forward of the {model}: methods or parts of them are used "
+    "instead. Name modules that are called: blocks=[...]"
 )
 SAVES_OTHERWISE = (
     "{name} runs inside of torch.utils.checkpoint, or of other hooks on saved tensors, that the forward puts around "
     "it: what they keep would be of one layer and their recompute of another. Let a block do so inside of it "
     "(gradient_checkpointing_enable() of transformers), or leave it to the pipe, by remat="
 )
-CHANGES_INPUT = "the forward changes an input of shape {shape}, {dtype}, in place between blocks; work on a clone"
+CHANGES_INPUT = (
+    "the forward changes an input of shape {shape}, {dtype}, in place between blocks, and every layer would do "
+    "so again; let it work on a clone"
+)
 REACHES = (
     "{unit} uses {parameter} by a reference, a parameter of a module that blocks stand in: no layer has it, and "
     "several would add to its gradient. Hand it to {unit} as an argument, or put it into a module without blocks"
@@ -70,9 +74,10 @@ COUNTS = (
     "each recompute; keep what changes in a module inside of a block, as a buffer, or count outside of the model"
 )
 DRAWS = (
-    "the forward of the {model} draws {what} between blocks, and every layer would draw anew: drop no layers "
-    "(layerdrop or layer_drop 0) and mask no speech (apply_spec_augment=False, or mask_time_prob and "
-    "mask_feature_prob 0); let anything else draw by torch, or in a block"
+    "the forward of the {model} draws {what} between blocks, and every layer and micro-batch would draw anew. Layers "
+    "that are dropped at random do so (set layerdrop or layer_drop to 0), and masks over speech "
+    "(apply_spec_augment=False, or mask_time_prob and mask_feature_prob 0); let anything else draw by torch, or in a "
+    "block"
 )
 KEEPS = (
     "the {model} is given a {kind} ({name}), in which its forward keeps tensors, and layers run apart: each would "

@@ -122,7 +122,7 @@ def questions(draw: st.DrawFn, numbers: st.SearchStrategy[float], most: int = 8)
 def test_no_cuts_are_better_and_ties_go_to_large_first_stages(balance: Balance, question: Question) -> None:
     best = question.best(balance)
     if best is None:
-        with pytest.raises(ValueError, match="fit in memory"):
+        with pytest.raises(ValueError, match=r"fit in memory|largest device holds"):
             question.ask(balance)
     else:
         assert question.ask(balance).layers == best
@@ -187,6 +187,19 @@ def test_layers_given() -> None:
     assert found == given([2, 3, 1], [1.0, 2, 3, 4, 5, 6])
     with pytest.raises(ValueError, match=r"stage 1 takes 0 layers, must take at least 1; .*6 layers .*all 7"):
         given([2, 0, 4], [1] * 7)
+
+
+def test_a_layer_too_big_for_any_device_is_named() -> None:
+    memory = Memory(state=[1, 8000, 1], boundary=[1, 1, 1], inside=[1, 500, 1], limits=[4000, 5000])
+    with pytest.raises(ValueError, match=r"layer 1 needs 8,500 bytes, the largest device holds 5,000"):
+        partition([1, 1, 1], 2, memory=memory)
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+def test_what_would_fit_is_said(balance: Balance) -> None:
+    memory = Memory(state=[10] * 6, boundary=[0] * 6, inside=[0] * 6, limits=[24, 20])
+    with pytest.raises(ValueError, match=r" 1\.5 times the limits: stage 1 with layers 3 to 5 needs 30 bytes of 20"):
+        partition([1] * 6, 2, balance=balance, memory=memory)
 
 
 def test_all_mistakes_are_told_at_once() -> None:

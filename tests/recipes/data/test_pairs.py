@@ -62,7 +62,7 @@ def test_all_mistakes_of_a_table_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read as pairs") as caught:
         read_tsv(table)
     told = str(caught.value).splitlines()
-    assert told[1].startswith("  line 2 has 1 columns; write source and English")
+    assert told[1].startswith("  line 2 has 1 column; write two (source, English) or three")
     assert told[2] == "  line 3 says nothing in: source; fill the column or delete the line"
     assert told[3].startswith("  line 4 has 4 columns;")
     assert told[4] == "  line 5 is not in UTF-8, from byte 1 on; save the file as UTF-8"

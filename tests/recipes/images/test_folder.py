@@ -86,7 +86,7 @@ def test_what_cannot_be_used_ends_with_what_to_do(
     out, images = ["--out", str(tmp_path / "out")], ["train", "images", "--image-folder", str(folder)]
     for given, told in (
         ([*images, "--classes", "ant", "yak", *out], "there is no class yak; there are ant, bee, cat"),
-        ([*images, "--batch-size", "31", *out], "there are 30 images to train on"),
+        ([*images, "--batch-size", "31", *out], "there are 30 images to train on: choose fewer"),
         (["evaluate"], "give the folder of a run"),
         (["evaluate", str(tmp_path)], "has no config.toml: give the folder of a run"),
         (["evaluate", str(tmp_path), "--beam", "0"], "--beam is 0: choose 1 or more"),

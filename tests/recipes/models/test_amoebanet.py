@@ -134,5 +134,5 @@ def test_too_small_a_network_or_image_is_refused() -> None:
             amoebanet_d(layers, filters)
     with torch.device("meta"):
         amoebanet_d(3, 16, aux_head=True, image_size=67)
-        with pytest.raises(ValueError, match="use 67 or more"):
+        with pytest.raises(ValueError, match="at least 67x67"):
             amoebanet_d(3, 16, aux_head=True, image_size=66)

@@ -86,10 +86,10 @@ def test_another_training_is_not_gone_on_with(whole: TranslationOptions, folder:
     for changes, told in (
         ({**resumed, "label_smoothing": 0.5}, "--label-smoothing is 0.5, and the checkpoint is of a training"),
         ({**resumed, "tsv": other}, "the training data are not those of the checkpoint"),
-        ({**resumed, "steps": 12}, "13 steps were trained before: give more than 12"),
+        ({**resumed, "steps": 12}, "13 steps were trained before, and this is a training of 12: give as many"),
         (
             {**started, "vocabulary": 500},
-            f"--vocabulary is 500, and {whole.out} has one of 300: leave",
+            f"--vocabulary is 500, and {whole.out} has one of 300, which is kept: leave",
         ),
         ({**started, "from_": tmp_path}, "has neither model.safetensors nor a checkpoint"),
     ):

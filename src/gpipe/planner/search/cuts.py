@@ -52,7 +52,7 @@ def partition(
         memory: What layers need and devices hold; no stage exceeds it.
 
     Raises:
-        ValueError: Arguments that cannot be (all of them), or no cuts that fit in memory.
+        ValueError: Arguments that cannot be (all of them), or no cuts that fit in memory, with what would.
 
     >>> partition([1, 1, 1, 1, 4, 4], 3).layers
     (4, 1, 1)
@@ -70,7 +70,7 @@ def partition(
         search = replace(search, cap=slowest.tied(slowest.least()[0, 0]))
     layers = search.best()
     if layers is None:
-        raise ValueError(f"no cuts into {stages} stages fit in memory: take more stages or larger devices")
+        raise ValueError(_why_nothing_fits(chain))
     return Partition(layers, chain)
 
 
@@ -161,4 +161,27 @@ def _search(chain: Chain) -> _Search:
         limits=chain.limits,
         dealt=math.ldexp(dealt * (1 + TOLERANCE), scale) if min(chain.limits) == math.inf else math.inf,
         mean=math.ldexp(mean, scale),
+    )
+
+
+def _why_nothing_fits(chain: Chain) -> str:
+    """Names the layers that no device holds, or else the cuts that need the least enlargement of all devices."""
+    limits, most = chain.limits, max(chain.limits)
+    if big := [f"layer {at} needs {held:,.15g} bytes" for at, held in enumerate(chain.held) if held > most]:
+        return f"{', '.join(big)}, the largest device holds {most:,.15g}: divide the layer, or take a larger device"
+
+    search, each = _search(chain), np.array(limits)[:, None]
+    unlimited = replace(
+        search, x=search.held / each, y=search.free / each, limits=(math.inf,) * len(limits), mean=None
+    )
+    layers = unlimited.best()
+    assert layers is not None  # without limits all cuts fit
+    nearest = Partition(layers, chain)
+    ratios = [held / limit for held, limit in zip(nearest.bytes, limits, strict=True)]
+    worst = ratios.index(max(ratios))
+    first, end = nearest.bounds[worst]
+    return (
+        f"no cuts into {len(limits)} stages fit in memory. The nearest need {ratios[worst]:.4g} times the limits: "
+        f"stage {worst} with layers {first} to {end - 1} needs {nearest.bytes[worst]:,.15g} bytes of "
+        f"{limits[worst]:,.15g}. Take larger devices, more stages, smaller micro-batches or fewer in flight"
     )

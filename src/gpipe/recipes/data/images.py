@@ -55,7 +55,8 @@ def load_folder(
         held_out = {name: files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY] for name, files in train.items()}
         train = {name: sorted({*files} - {*held_out[name]}) for name, files in train.items()}
         if not mistakes and not any(held_out.values()):
-            mistakes.append(f"no class has the {HELD_OUT_EVERY} images of which one is held out; add some")
+            remedy = "add images, or put some into val/CLASS and the others into train/CLASS"
+            mistakes.append(f"no class has the {HELD_OUT_EVERY} images of which one is held out; {remedy}")
     else:
         held_out, more = _find(held_out_root)
         mistakes += more

@@ -85,7 +85,8 @@ def read_tsv(file: str | PathLike[str]) -> list[Pair]:
 def _pair_of(columns: list[str]) -> Pair:
     columns = [column.strip() for column in columns]
     if len(columns) not in (2, 3):
-        raise ValueError(f"has {len(columns)} columns; write source and English, perhaps with a language ahead")
+        remedy = "write two (source, English) or three (language, source, English), separated by tabs"
+        raise ValueError(f"has {len(columns)} column{'s' * (len(columns) > 1)}; {remedy}")
     names = ("language", "source", "English")[-len(columns) :]
     if empty := [name for name, column in zip(names, columns, strict=True) if not column]:
         raise ValueError(f"says nothing in: {', '.join(empty)}; fill the column or delete the line")

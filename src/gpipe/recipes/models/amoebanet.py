@@ -275,7 +275,10 @@ def _auxiliary_head(inputs: int, classes: int, image_size: int) -> nn.Module:
     """Makes the classifier of a cell behind four halvings of the image: (N, inputs, S, S) -> (N, classes)."""
     size = -(-((image_size - 1) // 2) // 8)  # the stem is not padded; the three reductions are, and round up
     if size < 5:
-        raise ValueError(f"aux_head pools 5x5, and {image_size} pixels are {size}x{size} there: use 67 or more")
+        raise ValueError(
+            f"the auxiliary head pools windows of 5x5, but images of {image_size}x{image_size} pixels are "
+            f"{size}x{size} when they come there: use at least 67x67, or aux_head=False"
+        )
     narrow, wide = _AUXILIARY_CHANNELS
     pooled = (size - 5) // 3 + 1
     return nn.Sequential(
@@ -291,7 +294,10 @@ def _amoebanet(
 ) -> list[nn.Module]:
     """Builds the layers, with an auxiliary head for images of `aux` pixels a side unless it is None."""
     if layers < 3 or filters < 16:
-        raise ValueError(f"AmoebaNet needs at least 3 layers and 16 filters: got layers={layers}, filters={filters}")
+        raise ValueError(
+            "AmoebaNet needs at least 3 layers (a normal cell for each stack) and 16 filters (4 in the first "
+            f"reduction): got layers={layers}, filters={filters}"
+        )
     cells = [(reduction, filters // 4), (reduction, filters // 2)]
     for i in range(layers):
         if i in (layers // 3, 2 * layers // 3):

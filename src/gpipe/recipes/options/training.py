@@ -121,7 +121,8 @@ class TrainOptions:
             raise ValueError(f"--partitions is {k}, but there are {processes} processes: choose one of {fitting}")
         if processes and self.micro_batches % (processes // k):
             replicas = f"{processes} processes of {k} partitions are {processes // k} replicas"
-            raise ValueError(f"--micro-batches is {self.micro_batches}, but {replicas}, which share them evenly")
+            why = f"--micro-batches is {self.micro_batches}, but {replicas}, which share them evenly"
+            raise ValueError(f"{why}: choose a multiple")
         return chosen
 
     def check(self) -> None:

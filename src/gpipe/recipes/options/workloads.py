@@ -83,8 +83,9 @@ class ImagesOptions(TrainOptions):
             yield f"--cutout is {self.cutout}: choose 0 to {self.image_size}, --image-size"
         if self.image_folder is None and self.crop != 1:
             yield "--crop is for --image-folder: digits fill their images"
-        if self.bf16 and 16 <= self.image_size < 19:  # of single pixels, strided, torch's gradients are wrong
-            yield f"--bf16 needs images of 19 pixels or more, and --image-size is {self.image_size}"
+        if self.bf16 and 16 <= self.image_size < 19:  # the last reduction would read single pixels
+            why = "in bfloat16 torch's gradients of strided convolutions of single pixels are wrong on CPUs"
+            yield f"--bf16 needs images of 19 pixels or more, and --image-size is {self.image_size}: {why}"
 
 
 @dataclass(frozen=True)

@@ -100,5 +100,6 @@ def _read(options: TranslationOptions) -> Split:
     split = split_by_english([pair for pair in pairs if pair.language in chosen])
     sizes = {"train on": len(split.train), "look at meanwhile": len(split.validation), "judge by": len(split.test)}
     if absent := [purpose for purpose, size in sizes.items() if not size]:
-        raise ValueError(f"of {sum(sizes.values())} pairs none falls to those to {', nor to those to '.join(absent)}")
+        why = f"of {sum(sizes.values())} pairs none falls to those to {', nor to those to '.join(absent)}"
+        raise ValueError(f"{why}, which are a part of the English sentences each: give more pairs, or more languages")
     return split

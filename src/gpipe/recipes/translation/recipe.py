@@ -55,7 +55,9 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         if o.from_ is not None and not o.resume and (o.from_ / CONFIG).is_file():
             kept = read_config(o.from_ / CONFIG).get("vocabulary", o.vocabulary)
             if kept != o.vocabulary:
-                raise ValueError(f"--vocabulary is {o.vocabulary}, and {o.from_} has one of {kept}: leave it out")
+                raise ValueError(
+                    f"--vocabulary is {o.vocabulary}, and {o.from_} has one of {kept}, which is kept: leave it out"
+                )
         for run in (o.out if o.resume else None, o.from_):
             if run is not None and (run / VOCABULARY).is_file():
                 return Vocabulary.load(run / VOCABULARY)
