@@ -111,7 +111,7 @@ class GPipe(Partitioned):
             `"zb_h2"`, `"interleaved_zb"`, `"zb_v"`, `"v_half"`, `"v_min"`; or `"dualpipe_v"`, for M of at least 2K.
             Or a `Program` of forwards and backwards alone, or a function of K and M that gives one. Or `"auto"`:
             cuts, stages of a rank, table and what to recompute are searched for together, by `costs` and within
-            `memory`, in 5 to 10 seconds; `pipe.summary()` tells how near it came. A mini-batch of fewer micro-batches
+            `memory`, in 4 to 6 seconds; `pipe.summary()` tells how near it came. A mini-batch of fewer micro-batches
             for which there is no such table goes by fill-drain; of a program, by what it has of them.
         stages_per_rank: How many stages each rank holds; by default what the schedule has, 2 if it leaves it open.
             Where it is more than 1, `partitions` as a list has the layers of each stage.

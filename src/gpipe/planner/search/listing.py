@@ -6,7 +6,6 @@ backward. A forward leaves room for the later stages of its rank, as a banker do
 take all of it, and no backward would ever come.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -121,13 +120,19 @@ class Knobs:
     bold: bool = False
 
 
-def list_table(task: Task, knobs: Knobs, enough: float = inf) -> tuple[float, Program] | None:
-    """The table that knobs give, and how long it takes; None if it gets stuck or takes longer than is `enough`."""
+def list_table(task: Task, knobs: Knobs) -> tuple[float, Program] | None:
+    """The table that knobs give, and how long it takes; None if it gets stuck."""
     listing = _Listing(task, knobs)
-    if not listing.run(enough):
+    if not listing.run(inf):
         return None
-    program = Program.of(listing.rows, task.micro_batches, rank_of=task.rank_of)
-    return max(listing.free), program
+    rows = ((Action(*one) for one in row) for row in listing.rows)
+    return max(listing.free), Program.of(rows, task.micro_batches, rank_of=task.rank_of)
+
+
+def list_seconds(task: Task, knobs: Knobs, enough: float) -> float:
+    """How long the table that knobs give takes; infinity if it gets stuck or takes longer than is `enough`."""
+    listing = _Listing(task, knobs)
+    return max(listing.free) if listing.run(enough) else inf
 
 
 class _Listing:
@@ -136,6 +141,7 @@ class _Listing:
     def __init__(self, task: Task, knobs: Knobs) -> None:
         self.task, self.knobs = task, knobs
         stages, ranks = range(len(task.rank_of)), range(len(task.stages_of))
+        self.stages_of, self.room = task.stages_of, [room * (1 + 1e-9) for room in task.room]
         self.forwards = [0 for _ in stages]
         self.backwards = [0 for _ in stages]
         self.arrived: list[list[float]] = [[0.0] * task.micro_batches if s == 0 else [] for s in stages]
@@ -143,7 +149,7 @@ class _Listing:
         self.free = [0.0 for _ in ranks]
         self.held = [0.0 for _ in ranks]
         self.owed: list[list[tuple[int, int]]] = [[] for _ in ranks]
-        self.rows: list[list[Action]] = [[] for _ in ranks]
+        self.rows: list[list[tuple[Kind, int, int]]] = [[] for _ in ranks]
         self.behind = [sum(task.held[t] for t in task.stages_of[task.rank_of[s]] if t > s) for s in stages]
 
     def run(self, enough: float) -> bool:
@@ -151,45 +157,50 @@ class _Listing:
         task = self.task
         left = task.micro_batches * sum(2 + (weights > 0) for weights in task.weights)
         next_of = [self._next(rank) for rank in range(len(self.free))]
+        starts = [start for start, *_ in next_of]
         while left:
-            rank = min(range(len(next_of)), key=lambda rank: next_of[rank][0])
-            start, kind, stage = next_of[rank]
+            start = min(starts)
+            rank = starts.index(start)
             if start == inf:
                 return False
-            changed = self._do(rank, start, kind, stage)
+            changed = self._do(rank, *next_of[rank])
             if self.free[rank] > enough:
                 return False
             left -= 1
             for other in {rank, changed}:
                 next_of[other] = self._next(other)
+                starts[other] = next_of[other][0]
         return True
 
     def _next(self, rank: int) -> tuple[float, Kind, int]:
         """What a rank does next, and when; at infinity if it has to wait for what nobody has begun."""
-        now, first = self.free[rank], self.knobs.forward_first[rank]
-        best = min(
-            (max(at, now), (kind is Kind.FORWARD) is not first, order, kind, stage)
-            for at, order, kind, stage in self._ready(rank)
-        )
+        knobs, now, owed = self.knobs, self.free[rank], self.owed[rank]
+        forward_last = not knobs.forward_first[rank]
+        best = inf, False, 0, Kind.FORWARD, 0
+        for s in self.stages_of[rank]:
+            ahead, done = self.forwards[s], self.backwards[s]
+            arrived, returned = self.arrived[s], self.returned[s]
+            if ahead < len(arrived) and ahead - done < knobs.ahead[s] and self._has_room(rank, s):
+                at = arrived[ahead]
+                one = at if at > now else now, forward_last, -s if knobs.later_first else s, Kind.FORWARD, s
+                best = one if one < best else best
+            if done < len(returned):
+                at = returned[done]
+                one = at if at > now else now, not forward_last, s, Kind.BACKWARD, s
+                best = one if one < best else best
         start, _, _, kind, stage = best
-        if self.owed[rank]:
-            owed = self.owed[rank][0][0]
-            fits = start - now >= self.task.weights[owed] * self.knobs.least_gap * (1 - 1e-9)
-            if fits or len(self.owed[rank]) > self.knobs.most_owed[rank]:
-                return now, Kind.BACKWARD_WEIGHT, owed
+        if owed:
+            first = owed[0][0]
+            fits = start - now >= self.task.weights[first] * knobs.least_gap * (1 - 1e-9)
+            if fits or len(owed) > knobs.most_owed[rank]:
+                return now, Kind.BACKWARD_WEIGHT, first
         return start, kind, stage
 
-    def _ready(self, rank: int) -> Iterator[tuple[float, int, Kind, int]]:
-        task, knobs = self.task, self.knobs
-        yield inf, 0, Kind.FORWARD, 0
-        for s in task.stages_of[rank]:
-            ahead, done = self.forwards[s], self.backwards[s]
-            if ahead < len(self.arrived[s]) and ahead - done < knobs.ahead[s]:
-                bold = knobs.bold and any(self.forwards[t] > self.backwards[t] for t in task.stages_of[rank] if t > s)
-                if self.held[rank] + task.held[s] + (0 if bold else self.behind[s]) <= task.room[rank] * (1 + 1e-9):
-                    yield self.arrived[s][ahead], -s if knobs.later_first else s, Kind.FORWARD, s
-            if done < len(self.returned[s]):
-                yield self.returned[s][done], s, Kind.BACKWARD, s
+    def _has_room(self, rank: int, stage: int) -> bool:
+        later = (t for t in self.stages_of[rank] if t > stage)
+        bold = self.knobs.bold and any(self.forwards[t] > self.backwards[t] for t in later)
+        behind = 0.0 if bold else self.behind[stage]
+        return self.held[rank] + self.task.held[stage] + behind <= self.room[rank]
 
     def _do(self, rank: int, start: float, kind: Kind, stage: int) -> int:
         """Lists an action, and gives the rank that may go on by it."""
@@ -221,6 +232,6 @@ class _Listing:
             if stage:
                 other = stage - 1
                 self.returned[other].append(end + task.sent_back[stage])
-        self.rows[rank].append(Action(kind, stage, micro_batch))
+        self.rows[rank].append((kind, stage, micro_batch))
         self.free[rank] = end
         return task.rank_of[other]

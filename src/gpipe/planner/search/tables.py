@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from gpipe.planner.search.cutting import Cuts, Trial, even, message_costs
 from gpipe.planner.search.device import Device
-from gpipe.planner.search.listing import Knobs, Task, list_table
+from gpipe.planner.search.listing import Knobs, Task, list_seconds, list_table
 from gpipe.planner.search.profile import SizedProfile
 from gpipe.planner.search.shapes import AUTO, Shape
 from gpipe.schedule.action import Action, Kind
@@ -89,9 +89,9 @@ class TableSearch:
 
     def _list(self, candidate: Candidate) -> None:
         enough = self.best[-1].seconds if len(self.best) == KEPT else inf
-        listing = list_table(self._task(candidate, self.tried_micro_batches), candidate.knobs, enough)
-        if listing is not None and candidate not in (replace(each, seconds=inf) for each in self.best):
-            self.best.append(replace(candidate, seconds=listing[0]))
+        took = list_seconds(self._task(candidate, self.tried_micro_batches), candidate.knobs, enough)
+        if took < inf and candidate not in (replace(each, seconds=inf) for each in self.best):
+            self.best.append(replace(candidate, seconds=took))
             self.best.sort(key=attrgetter("seconds"))
             del self.best[KEPT:]
 
