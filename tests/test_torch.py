@@ -32,6 +32,9 @@ from torch._C._distributed_c10d import HashStore
 from torch._prims import rng_prims
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -1106,3 +1109,28 @@ def test_the_threads_of_an_operation_are_put_back() -> None:
         with modes.intra_op_threads(before + 1):
             assert torch.get_num_threads() == before + 1
         assert torch.get_num_threads() == before
+
+
+def test_what_fully_shard_does_behind_a_backward_is_done_when_it_is_called() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        module: Any = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+        module.set_requires_gradient_sync(False)
+        module.set_reshard_after_backward(False)
+        module(torch.ones(1, 2)).sum().backward()
+        module.set_requires_gradient_sync(True)
+        module.set_reshard_after_backward(True)
+        with relied_on("end_backwards", "adds up the gradients of a mini-batch over replicas"):
+            modules.end_backwards(module)
+            (weight, _) = module.parameters()
+            assert isinstance(weight.grad, DTensor)
+            assert torch.equal(weight.grad.to_local(), torch.ones(2, 2))
+        with relied_on("break_off", "lets go of a step that failed"):
+            module.register_forward_hook(lambda *_: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                module(torch.ones(1, 2))
+            modules.break_off(module)
+            module.reshard()
+            assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+    finally:
+        dist.destroy_process_group()

@@ -235,6 +235,18 @@ def test_fully_sharded_layers_train_as_whole_ones(remat: int, torchs_own: list[J
         assert "the replicas have [3, 2]" in answer["told"]
 
 
+@pytest.mark.parametrize("sizes", [(2, 2, "gpipe"), (2, 2, "zb_h1"), (3, 1, "1f1b")], ids=str)
+def test_sharded_layers_have_the_bits_of_replicas_and_are_sent_once_a_step(sizes: tuple[int, int, str]) -> None:
+    """Steps in pairs, a call and an evaluation, after two steps that failed."""
+    for answer in answers(run_ranks(sizes[0] * sizes[1], jobs.shard_once, *sizes)):
+        whole, sharded = answer["found"]
+        assert whole == sharded
+        assert whole[0][:2] == [True, True]
+        few, many = answer["sent"]
+        assert few == many
+        assert few[1] > 0
+
+
 @pytest.mark.parametrize("at", [0, 1], ids=["pipeline", "replicas"])
 def test_a_layer_may_be_spread_over_ranks_of_its_own(at: int, torchs_own: list[Json]) -> None:
     found = [answer["split"][at] for answer in torchs_own]

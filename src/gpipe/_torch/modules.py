@@ -81,3 +81,17 @@ def note_infinite(scaler: torch.amp.GradScaler, optimizer: object, found: dict[t
     """Has a scaler take the gradients of an optimizer for divided, with this found; as `step` asks for it."""
     state = scaler._per_optimizer_states[id(optimizer)]
     state["stage"], state["found_inf_per_device"] = torch.amp.grad_scaler.OptState.UNSCALED, found
+
+
+def end_backwards(module: nn.Module) -> None:
+    """Has a module that `fully_shard` was told of do what it does behind a backward, if none holds it."""
+    state = module._get_fsdp_state()  # type: ignore[operator]  # no mere attribute
+    if state._is_root:
+        state._root_post_backward_final_callback()
+
+
+def break_off(module: nn.Module) -> None:
+    """Has a module that `fully_shard` was told of forget a forward or backward that failed, if none holds it."""
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    if state._is_root and hasattr(state, "_reset_iter_state"):  # older ones forget nothing
+        state._reset_iter_state()

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpipe.distributed.agree import CALLED, GRADIENTS, differences, follow_first
 from gpipe.distributed.endpoint import Endpoint, Exchange
 from gpipe.distributed.mesh import host_name
-from gpipe.distributed.reduce import add_over_replicas, add_over_stages, gather_replicas, reduces_itself
+from gpipe.distributed.reduce import Shards, add_over_replicas, add_over_stages, gather_replicas, reduces_itself
 from gpipe.distributed.status import Status
 from gpipe.distributed.sync_batchnorm import LOCKSTEP, Synced, find_norms
 from gpipe.runtime.context import Context, Request
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from gpipe.distributed.processes import Processes
 
 logger = logging.getLogger("gpipe")
-SPREAD = "layers under fully_shard are gathered from all replicas for each micro-batch"
+SPREAD = "layers under fully_shard are gathered from all replicas"
 
 
 class ProcessContext(Context):
@@ -174,11 +174,16 @@ class ProcessContext(Context):
         self.aliases, self._tied = aliases, False
         self._aside = self._set_gradients_aside(row)
         self._reducing: dict[int, Exchange[None]] = {}  # by stage
+        self._shards: Shards | None = None
+        well = False
         try:
             with self._meet_replicas(table.program):
                 yield
+            well = True
         finally:
-            del self.aliases, self._aside, self._reducing
+            if self._shards:
+                self._shards.end(well=well)
+            del self.aliases, self._aside, self._reducing, self._shards
         self.endpoint.reach(-1)
 
     def reach(self, at: int) -> None:
@@ -196,7 +201,9 @@ class ProcessContext(Context):
 
     def begin(self, action: Action) -> None:
         """Begins a REDUCE, which goes on beside what this rank has left to do."""
-        if not self.awaits_backwards:  # else replicas have other messages for each other meanwhile
+        if (
+            not self.awaits_backwards and not self._shards
+        ):  # else replicas have other messages for each other meanwhile
             self._begin_to_reduce(action.stage)
 
     def add_up(self, action: Action) -> None:
@@ -205,6 +212,8 @@ class ProcessContext(Context):
             if action.stage not in self._reducing:
                 self._begin_to_reduce(action.stage)
             self.endpoint.end_beside(self._reducing[action.stage])
+            if self._shards:
+                self._shards.reduce(action.stage)
         elif not self._tied:  # all stages of this process, which have run their backwards, at once
             add_over_stages(self.endpoint, self.position, self.engine.placement, self.engine.stage_of, self.aliases)
             self._tied = True
@@ -232,9 +241,9 @@ class ProcessContext(Context):
         if self.position.replicas == 1:
             return nullcontext()
         layers = [layer for stage in self.engine.own for layer in stage.layers]
-        spread = [module for layer in layers for module in layer.module.modules() if is_sharded(module)]
+        spread = {stage.index: [*filter(is_sharded, stage.modules)] for stage in self.engine.own}
         norms = find_norms(layers) if self.processes.sync_batch_norm else []
-        reasons = [SPREAD] * bool(spread) + [LOCKSTEP] * any(norm.training for norm in norms)
+        reasons = [SPREAD] * any(spread.values()) + [LOCKSTEP] * any(norm.training for norm in norms)
         if reasons:
             label = Label(Control.MICRO_BATCHES, 0, gradient=False)
             counts = gather_replicas(self.endpoint, self.position, label, program.micro_batches)
@@ -243,14 +252,13 @@ class ProcessContext(Context):
                     f"{' and '.join(reasons)}, but the replicas have {counts} of them; give each replica at least M "
                     f"rows in every step, and leave out a last mini-batch that is smaller (drop_last=True)"
                 )
-        if spread and any(reduces_itself(parameter) for parameter in self.aliases.sources.values()):
+        if any(spread.values()) and any(reduces_itself(parameter) for parameter in self.aliases.sources.values()):
             raise ValueError(
                 "a weight that several layers share is under fully_shard, which puts another in its place while a "
                 "layer runs; leave layers that share weights as they are"
             )
-        for module in spread:  # they add up gradients, which are weighed already
-            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # no mere attribute
-            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # as gloo can
+        if any(spread.values()):
+            self._shards = Shards(self.endpoint, self.position, spread)
         if LOCKSTEP not in reasons:
             return nullcontext()
         self._sync = self._sync or Synced(self.position, program.micro_batches)

@@ -4,13 +4,16 @@ They travel as the messages of a run do: what a failed run leaves on its way is 
 collective of a process group can promise.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from gpipe._torch.autograd import copy_each
+from gpipe._torch.modules import break_off, end_backwards
 from gpipe.distributed.codec import damaged
 from gpipe.distributed.endpoint import Endpoint, Exchange
 from gpipe.distributed.mesh import DATA, Position
@@ -147,3 +150,86 @@ def gather_replicas(endpoint: Endpoint, position: Position, label: Label, value:
 def reduces_itself(parameter: Tensor) -> bool:
     """Whether a parameter is spread over the replicas, as `fully_shard` does it, which sums its gradient too."""
     return is_spread_over(parameter, DATA)
+
+
+class Shards:
+    """What layers under `fully_shard` exchange in a run, by connections: seen by who records, and in one order.
+
+    They are gathered once, by the first forward that needs them, and freed by the REDUCE of their stage, which adds
+    up the gradients of all micro-batches. `spread` has the modules by stage.
+    """
+
+    def __init__(self, endpoint: Endpoint, position: Position, spread: Mapping[int, Sequence[nn.Module]]) -> None:
+        self._endpoint, self._members, self._spread = endpoint, position.members, spread
+        self._numbers = count()
+        for module in self.modules:
+            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # what is added up is weighed already
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # as gloo can
+            module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
+            if self._goes_over_replicas(module, position):
+                module.set_custom_all_gather(_Collective(self._gather))  # type: ignore[operator]
+                module.set_custom_reduce_scatter(_Collective(self._add_up))  # type: ignore[operator]
+        self._sync(self.modules, False)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All of them."""
+        return [module for some in self._spread.values() for module in some]
+
+    def reduce(self, stage: int) -> None:
+        """Adds up the gradients of a stage, each process its shards, and frees what was gathered."""
+        self._sync(self._spread.get(stage, ()), True)
+        for module in self._spread.get(stage, ()):
+            end_backwards(module)
+
+    def end(self, *, well: bool) -> None:
+        """Frees what was gathered; of a run that failed also what gradients there are of it."""
+        for module in self.modules:
+            for parameter in () if well else module.parameters():
+                if not is_spread_over(parameter, DATA):
+                    parameter.grad = None
+            if not well:
+                break_off(module)
+            module.reshard()  # type: ignore[operator]
+
+    def _sync(self, modules: Iterable[nn.Module], now: bool) -> None:
+        for module in modules:
+            module.set_requires_gradient_sync(now, recurse=False)  # type: ignore[operator]
+            module.set_reshard_after_backward(now, recurse=False)  # type: ignore[operator]
+
+    def _goes_over_replicas(self, module: nn.Module, position: Position) -> bool:
+        return all(p.device_mesh.size() == position.replicas for p in module.parameters() if reduces_itself(p))  # type: ignore[attr-defined]
+
+    def _swap(
+        self, group: dist.ProcessGroup, parts: Callable[[int], Sequence[Tensor]], *, gradient: bool
+    ) -> list[Tensor]:
+        peers = [self._members.index(rank) for rank in dist.get_process_group_ranks(group)]
+        label = Label(Control.SHARDS, next(self._numbers), gradient=gradient)
+        return self._endpoint.swap(label, dict(zip(peers, parts(len(peers)), strict=True)))
+
+    def _gather(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object) -> None:
+        found = self._swap(group, lambda peers: [input_tensor] * peers, gradient=False)
+        for room, part in zip(output_tensor.chunk(len(found)), found, strict=True):
+            if part is not input_tensor:  # which is in its place
+                room.copy_(part)
+
+    def _add_up(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object) -> None:
+        total, *others = self._swap(group, input_tensor.chunk, gradient=True)
+        output_tensor.copy_(total)
+        for other in others:
+            output_tensor.add_(other)
+
+
+class _Collective:
+    """As `fully_shard` asks for one."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, *given: Any, **named: Any) -> None:
+        """Does it."""
+        self._call(*given, **named)

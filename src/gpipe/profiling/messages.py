@@ -27,7 +27,8 @@ class Message:
         step: Which of `recording.timelines`: a `step` is one, a call and its backward are two.
         micro_batch: Which of the replica's; None where it is of the mini-batch.
         what: The route as the table prints it, `"x:0>1"`; `"gradients"` of a reduction; `"shared weights"`,
-            `"statistics"` (of deferred BatchNorm), `"batch norm"` (over replicas), or `"output"` of a call.
+            `"shards"` (of `fully_shard`: forward of weights, backward of gradients), `"statistics"` (of deferred
+            BatchNorm), `"batch norm"` (over replicas), or `"output"` of a call.
         stage: At this end; None where it is none's.
         phase: `"forward"` or `"backward"`.
         bytes: Of the tensors, as they travel; of a reduction, of the gradients that are added up.
@@ -111,6 +112,8 @@ def _named(one: Crossed, own: Traffic) -> tuple[str, int | None, int | None] | N
             return "statistics", number, None
         case Control.OUTPUT:
             return "output", None, number
+        case Control.SHARDS:
+            return "shards", None, None
         case Control.TIED_GRADIENTS:
             return "shared weights", None, None
         case _:

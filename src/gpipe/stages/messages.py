@@ -32,6 +32,7 @@ class Control(IntEnum):
     DECODED = -12  # of a micro-batch in generation, from a stage for the next
     PROMPTS = -13  # what all processes generate from
     STATE = -14  # of a replica, for one that comes back
+    SHARDS = -15  # of weights that `fully_shard` spreads over replicas, and of their gradients
     BATCHNORM = -16  # statistics of a micro-batch at the stage's first BatchNorm; those of others follow below
 
 

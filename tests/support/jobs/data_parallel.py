@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -393,6 +394,54 @@ def shard(rank: int, world: int, remat: str) -> Json:
     found = parameters(pipe)
     told = said(lambda: pipe.step(*part_of(rank, 2, [7, 2], 9), F.mse_loss))
     return {"parameters": found, "norms": norms, "told": told}
+
+
+def shard_once(rank: int, world: int, replicas: int, partitions: int, schedule: str) -> Json:
+    """Training with layers that are sharded over the replicas, and not; and what is sent of them in a step."""
+    mesh = mesh_of(dp=replicas, pp=partitions)
+    rows, found = [7, 5, 6][:replicas], []
+    for sharded in (False, True):
+        pipe = gpipe.GPipe(mlp(), partitions, 3, seed=0, mesh=mesh, schedule=schedule)
+        if sharded:
+            for layer in pipe.children():
+                fully_shard(layer, mesh=mesh["dp"])
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+        steps: list[Any] = []
+        for fails in (FailsAtLast(2), lambda *_: 1 // 0):  # in the backward of a layer, and behind the forward of one
+            layer = next(pipe.children())
+            handle = layer.register_forward_hook(lambda *given, fails=fails: fails(given[-1]))
+            failing = partial(pipe.step, *part_of(rank, partitions, rows, 0), F.mse_loss)
+            steps.append("Error" in said(failing))
+            handle.remove()
+            pipe.zero_grad()
+        for step in range(STEPS):
+            for turn in (0, 1):
+                pipe.step(*part_of(rank, partitions, rows, 2 * step + turn), F.mse_loss)
+            steps.append(
+                {name: full_tensor(p.grad).tolist() for name, p in pipe.named_parameters() if p.grad is not None}
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+        x, y = part_of(rank, partitions, rows, 9)
+        (F.mse_loss(pipe(x, gather=True), y) * (len(x) / sum(rows))).backward()
+        steps.append(
+            {name: full_tensor(p.grad).tolist() for name, p in pipe.named_parameters() if p.grad is not None}
+        )
+        with torch.no_grad():
+            pipe(x)
+        found.append([steps, parameters(pipe)])
+        pipe.close()
+    sent = []
+    for micro_batches in (2, 6):
+        pipe = gpipe.GPipe(mlp(), partitions, micro_batches, seed=0, mesh=mesh)
+        for layer in pipe.children():
+            fully_shard(layer, mesh=mesh["dp"])
+        with gpipe.record(pipe) as recording:
+            pipe.step(*part_of(rank, partitions, [6] * replicas, 0), F.mse_loss)
+        shards = [message for message in recording.messages() if message.what == "shards" and message.kind == "send"]
+        sent.append([len(shards), sum(message.bytes for message in shards)])
+        pipe.close()
+    return {"found": found, "sent": sent}
 
 
 def split_tensors(rank: int, world: int, sizes: dict[str, int]) -> Json:
