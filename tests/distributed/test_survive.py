@@ -16,7 +16,15 @@ from tests.support.certificates import authority
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 from tests.support.said import said
-from tests.support.survivors import LIMIT, PLACES_OF_A_RETURN, Fleet, assert_undisturbed
+from tests.support.survivors import (
+    LIMIT,
+    PLACES_OF_A_RETURN,
+    PLACES_OF_A_SAVE,
+    Fleet,
+    assert_undisturbed,
+    network,
+    undisturbed,
+)
 from two_hosts.hosts import missing, two_hosts
 
 PLACES = ["forward", "backward", "reduce", "between", "end", "told two"]
@@ -103,7 +111,7 @@ def test_a_kill_while_a_replica_joins_holds_up_nobody(
     place: str, row: int, tmp_path: Path, fleets: list[Fleet]
 ) -> None:
     fleet = started(
-        fleets, tmp_path, 2, 2, 10**9, seconds=0.002, die=[1, 0, 2, "forward"], **{"dies again": [row, place]}
+        fleets, tmp_path, 2, 2, 10**9, seconds=0.002, die=[1, 0, 2, "forward"], dies_in=[1, row, 1, place]
     )
     fleet.end(1)
     fleet.start(1)
@@ -115,6 +123,41 @@ def test_a_kill_while_a_replica_joins_holds_up_nobody(
     living = assert_undisturbed(fleet, [0, 1])
     assert living[0] == living[-1] == [0, 1]
     assert [0] in living
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(("replica", "row"), [(0, 0), (0, 1), (1, 0)])
+@pytest.mark.parametrize("place", PLACES_OF_A_SAVE)
+def test_a_kill_while_all_save_leaves_a_whole_checkpoint(
+    replica: int, row: int, place: str, background: bool, tmp_path: Path, fleets: list[Fleet]
+) -> None:
+    saves = [3, 4] if background else [3]  # a thread's may not be there, which is told; then the next one is
+    dies_in = [replica, row, 0, place]
+    fleet = started(fleets, tmp_path, 2, 2, saves=saves, background=background, dies_in=dies_in)
+    assert fleet.end(1 - replica) == [0, 0]
+    living = assert_undisturbed(fleet, [1 - replica])
+    assert living[:3] + living[-1:] == [[0, 1]] * 3 + [[1 - replica]]
+    pipe = gpipe.GPipe(network(), 2, 3)
+    gpipe.load(tmp_path / "saved", pipe)
+    assert pipe.step_number == saves[-1]
+    expected = undisturbed(living[: saves[-1]])[1][1 - replica].state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in pipe.state_dict().items())
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_kill_while_all_evaluate_costs_the_replica(row: int, tmp_path: Path, fleets: list[Fleet]) -> None:
+    fleet = started(fleets, tmp_path, 2, 2, evaluates=3, dies_in=[1, row, 0, "evaluates"])
+    assert fleet.end(0) == [0, 0]
+    assert assert_undisturbed(fleet, [0]) == [[0, 1]] * 3 + [[0]] * 3
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_kill_while_all_generate_ends_all_with_the_reason(row: int, tmp_path: Path, fleets: list[Fleet]) -> None:
+    pytest.importorskip("transformers")
+    fleet = started(fleets, tmp_path, 2, 2, generates=[1, row])
+    assert fleet.end(0) == [1, 1]
+    for at in (0, 1):
+        assert "rank" in fleet.records(0, at)[-1]["refused"]
 
 
 @on_two_hosts
@@ -201,7 +244,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({"costs": "time"}, {}, "would cut each replica elsewhere"),
     ({"seed": None}, {}, "survive=True: give seed="),
     ({}, {"GPIPE_MEETING": "open"}, "is open to others"),
-    ({}, {"GPIPE_MEETING": "file"}, "is no folder and cannot be made one"),
+    ({}, {"GPIPE_MEETING": "file"}, "is no folder nor can be one"),
 ]
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gpipe
+from gpipe.checkpoint import save as saving
 from gpipe.distributed import context, endpoint, reduce, survivors
 from gpipe.distributed.meeting import Meeting
 from tests.support.plain_loop import one_thread, parts_of, run_layers
@@ -63,8 +64,8 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: int, how: dict[str, Any]) -> None:
-    """What the user's script does, in one process; `how` says where it is to die, and the like."""
+def begin(folder: str, replica: int, replicas: int, row: int, rows: int, how: dict[str, Any]) -> Any:
+    """Joins the process group of a replica; gives the log of this process."""
     if "networks" in how:  # a host for each replica
         enter(how["networks"][replica])
         os.environ |= {"GPIPE_INTERFACE": WIRE, **how["tls"]}
@@ -79,7 +80,16 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=row, world_size=rows, timeout=timedelta(seconds=90)
     )
-    log = open(f"{folder}/log-{replica}-{life}-{row}", "a", buffering=1)  # noqa: SIM115
+    return open(f"{folder}/log-{replica}-{life}-{row}", "a", buffering=1)
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: int, how: dict[str, Any]) -> None:
+    """What the user's script does, in one process; `how` says where it is to die, and the like."""
+    log, life = begin(folder, replica, replicas, row, rows, how), how["life"]
     partitions = how.get("partitions", rows)
     settings = {
         "seed": SEED,
@@ -100,8 +110,11 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
     pipe._new_run = noted  # type: ignore[method-assign]
     if "die" in how and how["die"][:2] == [replica, row] and not life:
         arm(pipe, *how["die"][2:])
-    if "dies again" in how and how["dies again"][0] == row and life == 1:
-        setattr(*PLACES_OF_A_RETURN[how["dies again"][1]], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    if "dies_in" in how and how["dies_in"][:3] == [replica, row, life]:
+        if how["dies_in"][3] == "evaluates":
+            next(iter(pipe)).register_forward_pre_hook(lambda layer, _: None if layer.training else die())
+        else:
+            setattr(*CALLS[how["dies_in"][3]], die)
     if how.get("odd") == [replica, "optimizer"] and optimizer is not None:
         optimizer.param_groups[0]["lr"] = 0.02
     if how.get("odd") == [replica, "weights"]:
@@ -120,6 +133,13 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
             while not Path(waits).exists():
                 time.sleep(0.01)
         x, y = data(step, replica)
+        if step in how.get("saves", ()):
+            gpipe.save(f"{folder}/saved", pipe, optimizer, background=how["background"])
+        if how.get("evaluates") == step:
+            pipe.eval()
+            with torch.no_grad():
+                assert len(pipe(x, gather=True)) == len(x)
+            pipe.train()
         losses: list[Tensor] = []
         before = pipe.living
         loss = pipe.step(x, y, mse_loss, losses=losses)
@@ -151,26 +171,62 @@ PLACES_OF_A_RETURN = {
     "joined": (survivors.Survivors, "let_in"),
 }
 """What a replica that comes back calls next, by what it has done."""
+PLACES_OF_A_SAVE = {
+    "begins": (saving, "gather"),
+    "agreed": (saving, "write_part"),
+    "written": (saving, "finish"),
+    "saved": (saving.Saving, "wait_once"),
+}
+"""What a process that saves calls next."""
+CALLS: dict[str, tuple[Any, str]] = {**PLACES_OF_A_RETURN, **PLACES_OF_A_SAVE}
+
+
+def generate(folder: str, replica: int, replicas: int, row: int, rows: int, steps: int, how: dict[str, Any]) -> None:
+    """As `train`, for a model that generates while a process dies."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    log = begin(folder, replica, replicas, row, rows, how)
+    torch.manual_seed(SEED)
+    sizes: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2)).eval()
+    prompts = torch.arange(3, 23).view(4, 5)
+    settings: Any = {"sample": prompts, "costs": "params", "driver": "process", "survive": True, "seed": SEED}
+    pipe = gpipe.GPipe(model, rows, 2, **settings)
+    pipe.join()
+    forward, calls = nn.Linear.forward, list[None]()
+
+    def counted(self: nn.Linear, value: Tensor) -> Tensor:
+        calls.append(None)
+        if len(calls) == 100 and [replica, row] == how["generates"]:
+            die()
+        return forward(self, value)
+
+    nn.Linear.forward = counted  # type: ignore[assignment, method-assign]
+    try:
+        log.write(json.dumps({"generated": pipe.generate(prompts, max_new_tokens=20).tolist()}) + "\n")
+    except gpipe.RemoteError as error:
+        log.write(json.dumps({"refused": str(error)}) + "\n")
+        raise
 
 
 def arm(pipe: gpipe.GPipe, step: int, place: str) -> None:
     """Has this process kill itself at a place in a step."""
 
-    def die(*_: Any) -> None:
+    def die_in_step(*_: Any) -> None:
         if pipe.step_number == step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
     first = next(iter(pipe))
     if place == "forward":
-        first.register_forward_pre_hook(die)
+        first.register_forward_pre_hook(die_in_step)
     elif place == "backward":
         for parameter in pipe.parameters():
-            parameter.register_hook(die)
+            parameter.register_hook(die_in_step)
     elif place == "reduce":
         add_up = reduce.add_over_replicas
 
         def killed(*given: Any) -> Any:
-            die()
+            die_in_step()
             return add_up(*given)
 
         setattr(context, "add_over_replicas", killed)  # noqa: B010
@@ -178,7 +234,7 @@ def arm(pipe: gpipe.GPipe, step: int, place: str) -> None:
         run = pipe._new_run
 
         def before() -> Any:
-            die()
+            die_in_step()
             return run()
 
         pipe._new_run = before  # type: ignore[method-assign]
@@ -188,13 +244,13 @@ def arm(pipe: gpipe.GPipe, step: int, place: str) -> None:
 
         def partly(self: Any, peer: int, *given: Any) -> None:
             if place == "told two" and len(told) == 2:
-                die()
+                die_in_step()
             send(self, peer, *given)
             told.append(peer)
 
         def in_end(self: Any, value: Any) -> Any:
             if place == "end":
-                die()
+                die_in_step()
             told.clear()
             setattr(endpoint.Endpoint, "send_value", partly)  # noqa: B010
             try:
@@ -228,7 +284,7 @@ class Fleet:
         how = {**self.how, "life": life, "store": f"{self.folder}/store-{replica}-{life}"}
         for row in range(self.rows):
             given = (str(self.folder), replica, self.replicas, row, self.rows, self.steps, how)
-            process = _context.Process(target=train, args=given, daemon=True)
+            process = _context.Process(target=generate if "generates" in how else train, args=given, daemon=True)
             process.start()
             self.processes[replica, life, row] = process
 

@@ -371,6 +371,8 @@ class Saving:
             return
         try:
             self._end(agree(self._team, self._name, error=self._failed.error)[0])
+            if self._name is None and self._thread is not None:
+                logger.warning("%s was not saved: the replica that writes it is lost", self._writing.path.name)
         except BaseException as error:
             self._end(None)
             if self._failed.error not in (None, error):  # the others did not wait for it to be said
@@ -396,8 +398,8 @@ class Saving:
         """Whether `wait` would not have to wait for this rank."""
         return self._thread is None or not self._thread.is_alive()
 
-    def in_foreground(self) -> None:
-        """Writes it now."""
+    def in_foreground(self) -> bool:
+        """Writes it now; whether it is there."""
         try:
             with self._failed:
                 write_part(self._writing)
@@ -405,6 +407,7 @@ class Saving:
             with self._failed:
                 self._name = finish(self._writing)
             self.wait_once()
+            return self._name is not None
         except BaseException:
             self._end(None)
             raise
@@ -476,34 +479,35 @@ def save(
     check_order(folder, pipe, "save", optimizer)
     settle(pipe)
     root, team, part, draft, failed = Path(os.path.abspath(folder)), communicator_of(pipe), Part(), None, FirstError()
+    rank, size = team.rank, team.size  # others, once a replica is lost
     own: tuple[str | None, int] = None, 0
     with failed:
-        part = gather(pipe, optimizer, extra, keep, team.rank)
+        part = gather(pipe, optimizer, extra, keep, rank)
         with intra_op_threads(1):  # which copies as fast as the memory goes; several wait whenever a core is busy
             for tensors in part.files.values() if background else ():
                 tensors.update(zip(tensors, copied_to_host(tensors.values()), strict=True))
-        own = _look(pipe, optimizer, team.size // pipe.partitions)
-        if team.rank == 0:
+        own = _look(pipe, optimizer, size // pipe.partitions)
+        if rank == 0:
             draft = begin(root, pipe.step_number)
     same = {"folder": str(root), "step_number": getattr(pipe, "step_number", None), "background": background}
     try:
         gathered = agree(team, [draft and draft.path.name, *own], same=same, error=failed.error)
-        name = gathered[0][0]
+        name = gathered[0][0] or ""
         _compare(gathered, pipe.partitions)
     except BaseException:
         if draft is not None:
             draft.end()
         raise
     numbers = {name: getattr(pipe, name) for name in ("step_number", "seed", "micro_batches", "arguments")}
-    numbers |= {"world": team.size, "layers_per_partition": list(pipe.layers_per_partition)}
-    writers = min(team.size, pipe.partitions)  # the first replica, or one process for all stages
-    writing = Writing(team.rank, writers, root / name, part, numbers, draft, keep, limit, team.gone)
+    numbers |= {"world": size, "layers_per_partition": list(pipe.layers_per_partition)}
+    writers = min(size, pipe.partitions)  # the first replica, or one process for all stages
+    writing = Writing(rank, writers, root / name, part, numbers, draft, keep, limit, team.gone)
     saving = Saving(writing, team)
-    if background:
+    if background and name:
         _under_way[pipe] = saving
         saving.in_background()
-    else:
-        saving.in_foreground()
+    elif not name or not saving.in_foreground():  # the first replica was lost, so that another one writes
+        return save(folder, pipe, optimizer, extra=extra, background=background, keep=keep, limit=limit)
     return saving
 
 

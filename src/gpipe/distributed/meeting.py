@@ -59,9 +59,7 @@ class Meeting(Communicator):
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(
-                f"{FOLDER}={folder} is no folder and cannot be made one ({error}); give another"
-            ) from error
+            raise ValueError(f"{FOLDER}={folder} is no folder nor can be one ({error}); give another") from error
         found = self.folder.stat()
         if found.st_uid != os.getuid() or found.st_mode & 0o077:
             raise ValueError(f"{FOLDER}={folder} is open to others, who could take part; chmod 700, and your own")
@@ -88,10 +86,8 @@ class Meeting(Communicator):
         """
         began, told_at = time.monotonic(), time.monotonic() + LONG_WAIT_SECONDS
         while True:
-            if self.fresh:
-                at = max((int(path.name[6:]) for path in self.folder.glob("epoch-*")), default=0)
-            else:
-                at = self.epoch
+            epochs = [int(path.name[6:]) for path in self.folder.glob("epoch-*")] if self.fresh else [self.epoch]
+            at = max(epochs, default=0)
             known = self._read(f"epoch-{at}") or {}
             before, at = known.get("members", []), at + 1
             self._put(f"came-{at}-{self.name}-{self.row}", json.dumps([self.fresh, admits, self.same]).encode())
@@ -100,9 +96,7 @@ class Meeting(Communicator):
                 if decided := self._read(f"epoch-{at}"):  # read behind that: who knows of it closes connections
                     break
                 if self.name in gone:
-                    raise received(
-                        "this replica has lost a process, and ends; the others go on without it", self.rank
-                    )
+                    raise received("this replica lost a process, and ends; the others go on without it", self.rank)
                 waited = time.monotonic() - began
                 if chosen := self._choose(at, before, gone, waited, known.get("same", self.same)):
                     self._claim(at, chosen)
@@ -116,9 +110,7 @@ class Meeting(Communicator):
             if self.name in decided["members"]:
                 break
             if not self.fresh:
-                raise received(
-                    "the other replicas have gone on without this one, which they took for lost", self.rank
-                )
+                raise received("the others have gone on without this one, which they took for lost", self.rank)
         self.epoch, self.members, self.newcomers, self._said = at, decided["members"], decided["newcomers"], 0
         self.rank = self.members.index(self.name) * self.rows + self.row
         self.size = len(self.members) * self.rows

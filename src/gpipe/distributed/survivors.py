@@ -140,9 +140,7 @@ class Survivors(Processes):
             else:
                 self._tell(before)
                 return gathered if runs < self._runs else None
-        raise RuntimeError(
-            f"{MOST_TRIES} times a process was lost while the others came together; start anew"
-        ) from failed
+        raise RuntimeError(f"{MOST_TRIES} times the replicas could not come together; start anew") from failed
 
     def _link_anew(self, keep: Callable[[], Tree], take: Callable[[Any], object]) -> list[Any]:
         meeting = self.meeting
