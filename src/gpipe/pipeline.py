@@ -57,6 +57,7 @@ from gpipe.stages.skips import find_loss_pops, skip_names
 from gpipe.stages.tree import Tree, is_sharded, tensors_in
 from gpipe.tracing.layers_of import ModelLayers
 from gpipe.tracing.own_loss import join
+from gpipe.tracing.slices import OWN_LOSS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -143,6 +144,11 @@ class GPipe(Partitioned):
         survive: Each replica has a launcher of its own, and one that is lost does not end the others: the step under
             way is done again without its rows, and it may come back (docs/survive.md). All call `join`.
 
+        slices: S, into which each micro-batch of a step is cut along its tokens, for a causal language model of
+            transformers, a `sample` with labels, and the model's own loss: the bubble and what is held are as of M
+            times S micro-batches. Forwards go in order, backwards in reverse; each rank keeps keys and values of the
+            slices before. Another run than without, as of another M (docs/schedules.md). With `"gpipe"` and `"1f1b"`.
+
     Raises:
         ValueError: Something above cannot be; the error lists all mistakes that can be seen together.
         RemoteError: Another process failed meanwhile; also from `step`, calls and backwards.
@@ -181,6 +187,7 @@ class GPipe(Partitioned):
         driver: str | None = None,
         mesh: "DeviceMesh | None" = None,
         survive: bool = False,
+        slices: int = 1,
     ) -> None:
         given = locals()
         settings, processes = assemble(Arguments(**{name: given[name] for name in ARGUMENTS}))
@@ -211,7 +218,8 @@ class GPipe(Partitioned):
     @property
     def program(self) -> Program:
         """The table that a training step of M micro-batches runs."""
-        return self._engine.compiled(Wanted(self.micro_batches, trains=True)).program
+        slices = self._settings.slices
+        return self._engine.compiled(Wanted(self.micro_batches * slices, trains=True, slices=slices)).program
 
     @property
     def prediction(self) -> Prediction:
@@ -224,6 +232,8 @@ class GPipe(Partitioned):
         """
         known = self._settings
         costs, held = known.stage_costs, known.stage_bytes
+        if costs is not None and known.slices > 1:  # which were measured of whole micro-batches
+            costs = tuple(cost.shared_by(known.slices) for cost in costs)
         return predict(known.partition, self.program, costs, in_seconds=known.in_seconds, held=held)
 
     @overload
@@ -278,9 +288,9 @@ class GPipe(Partitioned):
             scale: The factor of the gradients; the loss returned is unscaled.
             scaler: A `torch.amp.GradScaler` or, over processes, a `gpipe.GradScaler`, whose scale it is then. Its
                 `get_scale()`, given as `scale`, would not tell it that it is in use.
-            losses: A list that is to hold, in place of what it holds, the loss l_i of each micro-batch, detached, as
-                `loss_fn` or the model gave it: neither weighed nor scaled. Over processes every one may give a list;
-                of replicas it holds those of all, replica by replica.
+            losses: A list that is to hold, in place of what it holds, the loss l_i of each micro-batch, or slice,
+                detached, as `loss_fn` or the model gave it: neither weighed nor scaled. Over processes every one may
+                give a list; of replicas it holds those of all, replica by replica.
 
         Returns:
             The loss, detached, of no dimensions; with metrics, `(loss, [metrics of each micro-batch])`.
@@ -296,9 +306,13 @@ class GPipe(Partitioned):
         is_own = targets is None and loss_fn is None and self.is_model
         if is_own and reduction is not None:
             raise ValueError("reduction= is for loss_fn; the model's own loss says by itself how it averages")
+        slices = self._settings.slices
+        if slices > 1 and not is_own:
+            raise ValueError(OWN_LOSS.format(slices=slices))
         self._processes.let_in()
 
         def do(run: Run) -> list[Any]:
+            run.slices = slices
             run.loss_fn = own_loss if is_own else loss_fn
             with run.context.entered(self.recorder is not None):
                 devices = [stage.device for stage in self._engine.stages]
@@ -346,7 +360,11 @@ class GPipe(Partitioned):
         run.micro_batch_sizes, run.ready_made = tuple(rows), isinstance(trees["inputs"], MicroBatches)
         if (traced := self._settings.traced) is not None:
             over_replicas = run.context.sum_over_replicas if run.loss_fn is own_loss else None
-            begun = traced.begin(values, over_replicas, for_output=for_output)
+            if run.slices > 1:
+                begun = traced.begin_slices(values, run.slices, over_replicas)
+                run.micro_batch_sizes = tuple(size for size in rows for _ in range(run.slices))
+            else:
+                begun = traced.begin(values, over_replicas, for_output=for_output)
             run.path, run.own_weights = begun.trace, tuple(begun.shares)
             run.tell(begun.findings)
             values = begun.states

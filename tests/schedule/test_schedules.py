@@ -1,6 +1,7 @@
 """Schedules: what every one of them gives on every placement, then the pictures."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,11 +18,13 @@ from gpipe.schedule.schedules import (
     forward_only_table,
     table_in_training,
 )
+from gpipe.schedule.schedules.by_name import program_of
 from gpipe.schedule.schedules.writing import loop
-from gpipe.schedule.simulate import simulate
+from gpipe.schedule.simulate import figures, simulate
 from tests.support.placements import there_and_back
-from tests.support.programs import LAW, closed, remats, skips
+from tests.support.programs import LAW, WHOLE, closed, remats, skips
 
+SLICED = tuple(name for name, schedule in SCHEDULES.items() if schedule.sliced is not None)
 ONE_STAGE = ("1f1b", "zb_h1", "zb_h2")
 V = ("zb_v", "v_half", "v_min", "dualpipe_v")
 placements = st.builds(
@@ -60,6 +63,48 @@ def test_a_page_is_lawful_bare_and_as_it_is_run(name: str, data: st.DataObject) 
     placement, micro_batches = data.draw(sizes(name))
     rows = table_in_training(SCHEDULES[name], placement, micro_batches)
     check_as_it_is_run(drawn_program(rows, placement, micro_batches, data), data)
+
+
+@pytest.mark.parametrize("name", SLICED)
+@LAW
+@given(st.data())
+def test_a_page_is_lawful_in_slices_and_its_bubble_is_that_of_as_many_micro_batches(
+    name: str, data: st.DataObject
+) -> None:
+    placement, micro_batches = data.draw(sizes(name))
+    slices = data.draw(st.integers(2, 5))
+    micro_batches = min(micro_batches, 6)
+    number = micro_batches * slices
+    rows = table_in_training(SCHEDULES[name], placement, number, slices)
+    program = replace(drawn_program(rows, placement, number, data), slices=slices)
+    check_as_it_is_run(program, data)
+    assert Program.from_text(program.to_text()) == program
+    check(Program.of(forward_only_table(placement, number, slices), number, rank_of=placement, slices=slices))
+    if len(set(placement)) == len(placement):  # (K-1)/(MS+K-1)
+        ranks = len(placement)
+        assert figures(program).bubble == pytest.approx((ranks - 1) / (number + ranks - 1))
+        ahead = [min(number, slices + ranks - 1 - rank) / slices for rank in range(ranks)]
+        assert figures(program).peaks == tuple(ahead if name == "1f1b" else [micro_batches] * ranks)
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_slices_go_forward_in_order_and_backward_in_reverse(name: str) -> None:
+    program = program_of(name, ranks=2, micro_batches=2, slices=3)
+    for row in program.table:
+        forwards, backwards = (" ".join(str(a)[1:] for a in row if a.kind is kind) for kind in WHOLE)
+        assert forwards == "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2"
+        assert backwards == "B0.2 B0.1 B0.0 B1.2 B1.1 B1.0"
+    wrong = program.with_table([[*row[:-2], row[-1], row[-2]] for row in program.table])
+    with pytest.raises(ValueError, match=r"0B1\.1 stands behind 0B1\.0|0B1\.1.*deadlock|deadlock"):
+        check(place_transfers(wrong))
+    with pytest.raises(ValueError, match=r"1B1\.1 stands behind 1B1\.0"):
+        check(program.with_table([program.table[0], wrong.table[1]]))
+
+
+def test_other_schedules_have_no_table_for_slices() -> None:
+    for name in set(SCHEDULES) - set(SLICED):
+        with pytest.raises(ValueError, match="those that have are 'gpipe', '1f1b'"):
+            program_of(name, ranks=2, micro_batches=4, slices=2)
 
 
 @LAW

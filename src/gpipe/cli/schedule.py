@@ -32,11 +32,10 @@ class Drawn(NamedTuple):
     @property
     def title(self) -> str:
         """Its name and its size."""
-        ranks, micro_batches = self.program.ranks, self.program.micro_batches
+        ranks = self.program.ranks
         each = self.program.stages // ranks
         held = f" of {each} stages" if each > 1 else ""
-        size = f"{ranks} rank{'s' * (ranks > 1)}{held}, {micro_batches} micro-batch{'es' * (micro_batches > 1)}"
-        return f"{self.name}: {size}"
+        return f"{self.name}: {ranks} rank{'s' * (ranks > 1)}{held}, {self.program.words}"
 
 
 def schedule(
@@ -45,6 +44,7 @@ def schedule(
     partitions: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 4,
     micro_batches: Annotated[int, tyro.conf.arg(aliases=["-m"])] = 8,
     stages_per_rank: tuple[int, ...] = (),
+    slices: tuple[int, ...] = (1,),
     forward: Positive = 1.0,
     backward_input: Positive = 1.0,
     backward_weight: Positive = 1.0,
@@ -60,6 +60,7 @@ def schedule(
         micro_batches: M: how many micro-batches a mini-batch is split into.
         stages_per_rank: How many stages each rank holds, one number for all schedules or one for each; by default
             what each has.
+        slices: S: how many slices each micro-batch is cut into, one number for all schedules or one for each.
         forward: How long F of a stage takes, in any unit. Of two schedules, stages of the one with fewer take longer.
         backward_input: How long I takes, the gradients of inputs.
         backward_weight: How long W takes, the gradients of weights; a whole backward, B, takes as long as I and W.
@@ -72,14 +73,16 @@ def schedule(
         problems = list(out_of_bounds(schedule, times))
         if len(stages_per_rank) not in (0, 1, len(names)):
             problems.append(f"--stages-per-rank has {len(stages_per_rank)} numbers: give one, or one for each")
+        if len(slices) not in (1, len(names)):
+            problems.append(f"--slices has {len(slices)} numbers: give one, or one for each")
         if csv is not None and other:
             problems.append("--csv is for one schedule")
         refuse(problems)
-        requests = zip(names, (stages_per_rank or (None,)) * len(names), strict=False)
-        programs = [program_of(one, partitions, micro_batches, stages) for one, stages in requests]
+        requests = zip(names, (stages_per_rank or (None,)) * len(names), slices * len(names), strict=False)
+        programs = [program_of(one, partitions, micro_batches, stages, cut) for one, stages, cut in requests]
         most, drawn = max(program.stages for program in programs), []
         for one, program in zip(names, programs, strict=True):  # each with the same work for a rank
-            ahead, inputs, weights = (most / program.stages * time for time in times.values())
+            ahead, inputs, weights = (most / program.stages / program.slices * time for time in times.values())
             cost = StageCost(ahead, inputs + weights, inputs, weights)
             drawn.append(Drawn(one, program, figures(program, [cost] * program.stages)))
         if svg is not None:

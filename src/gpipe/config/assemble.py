@@ -43,6 +43,7 @@ def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
     asked = replace(asked.follow_plan(), sample=plain(asked.sample))
     if asked.driver != "process" and asked.mesh is None and not asked.survive:
         settings = settle(asked, traced=_read_model(asked))
+        _prove_slices(asked, settings)
         if settings.traced is not None:
             settings.traced.realize(range(len(settings.layers)), settings.seed)
         return settings, OneProcess(_engine(settings, None))
@@ -81,6 +82,11 @@ def _read_model(asked: Arguments) -> TracedModel | None:
     """The model, recorded on the first micro-batch of the sample; None of a sequence of layers."""
     fits = is_model(asked.model) and is_count(asked.micro_batches)
     return read_model(asked.model, _first(asked) if fits else asked.sample, asked.blocks)
+
+
+def _prove_slices(asked: Arguments, settings: Settings) -> None:
+    if settings.slices > 1 and settings.traced is not None:
+        settings.traced.prove_slices(_first(asked), settings.slices)
 
 
 def _first(asked: Arguments) -> Tree:
@@ -149,7 +155,7 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
     if traced is None:
         sketch = outline(asked.model, seed if isinstance(seed, int) else 0)
     else:
-        traced.learn_all(_first(asked))
+        traced.learn_all(_first(asked), asked.slices if is_count(asked.slices) else 1)
         sketch = Outline(dict(traced.layers), {}, 0, [])
     if position.rank and len(costs) != len(sketch.layers):
         raise ValueError(f"there are {len(costs)} layers on rank 0 and {len(sketch.layers)} on rank {position.rank}")
@@ -192,7 +198,7 @@ def _compare(rendezvous: Rendezvous, settings: Settings, asked: Arguments) -> No
 
 def _words_of(settings: Settings, asked: Arguments) -> dict[str, Any]:
     """What must be the same in all processes, by name."""
-    chosen = ["micro_batches", "remat", "placement", "seed", "intra_op_threads", "deferred_batch_norm"]
+    chosen = ["micro_batches", "slices", "remat", "placement", "seed", "intra_op_threads", "deferred_batch_norm"]
     same = {name: getattr(settings, name) for name in [*chosen, "sync_batch_norm"]} | {
         "partitions": settings.layers_per_partition,
         "schedule": settings.schedule.name,

@@ -20,7 +20,7 @@ from gpipe.schedule.lower import REMATS, Remat
 from gpipe.schedule.partition import Balance
 from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, too_many
 from gpipe.schedule.schedules import SCHEDULES, Placement, Schedule
-from gpipe.schedule.schedules.by_name import Maker, made_by, only, unknown, unplaced, without_table
+from gpipe.schedule.schedules.by_name import Maker, made_by, only, unknown, unplaced, unsliced, without_table
 from gpipe.stages.microbatch import find_unsplittable
 from gpipe.stages.sequence import Layers, Outline, build_layers, find_invalid_layers, find_without_values
 from gpipe.stages.shared_weights import Tied, find_ties
@@ -61,6 +61,7 @@ class Arguments:
     driver: str | None
     mesh: "DeviceMesh | None"
     survive: bool = False
+    slices: int = 1
     plan: Plan | None = None
     memory: object = None
 
@@ -151,6 +152,7 @@ def check(
     mistakes += find_unsplittable("sample", asked.sample)
     schedule = read_schedule(asked, mistakes)
     placement = _read_placement(asked, schedule, known, mistakes)
+    _check_slices(asked, schedule, traced, mistakes)
     remat = _read_remat(asked.remat, len(placement), mistakes)
     _check_memory(asked, len(set(placement)), mistakes)
     _check_searched(asked, mistakes)
@@ -205,13 +207,15 @@ def _listed(value: object) -> list[Any]:
 def _check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
     counts = {
         "micro_batches": (asked.micro_batches, "M, a whole number"),
+        "slices": (asked.slices, "S, a whole number"),
         "intra_op_threads": (asked.intra_op_threads, "a whole number"),
         "stages_per_rank": (1 if asked.stages_per_rank is None else asked.stages_per_rank, "a whole number"),
     }
     for name, (value, what) in counts.items():
         mistakes.check(is_count(value), f"{name}={value!r}; give {what} of at least 1{int_remedy(value)}")
     m = asked.micro_batches
-    mistakes.check(not is_count(m) or m <= MOST_MICRO_BATCHES, too_many(m))
+    number = m * (asked.slices if is_count(asked.slices) else 1) if is_count(m) else 0
+    mistakes.check(number <= MOST_MICRO_BATCHES, too_many(number))
     driver = "threads" if asked.driver is None else asked.driver
     for name, given, known in (("driver", driver, Driver), ("balance", asked.balance, Balance)):
         layers = isinstance(given, (list, tuple))  # torchgpipe's word for them is balance
@@ -299,6 +303,22 @@ def _check_searched(asked: Arguments, mistakes: Mistakes) -> None:
     mistakes.check(asked.stages_per_rank is None, f"{told} how many stages a rank holds; leave stages_per_rank= out")
     remat = asked.remat in (UNSAID["remat"], AUTO)
     mistakes.check(remat, f"{told} what to recompute within memory=; leave remat= out")
+
+
+def _check_slices(asked: Arguments, schedule: Schedule, traced: TracedModel | None, mistakes: Mistakes) -> None:
+    """Notes what cannot be given where micro-batches are cut along their tokens."""
+    if not is_count(asked.slices) or asked.slices == 1:
+        return
+    told = f"slices={asked.slices}"
+    is_model = f"{told} is for a causal language model of transformers, given with a sample; leave it out"
+    mistakes.check(traced is not None, is_model)
+    searched = asked.plan is not None or AUTO in (asked.schedule, asked.remat)
+    mistakes.check(not searched, f"{told}: a plan, and what is searched for, knows of none; say schedule= and remat=")
+    mistakes.check(searched or schedule.sliced is not None, f"{told}: {unsliced(schedule)}")
+    norms = asked.deferred_batch_norm or asked.sync_batch_norm
+    mistakes.check(
+        not norms, f"{told}: statistics of BatchNorm are not put together of slices; leave one of them out"
+    )
 
 
 def _read_devices(

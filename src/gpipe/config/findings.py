@@ -147,15 +147,17 @@ def examine_settings(settings: Settings) -> list[str]:
 
 
 def _bubble(settings: Settings) -> Iterator[str]:
-    k, m = len(settings.devices), settings.micro_batches
+    k, m = len(settings.devices), settings.micro_batches * settings.slices
     tables = {count: settings.schedule.table(settings.placement, count) for count in (m, 4 * k)}
     if k == 1 or m >= 4 * k or not all(tables.values()):
         return
     programs = (Program.of(table or (), count, rank_of=settings.placement) for count, table in tables.items())
     now, then = map(equal_bubble, programs)
     if now > SMALL:
-        more = f"with M={4 * k}, four times K, it would be {then:.0%}"
-        yield f"M={m} micro-batches for K={k} partitions leave a bubble of {now:.0%}; {more}"
+        each = f" of S={settings.slices} slices" if settings.slices > 1 else ""
+        more = f"with M={-(-4 * k // settings.slices)}, four times K{'/S' * bool(each)}, it would be {then:.0%}"
+        size = f"M={settings.micro_batches} micro-batches{each} for K={k} partitions"
+        yield f"{size} leave a bubble of {now:.0%}; {more}"
 
 
 def _giants(settings: Settings) -> Iterator[str]:
@@ -298,13 +300,15 @@ def _table(settings: Settings, plan: Prediction) -> Iterator[str]:
 
 
 def _step(settings: Settings, plan: Prediction) -> Iterator[str]:
-    k, m = plan.program.ranks, plan.program.micro_batches
+    k, slices = plan.program.ranks, plan.program.slices
+    m = plan.program.micro_batches // slices
     paper = settings.schedule.name == "gpipe" and k == plan.program.stages
-    formula = " (K-1)/(M+K-1) =" if paper else ""
+    formula = f" (K-1)/({'MS' if slices > 1 else 'M'}+K-1) =" if paper else ""
+    cut = f" of S={slices} slices" if slices > 1 else ""
     each = f" of {plan.program.stages // k} stages" if plan.program.stages > k else ""
     yield (
-        f"K={k} partition{'s' * (k > 1)}{each}, M={m} micro-batch{'es' * (m > 1)}, schedule {settings.schedule.name}:"
-        f" bubble{formula} {equal_bubble(plan.program):.1%} if the stages are equal"
+        f"K={k} partition{'s' * (k > 1)}{each}, M={m} micro-batch{'es' * (m > 1)}{cut}, "
+        f"schedule {settings.schedule.name}: bubble{formula} {equal_bubble(plan.program):.1%} if the stages are equal"
     )
     if settings.searched is not None:
         yield from settings.searched.compared()

@@ -49,6 +49,7 @@ class Settings:
     stage_bytes: tuple[StageCost, ...] | None  # what stages hold, where that was counted
     unsplit: frozenset[int]  # the stages whose backwards are not split
     micro_batches: int
+    slices: int  # of each micro-batch
     remat: tuple[Remat, ...]
     devices: tuple[torch.device, ...]
     schedule: Schedule
@@ -81,7 +82,7 @@ class Settings:
             "schedule": schedule,
             "stages_per_rank": len(self.placement) // len(self.devices) if isinstance(schedule, str) else None,
             "remat": list(self.remat),
-        }
+        } | ({"slices": self.slices} if self.slices > 1 else {})
 
 
 def settle(
@@ -133,6 +134,7 @@ def settle(
         stage_bytes=held,
         unsplit=unsplit,
         micro_batches=micro_batches,
+        slices=asked.slices,
         remat=remat,
         devices=checked.devices,
         schedule=schedule,

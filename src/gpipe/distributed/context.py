@@ -134,7 +134,7 @@ class ProcessContext(Context):
             raise
         run.settle()
         if recorder is not None:
-            _join_records(recorder, endpoint.rank, [text for _, _, text in gathered])
+            _join_records(recorder, endpoint.rank, [text for _, _, text in gathered], run.slices)
             recorder.keep()
         if trains and not endpoint.rank:
             for finding in self.processes.stragglers.note([float(theirs) for _, theirs, _ in gathered]):
@@ -328,13 +328,13 @@ def _recorded(recorder: Recorder, run: Run, endpoint: Endpoint) -> str:
     return json.dumps([host_name(), recorder.began, timeline.seconds, spans, moved])
 
 
-def _join_records(recorder: Recorder, rank: int, texts: Sequence[str | None]) -> None:
+def _join_records(recorder: Recorder, rank: int, texts: Sequence[str | None], slices: int) -> None:
     """Makes one timeline of those of all processes, if all of them record."""
     records = []
     for remote, text in enumerate(texts):
         if text is not None:
             host, began, seconds, spans, traffic = json.loads(text)
-            actions = tuple(Span(remote, parse_action(action), start, end) for action, start, end in spans)
+            actions = tuple(Span(remote, parse_action(action, slices), start, end) for action, start, end in spans)
             records.append(RemoteRecord(host, began, Timeline(1, actions, seconds), Traffic.of_json(traffic)))
     if len(records) == len(texts):
         recorder.join(rank, records)

@@ -82,7 +82,9 @@ class RecordedSteps:
     partition: Partition
     driver: str
     others: OtherProcesses | None = None  # None: it is not known
-    micro_batches: int | None = None  # M, as the pipe was given it; there are fewer where there are fewer rows
+    micro_batches: int | None = (
+        None  # M, as the pipe was given it, times S; there are fewer where there are fewer rows
+    )
     recomputes: bool = False  # whether more micro-batches would be recomputed, at least in some stages
     measured: bool = True  # whether the costs of layers are their seconds
 
@@ -169,7 +171,7 @@ def _by_simulation(steps: RecordedSteps) -> Iterator[Advice]:
     has_rows = steps.micro_batches in (None, program.micro_batches)
     recomputes = any(action.kind is Kind.RECOMPUTE for action in program.actions)
     if program.ranks > 1 and forward > TINY and has_rows and (recomputes or not steps.recomputes):
-        what, remedy = (text.format(more=2 * program.micro_batches) for text in MORE_MICRO_BATCHES)
+        what, remedy = (text.format(more=2 * program.micro_batches // program.slices) for text in MORE_MICRO_BATCHES)
         yield _remedy(1 / (1 - shares["bubble"] / 2), shares["bubble"], what, remedy, is_free=False)
 
 

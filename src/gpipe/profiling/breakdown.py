@@ -146,7 +146,8 @@ def program_of_run(timeline: Timeline) -> Program:
     rank_of = {span.action.stage: ranks.index(span.rank) for span in done}
     stages = max(rank_of, default=0) + 1
     micro_batches = 1 + max((span.action.micro_batch or 0 for span in done), default=0)
-    return Program.of(rows, micro_batches, rank_of=[rank_of.get(stage, 0) for stage in range(stages)])
+    placement = [rank_of.get(stage, 0) for stage in range(stages)]
+    return Program.of(rows, micro_batches, rank_of=placement, slices=timeline.slices)
 
 
 def _of_rank(spans: Iterable[Span], rank: int) -> list[Span]:
@@ -167,7 +168,7 @@ def _of_replica(timeline: Timeline) -> Breakdown:
     for span in working:
         seconds[KINDS[span.action.kind]] += span.seconds / ranks
         if span.action.kind in COMPUTE:
-            of_stage[span.action.stage] += span.seconds / program.micro_batches
+            of_stage[span.action.stage] += span.seconds / program.micro_batches * program.slices
     occupied = sum(seconds.values())
     took = _durations(timeline)
     kinds = {action.kind for action in took}

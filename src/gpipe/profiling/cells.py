@@ -32,7 +32,7 @@ ALL = "this is of the step above; print(recording) and recording.explain() go by
 
 def program(drawn: Program) -> str:
     """What each rank does when, by units of time; if it cannot be run, why."""
-    title = f"program: {_size(drawn.ranks, drawn.micro_batches)}"
+    title = f"program: {_size(drawn)}"
     try:
         found = figures(drawn)
     except ScheduleError as error:
@@ -43,7 +43,7 @@ def program(drawn: Program) -> str:
 def prediction(drawn: Prediction) -> str:
     """What a step is predicted to take, and ranks to hold."""
     seconds, is_timed = drawn.timeline.seconds, drawn.unit == "seconds"
-    title = f"predicted step: {_size(drawn.program.ranks, drawn.program.micro_batches)}"
+    title = f"predicted step: {_size(drawn.program)}"
     took = lasts(seconds) if is_timed else f"{seconds:,.7g} units, of which a layer of cost 1 takes one"
     text = [f"a step takes {took}; ranks are idle for {drawn.bubble:.1%} of it"]
     if not is_timed:
@@ -54,7 +54,7 @@ def prediction(drawn: Prediction) -> str:
 
 def plan(drawn: Plan) -> str:
     """The step that is planned, and why."""
-    title = f"plan: {_size(drawn.program.ranks, drawn.program.micro_batches)}, schedule {drawn.schedule}"
+    title = f"plan: {_size(drawn.program)}, schedule {drawn.schedule}"
     return _cell(svg.timelines_svg({title: drawn.simulation.timeline}, small=True), title, [drawn.explain()])
 
 
@@ -73,16 +73,15 @@ def recording(drawn: "Recording") -> str:
 
 def pipe(drawn: "GPipe") -> str:
     """The step that is predicted, and the summary."""
-    title = f"pipe: {_size(drawn.partitions, drawn.micro_batches, 'partition')}"
     if drawn.micro_batches * len(drawn.layers_per_partition) > MOST_ACTIONS:
-        return _cell("", title, [TOO_LARGE])
-    found = drawn.prediction
+        return _cell("", "", [TOO_LARGE])
+    title, found = f"pipe: {_size(drawn.program, 'partition')}", drawn.prediction
     picture = svg.timelines_svg({title: found.timeline}, "ms" if found.unit == "seconds" else "", small=True)
     return _cell(picture, title, [drawn.summary()])
 
 
-def _size(ranks: int, micro_batches: int, what: str = "rank") -> str:
-    return f"{ranks} {what}{'s' * (ranks != 1)}, {micro_batches} micro-batch{'es' * (micro_batches != 1)}"
+def _size(program: Program, what: str = "rank") -> str:
+    return f"{program.ranks} {what}{'s' * (program.ranks != 1)}, {program.words}"
 
 
 def _cell(picture: str, title: str, texts: Sequence[str]) -> str:

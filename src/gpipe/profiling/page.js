@@ -30,13 +30,15 @@ function timeline(data) {
   const box = byId("show-predicted");
   let step, above, zoom = 1, chosen = null, pointed = null, dragged = null;
 
-  function decoded({ seconds, ranks, number = 0, other = {} }) {
+  function decoded({ seconds, ranks, slices, number = 0, other = {} }) {
+    const named = (m) => (slices > 1 ? `${Math.floor(m / slices)}.${m % slices}` : `${m}`);
     const lanes = ranks.map(({ actions }, rank) => {
       const spans = [];
       for (let at = 0, begun = 0; at < actions.length; at += 4) {
         begun += actions[at + 2];
         const start = (begun / data.parts) * seconds, end = ((begun + actions[at + 3]) / data.parts) * seconds;
-        spans.push({ rank, place: actions[at], microBatch: actions[at + 1], start, end, ...data.actions[actions[at]] });
+        const [place, microBatch] = actions.slice(at, at + 2), label = named(microBatch);
+        spans.push({ rank, place, microBatch, label, start, end, ...data.actions[place] });
       }
       return spans;
     });
@@ -110,7 +112,7 @@ function timeline(data) {
     pen.font = "11px system-ui, sans-serif";
     const css = getComputedStyle(document.documentElement), color = (name) => css.getPropertyValue(name).trim();
     const followed = (pointed || chosen || {}).microBatch ?? -1;
-    const longest = String(most(step.lanes.flat().map((span) => span.microBatch))).length;
+    const longest = most(step.lanes.flat().map((span) => span.label.length));
     drawAxis(height, color);
     step.lanes.forEach((lane, rank) => {
       const top = rank * laneHeight(), main = top + (above ? PREDICTED + 2 : 0);
@@ -141,7 +143,7 @@ function timeline(data) {
     if (span.microBatch >= 0 && !span.thin && wide >= 7 * digits + 3) {
       pen.fillStyle = span.dark ? "#1f2328" : "#ffffff";
       const seen = (Math.max(left, 0) + Math.min(left + wide, view.clientWidth)) / 2;
-      pen.fillText(span.microBatch, wide > view.clientWidth ? seen : left + wide / 2, top + height / 2 + 0.5);
+      pen.fillText(span.label, wide > view.clientWidth ? seen : left + wide / 2, top + height / 2 + 0.5);
     }
     pen.globalAlpha = 1;
   }
@@ -198,7 +200,7 @@ function timeline(data) {
     tip.textContent = ""; // never hidden: what a screen reader is to say must be there before it is filled
     if (span) {
       const ahead = !span.idle && predictedSpans.get(key(span));
-      const which = span.idle || span.microBatch < 0 ? "" : `, micro-batch ${span.microBatch}`;
+      const which = span.idle || span.microBatch < 0 ? "" : `, micro-batch ${span.label}`;
       const where = `, ${span.idle ? "" : `stage ${span.stage}, `}rank ${span.rank}`;
       const way = span.route ? `\nalong ${span.route}` : "";
       const times = (one) => `${lasts(one.end - one.start)}, from ${lasts(one.start)}`;

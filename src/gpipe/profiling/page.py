@@ -73,7 +73,7 @@ def steps_json(report: Report) -> str:
             begun[span.rank] = start
         busy = (round(timeline.busy(rank) / timeline.seconds, 4) for rank in range(timeline.ranks))
         ranks = [{"busy": share, "actions": lane} for share, lane in zip(busy, lanes, strict=True)]
-        return {"seconds": timeline.seconds, "ranks": ranks}
+        return {"seconds": timeline.seconds, "slices": timeline.slices, "ranks": ranks}
 
     numbered = ((step + 1, report.timelines[step]) for step in drawn_steps(report))
     steps = [{"number": number, **encoded(timeline), "other": dict(timeline.other)} for number, timeline in numbered]

@@ -269,7 +269,7 @@ class Recording(Recorder):
             settings.partition,
             self._driver,
             self._others(),
-            micro_batches=settings.micro_batches,
+            micro_batches=settings.micro_batches * settings.slices,
             recomputes=any(remat != "never" for remat in settings.remat),
             measured=settings.in_seconds,
         )

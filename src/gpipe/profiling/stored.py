@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -78,7 +79,8 @@ def _plain(value: Any) -> Any:
     match value:
         case Timeline():
             spans = [[span.rank, str(span.action), span.start, span.end] for span in value.spans]
-            return {**_plain(vars(value)), "spans": spans}
+            cut = {"slices": value.slices} if value.slices > 1 else {}
+            return {**_plain(vars(value)), "spans": spans, **cut}
         case Mapping():
             return {name: _plain(part) for name, part in value.items()}
         case tuple():
@@ -149,7 +151,8 @@ def _timeline(members: Mapping[str, Any]) -> Timeline:
         raise ValueError(f"a timeline of {ranks} ranks; a page draws 1 to {MOST_RANKS}")
     if seconds < SHORTEST:
         raise ValueError(f"a timeline is {seconds} seconds long")
-    spans = tuple(Span(int(rank), parse_action(it), float(a), float(b)) for rank, it, a, b in members["spans"])
+    parse = partial(parse_action, slices=int(members.get("slices", 1)))
+    spans = tuple(Span(int(rank), parse(it), float(a), float(b)) for rank, it, a, b in members["spans"])
     for span in spans:
         if not (0 <= span.rank < ranks and -SLACK * seconds <= span.start <= span.end <= (1 + SLACK) * seconds):
             what = f"a span of rank {span.rank}, from {span.start} to {span.end} seconds"

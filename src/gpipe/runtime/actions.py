@@ -19,6 +19,7 @@ from gpipe.stages.losses import NO_GRADIENT, NO_METRICS, call_loss
 from gpipe.stages.messages import Message, ReadyEvent
 from gpipe.stages.recompute_check import Fingerprint, recompute_error
 from gpipe.stages.side_effects import HOOKED, FirstRunCheck, tensors_left_on
+from gpipe.stages.slices import SliceKeys
 from gpipe.stages.stage import BACKWARD_INSIDE, HOOKED_NODE, SHARED_IN_PLACE, Stage, StageCall, StageOutput, StageRun
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 
@@ -55,7 +56,7 @@ def forward(run: Run, rank: Rank, todo: CompiledAction) -> None:
     # what the first stage is given is wherever the user keeps it; all others were brought crossings
     given = rank.taken if at else [rank.stream.take_value(run.inputs[m], None)]
     rank.taken = []
-    saved = rank.saved[at, m] = Saved(given, run.context.new_progress())  # type: ignore[arg-type]  # crossings, since it is a forward
+    saved = rank.saved[at, m] = Saved(given, run.context.new_progress(), keys=_keys(run, rank, at, m))  # type: ignore[arg-type]  # crossings, since it is a forward
     again = m in ends.recomputed
     before = own.buffers.before() if again else None
     check = _check(run, rank, at) if run.examines else None
@@ -86,8 +87,24 @@ def forward(run: Run, rank: Rank, todo: CompiledAction) -> None:
         saved.roots, saved.gradients = [], []  # and with them all that the layers made inside
     if check:
         check.graphs += bool(saved.roots)
-    if not run.trains:
-        del rank.saved[at, m]
+    _keep(run, rank, at, m, again=again)
+
+
+def _keys(run: Run, rank: Rank, at: int, m: int) -> SliceKeys | None:
+    """What a slice of a micro-batch takes from those before it, and will leave to those behind."""
+    if run.slices == 1:
+        return None
+    before_it = (rank.saved[at, one].keys for one in range(m - m % run.slices, m))
+    return SliceKeys([keys for keys in before_it if keys is not None])
+
+
+def _keep(run: Run, rank: Rank, at: int, m: int, *, again: bool) -> None:
+    """Keeps what slices behind will attend to; without a backward, nothing once the last slice is through."""
+    if (keys := rank.saved[at, m].keys) is not None:
+        keys.keep(again=again)
+    if not run.trains and (m + 1) % run.slices == 0:
+        for one in range(m + 1 - run.slices, m + 1):
+            del rank.saved[at, one]
 
 
 def recompute(run: Run, rank: Rank, todo: CompiledAction) -> None:
@@ -126,8 +143,13 @@ def backward(run: Run, rank: Rank, todo: CompiledAction) -> None:
     returned.clear()
     roots, saved.roots = saved.roots, []
     if run.owners is not None:
-        run.owners.check(at, roots, saved.given)
+        earlier = () if saved.keys is None else saved.keys.earlier_leaves()
+        run.owners.check(at, roots, chain(earlier, *(crossing.leaves for crossing in saved.given)))
     check = _check(run, rank, at) if run.examines else None
+    if saved.keys is not None:
+        some, theirs = saved.keys.take_gradients()
+        roots, gradients = [*roots, *some], [*gradients, *theirs]
+        del some, theirs
     if check:
         check.graphs -= bool(roots)
         check.before_backward()
@@ -214,7 +236,7 @@ def _run_layers(run: Run, rank: Rank, own: StageRun, ends: Connections, saved: S
     saved.gradients = [one.gradients for one in entered]
     arrived = dict(zip(ends.skips_in, (one.value for one in entered), strict=False)) if ends.skips_in else {}
     rank.scope.go_to(stage.first, key.micro_batch)
-    call = StageCall(arrived, key, saved.progress, rank.scope.go_on)
+    call = StageCall(arrived, key, saved.progress, rank.scope.go_on, keys=saved.keys)
     with run.thread_state.around_layers():
         for_loss = () if ends.outs else run.loss_pops
         made = stage.forward(entered[-1].value, call, ends.skips_out, for_loss, own.modes)

@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 
 
 class Wanted(NamedTuple):
-    """What a program is made for: `halved` for a loss that is computed outside."""
+    """What a program is made for: `halved` for a loss that is computed outside, `micro_batches` counts slices."""
 
     micro_batches: int
     trains: bool
     halved: bool = False
     loss_pops: tuple[Pop, ...] = ()
     path: int = 0  # of a model that is traced
+    slices: int = 1  # of each micro-batch
 
 
 @dataclass(eq=False)
@@ -123,13 +124,13 @@ class Engine:
         return self._compiled[wanted]
 
     def _make_program(self, wanted: Wanted) -> Program:
-        micro_batches, trains = wanted.micro_batches, wanted.trains
+        micro_batches, trains, slices = wanted.micro_batches, wanted.trains, wanted.slices
         if trains:
-            rows = table_in_training(self.schedule, self.placement, micro_batches)
+            rows = table_in_training(self.schedule, self.placement, micro_batches, slices)
         else:
-            rows = forward_only_table(self.placement, micro_batches)
+            rows = forward_only_table(self.placement, micro_batches, slices)
         skips = self._skip_routes(wanted.loss_pops, wanted.path)
-        program = Program.of(rows, micro_batches, rank_of=self.placement, skips=skips)
+        program = Program.of(rows, micro_batches, rank_of=self.placement, skips=skips, slices=slices)
         program = join_backwards(program, self.unsplit)
         program = place_transfers(place_recompute(program, self.remat, halved=wanted.halved))
         if self.deferred_batch_norm:

@@ -33,6 +33,7 @@ from gpipe.stages.rng import RankScope
 from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.side_effects import FirstRunCheck, WeightOwners
 from gpipe.stages.skips import Pop
+from gpipe.stages.slices import SliceKeys
 from gpipe.stages.stage import LayerProgress, RngKey, StageRun
 from gpipe.stages.tree import Tree, tensors_in
 
@@ -72,6 +73,7 @@ class Saved:
     roots: list[Tensor] = field(default_factory=list)
     snapshot: SavedBuffers | None = None
     fingerprint: Fingerprint | None = None  # of the forward: the recompute must have the same
+    keys: SliceKeys | None = None  # of a slice of a micro-batch
 
 
 @dataclass(eq=False)
@@ -112,6 +114,7 @@ class Run:
     gathers: bool = False  # whether every process gets the output
     micro_batch_sizes: tuple[int, ...] = ()  # in rows
     ready_made: bool = False  # whether the micro-batches were given as such
+    slices: int = 1  # of each micro-batch: what is numbered here as micro-batches are these
     path: int = 0  # the number of that which a traced model takes
     own_weights: tuple[float, ...] = ()  # of each micro-batch in the model's own loss, if it gives one
     inputs: Sequence[BoundaryValue] = ()
@@ -134,12 +137,17 @@ class Run:
 
     def __post_init__(self) -> None:
         self.trains = self.thread_state.grad  # whether there is a backward
-        self.first = self.context.replica * self.engine.micro_batches
+
+    @property
+    def first(self) -> int:
+        """The number of the first micro-batch, or slice, of this replica, by which randomness is keyed."""
+        return self.context.replica * self.engine.micro_batches * self.slices
 
     def compiled_program(self) -> CompiledProgram:
         """The checked table of such a mini-batch, compiled."""
         halved, pops = self.loss_fn is None, tuple(self.loss_pops)
-        return self.engine.compiled(Wanted(len(self.micro_batch_sizes), self.trains, halved, pops, self.path))
+        number = len(self.micro_batch_sizes)
+        return self.engine.compiled(Wanted(number, self.trains, halved, pops, self.path, self.slices))
 
     def prepare(self) -> None:
         """Compiles the table, and makes what the ranks and shared weights need."""

@@ -53,6 +53,40 @@ NAMES = {
 MAIN = "x"
 
 
+class Slice(int):
+    """The number of a slice among all slices of all micro-batches, `of` of each; prints as micro-batch and slice.
+
+    >>> str(Slice(6, of=4)), Slice(6, of=4) == 6
+    ('1.2', True)
+    """
+
+    of: int
+
+    def __new__(cls, number: int, of: int) -> "Slice":
+        """Makes one of its number and how many slices a micro-batch has."""
+        made = super().__new__(cls, number)
+        made.of = of
+        return made
+
+    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]  # int's own has no second
+        """What a copy or a pickle is made of."""
+        return int(self), self.of
+
+    def __str__(self) -> str:
+        return "{}.{}".format(*divmod(int(self), self.of))
+
+
+def nth_backward(number: int, slices: int) -> int:
+    """The n-th of what a stage runs backward, of micro-batches in so many slices: in each the last slice comes first.
+
+    And the other way round, by its number, which it is in turn.
+
+    >>> [nth_backward(number, slices=3) for number in range(6)]
+    [2, 1, 0, 5, 4, 3]
+    """
+    return number if slices == 1 else (number // slices + 1) * slices - 1 - number % slices
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Route:
     """A tensor's way from stage to stage; its gradient takes the same way back.
@@ -78,6 +112,8 @@ class Route:
 @dataclass(frozen=True, slots=True)
 class Action:
     """One thing done at one stage to one micro-batch; prints as `2F0` (stage 2, forward, micro-batch 0).
+
+    Where micro-batches are cut into slices, `micro_batch` is a `Slice`, of all: `2F0.1`.
 
     A transfer also names its route, `0SEND3@x:0>1`; sent from the route's target it carries the gradient back.
     A closing action has no micro-batch: `2COMMIT`.
@@ -112,7 +148,7 @@ class Action:
 
 
 _ROUTE = r"([^@:]+):(\d+)>(\d+)"
-_ACTION = re.compile(rf"(\d+)([A-Z]+)(\d+)?(?:@({_ROUTE}))?")
+_ACTION = re.compile(rf"(\d+)([A-Z]+)(?:(\d+)(?:\.(\d+))?)?(?:@({_ROUTE}))?")
 
 
 def parse_route(text: str) -> Route:
@@ -124,11 +160,13 @@ def parse_route(text: str) -> Route:
     return Route(int(source), int(target), name)
 
 
-def parse_action(text: str) -> Action:
-    """Reads an action back from its printed form.
+def parse_action(text: str, slices: int = 1) -> Action:
+    """Reads an action back from its printed form, of micro-batches in so many slices.
 
     >>> parse_action("2F0")
     Action(kind=<Kind.FORWARD: 'F'>, stage=2, micro_batch=0, route=None)
+    >>> str(parse_action("2F1.3", slices=4))
+    '2F1.3'
 
     Raises:
         ValueError: The text is not an action.
@@ -136,6 +174,8 @@ def parse_action(text: str) -> Action:
     match = _ACTION.fullmatch(text)
     if match is None or match[2] not in {kind.value for kind in Kind}:
         raise ValueError(f"{text!r} is not an action; an action looks like 2F0, 0SEND3@x:0>1 or 2COMMIT")
-    stage, kind, micro_batch, route = match.groups()[:4]
-    number = int(micro_batch) if micro_batch else None
+    stage, kind, micro_batch, at, route = match.groups()[:5]
+    if (slices > 1 and micro_batch is not None) != (at is not None) or int(at or 0) >= slices:
+        raise ValueError(f"{text!r} is not an action where slices={slices}")
+    number = Slice(int(micro_batch) * slices + int(at), slices) if at else int(micro_batch) if micro_batch else None
     return Action(Kind(kind), int(stage), number, parse_route(route) if route else None)

@@ -1,7 +1,7 @@
 """Costs of actions, in seconds and bytes by stage."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, assert_never
 
 from gpipe.schedule.action import Action, Kind
@@ -33,6 +33,16 @@ class StageCost:
     inside: int = 0
     working: int = 0
     state: int = 0
+
+    def shared_by(self, slices: int) -> "StageCost":
+        """What each of so many slices of the micro-batch costs, as if tokens cost the same wherever they stand.
+
+        >>> StageCost(1.0, 2.0, tie=3.0).shared_by(2)  # doctest: +ELLIPSIS
+        StageCost(forward=0.5, backward=1.0, backward_input=None, ..., tie=3.0, ...)
+        """
+        shared = ("forward", "backward", "backward_input", "backward_weight", "recompute", "send", "send_gradient")
+        each = {name: getattr(self, name) for name in shared}
+        return replace(self, **{name: value / slices for name, value in each.items() if value is not None})
 
     @property
     def weight_share(self) -> float | None:

@@ -8,7 +8,8 @@ Law 3. Every SEND has one RECEIVE, and what crosses ranks is sent, but for what 
 Law 4. Two ranks list the messages between them in one order.
 Law 5. A legal total order exists; in it a closing action comes behind all that it closes.
 Law 6. The forwards of a stage stand in the order of the micro-batches, and so do its backwards, input and weight
-       backwards each: gradients are added up as in the plain loop, whatever the schedule.
+       backwards each: gradients are added up as in the plain loop, whatever the schedule. Of a micro-batch in
+       slices, the last slice goes backward first.
 Law 7. The REDUCEs of a rank stand from the last stage down, those of stages that tie behind the TIEs: replicas wait
        for each other in them, and one of fewer micro-batches may have another table.
 """
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain, combinations
 
-from gpipe.schedule.action import CLOSING, COMPUTE, MOVES, TRANSFERS, Action, Kind
+from gpipe.schedule.action import CLOSING, COMPUTE, MOVES, TRANSFERS, Action, Kind, nth_backward
 from gpipe.schedule.program import Program, ScheduleError
 from gpipe.schedule.rules import closing_order, linearize, needs
 
@@ -67,7 +68,7 @@ def _miscounted(program: Program) -> Iterator[str]:
     actions = program.actions
     trains = bool({action.kind for action in actions} - TRANSFERS - {Kind.FORWARD, Kind.OFFLOAD, Kind.COMMIT})
     for stage in range(program.stages):
-        for m in range(program.micro_batches):
+        for m in program.numbers:
             cell = {kind for kind in Kind if Action(kind, stage, m) in actions}
             if Kind.FORWARD not in cell:
                 yield f"{Action(Kind.FORWARD, stage, m)} is missing"
@@ -118,7 +119,9 @@ def _out_of_turn(program: Program) -> Iterator[str]:
         for action in row:
             if action.kind in COMPUTE - {Kind.RECOMPUTE}:
                 before = last.get((action.kind, action.stage), action)
-                if (before.micro_batch or 0) > (action.micro_batch or 0):
+                slices = 1 if action.kind is Kind.FORWARD else program.slices
+                first, second = (nth_backward(each.micro_batch or 0, slices) for each in (before, action))
+                if first > second:
                     yield f"{action} stands behind {before}; a stage takes the micro-batches in their order"
                 last[action.kind, action.stage] = action
 

@@ -7,7 +7,7 @@ from functools import cache, partial
 from itertools import filterfalse
 from typing import Literal, TypeAlias, get_args
 
-from gpipe.schedule.action import TRANSFERS, Action, Kind
+from gpipe.schedule.action import TRANSFERS, Action, Kind, nth_backward
 from gpipe.schedule.cost import Costs
 from gpipe.schedule.program import Program, RankActions
 from gpipe.schedule.rules import BACKWARDS, closing_order, crossing, linearize
@@ -32,7 +32,7 @@ def place_recompute(program: Program, remat: Sequence[Remat], *, halved: bool = 
     """
 
     def with_recompute(row: RankActions) -> Iterator[Action]:
-        again = recomputed(row, remat, halved=halved)
+        again = recomputed(row, remat, halved=halved, slices=program.slices)
         for action in row:
             if action.kind in BACKWARDS and (action.stage, action.micro_batch) in again:
                 yield Action(Kind.RECOMPUTE, action.stage, action.micro_batch)
@@ -41,7 +41,9 @@ def place_recompute(program: Program, remat: Sequence[Remat], *, halved: bool = 
     return program.with_table(map(with_recompute, program.table))
 
 
-def recomputed(row: RankActions, remat: Sequence[Remat], *, halved: bool = False) -> set[tuple[int, int | None]]:
+def recomputed(
+    row: RankActions, remat: Sequence[Remat], *, halved: bool = False, slices: int = 1
+) -> set[tuple[int, int | None]]:
     """The stages and micro-batches of a bare row whose forward is run again before their backward.
 
     Nothing is recomputed where a backward follows its own forward with nothing between: it would keep nothing from
@@ -54,7 +56,7 @@ def recomputed(row: RankActions, remat: Sequence[Remat], *, halved: bool = False
         stage, m = action.stage, action.micro_batch
         if action.kind is Kind.FORWARD:
             follows = not halved and after in [Action(kind, stage, m) for kind in BACKWARDS]
-            if not follows and _recomputes(remat[stage], m, len(kept[stage])):
+            if not follows and _recomputes(remat[stage], nth_backward(m or 0, slices), len(kept[stage])):
                 again.add((stage, m))
             elif not follows:
                 kept[stage].add(m)
@@ -63,9 +65,9 @@ def recomputed(row: RankActions, remat: Sequence[Remat], *, halved: bool = False
     return again
 
 
-def _recomputes(remat: Remat, micro_batch: int | None, kept: int) -> bool:
+def _recomputes(remat: Remat, nth: int, kept: int) -> bool:
     if remat == "except_last":
-        return micro_batch != 0
+        return nth != 0
     return remat == "always" if isinstance(remat, str) else kept >= remat
 
 

@@ -2,12 +2,12 @@
 
 import csv
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
-from gpipe.schedule.action import Action, Kind, Route, parse_action, parse_route
+from gpipe.schedule.action import Action, Kind, Route, Slice, parse_action, parse_route
 from gpipe.schedule.cell import in_cell
 
 RankActions: TypeAlias = tuple[Action, ...]
@@ -33,7 +33,8 @@ class ScheduleError(ValueError):
 class Program:
     """What all ranks do in one mini-batch.
 
-    `rank_of[s]` is the rank of stage s; `table[r]` is what rank r does, in order. Equality is by content.
+    `rank_of[s]` is the rank of stage s; `table[r]` is what rank r does, in order. Equality is by content. Where
+    micro-batches are cut into `slices`, those are what `micro_batches` counts: M times as many.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> program = Program.of(fill_drain(stages=2, micro_batches=2), micro_batches=2)
@@ -49,6 +50,7 @@ class Program:
     micro_batches: int
     routes: tuple[Route, ...]
     table: Table
+    slices: int = 1
 
     def __post_init__(self) -> None:
         if self.micro_batches > MOST_MICRO_BATCHES:
@@ -62,17 +64,34 @@ class Program:
         *,
         rank_of: Iterable[int] | None = None,
         skips: Iterable[Route] = (),
+        slices: int = 1,
     ) -> "Program":
         """Makes a program of the actions of each rank; `rank_of` or each stage its own."""
         listed = tuple(map(tuple, table))
         ranks = tuple(range(len(listed)) if rank_of is None else rank_of)
         main_line = (Route(s, s + 1) for s in range(len(ranks) - 1))
-        return cls(ranks, micro_batches, (*main_line, *skips), listed)
+        return cls(ranks, micro_batches, (*main_line, *skips), listed, slices)
 
     @property
     def stages(self) -> int:
         """The number of stages."""
         return len(self.rank_of)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The number of each micro-batch, or slice of one."""
+        every = range(self.micro_batches)
+        return every if self.slices == 1 else [Slice(number, self.slices) for number in every]
+
+    @property
+    def words(self) -> str:
+        """How many micro-batches there are, and slices of each.
+
+        >>> Program.of([], micro_batches=8, slices=4).words
+        '2 micro-batches of 4 slices'
+        """
+        count = self.micro_batches // self.slices
+        return f"{count} micro-batch{'es' * (count != 1)}" + (f" of {self.slices} slices" if self.slices > 1 else "")
 
     @property
     def ranks(self) -> int:
@@ -127,6 +146,8 @@ class Program:
     def _cells(self) -> Iterator[list[str]]:
         yield ["rank_of", *map(str, self.rank_of)]
         yield ["micro_batches", str(self.micro_batches)]
+        if self.slices > 1:
+            yield ["slices", str(self.slices)]
         yield ["routes", *map(str, self.routes)]
         for row in self.table:
             yield ["row", *map(str, row)]
@@ -150,10 +171,12 @@ class Program:
                     program = replace(program, rank_of=tuple(map(int, cells)))
                 case ["micro_batches", cell]:
                     program = replace(program, micro_batches=int(cell))
+                case ["slices", cell]:
+                    program = replace(program, slices=int(cell))
                 case ["routes", *cells]:
                     program = replace(program, routes=tuple(map(parse_route, cells)))
                 case ["row", *cells]:
-                    rows.append(map(parse_action, cells))
+                    rows.append([parse_action(cell, program.slices) for cell in cells])
                 case _:
                     raise ValueError(f"{line!r} is no line of a program")
         return program.with_table(rows)

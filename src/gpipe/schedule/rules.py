@@ -9,7 +9,9 @@ Rule 4. A weight backward needs its input backward; an OFFLOAD its forward, and 
 Rule 5. Between two ranks a value or gradient is carried by a SEND and its RECEIVE, which stand for it.
 Rule 6. A closing action needs all that its stage did before: COMMIT the forwards, TIE the backwards, REDUCE both the
         backwards and the TIE.
-Rule 7. A TIE adds up what all stages with a TIE have, so it needs their backwards too; no SEND brings them, it does.
+Rule 7. Of a micro-batch in slices a forward needs that of the slice before at its stage, for keys and values, and a
+        backward that of the slice behind, for their gradients.
+Rule 8. A TIE adds up what all stages with a TIE have, so it needs their backwards too; no SEND brings them, it does.
 
 An action that a program does not hold was done before the program began; a transfer that it does not hold (yet) is
 looked through. So the same rule serves bare schedules, whole programs and the forward or backward half of one.
@@ -19,7 +21,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import TypeAlias, assert_never
 
-from gpipe.schedule.action import Action, Kind, Route
+from gpipe.schedule.action import Action, Kind, Route, Slice
 from gpipe.schedule.program import Program, ScheduleError
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -42,6 +44,7 @@ def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
     match action.kind:
         case Kind.FORWARD:
             yield from _brought(action, program)
+            yield from _beside(action, program, -1)
         case Kind.RECOMPUTE | Kind.OFFLOAD:
             yield Action(Kind.FORWARD, stage, m)
         case Kind.FETCH:
@@ -51,6 +54,7 @@ def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
             yield recompute if recompute in program.actions else Action(Kind.FORWARD, stage, m)
             yield Action(Kind.FETCH, stage, m)
             yield from _brought(action, program)
+            yield from _beside(action, program, 1)
         case Kind.BACKWARD_WEIGHT:
             yield Action(Kind.BACKWARD_INPUT, stage, m)
         case Kind.SEND:
@@ -58,7 +62,7 @@ def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
         case Kind.RECEIVE:
             yield action.peer
         case Kind.COMMIT:
-            yield from (Action(Kind.FORWARD, stage, i) for i in range(program.micro_batches))
+            yield from (Action(Kind.FORWARD, stage, i) for i in program.numbers)
         case Kind.TIE:
             tied = [s for s in range(program.stages) if s == stage or Action(Kind.TIE, s) in program.actions]
             yield from (backward for s in tied for backward in _backwards(s, program))
@@ -68,9 +72,16 @@ def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
             assert_never(action.kind)
 
 
+def _beside(action: Action, program: Program, step: int) -> Iterator[Action]:
+    """The same at the same stage of the slice behind or before, if the micro-batch has one there."""
+    slices, number = program.slices, action.micro_batch or 0
+    if 0 <= number % slices + step < slices:
+        yield Action(action.kind, action.stage, Slice(number + step, slices))
+
+
 def _backwards(stage: int, program: Program) -> Iterator[Action]:
     kinds = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
-    return (Action(kind, stage, m) for kind in kinds for m in range(program.micro_batches))
+    return (Action(kind, stage, m) for kind in kinds for m in program.numbers)
 
 
 def closing_order(program: Program, closing: Action) -> tuple[int, int]:

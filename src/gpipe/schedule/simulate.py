@@ -223,7 +223,8 @@ class Figures:
     Attributes:
         timeline: What is done when.
         work: How long the busiest rank computes.
-        peaks: By rank, the most micro-batches that it holds; one at one of its v stages counts as 1/v.
+        peaks: By rank, the most micro-batches that it holds; one at one of its v stages counts as 1/v, and one of
+            its S slices as 1/S.
         split: The share of backwards that are split in two.
 
     >>> from gpipe.schedule.schedules.by_name import program_of
@@ -261,7 +262,7 @@ def figures(program: Program, costs: Costs | None = None) -> Figures:
     return Figures(
         timeline=simulation.timeline,
         work=max(map(simulation.timeline.busy, range(program.ranks))),
-        peaks=tuple(peak / stages[rank] for rank, peak in enumerate(simulation.peak_bytes)),
+        peaks=tuple(peak / stages[rank] / program.slices for rank, peak in enumerate(simulation.peak_bytes)),
         split=kinds[Kind.BACKWARD_INPUT] / max(1, sum(kinds[kind] for kind in BACKWARDS)),
     )
 

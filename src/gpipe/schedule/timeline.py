@@ -9,7 +9,7 @@ from math import inf
 from statistics import fmean
 from typing import NamedTuple
 
-from gpipe.schedule.action import COMPUTE, Action, Kind
+from gpipe.schedule.action import COMPUTE, Action, Kind, Slice
 from gpipe.schedule.rules import BACKWARDS
 
 
@@ -53,6 +53,11 @@ class Timeline:
         """Whether there are forwards and backwards in it: not of a call, of its backward, or of an evaluation."""
         kinds = {span.action.kind for span in self.spans}
         return Kind.FORWARD in kinds and not kinds.isdisjoint(BACKWARDS)
+
+    @property
+    def slices(self) -> int:
+        """Into how many slices its micro-batches are cut."""
+        return next((m.of for span in self.spans if isinstance(m := span.action.micro_batch, Slice)), 1)
 
     def busy(self, rank: int) -> float:
         """Seconds that a rank spent computing."""

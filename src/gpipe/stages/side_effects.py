@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipe._torch.modules import NormWithStatistics, hooks_before_forward, hooks_of
-from gpipe.stages.boundary import BoundaryValue, leaves_of
+from gpipe.stages.boundary import leaves_of
 from gpipe.stages.buffers import Slot
 from gpipe.stages.recompute_check import Digest, differ, digest
 from gpipe.stages.stage import Layer, Stage, StageRun
@@ -245,12 +245,12 @@ class WeightOwners:
         self._claimed: list[Tensor] = []  # what belongs to no layer is that of the first stage that came
         self._checked: set[int] = set()
 
-    def check(self, stage: int, roots: Sequence[Tensor], given: Iterable[BoundaryValue]) -> None:
-        """Checks that a stage's first backward in a run reaches no weight of others; `given` is what came to it."""
+    def check(self, stage: int, roots: Sequence[Tensor], given: Iterable[Tensor]) -> None:
+        """Checks that a stage's first backward in a run reaches no weight of others; `given` are its other leaves."""
         if stage in self._checked:
             return
         self._checked.add(stage)
-        own = {id(leaf) for crossing in given for leaf in crossing.leaves}
+        own = set(map(id, given))
         for leaf in leaves_of(roots):
             if id(leaf) in own:
                 continue

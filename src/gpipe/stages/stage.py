@@ -23,6 +23,7 @@ from gpipe.stages.buffers import Buffers, Slot
 from gpipe.stages.recompute_check import differ, digest
 from gpipe.stages.rng import PipeRngScope
 from gpipe.stages.skips import Pop, Stashed, alias, keep_stashes
+from gpipe.stages.slices import SliceKeys
 from gpipe.stages.tree import (
     Tree,
     copy_of,
@@ -125,6 +126,7 @@ class StageCall:
     progress: LayerProgress
     go_on: Callable[[int], object] = id  # told before each layer, by its index: from there on it draws
     held: dict[str, Stashed] = field(default_factory=dict)  # what its layers have stashed
+    keys: SliceKeys | None = None  # of a slice of a sequence
 
 
 class StageOutput(NamedTuple):

@@ -37,6 +37,7 @@ from gpipe.tracing.runs import (
     without_cache,
 )
 from gpipe.tracing.shallow_copy import COLLECTOR
+from gpipe.tracing.slices import check_takes_cache, cut, prove_slices
 from gpipe.tracing.stage import SingleLayer, rng_scopes, state_of
 from gpipe.tracing.trace import CannotSplitError, Leaves, Structure, Trace, take_apart
 from gpipe.tracing.tracer import TracerRun, trace_forward
@@ -210,6 +211,18 @@ class TracedModel:
         states = self._begin([self._with_count(value, total) for value in values]).states
         return begun._replace(states=states, shares=ones)
 
+    def begin_slices(
+        self, values: Sequence[Tree], slices: int, over_replicas: Callable[[float], float] | None
+    ) -> TracedBatch:
+        """As `begin`, of the slices of all micro-batches, one behind another, where the loss is the model's own."""
+        return self.begin([part for value in values for part in cut(self.model, value, slices)], over_replicas)
+
+    def prove_slices(self, value: Tree, slices: int) -> None:
+        """Refuses slices of a model to which they are another model than the whole, as the sample shows it."""
+        check_takes_cache(self.model, slices, lacks_values=self.lacks_values)
+        begun = self.begin_slices([value], slices, float)
+        prove_slices(self.model, value, slices, self._averages[begun.trace])
+
     def first_state(self, value: Tree) -> Tree:
         """What the main line brings to the first stage, where the loss is the model's own."""
         is_told = self._counts and self._may_count(value)
@@ -232,7 +245,7 @@ class TracedModel:
         number = self._numbers[key]
         return TracedBatch(number, [state_of(number, leaves) for leaves, _ in apart])
 
-    def learn_all(self, value: Tree) -> None:
+    def learn_all(self, value: Tree, slices: int = 1) -> None:
         """Traces all usual traces ahead, where no process will have the whole model: none can be traced later on."""
         values = [value]
         if isinstance(value, Mapping) and "labels" in value:
@@ -241,6 +254,7 @@ class TracedModel:
             lambda one: self.begin([one], float),  # for the model's own loss
             lambda one: self.begin([one]),  # for a loss_fn
             lambda one: self.begin([one], for_output=True),
+            *([] if slices == 1 else [lambda one: self.begin_slices([one], slices, float)]),
         ]
         for training, one, begin in product((True, False), values, wanted):
             with suppress(Exception), unchanged(self.model):  # _begin keeps it for who asks for it

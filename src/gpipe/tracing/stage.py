@@ -21,17 +21,20 @@ from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.interpreter import SAMPLE_KEY, Described, StageInterpreter, describe
 from gpipe.tracing.parts import ModelPart, Parts
 from gpipe.tracing.shallow_copy import ShallowCopy
+from gpipe.tracing.slices import cache_of, state_of_slice, tokens_before
 from gpipe.tracing.trace import Leaves, Trace, ValueId, is_carried
 
 
 def state_of(number: int, leaves: Leaves) -> dict[str, Tree]:
     """What the main line brings to the first stage: inputs, a log of what they are, and the trace's number."""
-    carried = [is_carried(leaf) for leaf in leaves]
+    carried = [is_carried(leaf) or tokens_before(leaf) is not None for leaf in leaves]
+    live = [leaf for leaf in leaves if is_carried(leaf)]
     return {
         "path": number,
         "inputs": [None if one else leaf for one, leaf in zip(carried, leaves, strict=True)],
         "log": json.dumps([describe(leaves)]),  # between stages also of what operations returned
-        "live": [leaf for one, leaf in zip(carried, leaves, strict=True) if one],
+        "live": live,
+        **state_of_slice(leaves),
     }
 
 
@@ -110,13 +113,17 @@ class TracedStage(Stage):
             values[value_id] = call.arrived[route]
         log, wanted = json.loads(value["log"]), frozenset((*crossings.leaves, *crossings.departs.values()))
         interpreter = self.interpreter(trace, values, log, wanted, call.rng_key, call.progress)
-        output = interpreter.go(value["inputs"])
+        inputs, beside = value["inputs"], {}
+        if call.keys is not None:
+            (at, tokens), beside = value["slice"], {"slice": value["slice"]}
+            inputs = [*inputs[:at], cache_of(self._parts.model, tokens, call.keys), *inputs[at + 1 :]]
+        output = interpreter.go(inputs)
         if interpreter.is_last:
             return output
         for name, value_id in crossings.departs.items():
             call.held[name] = Stashed(interpreter.made.get(value_id))
         live = list(map(interpreter.made.get, crossings.leaves))
-        return {"path": number, "inputs": value["inputs"], "log": json.dumps(log), "live": live}
+        return {"path": number, "inputs": value["inputs"], "log": json.dumps(log), "live": live, **beside}
 
     def interpreter(
         self,

@@ -26,6 +26,7 @@ from gpipe.tracing.meta_model import Dry, lacks_values
 from gpipe.tracing.parts import Parts
 from gpipe.tracing.runs import ForwardArguments, failing_apart, watched
 from gpipe.tracing.shallow_copy import ShallowCopy, own_hooks
+from gpipe.tracing.slices import tokens_before
 from gpipe.tracing.trace import (
     Again,
     CannotSplitError,
@@ -406,7 +407,7 @@ def _traced(parts: Parts, given: ForwardArguments, dry: Dry | None) -> tuple[Tra
     model = type(parts.model).__name__
     for name, value in (*enumerate(given.args), *given.kwargs.items()):
         for leaf in take_apart(value)[0]:
-            if not isinstance(leaf, Tensor) and hides_tensors(leaf):
+            if not isinstance(leaf, Tensor) and tokens_before(leaf) is None and hides_tensors(leaf):
                 raise CannotSplitError(KEEPS.format(model=model, kind=type(leaf).__name__, name=name))
     if left := tracers[-1].left_behind():
         raise CannotSplitError(LEAVES_TENSORS.format(model=model, places=", ".join(left)))

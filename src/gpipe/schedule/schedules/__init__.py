@@ -41,6 +41,7 @@ class Schedule:
             None where it has no table of that size.
         placement: From the number of ranks and of stages on each, the rank of each stage; None where it has none.
         stages_per_rank: How many stages a rank holds where nothing is asked for.
+        sliced: As `table`, of slices of micro-batches, so many of each; None where it has no such table.
 
     >>> for row in SCHEDULES["1f1b"].table(SCHEDULES["1f1b"].placement(2, 1), 2):
     ...     print(*row)
@@ -52,13 +53,14 @@ class Schedule:
     table: Callable[[Placement, int], Table | None]
     placement: Callable[[int, int], Placement | None]
     stages_per_rank: int = 1
+    sliced: Callable[[Placement, int, int], Table] | None = None
 
 
 SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule
     for schedule in (
-        Schedule("gpipe", fill_drain_table, loop),
-        Schedule("1f1b", one_forward_one_backward, line),
+        Schedule("gpipe", fill_drain_table, loop, sliced=fill_drain_table),
+        Schedule("1f1b", one_forward_one_backward, line, sliced=one_forward_one_backward),
         Schedule("interleaved", interleaved, loops, stages_per_rank=2),
         Schedule("zb_h1", zb_h1, line),
         Schedule("zb_h2", zb_h2, line),
@@ -71,6 +73,12 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def table_in_training(schedule: Schedule, placement: Placement, micro_batches: int) -> Table:
-    """The table of a mini-batch of any size: the schedule's, or that of fill-drain where it has none."""
+def table_in_training(schedule: Schedule, placement: Placement, micro_batches: int, slices: int = 1) -> Table:
+    """The table of a mini-batch of any size: the schedule's, or that of fill-drain where it has none.
+
+    Of micro-batches in slices it is counted how many these are together.
+    """
+    if slices > 1:
+        assert schedule.sliced is not None  # else it was refused
+        return schedule.sliced(placement, micro_batches, slices)
     return schedule.table(placement, micro_batches) or fill_drain_table(placement, micro_batches)

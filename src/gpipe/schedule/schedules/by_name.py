@@ -11,10 +11,12 @@ from gpipe.schedule.schedules import SCHEDULES, Schedule
 from gpipe.schedule.schedules.writing import Placement
 
 
-def program_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Program:
+def program_of(
+    name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None, slices: int = 1
+) -> Program:
     """The forwards and backwards of a schedule by its name in `SCHEDULES`, for K ranks and M micro-batches.
 
-    Each rank holds `stages_per_rank`, by default what the schedule has.
+    Each rank holds `stages_per_rank`, by default what the schedule has; each micro-batch has so many `slices`.
 
     Raises:
         ValueError: There is no such schedule, or it has no table of this size; a line for each mistake.
@@ -28,11 +30,14 @@ def program_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int |
     <BLANKLINE>
     """
     counts = {"partitions": ranks, "micro_batches": micro_batches, "stages_per_rank": stages_per_rank}
+    counts["slices"] = slices
     mistakes = [] if name in SCHEDULES else [unknown(name)]
+    if not mistakes and slices > 1 and SCHEDULES[name].sliced is None:
+        mistakes.append(unsliced(SCHEDULES[name]))
     few = {what: count for what, count in counts.items() if count is not None and count < 1}
     mistakes += [f"{what}={count}; give a whole number of at least 1" for what, count in few.items()]
-    if micro_batches > MOST_MICRO_BATCHES:
-        mistakes.append(too_many(micro_batches))
+    if micro_batches * slices > MOST_MICRO_BATCHES:
+        mistakes.append(too_many(micro_batches * slices))
     if mistakes:
         raise ValueError("\n".join(mistakes))
     schedule = SCHEDULES[name]
@@ -40,15 +45,23 @@ def program_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int |
     placement = schedule.placement(ranks, each)
     if placement is None:
         raise ValueError(unplaced(schedule, each))
-    table = schedule.table(placement, micro_batches)
+    number = micro_batches * slices
+    sliced = schedule.sliced
+    table = schedule.table(placement, number) if sliced is None else sliced(placement, number, slices)
     if table is None:
         raise ValueError(without_table(schedule, placement, micro_batches))
-    return Program.of(table, micro_batches, rank_of=placement)
+    return Program.of(table, number, rank_of=placement, slices=slices)
 
 
 def unknown(name: object) -> str:
     """What is said of a name that no schedule has."""
     return f"schedule={name!r}; known are {', '.join(map(repr, SCHEDULES))}"
+
+
+def unsliced(schedule: Schedule) -> str:
+    """What is said of a schedule that has no table for slices."""
+    known = ", ".join(repr(name) for name, each in SCHEDULES.items() if each.sliced is not None)
+    return f"schedule={schedule.name!r} has no table for slices of micro-batches; those that have are {known}"
 
 
 def unplaced(schedule: Schedule, each: int) -> str:

@@ -22,7 +22,7 @@ def fill_drain(stages: int, micro_batches: int) -> Table:
     return fill_drain_table(loop(stages), micro_batches)
 
 
-def fill_drain_table(placement: Placement, micro_batches: int) -> Table:
+def fill_drain_table(placement: Placement, micro_batches: int, slices: int = 1) -> Table:
     """The table of fill-drain where a rank may hold several stages; here each of two ranks holds two.
 
     ```text
@@ -31,8 +31,8 @@ def fill_drain_table(placement: Placement, micro_batches: int) -> Table:
     ```
     """
     path = range(len(placement))
-    forwards = table_in_step(Kind.FORWARD, path, placement, micro_batches)
-    backwards = table_in_step(Kind.BACKWARD, path[::-1], placement, micro_batches)
+    forwards = table_in_step(Kind.FORWARD, path, placement, micro_batches, slices)
+    backwards = table_in_step(Kind.BACKWARD, path[::-1], placement, micro_batches, slices)
     return tuple((*ahead, *back) for ahead, back in zip(forwards, backwards, strict=True))
 
 
@@ -51,6 +51,6 @@ def forward_only(stages: int, micro_batches: int) -> Table:
     return forward_only_table(loop(stages), micro_batches)
 
 
-def forward_only_table(placement: Placement, micro_batches: int) -> Table:
+def forward_only_table(placement: Placement, micro_batches: int, slices: int = 1) -> Table:
     """The table of forwards alone where a rank may hold several stages."""
-    return table_in_step(Kind.FORWARD, range(len(placement)), placement, micro_batches)
+    return table_in_step(Kind.FORWARD, range(len(placement)), placement, micro_batches, slices)

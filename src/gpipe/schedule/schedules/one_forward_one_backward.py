@@ -13,7 +13,7 @@ from gpipe.schedule.schedules.writing import Cell, Placement, in_turn, one_for_o
 ByRank: TypeAlias = Callable[[int], int]
 
 
-def one_forward_one_backward(placement: Placement, micro_batches: int) -> Table:
+def one_forward_one_backward(placement: Placement, micro_batches: int, slices: int = 1) -> Table:
     """The table of 1F1B: rank r of K runs K - r forwards ahead, and so holds that many micro-batches, never M.
 
     ```text
@@ -22,9 +22,10 @@ def one_forward_one_backward(placement: Placement, micro_batches: int) -> Table:
     rank 2  .. .. F0 B0--- F1 B1--- F2 B2--- F3 B3--- .. .. .. ..
     ```
 
-    As long as fill-drain, (K-1)(F+B) beside the work (Narayanan et al., 2021, section 2.2).
+    As long as fill-drain, (K-1)(F+B) beside the work (Narayanan et al., 2021, section 2.2). Of micro-batches in S
+    slices (Seq1F1B, Sun et al., 2024) rank r runs K - r + S - 1 slices ahead: (K-1)(F+B) of a slice beside the work.
     """
-    return _in_rounds(placement, micro_batches, lambda behind: behind + 1)
+    return _in_rounds(placement, micro_batches, lambda behind: behind + slices, slices=slices)
 
 
 def zb_h1(placement: Placement, micro_batches: int) -> Table:
@@ -85,7 +86,9 @@ def interleaved_zb(placement: Placement, micro_batches: int) -> Table:
     return _in_rounds(placement, micro_batches, lambda behind: behind + 1, late=lambda r: r)
 
 
-def _in_rounds(placement: Placement, micro_batches: int, ahead: ByRank, late: ByRank | None = None) -> Table:
+def _in_rounds(
+    placement: Placement, micro_batches: int, ahead: ByRank, late: ByRank | None = None, slices: int = 1
+) -> Table:
     """A forward for each backward, in rounds through the stages of each rank, as `one_for_one` has it.
 
     `ahead`: the forwards by which a rank's last stage is, of the ranks behind it. Rounds are of K micro-batches or,
@@ -103,4 +106,4 @@ def _in_rounds(placement: Placement, micro_batches: int, ahead: ByRank, late: By
         before = (len(stages) - 1) * max(ranks, sizes[0]) + ahead(ranks - 1 - r)
         return one_for_one(through(stages), through(stages[::-1]), before, late(r) if late else None)
 
-    return tuple(in_turn(cells(r), micro_batches) for r in range(ranks))
+    return tuple(in_turn(cells(r), micro_batches, slices) for r in range(ranks))

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
-from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.action import Action, Kind, Slice, nth_backward
 from gpipe.schedule.program import RankActions, Table
 
 Placement: TypeAlias = tuple[int, ...]
@@ -37,7 +37,14 @@ Cell: TypeAlias = tuple[str, int | None]
 OLDEST: Cell = ("W", None)
 
 
-def in_turn(cells: Iterable[Cell], micro_batches: int) -> RankActions:
+def number_of(kind: Kind, nth: int, slices: int) -> int:
+    """The number of what a stage takes as its n-th, forward or backward."""
+    if slices == 1:
+        return nth
+    return Slice(nth if kind is Kind.FORWARD else nth_backward(nth, slices), slices)
+
+
+def in_turn(cells: Iterable[Cell], micro_batches: int, slices: int = 1) -> RankActions:
     """Gives the cells of each stage the micro-batches in their order; those for which there is none are left out.
 
     >>> print(*in_turn([("F", 0), ("F", 0), ("B", 0), ("I", 0), ("F", 0), OLDEST, OLDEST], micro_batches=2))
@@ -55,7 +62,7 @@ def in_turn(cells: Iterable[Cell], micro_batches: int) -> RankActions:
             continue
         micro_batch = done[kind == "F", stage]
         if micro_batch < micro_batches:
-            row.append(Action(Kind(kind), stage, micro_batch))
+            row.append(Action(Kind(kind), stage, number_of(Kind(kind), micro_batch, slices)))
             done[kind == "F", stage] += 1
             owed += row[-1:] if kind == "I" else []
     return tuple(row)
@@ -82,7 +89,9 @@ def one_for_one(
     yield from [OLDEST] * (late or 0)
 
 
-def table_in_step(kind: Kind, path: Sequence[int], placement: Placement, micro_batches: int) -> Table:
+def table_in_step(
+    kind: Kind, path: Sequence[int], placement: Placement, micro_batches: int, slices: int = 1
+) -> Table:
     """The actions of one kind by rank, where each micro-batch takes the path from stage to stage.
 
     At each tick of a clock every rank does one action: of those that are ready, that of the oldest micro-batch. So
@@ -96,6 +105,6 @@ def table_in_step(kind: Kind, path: Sequence[int], placement: Placement, micro_b
             ready = [(done[s], s) for s in path if placement[s] == rank and done[s] < arrived[s]]
             if ready:
                 micro_batch, stage = min(ready)
-                row.append(Action(kind, stage, micro_batch))
+                row.append(Action(kind, stage, number_of(kind, micro_batch, slices)))
                 done[stage] += 1
     return tuple(map(tuple, rows))
