@@ -1120,6 +1120,8 @@ def test_what_fully_shard_does_behind_a_backward_is_done_when_it_is_called() -> 
         module(torch.ones(1, 2)).sum().backward()
         module.set_requires_gradient_sync(True)
         module.set_reshard_after_backward(True)
+        with relied_on("with_gradients", "compares whose gradients replicas have"):
+            assert modules.with_gradients(module) == [True, True]
         with relied_on("end_backwards", "adds up the gradients of a mini-batch over replicas"):
             modules.end_backwards(module)
             (weight, _) = module.parameters()

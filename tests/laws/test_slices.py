@@ -191,6 +191,12 @@ def test_an_error_names_the_slice() -> None:
 # Refusals.
 
 
+def stretched() -> nn.Module:
+    config = transformers.LlamaConfig(**WIDE)
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    return transformers.LlamaForCausalLM(config)
+
+
 def encoder() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**WIDE))
 
@@ -216,7 +222,8 @@ def balanced() -> nn.Module:
         (encoder, "it mixes tokens|takes no past_key_values"),
         (windowed, "attends to a window of 16 tokens, and the sample has 11"),
         (mixing, "takes no past_key_values|mixes tokens"),
-        (balanced, "or its loss is no mean over labels"),
+        (balanced, "with output_router_logits"),
+        (stretched, "depend on the length of the whole sequence"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(build: Callable[[], nn.Module], said: str) -> None:
@@ -263,5 +270,10 @@ def test_what_a_step_cannot_be_given_is_refused() -> None:
             pipe.step(batch, batch["labels"], lambda output, target: output.logits.sum())
         with pytest.raises(ValueError, match="attention_mask has the shape"):
             pipe.step({**batch, "attention_mask": torch.ones(5, 1, 14, 14)})
+        packed = torch.arange(14).remainder(5).expand(5, 14)
+        with pytest.raises(ValueError, match="position_ids begin anew"):
+            pipe.step({**batch, "position_ids": packed, "attention_mask": None})
+        with pytest.raises(ValueError, match="with output_router_logits"):
+            pipe.step({**batch, "output_router_logits": True})
         with pytest.raises(ValueError, match="cannot be cut into so many"):
             pipe.step(batch_of(4, 2))

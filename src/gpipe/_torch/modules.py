@@ -95,3 +95,11 @@ def break_off(module: nn.Module) -> None:
     state = module._get_fsdp_state()  # type: ignore[operator]
     if state._is_root and hasattr(state, "_reset_iter_state"):  # older ones forget nothing
         state._reset_iter_state()
+
+
+def with_gradients(module: nn.Module) -> list[bool]:
+    """Which of the weights that `fully_shard` gathers with a module, have a gradient where they are gathered."""
+    groups = module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
+    own = [parameter for group in groups for parameter in group.fsdp_params]
+    found = ((one.unsharded_accumulated_grad, getattr(one, "_unsharded_param", None)) for one in own)
+    return [added is not None or (kept is not None and kept.grad is not None) for added, kept in found]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpipe._torch.autograd import copy_each
-from gpipe._torch.modules import break_off, end_backwards
+from gpipe._torch.modules import break_off, end_backwards, with_gradients
 from gpipe.distributed.codec import damaged
 from gpipe.distributed.endpoint import Endpoint, Exchange
 from gpipe.distributed.mesh import DATA, Position
@@ -152,6 +152,12 @@ def reduces_itself(parameter: Tensor) -> bool:
     return is_spread_over(parameter, DATA)
 
 
+UNLIKE = (
+    "stage {stage} has layers under fully_shard, and the replicas used different ones of its weights in this step; "
+    "use the same in all replicas, or leave layers that not all use without fully_shard"
+)
+
+
 class Shards:
     """What layers under `fully_shard` exchange in a run, by connections: seen by who records, and in one order.
 
@@ -160,13 +166,13 @@ class Shards:
     """
 
     def __init__(self, endpoint: Endpoint, position: Position, spread: Mapping[int, Sequence[nn.Module]]) -> None:
-        self._endpoint, self._members, self._spread = endpoint, position.members, spread
+        self._endpoint, self._position, self._members, self._spread = endpoint, position, position.members, spread
         self._numbers = count()
         for module in self.modules:
             module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # what is added up is weighed already
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # as gloo can
             module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
-            if self._goes_over_replicas(module, position):
+            if self._goes_over_replicas(module):
                 module.set_custom_all_gather(_Collective(self._gather))  # type: ignore[operator]
                 module.set_custom_reduce_scatter(_Collective(self._add_up))  # type: ignore[operator]
         self._sync(self.modules, False)
@@ -177,7 +183,15 @@ class Shards:
         return [module for some in self._spread.values() for module in some]
 
     def reduce(self, stage: int) -> None:
-        """Adds up the gradients of a stage, each process its shards, and frees what was gathered."""
+        """Adds up the gradients of a stage, each process its shards, and frees what was gathered.
+
+        Raises:
+            ValueError: Replicas have gradients of different weights, whose sums torch would mix up.
+        """
+        label = Label(Control.SHARDS, next(self._numbers), gradient=True)
+        have = [with_gradients(module) for module in self._spread.get(stage, ())]
+        if any(theirs != have for theirs in gather_replicas(self._endpoint, self._position, label, have)):
+            raise ValueError(UNLIKE.format(stage=stage))
         self._sync(self._spread.get(stage, ()), True)
         for module in self._spread.get(stage, ()):
             end_backwards(module)
@@ -197,8 +211,8 @@ class Shards:
             module.set_requires_gradient_sync(now, recurse=False)  # type: ignore[operator]
             module.set_reshard_after_backward(now, recurse=False)  # type: ignore[operator]
 
-    def _goes_over_replicas(self, module: nn.Module, position: Position) -> bool:
-        return all(p.device_mesh.size() == position.replicas for p in module.parameters() if reduces_itself(p))  # type: ignore[attr-defined]
+    def _goes_over_replicas(self, module: nn.Module) -> bool:
+        return all(p.device_mesh.size() == self._position.replicas for p in module.parameters() if reduces_itself(p))  # type: ignore[attr-defined]
 
     def _swap(
         self, group: dist.ProcessGroup, parts: Callable[[int], Sequence[Tensor]], *, gradient: bool

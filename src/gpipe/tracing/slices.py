@@ -46,6 +46,18 @@ WINDOW = (
     "slices={slices}: the {model} attends to a window of {window} tokens, and the sample has {tokens}: it was not "
     "tried whether slices see the same. Give a sample that is longer, or leave slices= out"
 )
+PACKED = (
+    "slices={slices}: position_ids begin anew within a row, as those of packed sequences do, and no attention_mask "
+    "says what belongs together; a slice would attend to other sequences. Leave slices= out"
+)
+WHOLE_LENGTH = (
+    "slices={slices}: rotary positions of the {model} ({kind}) depend on the length of the whole sequence, of which "
+    "a slice shows a part; leave slices= out"
+)
+ROUTER = (
+    "slices={slices}: with output_router_logits the loss has a part for the router that is no mean over labels; "
+    "leave slices= out, or output_router_logits"
+)
 OTHERWISE = (
     "slices={slices}: in slices the {model} {what}. It mixes tokens by more than attention to earlier ones with a "
     "cache of their keys and values, or its loss is no mean over labels: leave slices= out"
@@ -82,6 +94,11 @@ def cut(model: nn.Module, value: Tree, slices: int) -> list[dict[str, Any]]:
     tokens = labels.shape[1] if labels.dim() == 2 else 0
     if tokens < slices:
         raise ValueError(TOO_SHORT.format(slices=slices, tokens=tokens))
+    if value.get("output_router_logits"):
+        raise ValueError(ROUTER.format(slices=slices))
+    positions = value.get("position_ids")
+    if isinstance(positions, Tensor) and value.get(MASK) is None and bool((positions.diff(dim=-1) != 1).any()):
+        raise ValueError(PACKED.format(slices=slices))
     following = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     given = {"shift_labels": following, **{name: one for name, one in value.items() if one is not None}}
     for name, one in given.items():
@@ -114,9 +131,15 @@ def check_takes_cache(model: nn.Module, slices: int, *, lacks_values: bool) -> N
     """Refuses a model that takes no cache as decoders of transformers do, or cannot be tried."""
     config = getattr(model, "config", None)
     is_decoder = hasattr(config, "get_text_config") and not getattr(config, "is_encoder_decoder", False)
+    told = {"slices": slices, "model": type(model).__name__}
     if lacks_values or not (is_decoder and takes(model, CACHE)):
-        told = NO_VALUES if lacks_values else NO_CACHE
-        raise ValueError(told.format(slices=slices, model=type(model).__name__))
+        raise ValueError((NO_VALUES if lacks_values else NO_CACHE).format(**told))
+    known: Any = config.get_text_config(decoder=True)  # type: ignore[union-attr]
+    if getattr(known, "output_router_logits", False):
+        raise ValueError(ROUTER.format(**told))
+    for kind in ("longrope", "dynamic"):
+        if kind in str(getattr(known, "rope_parameters", None)):  # by kind of layer in some models
+            raise ValueError(WHOLE_LENGTH.format(kind=kind, **told))
 
 
 def prove_slices(model: nn.Module, value: Tree, slices: int, average: LossAverage) -> None:
@@ -150,9 +173,15 @@ def prove_slices(model: nn.Module, value: Tree, slices: int, average: LossAverag
     columns = zip(*map(tensors_of, (whole, *found)), strict=True)
     pairs += [(own, torch.cat(some, 1)) for own, *some in columns if own.dim() > 1 and own.shape[1] == tokens]
     for own, other in pairs:
-        away, near = float((own - other).abs().max()), torch.finfo(own.dtype).eps ** 0.5 * float(own.abs().max())
+        away, near = float((own - other).abs().max()), rounding(own.dtype) * float(own.abs().max())
         if not away <= near:
             raise ValueError(OTHERWISE.format(what=f"gives what is {away:.3g} away from the whole", **told))
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """What two ways to compute the same may be apart by, of the largest number; some compute in float32 within."""
+    eps: float = torch.finfo(dtype).eps
+    return float(max(1e-7, min(eps**0.5, 256 * eps)))
 
 
 def _in_slices(model: nn.Module, parts: Sequence[Mapping[str, Any]]) -> list[Any]:
