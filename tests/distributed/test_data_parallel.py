@@ -247,6 +247,13 @@ def test_sharded_layers_have_the_bits_of_replicas_and_are_sent_once_a_step(sizes
         assert few[1] > 0
 
 
+def test_replicas_that_use_different_layers_of_a_sharded_stage_are_refused() -> None:
+    """Torch would add up the gradient of one to that of another, where their sizes are the same."""
+    for answer in answers(run_ranks(2, jobs.shard_unlike)):
+        assert "the replicas used different ones of its weights" in answer["told"]
+        assert answer["after"] == ["0.positive.weight", "0.positive.bias", "1.weight", "1.bias"]
+
+
 @pytest.mark.parametrize("at", [0, 1], ids=["pipeline", "replicas"])
 def test_a_layer_may_be_spread_over_ranks_of_its_own(at: int, torchs_own: list[Json]) -> None:
     found = [answer["split"][at] for answer in torchs_own]

@@ -105,6 +105,13 @@ def test_a_replica_comes_back_with_the_state_of_the_others(tmp_path: Path, fleet
     assert living == [[0, 1]] * 2 + [[1]] * 4 + [[0, 1]] * 3
 
 
+def assert_gone_and_back(fleet: Fleet) -> None:
+    """Replica 1 is in at the beginning and at the end, and not in between; all bits are as undisturbed."""
+    living = assert_undisturbed(fleet, [0, 1])
+    assert living[0] == living[-1] == [0, 1]
+    assert [0] in living
+
+
 @pytest.mark.parametrize("place", PLACES_OF_A_RETURN)
 @pytest.mark.parametrize("row", [0, 1])
 def test_a_kill_while_a_replica_joins_holds_up_nobody(
@@ -120,9 +127,7 @@ def test_a_kill_while_a_replica_joins_holds_up_nobody(
     wait_for(fleet, 1, 0, 3)
     fleet.stop(20)
     assert [fleet.end(0), fleet.end(1)] == [[0, 0]] * 2
-    living = assert_undisturbed(fleet, [0, 1])
-    assert living[0] == living[-1] == [0, 1]
-    assert [0] in living
+    assert_gone_and_back(fleet)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -157,7 +162,7 @@ def test_a_kill_while_all_generate_ends_all_with_the_reason(row: int, tmp_path: 
     fleet = started(fleets, tmp_path, 2, 2, generates=[1, row])
     assert fleet.end(0) == [1, 1]
     for at in (0, 1):
-        assert "rank" in fleet.records(0, at)[-1]["refused"]
+        assert "is gone" in fleet.records(0, at)[-1]["refused"]
 
 
 @on_two_hosts
@@ -175,9 +180,7 @@ def test_replicas_on_two_hosts_go_on_and_come_back(row: int, tmp_path: Path, fle
         wait_for(fleet, 1, 0, 3)
         fleet.stop(20)
         assert [fleet.end(0), fleet.end(1)] == [[0, 0]] * 2
-    living = assert_undisturbed(fleet, [0, 1])
-    assert living[0] == living[-1] == [0, 1]
-    assert [0] in living
+    assert_gone_and_back(fleet)
     for replica in (0, 1):
         (told,) = (record["by TLS"] for record in fleet.records(replica, row) if "by TLS" in record)
         assert told == ([] if REASON_TLS else [2 * (1 - replica), 2 * (1 - replica) + 1])

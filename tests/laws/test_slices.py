@@ -191,6 +191,12 @@ def test_an_error_names_the_slice() -> None:
 # Refusals.
 
 
+def checkpointed() -> nn.Module:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE))
+    model.model.gradient_checkpointing = True  # as both methods that enable it, of which one is deprecated
+    return model
+
+
 def stretched() -> nn.Module:
     config = transformers.LlamaConfig(**WIDE)
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
@@ -223,6 +229,7 @@ def balanced() -> nn.Module:
         (windowed, "attends to a window of 16 tokens, and the sample has 11"),
         (mixing, "takes no past_key_values|mixes tokens"),
         (balanced, "with output_router_logits"),
+        (checkpointed, "under gradient checkpointing"),
         (stretched, "depend on the length of the whole sequence"),
     ],
 )

@@ -201,9 +201,8 @@ class ProcessContext(Context):
 
     def begin(self, action: Action) -> None:
         """Begins a REDUCE, which goes on beside what this rank has left to do."""
-        if (
-            not self.awaits_backwards and not self._shards
-        ):  # else replicas have other messages for each other meanwhile
+        have_others = self.awaits_backwards or self._shards  # messages for each other meanwhile
+        if not have_others:
             self._begin_to_reduce(action.stage)
 
     def add_up(self, action: Action) -> None:

@@ -5,6 +5,7 @@ attends to their keys and values. What follows the last token of a slice, the ne
 before they are cut, and the model's own loss takes them as `shift_labels`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -58,6 +59,10 @@ ROUTER = (
     "slices={slices}: with output_router_logits the loss has a part for the router that is no mean over labels; "
     "leave slices= out, or output_router_logits"
 )
+CHECKPOINTED = (
+    "slices={slices}: under gradient checkpointing the {model} leaves out the cache, by which a slice attends to "
+    "those before it; call model.gradient_checkpointing_disable(), and give remat= in its place"
+)
 OTHERWISE = (
     "slices={slices}: in slices the {model} {what}. It mixes tokens by more than attention to earlier ones with a "
     "cache of their keys and values, or its loss is no mean over labels: leave slices= out"
@@ -94,6 +99,8 @@ def cut(model: nn.Module, value: Tree, slices: int) -> list[dict[str, Any]]:
     tokens = labels.shape[1] if labels.dim() == 2 else 0
     if tokens < slices:
         raise ValueError(TOO_SHORT.format(slices=slices, tokens=tokens))
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ValueError(CHECKPOINTED.format(slices=slices, model=type(model).__name__))
     if value.get("output_router_logits"):
         raise ValueError(ROUTER.format(slices=slices))
     positions = value.get("position_ids")
@@ -181,7 +188,7 @@ def prove_slices(model: nn.Module, value: Tree, slices: int, average: LossAverag
 def rounding(dtype: torch.dtype) -> float:
     """What two ways to compute the same may be apart by, of the largest number; some compute in float32 within."""
     eps: float = torch.finfo(dtype).eps
-    return float(max(1e-7, min(eps**0.5, 256 * eps)))
+    return max(1e-7, min(math.sqrt(eps), 256 * eps))
 
 
 def _in_slices(model: nn.Module, parts: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -442,6 +442,28 @@ def shard_once(rank: int, world: int, replicas: int, partitions: int, schedule: 
         sent.append([len(shards), sum(message.bytes for message in shards)])
         pipe.close()
     return {"found": found, "sent": sent}
+
+
+class Either(nn.Module):
+    """Has one of two layers of one size run, by the sign of what comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positive, self.negative = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.positive(x) if x.sum() > 0 else self.negative(x))
+
+
+def shard_unlike(rank: int, world: int) -> Json:
+    """Two replicas that use different layers of a sharded stage in a step, and the same ones in the next."""
+    mesh = mesh_of(dp=2, pp=1)
+    pipe = gpipe.GPipe([Either(), nn.Linear(4, 2)], 1, 2, seed=0, mesh=mesh)
+    fully_shard(next(pipe.children()), mesh=mesh["dp"])
+    told = said(lambda: pipe.step(torch.full((4, 4), 1.0 - 2.0 * rank), torch.zeros(4, 2), F.mse_loss))
+    pipe.zero_grad()
+    pipe.step(torch.ones(4, 4), torch.zeros(4, 2), F.mse_loss)
+    return {"told": told, "after": [name for name, p in pipe.named_parameters() if p.grad is not None]}
 
 
 def split_tensors(rank: int, world: int, sizes: dict[str, int]) -> Json:
