@@ -1,6 +1,7 @@
 """Tiny models whose weights a quantizer made, with adapters that train, and the plain loop over them."""
 
 import copy
+import gc
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -140,6 +141,7 @@ def piped(model: nn.Module, partitions: int, **how: Any) -> gpipe.GPipe:
 
 def allocated(model: nn.Module) -> tuple[int, int]:
     """The bytes that torch's allocator is asked for while a model is copied, less those given back; those counted."""
+    gc.collect()  # or models of before are given back meanwhile
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         copied = copy.deepcopy(model)
     asked = sum(event.self_cpu_memory_usage for event in found.key_averages())
