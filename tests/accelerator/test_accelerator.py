@@ -19,7 +19,7 @@ from tests.support.kinds import KINDS
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
 LATER, LATEST = 100_000, 200_000  # from here on, models given whole are drawn, and what is cast
-BLOCK, FEWER = 60, 10  # pipes that are drawn, in one process
+BLOCK, FEWER = 30, 10  # pipes that are drawn, in one process
 ORDERS = [order for order in orders() if order.elsewhere is None]
 
 
@@ -37,7 +37,7 @@ def ask(module: str, *arguments: object) -> tuple[int, str]:
         return done.returncode, done.stdout + (errors.read() if done.returncode else "")
 
 
-@pytest.mark.parametrize("first", range(0, 44 * BLOCK, BLOCK))
+@pytest.mark.parametrize("first", range(0, 88 * BLOCK, BLOCK))
 def test_drawn_pipes_have_the_bits_of_the_devices_plain_loop_and_nothing_is_reported(first: int) -> None:
     code, said = ask("matrix", "--first", first, "--count", BLOCK)
     assert code == 0, said

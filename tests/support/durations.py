@@ -35,7 +35,7 @@ class Tier(NamedTuple):
 TIERS = {
     "quick": Tier(0.05, 0.06),
     "test": Tier(1.2, 9.0),
-    "ci": Tier(3.0, math.inf),
+    "ci": Tier(1.5, 30.0),
     "whole": Tier(math.inf, math.inf),
 }
 
