@@ -4,11 +4,13 @@ from dataclasses import replace
 from itertools import pairwise, product
 from math import inf
 from typing import Literal
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpipe.planner.search import shapes
 from gpipe.planner.search.cutting import Trial, every_cut
 from gpipe.planner.search.device import PRESETS, Device, lasts
 from gpipe.planner.search.found import Plan
@@ -58,10 +60,14 @@ def found(profile: Profile, devices: list[Device], batch: int, choices: Choices)
         return None
 
 
+@pytest.mark.parametrize("large", [shapes.LARGE, 0])
 @settings(max_examples=40, deadline=None)
 @given(profile=profiles(), devices=fleets(), batch=st.integers(1, 6))
-def test_a_plan_fits_and_takes_what_the_simulator_says(profile: Profile, devices: list[Device], batch: int) -> None:
-    plan = found(profile, devices, batch, Choices())
+def test_a_plan_fits_and_takes_what_the_simulator_says(
+    large: int, profile: Profile, devices: list[Device], batch: int
+) -> None:
+    with patch.object(shapes, "LARGE", large):
+        plan = found(profile, devices, batch, Choices())
     if plan is None:
         return
     for each in (plan, *plan.alternatives):
@@ -75,8 +81,8 @@ def test_a_plan_fits_and_takes_what_the_simulator_says(profile: Profile, devices
         assert each.bubble == pytest.approx(simulation.timeline.idle_share())
         assert each.seconds * ROUNDING_FACTOR >= plan.seconds
         assert sum(each.layers_per_partition) == len(profile.layers)
-    shapes = [plan.shape, *(other.shape for other in plan.alternatives), *(other.shape for other in plan.rejected)]
-    assert sorted(map(str, shapes)) == sorted(
+    every = [plan.shape, *(other.shape for other in plan.alternatives), *(other.shape for other in plan.rejected)]
+    assert sorted(map(str, every)) == sorted(
         map(str, Choices().shapes(len(devices), batch, len(profile.layers)))
     )  # nothing is lost
 
