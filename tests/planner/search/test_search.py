@@ -82,9 +82,9 @@ def test_a_plan_fits_and_takes_what_the_simulator_says(
         assert each.seconds * ROUNDING_FACTOR >= plan.seconds
         assert sum(each.layers_per_partition) == len(profile.layers)
     every = [plan.shape, *(other.shape for other in plan.alternatives), *(other.shape for other in plan.rejected)]
-    assert sorted(map(str, every)) == sorted(
-        map(str, Choices().shapes(len(devices), batch, len(profile.layers)))
-    )  # nothing is lost
+    assert len({*every}) == len(every)
+    missing = {*Choices().shapes(len(devices), batch, len(profile.layers))} ^ {*every}  # nothing is lost
+    assert all(shape.partitions == 1 and shape.stages > 1 for shape in missing)  # for which memory asked
 
 
 def brute_force(profile: Profile, devices: list[Device], batch: int, choices: Choices) -> float:
@@ -252,6 +252,12 @@ def test_one_device_is_no_pipeline_with_itself(works: tuple[float, ...], unit: L
     others = [other.shape for other in plan.alternatives] + [other.shape for other in plan.rejected]
     assert {shape.stages for shape in others} == {1}
     assert search(Profile(layers, unit), [Device()], 6, Choices(schedules=["zb_v"])).schedule == "zb_v"
+
+
+def test_one_device_of_less_memory_than_a_stage_takes_recomputes_halves() -> None:
+    layer = LayerProfile("layer", Line(per_row=1.0), Line(per_row=2.0), Line(per_row=1.0), inside=Line(per_row=10.0))
+    plan = search(Profile((layer,) * 4), [Device(memory=26, flops=1.0)], 1)
+    assert (plan.stages_per_rank, plan.seconds, plan.peak_bytes) == (2, 14.0, (23,))
 
 
 def test_one_device_of_little_memory_holds_one_micro_batch_after_the_other() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from math import isqrt
 from operator import add
 
@@ -105,10 +106,15 @@ class Choices:
     def shapes(self, devices: int, global_batch: int, layers: int, *, beyond: bool = False) -> Iterator[Shape]:
         """All shapes, the simpler first; each M divides the mini-batch, so that all micro-batches are of one size.
 
-        With `beyond` those of more micro-batches than are enough, for which only memory may ask.
+        With `beyond` those for which only memory may ask: of more micro-batches than are enough, and of one rank with
+        several stages, which recompute one after the other.
         """
         for partitions in self.partitions or _rank_counts(min(devices, layers)):
-            for m in self._micro_batches(global_batch, ENOUGH_MICRO_BATCHES_PER_RANK * partitions, beyond=beyond):
+            enough = ENOUGH_MICRO_BATCHES_PER_RANK * partitions
+            if beyond and partitions == 1 and self.schedules is None:
+                several = product(self._micro_batches(global_batch, enough, beyond=False), STAGES_PER_RANK[1:])
+                yield from (Shape(1, m, "interleaved", each) for m, each in several)
+            for m in self._micro_batches(global_batch, enough, beyond=beyond):
                 for name in self.schedules or (SCHEDULES if partitions > 1 else SCHEDULES_OF_ONE_RANK):
                     every = 1 < partitions < MANY_RANKS
                     for each in STAGES_PER_RANK if every else (SCHEDULES[name].stages_per_rank,):
