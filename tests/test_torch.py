@@ -1115,13 +1115,17 @@ def test_what_fully_shard_does_behind_a_backward_is_done_when_it_is_called() -> 
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         module: Any = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
-        module.set_requires_gradient_sync(False)
-        module.set_reshard_after_backward(False)
-        module(torch.ones(1, 2)).sum().backward()
-        module.set_requires_gradient_sync(True)
-        module.set_reshard_after_backward(True)
-        with relied_on("with_gradients", "compares whose gradients replicas have"):
-            assert modules.with_gradients(module) == [True, True]
+        with relied_on("settings_of", "gathers and adds up by itself in steps alone"):
+            put_back = modules.settings_of(module)
+            module.set_requires_gradient_sync(False)
+            module.set_reshard_after_backward(False)
+            module(torch.ones(1, 2)).sum().backward()
+            assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
+            put_back()
+        with relied_on("gradients_of", "adds up the gradients of a mini-batch over replicas"):
+            found: Any = modules.gradients_of(module)
+            assert all(torch.equal(gradient, torch.ones_like(gradient)) for gradient, _ in found)
+            assert [(gradient.dim(), axis) for gradient, axis in found] == [(2, 0), (1, 0)]
         with relied_on("end_backwards", "adds up the gradients of a mini-batch over replicas"):
             modules.end_backwards(module)
             (weight, _) = module.parameters()

@@ -225,6 +225,8 @@ class GPipe(Partitioned):
     def prediction(self) -> Prediction:
         """The partition, the program, and the timeline that they foretell; in seconds if costs were measured.
 
+        Of layers under `fully_shard` it knows from the first step on.
+
         >>> import gpipe, torch
         >>> pipe = gpipe.GPipe([torch.nn.Identity()] * 4, partitions=2, micro_batches=4, costs=[1, 1, 1, 1])
         >>> round(pipe.prediction.bubble, 3)
@@ -234,6 +236,9 @@ class GPipe(Partitioned):
         costs, held = known.stage_costs, known.stage_bytes
         if costs is not None and known.slices > 1:  # which were measured of whole micro-batches
             costs = tuple(cost.shared_by(known.slices) for cost in costs)
+        if held is not None:
+            sharded, replicas = self._engine.sharded, self._engine.replicas
+            held = tuple(sharded[at].cost(cost, replicas) if at in sharded else cost for at, cost in enumerate(held))
         return predict(known.partition, self.program, costs, in_seconds=known.in_seconds, held=held)
 
     @overload

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gpipe
@@ -245,6 +247,30 @@ def test_sharded_layers_have_the_bits_of_replicas_and_are_sent_once_a_step(sizes
         few, many = answer["sent"]
         assert few == many
         assert few[1] > 0
+
+
+@st.composite
+def sharded_cases(draw: st.DrawFn, partitions: int) -> tuple[str, int, int, str, list[int]]:
+    """A schedule, stages a rank, M, remat, and which of four layers are sharded."""
+    each = draw(st.sampled_from([n for n in (1, 2, 4) if n * partitions <= 4]))
+    placements = {name: schedule.placement(partitions, each) for name, schedule in SCHEDULES.items()}
+    micro_batches = draw(st.integers(1, 5))
+    tables = {n: SCHEDULES[n].table(at, micro_batches) for n, at in placements.items() if at is not None}
+    name = draw(st.sampled_from([name for name, table in tables.items() if table is not None]))
+    remat = draw(st.sampled_from(["always", "except_last", "never"]))
+    return name, each, micro_batches, remat, sorted(draw(st.sets(st.integers(0, 3), min_size=1)))
+
+
+@pytest.mark.parametrize(("replicas", "partitions"), [(2, 1), (3, 1), (2, 2)])
+@settings(derandomize=True, deadline=None, max_examples=1, database=None)
+@given(data=st.data())
+def test_whatever_is_sharded_a_step_has_the_bits_of_replicas_and_gathers_a_stage_once(
+    replicas: int, partitions: int, data: st.DataObject
+) -> None:
+    cases = data.draw(st.lists(sharded_cases(partitions), min_size=4, max_size=4))
+    for answer in answers(run_ranks(replicas * partitions, jobs.shard_some, replicas, cases)):
+        for case, (whole, sharded) in zip(cases, answer, strict=True):
+            assert whole == sharded, case
 
 
 def test_replicas_that_use_different_layers_of_a_sharded_stage_are_refused() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gpipe.profiling import Report, report_html
 from gpipe.profiling.page import MOST_SPANS, MOST_STEPS, drawn_steps, steps_json
-from gpipe.schedule.action import CLOSING, Action, Kind
+from gpipe.schedule.action import CLOSING, SHARDS, Action, Kind
 from gpipe.schedule.timeline import Span, Timeline
 from tests.support.browser import CHROMIUM, Page, browser
 from tests.support.timelines import full, pipelined
@@ -299,7 +299,7 @@ def test_what_is_outside_of_the_pipeline_is_told(tab: Page, tmp_path: Path) -> N
 
 
 def test_every_kind_is_drawn_and_empty_ranks_are_too(tab: Page, tmp_path: Path) -> None:
-    actions = [Action(kind, 0, None if kind in CLOSING else 0) for kind in Kind]
+    actions = [Action(kind, 0, None if kind in CLOSING | SHARDS else 0) for kind in Kind]
     spans = tuple(Span(1, action, at, at + 1.0) for at, action in enumerate(actions))
     for timeline in (Timeline(3, spans, 12.0), Timeline(1, (), 1e-6)):
         tab.open(written(Report("kinds", timelines=(timeline,)), tmp_path))

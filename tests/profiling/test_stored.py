@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe.profiling import Report, read_report, report_html, report_json, trace_json
-from gpipe.schedule.action import CLOSING, Action, Kind, Route
+from gpipe.schedule.action import CLOSING, SHARDS, Action, Kind, Route
 from gpipe.schedule.timeline import Span, Timeline
 from tests.support.timelines import full, pipelined
 
@@ -20,8 +20,8 @@ LENGTH = 1e3
 SECONDS = st.floats(0, LENGTH)
 SMALL = st.integers(0, 4)
 ACTIONS = st.one_of(
-    st.builds(Action, st.sampled_from([kind for kind in Kind if kind not in CLOSING]), SMALL, SMALL),
-    st.builds(Action, st.sampled_from(sorted(CLOSING, key=str)), SMALL),
+    st.builds(Action, st.sampled_from(sorted(set(Kind) - CLOSING - SHARDS, key=str)), SMALL, SMALL),
+    st.builds(Action, st.sampled_from(sorted(CLOSING | SHARDS, key=str)), SMALL),
     st.builds(Action, st.just(Kind.SEND), SMALL, SMALL, st.builds(Route, SMALL, SMALL, st.sampled_from("xé/"))),
 )
 TIMELINES = st.builds(

@@ -10,7 +10,7 @@ import pytest
 
 from gpipe.profiling import Report, timeline_svg, timelines_svg, typical_svg, write_picture
 from gpipe.profiling.svg import LEFT, RIGHT, SHARPNESS, WIDTH
-from gpipe.schedule.action import CLOSING, NAMES, Action, Kind
+from gpipe.schedule.action import CLOSING, NAMES, SHARDS, Action, Kind
 from gpipe.schedule.timeline import Span, Timeline
 from tests.support.timelines import pipelined
 
@@ -38,7 +38,7 @@ def test_every_span_is_a_box_where_and_as_long_as_it_was(ranks: int, micro_batch
 
 
 def test_every_kind_has_a_word_and_a_color_of_its_own() -> None:
-    actions = [Action(kind, 0, None if kind in CLOSING else 0) for kind in Kind]
+    actions = [Action(kind, 0, None if kind in CLOSING | SHARDS else 0) for kind in Kind]
     svg = timeline_svg(Timeline(1, tuple(Span(0, a, at, at + 1) for at, a in enumerate(actions)), len(actions)))
     assert [NAMES[kind] for kind in Kind] == words(svg)[-len(Kind) - 2 : -2]  # behind it idle, and what numbers mean
     legend = ElementTree.fromstring(svg).findall(f"{SVG}rect[@rx='2']")

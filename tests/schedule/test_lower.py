@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.schedule.action import CLOSING, TRANSFERS, Action, Kind, Route, parse_action
+from gpipe.schedule.action import CLOSING, COMPUTE, SHARDS, TRANSFERS, Action, Kind, Route, parse_action
 from gpipe.schedule.laws import check
 from gpipe.schedule.lower import (
     RematName,
@@ -16,6 +16,7 @@ from gpipe.schedule.lower import (
     place_commits,
     place_recompute,
     place_reduces,
+    place_shards,
     place_ties,
     place_transfers,
     recomputed,
@@ -89,7 +90,7 @@ def test_as_many_insides_are_kept_at_once_as_a_number_says(bare: Program, most: 
 
 
 @LAW
-@given(lowered_programs())
+@given(lowered_programs(sharded=False))
 def test_recompute_stands_right_before_its_backward_and_waits_for_nothing_of_another_stage(program: Program) -> None:
     for row in map(computing, program.table):
         for action, behind in pairwise(row):
@@ -115,7 +116,7 @@ def test_passes_only_add(bare: Program, data: st.DataObject) -> None:
 
 
 @LAW
-@given(lowered_programs())
+@given(lowered_programs(sharded=False))
 def test_a_message_crosses_ranks_behind_what_made_it(program: Program) -> None:
     for row in program.table:
         for at, action in enumerate(row):
@@ -127,7 +128,7 @@ def test_a_message_crosses_ranks_behind_what_made_it(program: Program) -> None:
 
 
 @LAW
-@given(lowered_programs())
+@given(lowered_programs(sharded=False))
 def test_each_route_that_crosses_ranks_is_taken_once_each_way(program: Program) -> None:
     trains = any(a.kind in BACKWARDS for a in program.actions)
     crossing = [r for r in program.routes if program.rank_of[r.source] != program.rank_of[r.target]]
@@ -151,7 +152,7 @@ def test_commit_stands_behind_the_last_forward_of_its_stage(bare: Program, data:
 
 
 @LAW
-@given(lowered_programs())
+@given(lowered_programs(sharded=False))
 def test_tie_and_reduce_stand_behind_what_they_close_and_reduce_as_early_as_it_may(program: Program) -> None:
     for row in program.table:
         for at, action in enumerate(row):
@@ -167,7 +168,23 @@ def test_tie_and_reduce_stand_behind_what_they_close_and_reduce_as_early_as_it_m
 
 
 @LAW
-@given(lowered_programs())
+@given(lowered_programs(sharded=False), st.data())
+def test_a_stage_is_gathered_once_around_all_that_it_computes(program: Program, data: st.DataObject) -> None:
+    stages = data.draw(st.sets(st.integers(0, program.stages - 1)))
+    gathered = place_shards(program, stages)
+    assert gathered.only(set(Kind) - SHARDS) == program
+    for stage in stages:
+        row = gathered.table[gathered.rank_of[stage]]
+        first, last = (row.index(Action(kind, stage)) for kind in (Kind.UNSHARD, Kind.RESHARD))
+        uses = [at for at, action in enumerate(row) if action.stage == stage and action.kind in COMPUTE]
+        assert first < uses[0]
+        assert last == uses[-1] + 1 or row[last - 1].kind is Kind.RESHARD
+        assert not [a for a in row[first : uses[0]] if a.kind in COMPUTE]
+    assert {a.stage for a in listed(gathered) if a.kind in SHARDS} == stages
+
+
+@LAW
+@given(lowered_programs(sharded=False))
 def test_halves_part_a_program_and_each_can_run(program: Program) -> None:
     forward, backward = halves(program)
     assert not forward.actions & backward.actions

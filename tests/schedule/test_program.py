@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.schedule.action import CLOSING, COMPUTE, MAIN, MOVES, TRANSFERS, Action, Kind, Route, parse_action
+from gpipe.schedule.action import CLOSING, COMPUTE, MAIN, MOVES, SHARDS, TRANSFERS, Action, Kind, Route, parse_action
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import fill_drain
 from tests.support.programs import LAW, computing, listed, lowered, lowered_programs
@@ -14,7 +14,7 @@ names = st.text(min_size=1).filter(lambda name: name.split() == [name] and not s
 routes = st.builds(Route, numbers, numbers, names)
 actions = (
     st.builds(Action, st.sampled_from(sorted(COMPUTE | MOVES, key=str)), numbers, numbers)
-    | st.builds(Action, st.sampled_from(sorted(CLOSING, key=str)), numbers)
+    | st.builds(Action, st.sampled_from(sorted(CLOSING | SHARDS, key=str)), numbers)
     | st.builds(Action, st.sampled_from(sorted(TRANSFERS, key=str)), numbers, numbers, routes)
 )
 

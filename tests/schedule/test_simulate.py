@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpipe.schedule.action import CLOSING, COMPUTE, MOVES, TRANSFERS, Action, Kind, Route
 from gpipe.schedule.cost import StageCost, unit_costs
-from gpipe.schedule.lower import Remat, place_offloads, place_recompute, place_reduces, place_transfers
+from gpipe.schedule.lower import Remat, place_offloads, place_recompute, place_reduces, place_shards, place_transfers
 from gpipe.schedule.partition import given as given_cuts
 from gpipe.schedule.program import Program
 from gpipe.schedule.rules import needs
@@ -32,6 +32,7 @@ costs_of_stages = st.lists(
         recompute=st.none() | whole,
         send=whole,
         move=whole,
+        gather=whole,
         tie=whole,
         reduce=whole,
         boundary=whole,
@@ -101,10 +102,12 @@ def test_a_rank_does_one_thing_at_a_time_in_row_order_each_after_what_it_needs_a
     looked_through = program.only({*Kind} - TRANSFERS)
     end_of = {span.action: span.end for span in timeline.spans}
     for rank, row in enumerate(program.table):
-        moves = [span for span in timeline.spans if span.rank == rank and span.action.kind in MOVES]
+        own = [span for span in timeline.spans if span.rank == rank]
+        moves = [span for span in own if span.action.kind in MOVES]
         assert all(before.end <= span.start for before, span in pairwise(moves))
-        spans = [span for span in timeline.spans if span.rank == rank and span.action.kind not in MOVES]
-        done = sorted((a for a in row if a.kind in COMPUTE | CLOSING), key=lambda a: a.kind is Kind.REDUCE)
+        spans = [span for span in own if span.action.kind not in {Kind.UNSHARD, *MOVES}]
+        kinds = COMPUTE | CLOSING | {Kind.RESHARD}
+        done = sorted((a for a in row if a.kind in kinds), key=lambda a: a.kind is Kind.REDUCE)
         assert [span.action for span in spans] == done  # of reductions, what their rank waits for behind all else
         assert all(before.end <= span.start for before, span in pairwise(spans))
         assert all(0 <= span.start <= span.end <= timeline.seconds for span in spans)
@@ -125,9 +128,10 @@ def test_no_rank_waits_without_a_reason(program: Program, costs: Sequence[StageC
     free, moved = [0.0] * program.ranks, [0.0] * program.ranks
     for span in spans:
         moves = span.action.kind in MOVES  # one at a time, and the rank goes on beside
+        beside = moves or span.action.kind is Kind.UNSHARD
         waits = [free[span.rank], moved[span.rank] * moves]
         assert span.start == max([*waits, *(ends[need] for need in needs(span.action, looked_through))])
-        free[span.rank] = span.start if moves else span.end
+        free[span.rank] = span.start if beside else span.end
         moved[span.rank] = span.end if moves else moved[span.rank]
 
 
@@ -187,6 +191,17 @@ def test_what_is_offloaded_is_held_until_the_next_move_and_from_its_fetch_on() -
     for name, k, peak in (("gpipe", 2, (128, 128)), ("1f1b", 4, (124, 123, 122, 111))):
         program = place_offloads(program_of(name, k, 8), range(k))
         assert peaks(program, *[BYTES] * k) == peak
+
+
+def test_weights_are_gathered_while_their_rank_waits_and_held_with_their_gradients() -> None:
+    program = place_reduces(place_transfers(Program.of(fill_drain(2, 2), 2)), [0, 1])
+    costs = [StageCost(forward=1, backward=1, gather=3, reduce=2, state=7, gathered=50)] * 2
+    found = simulate(place_shards(program, [1]), costs)
+    starts = [(str(span.action), span.start, span.end) for span in found.timeline.spans if span.rank]
+    assert starts[:2] == [("1UNSHARD", 0, 3), ("1F0", 3, 4)]  # rank 1 would begin at 1
+    assert found.peak_bytes == (7, 7 + 50 + 50)
+    forward = Program.of([parsed("0F0 1UNSHARD 1F0 1RESHARD")], 1, rank_of=[0, 0])
+    assert peaks(forward, *costs) == (14 + 50,)
 
 
 @LAW

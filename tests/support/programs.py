@@ -13,6 +13,7 @@ from gpipe.schedule.lower import (
     place_offloads,
     place_recompute,
     place_reduces,
+    place_shards,
     place_ties,
     place_transfers,
 )
@@ -86,7 +87,7 @@ def bare_programs(draw: st.DrawFn, *, forward: bool = True, split: bool = True) 
 
 
 @st.composite
-def lowered_programs(draw: st.DrawFn, *, forward: bool = True, split: bool = True) -> Program:
+def lowered_programs(draw: st.DrawFn, *, forward: bool = True, split: bool = True, sharded: bool = True) -> Program:
     """Programs as they are run: through all passes."""
     bare = draw(bare_programs(forward=forward, split=split))
     stages = st.sets(st.integers(0, bare.stages - 1))
@@ -94,7 +95,8 @@ def lowered_programs(draw: st.DrawFn, *, forward: bool = True, split: bool = Tru
     program = place_recompute(bare, ["never" if s in offloads else each for s, each in enumerate(remat)])
     program = place_transfers(place_offloads(program, offloads, halved=draw(st.booleans())))
     program = place_commits(program, draw(stages))
-    return place_reduces(place_ties(program, draw(stages)), draw(stages))
+    program = place_reduces(place_ties(program, draw(stages)), draw(stages))
+    return place_shards(program, draw(stages)) if sharded else program
 
 
 def lowered(stages: int, micro_batches: int, remat: Remat = "always", skips: Iterable[Route] = ()) -> Program:

@@ -83,6 +83,30 @@ def note_infinite(scaler: torch.amp.GradScaler, optimizer: object, found: dict[t
     state["stage"], state["found_inf_per_device"] = torch.amp.grad_scaler.OptState.UNSCALED, found
 
 
+SET_FOR_STEPS = (
+    "all_reduce_grads",
+    "_all_gather_comm",
+    "_reduce_scatter_comm",
+    "force_sum_reduction_for_comms",
+    "gradient_divide_factor",
+    "post_forward_mesh_info",  # of `reshard_after_forward`
+    "reduce_grads",
+    "reshard_after_backward",
+)
+
+
+def settings_of(module: nn.Module) -> Callable[[], None]:
+    """Notes what `fully_shard` was told to do with a module; gives what tells it so again."""
+    groups = module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
+    noted = [{name: getattr(group, name) for name in SET_FOR_STEPS} for group in groups]
+
+    def put_back() -> None:
+        for group, one in zip(groups, noted, strict=True):
+            vars(group).update(one)
+
+    return put_back
+
+
 def end_backwards(module: nn.Module) -> None:
     """Has a module that `fully_shard` was told of do what it does behind a backward, if none holds it."""
     state = module._get_fsdp_state()  # type: ignore[operator]  # no mere attribute
@@ -91,15 +115,23 @@ def end_backwards(module: nn.Module) -> None:
 
 
 def break_off(module: nn.Module) -> None:
-    """Has a module that `fully_shard` was told of forget a forward or backward that failed, if none holds it."""
+    """Has a module that `fully_shard` was told of forget a forward or backward that failed, and gradients of it."""
     state = module._get_fsdp_state()  # type: ignore[operator]
+    for group in state._fsdp_param_groups:
+        group._all_gather_result = None  # of one under way
+        for one in group.fsdp_params:
+            one.unsharded_accumulated_grad = None
+            if hasattr(one, "_unsharded_param"):
+                one._unsharded_param.grad = None
     if state._is_root and hasattr(state, "_reset_iter_state"):  # older ones forget nothing
         state._reset_iter_state()
 
 
-def with_gradients(module: nn.Module) -> list[bool]:
-    """Which of the weights that `fully_shard` gathers with a module, have a gradient where they are gathered."""
+def gradients_of(module: nn.Module) -> list[tuple[Tensor | None, int]]:
+    """Of the weights that `fully_shard` gathers with a module, the gradient if there is one, and the axis it cuts."""
     groups = module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
     own = [parameter for group in groups for parameter in group.fsdp_params]
-    found = ((one.unsharded_accumulated_grad, getattr(one, "_unsharded_param", None)) for one in own)
-    return [added is not None or (kept is not None and kept.grad is not None) for added, kept in found]
+    gathered = (getattr(one, "_unsharded_param", None) for one in own)
+    kept = (None if parameter is None else parameter.grad for parameter in gathered)
+    added = (one.unsharded_accumulated_grad for one in own)
+    return [(a if k is None else k, one.fsdp_placement.dim) for one, a, k in zip(own, added, kept, strict=True)]

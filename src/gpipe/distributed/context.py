@@ -10,15 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from gpipe.distributed.agree import CALLED, GRADIENTS, differences, follow_first
 from gpipe.distributed.endpoint import Endpoint, Exchange
 from gpipe.distributed.mesh import host_name
-from gpipe.distributed.reduce import Shards, add_over_replicas, add_over_stages, gather_replicas, reduces_itself
+from gpipe.distributed.reduce import (
+    Shards,
+    add_over_replicas,
+    add_over_stages,
+    gather_replicas,
+    goes_over_replicas,
+    reduces_itself,
+)
 from gpipe.distributed.status import Status
 from gpipe.distributed.sync_batchnorm import LOCKSTEP, Synced, find_norms
 from gpipe.runtime.context import Context, Request
-from gpipe.runtime.engine import Engine
+from gpipe.runtime.engine import Engine, Sharded
 from gpipe.runtime.notes import in_words
 from gpipe.runtime.recorder import Recorder, RemoteRecord
 from gpipe.runtime.run import Output, Run
@@ -61,6 +69,9 @@ class ProcessContext(Context):
             yield
 
     def agree(self, run: Run, request: Request) -> None:
+        found = self._find_sharded() if self.replicas > 1 else {}
+        self._sharded = [(stage, *each) for stage, each in found.items()]
+        self.engine.shard(found)
         same = {
             CALLED: request,
             "the step number": run.step_number,
@@ -128,18 +139,20 @@ class ProcessContext(Context):
         seconds = torch.tensor(busy, dtype=torch.float64, device="cpu")  # a number would make the layout a new one
         record = None if recorder is None else _recorded(recorder, run, endpoint)
         try:
-            gathered = self.processes.end((value, seconds, record))
+            gathered = self.processes.end((value, seconds, record, self._sharded))
         except TypeError as error:
             error.add_note(f"rank {endpoint.rank} was telling the others the metrics that loss_fn returned")
             raise
         run.settle()
+        for _, _, _, sharded in gathered:
+            self.engine.shard({stage: Sharded(*each) for stage, *each in sharded})
         if recorder is not None:
-            _join_records(recorder, endpoint.rank, [text for _, _, text in gathered], run.slices)
+            _join_records(recorder, endpoint.rank, [text for _, _, text, _ in gathered], run.slices)
             recorder.keep()
         if trains and not endpoint.rank:
-            for finding in self.processes.stragglers.note([float(theirs) for _, theirs, _ in gathered]):
+            for finding in self.processes.stragglers.note([float(theirs) for _, theirs, _, _ in gathered]):
                 logger.warning(finding)
-        return [theirs for theirs, _, _ in gathered]
+        return [theirs for theirs, *_ in gathered]
 
     def begin_to_generate(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         is_first, peers = self.endpoint.rank == self.first, self.position.ranks_of_replica
@@ -173,7 +186,7 @@ class ProcessContext(Context):
         self.endpoint.expect(inbound.due, set(map(self.position.rank_of, inbound.senders)), sees)
         self.aliases, self._tied = aliases, False
         self._aside = self._set_gradients_aside(row)
-        self._reducing: dict[int, Exchange[None]] = {}  # by stage
+        self._beside: dict[Action, Exchange[None]] = {}
         self._shards: Shards | None = None
         well = False
         try:
@@ -183,7 +196,7 @@ class ProcessContext(Context):
         finally:
             if self._shards:
                 self._shards.end(well=well)
-            del self.aliases, self._aside, self._reducing, self._shards
+            del self.aliases, self._aside, self._beside, self._shards
         self.endpoint.reach(-1)
 
     def reach(self, at: int) -> None:
@@ -200,26 +213,32 @@ class ProcessContext(Context):
         """Nothing to wake: this process has one rank, and the others learn of it by `Endpoint.fail`."""
 
     def begin(self, action: Action) -> None:
-        """Begins a REDUCE, which goes on beside what this rank has left to do."""
-        have_others = self.awaits_backwards or self._shards  # messages for each other meanwhile
+        """Begins an UNSHARD or REDUCE, which goes on beside what this rank does next."""
+        have_others = self.awaits_backwards or (self._shards and self._shards.goes_beyond)  # messages meanwhile
         if not have_others:
-            self._begin_to_reduce(action.stage)
+            self._begin(action)
 
-    def add_up(self, action: Action) -> None:
-        """Adds up gradients: of shared weights over the stages that use them, of a stage over the replicas."""
-        if action.kind is Kind.REDUCE:
-            if action.stage not in self._reducing:
-                self._begin_to_reduce(action.stage)
-            self.endpoint.end_beside(self._reducing[action.stage])
-            if self._shards:
-                self._shards.reduce(action.stage)
+    def close(self, action: Action) -> None:
+        """Adds up gradients of shared weights, or ends an exchange with the replicas, or frees what one gathered."""
+        if action.kind is Kind.RESHARD:
+            assert self._shards is not None
+            self._shards.free(action.stage)
+        elif action.kind is not Kind.TIE:
+            if action not in self._beside:
+                self._begin(action)
+            self.endpoint.end_beside(self._beside.pop(action))
         elif not self._tied:  # all stages of this process, which have run their backwards, at once
             add_over_stages(self.endpoint, self.position, self.engine.placement, self.engine.stage_of, self.aliases)
             self._tied = True
 
-    def _begin_to_reduce(self, stage: int) -> None:
-        self._reducing[stage] = self._reduce(stage)
-        self.endpoint.begin_beside(self._reducing[stage])
+    def _begin(self, action: Action) -> None:
+        if action.kind is Kind.REDUCE:
+            exchange = self._reduce(action.stage)
+        else:
+            assert self._shards is not None
+            exchange = self._shards.gather(action.stage)
+        self._beside[action] = exchange
+        self.endpoint.begin_beside(exchange)
 
     def _reduce(self, stage: int) -> Exchange[None]:
         aside = self._aside[stage]
@@ -227,6 +246,8 @@ class ProcessContext(Context):
         for parameter, before in aside:
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        if self._shards:
+            yield from self._shards.reduce(stage)
 
     def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:
         """Has deferred statistics be those of the mini-batch of all replicas."""
@@ -263,6 +284,17 @@ class ProcessContext(Context):
         self._sync = self._sync or Synced(self.position, program.micro_batches)
         row = program.table[self.position.row]
         return self._sync.in_place(self.endpoint, norms, lambda: row[self.endpoint.at])
+
+    def _find_sharded(self) -> dict[int, Sharded]:
+        """What is spread over the replicas of the weights of the stages of this process, where anything is."""
+        found = {}
+        for stage in self.engine.own:
+            own = [m for m in stage.modules if is_sharded(m) and goes_over_replicas(m, self.position)]
+            sizes = {p: p.nbytes for module in own for p in module.parameters() if reduces_itself(p)}
+            if sizes:
+                every = {p: p.nbytes for layer in stage.layers for p in layer.module.parameters() if not is_lazy(p)}
+                found[stage.index] = Sharded(sum(sizes.values()), sum(sizes.values()) / sum(every.values()))
+        return found
 
     def _set_gradients_aside(self, row: Sequence[Action]) -> dict[int, list[tuple[Tensor, Tensor | None]]]:
         """Sets aside what gradients there are, by the first stage of this process that uses each weight."""

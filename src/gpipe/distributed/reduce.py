@@ -5,15 +5,14 @@ collective of a process group can promise.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpipe._torch.autograd import copy_each
-from gpipe._torch.modules import break_off, end_backwards, with_gradients
+from gpipe._torch.modules import break_off, end_backwards, gradients_of, settings_of
 from gpipe.distributed.codec import damaged
 from gpipe.distributed.endpoint import Endpoint, Exchange
 from gpipe.distributed.mesh import DATA, Position
@@ -161,20 +160,25 @@ UNLIKE = (
 class Shards:
     """What layers under `fully_shard` exchange in a run, by connections: seen by who records, and in one order.
 
-    They are gathered once, by the first forward that needs them, and freed by the REDUCE of their stage, which adds
-    up the gradients of all micro-batches. `spread` has the modules by stage.
+    Those of a stage are gathered by its UNSHARD and freed by its RESHARD; its REDUCE adds up the gradients of all
+    micro-batches. What is spread over other processes than the replicas is gathered by torch, when first needed.
+    `spread` has the modules by stage.
     """
 
     def __init__(self, endpoint: Endpoint, position: Position, spread: Mapping[int, Sequence[nn.Module]]) -> None:
-        self._endpoint, self._position, self._members, self._spread = endpoint, position, position.members, spread
+        self._endpoint, self._position, self._spread = endpoint, position, spread
+        self._peers = position.ranks_of_row
         self._numbers = count()
+        self._own = {stage: [m for m in some if goes_over_replicas(m, position)] for stage, some in spread.items()}
+        self._rooms: list[tuple[Tensor, Tensor]] = []  # for what is gathered, and its part that is here
+        self._put_back = list(map(settings_of, self.modules))
         for module in self.modules:
             module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # what is added up is weighed already
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # as gloo can
             module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
-            if self._goes_over_replicas(module):
-                module.set_custom_all_gather(_Collective(self._gather))  # type: ignore[operator]
-                module.set_custom_reduce_scatter(_Collective(self._add_up))  # type: ignore[operator]
+        for module in chain.from_iterable(self._own.values()):
+            module.set_custom_all_gather(_Collective(self._note_gather))  # type: ignore[operator]
+            module.set_custom_reduce_scatter(_Collective(self._take_sum))  # type: ignore[operator]
         self._sync(self.modules, False)
 
     @property
@@ -182,56 +186,90 @@ class Shards:
         """All of them."""
         return [module for some in self._spread.values() for module in some]
 
-    def reduce(self, stage: int) -> None:
-        """Adds up the gradients of a stage, each process its shards, and frees what was gathered.
+    @property
+    def goes_beyond(self) -> bool:
+        """Whether some are spread over other processes."""
+        return self._own != self._spread
+
+    def gather(self, stage: int) -> Exchange[None]:
+        """Gathers the weights of a stage, a module at a time."""
+        for module in self._own[stage]:
+            gathering = module.unshard(async_op=True)  # type: ignore[operator]
+            while self._rooms:
+                room, own = self._rooms.pop()
+                label = self._label(gradient=False)
+                parts = yield from self._endpoint.swapping(label, dict.fromkeys(self._peers, own))
+                for place, part in zip(room.chunk(len(parts)), parts, strict=True):
+                    if part is not own:  # which is in its place
+                        place.copy_(part)
+            gathering.wait()
+
+    def free(self, stage: int) -> None:
+        """Frees the weights of a stage that were gathered."""
+        for module in self._own[stage]:
+            module.reshard()  # type: ignore[operator]
+
+    def reduce(self, stage: int) -> Exchange[None]:
+        """Adds up the gradients of a stage, each process its shards.
 
         Raises:
             ValueError: Replicas have gradients of different weights, whose sums torch would mix up.
         """
-        label = Label(Control.SHARDS, next(self._numbers), gradient=True)
-        have = [with_gradients(module) for module in self._spread.get(stage, ())]
-        if any(theirs != have for theirs in gather_replicas(self._endpoint, self._position, label, have)):
+        modules = self._spread.get(stage, ())
+        have = [[gradient is not None for gradient, _ in gradients_of(module)] for module in modules]
+        theirs = yield from self._endpoint.swapping(self._label(gradient=True), dict.fromkeys(self._peers, have))
+        if any(other != have for other in theirs):
             raise ValueError(UNLIKE.format(stage=stage))
-        self._sync(self._spread.get(stage, ()), True)
-        for module in self._spread.get(stage, ()):
+        for module in self._own.get(stage, ()):
+            yield from self._add_up(
+                [g.chunk(len(self._peers), at) for g, at in gradients_of(module) if g is not None]
+            )
+        self._sync(modules, True)
+        for module in modules:
             end_backwards(module)
 
     def end(self, *, well: bool) -> None:
-        """Frees what was gathered; of a run that failed also what gradients there are of it."""
+        """Frees what was gathered, of a run that failed also what gradients there are of it; torch gathers again."""
         for module in self.modules:
-            for parameter in () if well else module.parameters():
-                if not is_spread_over(parameter, DATA):
-                    parameter.grad = None
             if not well:
                 break_off(module)
             module.reshard()  # type: ignore[operator]
+        for put_back in self._put_back:
+            put_back()
+
+    def _label(self, *, gradient: bool) -> Label:
+        return Label(Control.SHARDS, next(self._numbers), gradient)
 
     def _sync(self, modules: Iterable[nn.Module], now: bool) -> None:
         for module in modules:
             module.set_requires_gradient_sync(now, recurse=False)  # type: ignore[operator]
             module.set_reshard_after_backward(now, recurse=False)  # type: ignore[operator]
 
-    def _goes_over_replicas(self, module: nn.Module) -> bool:
-        return all(p.device_mesh.size() == self._position.replicas for p in module.parameters() if reduces_itself(p))  # type: ignore[attr-defined]
+    def _add_up(self, gradients: Sequence[Sequence[Tensor]]) -> Exchange[None]:
+        """Adds up of gradients, each in shards, those of this process, in their places, in the order of replicas."""
+        parts = {
+            peer: [shards[at] for shards in gradients if at < len(shards)]  # few rows are fewer shards
+            for at, peer in enumerate(self._peers)
+        }
+        totals, *others = yield from self._endpoint.swapping(self._label(gradient=True), parts)
+        for own, total, *more in zip(parts[self._endpoint.rank], totals, *others, strict=True):
+            for part in more:
+                total.add_(part)
+            if total is not own:
+                own.copy_(total)
 
-    def _swap(
-        self, group: dist.ProcessGroup, parts: Callable[[int], Sequence[Tensor]], *, gradient: bool
-    ) -> list[Tensor]:
-        peers = [self._members.index(rank) for rank in dist.get_process_group_ranks(group)]
-        label = Label(Control.SHARDS, next(self._numbers), gradient=gradient)
-        return self._endpoint.swap(label, dict(zip(peers, parts(len(peers)), strict=True)))
+    def _note_gather(self, output_tensor: Tensor, input_tensor: Tensor, **_: object) -> None:
+        self._rooms.append((output_tensor, input_tensor))
 
-    def _gather(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object) -> None:
-        found = self._swap(group, lambda peers: [input_tensor] * peers, gradient=False)
-        for room, part in zip(output_tensor.chunk(len(found)), found, strict=True):
-            if part is not input_tensor:  # which is in its place
-                room.copy_(part)
+    def _take_sum(self, output_tensor: Tensor, input_tensor: Tensor, **_: object) -> None:
+        output_tensor.copy_(input_tensor.chunk(len(self._peers))[self._position.replica])
 
-    def _add_up(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object) -> None:
-        total, *others = self._swap(group, input_tensor.chunk, gradient=True)
-        output_tensor.copy_(total)
-        for other in others:
-            output_tensor.add_(other)
+
+def goes_over_replicas(module: nn.Module, position: Position) -> bool:
+    """Whether what `fully_shard` spreads of a module, it spreads over the replicas, and over nothing else."""
+    ranks = [position.members[rank] for rank in position.ranks_of_row]
+    spread = filter(reduces_itself, module.parameters())
+    return all(p.device_mesh.mesh.flatten().tolist() == ranks for p in spread)  # type: ignore[attr-defined]
 
 
 class _Collective:

@@ -25,7 +25,7 @@ from statistics import fmean
 from textwrap import wrap
 from typing import TYPE_CHECKING, TypeAlias
 
-from gpipe.schedule.action import CLOSING, COMPUTE, MOVES, TRANSFERS, Action, Kind
+from gpipe.schedule.action import CLOSING, COMPUTE, MOVES, SHARDS, TRANSFERS, Action, Kind
 from gpipe.schedule.cost import unit_costs
 from gpipe.schedule.program import Program
 from gpipe.schedule.simulate import equal_bubble, simulate
@@ -43,7 +43,7 @@ KINDS = {
     Kind.FORWARD: "forward",
     Kind.RECOMPUTE: "recompute",
     **dict.fromkeys((Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), "backward"),
-    **dict.fromkeys(TRANSFERS, "communication"),
+    **dict.fromkeys(TRANSFERS | SHARDS, "communication"),
     **dict.fromkeys(MOVES, "moving"),
     **dict.fromkeys(CLOSING, "reduction"),
 }
@@ -54,7 +54,7 @@ MEANING = {  # the parts, in their order, and what each is
     "bubble": "the table has ranks wait, were all stages alike",
     "imbalance": "what some stages and micro-batches take longer",
     "late starts": "hand-over between ranks: what was needed was there",
-    "communication": "messages on their way while their rank waited",
+    "communication": "messages and gathered weights on their way while their rank waited",
     "moving": "to the host and back while their rank waited",
     "reduction": "gradients of replicas and of shared weights put together",
     "data": "making the next mini-batch ready",

@@ -20,7 +20,7 @@ from gpipe.runtime.steps import CompiledAction
 from gpipe.schedule.action import Kind
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.quantized import is_quantized, pieces_of, stored_in
-from gpipe.stages.tree import storage_address, tensors_in
+from gpipe.stages.tree import is_sharded, local, storage_address, tensors_in
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Held:
         weights: Of parameters and buffers.
         gradients: Of parameters.
         optimizer: Of the states of optimizers that were stepped while recording.
-        boundary: Of what came from other ranks: boundary tensors, and their gradients. Each rank is taken to have a
-            device of its own: what crosses between two counts at both, as far as both keep it. None if activations
-            were not watched.
+        boundary: Of what came from other ranks: boundary tensors, their gradients, and weights that were gathered.
+            Each rank is taken to have a device of its own: what crosses between two counts at both, as far as both
+            keep it. None if activations were not watched.
         inside: All else that its operations make: what forwards keep for backwards, what goes to other ranks, and
             what is there for the length of an operation. What the caller made counts nowhere. None likewise.
 
@@ -86,11 +86,19 @@ class Watches:
         if step.action.kind is Kind.FORWARD:
             self._arrived[step.rank, step.stage, step.micro_batch] = tensors
 
-    def worked(self, run: Run, step: CompiledAction) -> None:
+    def works(self, rank: Rank, step: CompiledAction) -> None:
+        """Counts weights that were gathered no longer, since they are about to be freed."""
+        for weight in _under_fully_shard(rank, step) if step.action.kind is Kind.RESHARD else ():
+            self.by_rank[step.rank].give_up(weight)
+
+    def worked(self, run: Run, rank: Rank, step: CompiledAction) -> None:
         """Notes what a rank needs no longer itself: what a forward made that is to be recomputed, and gradients."""
         watch, kind = self.by_rank[step.rank], step.action.kind
         keeps = kind is Kind.FORWARD and step.micro_batch not in run.connections[step.stage].recomputed
         watch.mark(loose=not keeps)
+        if kind is Kind.UNSHARD:
+            for weight in _under_fully_shard(rank, step):
+                watch.add(weight)
         if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             for tensor in self._arrived.pop((step.rank, step.stage, step.micro_batch), ()):
                 watch.give_up(tensor)
@@ -107,6 +115,11 @@ class Watches:
         return {rank: (watch.crossed, watch.peak - watch.crossed) for rank, watch in self.by_rank.items()}
 
 
+def _under_fully_shard(rank: Rank, step: CompiledAction) -> Iterable[Tensor]:
+    sharded = filter(is_sharded, rank.stages[step.stage].stage.modules)
+    return dict.fromkeys(p for module in sharded for p in module.parameters())
+
+
 def _address(tensor: Tensor) -> int:
     """Where a tensor lies; a view of a weight that a quantizer made is no memory more."""
     return storage_address(pieces_of(tensor)[0] if is_quantized(tensor) else tensor)
@@ -115,18 +128,21 @@ def _address(tensor: Tensor) -> int:
 def held(modules: Iterable[nn.Module], states: Iterable[Mapping[Tensor, Any]], peak: tuple[int, int] | None) -> Held:
     """What the modules of a rank, states of optimizers by parameter, and activations need, if their peak is known."""
     parameters = dict.fromkeys(p for module in modules for p in module.parameters())
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    alone = [
+        p for p in parameters if peak is None or not hasattr(p, "to_local")
+    ]  # activations have others' whole ones
+    gradients = [p.grad for p in alone if p.grad is not None]
     optimizer = [state.get(p) for state in states for p in parameters]
     return Held(
         _bytes(stored_in(modules)),
-        _bytes(gradients) or _bytes([p for p in parameters if p.requires_grad]),
+        _bytes(gradients) or _bytes([p for p in alone if p.requires_grad]),
         _bytes(leaf for leaf in tree_leaves(optimizer) if isinstance(leaf, Tensor)),
         *(peak or (None, None)),
     )
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum({storage_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    return sum({storage_address(t): t.untyped_storage().nbytes() for t in map(local, tensors)}.values())
 
 
 STAT = Path("/proc/stat")

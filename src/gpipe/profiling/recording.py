@@ -187,9 +187,10 @@ class Recording(Recorder):
         if self._watches is None:
             super().work(run, rank, step)
             return
+        self._watches.works(rank, step)
         with self._watches.by_rank[step.rank]:
             super().work(run, rank, step)
-        self._watches.worked(run, step)
+        self._watches.worked(run, rank, step)
 
     def _layers(self) -> dict[int, list[nn.Module]]:
         engine = self._pipe._processes.engine

@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from gpipe.planner.search.device import lasts
 from gpipe.profiling.stored import Report
-from gpipe.schedule.action import MOVES, NAMES, TRANSFERS, Kind
+from gpipe.schedule.action import MOVES, NAMES, SHARDS, TRANSFERS, Kind
 from gpipe.schedule.timeline import Timeline
 
 COLORS = {
@@ -30,6 +30,8 @@ COLORS = {
     Kind.RECEIVE: "#aa3377",
     Kind.OFFLOAD: "#997700",
     Kind.FETCH: "#004488",
+    Kind.UNSHARD: "#882255",
+    Kind.RESHARD: "#bbbbbb",
     Kind.REDUCE: "#ee7733",
     Kind.TIE: "#cc3311",
     Kind.COMMIT: "#009988",
@@ -212,7 +214,9 @@ def _panel(timeline: Timeline, part: Timeline, scale: Scale, y: float, *, small:
         kind, micro_batch = span.action.kind, span.action.micro_batch
         color = shade(kind, nth[span.rank, span.action.stage], stages)
         x, width, top = scale(span.start), scale(span.end) - scale(span.start), tops[span.rank]
-        shape, top, height = ("line", top + LANE - LINE, LINE) if kind in TRANSFERS | MOVES else ("box", top, BOX)
+        shape, top, height = (
+            ("line", top + LANE - LINE, LINE) if kind in TRANSFERS | MOVES | SHARDS else ("box", top, BOX)
+        )
         if small:
             paths[color, height] += f"M{x:.1f} {top + height / 2:g}h{max(width - 0.6, 0.3):.1f}"
         else:

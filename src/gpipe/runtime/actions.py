@@ -194,8 +194,8 @@ def commit(run: Run, rank: Rank, todo: CompiledAction) -> None:
 
 
 def close(run: Run, rank: Rank, todo: CompiledAction) -> None:
-    """TIE, or the end of a REDUCE: adds up gradients with the other processes that it concerns."""
-    run.context.add_up(todo.action)
+    """TIE, RESHARD, or the end of an UNSHARD or REDUCE: with the other processes that it concerns."""
+    run.context.close(todo.action)
 
 
 WORK: dict[Kind, Work] = {
@@ -204,6 +204,8 @@ WORK: dict[Kind, Work] = {
     Kind.BACKWARD: backward,
     Kind.BACKWARD_INPUT: backward,
     Kind.BACKWARD_WEIGHT: backward_of_weights,
+    Kind.UNSHARD: close,
+    Kind.RESHARD: close,
     Kind.COMMIT: commit,
     Kind.TIE: close,
     Kind.REDUCE: close,

@@ -126,11 +126,11 @@ class Context:
             queue.put(None)
 
     def begin(self, action: Action) -> None:
-        """Begins a REDUCE, which goes on beside what its rank has left to do."""
+        """Begins an UNSHARD or REDUCE, which goes on beside what its rank does next."""
         raise AssertionError(action)
 
-    def add_up(self, action: Action) -> None:
-        """Does a TIE or REDUCE, which are for several processes."""
+    def close(self, action: Action) -> None:
+        """Does a TIE or RESHARD, or ends an UNSHARD or REDUCE, which are for several processes."""
         raise AssertionError(action)
 
     def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:

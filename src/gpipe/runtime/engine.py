@@ -1,7 +1,7 @@
 """The engine of a pipe: its stages, and the tables that mini-batches run."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +10,7 @@ from gpipe.runtime.steps import CompiledProgram
 from gpipe.runtime.streams import DeviceStream, RankStream
 from gpipe.runtime.threads import RankThreads
 from gpipe.schedule.action import Route
+from gpipe.schedule.cost import StageCost
 from gpipe.schedule.laws import check
 from gpipe.schedule.lower import (
     Remat,
@@ -40,6 +41,21 @@ class Wanted(NamedTuple):
     loss_pops: tuple[Pop, ...] = ()
     path: int = 0  # of a model that is traced
     slices: int = 1  # of each micro-batch
+
+
+class Sharded(NamedTuple):
+    """What is spread over the replicas of the weights of a stage: the bytes of all of it, and the share."""
+
+    bytes: int
+    share: float
+
+    def cost(self, whole: StageCost, replicas: int) -> StageCost:
+        """What such a stage costs, by what it costs where each replica holds all of it.
+
+        Shards of gradients are there when the whole ones no longer are.
+        """
+        state = whole.state * (1 - self.share * (1 - 1 / replicas)) - self.bytes / replicas
+        return replace(whole, state=round(state), gathered=self.bytes)
 
 
 @dataclass(eq=False)
@@ -76,6 +92,7 @@ class Engine:
         for stage in stages:
             stage.shared = shared
         self.shared_buffers = find_shared_buffers(stages)
+        self.sharded: dict[int, Sharded] = {}  # by stage, as far as this process knows
         self._reset()
 
     def _reset(self) -> None:
@@ -111,6 +128,12 @@ class Engine:
         self.replicas = replicas
         self._compiled.clear()
 
+    def shard(self, found: Mapping[int, Sharded]) -> None:
+        """Goes on with these stages sharded over the replicas, too."""
+        if not found.items() <= self.sharded.items():
+            self.sharded |= found
+            self._compiled.clear()
+
     def close(self) -> None:
         """Ends the threads; the next run makes new ones."""
         self.threads.close()
@@ -120,7 +143,7 @@ class Engine:
         if wanted not in self._compiled:
             program = self._make_program(wanted)
             check(program)
-            self._compiled[wanted] = CompiledProgram.of(program)
+            self._compiled[wanted] = CompiledProgram.of(program, self.sharded)
         return self._compiled[wanted]
 
     def _make_program(self, wanted: Wanted) -> Program:

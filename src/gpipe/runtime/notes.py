@@ -10,6 +10,8 @@ from gpipe.stages.stage import LOSS
 PHASES = NAMES | {
     Kind.BACKWARD_INPUT: "backward of inputs",
     Kind.BACKWARD_WEIGHT: "backward of weights",
+    Kind.UNSHARD: "gather of weights",
+    Kind.RESHARD: "freeing of gathered weights",
     Kind.REDUCE: "reduction over replicas",
     Kind.TIE: "summation of shared gradients",
     Kind.COMMIT: "commit of BatchNorm statistics",

@@ -76,6 +76,7 @@ def run_rank(run: Run, rank: Rank, table: CompiledTable) -> None:
         scope = RankScope(run.seed, run.step_number)
         with run.thread_state.rank_thread(), as_rank(), rank.stream.enter(), scope as rank.scope:
             reducing: list[CompiledAction] = []
+            gathering: dict[int, CompiledAction] = {}  # by stage
             for todo in table.rows[rank.rank]:
                 at = todo.at
                 if context.cancelled:
@@ -84,7 +85,12 @@ def run_rank(run: Run, rank: Rank, table: CompiledTable) -> None:
                 if todo.action.kind is Kind.REDUCE:
                     context.begin(todo.action)
                     reducing.append(todo)
+                elif todo.action.kind is Kind.UNSHARD:
+                    context.begin(todo.action)
+                    gathering[todo.stage] = todo
                 else:
+                    if todo.stage in gathering:
+                        do(run, rank, gathering.pop(todo.stage))
                     do(run, rank, todo)
             for todo in reducing:
                 at = todo.at

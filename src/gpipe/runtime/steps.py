@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from gpipe.schedule.action import MAIN, TRANSFERS, Action, Kind, Route
-from gpipe.schedule.lower import halves
+from gpipe.schedule.action import MAIN, SHARDS, TRANSFERS, Action, Kind, Route
+from gpipe.schedule.lower import halves, place_shards
 from gpipe.schedule.program import Program
 from gpipe.schedule.rules import BACKWARDS, fed_by, feeds, linearize
 from gpipe.stages.messages import Label
@@ -157,12 +157,13 @@ class CompiledProgram:
 
     @cached_property
     def checksum(self) -> int:
-        """The same for the same program."""
-        return zlib.crc32(self.program.to_text().encode())
+        """The same for the same program, whatever is sharded: that processes with other stages may not know yet."""
+        return zlib.crc32(self.program.only({*Kind} - SHARDS).to_text().encode())
 
     @classmethod
-    def of(cls, program: Program) -> "CompiledProgram":
-        """Compiles a program that keeps the laws."""
+    def of(cls, program: Program, sharded: Collection[int] = ()) -> "CompiledProgram":
+        """Compiles a program that keeps the laws, with what gathers and frees the weights of sharded stages."""
         connections = tuple(Connections.of(program, stage) for stage in range(program.stages))
-        whole, forward, backward = (CompiledTable(each, connections) for each in (program, *halves(program)))
+        every = (place_shards(each, sharded) for each in (program, *halves(program)))
+        whole, forward, backward = (CompiledTable(each, connections) for each in every)
         return cls(whole, forward, backward, connections)

@@ -21,6 +21,8 @@ class Kind(Enum):
     RECEIVE = "RECEIVE"
     OFFLOAD = "OFFLOAD"  # what a forward keeps goes to the host
     FETCH = "FETCH"  # and comes back for its backward
+    UNSHARD = "UNSHARD"  # weights of a stage that are spread over replicas are gathered from them
+    RESHARD = "RESHARD"  # and freed
     REDUCE = "REDUCE"  # closing: gradients over data-parallel replicas
     TIE = "TIE"  # closing: gradients of shared weights
     COMMIT = "COMMIT"  # closing: deferred BatchNorm statistics
@@ -32,7 +34,8 @@ TRANSFERS = frozenset({Kind.SEND, Kind.RECEIVE})
 CLOSING = frozenset({Kind.REDUCE, Kind.TIE, Kind.COMMIT})
 MOVES = frozenset({Kind.OFFLOAD, Kind.FETCH})
 """What a rank begins and, while it goes on, is done beside: one at a time, each when the one before is done."""
-COMPUTE = frozenset(Kind) - TRANSFERS - CLOSING - MOVES
+SHARDS = frozenset({Kind.UNSHARD, Kind.RESHARD})
+COMPUTE = frozenset(Kind) - TRANSFERS - CLOSING - MOVES - SHARDS
 
 NAMES = {
     Kind.FORWARD: "forward",
@@ -44,6 +47,8 @@ NAMES = {
     Kind.RECEIVE: "receive",
     Kind.OFFLOAD: "offload",
     Kind.FETCH: "fetch",
+    Kind.UNSHARD: "gather weights",
+    Kind.RESHARD: "free weights",
     Kind.REDUCE: "reduce gradients",
     Kind.TIE: "add shared gradients",
     Kind.COMMIT: "commit statistics",
@@ -116,7 +121,7 @@ class Action:
     Where micro-batches are cut into slices, `micro_batch` is a `Slice`, of all: `2F0.1`.
 
     A transfer also names its route, `0SEND3@x:0>1`; sent from the route's target it carries the gradient back.
-    A closing action has no micro-batch: `2COMMIT`.
+    A closing action has no micro-batch, nor have UNSHARD and RESHARD: `2COMMIT`.
 
     >>> action = parse_action("1SEND3@x:0>1")
     >>> action.carries_gradient, str(action.peer)

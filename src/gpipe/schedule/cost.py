@@ -13,7 +13,8 @@ class StageCost:
 
     `boundary` is what a stage keeps of a micro-batch though it recomputes it, above all what crosses into it;
     `inside` what a forward keeps beside for the backward of its own stage, `working` what that backward needs beside
-    both; `state` the weights, gradients and optimizer state, whatever the micro-batches.
+    both; `state` the weights, gradients and optimizer state, whatever the micro-batches, and of sharded ones no more
+    than the shards: `gathered` are those when they are gathered, and so many bytes have their gradients too.
 
     >>> StageCost(1.0, 2.0, backward_input=1.0, backward_weight=3.0).weight_share
     0.75
@@ -29,10 +30,12 @@ class StageCost:
     tie: float = 0.0  # adding up the gradients of shared weights, when all stages that tie have theirs
     reduce: float = 0.0  # averaging the gradients of the stage over replicas
     move: float = 0.0  # of what is inside to the host, or back; the rank does not wait, but with its next move
+    gather: float = 0.0  # of weights from all replicas; the rank does not wait, but with what it computes with them
     boundary: int = 0
     inside: int = 0
     working: int = 0
     state: int = 0
+    gathered: int = 0
 
     def shared_by(self, slices: int) -> "StageCost":
         """What each of so many slices of the micro-batch costs, as if tokens cost the same wherever they stand.
@@ -104,17 +107,18 @@ def seconds(action: Action, costs: Costs) -> float:
             return cost.backward / 2 if cost.backward_input is None else cost.backward_input
         case Kind.BACKWARD_WEIGHT:
             return cost.backward / 2 if cost.backward_weight is None else cost.backward_weight
-        case Kind.SEND if action.carries_gradient and cost.send_gradient is not None:
-            return cost.send_gradient
         case Kind.SEND:
-            return cost.send
+            gradient = cost.send_gradient if action.carries_gradient else None
+            return cost.send if gradient is None else gradient
         case Kind.OFFLOAD | Kind.FETCH:
             return cost.move
+        case Kind.UNSHARD:
+            return cost.gather
         case Kind.TIE:
             return cost.tie
         case Kind.REDUCE:
             return cost.reduce
-        case Kind.RECEIVE | Kind.COMMIT:
+        case Kind.RECEIVE | Kind.COMMIT | Kind.RESHARD:
             return 0.0
         case _:
             assert_never(action.kind)

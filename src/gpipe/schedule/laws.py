@@ -3,7 +3,7 @@
 Law 1. Each action is one of its stage's rank, on a micro-batch and a route that the program has, once, so that
        a stage closes once; each route leads to a later stage.
 Law 2. Each (stage, micro-batch) has one forward; in training one backward, or one input and one weight backward.
-       What a forward keeps is recomputed, or goes to the host and comes back, or neither.
+       What a forward keeps is recomputed, or goes to the host and comes back, or neither. What was gathered is freed.
 Law 3. Every SEND has one RECEIVE, and what crosses ranks is sent, but for what a TIE brings itself.
 Law 4. Two ranks list the messages between them in one order.
 Law 5. A legal total order exists; in it a closing action comes behind all that it closes.
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain, combinations
 
-from gpipe.schedule.action import CLOSING, COMPUTE, MOVES, TRANSFERS, Action, Kind, nth_backward
+from gpipe.schedule.action import CLOSING, COMPUTE, MOVES, SHARDS, TRANSFERS, Action, Kind, nth_backward
 from gpipe.schedule.program import Program, ScheduleError
 from gpipe.schedule.rules import closing_order, linearize, needs
 
@@ -54,10 +54,10 @@ def _misplaced(program: Program) -> Iterator[str]:
                 yield f"{action} appears {count} times"
             if not 0 <= action.stage < program.stages or program.rank_of[action.stage] != rank:
                 yield f"{action} is an action of rank {rank}, which does not hold stage {action.stage}"
-            elif action.kind not in CLOSING and action.micro_batch not in range(program.micro_batches):
+            elif action.kind not in CLOSING | SHARDS and action.micro_batch not in range(program.micro_batches):
                 yield f"{action} has no micro-batch of 0 to {program.micro_batches - 1}"
-            elif action.kind in CLOSING and action.micro_batch is not None:
-                yield f"{action} closes its stage and has no micro-batch"
+            elif action.kind in CLOSING | SHARDS and action.micro_batch is not None:
+                yield f"{action} is of its whole stage and has no micro-batch"
             elif action.kind in TRANSFERS and (route is None or route not in at_stage[action.stage]):
                 yield f"{action} takes a route that the program does not have there"
             elif action.kind not in TRANSFERS and route is not None:
@@ -66,8 +66,12 @@ def _misplaced(program: Program) -> Iterator[str]:
 
 def _miscounted(program: Program) -> Iterator[str]:
     actions = program.actions
-    trains = bool({action.kind for action in actions} - TRANSFERS - {Kind.FORWARD, Kind.OFFLOAD, Kind.COMMIT})
+    forwards = {Kind.FORWARD, Kind.OFFLOAD, Kind.COMMIT, *SHARDS}
+    trains = bool({action.kind for action in actions} - TRANSFERS - forwards)
     for stage in range(program.stages):
+        alone = [kind.value for kind in SHARDS if Action(kind, stage) in actions]
+        if len(alone) == 1:
+            yield f"stage {stage} needs UNSHARD and RESHARD, or neither; it has {alone[0]}"
         for m in program.numbers:
             cell = {kind for kind in Kind if Action(kind, stage, m) in actions}
             if Kind.FORWARD not in cell:

@@ -7,7 +7,7 @@ from functools import cache, partial
 from itertools import filterfalse
 from typing import Literal, TypeAlias, get_args
 
-from gpipe.schedule.action import TRANSFERS, Action, Kind, nth_backward
+from gpipe.schedule.action import COMPUTE, TRANSFERS, Action, Kind, nth_backward
 from gpipe.schedule.cost import Costs
 from gpipe.schedule.program import Program, RankActions
 from gpipe.schedule.rules import BACKWARDS, closing_order, crossing, linearize
@@ -189,6 +189,33 @@ def place_reduces(program: Program, stages: Collection[int]) -> Program:
                 yield waiting.popleft()
 
     return program.with_table(map(with_reduces, program.table))
+
+
+def place_shards(program: Program, stages: Collection[int]) -> Program:
+    """Puts UNSHARD ahead of all that each of these stages computes, and RESHARD behind it.
+
+    So what is sent does not grow with M. UNSHARD stands right behind what its rank computes before, that weights may
+    come while it waits for others. Freed meanwhile wherever its rank does something else, a stage would be gathered
+    twice in 40 of 124 tables of the schedules that have a name, and no rank would hold less when it holds most.
+
+    >>> from gpipe.schedule.schedules import fill_drain
+    >>> print(*place_shards(Program.of(fill_drain(stages=1, micro_batches=2), micro_batches=2), [0]).table[0])
+    0UNSHARD 0F0 0F1 0B0 0B1 0RESHARD
+    """
+
+    def with_shards(row: RankActions) -> Iterator[Action]:
+        computes = [at for at, action in enumerate(row) if action.kind in COMPUTE]
+        ahead, behind = (defaultdict[int, list[Action]](list) for _ in range(2))
+        for stage in sorted(stages):
+            if own := [nth for nth, at in enumerate(computes) if row[at].stage == stage]:
+                ahead[computes[own[0] - 1] + 1 if own[0] else 0].append(Action(Kind.UNSHARD, stage))
+                behind[computes[own[-1]]].append(Action(Kind.RESHARD, stage))
+        for at, action in enumerate(row):
+            yield from ahead[at]
+            yield action
+            yield from behind[at]
+
+    return program.with_table(map(with_shards, program.table))
 
 
 def join_backwards(program: Program, unsplit: Collection[int] = ()) -> Program:

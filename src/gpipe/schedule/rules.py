@@ -12,16 +12,18 @@ Rule 6. A closing action needs all that its stage did before: COMMIT the forward
 Rule 7. Of a micro-batch in slices a forward needs that of the slice before at its stage, for keys and values, and a
         backward that of the slice behind, for their gradients.
 Rule 8. A TIE adds up what all stages with a TIE have, so it needs their backwards too; no SEND brings them, it does.
+Rule 9. What a stage computes needs its UNSHARD, and its RESHARD all that it computes.
 
 An action that a program does not hold was done before the program began; a transfer that it does not hold (yet) is
 looked through. So the same rule serves bare schedules, whole programs and the forward or backward half of one.
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from random import Random
 from typing import TypeAlias, assert_never
 
-from gpipe.schedule.action import Action, Kind, Route, Slice
+from gpipe.schedule.action import COMPUTE, Action, Kind, Route, Slice
 from gpipe.schedule.program import Program, ScheduleError
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -36,7 +38,9 @@ def needs(action: Action, program: Program) -> tuple[Action, ...]:
     >>> [str(need) for need in needs(parse_action("0B0"), program)]
     ['0F0', '1B0']
     """
-    return tuple(dict.fromkeys(filter(program.actions.__contains__, _direct_needs(action, program))))
+    gather = [Action(Kind.UNSHARD, action.stage)] if action.kind in COMPUTE else []
+    found = chain(_direct_needs(action, program), gather)
+    return tuple(dict.fromkeys(filter(program.actions.__contains__, found)))
 
 
 def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
@@ -68,6 +72,8 @@ def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
             yield from (backward for s in tied for backward in _backwards(s, program))
         case Kind.REDUCE:
             yield from (*_backwards(stage, program), Action(Kind.TIE, stage))
+        case Kind.UNSHARD | Kind.RESHARD:
+            yield from _computed(action, program)
         case _:
             assert_never(action.kind)
 
@@ -82,6 +88,12 @@ def _beside(action: Action, program: Program, step: int) -> Iterator[Action]:
 def _backwards(stage: int, program: Program) -> Iterator[Action]:
     kinds = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
     return (Action(kind, stage, m) for kind in kinds for m in program.numbers)
+
+
+def _computed(action: Action, program: Program) -> Iterator[Action]:
+    """All that a stage computes, for what frees its weights; nothing for what gathers them."""
+    kinds = COMPUTE if action.kind is Kind.RESHARD else ()
+    return (Action(kind, action.stage, m) for kind in kinds for m in program.numbers)
 
 
 def closing_order(program: Program, closing: Action) -> tuple[int, int]:

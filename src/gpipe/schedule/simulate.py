@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gpipe.schedule.action import COMPUTE, MOVES, Action, Kind
+from gpipe.schedule.action import COMPUTE, MOVES, SHARDS, Action, Kind
 from gpipe.schedule.cell import in_cell
 from gpipe.schedule.cost import Costs, StageCost, seconds
 from gpipe.schedule.partition import Partition
@@ -48,8 +48,9 @@ def simulate(program: Program, costs: Costs, duration: Callable[[Action], float]
 
     Transfers keep no rank busy; a message arrives `costs[stage].send` seconds after it was sent, or after the one
     before it on the same link and in the same direction arrived. Nor do moves, but a rank waits with one until the
-    one before is done; nor does a REDUCE, which begins when the rank's last one is done: of it the timeline has what
-    the rank waits for it, behind all else. `duration` replaces the seconds that `costs` gives, by action.
+    one before is done; nor do UNSHARD and REDUCE, each of which begins when the rank's last of both is done: of a
+    REDUCE the timeline has what the rank waits for it, behind all else. `duration` replaces the seconds that `costs`
+    gives, by action.
 
     >>> from gpipe.schedule.cost import unit_costs
     >>> from gpipe.schedule.schedules import fill_drain
@@ -91,7 +92,7 @@ class Simulator:
         step_of: dict[Action, int] = {}
         sent: dict[tuple[Action, int], list[int]] = {}  # by what made it and the stage that gets it
         moved: list[list[int]] = [[] for _ in self.program.table]  # the last move of each rank
-        beside = {Kind.RECEIVE, *MOVES}
+        beside = {Kind.RECEIVE, Kind.UNSHARD, *MOVES}
         for rank, _, action, needed in linearize_with_needs(self.program):
             if action.kind is Kind.RECEIVE:
                 step_of.update((action, step_of[need]) for need in needed)
@@ -109,7 +110,7 @@ class Simulator:
         if action.kind is Kind.SEND or action.kind in MOVES:
             ends = rank, self.program.rank_of[action.peer.stage] if action.route else rank
             link = self._links.setdefault(ends, len(self._links))
-        elif action.kind is Kind.REDUCE:
+        elif action.kind in (Kind.UNSHARD, Kind.REDUCE):
             link = self._links.setdefault((rank, -1), len(self._links))
         self._steps.append((rank, link, others))
         self._actions.append(action)
@@ -167,7 +168,7 @@ class Simulator:
             rank = self.program.rank_of[action.stage]
             if action.kind is Kind.REDUCE:  # as it is recorded: what of it the rank waits for, behind all else
                 start, end = max(start, free[rank]), max(end, free[rank])
-            if action.kind not in MOVES:
+            if action.kind not in {Kind.UNSHARD, *MOVES}:
                 free[rank] = end
             spans.append(Span(rank, action, start, end))
         return Timeline(self.program.ranks, tuple(spans), max(ends, default=0.0))
@@ -177,7 +178,7 @@ class Simulator:
 
         `own` is what each of its stages costs, `again` what each recomputes beside what the program says.
         """
-        sizes = [size for cost in own for size in (cost.boundary, cost.inside, cost.working)]
+        sizes = [size for cost in own for size in (cost.boundary, cost.inside, cost.working, cost.gathered)]
         held = (self._held_by_rank(rank, again) @ sizes).max(initial=0) if own else 0
         return sum(cost.state for cost in own) + int(held)
 
@@ -186,18 +187,24 @@ class Simulator:
         return int(self._held(stage, frozenset())[:, 0].max())
 
     def _find_held(self, stage: int, again: MicroBatches) -> Counts:
-        """During each action of its rank, how many boundaries, insides and workings of a stage are held.
+        """During each action of its rank, how many boundaries, insides, workings and gathers of a stage are held.
 
         What a forward makes inside lives at least until it ends; without a backward to come it keeps nothing. What is
-        offloaded does until the rank's next move, which waits for it.
+        offloaded does until the rank's next move, which waits for it. Gradients of gathered weights are as large as
+        these, and may be there to the end of the row, beside which they are reduced.
         """
         places: dict[int | None, dict[Kind, int]] = {}  # by micro-batch
-        row = [action for action in self.program.table[self.program.rank_of[stage]] if action.kind in COMPUTE | MOVES]
+        kinds = COMPUTE | MOVES | SHARDS
+        row = [action for action in self.program.table[self.program.rank_of[stage]] if action.kind in kinds]
         moves = [at for at, action in enumerate(row) if action.kind in MOVES]
         for at, action in enumerate(row):
             if action.stage == stage:
                 places.setdefault(action.micro_batch, {})[action.kind] = at
-        held = np.zeros((len(row), 3), np.int64)
+        held = np.zeros((len(row), 4), np.int64)
+        if shards := places.pop(None, {}):
+            held[shards[Kind.UNSHARD] : shards[Kind.RESHARD], 3] += 1
+            backwards = (at for each in places.values() for kind, at in each.items() if kind in BACKWARDS)
+            held[min(backwards, default=len(row)) :, 3] += 1
         for m, at_kind in places.items():
             forward = at_kind.get(Kind.FORWARD, 0)  # or done before the program began
             backward = at_kind.get(Kind.BACKWARD, at_kind.get(Kind.BACKWARD_INPUT))
@@ -221,9 +228,8 @@ class Figures:
     """What a mini-batch costs by its schedule.
 
     Attributes:
-        timeline: What is done when; without spans of what is too much to be listed.
+        timeline: What is done when.
         work: How long the busiest rank computes.
-        bubble: The share of rank-seconds in which nothing is computed.
         peaks: By rank, the most micro-batches that it holds; one at one of its v stages counts as 1/v, and one of
             its S slices as 1/S.
         split: The share of backwards that are split in two.
@@ -236,7 +242,6 @@ class Figures:
 
     timeline: Timeline
     work: float
-    bubble: float
     peaks: tuple[float, ...]
     split: float
 
@@ -244,6 +249,11 @@ class Figures:
     def seconds(self) -> float:
         """From the first action to the end of the last."""
         return self.timeline.seconds
+
+    @property
+    def bubble(self) -> float:
+        """The share of rank-seconds in which nothing is computed."""
+        return self.timeline.idle_share()
 
 
 def figures(program: Program, costs: Costs | None = None) -> Figures:
@@ -254,20 +264,14 @@ def figures(program: Program, costs: Costs | None = None) -> Figures:
     (2.0, 1.0)
     """
     each = [UNIT_COST] * program.stages if costs is None else costs
-    simulation = simulate(program, holding_one(each))
+    simulation = simulate(program, [replace(cost, boundary=0, inside=1, working=0, state=0) for cost in each])
     stages, kinds = Counter(program.rank_of), Counter(action.kind for action in program.actions)
     return Figures(
         timeline=simulation.timeline,
         work=max(map(simulation.timeline.busy, range(program.ranks))),
-        bubble=simulation.timeline.idle_share(),
         peaks=tuple(peak / stages[rank] / program.slices for rank, peak in enumerate(simulation.peak_bytes)),
         split=kinds[Kind.BACKWARD_INPUT] / max(1, sum(kinds[kind] for kind in BACKWARDS)),
     )
-
-
-def holding_one(costs: Costs) -> list[StageCost]:
-    """The costs, where what is held of a micro-batch at a stage counts as 1."""
-    return [replace(cost, boundary=0, inside=1, working=0, state=0) for cost in costs]
 
 
 @dataclass(frozen=True)

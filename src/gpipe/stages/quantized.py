@@ -29,7 +29,8 @@ def pieces_of(tensor: Tensor) -> list[Tensor]:
     if type(tensor) in PLAIN:
         return [tensor]
     if is_wrapper(tensor):
-        return [piece for name in tensor.__tensor_flatten__()[0] for piece in pieces_of(getattr(tensor, name))]  # type: ignore[attr-defined]  # which such a tensor has
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]  # which such a tensor has
+        return [piece for one in inner if isinstance(one, Tensor) for piece in pieces_of(one)]
     held = (one for one in vars(tensor).values() if type(one) is Tensor)
     return [tensor.detach().as_subclass(Tensor), *held, *_beside(tensor)]
 

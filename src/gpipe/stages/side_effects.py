@@ -24,6 +24,7 @@ from gpipe.stages.stage import Layer, Stage, StageRun
 from gpipe.stages.tree import Tree, storage_address, tensors_in, version
 
 OF_TORCH = frozenset(vars(nn.Module()))
+OF_SHARDS = "__composable_api"  # so begins what `fully_shard` keeps on modules
 DEPTH = 3  # containers and objects around a value
 
 BACKWARD_IN_FORWARD = (
@@ -84,7 +85,7 @@ def references(layers: Mapping[str, nn.Module]) -> Iterator[tuple[Place, object]
     """The attributes of modules, by the words for their layer, and what forwards and hooks read beside these."""
     for words, root in layers.items():
         for path, module in root.named_modules():
-            own = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
+            own = {n: value for n, value in vars(module).items() if n not in OF_TORCH and not n.startswith(OF_SHARDS)}
             # but for those that torch's own weight and spectral norm set before each forward
             for name in own.keys() - {getattr(hook, "name", "") for hook in hooks_before_forward(module)}:
                 yield (words, f"its attribute {path and path + '.'}{name}"), own[name]

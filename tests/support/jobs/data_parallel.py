@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import gpipe
 from gpipe.distributed import context
 from gpipe.distributed import reduce as collectives
+from gpipe.schedule.action import SHARDS
 from gpipe.stages.tree import full_tensor
 from tests.support.jobs.training import Json
 from tests.support.placements import placed
@@ -417,18 +418,15 @@ def shard_once(rank: int, world: int, replicas: int, partitions: int, schedule: 
         for step in range(STEPS):
             for turn in (0, 1):
                 pipe.step(*part_of(rank, partitions, rows, 2 * step + turn), F.mse_loss)
-            steps.append(
-                {name: full_tensor(p.grad).tolist() for name, p in pipe.named_parameters() if p.grad is not None}
-            )
+            steps.append(whole_gradients(pipe))
             optimizer.step()
             optimizer.zero_grad()
         x, y = part_of(rank, partitions, rows, 9)
         (F.mse_loss(pipe(x, gather=True), y) * (len(x) / sum(rows))).backward()
-        steps.append(
-            {name: full_tensor(p.grad).tolist() for name, p in pipe.named_parameters() if p.grad is not None}
-        )
+        steps.append(whole_gradients(pipe))
         with torch.no_grad():
             pipe(x)
+            steps.append(next(pipe.children())(data(9, 4)[0]).tolist())  # by torch's own gather
         found.append([steps, parameters(pipe)])
         pipe.close()
     sent = []
@@ -442,6 +440,44 @@ def shard_once(rank: int, world: int, replicas: int, partitions: int, schedule: 
         sent.append([len(shards), sum(message.bytes for message in shards)])
         pipe.close()
     return {"found": found, "sent": sent}
+
+
+def shard_some(rank: int, world: int, replicas: int, cases: list[tuple[str, int, int, str, list[int]]]) -> Json:
+    """What training leaves by case, with no layers sharded and with these, each stage of which is gathered once."""
+    partitions = world // replicas
+    mesh, rows, found = mesh_of(dp=replicas, pp=partitions), [7, 9, 6][:replicas], []
+    for schedule, each, micro_batches, remat, layers in cases:
+        left: list[Any] = []
+        for sharded in ([], layers):
+            how: dict[str, Any] = {"schedule": schedule, "stages_per_rank": each, "remat": remat}
+            pipe = gpipe.GPipe(mlp(), partitions, micro_batches, seed=0, mesh=mesh, **how)
+            for name, layer in pipe.named_children():
+                if int(name) in sharded:
+                    fully_shard(layer, mesh=mesh["dp"])
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+            for step in range(2):
+                with gpipe.record(pipe) as recording:
+                    left.append(float(pipe.step(*part_of(rank, partitions, rows, step), F.mse_loss)))
+                left.append(whole_gradients(pipe))
+                optimizer.step()
+                optimizer.zero_grad()
+            x, y = part_of(rank, partitions, rows, 2)
+            (F.mse_loss(pipe(x, gather=True), y) * (len(x) / sum(rows))).backward()
+            left += [whole_gradients(pipe), parameters(pipe)]
+            spans, table = recording.timelines[-1].spans, pipe.program.table
+            stages = [own.index for own in pipe._engine.own if any(layer.index in sharded for layer in own.layers)]
+            right = {(kind, stage) for stage in stages for kind in SHARDS}
+            for actions in ([span.action for span in spans if span.rank == rank], table[rank % partitions]):
+                assert sorted(str(a) for a in actions if a.kind in SHARDS) == sorted(
+                    f"{s}{k.value}" for k, s in right
+                )
+            pipe.close()
+        found.append([left[: len(left) // 2], left[len(left) // 2 :]])
+    return found
+
+
+def whole_gradients(pipe: nn.Module) -> dict[str, Any]:
+    return {name: full_tensor(p.grad).tolist() for name, p in pipe.named_parameters() if p.grad is not None}
 
 
 class Either(nn.Module):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-from gpipe.schedule.action import CLOSING, MOVES, TRANSFERS, Kind
+from gpipe.schedule.action import CLOSING, MOVES, SHARDS, TRANSFERS, Kind
 from gpipe.schedule.laws import check
 from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, ScheduleError, Table, too_many
 from gpipe.schedule.schedules import SCHEDULES, Schedule
@@ -29,14 +29,6 @@ def program_of(
     row,1F0,1B0,1F1,1B1
     <BLANKLINE>
     """
-    table, placement = table_of(name, ranks, micro_batches, stages_per_rank, slices)
-    return Program.of(table, micro_batches * slices, rank_of=placement, slices=slices)
-
-
-def table_of(
-    name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None, slices: int = 1
-) -> tuple[Table, Placement]:
-    """What `program_of` makes a program of: a table, its rows written when they are asked for, and the placement."""
     counts = {"partitions": ranks, "micro_batches": micro_batches, "stages_per_rank": stages_per_rank}
     counts["slices"] = slices
     mistakes = [] if name in SCHEDULES else [unknown(name)]
@@ -58,7 +50,7 @@ def table_of(
     table = schedule.table(placement, number) if sliced is None else sliced(placement, number, slices)
     if table is None:
         raise ValueError(without_table(schedule, placement, micro_batches))
-    return table, placement
+    return Program.of(table, number, rank_of=placement, slices=slices)
 
 
 def unknown(name: object) -> str:
@@ -92,7 +84,7 @@ Maker: TypeAlias = Callable[[int, int], Program]  # from K and M, a program of f
 
 def check_given(program: Program) -> None:
     """Refuses a program that breaks the laws, leaves a rank without a stage, or has what a pipe places itself."""
-    placed = {action.kind for action in program.actions} & {*TRANSFERS, *MOVES, *CLOSING, Kind.RECOMPUTE}
+    placed = {action.kind for action in program.actions} & {*TRANSFERS, *MOVES, *SHARDS, *CLOSING, Kind.RECOMPUTE}
     names = [kind.name for kind in Kind if kind in placed]
     if names:
         raise ScheduleError(
