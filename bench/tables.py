@@ -2,34 +2,54 @@
 
 python -m bench.tables [--many]
 
-With `--many` waves of ZB-H1 over 1024 ranks and 4096 micro-batches alone, beside a bound: each rank has its work to
-do, behind the first forwards of the ranks ahead of it.
+With `--many` all pages over 1024 ranks and 4096 micro-batches alone, beside a bound.
 """
 
 import random
 import sys
 import time
+from collections.abc import Sequence
 
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.search.search import search
 from gpipe.planner.search.shapes import AUTO, Choices
 from gpipe.schedule.cost import StageCost
-from gpipe.schedule.waves import Waves
+from gpipe.schedule.many import Many
+from gpipe.schedule.schedules import SCHEDULES
+from gpipe.schedule.schedules.by_name import table_of
+from gpipe.schedule.schedules.writing import Rows
 
 
 def many() -> None:
-    """Prints a row for each share by which the costs of 1024 stages differ."""
-    print("| costs differ by | waves | bound | over it | CPU s, with the rows of three ranks |\n|" + " ---: |" * 5)
-    for share in (0.0, 0.01, 0.05, 0.2):
-        drawn, began = random.Random(1), time.process_time()
-        f, i, w = ([1 + drawn.uniform(-share, share) for _ in range(1024)] for _ in range(3))
-        costs = (StageCost(a, b + c, b, c, inside=1) for a, b, c in zip(f, i, w, strict=True))
-        waves = Waves(tuple(costs), micro_batches=4096)
-        bound = max(sum(f[:r]) + 4096 * (f[r] + i[r] + w[r]) for r in range(1024))
-        took, _ = waves.seconds, (waves.peak_bytes, *map(waves.row, (0, 511, 1023)))
-        cpu = time.process_time() - began
-        print(f"| {share:.0%} | {took:.0f} | {bound:.0f} | {took / bound - 1:.2%} | {cpu:.1f} |", flush=True)
+    """Prints a row for each page and each share by which the costs of the stages of 1024 ranks differ."""
+    head = "| schedule | costs differ by | takes | bound | over it | held, micro-batches | CPU s, with a row |"
+    print(f"{head}\n|" + " ---: |" * 7)
+    for name in SCHEDULES:
+        rows, placement = table_of(name, ranks=1024, micro_batches=4096)
+        for share in (0.0, 0.05):
+            drawn, began = random.Random(1), time.process_time()
+            f, i, w = ([1 + drawn.uniform(-share, share) for _ in placement] for _ in range(3))
+            costs = [StageCost(a, b + c, b, c) for a, b, c in zip(f, i, w, strict=True)]
+            assert isinstance(rows, Rows)
+            found, _ = Many(rows, placement).figures(costs), rows[511]
+            cpu, bound = (
+                time.process_time() - began,
+                _bound(placement, f, [sum(each) for each in zip(f, i, w, strict=True)]),
+            )
+            over, held = f"{found.seconds / bound - 1:.2%}", f"{min(found.peaks):g} to {max(found.peaks):g}"
+            print(
+                f"| {name} | {share:.0%} | {found.seconds:.0f} | {bound:.0f} | {over} | {held} | {cpu:.1f} |",
+                flush=True,
+            )
+
+
+def _bound(placement: Sequence[int], forward: Sequence[float], work: Sequence[float]) -> float:
+    """Each rank has its work to do, behind the first forwards of the ranks ahead of it."""
+    own = [0.0] * 1024
+    for rank, each in zip(placement, work, strict=True):
+        own[rank] += 4096 * each
+    return max(sum(forward[: placement.index(rank)]) + took for rank, took in enumerate(own))
 
 
 def main() -> None:

@@ -115,3 +115,21 @@ def test_help_lists_the_schedules(capsys: pytest.CaptureFixture[str]) -> None:
         main(["schedule", "--help"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert ", ".join(SCHEDULES) in text
+
+
+def test_what_one_rank_does_is_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "1f1b", "-k", "2", "-m", "2", "--rank", "1").endswith("1f1b, rank 1: 1F0 1B0 1F1 1B1\n")
+    with pytest.raises(SystemExit):
+        said(capsys, "1f1b", "--rank", "4")
+    assert "--rank is 4: choose 0 to 3" in capsys.readouterr().err
+
+
+def test_a_thousand_ranks_are_told_of_without_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ("-k", "1000", "-m", "60")
+    lines = said(capsys, "zb_h1", "1f1b", *size, "--rank", "999").splitlines()
+    assert "bubble 91.5% over all ranks: the busiest works 180 of 2119 units" in lines
+    assert "activations held at most, in micro-batches: 1 to 60, by rank" in lines
+    assert lines[-1].startswith("1f1b, rank 999: 999F0 999B0 999F1 999B1 ")
+    with pytest.raises(SystemExit):
+        said(capsys, "zb_h1", *size, "--svg", str(tmp_path / "all.svg"))
+    assert "leave --svg and --csv out; --rank has a row" in capsys.readouterr().err

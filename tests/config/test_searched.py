@@ -60,6 +60,17 @@ def test_rank_0_searches_for_all_processes(pool: WorkerPool) -> None:
     assert first["gradients"] | other["gradients"] == whole["gradients"]
 
 
+@pytest.mark.parametrize("built", [True, False])
+def test_replicas_go_by_one_table_to_the_bits_of_one_rank(built: bool, pool: WorkerPool) -> None:
+    """Two have the same rows, and halves of the same numbers add up to these."""
+    found = answers(pool.run(jobs.searched_by_replicas, built, world=4))
+    whole = jobs.whole(dropout=0.0)
+    for each in found:
+        assert (each["found"], each["remat"], each["loss"]) == (found[0]["found"], found[0]["remat"], whole["loss"])
+    for one, other in (found[:2], found[2:]):
+        assert one["gradients"] | other["gradients"] == whole["gradients"]
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -12,9 +12,11 @@ from gpipe.profiling import timelines_svg
 from gpipe.profiling.lanes import find_ruler, legend, panel, words
 from gpipe.recipes.options.training import Positive, out_of_bounds, refuse
 from gpipe.schedule.cost import StageCost
-from gpipe.schedule.program import Program
+from gpipe.schedule.many import Many
+from gpipe.schedule.program import Program, Table
 from gpipe.schedule.schedules import SCHEDULES
-from gpipe.schedule.schedules.by_name import program_of
+from gpipe.schedule.schedules.by_name import table_of
+from gpipe.schedule.schedules.writing import Rows
 from gpipe.schedule.simulate import Figures, figures
 
 COLORFUL = ("256", "truecolor")  # rich's words for colours enough to tell kinds and stages apart; others have letters
@@ -22,17 +24,21 @@ COLORFUL = ("256", "truecolor")  # rich's words for colours enough to tell kinds
 KNOWN = f"The schedule: {', '.join(SCHEDULES)}."
 
 
+MOST_DRAWN = 50_000  # stages times micro-batches; of more no action is drawn
+
+
 class Drawn(NamedTuple):
     """A schedule, timed."""
 
     name: str
-    program: Program
+    table: Table
+    program: Program  # without the table where that is too much to be listed
     figures: Figures
 
     @property
     def title(self) -> str:
         """Its name and its size."""
-        ranks = self.program.ranks
+        ranks = len(self.table)
         each = self.program.stages // ranks
         held = f" of {each} stages" if each > 1 else ""
         return f"{self.name}: {ranks} rank{'s' * (ranks > 1)}{held}, {self.program.words}"
@@ -50,6 +56,7 @@ def schedule(
     backward_weight: Positive = 1.0,
     svg: Path | None = None,
     csv: Path | None = None,
+    rank: int | None = None,
 ) -> None:
     """Draws a schedule by its name, with its bubble and what each rank holds, or two of them to compare.
 
@@ -66,6 +73,7 @@ def schedule(
         backward_weight: How long W takes, the gradients of weights; a whole backward, B, takes as long as I and W.
         svg: A file for the picture.
         csv: A file for the table of one schedule, as `Program.from_csv` reads it.
+        rank: One whose row is written out: all that it does, in order.
     """
     with ending_by_mistakes():
         names = [name, other] if other else [name]
@@ -75,43 +83,59 @@ def schedule(
             problems.append(f"--stages-per-rank has {len(stages_per_rank)} numbers: give one, or one for each")
         if len(slices) not in (1, len(names)):
             problems.append(f"--slices has {len(slices)} numbers: give one, or one for each")
+        if rank is not None and not 0 <= rank < partitions:
+            problems.append(f"--rank is {rank}: choose 0 to {partitions - 1}")
         if csv is not None and other:
             problems.append("--csv is for one schedule")
         refuse(problems)
         requests = zip(names, (stages_per_rank or (None,)) * len(names), slices * len(names), strict=False)
-        programs = [program_of(one, partitions, micro_batches, stages, cut) for one, stages, cut in requests]
-        most, drawn = max(program.stages for program in programs), []
-        for one, program in zip(names, programs, strict=True):  # each with the same work for a rank
-            ahead, inputs, weights = (most / program.stages / program.slices * time for time in times.values())
-            cost = StageCost(ahead, inputs + weights, inputs, weights)
-            drawn.append(Drawn(one, program, figures(program, [cost] * program.stages)))
+        tables = [(*table_of(one, partitions, micro_batches, each, cut), cut) for one, each, cut in requests]
+        most = max(len(placement) for _, placement, _ in tables)
+        large = most * micro_batches > MOST_DRAWN and all(isinstance(table, Rows) for table, _, _ in tables)
+        large = large and max(slices) == 1
+        if large and (svg or csv):
+            refuse(["that is too much to be drawn or listed as a whole: leave --svg and --csv out; --rank has a row"])
+        drawn = []
+        for one, (table, placement, cut) in zip(names, tables, strict=True):  # each with the same work for a rank
+            ahead, inputs, weights = (most / len(placement) / cut * time for time in times.values())
+            costs = [StageCost(ahead, inputs + weights, inputs, weights)] * len(placement)
+            rows = () if large else table
+            program = Program.of(rows, micro_batches * cut, rank_of=placement, slices=cut)
+            if large and isinstance(table, Rows):
+                timed = Many(table, placement).figures(costs)
+            else:
+                timed = figures(program, costs)
+            drawn.append(Drawn(one, table, program, timed))
         if svg is not None:
             picture = timelines_svg({one.title: one.figures.timeline for one in drawn}, unit="")
             svg.write_text(picture, encoding="utf-8")
         if csv is not None:
-            csv.write_text(programs[0].to_csv(), encoding="utf-8")
-        _show(drawn, Console(highlight=False))
+            csv.write_text(drawn[0].program.to_csv(), encoding="utf-8")
+        _show(drawn, Console(highlight=False), large=large)
+        if rank is not None:
+            for each in drawn:
+                print(f"\n{each.name}, rank {rank}:", *each.table[rank])
 
 
-def _show(drawn: Sequence[Drawn], console: Console) -> None:
-    """Prints the lanes, if there is room for them, and what can be said of them."""
+def _show(drawn: Sequence[Drawn], console: Console, *, large: bool) -> None:
+    """Prints the lanes, unless they are large or there is no room for them, and what can be said of them."""
     colored = console.color_system in COLORFUL and not console.no_color
     timelines = [one.figures.timeline for one in drawn]
-    ruler = find_ruler(timelines, console.width, colored=colored)
-    least = ruler.columns(timelines)
-    has_room = least <= console.width
-    if not has_room:
+    ruler = None if large else find_ruler(timelines, console.width, colored=colored)
+    least = ruler.columns(timelines) if ruler else 0
+    if least > console.width:
         remedy = f"widen the terminal, set COLUMNS={least}, or have a picture by --svg FILE\n"
         narrow = f"no lanes: they have at least {least} columns, and there are {console.width}"
         console.print(f"{narrow}; {remedy}", soft_wrap=True)
+        ruler = None
     for one in drawn:
         console.print(one.title, style="bold" if colored else "")
-        if has_room:
+        if ruler:
             console.print(*panel(one.figures.timeline, ruler, colored=colored), sep="\n", soft_wrap=True)
         console.print(*words(one.figures), "", sep="\n")
     if len(drawn) > 1:
         console.print(_comparison(*drawn))
-    if has_room:
+    if ruler:
         console.print(*legend(timelines, colored=colored), sep="\n")
 
 

@@ -183,7 +183,7 @@ class _Run:
 
             def save(tensor: Tensor) -> Tensor:
                 storage = self._original(tensor.untyped_storage())
-                if id(storage) not in own | self._kept.keys():
+                if id(storage) not in own and id(storage) not in self._kept:
                     saved[id(storage)] = storage
                 return tensor
 

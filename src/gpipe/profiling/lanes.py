@@ -20,6 +20,7 @@ from gpipe.schedule.timeline import Span, Timeline
 BETWEEN = 2  # columns between the name of a rank and its lane
 TICK = 8  # columns that a time on the axis has at least
 EPSILON = 1e-9
+MOST_PEAKS = 16  # ranks of which each is told what it holds
 IDLE = "dim"  # the style of idle time
 ORDINALS = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
@@ -174,8 +175,9 @@ def legend(timelines: Collection[Timeline], *, colored: bool) -> Iterator[Text]:
 def words(found: Figures) -> Iterator[str]:
     """What a schedule costs, in a few lines."""
     yield f"bubble {found.bubble:.1%} over all ranks: the busiest works {found.work:.7g} of {found.seconds:.7g} units"
-    peaks = [f"{peak:.3g}" for peak in found.peaks]
-    each = f"{peaks[0]} on each rank" if len(set(peaks)) == 1 else f"{', '.join(peaks)}, by rank"
+    peaks = [f"{peak:.4g}" for peak in found.peaks]
+    told = ", ".join(peaks) if len(peaks) <= MOST_PEAKS else f"{min(found.peaks):.4g} to {max(found.peaks):.4g}"
+    each = f"{peaks[0]} on each rank" if len(set(peaks)) == 1 else f"{told}, by rank"
     kept = "; inputs that are kept for recomputes come on top" if Kind.RECOMPUTE in kinds_in([found.timeline]) else ""
     yield f"activations held at most, in micro-batches: {each}{kept}"
     few = "" if found.split == 1 else f", {found.split:.0%} of them"

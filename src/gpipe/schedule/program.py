@@ -11,7 +11,7 @@ from gpipe.schedule.action import Action, Kind, Route, Slice, parse_action, pars
 from gpipe.schedule.cell import in_cell
 
 RankActions: TypeAlias = tuple[Action, ...]
-Table: TypeAlias = tuple[RankActions, ...]
+Table: TypeAlias = Sequence[RankActions]
 
 MOST_MICRO_BATCHES = 100_000  # of a program, which has an action or more for each of them at each stage
 
@@ -49,7 +49,7 @@ class Program:
     rank_of: tuple[int, ...]
     micro_batches: int
     routes: tuple[Route, ...]
-    table: Table
+    table: tuple[RankActions, ...]
     slices: int = 1
 
     def __post_init__(self) -> None:

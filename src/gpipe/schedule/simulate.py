@@ -228,8 +228,9 @@ class Figures:
     """What a mini-batch costs by its schedule.
 
     Attributes:
-        timeline: What is done when.
+        timeline: What is done when; without spans of what is too much to be listed.
         work: How long the busiest rank computes.
+        bubble: The share of rank-seconds in which nothing is computed.
         peaks: By rank, the most micro-batches that it holds; one at one of its v stages counts as 1/v, and one of
             its S slices as 1/S.
         split: The share of backwards that are split in two.
@@ -242,6 +243,7 @@ class Figures:
 
     timeline: Timeline
     work: float
+    bubble: float
     peaks: tuple[float, ...]
     split: float
 
@@ -249,11 +251,6 @@ class Figures:
     def seconds(self) -> float:
         """From the first action to the end of the last."""
         return self.timeline.seconds
-
-    @property
-    def bubble(self) -> float:
-        """The share of rank-seconds in which nothing is computed."""
-        return self.timeline.idle_share()
 
 
 def figures(program: Program, costs: Costs | None = None) -> Figures:
@@ -264,14 +261,20 @@ def figures(program: Program, costs: Costs | None = None) -> Figures:
     (2.0, 1.0)
     """
     each = [UNIT_COST] * program.stages if costs is None else costs
-    simulation = simulate(program, [replace(cost, boundary=0, inside=1, working=0, state=0) for cost in each])
+    simulation = simulate(program, holding_one(each))
     stages, kinds = Counter(program.rank_of), Counter(action.kind for action in program.actions)
     return Figures(
         timeline=simulation.timeline,
         work=max(map(simulation.timeline.busy, range(program.ranks))),
+        bubble=simulation.timeline.idle_share(),
         peaks=tuple(peak / stages[rank] / program.slices for rank, peak in enumerate(simulation.peak_bytes)),
         split=kinds[Kind.BACKWARD_INPUT] / max(1, sum(kinds[kind] for kind in BACKWARDS)),
     )
+
+
+def holding_one(costs: Costs) -> list[StageCost]:
+    """The costs, where what is held of a micro-batch at a stage counts as 1."""
+    return [replace(cost, boundary=0, inside=1, working=0, state=0) for cost in costs]
 
 
 @dataclass(frozen=True)

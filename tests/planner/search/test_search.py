@@ -4,11 +4,13 @@ from dataclasses import replace
 from itertools import pairwise, product
 from math import inf
 from typing import Literal
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpipe.planner.search import shapes
 from gpipe.planner.search.cutting import Trial, every_cut
 from gpipe.planner.search.device import PRESETS, Device, lasts
 from gpipe.planner.search.found import Plan
@@ -58,10 +60,14 @@ def found(profile: Profile, devices: list[Device], batch: int, choices: Choices)
         return None
 
 
+@pytest.mark.parametrize("large", [shapes.LARGE, 0])
 @settings(max_examples=40, deadline=None)
 @given(profile=profiles(), devices=fleets(), batch=st.integers(1, 6))
-def test_a_plan_fits_and_takes_what_the_simulator_says(profile: Profile, devices: list[Device], batch: int) -> None:
-    plan = found(profile, devices, batch, Choices())
+def test_a_plan_fits_and_takes_what_the_simulator_says(
+    large: int, profile: Profile, devices: list[Device], batch: int
+) -> None:
+    with patch.object(shapes, "LARGE", large):
+        plan = found(profile, devices, batch, Choices())
     if plan is None:
         return
     for each in (plan, *plan.alternatives):
@@ -75,10 +81,10 @@ def test_a_plan_fits_and_takes_what_the_simulator_says(profile: Profile, devices
         assert each.bubble == pytest.approx(simulation.timeline.idle_share())
         assert each.seconds * ROUNDING_FACTOR >= plan.seconds
         assert sum(each.layers_per_partition) == len(profile.layers)
-    shapes = [plan.shape, *(other.shape for other in plan.alternatives), *(other.shape for other in plan.rejected)]
-    assert sorted(map(str, shapes)) == sorted(
-        map(str, Choices().shapes(len(devices), batch, len(profile.layers)))
-    )  # nothing is lost
+    every = [plan.shape, *(other.shape for other in plan.alternatives), *(other.shape for other in plan.rejected)]
+    assert len({*every}) == len(every)
+    missing = {*Choices().shapes(len(devices), batch, len(profile.layers))} ^ {*every}  # nothing is lost
+    assert all(shape.partitions == 1 and shape.stages > 1 for shape in missing)  # for which memory asked
 
 
 def brute_force(profile: Profile, devices: list[Device], batch: int, choices: Choices) -> float:
@@ -246,6 +252,12 @@ def test_one_device_is_no_pipeline_with_itself(works: tuple[float, ...], unit: L
     others = [other.shape for other in plan.alternatives] + [other.shape for other in plan.rejected]
     assert {shape.stages for shape in others} == {1}
     assert search(Profile(layers, unit), [Device()], 6, Choices(schedules=["zb_v"])).schedule == "zb_v"
+
+
+def test_one_device_of_less_memory_than_a_stage_takes_recomputes_halves() -> None:
+    layer = LayerProfile("layer", Line(per_row=1.0), Line(per_row=2.0), Line(per_row=1.0), inside=Line(per_row=10.0))
+    plan = search(Profile((layer,) * 4), [Device(memory=26, flops=1.0)], 1)
+    assert (plan.stages_per_rank, plan.seconds, plan.peak_bytes) == (2, 14.0, (23,))
 
 
 def test_one_device_of_little_memory_holds_one_micro_batch_after_the_other() -> None:

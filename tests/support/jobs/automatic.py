@@ -1,23 +1,26 @@
 """Jobs whose rematerialization or whole plan is found for them."""
 
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 import gpipe
 from gpipe.planner.search import tables
+from gpipe.schedule.action import COMPUTE
 from tests.support.plain_loop import weights_of
 
 WIDTH, ROWS, TIGHT = 64, 128, 340_000
 Json = Any
 
 
-def layers() -> list[nn.Module]:
+def layers(dropout: float = 0.1) -> list[nn.Module]:
     with weights_of(3):
-        return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)]
+        return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) for _ in range(6)]
 
 
 def batch() -> torch.Tensor:
@@ -48,15 +51,31 @@ def planned(rank: int, world: int) -> Json:
 
 def searched(rank: int, world: int) -> Json:
     """One step by a table that is searched for, by seconds that rank 0 alone has measured; and what was found."""
+    return _searched(layers(), driver="process")
+
+
+def searched_by_replicas(rank: int, world: int, built: bool) -> Json:
+    """The same of two replicas with the same rows; of what builds layers no seconds are measured."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "pp"))
+    if built:
+        return _searched(layers(dropout=0.0), mesh=mesh)
+    return _searched([partial(_layer, at) for at in range(6)], mesh=mesh, costs="params")
+
+
+def _layer(at: int) -> nn.Module:
+    return layers(dropout=0.0)[at]
+
+
+def _searched(model: Any, **options: Any) -> Json:
     with patch.object(tables, "MOST_LISTED", 20_000):
-        pipe = gpipe.GPipe(layers(), 2, 8, sample=batch(), schedule="auto", memory=TIGHT, seed=1, driver="process")
-    found = [pipe.program.to_text(), list(pipe.layers_per_partition)]
+        pipe = gpipe.GPipe(model, 2, 8, sample=batch(), schedule="auto", memory=TIGHT, seed=1, **options)
+    found = [pipe.program.only(COMPUTE).to_text(), list(pipe.layers_per_partition)]
     return {**_step(pipe), "found": found}
 
 
-def whole() -> Json:
+def whole(dropout: float = 0.1) -> Json:
     """The same step in one process on one rank."""
-    return _step(gpipe.GPipe(layers(), 1, 8, seed=1))
+    return _step(gpipe.GPipe(layers(dropout), 1, 8, seed=1))
 
 
 def _step(pipe: gpipe.GPipe) -> Json:

@@ -10,10 +10,11 @@ from typing import TypeAlias
 
 from gpipe.planner.search.cuts import partition
 from gpipe.planner.search.device import Device
-from gpipe.planner.search.fitting import Fitting, Levels, Misfit
+from gpipe.planner.search.fitting import Fitting, FittingMany, Levels, Misfit
 from gpipe.planner.search.profile import SizedProfile, bounds
 from gpipe.planner.search.shapes import Shape
 from gpipe.schedule.cost import StageCost
+from gpipe.schedule.many import Many
 from gpipe.schedule.partition import Memory, given
 from gpipe.schedule.program import Program
 from gpipe.schedule.simulate import Simulator
@@ -56,7 +57,7 @@ class Trial:
     def __init__(
         self,
         shape: Shape,
-        program: Program,
+        program: Program | Many,
         sized: SizedProfile,
         devices: Sequence[Device],
         speeds: Sequence[float],
@@ -64,28 +65,39 @@ class Trial:
     ) -> None:
         self.shape, self.program, self.sized, self.devices, self.speeds = shape, program, sized, devices, speeds
         self.stage_speeds = tuple(speeds[rank] for rank in program.rank_of)
-        self.simulator = Simulator(program, messages=True)
-        self.fitting = Fitting(self.simulator, [device.memory for device in devices])
+        limits = [device.memory for device in devices]
+        self.simulator: Simulator | Many
+        self.fitting: Fitting | FittingMany
+        if isinstance(program, Many):
+            self.simulator, self.fitting = program, FittingMany(program, limits)
+        else:
+            self.simulator = Simulator(program, messages=True)
+            self.fitting = Fitting(self.simulator, limits)
         self.best: Settled | None = None  # the fastest cuts that fit
         self.misfit: Misfit | None = None  # of those that do not, the nearest to it
-        self.few = comb(len(sized.layers) - 1, shape.stages - 1) <= MOST_CUTS_TRIED
+        self.few = isinstance(program, Program) and comb(len(sized.layers) - 1, shape.stages - 1) <= MOST_CUTS_TRIED
         self._is_enough = is_enough
         self._tried: set[Cuts] = set()
 
     def begin(self) -> None:
-        """Tries all cuts where they are few, else the most even, and the most even that fit if all is recomputed."""
+        """Tries all cuts where they are few, else the most even, and the most even that fit if all is recomputed.
+
+        Of a large table only the most even.
+        """
         if self.few:
             for layers in every_cut(len(self.sized.layers), self.shape.stages):
                 self.attempt(layers)
             return
         self.attempt(even(tuple(self.sized.work), self.stage_speeds))
+        if isinstance(self.fitting, FittingMany):
+            return
         recomputes = self.best is not None and any(self.fitting.again(self.best.levels).values())
-        if (recomputes or self.misfit is not None) and (fitting := self._even_that_fit()):
+        if (recomputes or self.misfit is not None) and (fitting := self._even_that_fit(self.fitting.simulator)):
             self.attempt(fitting)
 
     def climb(self) -> None:
         """Goes on to neighbours of the best cuts, one layer moved at a time, while that pays."""
-        left = 0 if self.few else MOST_TIMED_ACTIONS // len(self.program.actions)
+        left = 0 if self.few else MOST_TIMED_ACTIONS // self.shape.actions
         better = True
         while better and self.best is not None:
             better = False
@@ -116,7 +128,7 @@ class Trial:
         self.best = found if better else self.best
         return better
 
-    def _even_that_fit(self) -> Cuts | None:
+    def _even_that_fit(self, simulator: Simulator) -> Cuts | None:
         """The most even cuts that fit if all is recomputed and each stage of a rank has an equal share of its memory.
 
         A stage that begins with a layer holds what comes into it twice here.
@@ -133,7 +145,7 @@ class Trial:
             boundary=[sized.entering(at, at + 1) for at in range(len(state))],
             inside=sized.kept,
             limits=limits,
-            in_flight=[self.simulator.in_flight(stage) for stage in range(shape.stages)],
+            in_flight=[simulator.in_flight(stage) for stage in range(shape.stages)],
         )
         most_even = given(even(work, self.stage_speeds), work, speeds=self.stage_speeds, memory=memory)
         if all(map(le, most_even.bytes, most_even.chain.limits)):

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from gpipe.planner.search.device import bytes_text
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.lower import Remat, recomputed
+from gpipe.schedule.many import Many
 from gpipe.schedule.program import Program
 from gpipe.schedule.simulate import MicroBatches, Recomputed, Simulator
 
@@ -81,6 +82,10 @@ class Fitting:
             timed.append((levels, self.simulator.seconds(costs, self.again(levels))))
         return min(timed, key=lambda levels_and_seconds: levels_and_seconds[1])
 
+    def busy(self, costs: Sequence[StageCost], levels: Levels) -> float:
+        """The seconds that all ranks compute together, with the levels of all stages."""
+        return self.simulator.busy(costs, self.again(levels))
+
     def again(self, levels: Levels) -> Recomputed:
         """What all stages recompute, with these levels."""
         return {stage: self._recomputed(stage, level) for stage, level in enumerate(levels)}
@@ -135,6 +140,43 @@ class Fitting:
             return sum(cost.forward * len(again) for cost, again in each)
 
         return min(options, key=recomputes)
+
+
+class FittingMany:
+    """As `Fitting`, of a table that is too large to be listed: a stage recomputes all micro-batches, or none."""
+
+    def __init__(self, simulator: Many, limits: Sequence[float]) -> None:
+        self.simulator, self.limits = simulator, limits
+
+    def misfit(self, costs: Sequence[StageCost]) -> Misfit | None:
+        """The first rank that holds more than it may, though everything is recomputed; None: all fit."""
+        for rank, limit in enumerate(self.limits):
+            held = self.simulator.peak_bytes(rank, costs, range(len(costs)))
+            if held > limit:
+                return Misfit(rank, held, limit)
+        return None
+
+    def fastest(self, costs: Sequence[StageCost]) -> tuple[Levels, float]:
+        """For each stage 1, or 0 where all stages of its rank recompute; and the seconds of a mini-batch."""
+        fits = [self.simulator.peak_bytes(rank, costs) <= limit for rank, limit in enumerate(self.limits)]
+        levels = tuple(int(fits[rank]) for rank in self.simulator.rank_of)
+        return levels, self.simulator.seconds(costs, self._again(levels))
+
+    def busy(self, costs: Sequence[StageCost], levels: Levels) -> float:
+        """The seconds that all ranks compute together, with the levels of all stages."""
+        return self.simulator.busy(costs, self._again(levels))
+
+    def peaks(self, costs: Sequence[StageCost], levels: Levels) -> tuple[int, ...]:
+        """The most bytes that each rank holds, with the levels of all stages."""
+        again = self._again(levels)
+        return tuple(self.simulator.peak_bytes(rank, costs, again) for rank in range(len(self.limits)))
+
+    def remat(self, levels: Levels) -> tuple[Remat, ...]:
+        """What the stages recompute, in the words of `GPipe`."""
+        return tuple("never" if level else "always" for level in levels)
+
+    def _again(self, levels: Levels) -> frozenset[int]:
+        return frozenset(stage for stage, level in enumerate(levels) if not level)
 
 
 def highest(low: int, high: int, fits: Callable[[int], bool]) -> int:

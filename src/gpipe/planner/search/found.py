@@ -15,6 +15,7 @@ from gpipe.schedule.cell import in_cell
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.lower import Remat, place_recompute, place_transfers
 from gpipe.schedule.program import Program
+from gpipe.schedule.schedules import Placement
 from gpipe.schedule.simulate import Simulation, simulate
 
 Reason = Literal["slower", "too big", "more stages than layers", "no table of this size"]
@@ -102,6 +103,13 @@ class Plan:
         return Shape(self.partitions, self.micro_batches, self.schedule, self.stages_per_rank)
 
     @property
+    def rank_of(self) -> Placement:
+        """The rank of each stage."""
+        found = self.table.rank_of if self.table else self.shape.rank_of
+        assert found is not None  # it was timed
+        return found
+
+    @property
     def rows_per_second(self) -> float:
         """The throughput."""
         return self.global_batch / self.seconds
@@ -110,7 +118,7 @@ class Plan:
     def communication(self) -> float:
         """The seconds of a mini-batch in which the busiest link of two ranks carries messages in one direction."""
         links: defaultdict[tuple[int, int], float] = defaultdict(float)
-        for stage, (before, after) in enumerate(pairwise(self.program.rank_of)):
+        for stage, (before, after) in enumerate(pairwise(self.rank_of)):
             if before != after:
                 links[before, after] += self.costs[stage].send
                 links[after, before] += self.costs[stage + 1].send_gradient or 0.0
@@ -167,7 +175,7 @@ class Plan:
     def _ranks(self) -> Iterator[str]:
         words: list[list[str]] = [[] for _ in self.devices]
         for rank, (first, end), remat in zip(
-            self.program.rank_of, bounds(self.layers_per_partition), self.remat, strict=True
+            self.rank_of, bounds(self.layers_per_partition), self.remat, strict=True
         ):
             last = "" if end - first == 1 else f" to {self.names[end - 1]} ({end - first})"
             words[rank].append(f"{self.names[first]}{last}, remat {remat}")

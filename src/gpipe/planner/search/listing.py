@@ -68,14 +68,14 @@ class Task:
         return found
 
     def _jobs(self, stages: list[int], ahead: list[float], back: list[float]) -> list[tuple[float, float, float]]:
-        """From when each action of a rank may be done, how much comes behind it, and how long it takes."""
+        """From when actions of a rank may be done, how much comes behind each, and how long all alike take."""
         jobs = []
         for s in stages:
             turned = ahead[s] + self.forward[s] + self._turn[s]
             jobs.append((ahead[s], self._turn[s] + self.backward[s] + back[s], self.forward[s]))
             jobs.append((turned, back[s], self.backward[s]))
             jobs.append((turned + self.backward[s], 0.0, self.weights[s]))
-        return [job for job in jobs if job[2] for _ in range(self.micro_batches)]
+        return [(head, tail, self.micro_batches * took) for head, tail, took in jobs if took]
 
 
 def _one_machine(jobs: list[tuple[float, float, float]]) -> float:

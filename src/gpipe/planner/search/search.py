@@ -3,6 +3,7 @@
 Where the cuts of a shape are few, all are tried, unless the least time that the shape can take is more than that of
 what was found: then the answer is the best of all that there are. Where they are many, the shapes that are likely to
 be fast are tried first, with their most even cuts, until `MOST_ACTIONS` were timed; and neighbours of the best cuts.
+Of tables of more than `LARGE` actions no others are.
 Of those that rounding, or a measurement, cannot tell apart, that of fewest stages is taken: each costs a little more
 than is known.
 """
@@ -18,12 +19,14 @@ from gpipe.planner.search.device import Device, bytes_text, lasts
 from gpipe.planner.search.fitting import Misfit
 from gpipe.planner.search.found import Plan, Reason, Rejection
 from gpipe.planner.search.profile import Profile
-from gpipe.planner.search.shapes import AUTO, Choices, Shape, least_seconds, likely_seconds
+from gpipe.planner.search.shapes import AUTO, LARGE, Choices, Shape, least_seconds, likely_seconds
 from gpipe.planner.search.tables import TableSearch
+from gpipe.schedule.many import Many
+from gpipe.schedule.program import Program
 
 ANYTHING = Choices()
 micro_batches = attrgetter("micro_batches")
-MOST_ACTIONS = 40_000  # in all tables that fit and have many cuts
+MOST_ACTIONS, MOST_LARGE = 40_000, 4  # in all tables that fit and have many cuts; or so many tables that are large
 ALIKE_FACTOR = 1.05  # how much longer may take, where seconds are measured, what is taken for as fast
 ROUNDING_FACTOR = 1 + 1e-9  # likewise where they are counted: sums of the same seconds in another order
 
@@ -104,14 +107,16 @@ class _Search:
         return False
 
     def _try(self, shape: Shape) -> None:
-        if (program := shape.program()) is None:
+        program = shape.many() or shape.program()
+        if program is None:
             return self._reject(shape, "no table of this size")
         sized, used = self.size(shape.micro_batches), slice(shape.partitions)
         devices, speeds = self.devices[used], self.speeds[used]
         trial = Trial(shape, program, sized, devices, speeds, self._is_enough)
         trial.begin()
         if trial.best is not None:
-            self.actions += 0 if trial.few else len(program.actions)
+            timed = MOST_ACTIONS // MOST_LARGE if isinstance(program, Many) else shape.actions
+            self.actions += 0 if trial.few else timed
             self.fitting.append((trial.best.seconds, trial))
             self.fitting.sort(key=itemgetter(0))
             for seconds, slower in self.fitting[self.wanted :]:
@@ -153,10 +158,10 @@ class _Search:
         def told(plan: Plan) -> Plan:
             if (plan.partitions, plan.micro_batches) != (used.stop, m):
                 return plan
-            least = found.least_seconds(plan.program.rank_of, plan.layers_per_partition)
+            least = found.least_seconds(plan.rank_of, plan.layers_per_partition)
             return replace(plan, least_seconds=least)
 
-        tables = found.trials(trials) if fastest.partitions > 1 else ()
+        tables = found.trials(trials) if fastest.partitions > 1 and fastest.actions <= LARGE else ()
         by_table = [_plan(trial, self.global_batch, measured=measured) for trial in tables if trial.best is not None]
         by_table.sort(key=attrgetter("seconds"))
         return [*map(told, (*plans, *by_table[:1]))]
@@ -184,7 +189,7 @@ class _Search:
 def _plan(trial: Trial, global_batch: int, *, measured: bool) -> Plan:
     shape, settled, fitting = trial.shape, trial.best, trial.fitting
     assert settled is not None  # cuts that fit were found
-    busy = trial.simulator.busy(settled.costs, fitting.again(settled.levels))
+    busy = fitting.busy(settled.costs, settled.levels)
     return Plan(
         partitions=shape.partitions,
         micro_batches=shape.micro_batches,
@@ -201,5 +206,5 @@ def _plan(trial: Trial, global_batch: int, *, measured: bool) -> Plan:
         names=tuple(layer.name for layer in trial.sized.layers),
         work=tuple(work / trial.speeds[0] for work in trial.sized.work),
         measured=measured,
-        table=trial.program if shape.schedule == AUTO else None,
+        table=trial.program if shape.schedule == AUTO and isinstance(trial.program, Program) else None,
     )

@@ -3,15 +3,18 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from math import isqrt
 from operator import add
 
 from gpipe.errors import int_remedy, is_count
 from gpipe.planner.search.profile import SizedProfile
 from gpipe.schedule.action import Kind
-from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, too_many
-from gpipe.schedule.schedules import SCHEDULES
+from gpipe.schedule.many import Many
+from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, Table, too_many
+from gpipe.schedule.schedules import SCHEDULES, Placement
 from gpipe.schedule.schedules.by_name import program_of, unknown
+from gpipe.schedule.schedules.writing import Rows
 from gpipe.schedule.simulate import figures
 
 AUTO = "auto"  # the schedule whose table is searched for
@@ -22,6 +25,7 @@ SCHEDULES_OF_ONE_RANK = ("gpipe", "1f1b")
 MOST_RANKS_TRIED = 16  # up to so many ranks every number is tried; beyond, those of `_rank_counts`
 ENOUGH_MICRO_BATCHES_PER_RANK = 32
 """Micro-batches for each rank, beyond which at most 3 % of the time is still to be had: 1/33 idle with fill-drain."""
+LARGE = 300_000  # so many actions of a table are not listed one by one
 FEW_RANKS = 4  # on which the share of idle time is about that on more
 
 
@@ -43,12 +47,28 @@ class Shape:
         """How many stages the layers are cut into."""
         return self.partitions * self.stages_per_rank
 
+    @property
+    def actions(self) -> int:
+        """About how many forwards and backwards its table has."""
+        return self.stages * self.micro_batches * (3 if self.schedule == AUTO or splits(self.schedule) else 2)
+
+    @property
+    def rank_of(self) -> Placement | None:
+        """The rank of each stage; None if the schedule cannot place so many."""
+        return SCHEDULES[self.schedule].placement(self.partitions, self.stages_per_rank)
+
+    def _table(self) -> Table | None:
+        return SCHEDULES[self.schedule].table(self.rank_of, self.micro_batches) if self.rank_of else None
+
     def program(self) -> Program | None:
         """The table of forwards and backwards; None if the schedule has none of this size."""
-        schedule = SCHEDULES[self.schedule]
-        placement = schedule.placement(self.partitions, self.stages_per_rank)
-        rows = placement and schedule.table(placement, self.micro_batches)
-        return Program.of(rows, self.micro_batches, rank_of=placement) if rows and placement else None
+        table = self._table()
+        return Program.of(table, self.micro_batches, rank_of=self.rank_of) if table else None
+
+    def many(self) -> Many | None:
+        """Its rows, if their actions are too many to be listed."""
+        rows = self._table() if self.actions > LARGE else None
+        return Many(rows, self.rank_of) if isinstance(rows, Rows) and self.rank_of else None
 
 
 @dataclass(frozen=True)
@@ -86,10 +106,15 @@ class Choices:
     def shapes(self, devices: int, global_batch: int, layers: int, *, beyond: bool = False) -> Iterator[Shape]:
         """All shapes, the simpler first; each M divides the mini-batch, so that all micro-batches are of one size.
 
-        With `beyond` those of more micro-batches than are enough, for which only memory may ask.
+        With `beyond` those for which only memory may ask: of more micro-batches than are enough, and of one rank with
+        several stages, which recompute one after the other.
         """
         for partitions in self.partitions or _rank_counts(min(devices, layers)):
-            for m in self._micro_batches(global_batch, ENOUGH_MICRO_BATCHES_PER_RANK * partitions, beyond=beyond):
+            enough = ENOUGH_MICRO_BATCHES_PER_RANK * partitions
+            if beyond and partitions == 1 and self.schedules is None:
+                several = product(self._micro_batches(global_batch, enough, beyond=False), STAGES_PER_RANK[1:])
+                yield from (Shape(1, m, "interleaved", each) for m, each in several)
+            for m in self._micro_batches(global_batch, enough, beyond=beyond):
                 for name in self.schedules or (SCHEDULES if partitions > 1 else SCHEDULES_OF_ONE_RANK):
                     every = 1 < partitions < MANY_RANKS
                     for each in STAGES_PER_RANK if every else (SCHEDULES[name].stages_per_rank,):

@@ -29,6 +29,14 @@ def program_of(
     row,1F0,1B0,1F1,1B1
     <BLANKLINE>
     """
+    table, placement = table_of(name, ranks, micro_batches, stages_per_rank, slices)
+    return Program.of(table, micro_batches * slices, rank_of=placement, slices=slices)
+
+
+def table_of(
+    name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None, slices: int = 1
+) -> tuple[Table, Placement]:
+    """What `program_of` makes a program of: a table, its rows written when they are asked for, and the placement."""
     counts = {"partitions": ranks, "micro_batches": micro_batches, "stages_per_rank": stages_per_rank}
     counts["slices"] = slices
     mistakes = [] if name in SCHEDULES else [unknown(name)]
@@ -50,7 +58,7 @@ def program_of(
     table = schedule.table(placement, number) if sliced is None else sliced(placement, number, slices)
     if table is None:
         raise ValueError(without_table(schedule, placement, micro_batches))
-    return Program.of(table, number, rank_of=placement, slices=slices)
+    return table, placement
 
 
 def unknown(name: object) -> str:

@@ -2,7 +2,7 @@
 
 from gpipe.schedule.action import Kind
 from gpipe.schedule.program import Table
-from gpipe.schedule.schedules.writing import Placement, loop, table_in_step
+from gpipe.schedule.schedules.writing import Placement, Rows, loop, table_in_step
 
 
 def fill_drain(stages: int, micro_batches: int) -> Table:
@@ -31,6 +31,10 @@ def fill_drain_table(placement: Placement, micro_batches: int, slices: int = 1) 
     ```
     """
     path = range(len(placement))
+    if placement == loop(len(placement)):
+        return Rows(
+            len(path), lambda r: [("F", r)] * micro_batches + [("B", r)] * micro_batches, micro_batches, slices
+        )
     forwards = table_in_step(Kind.FORWARD, path, placement, micro_batches, slices)
     backwards = table_in_step(Kind.BACKWARD, path[::-1], placement, micro_batches, slices)
     return tuple((*ahead, *back) for ahead, back in zip(forwards, backwards, strict=True))

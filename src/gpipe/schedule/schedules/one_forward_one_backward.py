@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from gpipe.schedule.program import Table
-from gpipe.schedule.schedules.writing import Cell, Placement, in_turn, one_for_one
+from gpipe.schedule.schedules.writing import Cell, Placement, Rows, one_for_one
 
 ByRank: TypeAlias = Callable[[int], int]
 
@@ -106,4 +106,4 @@ def _in_rounds(
         before = (len(stages) - 1) * max(ranks, sizes[0]) + ahead(ranks - 1 - r)
         return one_for_one(through(stages), through(stages[::-1]), before, late(r) if late else None)
 
-    return tuple(in_turn(cells(r), micro_batches, slices) for r in range(ranks))
+    return Rows(ranks, cells, micro_batches, slices)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from gpipe.schedule.program import Table
-from gpipe.schedule.schedules.writing import OLDEST, Cell, Placement, in_turn
+from gpipe.schedule.schedules.writing import OLDEST, Cell, Placement, Rows
 
 Block: TypeAlias = tuple[int, int, int, int]
 """When a rank does its two F and its two I of a micro-batch: in the order in which the micro-batch comes to it."""
@@ -34,8 +34,8 @@ def zb_v(placement: Placement, micro_batches: int) -> Table:
             *both * (each - ranks),
             *[("I", down), ("I", up)] * down,
             *[("I", down), ("W", down)] * (ranks - down),
-            *[("W", up)] * each,
-            *[("W", down)] * each,
+            *[("W", up)] * down,
+            *[("W", down)] * down,
         ]
 
     return _down_and_up(cells, ranks, micro_batches)
@@ -43,7 +43,7 @@ def zb_v(placement: Placement, micro_batches: int) -> Table:
 
 def _down_and_up(cells: Callable[[int, int], Iterable[Cell]], ranks: int, micro_batches: int) -> Table:
     """The row of each rank r, of its cells by its two stages: r on the way down, and on the way up."""
-    return tuple(in_turn(cells(r, 2 * ranks - 1 - r), micro_batches) for r in range(ranks))
+    return Rows(ranks, lambda r: cells(r, 2 * ranks - 1 - r), micro_batches)
 
 
 def v_half(placement: Placement, micro_batches: int) -> Table:

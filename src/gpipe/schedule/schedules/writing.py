@@ -1,9 +1,12 @@
 """Which rank holds which stage, and ways to write a row: micro-batch after micro-batch at every stage."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from gpipe.schedule.action import Action, Kind, Slice, nth_backward
 from gpipe.schedule.program import RankActions, Table
@@ -50,22 +53,65 @@ def in_turn(cells: Iterable[Cell], micro_batches: int, slices: int = 1) -> RankA
     >>> print(*in_turn([("F", 0), ("F", 0), ("B", 0), ("I", 0), ("F", 0), OLDEST, OLDEST], micro_batches=2))
     0F0 0F1 0B0 0I1 0W1
     """
-    done = Counter[tuple[bool, int]]()  # forwards and backwards of each stage
-    owed: list[Action] = []
-    row: list[Action] = []
-    for kind, stage in cells:
-        if stage is None or kind == "W":
-            found = next((action for action in owed if stage in (None, action.stage)), None)
-            if found is not None:
-                owed.remove(found)
-                row.append(Action(Kind.BACKWARD_WEIGHT, found.stage, found.micro_batch))
-            continue
-        micro_batch = done[kind == "F", stage]
-        if micro_batch < micro_batches:
-            row.append(Action(Kind(kind), stage, number_of(Kind(kind), micro_batch, slices)))
-            done[kind == "F", stage] += 1
-            owed += row[-1:] if kind == "I" else []
-    return tuple(row)
+    each = zip(*(numbers.tolist() for numbers in numbered(cells, micro_batches)), strict=True)
+    return tuple(Action(KINDS[kind], stage, number_of(KINDS[kind], nth, slices)) for kind, stage, nth in each)
+
+
+KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+Numbers: TypeAlias = npt.NDArray[np.int32]
+
+
+def numbered(cells: Iterable[Cell], micro_batches: int) -> tuple[Numbers, Numbers, Numbers]:
+    """What is done, by its place in `KINDS`, at which stage, and as the how manieth there: a W as its I.
+
+    All W of a row are at no stage, or each is at its own.
+    """
+    codes = np.fromiter(map(_Codes().__getitem__, cells), np.int32)
+    kind, stage, nth = codes & 3, codes >> 2, np.zeros_like(codes)
+    for own in np.unique(stage):
+        for these in ((kind == 0) & (stage == own), ((kind == 1) | (kind == 2)) & (stage == own)):
+            nth[these] = np.arange(np.count_nonzero(these))
+    kind, stage, nth = (each[nth < micro_batches] for each in (kind, stage, nth))
+    stays = np.ones(len(kind), bool)
+    for own in np.unique(stage[kind == 3]):
+        owing, due = (kind == 2) & ((stage == own) | (own < 0)), (kind == 3) & (stage == own)
+        owed = np.cumsum(owing.astype(int) - due)  # falls to a new least where there is no I for a W
+        stays &= ~due | (owed >= np.minimum.accumulate(np.append(0, owed[:-1])))
+        (paid,) = np.nonzero(due & stays)
+        (of,) = np.nonzero(owing)
+        stage[paid], nth[paid] = stage[of[: len(paid)]], nth[of[: len(paid)]]
+    return kind[stays], stage[stays], nth[stays]
+
+
+class _Codes(dict[Cell, int]):
+    """Of each cell 4 times its stage, -1 for none, and the place of its kind."""
+
+    def __missing__(self, cell: Cell) -> int:
+        kind, stage = cell
+        self[cell] = 4 * (-1 if stage is None else stage) + KINDS.index(Kind(kind))
+        return self[cell]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Sequence[RankActions]):
+    """The table of a page, of which a row is written when it is asked for: there may be thousands."""
+
+    ranks: int
+    cells: Callable[[int], Iterable[Cell]]  # of a rank
+    micro_batches: int
+    slices: int = 1
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    @overload
+    def __getitem__(self, at: int) -> RankActions: ...
+    @overload
+    def __getitem__(self, at: slice) -> Table: ...
+    def __getitem__(self, at: int | slice) -> RankActions | Table:
+        if isinstance(at, slice):
+            return tuple(map(self.__getitem__, range(self.ranks)[at]))
+        return in_turn(self.cells(range(self.ranks)[at]), self.micro_batches, self.slices)
 
 
 def one_for_one(
