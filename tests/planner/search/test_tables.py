@@ -115,6 +115,16 @@ def test_as_fast_as_known(ranks: int, micro_batches: int, limit: float, seconds:
     assert plan.simulation.timeline.seconds == plan.seconds
 
 
+def test_the_first_layers_may_be_on_the_last_of_unlike_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MOST_LISTED", 10_000)
+    small, large = LayerProfile("", Line(1.0), Line(2.0)), LayerProfile("", Line(4.0), Line(8.0))
+    devices = [Device(flops=4.0), Device(flops=1.0)]
+    plan = search(Profile((small, large)), devices, 4, Choices((2,), (4,), (AUTO,)))
+    assert plan.rank_of == (1, 0)
+    assert plan.seconds <= min(other.seconds for other in plan.alternatives)
+    check(plan.program)
+
+
 def test_the_same_costs_give_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MOST_LISTED", 50_000)
     assert found(4, 8, 6) == found(4, 8, 6)

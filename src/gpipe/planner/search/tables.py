@@ -123,6 +123,8 @@ class TableSearch:
                 placement = make(self.ranks, each)
                 if placement and len(placement) <= len(self.sized.layers):
                     yield placement
+                    if len({*self.devices}) > 1:  # the other way round it is another
+                        yield tuple(self.ranks - 1 - rank for rank in placement)
 
     def _knobs(self, placement: Placement, slack: int, *, bold: bool) -> Knobs:
         stages, ranks = len(placement), self.ranks
