@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe.planner.search import shapes
+from gpipe.planner.search import shapes, tables
 from gpipe.planner.search.cutting import Trial, every_cut
 from gpipe.planner.search.device import PRESETS, Device, lasts
 from gpipe.planner.search.found import Plan
 from gpipe.planner.search.profile import LayerProfile, Line, Profile, bounds
 from gpipe.planner.search.search import ALIKE_FACTOR, ROUNDING_FACTOR, search
-from gpipe.planner.search.shapes import Choices, Shape, least_seconds, likely_seconds
+from gpipe.planner.search.shapes import AUTO, Choices, Shape, least_seconds, likely_seconds
+from gpipe.schedule.laws import check
 from gpipe.schedule.lower import place_recompute, place_transfers
 from gpipe.schedule.simulate import Simulator, simulate
 
@@ -85,6 +86,28 @@ def test_a_plan_fits_and_takes_what_the_simulator_says(
     assert len({*every}) == len(every)
     missing = {*Choices().shapes(len(devices), batch, len(profile.layers))} ^ {*every}  # nothing is lost
     assert all(shape.partitions == 1 and shape.stages > 1 for shape in missing)  # for which memory asked
+
+
+@settings(max_examples=30, deadline=None)
+@given(profile=profiles(), devices=fleets(), micro_batches=st.integers(1, 4))
+def test_what_is_searched_is_lawful_fits_and_takes_what_the_simulator_says_and_no_longer_than_pages(
+    profile: Profile, devices: list[Device], micro_batches: int
+) -> None:
+    size = (len(devices),), (micro_batches,)
+    pages = found(profile, devices, micro_batches, Choices(*size))
+    with patch.object(tables, "MOST_LISTED", 3_000):
+        plan, same = (found(profile, devices, micro_batches, Choices(*size, (AUTO,))) for _ in range(2))
+    assert plan == same
+    assert (plan is None) == (pages is None)
+    if plan is None or pages is None:
+        return
+    for each in (plan, *plan.alternatives):
+        check(each.program)
+        assert each.peak_bytes == each.simulation.peak_bytes
+        assert all(peak <= device.memory for peak, device in zip(each.peak_bytes, devices, strict=True))
+        assert each.seconds == pytest.approx(each.simulation.timeline.seconds)
+        assert (each.least_seconds or 0.0) <= each.seconds * ROUNDING_FACTOR
+        assert plan.seconds <= min(each.seconds, pages.seconds) * ROUNDING_FACTOR
 
 
 def brute_force(profile: Profile, devices: list[Device], batch: int, choices: Choices) -> float:
