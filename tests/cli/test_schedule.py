@@ -63,6 +63,12 @@ def test_two_schedules_share_an_axis_and_the_work_of_a_rank(capsys: pytest.Captu
     assert "interleaved: 2 ranks of 3 stages, 2 micro-batches" in with_three
 
 
+def test_sharded_stages_are_gathered_while_their_rank_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "gpipe", "-k", "2", "-m", "1", "--gather", "3", "--rank", "1")
+    assert text.endswith("gpipe, rank 1: 1UNSHARD 1F0 1B0 1RESHARD\n")
+    assert "the busiest works 3 of 9 units" in text  # both ranks gather at once
+
+
 def test_costs_stretch_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "zb_h1", "-k", "2", "-m", "2", "--forward", "2", "--backward-weight", ".5")
     assert "the busiest works 7 of 9.5 units" in text
@@ -98,6 +104,7 @@ def test_what_cannot_be_ends_with_status_2_and_what_to_do(capsys: pytest.Capture
         ("dualpipe_v -m 7", "no table for micro_batches=7 over K=4 ranks; the nearest that it can have is"),
         ("gpipe -k 0 -m 0", "partitions=0; give a whole number of at least 1\n       micro_batches=0"),
         ("gpipe --forward 0", "--forward is 0.0: choose more than 0"),
+        ("gpipe --gather -1", "--gather is -1.0: choose 0 or more"),
         ("gpipe --backward-weight nan", "--backward-weight is nan: choose more than 0"),
         ("gpipe --stages-per-rank 1 2", "--stages-per-rank has 2 numbers: give one, or one for each"),
         ("gpipe 1f1b --csv both.csv", "--csv is for one schedule"),

@@ -10,8 +10,9 @@ from rich.console import Console
 from gpipe.cli.ending import ending_by_mistakes
 from gpipe.profiling import timelines_svg
 from gpipe.profiling.lanes import find_ruler, legend, panel, words
-from gpipe.recipes.options.training import Positive, out_of_bounds, refuse
+from gpipe.recipes.options.training import NotNegative, Positive, out_of_bounds, refuse
 from gpipe.schedule.cost import StageCost
+from gpipe.schedule.lower import place_shards
 from gpipe.schedule.many import Many
 from gpipe.schedule.program import Program, Table
 from gpipe.schedule.schedules import SCHEDULES
@@ -54,6 +55,7 @@ def schedule(
     forward: Positive = 1.0,
     backward_input: Positive = 1.0,
     backward_weight: Positive = 1.0,
+    gather: NotNegative = 0.0,
     svg: Path | None = None,
     csv: Path | None = None,
     rank: int | None = None,
@@ -71,6 +73,7 @@ def schedule(
         forward: How long F of a stage takes, in any unit. Of two schedules, stages of the one with fewer take longer.
         backward_input: How long I takes, the gradients of inputs.
         backward_weight: How long W takes, the gradients of weights; a whole backward, B, takes as long as I and W.
+        gather: How long replicas take to gather the weights of a stage, by UNSHARD; if 0, no stage is sharded.
         svg: A file for the picture.
         csv: A file for the table of one schedule, as `Program.from_csv` reads it.
         rank: One whose row is written out: all that it does, in order.
@@ -78,7 +81,7 @@ def schedule(
     with ending_by_mistakes():
         names = [name, other] if other else [name]
         times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
-        problems = list(out_of_bounds(schedule, times))
+        problems = list(out_of_bounds(schedule, {**times, "gather": gather}))
         if len(stages_per_rank) not in (0, 1, len(names)):
             problems.append(f"--stages-per-rank has {len(stages_per_rank)} numbers: give one, or one for each")
         if len(slices) not in (1, len(names)):
@@ -92,20 +95,22 @@ def schedule(
         tables = [(*table_of(one, partitions, micro_batches, each, cut), cut) for one, each, cut in requests]
         most = max(len(placement) for _, placement, _ in tables)
         large = most * micro_batches > MOST_DRAWN and all(isinstance(table, Rows) for table, _, _ in tables)
-        large = large and max(slices) == 1
+        large = large and max(slices) == 1 and not gather
         if large and (svg or csv):
             refuse(["that is too much to be drawn or listed as a whole: leave --svg and --csv out; --rank has a row"])
         drawn = []
         for one, (table, placement, cut) in zip(names, tables, strict=True):  # each with the same work for a rank
             ahead, inputs, weights = (most / len(placement) / cut * time for time in times.values())
-            costs = [StageCost(ahead, inputs + weights, inputs, weights)] * len(placement)
+            cost = StageCost(ahead, inputs + weights, inputs, weights, gather=most / len(placement) * gather)
+            costs = [cost] * len(placement)
             rows = () if large else table
             program = Program.of(rows, micro_batches * cut, rank_of=placement, slices=cut)
+            program = place_shards(program, range(len(placement)) if gather else ())
             if large and isinstance(table, Rows):
                 timed = Many(table, placement).figures(costs)
             else:
                 timed = figures(program, costs)
-            drawn.append(Drawn(one, table, program, timed))
+            drawn.append(Drawn(one, program.table if gather else table, program, timed))
         if svg is not None:
             picture = timelines_svg({one.title: one.figures.timeline for one in drawn}, unit="")
             svg.write_text(picture, encoding="utf-8")
