@@ -10,9 +10,9 @@ from gpipe.checkpoint.weights import save_weights as save_weights
 from gpipe.errors import RemoteError as RemoteError
 from gpipe.nonfinite import detect_nonfinite as detect_nonfinite
 from gpipe.pipeline import GPipe as GPipe
-from gpipe.planner.find_plan import find_plan as find_plan
 from gpipe.planner.search.device import Device as Device
 from gpipe.planner.search.found import Plan as Plan
+from gpipe.planning import find_plan as find_plan
 from gpipe.profiling.recording import Recording as Recording
 from gpipe.profiling.recording import record as record
 from gpipe.stages.microbatch import MicroBatches as MicroBatches

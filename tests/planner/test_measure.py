@@ -181,6 +181,19 @@ def test_time_is_forward_recompute_and_backward(clock: Clock, remat: str, times:
     assert pipe.layers_per_partition == (2, 2)
 
 
+def test_a_recompute_is_measured_apart(clock: Clock) -> None:
+    class Longer(Ticking):
+        """Takes longer, the oftener it runs before a backward."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seconds, made = self.seconds + 1, super().forward(x)
+            made.register_hook(lambda gradient: setattr(self, "seconds", 1))
+            return made
+
+    pipe = gpipe.GPipe([Longer(clock, 1), Longer(clock, 1)], 2, 2, sample=SAMPLE)
+    assert pipe.costs == (1 + 2 + 20,) * 2
+
+
 def test_what_disturbs_now_one_layer_and_now_another_is_part_of_their_sum() -> None:
     rounds = [[LayerSeconds(1, 0), LayerSeconds(1, 2)], [LayerSeconds(5, 0), LayerSeconds(1, 2)]]
     rounds.append([LayerSeconds(1, 0), LayerSeconds(1, 6, 4, 5)])

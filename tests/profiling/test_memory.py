@@ -1,5 +1,6 @@
 """What ranks hold at their peak: state as counted, activations as the law of the table says."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -57,12 +58,26 @@ def mixed() -> list[nn.Module]:
     ]
 
 
-@pytest.mark.parametrize(("remat", "schedule"), [("never", "gpipe"), ("always", "gpipe"), ("always", "1f1b")])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_predicted_is_held(ranks: int, remat: str, schedule: str) -> None:
+def normed() -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()) for _ in range(2 * LAYERS)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "remat", "schedule"),
+    [
+        *((ranks, *way) for ranks in (1, 2) for way in (("never", "gpipe"), ("always", "gpipe"), ("always", "1f1b"))),
+        *((2, remat, schedule) for remat in ("never", "always") for schedule in ("zb_h1", "zb_v", "interleaved")),
+        (2, "never", "1f1b"),
+        (2, "never", "interleaved_zb"),
+    ],
+)
+@pytest.mark.parametrize("build", [mixed, normed])
+def test_what_is_predicted_is_held(
+    build: Callable[[], list[nn.Module]], ranks: int, remat: str, schedule: str
+) -> None:
     x = torch.randn(8 * ROWS, WIDTH)
-    layers = mixed()
-    sized = profile_layers(layers, {ROWS: x[:ROWS]}, [""] * len(layers)).of_micro_batch(ROWS)
+    layers = build()
+    sized = profile_layers(layers, {ROWS: x[:ROWS]}, [""] * len(layers), parts=True).of_micro_batch(ROWS)
     with gpipe.GPipe(layers, ranks, 8, remat=remat, schedule=schedule, driver="lockstep") as pipe:
         costs = [replace(sized.cost(*run, speed=1.0), state=0) for run in bounds(pipe.layers_per_partition)]
         costs[0] = replace(costs[0], boundary=0)  # which is the caller's

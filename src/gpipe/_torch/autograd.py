@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
@@ -103,6 +104,8 @@ LEAF_NODE: type[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=True)
 """The kind of node that adds to the `.grad` of a leaf."""
 PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter})
 """What is no subclass of a tensor with a life of its own."""
+OPERANDS = PLAIN | {FakeTensor}
+"""What a product may have saved: for its bytes to be counted, also what has no values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,7 @@ def _plain(node: Any, name: str) -> Tensor | None:
     if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:
         return None
     saved = getattr(node, f"_saved_{name}")
-    if type(saved) not in PLAIN or saved.layout is not torch.strided or saved.is_nested or saved.is_complex():
+    if type(saved) not in OPERANDS or saved.layout is not torch.strided or saved.is_nested or saved.is_complex():
         return None
     return saved.detach()  # type: ignore[no-any-return]  # untyped in torch
 

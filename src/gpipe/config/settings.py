@@ -22,12 +22,12 @@ from gpipe.planner.search.search import search
 from gpipe.planner.search.shapes import AUTO, Choices
 from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import StageCost, stage_cost
-from gpipe.schedule.lower import Remat, place_recompute, unsplit_stages
+from gpipe.schedule.lower import Remat, place_recompute
 from gpipe.schedule.partition import Partition, given
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, table_in_training
 from gpipe.schedule.schedules.by_name import to_json
-from gpipe.schedule.simulate import BACKWARD_OVER_FORWARD
+from gpipe.schedule.simulate import BACKWARD_OVER_FORWARD, unsplit_stages
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch
 from gpipe.stages.sequence import Outline
 from gpipe.stages.shared_weights import Tied, tie
@@ -114,7 +114,7 @@ def settle(
     held = plan.costs if plan is not None and micro_batches == plan.micro_batches else None
     remat = checked.remat
     if asked.remat == AUTO:
-        held = _count_stages(layers, sample, cuts)
+        held = _count_stages(layers, sample, cuts, parts=_splits(program))
         try:
             remat = fitting_remat(_bare(schedule, placement, micro_batches), held, _limits(asked, checked.devices))
         except ValueError as error:
@@ -170,7 +170,7 @@ def _search(checked: Checked, layers: Sequence[nn.Module], sample: Tree) -> Plan
             device = devices[0] if asked.in_seconds else None
             at_once = _ranks_at_once(checked)
             profile = profile_layers(
-                layers, {as_it_is: sample}, names, measured_on=device, at_once=at_once, parts=asked.in_seconds
+                layers, {as_it_is: sample}, names, measured_on=device, at_once=at_once, parts=True
             )
         if not asked.in_seconds:
             costs = _find_costs(asked.costs, layers, sample)
@@ -205,10 +205,12 @@ def _cut(
     found = None
     with as_in_training(devices[0], asked.intra_op_threads):
         if asked.in_seconds:
-            parts = any(action.kind is Kind.BACKWARD_WEIGHT for action in program.actions)
-            found = measure_seconds(layers, sample, devices[0], at_once=_ranks_at_once(checked), parts=parts)
-            forwards = 1 if "never" in checked.remat else 2
-            costs: Sequence[float] = [forwards * each.forward + each.backward for each in found]
+            at_once, parts = _ranks_at_once(checked), _splits(program)
+            found = measure_seconds(layers, sample, devices[0], at_once=at_once, parts=parts)
+            redone = "never" not in checked.remat
+            costs: Sequence[float] = [
+                each.forward + each.backward + redone * (each.recompute or 0.0) for each in found
+            ]
         else:
             costs = _find_costs(asked.costs, layers, sample)
     if isinstance(asked.partitions, int):
@@ -226,10 +228,16 @@ def _find_costs(costs: Costs, layers: Sequence[nn.Module], sample: Tree) -> Sequ
     return count_parameters(layers) if costs is None or isinstance(costs, str) else costs
 
 
-def _count_stages(layers: Sequence[nn.Module], sample: Tree, cuts: Partition) -> tuple[StageCost, ...]:
+def _splits(program: Program) -> bool:
+    return any(action.kind is Kind.BACKWARD_WEIGHT for action in program.actions)
+
+
+def _count_stages(
+    layers: Sequence[nn.Module], sample: Tree, cuts: Partition, *, parts: bool
+) -> tuple[StageCost, ...]:
     """What the stages of layers that run one by one hold of such a micro-batch as the sample, in bytes."""
     as_it_is = 1  # micro-batch, whatever its rows
-    profile = profile_layers(layers, {as_it_is: sample}, [""] * len(layers)).of_micro_batch(as_it_is)
+    profile = profile_layers(layers, {as_it_is: sample}, [""] * len(layers), parts=parts).of_micro_batch(as_it_is)
     return tuple(profile.cost(first, end, speed=1.0) for first, end in cuts.bounds)
 
 

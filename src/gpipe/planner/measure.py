@@ -7,7 +7,7 @@ the devices they are on are as before. Of layers that are alike it is enough to 
 import pickle
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -29,7 +29,7 @@ from gpipe.runtime.split_backward import backward_input, backward_weight
 from gpipe.runtime.threads import ThreadState
 from gpipe.schedule.cost import LayerSeconds
 from gpipe.stages.boundary import Gradients, detach_boundary, run_backward
-from gpipe.stages.buffers import untouched
+from gpipe.stages.buffers import Buffers, SavedBuffers, untouched
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.skips import skip_names, unpack_stashes
 from gpipe.stages.tree import Tree, copy_of, moved, replace_tensors, tensors_in
@@ -131,7 +131,7 @@ def as_in_training(device: torch.device, threads: int) -> Iterator[None]:
 def measure_seconds(
     layers: Sequence[nn.Module], sample: Tree, device: torch.device, *, at_once: int = 1, parts: bool = False
 ) -> list[LayerSeconds]:
-    """Seconds of the forward and of the backward of each layer on a sample micro-batch.
+    """Seconds of the forward, the recompute and the backward of each layer on a sample micro-batch.
 
     A layer takes what it takes while the other ranks compute: on a CPU as many threads as there are ranks go round
     layers of their own, again and again, so that caches, the memory's bandwidth, the interpreter and the cores are
@@ -169,7 +169,7 @@ def measure_seconds(
 
 
 def _time_in_company(
-    groups: Sequence[Sequence[LayerRun]], once: Callable[[LayerRun], LayerSeconds]
+    groups: Sequence[Sequence[LayerRun]], once: Callable[[Sequence[LayerRun]], list[LayerSeconds]]
 ) -> list[LayerSeconds]:
     """Times groups of layers at once, a thread for each, round after round, until all were timed often enough."""
     found: list[deque[list[LayerSeconds]]] = [deque(maxlen=MOST_ROUNDS) for _ in groups]
@@ -177,16 +177,12 @@ def _time_in_company(
     stopped = threading.Event()
     operations, state = torch.get_num_threads(), ThreadState.here()
 
-    def timed(run: LayerRun) -> LayerSeconds:
-        with named(run.index, run.layer):
-            return once(run)
-
     def go(at: int) -> None:
         end = time.perf_counter() + PATIENCE_SECONDS * len(groups[at])
         try:
             with intra_op_threads(operations), state.around_layers():
                 while not stopped.is_set():
-                    one = [timed(run) for run in groups[at]]
+                    one = once(groups[at])
                     if not stopped.is_set():  # a round that ends later was not in company
                         found[at].append(one)
                     late = time.perf_counter() >= end
@@ -227,25 +223,46 @@ def measure_by(layers: Sequence[nn.Module], sample: Tree, cost: Callable[[nn.Mod
     return measure_each(layers, sample, lambda run: float(cost(run.layer, run.given()[0][0])))
 
 
-def _seconds(run: LayerRun, device: torch.device, *, parts: bool) -> LayerSeconds:
-    """Of one forward and backward; of another backward in its two parts, if these are wanted."""
-    given, _ = run.given()
-    start = _now(device)
-    output = run.forward(given)
-    forward = _now(device) - start
-    roots, gradients = roots_of(output)
-    start = _now(device)
-    run_backward(roots, gradients)
-    backward = _now(device) - start
-    if not parts:
-        return LayerSeconds(forward, backward)
-    given, leaves = run.given()
-    roots, gradients = roots_of(run.forward(given))
-    start = _now(device)
-    deferred = backward_input(roots, gradients, leaves)
-    between = _now(device)
-    backward_weight(deferred)
-    return LayerSeconds(forward, backward, between - start, _now(device) - between)
+def _seconds(runs: Sequence[LayerRun], device: torch.device, *, parts: bool) -> list[LayerSeconds]:
+    """Of layers in turn, as in a stage that recomputes: all forwards, let go of, then all recomputes, all backwards.
+
+    So memory is given back and taken anew as in training. Buffers kept for a recompute and put back count as its
+    seconds. The two parts of a backward, if these are wanted, are those of another one.
+    """
+    took = [defaultdict[str, float](float) for _ in runs]
+
+    def timed(at: int, part: str, do: Callable[[], T]) -> T:
+        with named(runs[at].index, runs[at].layer):
+            start = _now(device)
+            found = do()
+            took[at][part] += _now(device) - start
+            return found
+
+    buffers, kept, made = [Buffers([run.layer]) for run in runs], list[SavedBuffers](), deque[Values]()
+    for at, run in enumerate(runs):
+        buffers[at].find()
+        kept.append(timed(at, "recompute", buffers[at].before))
+        made.append(timed(at, "forward", partial(run.forward, run.given()[0])))
+        timed(at, "recompute", partial(buffers[at].after, kept[at]))
+    for at in range(len(runs)):
+        timed(at, "recompute", partial(made.__delitem__, 0))
+    for at, run in enumerate(runs):
+        made.append(timed(at, "recompute", partial(_recompute, run, run.given()[0], buffers[at], kept[at])))
+    last_first = range(len(runs))[::-1]
+    for at in last_first:
+        timed(at, "backward", partial(run_backward, *roots_of(made.pop())))
+    if parts:
+        given, leaves = zip(*(run.given() for run in runs), strict=True)
+        made += map(LayerRun.forward, runs, given)
+        late = [timed(at, "inputs", partial(backward_input, *roots_of(made.pop()), leaves[at])) for at in last_first]
+        for at, waiting in zip(last_first, late, strict=True):
+            timed(at, "weights", partial(backward_weight, waiting))
+    return [LayerSeconds(**each) for each in took]
+
+
+def _recompute(run: LayerRun, given: Values, buffers: Buffers, before: SavedBuffers) -> Values:
+    with buffers.as_before(before):
+        return run.forward(given)
 
 
 def _now(device: torch.device) -> float:

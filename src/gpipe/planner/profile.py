@@ -30,6 +30,7 @@ from gpipe._torch.modes import (
 from gpipe.planner.measure import Values, likeness_of, measure_seconds, named, roots_of, run_layer
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.watch import Watch, storage_identity
+from gpipe.runtime.split_backward import backward_input, backward_weight
 from gpipe.schedule.cost import LayerSeconds
 from gpipe.stages.boundary import run_backward
 from gpipe.stages.buffers import untouched
@@ -59,6 +60,7 @@ class LayerCounts:
     keeps_input: float = 0.0
     working: float = 0.0
     leaving: float = 0.0
+    halves: tuple[float, ...] | None = None  # of a backward in two parts: left for the second, needed beside by each
     popped: dict[int, float] = field(default_factory=dict)
 
 
@@ -74,10 +76,10 @@ def profile_layers(
 ) -> Profile:
     """Profiles layers that run one after another, on one micro-batch or two of what the first takes, by their rows.
 
-    Seconds are `measured_on` a device where `at_once` ranks compute, with the two `parts` of each backward if wanted;
-    without one floating-point operations are counted, and layers may be on the meta device.
+    Seconds are `measured_on` a device where `at_once` ranks compute; without one floating-point operations are
+    counted, and layers may be on the meta device. If wanted, both are told of the two `parts` of each backward too.
     """
-    counted = {rows: count(layers, sample) for rows, sample in samples.items()}
+    counted = {rows: count(layers, sample, parts=parts) for rows, sample in samples.items()}
     work = {rows: [LayerSeconds(each.forward, each.backward) for each in counts] for rows, counts in counted.items()}
     if measured_on is not None:
         measured = partial(measure_seconds, layers, device=measured_on, at_once=at_once, parts=parts)
@@ -99,6 +101,8 @@ def _profile(
 ) -> LayerProfile:
     """The profile of a layer of which is known, by rows, what it counts and takes."""
     are_split = all(each.inputs is not None for each in work.values())
+    is_redone = all(each.recompute is not None for each in work.values())
+    halves = [{rows: each.halves[at] for rows, each in counts.items() if each.halves} for at in range(3)]
     inputs, weights = (_line(work, lambda each: each.inputs or 0.0), _line(work, lambda each: each.weights or 0.0))
     popped = {rows: each.popped for rows, each in counts.items()}
     buffers = _bytes_of(layer.buffers())
@@ -108,9 +112,11 @@ def _profile(
         forward=_line(work, lambda each: max(_LEAST, each.forward)),
         backward=_line(work, lambda each: each.backward),
         parts=(inputs, weights) if are_split else None,
+        recompute=_line(work, lambda each: each.recompute or 0.0) if is_redone else None,
         **{kind: _line(counts, attrgetter(kind)) for kind in COUNTED_BYTES},
         state=_bytes_of(stored_in([layer])) + trained * (1 + optimizer_numbers),
         buffers=buffers,
+        halves=tuple(_line(each, float) for each in halves) if halves[0] else None,
         popped=tuple((at, _line(popped, itemgetter(at))) for at in next(iter(popped.values()))),
     )
 
@@ -142,9 +148,12 @@ def count_flops(layers: Sequence[nn.Module], sample: Tree) -> list[float]:
     return [max(1.0, each.forward + each.backward) for each in count(layers, sample)]
 
 
-def count(layers: Sequence[nn.Module], sample: Tree) -> list[LayerCounts]:
-    """Counts what each layer costs on what the layers before it make of a sample; nothing is computed."""
-    run = _Run()
+def count(layers: Sequence[nn.Module], sample: Tree, *, parts: bool = False) -> list[LayerCounts]:
+    """Counts what each layer costs on what the layers before it make of a sample; nothing is computed.
+
+    Of the two `parts` of its backward as well, if wanted.
+    """
+    run = _Run(parts=parts)
     with torch.random.fork_rng([]), torch.inference_mode(False), torch.enable_grad():
         value = replace_tensors(sample, run.fake)
         for index, layer in enumerate(layers):
@@ -156,8 +165,9 @@ def count(layers: Sequence[nn.Module], sample: Tree) -> list[LayerCounts]:
 class _Run:
     """Layers that run one after another on tensors without values, and the storages that they have kept so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, parts: bool) -> None:
         self.counts: list[LayerCounts] = []
+        self._parts = parts
         self._fakes = Fakes()
         self._kept: dict[int, torch.UntypedStorage] = {}  # by identity, which they keep while they are held
         self._origin: dict[int, torch.UntypedStorage] = {}  # by that of a copy, what it is a copy of
@@ -189,14 +199,18 @@ class _Run:
 
             def forward() -> Values:
                 given: Any = replace_tensors(values, self._copy)
+                return run_layer(layer, given)
+
+            def watched() -> Values:
                 with saved_tensors_hooks(save, lambda tensor: tensor):
-                    return run_layer(layer, given)
+                    return forward()
 
             with self._fakes.inside():
                 if key is not None and key in self._known:
-                    output, found = forward(), self._known[key]
+                    output, found = watched(), self._known[key]
                 else:
-                    output, found = self._count(layer, value, forward, saved, is_last=is_last)
+                    output, found = self._count(layer, value, watched, saved, is_last=is_last)
+                    found.halves = _count_halves(forward, tensors_in(value)) if self._parts else None
         for source, tensor in popped.values():
             if tensor is not None:
                 found.popped[source] = found.popped.get(source, 0.0) + _bytes(_storages([tensor]))
@@ -247,6 +261,21 @@ class _Run:
 
     def _original(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         return self._origin.get(id(storage), storage)
+
+
+def _count_halves(forward: Callable[[], Values], boundary: Sequence[Tensor]) -> tuple[int, int, int]:
+    """Of a backward in two parts, once more: what the first leaves for the second, and what each needs beside."""
+    with (watch := Watch(storage_identity)):
+        roots = roots_of(forward())
+        watch.end(gradients=())
+        before, watch.peak = watch.held, 0
+        waiting = backward_input(*roots, boundary)
+        del roots
+        watch.end(gradients=())
+        first, late, watch.peak = watch.peak - before, watch.held, 0
+        backward_weight(waiting)
+        watch.end(gradients=())
+    return late, first, max(0, watch.peak - late)
 
 
 def _storages(tensors: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:

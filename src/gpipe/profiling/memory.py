@@ -18,6 +18,7 @@ from gpipe.planner.watch import Watch
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import CompiledAction
 from gpipe.schedule.action import Kind
+from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.quantized import is_quantized, pieces_of, stored_in
 from gpipe.stages.tree import is_sharded, local, storage_address, tensors_in
@@ -99,9 +100,16 @@ class Watches:
         if kind is Kind.UNSHARD:
             for weight in _under_fully_shard(rank, step):
                 watch.add(weight)
-        if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            for tensor in self._arrived.pop((step.rank, step.stage, step.micro_batch), ()):
-                watch.give_up(tensor)
+        if kind in (*BACKWARDS, Kind.BACKWARD_WEIGHT):
+            at = rank.rank, step.stage, step.micro_batch
+            waiting = rank.waiting[step.stage].get(step.micro_batch)
+            used = {_address(one.product.x) for one in waiting.products} if waiting else ()
+            arrived = self._arrived.pop(at, [])
+            for tensor in arrived:
+                if _address(tensor) in used:
+                    self._arrived.setdefault(at, []).append(tensor)
+                else:
+                    watch.give_up(tensor)
 
     def end(self, layers: Mapping[int, Sequence[nn.Module]]) -> None:
         """Ends a run of ranks that have these layers."""

@@ -293,7 +293,9 @@ def _last_roots(run: Run, rank: Rank, saved: Saved, made: StageOutput, m: int) -
         raise ValueError(NO_GRADIENT)
     if metrics is not NO_METRICS:
         run.metrics[m] = metrics
-    run.losses[m] = loss.data.clone()  # mse_loss keeps the memory of all that it added up
+    run.losses[m] = loss.data.clone()
+    if type(loss) is Tensor:  # mse_loss keeps the memory of all that it added up, until the backward
+        loss.data = run.losses[m]
     return [loss]
 
 

@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from gpipe._torch.autograd import (
     LAYOUT_NODES,
     LEAF_NODE,
-    PLAIN,
+    OPERANDS,
     WEIGHT_SLOTS,
     Product,
     accumulate_gradients,
@@ -191,7 +191,7 @@ REENTRANT = "CheckpointFunctionBackward"
 
 def _can_wait(node: Node, boundary: Collection[int]) -> bool:
     leaf: Tensor = node.variable  # type: ignore[attr-defined]  # of a node of a leaf
-    is_plain = type(leaf) in PLAIN and leaf.layout is torch.strided
+    is_plain = type(leaf) in OPERANDS and leaf.layout is torch.strided
     return is_plain and id(leaf) not in boundary and not has_gradient_hooks(leaf)
 
 

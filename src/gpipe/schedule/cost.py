@@ -13,8 +13,10 @@ class StageCost:
 
     `boundary` is what a stage keeps of a micro-batch though it recomputes it, above all what crosses into it;
     `inside` what a forward keeps beside for the backward of its own stage, `working` what that backward needs beside
-    both; `state` the weights, gradients and optimizer state, whatever the micro-batches, and of sharded ones no more
-    than the shards: `gathered` are those when they are gathered, and so many bytes have their gradients too.
+    both; `handed_on` and `handed_back` what its forward and its backward send to others; `state` the weights,
+    gradients and optimizer state, whatever the micro-batches, and of sharded ones no more than the shards: `gathered`
+    are those when they are gathered, and so many bytes have their gradients too. Of a backward in two parts `late` is
+    what the first leaves for the second, `working_input` and `working_weight` what they need beside.
 
     >>> StageCost(1.0, 2.0, backward_input=1.0, backward_weight=3.0).weight_share
     0.75
@@ -36,8 +38,13 @@ class StageCost:
     working: int = 0
     state: int = 0
     gathered: int = 0
+    handed_on: int = 0
+    handed_back: int = 0
+    late: int | None = None  # None: boundary and inside
+    working_input: int | None = None  # None: as much as working
+    working_weight: int = 0
 
-    def shared_by(self, slices: int) -> "StageCost":
+    def shared_by(self, slices: float) -> "StageCost":
         """What each of so many slices of the micro-batch costs, as if tokens cost the same wherever they stand.
 
         >>> StageCost(1.0, 2.0, tie=3.0).shared_by(2)  # doctest: +ELLIPSIS
@@ -46,6 +53,19 @@ class StageCost:
         shared = ("forward", "backward", "backward_input", "backward_weight", "recompute", "send", "send_gradient")
         each = {name: getattr(self, name) for name in shared}
         return replace(self, **{name: value / slices for name, value in each.items() if value is not None})
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes of all that a stage may hold of a micro-batch, in the order of `Simulator.held`."""
+        late = self.boundary + self.inside if self.late is None else self.late
+        working_input = self.working if self.working_input is None else self.working_input
+        held = self.boundary, self.inside, self.working, self.gathered
+        return *held, self.handed_on, self.handed_back, late, working_input, self.working_weight
+
+    @property
+    def again(self) -> float:
+        """The seconds of a recompute."""
+        return self.forward if self.recompute is None else self.recompute
 
     @property
     def weight_share(self) -> float | None:
@@ -60,18 +80,19 @@ Costs = Sequence[StageCost]
 
 
 class LayerSeconds(NamedTuple):
-    """What one micro-batch takes in a layer: its forward, its backward whole, and the backward in its two parts.
+    """What one micro-batch takes in a layer: its forward, its backward whole and in its two parts, its recompute.
 
-    The parts are None where they were not measured; together they take longer than the whole.
+    These are None where they were not measured; the parts together take longer than the whole.
 
     >>> LayerSeconds(forward=0.01, backward=0.02)
-    LayerSeconds(forward=0.01, backward=0.02, inputs=None, weights=None)
+    LayerSeconds(forward=0.01, backward=0.02, inputs=None, weights=None, recompute=None)
     """
 
     forward: float
     backward: float
     inputs: float | None = None
     weights: float | None = None
+    recompute: float | None = None
 
 
 def stage_cost(layers: Sequence[LayerSeconds]) -> StageCost:
@@ -100,7 +121,7 @@ def seconds(action: Action, costs: Costs) -> float:
         case Kind.FORWARD:
             return cost.forward
         case Kind.RECOMPUTE:
-            return cost.forward if cost.recompute is None else cost.recompute
+            return cost.again
         case Kind.BACKWARD:
             return cost.backward
         case Kind.BACKWARD_INPUT:

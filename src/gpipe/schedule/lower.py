@@ -3,15 +3,13 @@
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import filterfalse
 from typing import Literal, TypeAlias, get_args
 
 from gpipe.schedule.action import COMPUTE, TRANSFERS, Action, Kind, nth_backward
-from gpipe.schedule.cost import Costs
 from gpipe.schedule.program import Program, RankActions
 from gpipe.schedule.rules import BACKWARDS, closing_order, crossing, linearize
-from gpipe.schedule.simulate import Simulator
 
 RematName: TypeAlias = Literal["always", "except_last", "never"]
 Remat: TypeAlias = RematName | int  # by name; or how many micro-batches keep at once what their forwards made
@@ -254,25 +252,3 @@ def halves(program: Program) -> tuple[Program, Program]:
 
     forward = program.with_table(filter(is_ahead, row) for row in program.table)
     return forward, program.with_table(filterfalse(is_ahead, row) for row in program.table)
-
-
-def unsplit_stages(program: Program, costs: Costs) -> frozenset[int]:
-    """The stages whose backwards had better not be split, by what they cost unsplit and in parts.
-
-    The program has no transfers. Stage after stage is left unsplit if the mini-batch then ends no later, from either
-    end.
-    """
-
-    @cache
-    def seconds(unsplit: frozenset[int]) -> float:
-        return Simulator(join_backwards(program, unsplit)).seconds(costs)
-
-    stages = range(program.stages)
-    found = [frozenset(stages)]
-    for order in (stages, stages[::-1]):
-        unsplit = frozenset[int]()
-        for stage in order:
-            if seconds(unsplit | {stage}) <= seconds(unsplit):
-                unsplit |= {stage}
-        found.append(unsplit)
-    return min(found, key=seconds)

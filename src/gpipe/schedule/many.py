@@ -74,7 +74,7 @@ class Many:
         return float(sum(took[row].sum() for row in self._every))
 
     def peak_bytes(self, rank: int, costs: Costs, again: Collection[int] = ()) -> int:
-        """The most that a rank holds."""
+        """The most that a rank holds, but for messages that wait; what a split backward leaves counts as inside."""
         row = self.row(rank)
         stage, forward, backward, end = _parts(row)
         own, at = np.unique(stage, return_inverse=True)

@@ -1,9 +1,12 @@
 """Predicts a mini-batch from a program and costs: its timeline, its bubble, and the peak bytes of each rank."""
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
+from math import inf
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -12,9 +15,10 @@ import numpy.typing as npt
 from gpipe.schedule.action import COMPUTE, MOVES, SHARDS, Action, Kind
 from gpipe.schedule.cell import in_cell
 from gpipe.schedule.cost import Costs, StageCost, seconds
+from gpipe.schedule.lower import join_backwards, place_recompute, place_transfers
 from gpipe.schedule.partition import Partition
 from gpipe.schedule.program import Program
-from gpipe.schedule.rules import BACKWARDS, crossing, linearize_with_needs
+from gpipe.schedule.rules import BACKWARDS, crossing, linearize, linearize_with_needs
 from gpipe.schedule.timeline import Span, Timeline
 
 BACKWARD_OVER_FORWARD = 2.0
@@ -22,6 +26,9 @@ BACKWARD_OVER_FORWARD = 2.0
 of the input and for that of the weight."""
 UNIT_COST = StageCost(forward=1.0, backward=2.0, backward_input=1.0, backward_weight=1.0)
 """F, I and W take one unit each, and B, which is I and W, two."""
+
+BOUNDARY, INSIDE, WORKING, GATHERED, VALUE, GRADIENT, LATE, WORKING_INPUT, WORKING_WEIGHT = range(9)
+"""The places of what is held in `StageCost.sizes`; VALUE and GRADIENT wait for another rank to take them."""
 
 MicroBatches: TypeAlias = frozenset[int | None]
 Recomputed: TypeAlias = Mapping[int, MicroBatches]  # by stage
@@ -75,7 +82,8 @@ class Simulator:
         self.program = program
         stages = range(program.stages)
         self.stages_of = [[s for s in stages if program.rank_of[s] == rank] for rank in range(program.ranks)]
-        self._held = cache(self._find_held)
+        self._held, self._turns = cache(self._find_held), cache(self._find_turns)
+        self._taken = cache(self._find_taken)
         self._held_by_rank = cache(lambda rank, again: np.hstack([*map(self._held, self.stages_of[rank], again)]))
         self._actions: list[Action] = []
         self._steps: list[tuple[int, int | None, list[int]]] = []  # rank, link if it has one, steps awaited
@@ -85,6 +93,12 @@ class Simulator:
         self._alike = dict(zip(self._kinds, self._actions, strict=True))  # one of those that cost the same
         backwards = ((step, a) for step, a in enumerate(self._actions) if a.kind in BACKWARDS)
         self._backwards = {(a.stage, a.micro_batch): step for step, a in backwards}
+
+    def _find_turns(self, again: bool) -> dict[Action, int]:
+        """Forwards and backwards in an order in which ranks in step do them, if all is recomputed, or nothing."""
+        bare = self.program.only({Kind.FORWARD, *BACKWARDS, Kind.BACKWARD_WEIGHT})
+        table = place_transfers(place_recompute(bare, ["always" if again else "never"] * bare.stages))
+        return {action: turn for turn, (_, _, action) in enumerate(linearize(table)) if action in bare.actions}
 
     def _list_steps(self, messages: bool) -> None:
         """Lists the actions in a legal order. A RECEIVE is none of them: what waits for it waits for its SEND."""
@@ -178,20 +192,22 @@ class Simulator:
 
         `own` is what each of its stages costs, `again` what each recomputes beside what the program says.
         """
-        sizes = [size for cost in own for size in (cost.boundary, cost.inside, cost.working, cost.gathered)]
+        sizes = [size for cost in own for size in cost.sizes]
         held = (self._held_by_rank(rank, again) @ sizes).max(initial=0) if own else 0
         return sum(cost.state for cost in own) + int(held)
 
     def in_flight(self, stage: int) -> int:
         """The most micro-batches of which a stage keeps something at once."""
-        return int(self._held(stage, frozenset())[:, 0].max())
+        return int(self._held(stage, frozenset())[:, [BOUNDARY, LATE]].sum(1).max())
 
     def _find_held(self, stage: int, again: MicroBatches) -> Counts:
-        """During each action of its rank, how many boundaries, insides, workings and gathers of a stage are held.
+        """During each action of its rank, how many of each of `StageCost.sizes` are held for a stage.
 
         What a forward makes inside lives at least until it ends; without a backward to come it keeps nothing. What is
         offloaded does until the rank's next move, which waits for it. Gradients of gathered weights are as large as
-        these, and may be there to the end of the row, beside which they are reduced.
+        these, and may be there to the end of the row, beside which they are reduced. What goes to another rank is
+        here until it is taken there, in the order in which ranks in step would do it; a value that is not recomputed
+        anyway.
         """
         places: dict[int | None, dict[Kind, int]] = {}  # by micro-batch
         kinds = COMPUTE | MOVES | SHARDS
@@ -200,27 +216,48 @@ class Simulator:
         for at, action in enumerate(row):
             if action.stage == stage:
                 places.setdefault(action.micro_batch, {})[action.kind] = at
-        held = np.zeros((len(row), 4), np.int64)
+
+        def waits(at: int) -> slice:
+            """While what an action made is here though it is done."""
+            turns = self._turns(redo is not None)
+            when = [*accumulate((turns.get(action, inf) for action in reversed(row)), min)][::-1]
+            return slice(at + 1, bisect_right(when, self._taken(row[at], redo is not None)))
+
+        held = np.zeros((len(row), len(UNIT_COST.sizes)), np.int64)
         if shards := places.pop(None, {}):
-            held[shards[Kind.UNSHARD] : shards[Kind.RESHARD], 3] += 1
+            held[shards[Kind.UNSHARD] : shards[Kind.RESHARD], GATHERED] += 1
             backwards = (at for each in places.values() for kind, at in each.items() if kind in BACKWARDS)
-            held[min(backwards, default=len(row)) :, 3] += 1
+            held[min(backwards, default=len(row)) :, GATHERED] += 1
         for m, at_kind in places.items():
             forward = at_kind.get(Kind.FORWARD, 0)  # or done before the program began
             backward = at_kind.get(Kind.BACKWARD, at_kind.get(Kind.BACKWARD_INPUT))
-            end = at_kind.get(Kind.BACKWARD, at_kind.get(Kind.BACKWARD_WEIGHT, forward))
+            weights = at_kind.get(Kind.BACKWARD_WEIGHT)
+            end = forward if backward is None else backward
             redo = at_kind.get(Kind.RECOMPUTE, backward if m in again else None)
-            held[forward : end + 1, 0] += 1
+            held[forward : end + 1, BOUNDARY] += 1
             back = at_kind.get(Kind.FETCH, redo)
             if (away := at_kind.get(Kind.OFFLOAD)) is not None:
-                held[forward : moves[moves.index(away) + 1], 1] += 1
+                held[forward : moves[moves.index(away) + 1], INSIDE] += 1
             else:
-                held[forward : (end if redo is None else forward) + 1, 1] += 1
+                held[forward : (end if redo is None else forward) + 1, INSIDE] += 1
             if back is not None:
-                held[back : end + 1, 1] += 1
+                held[back : end + 1, INSIDE] += 1
+            if redo is not None and Kind.FORWARD in at_kind:
+                held[waits(forward), VALUE] += 1
             if backward is not None:
-                held[backward, 2] += 1
+                held[backward, WORKING if weights is None else WORKING_INPUT] += 1
+                held[waits(backward), GRADIENT] += 1
+            if weights is not None:
+                held[end + 1 : weights + 1, LATE] += 1
+                held[weights, WORKING_WEIGHT] += 1
         return held
+
+    def _find_taken(self, action: Action, again: bool) -> int:
+        """The turn in which the last of the other ranks takes what an action made; -1 if none does."""
+        kinds = BACKWARDS if action.kind in BACKWARDS else (Kind.FORWARD,)
+        sent = [send.peer.stage for send in crossing(action, self.program)]
+        takers = (Action(kind, stage, action.micro_batch) for stage in sent for kind in kinds)
+        return max((self._turns(again).get(taker, -1) for taker in takers), default=-1)
 
 
 @dataclass(frozen=True)
@@ -349,3 +386,25 @@ def stage_costs(partition: Partition, program: Program) -> tuple[StageCost, ...]
     costs = partition.seconds if any(partition.seconds) else partition.layers  # costs of zero count as equal
     forwards = 1 + BACKWARD_OVER_FORWARD + (len(again) == program.stages)
     return tuple(StageCost(cost / forwards, BACKWARD_OVER_FORWARD * cost / forwards) for cost in costs)
+
+
+def unsplit_stages(program: Program, costs: Costs) -> frozenset[int]:
+    """The stages whose backwards had better not be split, by what they cost unsplit and in parts.
+
+    The program has no transfers. Stage after stage is left unsplit if the mini-batch then ends no later, from either
+    end.
+    """
+
+    @cache
+    def seconds(unsplit: frozenset[int]) -> float:
+        return Simulator(join_backwards(program, unsplit)).seconds(costs)
+
+    stages = range(program.stages)
+    found = [frozenset(stages)]
+    for order in (stages, stages[::-1]):
+        unsplit = frozenset[int]()
+        for stage in order:
+            if seconds(unsplit | {stage}) <= seconds(unsplit):
+                unsplit |= {stage}
+        found.append(unsplit)
+    return min(found, key=seconds)

@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_recomputed_where_and_as_often_as_memory_demands() 
     first, second = Device(memory=45, flops=1.0), Device(memory=100, flops=1.0)
     plan = search(Profile((layer,) * 2), [first, second], 8, Choices([2], [8], ["gpipe"]))
     assert plan.remat == (2, "never")  # 8 boundaries, 2 insides and one more while it is made again
-    assert plan.peak_bytes == (38, 89)  # and a message under way
+    assert plan.peak_bytes == (40, 88)  # and messages that wait
 
 
 def test_what_cannot_fit_says_how_near_it_comes() -> None:
@@ -280,7 +280,7 @@ def test_one_device_is_no_pipeline_with_itself(works: tuple[float, ...], unit: L
 def test_one_device_of_less_memory_than_a_stage_takes_recomputes_halves() -> None:
     layer = LayerProfile("layer", Line(per_row=1.0), Line(per_row=2.0), Line(per_row=1.0), inside=Line(per_row=10.0))
     plan = search(Profile((layer,) * 4), [Device(memory=26, flops=1.0)], 1)
-    assert (plan.stages_per_rank, plan.seconds, plan.peak_bytes) == (2, 14.0, (23,))
+    assert (plan.stages_per_rank, plan.seconds, plan.peak_bytes) == (2, 14.0, (22,))
 
 
 def test_one_device_of_little_memory_holds_one_micro_batch_after_the_other() -> None:

@@ -137,7 +137,7 @@ class Fitting:
 
         def recomputes(levels: Levels) -> float:
             each = zip(own, map(self._recomputed, stages, levels), strict=True)
-            return sum(cost.forward * len(again) for cost, again in each)
+            return sum(cost.again * len(again) for cost, again in each)
 
         return min(options, key=recomputes)
 

@@ -40,7 +40,11 @@ class LayerProfile:
     state: float = 0.0  # of its weights, gradients and optimizer
     popped: tuple[tuple[int, Line], ...] = ()  # that come in by skip connections, by the layer that stashed them
     parts: tuple[Line, Line] | None = None  # work of the backward for the input and the weights; None: half each
+    recompute: Line | None = None  # work of a recompute; None: that of a forward
     leaving: Line = NOTHING  # of what it gives and does not keep: behind a stage's last layer the graph or loss does
+    halves: tuple[Line, ...] | None = (
+        None  # that the first part of its backward leaves for the second; that each needs
+    )
     buffers: float = 0.0  # of its buffers, of which each micro-batch that is recomputed has a copy
 
 
@@ -105,33 +109,54 @@ class SizedProfile:
     def working(self, first: int, end: int) -> float:
         """The bytes beside what is kept, when a backward holds most: what later layers kept is gone by then.
 
-        That of the loss needs its gradient, and that of what it kept. And what the stage has sent last may still wait
-        to be taken.
+        That of the loss needs its gradient, and that of what it kept.
         """
-        is_last = end == len(self.layers)
-        loss = self.layers[-1].leaving.at(self.rows) if is_last else 0.0
-        sent = self.entering(first, end) if first else 0.0 if is_last else self.layers[end].boundary.at(self.rows)
-        most, gone = 2 * loss, loss
+        most, gone = 2 * (loss := self._loss(end)), loss
         for layer in range(end - 1, first - 1, -1):
             most = max(most, self.layers[layer].working.at(self.rows) - gone)
             gone += self.kept[layer]
-        return most + sent
+        return most
+
+    def halves(self, first: int, end: int) -> tuple[float, float, float]:
+        """The bytes that the first part of a backward leaves for the second, and that each needs beside at the most.
+
+        While a layer has its first part, later ones have left theirs for the second; then these are gone first.
+        """
+        late, inputs, weights, gone = 0.0, 2 * (loss := self._loss(end)), 0.0, loss
+        for layer in range(end - 1, first - 1, -1):
+            left, beside, then = (line.at(self.rows) for line in self.layers[layer].halves or (NOTHING,) * 3)
+            inputs = max(inputs, late - gone + beside)
+            weights = max(weights, then - late)
+            gone += self.kept[layer]
+            late += left
+        return late, max(inputs, late - gone), weights
+
+    def _loss(self, end: int) -> float:
+        """The bytes that a loss keeps, if there is one behind these layers."""
+        return self.layers[-1].leaving.at(self.rows) if end == len(self.layers) else 0.0
 
     def cost(self, first: int, end: int, speed: float) -> StageCost:
         """What a stage of the layers from `first` to before `end` costs, but for its messages."""
         own, run = self.layers[first:end], slice(first, end)
-        known = all(layer.parts is not None for layer in own)
+        known, counted = (all(layer.parts for layer in own), all(layer.halves for layer in own))
         inputs, weights = (sum(part) / speed if known else None for part in zip(*self.parts[run], strict=True))
+        late, beside, then = map(round, self.halves(first, end))
         inside = sum(self.kept[run]) - own[0].keeps_input.at(self.rows) + own[-1].leaving.at(self.rows)
         return StageCost(
             sum(self.forward[run]) / speed,
             sum(self.backward[run]) / speed,
             inputs,
             weights,
+            sum((layer.recompute or layer.forward).at(self.rows) for layer in own) / speed,
             boundary=round(self.entering(first, end) + sum(layer.buffers for layer in own)),
             inside=round(inside),
             working=round(self.working(first, end)),
             state=round(sum(layer.state for layer in own)),
+            handed_on=0 if end == len(self.layers) else round(self.layers[end].boundary.at(self.rows)),
+            handed_back=round(self.entering(first, end)) if first else 0,
+            late=late if counted else None,
+            working_input=beside if counted else None,
+            working_weight=then,
         )
 
 

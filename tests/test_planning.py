@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import gpipe
+from gpipe import planning
 from gpipe.models import transformer_lm
 
 HERE = gpipe.Device(memory=2**30, flops=1e9, link=1e9)
@@ -96,6 +97,39 @@ def test_a_pipe_predicts_what_its_measured_plan_does() -> None:
     assert (other.prediction.unit, other.costs) == ("relative", (72, 72, 72))
 
 
+def test_what_is_fastest_in_turns_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug story: costs that others' work had bent cut a network for two cores of which one was another's."""
+
+    def seconds(pipe: gpipe.GPipe, sample: torch.Tensor) -> float:
+        raced.append((pipe.partitions, pipe.micro_batches))
+        return 1.0 + len(raced) % 3 if raced[-1] != (1, 2) else 0.5
+
+    raced: list[tuple[int, int]] = []
+    monkeypatch.setattr(planning, "_seconds_of_step", seconds)
+    layers, x = [nn.Linear(8, 8) for _ in range(4)], torch.ones(8, 8)
+    plan = gpipe.find_plan(layers, x, 2, measure=True)
+    assert (plan.partitions, plan.micro_batches) == (1, 2)
+    assert plan.seconds == pytest.approx(0.5)
+    assert sum(cost.forward + cost.backward for cost in plan.costs) == pytest.approx(plan.seconds / 2)
+    assert {ranks for ranks, _ in raced} == {1, 2}
+    assert plan.alternatives
+    assert all(other.seconds >= plan.seconds for other in plan.alternatives)
+    two = gpipe.find_plan(layers, x, 2, measure=True, partitions=2, micro_batches=2, schedule="gpipe")
+    assert two.partitions == 2
+    assert two.seconds == pytest.approx(2.0)  # the median of its turns
+
+
+def test_a_race_leaves_nothing_behind() -> None:
+    layers: list[nn.Module] = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)) for _ in range(3)]
+    x, whole = torch.randn(8, 8), nn.Sequential(*layers)
+    before = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    generator = torch.get_rng_state()
+    gpipe.find_plan(layers, x, 2, measure=True)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in whole.state_dict().items())
+    assert all(parameter.grad is None for parameter in whole.parameters())
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
 def test_a_plan_that_was_counted_gives_proportions() -> None:
     layers, sample = [nn.Linear(8, 8), nn.Linear(8, 80), nn.Linear(80, 8)], torch.ones(4, 8)
     plan = gpipe.find_plan(layers, sample, [HERE] * 2, partitions=2, micro_batches=2, schedule="gpipe")
@@ -146,15 +180,15 @@ def test_what_is_on_the_meta_device_is_not_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "memory", "times"),
-    [("gpipe", 2e7, 1.0), ("1f1b", 4e6, 1.0), ("zb_h1", 4.3e6, 1.25), ("interleaved", 3.2e6, 1.17)],
+    ("schedule", "memory"), [("gpipe", 2e7), ("1f1b", 4e6), ("zb_h1", 5.6e6), ("interleaved", 3.6e6), ("zb_v", 5e6)]
 )
-def test_a_rank_holds_as_much_more_than_predicted_as_the_docs_say(schedule: str, memory: float, times: float) -> None:
+def test_a_rank_holds_as_much_more_than_predicted_as_the_docs_say(schedule: str, memory: float) -> None:
     layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]
     x, devices = torch.randn(8192, 64), [gpipe.Device(memory, 1e9)] * 2
     plan = gpipe.find_plan(layers, x, devices, micro_batches=8, schedule=schedule, partitions=2)
     with gpipe.GPipe(layers, plan=plan, driver="lockstep") as pipe:
         adam = torch.optim.Adam(pipe.parameters())
+        pipe.step(x, x, nn.functional.mse_loss)  # the first looks more closely at what layers do, and holds more
         with gpipe.record(pipe, memory=True) as watched:
             for _ in range(2):
                 pipe.step(x, x, nn.functional.mse_loss)
@@ -162,7 +196,8 @@ def test_a_rank_holds_as_much_more_than_predicted_as_the_docs_say(schedule: str,
                 adam.zero_grad()
     held = [rank.total for rank in watched.memory().values()]
     few_numbers = 2**14  # of a run itself: losses, weights of micro-batches
-    assert max(held) <= times * max(plan.peak_bytes) + few_numbers
+    for now, most in zip(held, plan.peak_bytes, strict=True):
+        assert now <= 1.08 * most + few_numbers
 
 
 REFUSED: list[tuple[str, list[Any], str]] = [

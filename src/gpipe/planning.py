@@ -1,22 +1,32 @@
 """`find_plan`: the fastest way to train a network on given devices, found without them."""
 
+import logging
 import math
+import random
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain, zip_longest
+from operator import truediv
+from statistics import median
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from gpipe._torch.accelerator import CPU, accelerators, memory_of, name_of
 from gpipe._torch.modules import AnyBatchNorm
 from gpipe.errors import int_remedy, is_count
+from gpipe.pipeline import GPipe
 from gpipe.planner.measure import as_in_training, measure_seconds
 from gpipe.planner.profile import ADAM, profile_layers
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.found import Plan
 from gpipe.planner.search.search import search
 from gpipe.planner.search.shapes import AUTO, Choices, splits
+from gpipe.stages.buffers import untouched
 from gpipe.stages.microbatch import TWO_ROWS, count_rows, first_micro_batch, plain
 from gpipe.stages.sequence import build_layers, outline
 from gpipe.stages.tree import Tree, tensors_in
@@ -29,6 +39,11 @@ COUNTED_ROWS, MEASURED_SHARES = (2, 4), (16, 4)
 seconds are measured and M is not settled, they are these shares of the sample, if those have more rows."""
 CPU_FLOPS_PER_SECOND, GPU_FLOPS_PER_SECOND = 5e10, 5e13
 """What a CPU core and an accelerator here are taken to do in a second; whoever knows better gives `Device`s."""
+RACE_SECONDS, HEATS, TURNS = 20.0, 4, 3
+"""How long plans run in turns at most. Of so many heats the first has so many turns, each other twice as many for the
+better half of them; fewer plans begin with a later heat."""
+PLAIN, EACH = "1f1b", 3
+"""The schedule whose plans run beside those that should be fastest, and how many of each number of ranks."""
 
 
 def find_plan(
@@ -63,7 +78,8 @@ def find_plan(
         blocks: The modules between which a model is cut, as `gpipe.GPipe` takes them.
         measure: Take the seconds of each layer on this machine for those on the first device, and on others by
             `flops` in proportion. Where `devices` is a number of CPU cores, so many threads are measured at once, or
-            K, if it is settled.
+            K, if it is settled; and of layers, if the sample is a whole mini-batch, steps of the plans that should be
+            fastest, and of some of one rank, are run in turns, for 20 seconds at most: the fastest is taken.
         intra_op_threads: CPU threads that one operation may use, where seconds are measured.
         optimizer_numbers: How many numbers the optimizer keeps of each that it trains: Adam keeps 2.
 
@@ -96,21 +112,29 @@ def find_plan(
     here = devices if isinstance(devices, Sequence) else _devices_here(devices)
     sample = plain(sample)
     layers, names, taken = _read(model, sample, blocks, measure)
+    are_given = taken is _as_it_is
     if not layers:
         raise ValueError("there are no layers; give at least one")
-    parts = [_about(size, sample) for size in _sizes(rows, batch, micro_batches, measure)]
-    samples = {count_rows(part): taken(part) for part in parts}
-    profiled = partial(profile_layers, layers, samples, names, optimizer_numbers=optimizer_numbers)
+    some = [_about(size, sample) for size in _sizes(rows, batch, micro_batches, measure)]
+    samples = {count_rows(part): taken(part) for part in some}
+    parts = schedule in (None, AUTO) or splits(schedule)
+    profiled = partial(profile_layers, layers, samples, names, optimizer_numbers=optimizer_numbers, parts=parts)
     choices = replace(choices, least_rows=_least_rows([*layers, model]))
     if not measure:
         return search(profiled(), here, batch, choices)
     device = (accelerators() or [CPU])[0]
     at_once = (partitions or len(here)) if isinstance(devices, int) else 1
     with as_in_training(device, intra_op_threads):
-        profile = profiled(measured_on=device, at_once=at_once, parts=schedule in (None, AUTO) or splits(schedule))
+        profile = profiled(measured_on=device, at_once=at_once)
     plan = search(profile, here, batch, choices)
     if device != CPU or not isinstance(devices, int):
         return plan
+    if are_given and batch == rows:
+        rivals = _rivals(plan, choices, partial(search, profile, here, batch))
+        with as_in_training(device, intra_op_threads), ExitStack() as stack:
+            for layer in dict.fromkeys(layers):
+                stack.enter_context(untouched(layer))
+            plan = _race(rivals, partial(GPipe, layers, seed=0, intra_op_threads=intra_op_threads), sample)
     with as_in_training(device, at_once * intra_op_threads):
         took = measure_seconds(layers, taken(sample), device)
     return replace(plan, plain_seconds=batch / rows * sum(layer.forward + layer.backward for layer in took))
@@ -190,7 +214,90 @@ def _read(
         named, wrong = found.layers, found.mistakes
     if wrong:
         raise ValueError("\n".join(wrong))
-    return list(named.values()), list(named), lambda part: part
+    return list(named.values()), list(named), _as_it_is
+
+
+def _as_it_is(part: Tree) -> Tree:
+    return part
+
+
+def _rivals(plan: Plan, choices: Choices, find: Callable[[Choices], Plan]) -> list[Plan]:
+    """The plan, those next to it and, by a plain schedule, of its rank count and of one: best of each first."""
+    name = PLAIN if choices.schedules in (None, (AUTO,)) else plan.schedule
+    groups = [[plan, *plan.alternatives]]
+    for ranks in {plan.partitions, 1} & {*(choices.partitions or (plan.partitions, 1))}:
+        plain = replace(choices, partitions=(ranks,), schedules=(name,))
+        found = list[Plan]()
+        for shape in plain.shapes(ranks, plan.global_batch, len(plan.names)):
+            with suppress(ValueError):  # it does not fit
+                found.append(find(replace(plain, micro_batches=(shape.micro_batches,))))
+        groups.append(sorted(found, key=lambda plan: plan.seconds)[:EACH])
+    by_turns = [each for each in chain.from_iterable(zip_longest(*groups)) if each is not None]
+    most = max(2, int(RACE_SECONDS / (1 + TURNS) / plan.seconds))
+    return list({each.shape: each for each in by_turns}.values())[:most]
+
+
+def _race(plans: Sequence[Plan], make: Callable[..., GPipe], sample: Tree) -> Plan:
+    """The plan whose steps are fastest where all take turns in an order drawn anew, and then the others.
+
+    What others do on this machine meanwhile is so alike for all. Their costs are made to add up to what was measured.
+    """
+    took: list[list[float]] = [[] for _ in plans]
+    running, chance = list(range(len(plans))), random.Random(0)
+    with _unheard(), ExitStack() as stack:
+        pipes = [stack.enter_context(make(plan=plan)) for plan in plans]
+        for pipe in pipes:
+            _seconds_of_step(pipe, sample)  # the first looks more closely at what layers do
+        end = time.perf_counter() + RACE_SECONDS
+        while len(running) > 1 or not took[running[0]]:
+            heats = (len(running) - 1).bit_length() or HEATS
+            for _ in range(max(1, TURNS << HEATS >> heats)):
+                for at in chance.sample(running, len(running)):
+                    took[at].append(_seconds_of_step(pipes[at], sample))
+                if time.perf_counter() > end:
+                    break
+            running = sorted(running, key=lambda at: median(took[at]))[: -(-len(running) // 2)]
+    fastest = running[0]
+    best = took[fastest]
+    ratios = [max(1.0, median(map(truediv, each, best))) for each in took]  # of the turns that both took
+    raced = [_lasting(plan, ratio * median(best)) for plan, ratio in zip(plans, ratios, strict=True)]
+    first = raced.pop(fastest)
+    others = sorted(raced, key=lambda plan: plan.seconds)[:EACH]
+    return replace(first, alternatives=tuple(others), rejected=plans[0].rejected)
+
+
+def _seconds_of_step(pipe: GPipe, sample: Tree) -> float:
+    start = time.perf_counter()
+    pipe.step(sample, None, _any_loss, reduction="sum")
+    seconds = time.perf_counter() - start
+    pipe.zero_grad()
+    return seconds
+
+
+def _any_loss(output: Tree, target: object) -> Tensor:
+    """A number of which all that wants a gradient is part."""
+    wanting = (tensor.sum().abs() for tensor in tensors_in(output) if tensor.requires_grad)
+    return sum(wanting, torch.zeros((), requires_grad=True))
+
+
+def _lasting(plan: Plan, seconds: float) -> Plan:
+    """The plan with costs that add up to so many seconds."""
+    longer = seconds / plan.seconds
+    least = None if plan.least_seconds is None else longer * plan.least_seconds
+    costs = tuple(cost.shared_by(1 / longer) for cost in plan.costs)
+    found = replace(plan, costs=costs, work=tuple(longer * work for work in plan.work), least_seconds=least)
+    return replace(found, seconds=found.simulation.timeline.seconds)
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Inside, pipes do not tell what they find: whoever trains is told by the pipe that does."""
+    logger = logging.getLogger("gpipe")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _devices_here(count: int) -> list[Device]:
