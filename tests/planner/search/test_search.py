@@ -74,8 +74,11 @@ def test_a_plan_fits_and_takes_what_the_simulator_says(
     for each in (plan, *plan.alternatives):
         bare = each.shape.program()
         assert bare is not None
-        simulation = simulate(place_transfers(place_recompute(bare, each.remat)), each.costs)
-        assert each.peak_bytes == simulation.peak_bytes
+        table = place_transfers(place_recompute(bare, each.remat))
+        simulation, held = simulate(table, each.costs), each.costs
+        if not large:  # `Many` leaves messages that wait out
+            held = tuple(replace(cost, handed_on=0, handed_back=0) for cost in held)
+        assert each.peak_bytes == simulate(table, held).peak_bytes
         assert all(peak <= device.memory for peak, device in zip(each.peak_bytes, each.devices, strict=True))
         assert each.seconds == pytest.approx(simulation.timeline.seconds)
         assert each.communication <= each.seconds * ROUNDING_FACTOR
