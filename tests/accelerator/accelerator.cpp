@@ -485,6 +485,20 @@ void begin_host_copy(int track, const Tensor& host, Tensor image, bool arrives, 
   host_copies.push_back({machine().record(track), host, std::move(image), arrives, where});
 }
 
+// What a copy on a stream reads from pinned memory: what the last copy into it brings, behind which the stream must be.
+Tensor read_from_host(int track, const Tensor& host, const sim::Where& where) {
+  std::lock_guard<std::mutex> lock(host_copies_mutex);
+  for (auto one = host_copies.rbegin(); one != host_copies.rend(); ++one) {
+    if (!one->arrives || one->host.storage().data() != host.storage().data()) continue;
+    if (!machine().is_behind(track, one->over))
+      machine().report("pinned memory is read on " + machine().name(track) + " while a copy into it is under way",
+                       one->where, where);
+    else if (one->host.is_same_size(host) && one->host.data_ptr() == host.data_ptr())
+      return one->image;
+  }
+  return host;
+}
+
 void end_host_copies() {
   std::vector<HostCopy> over;
   {
@@ -526,7 +540,9 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   Device device = there.device();
   machine().kernel(current_track(device.index()), {use_of(there, is_sim(to))}, where);
   if (non_blocking && PinnedMemory::one().holds(host.storage().data())) {
-    begin_host_copy(current_track(device.index()), host, from.clone(), is_sim(self), where);
+    int track = current_track(device.index());
+    if (is_sim(to)) from = read_from_host(track, host, where);
+    begin_host_copy(track, host, from.clone(), is_sim(self), where);
     if (is_sim(to)) into.copy_(from);
     return to;
   }

@@ -158,6 +158,13 @@ class Machine {
     return true;
   }
 
+  bool is_behind(int track, const Clock& clock) {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (int at = 0; at < TRACKS; ++at)
+      if (clocks_[track][at] < clock[at]) return false;
+    return true;
+  }
+
   void report(const std::string& what, const Where& first, const Where& second) {
     std::lock_guard<std::mutex> lock(mutex);
     report_(what, first, second);
