@@ -36,6 +36,27 @@ def test_layers_on_the_meta_device_are_planned() -> None:
     assert all(parameter.is_meta for layer in layers for parameter in layer.parameters())
 
 
+def test_a_fast_host_takes_what_would_be_recomputed() -> None:
+    layers = [nn.Sequential(nn.Linear(64, 64), *[nn.Tanh() for _ in range(8)]) for _ in range(4)]
+
+    def plan(host: float) -> gpipe.Plan:
+        devices = [gpipe.Device(1_400_000, 1e9, host=host)] * 2
+        return gpipe.find_plan(layers, torch.ones(512, 64), devices, partitions=2, micro_batches=8, schedule="gpipe")
+
+    alone, slow, fast = plan(0.0), plan(1e3), plan(1e12)
+    assert alone.remat == slow.remat
+    assert "offload" in fast.remat
+    assert "offload" not in alone.remat
+    assert fast.seconds < alone.seconds
+    assert max(fast.peak_bytes) <= 1_400_000
+    assert fast.simulation.timeline.seconds == fast.seconds
+    assert "remat offload" in fast.explain()
+    with gpipe.GPipe(layers, plan=fast) as pipe:
+        assert pipe.prediction.timeline.seconds == fast.seconds
+    with pytest.raises(ValueError, match="host=-1; give 0 or more, in bytes a second"):
+        gpipe.Device(host=-1)
+
+
 def test_callables_are_not_built() -> None:
     makers = [lambda: nn.Linear(10**5, 10**5)] * 2
     huge = gpipe.Device(memory=2**40)

@@ -119,8 +119,9 @@ class GPipe(Partitioned):
         remat: Which micro-batches are run again in the backward pass so that nothing inside a partition is kept:
             `"always"`, `"except_last"` (torchgpipe's word: micro-batch 0, whose backward comes first, keeps its
             inside, at the price of one inside more), or `"never"`; or a number, how many micro-batches at once
-            may keep theirs; or one of these for each stage. Where a backward follows its forward at once, nothing
-            is recomputed. Or `"auto"`, with a `sample`: where, and as often as, `memory` demands.
+            may keep theirs; or `"offload"`: nothing is run again, and what is inside goes to the host, from a CPU to
+            a file (docs/offload.md); or one of these for each stage. Where a backward follows its forward at once,
+            nothing is recomputed. Or `"auto"`, with a `sample`: where, and as often as, `memory` demands.
         memory: For `remat="auto"` and `schedule="auto"`, bytes that each partition may hold, one number or one for
             each: of weights, gradients, an optimizer as Adam, and activations. By default its device's, shared
             evenly.

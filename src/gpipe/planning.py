@@ -20,7 +20,7 @@ from gpipe._torch.accelerator import CPU, accelerators, memory_of, name_of
 from gpipe._torch.modules import AnyBatchNorm
 from gpipe.errors import int_remedy, is_count
 from gpipe.pipeline import GPipe
-from gpipe.planner.measure import as_in_training, measure_seconds
+from gpipe.planner.measure import as_in_training, measure_host, measure_seconds
 from gpipe.planner.profile import ADAM, profile_layers
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.found import Plan
@@ -80,6 +80,8 @@ def find_plan(
             `flops` in proportion. Where `devices` is a number of CPU cores, so many threads are measured at once, or
             K, if it is settled; and of layers, if the sample is a whole mini-batch, steps of the plans that should be
             fastest, and of some of one rank, are run in turns, for 20 seconds at most: the fastest is taken.
+            Of this machine's devices it is also measured how fast what is inside goes to the host and back: it is
+            offloaded where that takes less than to recompute it.
         intra_op_threads: CPU threads that one operation may use, where seconds are measured.
         optimizer_numbers: How many numbers the optimizer keeps of each that it trains: Adam keeps 2.
 
@@ -123,6 +125,9 @@ def find_plan(
     if not measure:
         return search(profiled(), here, batch, choices)
     device = (accelerators() or [CPU])[0]
+    if isinstance(devices, int):
+        host = measure_host(device)
+        here = [replace(each, host=host) for each in here]
     at_once = (partitions or len(here)) if isinstance(devices, int) else 1
     with as_in_training(device, intra_op_threads):
         profile = profiled(measured_on=device, at_once=at_once)

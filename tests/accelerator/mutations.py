@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 SOURCE = Path(__file__).parents[2] / "src" / "gpipe"
 METHODS = frozenset({"wait_event", "wait_stream", "record_stream", "synchronize", "wait"})
 OF_A_RANK = frozenset({"begin", "end", "enter"})  # of its stream
-FUNCTIONS = frozenset({"_event", "synchronize"})
+FUNCTIONS = frozenset({"event_on", "synchronize"})
 TELLING = (126, 237, 326, 922)
 """Numbers of the matrix that show orders which few show; others are tried behind them."""
 ELSEWHERE = {
@@ -101,7 +101,7 @@ class _LeaveOut(ast.NodeTransformer):
         self.generic_visit(node)
         if (node.lineno, node.col_offset) != self.place or not _is_order(node):
             return node
-        if isinstance(node.func, ast.Name) and node.func.id == "_event":
+        if isinstance(node.func, ast.Name) and node.func.id == "event_on":
             made = ast.parse("(lambda stream, **how: torch.Event(stream.device, **how))", mode="eval").body
             return ast.copy_location(ast.Call(made, node.args, node.keywords), node)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "enter":

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gpipe
+from gpipe.config import settings
 from gpipe.config.assemble import memory_by_row
 from gpipe.distributed.mesh import Position
 from tests.support.jobs import automatic as jobs
@@ -60,6 +61,22 @@ def test_each_partition_has_its_own_memory_or_that_of_the_machine_and_what_does_
 def test_mistakes_are_told(given: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         gpipe.GPipe(layers(), 2, 8, **given)  # type: ignore[arg-type]
+
+
+def test_where_seconds_are_measured_a_stage_offloads_if_that_takes_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deep() -> list[nn.Module]:
+        return [nn.Sequential(nn.Linear(WIDTH, WIDTH), *[nn.Tanh() for _ in range(12)]) for _ in range(2)]
+
+    found = {}
+    for speed in (1.0, 1e15):
+        monkeypatch.setattr(settings, "measure_host", lambda device, speed=speed: speed)
+        with gpipe.GPipe(deep(), 2, 8, sample=X, remat="auto", memory=250_000) as made:
+            found[speed] = remats(made)
+            assert made.prediction.peak_bytes is not None
+            assert max(made.prediction.peak_bytes) <= 250_000
+            made.step(X, X, F.mse_loss)
+    assert "offload" in found[1e15]
+    assert not {"offload", "never"} & {*found[1.0]}
 
 
 @pytest.mark.parametrize("driver", ["threads", "lockstep"])

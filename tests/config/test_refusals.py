@@ -56,7 +56,10 @@ def make(**changes: Any) -> gpipe.GPipe:
         ({"remat": "sometimes"}, "remat='sometimes'; known are 'always', 'except_last', 'never'"),
         ({"remat": None}, "remat=None; known are 'always'"),
         ({"remat": True}, "remat=True; known are 'always'"),
-        ({"remat": -1}, "remat=-1; known are 'always', 'except_last', 'never', or how many micro-batches at once"),
+        (
+            {"remat": -1},
+            "remat=-1; known are 'always', 'except_last', 'never', 'offload', or how many micro-batches at once",
+        ),
         ({"remat": ["always"]}, "remat has 1 entries for 2 stages; give one for each"),
         ({"remat": ["always", "now"]}, "remat=['always', 'now']; known are 'always'"),
         ({"devices": "pudding"}, "device 'pudding' cannot be used"),

@@ -132,7 +132,7 @@ def drawing_elsewhere() -> Iterator[None]:
 def test_a_pipe_gives_the_bits_of_the_layers_without_checkpoints(
     kind: str, driver: str, around: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    ways = [([5], "step"), ([2, 3], "step"), ([1, 1, 1, 1, 1], "call")]
+    ways = [([5], "step"), ([2, 3], "step"), ([1, 1, 1, 1, 1], "call"), ([3, 2], "call")]
     for remat, (cut, way) in zip(REMATS, ways, strict=True):
         layers, plain = network(*KINDS[kind]), network(without, without)
         with gpipe.GPipe(layers, cut, M, remat=remat, driver=driver, seed=7) as pipe, around():

@@ -117,7 +117,7 @@ class Product:
 
 
 def read_product(node: Any) -> Product | None:
-    """What a node of `WEIGHT_SLOTS` saved; None where the formulas here are not for it, or hooks are to unpack it.
+    """What a node of `WEIGHT_SLOTS` saved; None where the formulas are not for it, or others' hooks unpack it.
 
     Hooks may unpack a tensor once and for its own node alone, as those of `torch.utils.checkpoint` do.
     """
@@ -162,12 +162,59 @@ def _of_convolution(
 
 def _plain(node: Any, name: str) -> Tensor | None:
     """A tensor that a node saved, out of its graph, if it is a plain one of real numbers that no hook unpacks."""
-    if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:
+    if getattr(node, f"_raw_saved_{name}").unpack_hook not in (None, unpack):
         return None
     saved = getattr(node, f"_saved_{name}")
     if type(saved) not in OPERANDS or saved.layout is not torch.strided or saved.is_nested or saved.is_complex():
         return None
     return saved.detach()  # type: ignore[no-any-return]  # untyped in torch
+
+
+@dataclass(slots=True, eq=False)
+class SavedTensor:
+    """A tensor that a node saved, out of its graph, and how often it had been changed in place by then."""
+
+    tensor: Tensor  # while it is away, an empty one
+    version: int
+    away: tuple[Any, torch.Size, tuple[int, ...]] | None = None  # how it lay in the storage that is away
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "SavedTensor":
+        """What a hook is to give for what a node saves."""
+        return cls(tensor.detach(), tensor._version)
+
+    @property
+    def is_as_saved(self) -> bool:
+        """Whether its storage has its very numbers: it was not changed since, and is no view with other signs."""
+        return self.tensor._version == self.version and not (self.tensor.is_conj() or self.tensor.is_neg())
+
+    def let_go(self) -> None:
+        """Lets go of its storage."""
+        tensor = self.tensor
+        self.away = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self.tensor = tensor.new_empty(0)
+
+    def lay_in(self, storage: torch.UntypedStorage) -> None:
+        """Takes a storage in which it lies as it did."""
+        assert self.away is not None
+        self.tensor.set_(storage, *self.away)
+        self.version, self.away = self.tensor._version, None
+
+
+def unpack(saved: SavedTensor) -> Tensor:
+    """What a hook is to give a node for what it saved; where there is a hook, torch looks for no changes itself."""
+    tensor = saved.tensor
+    if saved.away is not None:
+        raise RuntimeError("what the node saved is with the host, and comes back for its backward alone")
+    if tensor._version != saved.version:
+        raise RuntimeError(CHANGED.format(shape=tuple(tensor.shape), now=tensor._version, then=saved.version))
+    return tensor
+
+
+CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+    "shape {shape} is at version {now}; expected version {then} instead"
+)
 
 
 def has_node_hooks(node: Node) -> bool:

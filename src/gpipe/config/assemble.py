@@ -169,12 +169,14 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
             "stages": [list(astuple(cost)) for cost in settings.stage_costs or ()],
             "in_seconds": settings.in_seconds,
             "unsplit": sorted(settings.unsplit),
+            "remat": settings.remat,
             "searched": None if settings.searched is None else settings.arguments,
         }
         agree(rendezvous, told)
     stages = tuple(StageCost(*numbers) for numbers in told["stages"]) or None
     unsplit = frozenset(told["unsplit"])
-    settings = replace(settings, stage_costs=stages, in_seconds=told["in_seconds"], unsplit=unsplit)
+    remat = tuple(told["remat"]) if asked.remat == AUTO else settings.remat
+    settings = replace(settings, stage_costs=stages, in_seconds=told["in_seconds"], unsplit=unsplit, remat=remat)
     rendezvous.phase = BUILDING
     bounds = zip(settings.placement, settings.partition.bounds, strict=True)
     own = [at for row, (first, end) in bounds if row == position.row for at in range(first, end)]

@@ -11,11 +11,11 @@ from torch import nn
 from gpipe._torch.accelerator import memory_of
 from gpipe.config.check import UNSAID, Arguments, Checked, Costs, Driver, check
 from gpipe.distributed.mesh import Position
-from gpipe.planner.measure import as_in_training, measure_by, measure_seconds
+from gpipe.planner.measure import as_in_training, measure_by, measure_host, measure_seconds
 from gpipe.planner.profile import count_flops, count_parameters, profile_layers
 from gpipe.planner.search.cuts import partition
 from gpipe.planner.search.device import Device
-from gpipe.planner.search.fitting import fitting_remat
+from gpipe.planner.search.fitting import fitting_remat, offloading
 from gpipe.planner.search.found import Plan
 from gpipe.planner.search.profile import NOTHING, LayerProfile, Line, Profile
 from gpipe.planner.search.search import search
@@ -120,6 +120,13 @@ def settle(
         except ValueError as error:
             remedy = "take more partitions, more micro-batches, other cuts, or more memory="
             raise ValueError(f"remat='auto': {error}; {remedy}") from None
+    elif held is None and "offload" in remat and sample is not None:
+        held = _count_stages(layers, sample, cuts, parts=_splits(program))
+    if asked.in_seconds and seconds is not None and held is not None:
+        seconds = _with_moves(seconds, held, checked.devices[0])
+        if asked.remat == AUTO:
+            bare, limits = _bare(schedule, placement, micro_batches), _limits(asked, checked.devices)
+            remat = offloading(bare, seconds, limits, remat)
     if seconds is not None and all(cost.weight_share is not None for cost in seconds):
         unsplit = unsplit_stages(place_recompute(program, remat), seconds)  # where it would not pay
     else:  # where nothing can wait
@@ -239,6 +246,18 @@ def _count_stages(
     as_it_is = 1  # micro-batch, whatever its rows
     profile = profile_layers(layers, {as_it_is: sample}, [""] * len(layers), parts=parts).of_micro_batch(as_it_is)
     return tuple(profile.cost(first, end, speed=1.0) for first, end in cuts.bounds)
+
+
+def _with_moves(
+    seconds: Sequence[StageCost], held: Sequence[StageCost], device: torch.device
+) -> tuple[StageCost, ...]:
+    """What stages cost in seconds, moves to the host and back among them, and in bytes."""
+    speed = measure_host(device)
+    names = ("boundary", "inside", "working", "state")
+    each = (
+        (cost, own, {name: getattr(own, name) for name in names}) for cost, own in zip(seconds, held, strict=True)
+    )
+    return tuple(replace(cost, move=own.inside / speed, **holds) for cost, own, holds in each)
 
 
 def _limits(asked: Arguments, devices: Sequence[torch.device]) -> list[float]:

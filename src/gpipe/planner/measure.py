@@ -25,8 +25,11 @@ from torch import Tensor, nn
 from gpipe._torch.accelerator import keep_parameters, queues, synchronize
 from gpipe._torch.dispatcher import is_fake
 from gpipe._torch.modes import intra_op_threads
+from gpipe.runtime.offload import Inside, host_of
 from gpipe.runtime.split_backward import backward_input, backward_weight
+from gpipe.runtime.streams import DeviceStream, RankStream
 from gpipe.runtime.threads import ThreadState
+from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.cost import LayerSeconds
 from gpipe.stages.boundary import Gradients, detach_boundary, run_backward
 from gpipe.stages.buffers import Buffers, SavedBuffers, untouched
@@ -263,6 +266,25 @@ def _seconds(runs: Sequence[LayerRun], device: torch.device, *, parts: bool) -> 
 def _recompute(run: LayerRun, given: Values, buffers: Buffers, before: SavedBuffers) -> Values:
     with buffers.as_before(before):
         return run.forward(given)
+
+
+def measure_host(device: torch.device) -> float:
+    """Bytes a second to where a rank on such a device puts what it offloads, and as many back."""
+    stream = DeviceStream(device) if queues(device) else RankStream(device)
+    host, inside = host_of(stream), Inside()
+    with inside.watched(), torch.enable_grad():
+        kept = torch.zeros(MOVED_NUMBERS, device=device, requires_grad=True).exp().exp()
+    start = _now(device)
+    host.offload(Action(Kind.OFFLOAD, 0, 0), inside)
+    host.finish()
+    host.fetch(Action(Kind.FETCH, 0, 0), inside)
+    host.finish()
+    took = _now(device) - start
+    host.close()
+    return 2 * MOVED_NUMBERS * kept.itemsize / took
+
+
+MOVED_NUMBERS = 2**23
 
 
 def _now(device: torch.device) -> float:

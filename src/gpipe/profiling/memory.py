@@ -100,6 +100,8 @@ class Watches:
         if kind is Kind.UNSHARD:
             for weight in _under_fully_shard(rank, step):
                 watch.add(weight)
+        if kind is Kind.FETCH and (inside := rank.saved[step.stage, step.micro_batch].inside) is not None:
+            watch.see((), [one.saved[0].tensor for one in inside.moved])
         if kind in (*BACKWARDS, Kind.BACKWARD_WEIGHT):
             at = rank.rank, step.stage, step.micro_batch
             waiting = rank.waiting[step.stage].get(step.micro_batch)

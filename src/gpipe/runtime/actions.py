@@ -9,10 +9,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from gpipe.runtime.offload import Inside
 from gpipe.runtime.run import Output, Rank, Run, Saved
 from gpipe.runtime.split_backward import backward_input, backward_weight
 from gpipe.runtime.steps import CompiledAction, Connections
-from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.action import MOVES, Action, Kind
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.boundary import Gradients, attach_boundary, failed_node, run_backward, set_apart
 from gpipe.stages.losses import NO_GRADIENT, NO_METRICS, call_loss
@@ -40,6 +41,15 @@ def receive(run: Run, rank: Rank, todo: CompiledAction) -> ReadyEvent:
     return mark
 
 
+def await_fetch(rank: Rank, todo: CompiledAction) -> None:
+    """Waits until what a backward needs of the host is back."""
+    saved = rank.saved.get((todo.stage, todo.micro_batch))
+    if rank.host is not None and todo.action.kind in BACKWARDS and saved is not None and saved.inside is not None:
+        rank.host.finish(saved.inside)
+        saved.inside.arrive()
+        saved.inside = None
+
+
 def send(run: Run, rank: Rank, todo: CompiledAction, messages: Iterable[Message]) -> None:
     """Hands on what an action has made; what this rank itself needs stays with it."""
     for (peer, label, _), message in zip(todo.gives, messages, strict=True):
@@ -62,7 +72,10 @@ def forward(run: Run, rank: Rank, todo: CompiledAction) -> None:
     check = _check(run, rank, at) if run.examines else None
     if check:
         check.before_forward()
-    with rank.deferred[at].collect(m) if at in rank.deferred else _NOTHING:
+    if m in ends.offloaded:
+        saved.inside = Inside()
+    watched = _NOTHING if saved.inside is None else saved.inside.watched()
+    with rank.deferred[at].collect(m) if at in rank.deferred else _NOTHING, watched:
         made = _run_layers(run, rank, own, ends, saved, m)
     if check:
         check.after_forward(recomputed=again)
@@ -81,7 +94,8 @@ def forward(run: Run, rank: Rank, todo: CompiledAction) -> None:
         if run.loss_fn is None:
             run.outputs[m] = Output.of(made.values[0])
         if not again:
-            saved.roots = _last_roots(run, rank, saved, made, m)
+            with watched:
+                saved.roots = _last_roots(run, rank, saved, made, m)
     if again:
         saved.fingerprint = Fingerprint.of(made)
         saved.roots, saved.gradients = [], []  # and with them all that the layers made inside
@@ -188,6 +202,22 @@ def backward_of_weights(run: Run, rank: Rank, todo: CompiledAction) -> None:
     del rank.saved[at, m]
 
 
+def offload(run: Run, rank: Rank, todo: CompiledAction) -> None:
+    """OFFLOAD: begins to move what autograd keeps of a micro-batch to the host."""
+    inside = rank.saved[todo.stage, todo.micro_batch].inside
+    assert rank.host is not None
+    assert inside is not None
+    rank.host.offload(todo.action, inside)
+
+
+def fetch(run: Run, rank: Rank, todo: CompiledAction) -> None:
+    """FETCH: begins to bring it back."""
+    inside = rank.saved[todo.stage, todo.micro_batch].inside
+    assert rank.host is not None
+    assert inside is not None
+    rank.host.fetch(todo.action, inside)
+
+
 def commit(run: Run, rank: Rank, todo: CompiledAction) -> None:
     """COMMIT: notes that a stage's statistics are whole; `settle` commits them once the run has ended well."""
     rank.commits.append(todo.stage)
@@ -206,6 +236,8 @@ WORK: dict[Kind, Work] = {
     Kind.BACKWARD_WEIGHT: backward_of_weights,
     Kind.UNSHARD: close,
     Kind.RESHARD: close,
+    Kind.OFFLOAD: offload,
+    Kind.FETCH: fetch,
     Kind.COMMIT: commit,
     Kind.TIE: close,
     Kind.REDUCE: close,
@@ -217,7 +249,7 @@ def layer_of(rank: Rank, action: Action, error: BaseException) -> str | None:
     """In words, the layer in which an action failed, as far as that can be known."""
     at, m = action.stage, action.micro_batch
     layers = rank.stages[at].stage.layers
-    if m is None or (at, m) not in rank.saved:
+    if m is None or (at, m) not in rank.saved or action.kind in MOVES:
         return None
     progress = rank.saved[at, m].progress
     if action.kind in BACKWARDS:

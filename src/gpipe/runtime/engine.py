@@ -16,8 +16,8 @@ from gpipe.schedule.lower import (
     Remat,
     join_backwards,
     place_commits,
-    place_recompute,
     place_reduces,
+    place_remat,
     place_ties,
     place_transfers,
 )
@@ -155,7 +155,7 @@ class Engine:
         skips = self._skip_routes(wanted.loss_pops, wanted.path)
         program = Program.of(rows, micro_batches, rank_of=self.placement, skips=skips, slices=slices)
         program = join_backwards(program, self.unsplit)
-        program = place_transfers(place_recompute(program, self.remat, halved=wanted.halved))
+        program = place_transfers(place_remat(program, self.remat, halved=wanted.halved))
         if self.deferred_batch_norm:
             program = place_commits(program, range(len(self.stages)))
         if self.row is not None and trains:

@@ -21,7 +21,7 @@ import torch
 
 from gpipe._torch.modes import as_rank, intra_op_threads, variables_of_torch
 from gpipe.errors import RemoteError
-from gpipe.runtime.actions import WORK, receive
+from gpipe.runtime.actions import WORK, await_fetch, receive
 from gpipe.runtime.notes import add_note
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import CompiledAction, CompiledTable
@@ -125,6 +125,7 @@ def do(run: Run, rank: Rank, todo: CompiledAction) -> None:
         return
     if todo.takes:
         receive(run, rank, todo)
+    await_fetch(rank, todo)
     WORK[todo.action.kind](run, rank, todo)
     rank.stream.keep_pace()
 
@@ -205,6 +206,9 @@ def _run_ranks(run: Run, table: CompiledTable, *, in_threads: bool) -> None:
             lockstep(run, table)
         else:
             run_rank(run, run.ranks[0], table)
+    for rank in run.ranks:
+        if rank.host is not None:
+            rank.host.finish()
     _share_commits(run)
 
 
@@ -229,6 +233,8 @@ def _finish(run: Run) -> None:
     if run.trains and run.engine.shared and not run.compiled.ties:
         run.aliases.add_up()
     for rank in run.ranks:
+        if rank.host is not None:
+            rank.host.close()
         if rank.saved or rank.handed:
             raise AssertionError(f"the store of rank {rank.rank} is not empty after the step; this is a bug in gpipe")
 
@@ -242,6 +248,8 @@ def _clear(run: Run) -> None:
         rank.waiting.clear()
         rank.handed.clear()
         rank.taken = []
+        if rank.host is not None:
+            rank.host.close()
 
 
 def _check_recomputes(run: Run, rank: Rank) -> None:

@@ -11,11 +11,12 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from gpipe.runtime.actions import WORK, receive
+from gpipe.runtime.actions import WORK, await_fetch, receive
+from gpipe.runtime.offload import Move
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import CompiledAction
 from gpipe.runtime.streams import RankStream, Stamp
-from gpipe.schedule.action import Action
+from gpipe.schedule.action import MOVES, Action
 from gpipe.schedule.timeline import Span, Timeline, offsets
 from gpipe.stages.messages import Traffic
 
@@ -48,6 +49,7 @@ class Recorder:
         self.inside: deque[Interval] = deque(maxlen=keep)  # when the caller was inside of a step or call that did
         self.losses: deque[Tensor] = deque(maxlen=keep)  # of training steps that did
         self.ended: RecordedRun | None = None  # its actions are done; it may still fail
+        self._moves: list[tuple[int, Move]] = []  # which are done beside others
         self._stamps: list[tuple[int, Action, Stamp, Stamp]] = []
         self._streams: Mapping[int, RankStream] = {}
         self._origins: dict[int, Stamp] = {}
@@ -60,7 +62,7 @@ class Recorder:
 
     def begin(self, streams: Mapping[int, RankStream]) -> None:
         """Begins a run on the stream of each rank that runs here."""
-        self._streams, self._stamps, self.ended = streams, [], None
+        self._streams, self._stamps, self._moves, self.ended = streams, [], [], None
         self.began, self._cpu = time.perf_counter(), time.process_time()
         self._origins = {rank: stream.stamp() for rank, stream in streams.items()}
 
@@ -68,6 +70,7 @@ class Recorder:
         """Does one action of a rank, and records it from when the rank has what it needs until it is done."""
         if todo.takes:
             self.take(run, rank, todo)
+        await_fetch(rank, todo)
         self.work(run, rank, todo)
 
     def take(self, run: Run, rank: Rank, todo: CompiledAction) -> None:
@@ -82,6 +85,11 @@ class Recorder:
         """Does the work of an action that has what it needs."""
         start = rank.stream.stamp()
         WORK[todo.action.kind](run, rank, todo)
+        if todo.action.kind in MOVES:
+            assert rank.host is not None
+            assert rank.host.last is not None
+            self._moves.append((todo.rank, rank.host.last))
+            return
         self._stamps.append((todo.rank, todo.action, start, rank.stream.stamp()))
 
     def join(self, rank: int, records: Sequence[RemoteRecord]) -> None:
@@ -102,7 +110,9 @@ class Recorder:
         """Ends the actions of a run."""
         since = {rank: partial(stream.seconds, self._origins[rank]) for rank, stream in self._streams.items()}
         seconds = max(since[rank](stream.stamp()) for rank, stream in self._streams.items())
-        spans = [Span(rank, action, since[rank](a), since[rank](b)) for rank, action, a, b in self._stamps]
+        moves = [(rank, move.action, move.began, move.ended) for rank, move in self._moves if move.ended is not None]
+        stamps = [*self._stamps, *moves]
+        spans = [Span(rank, action, since[rank](a), since[rank](b)) for rank, action, a, b in stamps]
         spans.sort(key=attrgetter("start", "rank"))
         timeline = Timeline(len(self._streams), tuple(spans), seconds)
         cpu = time.process_time() - self._cpu

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gpipe.runtime.context import Context
 from gpipe.runtime.engine import Engine, Wanted
+from gpipe.runtime.offload import Host, Inside, host_of
 from gpipe.runtime.split_backward import PendingWeights
 from gpipe.runtime.steps import CompiledProgram, Connections
 from gpipe.runtime.streams import RankStream
@@ -71,6 +72,7 @@ class Saved:
     progress: LayerProgress
     gradients: list[Gradients] = field(default_factory=list)
     roots: list[Tensor] = field(default_factory=list)
+    inside: Inside | None = None  # what is offloaded, until it is back
     snapshot: SavedBuffers | None = None
     fingerprint: Fingerprint | None = None  # of the forward: the recompute must have the same
     keys: SliceKeys | None = None  # of a slice of a micro-batch
@@ -83,6 +85,7 @@ class Rank:
     rank: int
     stream: RankStream
     stages: dict[int, StageRun]
+    host: Host | None = None  # if it offloads
     saved: dict[tuple[int, int], Saved] = field(default_factory=dict)  # by stage and micro-batch; empty at the end
     waiting: dict[int, dict[int, PendingWeights]] = field(default_factory=partial(defaultdict, dict))
     """What I left for W, by stage and micro-batch; empty likewise."""
@@ -160,7 +163,8 @@ class Run:
         self.owners = WeightOwners(engine.own, weights) if several else None
         self.ranks: list[Rank] = []
         for number, stream in engine.streams.items():
-            rank = Rank(number, stream, {})
+            offloads = any(self.connections[stage.index].offloaded for stage in engine.stages_of[number])
+            rank = Rank(number, stream, {}, host_of(stream) if offloads else None)
             self.ranks.append(rank)
             for stage in engine.stages_of[number]:
                 own = rank.stages[stage.index] = StageRun(stage)

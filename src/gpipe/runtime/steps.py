@@ -22,7 +22,7 @@ from gpipe.stages.messages import Label
 
 
 class Connections(NamedTuple):
-    """The routes into and out of one stage, the main line last, and the micro-batches that it recomputes.
+    """The routes into and out of one stage, the main line last, and the micro-batches it recomputes or offloads.
 
     Skips out of the stage are in the order in which their gradients are added: the last layer's pop first (note
     "Sums" in skips.py). `skips_in` and `skips_out` are the names of skip routes, and for these those of the stashes.
@@ -33,11 +33,12 @@ class Connections(NamedTuple):
     skips_in: tuple[str, ...]
     skips_out: tuple[tuple[str, str], ...]
     recomputed: frozenset[int]
+    offloaded: frozenset[int]
 
     @classmethod
     def of(cls, program: Program, stage: int) -> "Connections":
         """Looks up how a stage is connected."""
-        row = program.table[program.rank_of[stage]]
+        row = [action for action in program.table[program.rank_of[stage]] if action.stage == stage]
         both = (program.routes_into, program.routes_from)
         ins, outs = (tuple(sorted(routes[stage], key=_order)) for routes in both)
         return cls(
@@ -45,7 +46,10 @@ class Connections(NamedTuple):
             outs,
             tuple(route.name for route in ins[:-1]),
             tuple((route.name, route.name.rpartition("/")[0]) for route in outs[:-1]),
-            frozenset(a.micro_batch or 0 for a in row if a.kind is Kind.RECOMPUTE and a.stage == stage),
+            *(
+                frozenset(a.micro_batch or 0 for a in row if a.kind is kind)
+                for kind in (Kind.RECOMPUTE, Kind.OFFLOAD)
+            ),
         )
 
 

@@ -36,7 +36,9 @@ class RankStream:
 
     def begin(self, devices: Iterable[torch.device]) -> None:
         """Orders what follows behind what the calling thread has queued, on these devices and this one."""
-        self.called = {device: _event(current_stream(device)) for device in {self.device, *devices} if queues(device)}
+        self.called = {
+            device: event_on(current_stream(device)) for device in {self.device, *devices} if queues(device)
+        }
 
     def end(self, *, in_backward: bool = False) -> None:
         """Orders what the calling thread queues from now on behind what was queued here.
@@ -132,10 +134,10 @@ class DeviceStream(RankStream):
         return queued_on(self.compute)
 
     def mark(self) -> ReadyEvent:
-        return _event(self.compute)
+        return event_on(self.compute)
 
     def stamp(self) -> Stamp:
-        return _event(self.compute, enable_timing=True)
+        return event_on(self.compute, enable_timing=True)
 
     def seconds(self, since: Stamp, until: Stamp) -> float:
         assert isinstance(since, torch.Event)
@@ -144,7 +146,7 @@ class DeviceStream(RankStream):
         return float(since.elapsed_time(until)) / 1e3
 
     def keep_pace(self) -> None:
-        self._queued.append(_event(self.compute))
+        self._queued.append(event_on(self.compute))
         if len(self._queued) > MOST_QUEUED:
             self._queued.popleft().synchronize()
 
@@ -165,13 +167,14 @@ class DeviceStream(RankStream):
             streams.enter_context(queued_on(self.arrivals))
             copied = moved(tensor, self.device, non_blocking=True)
         if not queues(tensor.device):
-            self._given = _event(self.arrivals)
+            self._given = event_on(self.arrivals)
         self.compute.wait_stream(self.arrivals)
         copied.record_stream(self.compute)
         return copied
 
 
-def _event(stream: torch.Stream, *, enable_timing: bool = False) -> torch.Event:
+def event_on(stream: torch.Stream, *, enable_timing: bool = False) -> torch.Event:
+    """An event that comes when what was queued on a stream so far is done."""
     event = torch.Event(stream.device, enable_timing=enable_timing)
     event.record(stream)
     return event

@@ -11,10 +11,16 @@ from gpipe.schedule.action import COMPUTE, TRANSFERS, Action, Kind, nth_backward
 from gpipe.schedule.program import Program, RankActions
 from gpipe.schedule.rules import BACKWARDS, closing_order, crossing, linearize
 
-RematName: TypeAlias = Literal["always", "except_last", "never"]
+RematName: TypeAlias = Literal["always", "except_last", "never", "offload"]
 Remat: TypeAlias = RematName | int  # by name; or how many micro-batches keep at once what their forwards made
 REMATS: tuple[str, ...] = get_args(RematName)
 LEAST_BETWEEN = 2  # actions of a rank from a forward to its backward, for what it keeps to leave in one
+
+
+def place_remat(program: Program, remat: Sequence[Remat], *, halved: bool = False) -> Program:
+    """Puts what `remat` says of each stage into a bare program: `place_recompute`, and `place_offloads`."""
+    offloading = [stage for stage, each in enumerate(remat) if each == "offload"]
+    return place_offloads(place_recompute(program, remat, halved=halved), offloading, halved=halved)
 
 
 def place_recompute(program: Program, remat: Sequence[Remat], *, halved: bool = False) -> Program:

@@ -5,10 +5,10 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.planner.search.fitting import Fitting
+from gpipe.planner.search.fitting import Fitting, offloading
 from gpipe.planner.search.shapes import Shape
 from gpipe.schedule.cost import StageCost
-from gpipe.schedule.lower import place_recompute, place_transfers
+from gpipe.schedule.lower import Remat, place_recompute, place_remat, place_transfers
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import SCHEDULES
 from gpipe.schedule.simulate import UNIT_COST, Simulator, simulate
@@ -20,6 +20,7 @@ costs = st.builds(
     forward=numbers,
     backward=numbers,
     send=numbers,
+    move=numbers,
     send_gradient=st.none() | numbers,
     boundary=st.integers(0, 9),
     inside=st.integers(0, 9),
@@ -78,3 +79,25 @@ def test_unit_costs_give_the_closed_forms(stages: int, micro_batches: int) -> No
         seconds[name] = Simulator(program).seconds([UNIT_COST] * stages) - 3 * program.micro_batches
     fill = stages - 1
     assert seconds == {"gpipe": 3 * fill, "1f1b": 3 * fill, "zb_h1": fill, "zb_h2": fill}
+
+
+@LAW
+@given(data=st.data(), program=programs())
+def test_what_offloads_instead_fits_and_takes_no_longer_and_what_cannot_be_moved_recomputes(
+    data: st.DataObject, program: Program
+) -> None:
+    stages = program.stages
+    if not program.micro_batches:
+        return
+    each = tuple(data.draw(st.lists(costs, min_size=stages, max_size=stages)))
+    remat: tuple[Remat, ...] = tuple(
+        data.draw(st.lists(st.sampled_from(["always", "never", 1]), min_size=stages, max_size=stages))
+    )
+    before = simulate(place_transfers(place_remat(program, remat)), each)
+    limits = data.draw(st.sampled_from([before.peak_bytes, [inf] * program.ranks]))
+    found = offloading(program, each, limits, remat)
+    after = simulate(place_transfers(place_remat(program, found)), each)
+    assert after.timeline.seconds <= before.timeline.seconds
+    assert all(held <= limit for held, limit in zip(after.peak_bytes, limits, strict=True))
+    for own, one, cost in zip(remat, found, each, strict=True):
+        assert one == own or (one == "offload" and own != "never" and cost.move)

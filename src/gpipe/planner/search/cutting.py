@@ -159,7 +159,7 @@ class Trial:
 def message_costs(
     sized: SizedProfile, devices: Sequence[Device], speeds: Sequence[float], layers: Cuts, rank_of: Sequence[int]
 ) -> tuple[StageCost, ...]:
-    """What stages on these ranks cost with their messages: these take as long as the slower of two links has it."""
+    """What stages on these ranks cost with messages, which the slower of two links carries, and moves to the host."""
     runs = bounds(layers)
     under_way = [0.0] * (len(runs) + 1)
     for stage, (before, after) in enumerate(pairwise(rank_of), start=1):
@@ -168,7 +168,11 @@ def message_costs(
             under_way[stage] = sized.entering(*runs[stage]) / link
     bare = (sized.cost(*run, speeds[rank]) for run, rank in zip(runs, rank_of, strict=True))
     messages = zip(bare, under_way[1:], under_way[:-1], strict=True)
-    return tuple(replace(cost, send=ahead, send_gradient=back) for cost, ahead, back in messages)
+    hosts = (devices[rank].host for rank in rank_of)
+    return tuple(
+        replace(cost, send=ahead, send_gradient=back, move=cost.inside / host if host else 0.0)
+        for (cost, ahead, back), host in zip(messages, hosts, strict=True)
+    )
 
 
 def _neighbours(layers: Cuts) -> Iterator[Cuts]:

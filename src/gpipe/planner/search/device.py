@@ -19,6 +19,7 @@ class Device:
         memory: Bytes that it holds.
         flops: Floating-point operations that it does in a second of training, not the peak that is printed on it.
         link: Bytes a second to the devices beside it.
+        host: Bytes a second to the host's memory, or from a CPU to a file, and back; 0: nothing is offloaded.
         name: What it is called.
 
     >>> Device(memory=8 * 2**30, flops=9e12).text
@@ -29,12 +30,15 @@ class Device:
     flops: float = 1e12
     link: float = math.inf
     name: str = ""
+    host: float = 0.0
 
     def __post_init__(self) -> None:
         units = {"memory": "bytes", "flops": "floating-point operations a second", "link": "bytes a second"}
         given = [(name, value) for name, value in vars(self).items() if name in units]
         odd = [(name, value) for name, value in given if type(value) not in (int, float) or not value > 0]
         wrong = [f"{name}={value!r}; give more than 0, in {units[name]}" for name, value in odd]
+        if type(self.host) not in (int, float) or not self.host >= 0:
+            wrong.append(f"host={self.host!r}; give 0 or more, in bytes a second")
         if self.flops == math.inf:
             wrong.append("flops=inf; give a finite number")
         if wrong:

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain, product
 from math import prod
-from operator import attrgetter, ge
+from operator import attrgetter, ge, le
 from typing import TypeAlias
 
 from gpipe.planner.search.device import bytes_text
 from gpipe.schedule.cost import StageCost
-from gpipe.schedule.lower import Remat, recomputed
+from gpipe.schedule.lower import Remat, place_remat, place_transfers, recomputed
 from gpipe.schedule.many import Many
 from gpipe.schedule.program import Program
-from gpipe.schedule.simulate import MicroBatches, Recomputed, Simulator
+from gpipe.schedule.simulate import MicroBatches, Recomputed, Simulator, simulate
 
 Levels: TypeAlias = tuple[int, ...]
 """Of each stage of a rank, or of each stage, how many micro-batches at once keep what is inside."""
@@ -191,3 +191,28 @@ def fitting_remat(program: Program, costs: Sequence[StageCost], limits: Sequence
         raise ValueError(str(misfit))
     levels, _ = fitting.fastest(costs)
     return fitting.remat(levels)
+
+
+def offloading(
+    program: Program, costs: Sequence[StageCost], limits: Sequence[float], remat: tuple[Remat, ...]
+) -> tuple[Remat, ...]:
+    """The same, but with `"offload"` at each stage that so fits as well and saves its recompute at no time more.
+
+    >>> from gpipe.schedule.schedules.by_name import program_of
+    >>> costs = [StageCost(1.0, 2.0, move=0.5, inside=8), StageCost(1.0, 2.0, move=5.0, inside=8)]
+    >>> offloading(program_of("gpipe", 2, 8), costs, [16, 16], ("always", "always"))
+    ('offload', 'always')
+    """
+
+    def took(remat: tuple[Remat, ...]) -> tuple[bool, float]:
+        found = simulate(place_transfers(place_remat(program, remat)), costs)
+        return all(map(le, found.peak_bytes, limits)), found.timeline.seconds
+
+    _, seconds = took(remat)
+    for stage, cost in enumerate(costs):
+        other: tuple[Remat, ...] = (*remat[:stage], "offload", *remat[stage + 1 :])
+        if cost.move and remat[stage] != "never":
+            fits, others = took(other)
+            if fits and others <= seconds:
+                remat, seconds = other, others
+    return remat

@@ -13,7 +13,7 @@ from gpipe.planner.search.profile import bounds
 from gpipe.planner.search.shapes import Shape
 from gpipe.schedule.cell import in_cell
 from gpipe.schedule.cost import StageCost
-from gpipe.schedule.lower import Remat, place_recompute, place_transfers
+from gpipe.schedule.lower import Remat, place_remat, place_transfers
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement
 from gpipe.schedule.simulate import Simulation, simulate
@@ -129,7 +129,7 @@ class Plan:
         """The table, with what is recomputed and sent."""
         bare = self.table or self.shape.program()
         assert bare is not None  # it was timed
-        return place_transfers(place_recompute(bare, self.remat))
+        return place_transfers(place_remat(bare, self.remat))
 
     @cached_property
     def simulation(self) -> Simulation:

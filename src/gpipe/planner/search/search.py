@@ -16,7 +16,7 @@ from operator import attrgetter, itemgetter
 
 from gpipe.planner.search.cutting import Trial
 from gpipe.planner.search.device import Device, bytes_text, lasts
-from gpipe.planner.search.fitting import Misfit
+from gpipe.planner.search.fitting import Misfit, offloading
 from gpipe.planner.search.found import Plan, Reason, Rejection
 from gpipe.planner.search.profile import Profile
 from gpipe.planner.search.shapes import AUTO, LARGE, Choices, Shape, least_seconds, likely_seconds
@@ -190,7 +190,7 @@ def _plan(trial: Trial, global_batch: int, *, measured: bool) -> Plan:
     shape, settled, fitting = trial.shape, trial.best, trial.fitting
     assert settled is not None  # cuts that fit were found
     busy = fitting.busy(settled.costs, settled.levels)
-    return Plan(
+    plan = Plan(
         partitions=shape.partitions,
         micro_batches=shape.micro_batches,
         layers_per_partition=settled.layers,
@@ -208,3 +208,11 @@ def _plan(trial: Trial, global_batch: int, *, measured: bool) -> Plan:
         measured=measured,
         table=trial.program if shape.schedule == AUTO and isinstance(trial.program, Program) else None,
     )
+    if not isinstance(trial.program, Program):
+        return plan
+    remat = offloading(trial.program, plan.costs, [device.memory for device in trial.devices], plan.remat)
+    if remat == plan.remat:
+        return plan
+    plan = replace(plan, remat=remat)
+    timeline, peaks = plan.simulation.timeline, plan.simulation.peak_bytes
+    return replace(plan, seconds=timeline.seconds, peak_bytes=peaks, bubble=timeline.idle_share())

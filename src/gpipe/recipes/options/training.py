@@ -75,7 +75,7 @@ class TrainOptions:
     #: M: how many micro-batches each mini-batch is split into; 4 K or more keep the bubble small.
     micro_batches: Count = 8
     #: Which micro-batches keep only what crosses partitions, and recompute the rest in the backward pass.
-    remat: Literal["always", "except_last", "never"] = "always"
+    remat: Literal["always", "except_last", "never", "offload"] = "always"
     #: The order of the work, and how many stages each partition is: see `gpipe schedule`. Losses do not depend on it.
     schedule: Literal[
         "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v"

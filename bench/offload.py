@@ -1,0 +1,158 @@
+"""What autograd keeps goes to a file: a net whose activations are four times the memory given, beside one that fits.
+
+    python -m bench.offload
+
+Each training is a process of its own. One that keeps all says how much its steps add to what was there before them;
+others then get a quarter of that: by a control group's limit (as root, on Linux), which counts mapped pages and what
+is cached of files as well, and which a process that keeps all does not survive. Each round runs all, one by one.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gpipe
+from bench.machine import facts
+from bench.report import describe, interval, spread, table, write
+
+WIDTH, BLOCKS, PARTITIONS, MICRO_BATCHES, ROWS = 1024, 16, 2, 16, 16 * 256
+STEPS, PART, MIB = 3, 4, 2**20
+OLD = Path("/sys/fs/cgroup/memory")
+GROUP = (OLD if OLD.is_dir() else OLD.parent) / "gpipe_bench_offload"
+LIMIT, STAT, ANONYMOUS = (
+    ("memory.limit_in_bytes", "memory.stat", "rss") if OLD.is_dir() else ("memory.max", "memory.stat", "anon")
+)
+
+
+def resident(what: str) -> int:
+    """Bytes of this process in memory, mapped pages included: now (`VmRSS`), or at the most (`VmHWM`)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+
+def limit(more: int) -> None:
+    """Gives this process's group so much more than what is its own now; what is cached of files does not count."""
+    (own,) = (
+        int(line.split()[1]) for line in (GROUP / STAT).read_text().splitlines() if line.split()[0] == ANONYMOUS
+    )
+    (GROUP / LIMIT).write_text(str(own + more))
+
+
+def network(width: int) -> list[nn.Module]:
+    """Blocks that keep two tensors as large as their input."""
+    return [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(BLOCKS)]
+
+
+def train(remat: str, given: int) -> dict[str, Any]:
+    """Trains some steps; says how long each took, what was held before and at the most, and what was predicted."""
+    torch.manual_seed(0)
+    small = torch.randn(ROWS, 16)
+    with gpipe.GPipe(network(16), PARTITIONS, MICRO_BATCHES, remat=remat) as pipe:  # brings in code, and threads
+        pipe.step(small, small, F.mse_loss)
+        torch.optim.Adam(pipe.parameters()).step()
+    before = resident("VmRSS")
+    x = torch.randn(ROWS, WIDTH)
+    pipe = gpipe.GPipe(network(WIDTH), PARTITIONS, MICRO_BATCHES, remat=remat, sample=x, costs=[1.0] * BLOCKS, seed=0)
+    optimizer = torch.optim.Adam(pipe.parameters())
+    for parameter in pipe.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    state = resident("VmRSS")
+    if given:
+        limit(given)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    seconds, losses = [], []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        losses.append(float(pipe.step(x, x, F.mse_loss)))
+        seconds.append(time.perf_counter() - start)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    peaks = pipe.prediction.peak_bytes
+    predicted = None if peaks is None else before + x.nbytes + sum(peaks)
+    return {"seconds": seconds, "state": state, "most": resident("VmHWM"), "predicted": predicted, "losses": losses}
+
+
+def run(remat: str, given: int) -> dict[str, Any] | None:
+    """Trains in a process of its own, with so much memory beside state; None if that is killed for want of it."""
+    command = f"exec {sys.executable} -m bench.offload --train {remat} --given {given}"
+    if given:
+        GROUP.mkdir(exist_ok=True)
+        command = f"echo $$ > {GROUP / 'cgroup.procs'} && {command}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    if given:
+        time.sleep(0.5)  # a group is empty a little later
+        GROUP.rmdir()
+    if done.returncode == -9:
+        return None
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    """Measures, and keeps the result."""
+    parser = argparse.ArgumentParser(prog="python -m bench.offload", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--train", help=argparse.SUPPRESS)
+    parser.add_argument("--given", type=int, default=0, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.train:
+        print(json.dumps(train(asked.train, asked.given)))
+        return
+    first = run("never", 0)
+    assert first is not None
+    activations = first["most"] - first["state"]
+    given = activations // PART
+    ways = {"never": ("never", 0), "offload": ("offload", given), "always": ("always", 0)}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+    for _ in range(asked.rounds):
+        for name, (remat, most) in ways.items():
+            done = run(remat, most)
+            assert done is not None, f"{name} was killed"
+            found[name].append(done)
+    killed = run("never", given) is None
+    assert all(one["losses"] == first["losses"] for some in found.values() for one in some)
+    steps = {name: [took for one in some for took in one["seconds"][1:]] for name, some in found.items()}
+    each = zip(found["offload"], found["never"], strict=True)
+    ratios = [took / median(base["seconds"][1:]) for one, base in each for took in one["seconds"][1:]]
+    low, high = interval(ratios)
+    most, predicted = (median(one[what] for one in found["offload"]) for what in ("most", "predicted"))
+    rows = [
+        [
+            name,
+            f"{given / MIB:.0f}" if ways[name][1] else "any",
+            f"{median(one['most'] - one['state'] for one in some) / MIB:.0f}",
+            spread(steps[name], 1.0),
+            f"{median(steps[name]) / median(steps['never']):.2f}",
+        ]
+        for name, some in found.items()
+    ]
+    text = [
+        "# What autograd keeps, in a file",
+        describe(facts()),
+        f"{BLOCKS} blocks of Linear({WIDTH}) and GELU on {PARTITIONS} partitions, threads, M = {MICRO_BATCHES} of "
+        f"{ROWS // MICRO_BATCHES} rows, Adam. Before a step the process has {first['state'] / MIB:.0f} MiB; a step "
+        f"that keeps all adds {activations / MIB:.0f}, and the control group gives a quarter of that. One that keeps "
+        f"all in it is {'killed' if killed else 'not killed'}. Losses are the same bits in all. MiB are resident, "
+        f"mapped pages included, the most above what was there before.",
+        table(["remat", "MiB given", "MiB more", "s a step", "times"], rows),
+        f"Offloading takes {median(ratios):.2f} (95 %: {low:.2f}-{high:.2f}) times as long as what fits, pairs of a "
+        f"round compared; wanted: at most 1.3. Predicted are {predicted / MIB:.0f} MiB of the process at the most, "
+        f"measured {most / MIB:.0f}: {predicted / most - 1:+.1%}; wanted: within 10 %.",
+    ]
+    write("offload", "\n\n".join(text), {"facts": facts(), "given": given, "first": first, "found": found})
+
+
+if __name__ == "__main__":
+    main()

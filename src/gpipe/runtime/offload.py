@@ -1,0 +1,248 @@
+"""OFFLOAD and FETCH: what autograd keeps of a micro-batch goes to the host, and is back for its backward.
+
+All that autograd saves in a forward is known here. Of its memory that goes to which nothing else refers: not weights,
+buffers and what crosses a boundary, nor what a layer or the caller holds on to; these have tensors of it elsewhere.
+What is saved twice, and views of one another, are moved once and share memory again; shapes, strides and alignment
+are what they were: so are all bits.
+
+A rank's moves are done one at a time, and the rank goes on beside the last one. It waits when it comes to the next,
+or to the backward for which something comes back, on a device by its stream alone; memory that was moved is free by then.
+
+What is freed on a CPU glibc keeps, and backwards wander over what was offloaded: the process would grow to what all
+micro-batches need. So it is made to give free pages back with each move; and what is fetched lies in memory that is
+no allocator's, and is the system's again as soon as its node has run.
+"""
+
+import ctypes
+import mmap
+import tempfile
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from gpipe._torch.accelerator import queued_on, queues
+from gpipe._torch.autograd import PLAIN, SavedTensor, memory_users, unpack
+from gpipe.runtime.streams import DeviceStream, RankStream, Stamp, event_on
+from gpipe.schedule.action import Action, Kind
+
+Host: TypeAlias = "FileHost | PinnedHost"
+NAME = "gpipe moves"  # of the thread that moves
+_give_back: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", int)
+"""Has glibc give the pages of all that is free back to the system; other allocators do so in their own time."""
+
+
+@dataclass(slots=True, eq=False)
+class Moved:
+    """A storage that is moved, and the tensors of it that autograd saved."""
+
+    storage: UntypedStorage | None  # None: it is away
+    size: int
+    saved: Sequence[SavedTensor]
+
+    def bytes(self) -> Tensor:
+        """What it holds."""
+        assert self.storage is not None
+        return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+
+    def free(self) -> None:
+        """Lets go of it."""
+        self.storage = None
+        for one in self.saved:
+            one.let_go()
+
+    def lay_in(self, storage: UntypedStorage) -> None:
+        """Has what was saved lie in this one as it did in the one before."""
+        self.storage = storage
+        for one in self.saved:
+            one.lay_in(storage)
+
+
+@dataclass(eq=False)
+class Inside:
+    """What autograd keeps of one micro-batch at one stage: all that it saved there, and what of that is moved."""
+
+    saved: list[SavedTensor] = field(default_factory=list)
+    moved: list[Moved] = field(default_factory=list)
+    there: Any = None  # where it is with the host
+
+    def watched(self) -> AbstractContextManager[object]:
+        """Has autograd save here what is done inside."""
+        saved = self.saved  # and no more than that: the graph keeps the hooks
+
+        def pack(tensor: Tensor) -> SavedTensor:
+            saved.append(SavedTensor.of(tensor))
+            return saved[-1]
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def leave(self) -> None:
+        """Finds the storages to which nothing refers but what autograd saved; of the others nothing more is known."""
+        alike = defaultdict[int, list[SavedTensor]](list)
+        for one in self.saved:
+            if type(one.tensor) in PLAIN and one.tensor.layout is torch.strided:
+                alike[one.tensor.untyped_storage().data_ptr()].append(one)
+        for address, some in alike.items():
+            storage = some[0].tensor.untyped_storage()
+            alone = memory_users(some[0].tensor) == len(some) and storage.resizable()  # nor is it another library's
+            if address and alone and all(one.is_as_saved for one in some):
+                self.moved.append(Moved(storage, storage.nbytes(), some))
+        self.saved.clear()
+
+    def arrive(self) -> None:
+        """What was moved is there again, and in the graph alone: each is let go of as soon as its node has run."""
+        self.moved, self.there = [], None
+
+
+@dataclass(eq=False)
+class Move:
+    """A move under way: since when, of what, and what to wait for."""
+
+    action: Action
+    inside: Inside
+    began: Stamp
+    wait: Callable[[], Stamp]  # gives when it was done
+    ended: Stamp | None = None
+
+
+class _Moves:
+    """The moves of a rank, one at a time."""
+
+    last: Move | None = None
+
+    def __init__(self, stream: RankStream) -> None:
+        self.stream = stream
+
+    def finish(self, inside: Inside | None = None) -> None:
+        """Waits until the move under way is done, if there is one: perhaps only that of what is given."""
+        if self.last is None or inside not in (None, self.last.inside):
+            return
+        move, self.last = self.last, None
+        try:
+            move.ended = move.wait()
+        except BaseException as error:
+            error.add_note(f"in {move.action}, which was under way")
+            raise
+        if move.action.kind is Kind.OFFLOAD:
+            for one in move.inside.moved:
+                one.free()
+
+
+class FileHost(_Moves):
+    """Of a rank on a CPU: for each micro-batch a file of no name in the folder for temporary ones; and a thread.
+
+    What is in a file is no memory of the process, and what the system keeps of it in its cache it gives up for want.
+    """
+
+    def __init__(self, stream: RankStream) -> None:
+        super().__init__(stream)
+        self._thread = ThreadPoolExecutor(1, NAME)
+
+    def offload(self, action: Action, inside: Inside) -> None:
+        """Begins to write what a micro-batch keeps."""
+        self.finish()
+        inside.leave()
+        inside.there = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # until it is back
+        weakref.finalize(inside, inside.there.close)  # if it never is
+        self._begin(action, inside, _write)
+
+    def fetch(self, action: Action, inside: Inside) -> None:
+        """Begins to read it back."""
+        self.finish()
+        for one in inside.moved:
+            memory = mmap.mmap(-1, one.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            one.lay_in(torch.frombuffer(memory, dtype=torch.uint8).untyped_storage())
+        self._begin(action, inside, _read)
+
+    def _begin(self, action: Action, inside: Inside, work: Callable[[Inside], float]) -> None:
+        done: Future[float] = self._thread.submit(work, inside)
+        self.last = Move(action, inside, self.stream.stamp(), done.result)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _write(inside: Inside) -> float:
+    _give_back(0)
+    for one in inside.moved:
+        _whole(inside.there.write, one)
+    return time.perf_counter()
+
+
+def _read(inside: Inside) -> float:
+    _give_back(0)
+    inside.there.seek(0)
+    for one in inside.moved:
+        _whole(inside.there.readinto, one)
+    inside.there.close()
+    return time.perf_counter()
+
+
+def _whole(call: Callable[[memoryview], int], one: Moved) -> None:
+    """Reads or writes a storage: the system does at most 2 GiB at once. Of what numpy saw torch resizes nothing."""
+    assert one.storage is not None
+    memory, done = memoryview((ctypes.c_char * one.size).from_address(one.storage.data_ptr())), 0
+    while done < one.size:
+        done += (count := call(memory[done:]))
+        if not count:
+            raise OSError("the file of what was offloaded has ended before what was written to it")
+
+
+class PinnedHost(_Moves):
+    """Of a rank on a device: pinned memory, and a stream to copy on."""
+
+    stream: DeviceStream
+
+    def __init__(self, stream: RankStream) -> None:
+        super().__init__(stream)
+        self._copies = torch.Stream(stream.device)
+
+    def offload(self, action: Action, inside: Inside) -> None:
+        """Queues the copies of what a micro-batch keeps."""
+        self.finish()
+        inside.leave()
+        inside.there = [torch.empty(one.size, dtype=torch.uint8, pin_memory=True) for one in inside.moved]
+        self._queue(action, inside)
+
+    def fetch(self, action: Action, inside: Inside) -> None:
+        """Queues the copies back."""
+        self.finish()
+        for one in inside.moved:
+            memory = torch.empty(one.size, dtype=torch.uint8, device=self.stream.device)
+            one.lay_in(memory.untyped_storage())
+        self._queue(action, inside)
+
+    def _queue(self, action: Action, inside: Inside) -> None:
+        self._copies.wait_event(self.stream.mark())  # type: ignore[arg-type]  # an event, on a device
+        with queued_on(self._copies):
+            began = event_on(self._copies, enable_timing=True)
+            for one, there in zip(inside.moved, inside.there, strict=True):
+                pair = (there, one.bytes()) if action.kind is Kind.OFFLOAD else (one.bytes(), there)
+                pair[0].copy_(pair[1], non_blocking=True)
+            ended = event_on(self._copies, enable_timing=True)
+
+        self.last = Move(action, inside, began, partial(self._wait, action.kind, ended))
+
+    def _wait(self, kind: Kind, ended: torch.Event) -> Stamp:
+        if kind is Kind.OFFLOAD:  # what is freed then may be of any stream
+            ended.synchronize()
+        else:
+            self.stream.compute.wait_event(ended)
+        return ended
+
+    def close(self) -> None:
+        """Lets the stream end by itself."""
+
+
+def host_of(stream: RankStream) -> Host:
+    """Where a rank puts what it offloads."""
+    return PinnedHost(stream) if queues(stream.device) else FileHost(stream)

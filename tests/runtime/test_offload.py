@@ -1,0 +1,225 @@
+"""What autograd keeps goes to the host and comes back: which memory, when, and what is told if it cannot."""
+
+import ctypes
+import gc
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe
+from gpipe.runtime import offload
+from gpipe.runtime.offload import FileHost, Inside
+from gpipe.runtime.streams import RankStream
+from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.schedules import SCHEDULES
+from gpipe.schedule.schedules.by_name import program_of
+from gpipe.schedule.simulate import figures
+
+M, WIDTH = 8, 16
+X = torch.randn(2 * M, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+class Shared(nn.Module):
+    """Saves one tensor twice, views of one memory, its weight, and something that it holds on to."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.register_buffer("scale", torch.full((WIDTH,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = (x @ self.weight).chunk(2, dim=1)
+        self.held = torch.sigmoid(a)
+        both = (self.held * b).exp()
+        out: Tensor = torch.cat([both * both, both.t().t() * a], dim=1) * self.scale
+        return F.dropout(out, 0.2)
+
+
+def layers() -> list[nn.Module]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), Shared(), nn.LayerNorm(WIDTH))]
+
+
+def trained(**how: Any) -> tuple[list[Tensor], gpipe.GPipe]:
+    with gpipe.GPipe(layers(), how.pop("partitions", 2), M, costs=[1.0] * 12, seed=3, **how) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
+        found = []
+        for _ in range(2):
+            found.append(pipe.step(X, X, F.mse_loss))
+            found += [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+        pipe(X).sum().backward()
+        return [*found, *(p.grad for p in pipe.parameters() if p.grad is not None)], pipe
+
+
+def same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(map(torch.equal, some, others)) and len(some) == len(others)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_bits_are_those_of_what_was_never_moved(schedule: str) -> None:
+    wanted, _ = trained(remat="never", partitions=1)
+    for remat, driver in (("offload", "threads"), ("offload", "lockstep")):
+        found, pipe = trained(remat=remat, driver=driver, schedule=schedule)
+        assert same(found, wanted)
+        assert any(action.kind is Kind.OFFLOAD for action in pipe.program.actions)
+    stages = len(pipe.program.rank_of)
+    found, _ = trained(remat=(["offload", "always", "never", 1] * stages)[:stages], schedule=schedule)
+    assert same(found, wanted)
+
+
+def inside_of(layer: nn.Module, x: Tensor) -> tuple[Inside, Tensor]:
+    inside = Inside()
+    with inside.watched():
+        out = layer(x)
+    return inside, out
+
+
+def test_what_others_hold_stays_and_what_is_saved_twice_is_moved_once() -> None:
+    layer, x = Shared(), X.clone().requires_grad_()
+    inside, out = inside_of(layer, x)
+    saved = len(inside.saved)
+    inside.leave()
+    stays = {t.untyped_storage().data_ptr() for t in (x, layer.weight, layer.scale, layer.held, out)}
+    moved = [one.storage.data_ptr() for one in inside.moved if one.storage is not None]
+    assert moved
+    assert not stays & {*moved}
+    assert len(moved) == len({*moved}) < sum(len(one.saved) for one in inside.moved) < saved
+    for one in inside.moved:
+        one.free()
+    with pytest.raises(RuntimeError, match="comes back for its backward alone"):
+        out.sum().backward()
+
+
+def test_what_was_changed_since_it_was_saved_is_refused_as_torch_does() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            kept = x.exp()
+            out: Tensor = kept * 1.0
+            kept.mul_(2)
+            return out
+
+    for remat in ("never", "offload"):
+        with gpipe.GPipe([nn.Linear(WIDTH, WIDTH), Writes()], 1, M, remat=remat) as pipe:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+                pipe.step(X, X, F.mse_loss)
+            assert any("in the backward of micro-batch 0" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+@pytest.mark.parametrize("after", [0, 5])
+def test_a_full_disk_is_told_with_its_type_and_place_and_the_pipe_goes_on(
+    driver: str, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, _ = trained(remat="never")
+    files, made = count(), tempfile.TemporaryFile
+
+    def full(**how: Any) -> Any:
+        return open("/dev/full", "wb", buffering=0) if next(files) >= after else made(**how)
+
+    with gpipe.GPipe(layers(), 2, M, costs=[1.0] * 12, seed=3, remat="offload", driver=driver) as pipe:
+        with monkeypatch.context() as patched:
+            patched.setattr(tempfile, "TemporaryFile", full)
+            with pytest.raises(OSError, match="No space left") as raised:
+                pipe.step(X, X, F.mse_loss)
+        notes = "\n".join(raised.value.__notes__)
+        assert "which was under way" in notes
+        assert "OFFLOAD" in notes
+        pipe.zero_grad()
+        pipe.step_number = 0
+        assert torch.equal(pipe.step(X, X, F.mse_loss), wanted[0])
+
+
+def open_files() -> int:
+    """How many there are when the threads that move are gone."""
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith(offload.NAME):
+            thread.join(10)
+            assert not thread.is_alive()
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_files_and_threads_are_gone_behind_a_step_and_with_a_call_that_is_dropped() -> None:
+    with gpipe.GPipe(layers(), 2, M, costs=[1.0] * 12, remat="offload") as pipe:
+        pipe.step(X, X, F.mse_loss)
+        before = open_files()
+        pipe.step(X, X, F.mse_loss)
+        assert open_files() == before
+        out = pipe(X)
+        assert len(os.listdir("/proc/self/fd")) == before + 2 * M
+        del out
+        assert open_files() == before
+
+
+def test_a_layer_that_fails_leaves_nothing_behind() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if next(calls) == M - 2:
+                raise KeyError("mine")
+            return x
+
+    calls = count()
+    with gpipe.GPipe([*layers(), Fails()], 2, M, costs=[1.0] * 13, remat="offload") as pipe:
+        before = open_files()
+        with pytest.raises(KeyError, match="mine"):
+            pipe.step(X, X, F.mse_loss)
+        assert open_files() == before
+        pipe.step(X, X, F.mse_loss)
+        assert open_files() == before
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the allocator is not glibc's")
+def test_what_is_away_and_what_came_back_and_was_used_are_no_memory_of_the_process() -> None:
+    x = torch.randn(64, 4096, requires_grad=True)  # 1 MiB
+    host = FileHost(RankStream(torch.device("cpu"), alone=True))
+
+    def resident() -> int:
+        host.offload(Action(Kind.OFFLOAD, 0, 1), Inside())  # a move has what is free given back
+        host.finish()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    inside, out = inside_of(nn.Sequential(*[nn.Softplus() for _ in range(9)]), x)
+    gradient = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+    before = resident()
+    host.offload(Action(Kind.OFFLOAD, 0, 0), inside)
+    host.finish()
+    assert len(inside.moved) == 8
+    assert before - resident() > 7 * 2**20
+    host.fetch(Action(Kind.FETCH, 0, 0), inside)
+    host.finish(inside)
+    assert all(one.saved[0].tensor.data_ptr() % 64 == 0 for one in inside.moved)
+    inside.arrive()
+    assert resident() > before - 2**20
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], gradient)
+    assert before - resident() > 7 * 2**20
+    host.close()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_two_insides_are_held_however_many_micro_batches_there_are(schedule: str) -> None:
+    x = torch.ones(M * 64, WIDTH)
+    peaks = {}
+    for remat in ("never", "always", "offload"):
+        deep = [nn.Sequential(nn.Linear(WIDTH, WIDTH), *[nn.Softplus() for _ in range(10)]) for _ in range(6)]
+        with gpipe.GPipe(deep, 6, M, remat=remat, schedule=schedule, driver="lockstep") as pipe:
+            with gpipe.record(pipe, memory=True) as recording:
+                pipe.step(x, x, F.mse_loss)
+            peaks[remat] = recording.memory()[0].activations or 0
+    inside = (peaks["never"] - peaks["always"]) / (figures(program_of(schedule, 6, M)).peaks[0] - 1)
+    assert peaks["offload"] < 1.02 * (peaks["always"] + inside) < peaks["never"]
