@@ -6,7 +6,7 @@ What is saved twice, and views of one another, are moved once and share memory a
 are what they were: so are all bits.
 
 A rank's moves are done one at a time, and the rank goes on beside the last one. It waits when it comes to the next,
-or to the backward for which something comes back, on a device by its stream alone; memory that was moved is free by then.
+by when memory that was moved is free, or to the backward for which something comes back: on a device its stream does.
 
 What is freed on a CPU glibc keeps, and backwards wander over what was offloaded: the process would grow to what all
 micro-batches need. So it is made to give free pages back with each move; and what is fetched lies in memory that is
