@@ -15,6 +15,7 @@ from gpipe.planner.search.found import Plan as Plan
 from gpipe.planning import find_plan as find_plan
 from gpipe.profiling.recording import Recording as Recording
 from gpipe.profiling.recording import record as record
+from gpipe.runtime.offload import offload as offload
 from gpipe.stages.microbatch import MicroBatches as MicroBatches
 from gpipe.stages.microbatch import Whole as Whole
 from gpipe.stages.rng import rng_scope as rng_scope

@@ -1,0 +1,86 @@
+"""An optimizer whose state is on the host makes the same steps."""
+
+import tempfile
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.adagrad import Adagrad
+
+import gpipe
+
+Make = Callable[[Iterable[Tensor]], Optimizer]
+MAKES: list[Make] = [
+    partial(AdamW, lr=0.01, amsgrad=True),
+    partial(Adam, lr=0.01, foreach=True),
+    partial(Adam, lr=0.01, fused=True),
+    partial(SGD, lr=0.01, momentum=0.9),
+    partial(Adagrad, lr=0.01),
+]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Flatten(), nn.Linear(64, 32))
+    return whole.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def train(whole: nn.Module, optimizer: Optimizer, steps: int) -> list[Tensor]:
+    for step in range(steps):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        whole(torch.randn(2, 3, 3, 3)).square().sum().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in whole.parameters()]
+
+
+def train_on_plainly() -> list[Tensor]:
+    plain = model()
+    optimizer = AdamW(plain.parameters(), lr=0.01)
+    train(plain, optimizer, 2)
+    return train(plain, optimizer, 2)
+
+
+def in_files(optimizer: Optimizer) -> list[bool]:
+    values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return [value.untyped_storage().filename is not None for value in values if value.nbytes >= 4096]
+
+
+@pytest.mark.parametrize("make", MAKES, ids=["adamw", "foreach", "fused", "sgd", "adagrad"])
+def test_its_state_lies_in_files_and_weights_have_the_same_bits(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    whole, other = model(), model()
+    expected, optimizer = train(whole, make(whole.parameters()), 3), make(other.parameters())
+    gpipe.offload(optimizer)
+    assert all(map(torch.equal, train(other, optimizer, 3), expected))
+    files = in_files(optimizer)
+    assert files
+    assert all(files)
+    assert not [*tmp_path.glob(f"{tempfile.template}*")]  # they have no names
+
+
+def test_state_that_is_there_or_loaded_goes_too_and_is_saved_as_ever() -> None:
+    whole, other = model(), model()
+    first, second = AdamW(whole.parameters(), lr=0.01), AdamW(other.parameters(), lr=0.01)
+    train(whole, first, 2)
+    gpipe.offload(first)
+    assert all(in_files(first))
+    other.load_state_dict(whole.state_dict())
+    gpipe.offload(second)
+    second.load_state_dict(deepcopy(first.state_dict()))
+    found, again = train(whole, first, 2), train(other, second, 2)
+    assert all(map(torch.equal, found, again))
+    assert all(in_files(second))
+    assert all(map(torch.equal, found, train_on_plainly()))
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"offload takes an optimizer of torch.optim, not Linear"):
+        gpipe.offload(nn.Linear(1, 1))  # type: ignore[arg-type]
