@@ -197,6 +197,29 @@ def test_whatever_is_offered_is_used_and_tried_here() -> None:
     assert offered() - tried == set()
 
 
+def test_what_a_node_saved_lies_in_another_storage_as_it_did_before() -> None:
+    saved: list[autograd.SavedTensor] = []
+
+    def pack(tensor: Tensor) -> autograd.SavedTensor:
+        saved.append(autograd.SavedTensor.of(tensor))
+        return saved[-1]
+
+    with relied_on("SavedTensor", "frees what autograd keeps, and brings it back"), relied_on("unpack", "gives it"):
+        x = torch.randn(4, 3, requires_grad=True)
+        with saved_tensors_hooks(pack, autograd.unpack):
+            y = (x * 2).t().exp()
+        (one,) = saved
+        assert one.is_as_saved
+        storage = one.tensor.untyped_storage().clone()
+        one.let_go()
+        with pytest.raises(RuntimeError, match="comes back for its backward alone"):
+            autograd.unpack(one)
+        one.lay_in(storage)
+        y.sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, 2 * (x.detach() * 2).exp())
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -210,7 +210,7 @@ def test_bug_a_route_that_leads_nowhere_is_named_and_stops_nothing(route: Route)
         ("0F1", "0F1 has no micro-batch of 0 to 0"),
         ("3F0", "3F0 is an action of rank 0, which does not hold stage 3"),
         ("0R0@x:0>1", "0R0@x:0>1 is no transfer and takes no route"),
-        ("0COMMIT0", "0COMMIT0 closes its stage and has no micro-batch"),
+        ("0COMMIT0", "0COMMIT0 is of its whole stage and has no micro-batch"),
         ("0SEND0", "0SEND0 takes a route that the program does not have there"),
         ("0SEND0@e0:0>1", "0SEND0@e0:0>1 takes a route that the program does not have there"),
         ("0SEND0@x:1>2", "0SEND0@x:1>2 takes a route that the program does not have there"),

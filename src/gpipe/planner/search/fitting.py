@@ -199,9 +199,9 @@ def offloading(
     """The same, but with `"offload"` at each stage that so fits as well and saves its recompute at no time more.
 
     >>> from gpipe.schedule.schedules.by_name import program_of
-    >>> costs = [StageCost(1.0, 2.0, move=0.5, inside=8), StageCost(1.0, 2.0, move=5.0, inside=8)]
+    >>> costs = [StageCost(1.0, 2.0, move=5.0, inside=8), StageCost(1.0, 2.0, move=0.5, inside=8)]
     >>> offloading(program_of("gpipe", 2, 8), costs, [16, 16], ("always", "always"))
-    ('offload', 'always')
+    ('always', 'offload')
     """
 
     def took(remat: tuple[Remat, ...]) -> tuple[bool, float]:
