@@ -41,6 +41,18 @@ def test_more_memory_recomputes_less() -> None:
     assert levels[0] < levels[1] < levels[-1]
 
 
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v", "1f1b"])
+def test_what_is_predicted_fits(schedule: str) -> None:
+    for memory in range(280_000, 480_000, 20_000):
+        try:
+            made = pipe(memory, schedule=schedule)
+        except ValueError as error:
+            assert "nothing fits" in str(error) or "remat='auto'" in str(error)
+        else:
+            assert made.prediction.peak_bytes is not None
+            assert max(made.prediction.peak_bytes) <= memory
+
+
 def test_each_partition_has_its_own_memory_or_that_of_the_machine_and_what_does_not_fit_is_refused() -> None:
     first, last = remats(pipe([300_000, 10**6]))
     assert last == "never" != first

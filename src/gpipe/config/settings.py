@@ -22,7 +22,7 @@ from gpipe.planner.search.search import search
 from gpipe.planner.search.shapes import AUTO, Choices
 from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import StageCost, stage_cost
-from gpipe.schedule.lower import Remat, place_recompute
+from gpipe.schedule.lower import Remat, join_backwards, place_recompute
 from gpipe.schedule.partition import Partition, given
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, table_in_training
@@ -201,7 +201,8 @@ def _ranks_at_once(checked: Checked) -> int:
 
 
 def _bare(schedule: Schedule, placement: Placement, micro_batches: int) -> Program:
-    return Program.of(table_in_training(schedule, placement, micro_batches), micro_batches, rank_of=placement)
+    rows = table_in_training(schedule, placement, micro_batches)
+    return join_backwards(Program.of(rows, micro_batches, rank_of=placement))  # as it is run
 
 
 def _cut(
