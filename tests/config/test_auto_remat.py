@@ -1,5 +1,6 @@
 """remat="auto" recomputes where memory demands it and as often; and a pipe by a plan does what the plan says."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -43,14 +44,14 @@ def test_more_memory_recomputes_less() -> None:
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_v", "1f1b"])
 def test_what_is_predicted_fits(schedule: str) -> None:
+    fitted = 0
     for memory in range(280_000, 480_000, 20_000):
-        try:
-            made = pipe(memory, schedule=schedule)
-        except ValueError as error:
-            assert "nothing fits" in str(error) or "remat='auto'" in str(error)
-        else:
-            assert made.prediction.peak_bytes is not None
-            assert max(made.prediction.peak_bytes) <= memory
+        with suppress(ValueError):  # nothing fits
+            peaks = pipe(memory, schedule=schedule).prediction.peak_bytes
+            fitted += 1
+            assert peaks is not None
+            assert max(peaks) <= memory
+    assert fitted >= 4
 
 
 def test_each_partition_has_its_own_memory_or_that_of_the_machine_and_what_does_not_fit_is_refused() -> None:
