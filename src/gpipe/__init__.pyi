@@ -9,13 +9,13 @@ from gpipe.checkpoint.weights import load_weights as load_weights
 from gpipe.checkpoint.weights import save_weights as save_weights
 from gpipe.errors import RemoteError as RemoteError
 from gpipe.nonfinite import detect_nonfinite as detect_nonfinite
+from gpipe.optimizer_state import offload as offload
 from gpipe.pipeline import GPipe as GPipe
 from gpipe.planner.search.device import Device as Device
 from gpipe.planner.search.found import Plan as Plan
 from gpipe.planning import find_plan as find_plan
 from gpipe.profiling.recording import Recording as Recording
 from gpipe.profiling.recording import record as record
-from gpipe.runtime.offload import offload as offload
 from gpipe.stages.microbatch import MicroBatches as MicroBatches
 from gpipe.stages.microbatch import Whole as Whole
 from gpipe.stages.rng import rng_scope as rng_scope
