@@ -36,9 +36,8 @@ from gpipe.runtime.passes import run_step
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.run import Run
 from gpipe.runtime.threads import ThreadState
-from gpipe.schedule.cell import in_cell
 from gpipe.schedule.partition import Balance
-from gpipe.schedule.program import Program
+from gpipe.schedule.program import Program, in_cell
 from gpipe.schedule.schedules.by_name import Maker
 from gpipe.schedule.simulate import Prediction, predict
 from gpipe.stages.boundary import BoundaryValue, detach_boundary

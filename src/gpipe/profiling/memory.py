@@ -18,7 +18,7 @@ from gpipe.planner.watch import Watch
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import CompiledAction
 from gpipe.schedule.action import Kind
-from gpipe.schedule.rules import BACKWARDS
+from gpipe.schedule.rules import BACKWARD_PARTS
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.quantized import is_quantized, pieces_of, stored_in
 from gpipe.stages.tree import is_sharded, local, storage_address, tensors_in
@@ -102,7 +102,7 @@ class Watches:
                 watch.add(weight)
         if kind is Kind.FETCH and (inside := rank.saved[step.stage, step.micro_batch].inside) is not None:
             watch.see((), [one.saved[0].tensor for one in inside.moved])
-        if kind in (*BACKWARDS, Kind.BACKWARD_WEIGHT):
+        if kind in BACKWARD_PARTS:
             at = rank.rank, step.stage, step.micro_batch
             waiting = rank.waiting[step.stage].get(step.micro_batch)
             used = {_address(one.product.x) for one in waiting.products} if waiting else ()
@@ -114,7 +114,6 @@ class Watches:
                     watch.give_up(tensor)
 
     def end(self, layers: Mapping[int, Sequence[nn.Module]]) -> None:
-        """Ends a run of ranks that have these layers."""
         self._arrived.clear()
         for rank, watch in self.by_rank.items():
             parameters = (p for module in layers[rank] for p in module.parameters())
@@ -138,9 +137,8 @@ def _address(tensor: Tensor) -> int:
 def held(modules: Iterable[nn.Module], states: Iterable[Mapping[Tensor, Any]], peak: tuple[int, int] | None) -> Held:
     """What the modules of a rank, states of optimizers by parameter, and activations need, if their peak is known."""
     parameters = dict.fromkeys(p for module in modules for p in module.parameters())
-    alone = [
-        p for p in parameters if peak is None or not hasattr(p, "to_local")
-    ]  # activations have others' whole ones
+    # activations have others' whole ones
+    alone = [p for p in parameters if peak is None or not hasattr(p, "to_local")]
     gradients = [p.grad for p in alone if p.grad is not None]
     optimizer = [state.get(p) for state in states for p in parameters]
     return Held(
@@ -178,7 +176,6 @@ class Meter:
         self._end: tuple[float, ...] = ()
 
     def stop(self) -> None:
-        """Ends it."""
         self._end = self._end or _read()
 
     def others(self) -> OtherProcesses | None:

@@ -26,7 +26,7 @@ from gpipe.runtime.recorder import Interval, Recorder
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import CompiledAction
 from gpipe.schedule.action import COMPUTE
-from gpipe.schedule.cell import in_cell
+from gpipe.schedule.program import in_cell
 from gpipe.schedule.timeline import Timeline, steps_among
 
 if TYPE_CHECKING:

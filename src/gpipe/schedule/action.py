@@ -68,13 +68,11 @@ class Slice(int):
     of: int
 
     def __new__(cls, number: int, of: int) -> "Slice":
-        """Makes one of its number and how many slices a micro-batch has."""
         made = super().__new__(cls, number)
         made.of = of
         return made
 
     def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]  # int's own has no second
-        """What a copy or a pickle is made of."""
         return int(self), self.of
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """Passes from a bare schedule to a program that can be run: each takes a program and gives a fuller one."""
 
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import filterfalse
@@ -9,11 +9,12 @@ from typing import Literal, TypeAlias, get_args
 
 from gpipe.schedule.action import COMPUTE, TRANSFERS, Action, Kind, nth_backward
 from gpipe.schedule.program import Program, RankActions
-from gpipe.schedule.rules import BACKWARDS, closing_order, crossing, linearize
+from gpipe.schedule.rules import BACKWARD_PARTS, BACKWARDS, closing_order, crossing, linearize
 
 RematName: TypeAlias = Literal["always", "except_last", "never", "offload"]
 Remat: TypeAlias = RematName | int  # by name; or how many micro-batches keep at once what their forwards made
 REMATS: tuple[str, ...] = get_args(RematName)
+ByPlace = defaultdict[int, list[Action]]  # by the place of an action in its row, others beside it
 LEAST_BETWEEN = 2  # actions of a rank from a forward to its backward, for what it keeps to leave in one
 
 
@@ -35,14 +36,25 @@ def place_recompute(program: Program, remat: Sequence[Remat], *, halved: bool = 
     '0F0 0F1 >0B0< 0R1 0B1'
     """
 
-    def with_recompute(row: RankActions) -> Iterator[Action]:
+    def place(row: RankActions, ahead: ByPlace, behind: ByPlace) -> None:
         again = recomputed(row, remat, halved=halved, slices=program.slices)
-        for action in row:
+        for at, action in enumerate(row):
             if action.kind in BACKWARDS and (action.stage, action.micro_batch) in again:
-                yield Action(Kind.RECOMPUTE, action.stage, action.micro_batch)
-            yield action
+                ahead[at].append(replace(action, kind=Kind.RECOMPUTE))
 
-    return program.with_table(map(with_recompute, program.table))
+    return _with_more(program, place)
+
+
+def _with_more(program: Program, place: Callable[[RankActions, ByPlace, ByPlace], None]) -> Program:
+    """The program with what `place` puts ahead of the actions of each row, and behind them."""
+
+    def filled(row: RankActions) -> Iterator[Action]:
+        ahead, behind = ByPlace(list), ByPlace(list)
+        place(row, ahead, behind)
+        for at, action in enumerate(row):
+            yield from (*ahead[at], action, *behind[at])
+
+    return program.with_table(map(filled, program.table))
 
 
 def recomputed(
@@ -88,10 +100,8 @@ def place_offloads(program: Program, stages: Collection[int], *, halved: bool = 
     0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0FETCH0 0F3 0OFFLOAD3 0FETCH1 0B0 0FETCH2 0B1 0FETCH3 0B2 0B3
     """
 
-    def with_offloads(row: RankActions) -> Iterator[Action]:
+    def place(row: RankActions, ahead: ByPlace, behind: ByPlace) -> None:
         starts: dict[tuple[int, int | None], int] = {}
-        gone: set[int] = set()
-        back: defaultdict[int, list[Action]] = defaultdict(list)
         for at, action in enumerate(row):
             cell = action.stage, action.micro_batch
             if action.kind is Kind.FORWARD:
@@ -99,15 +109,10 @@ def place_offloads(program: Program, stages: Collection[int], *, halved: bool = 
             elif action.kind in BACKWARDS and action.stage in stages:
                 start = starts[cell]
                 if halved or at - start > LEAST_BETWEEN:
-                    gone.add(start)
-                    back[max(at - 1, start + 1)].append(Action(Kind.FETCH, *cell))
-        for at, action in enumerate(row):
-            yield from back[at]
-            yield action
-            if at in gone:
-                yield replace(action, kind=Kind.OFFLOAD)
+                    behind[start].append(Action(Kind.OFFLOAD, *cell))
+                    ahead[max(at - 1, start + 1)].append(Action(Kind.FETCH, *cell))
 
-    return program.with_table(map(with_offloads, program.table))
+    return _with_more(program, place)
 
 
 def place_transfers(program: Program) -> Program:
@@ -138,14 +143,12 @@ def place_commits(program: Program, stages: Collection[int]) -> Program:
     0F0 0F1 0COMMIT 0B0 0B1
     """
 
-    def with_commits(row: RankActions) -> Iterator[Action]:
-        last = {action.stage: action for action in row if action.kind is Kind.FORWARD}
-        for action in row:
-            yield action
-            if action.stage in stages and action is last.get(action.stage):
-                yield Action(Kind.COMMIT, action.stage)
+    def place(row: RankActions, ahead: ByPlace, behind: ByPlace) -> None:
+        last = {a.stage: at for at, a in enumerate(row) if a.kind is Kind.FORWARD and a.stage in stages}
+        for stage, at in last.items():
+            behind[at].append(Action(Kind.COMMIT, stage))
 
-    return program.with_table(map(with_commits, program.table))
+    return _with_more(program, place)
 
 
 def place_ties(program: Program, stages: Collection[int]) -> Program:
@@ -178,21 +181,18 @@ def place_reduces(program: Program, stages: Collection[int]) -> Program:
     >>> place_reduces(place_ties(program, [1]), [0, 1]).around(1, 3)
     '1RECEIVE0@x:0>1 1F0 1B0 >1SEND0@x:0>1< 1TIE 1REDUCE'
     """
-    ends = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
 
-    def with_reduces(row: RankActions) -> Iterator[Action]:
-        last = {
-            a.stage: at for at, a in enumerate(row) if a.stage in stages and (a.kind in ends or a.carries_gradient)
-        }
+    def place(row: RankActions, ahead: ByPlace, behind: ByPlace) -> None:
+        own = [(at, action) for at, action in enumerate(row) if action.stage in stages]
+        last = {a.stage: at for at, a in own if a.kind in BACKWARD_PARTS or a.carries_gradient}
         ties = {a.stage: at for at, a in enumerate(row) if a.kind is Kind.TIE}
         last |= dict.fromkeys(ties.keys() & last.keys(), max(ties.values(), default=0))
-        waiting = deque(sorted((Action(Kind.REDUCE, stage) for stage in last), key=partial(closing_order, program)))
-        for at, action in enumerate(row):
-            yield action
-            while waiting and last[waiting[0].stage] <= at:
-                yield waiting.popleft()
+        until = 0
+        for reduce in sorted((Action(Kind.REDUCE, stage) for stage in last), key=partial(closing_order, program)):
+            until = max(until, last[reduce.stage])
+            behind[until].append(reduce)
 
-    return program.with_table(map(with_reduces, program.table))
+    return _with_more(program, place)
 
 
 def place_shards(program: Program, stages: Collection[int]) -> Program:
@@ -207,19 +207,14 @@ def place_shards(program: Program, stages: Collection[int]) -> Program:
     0UNSHARD 0F0 0F1 0B0 0B1 0RESHARD
     """
 
-    def with_shards(row: RankActions) -> Iterator[Action]:
+    def place(row: RankActions, ahead: ByPlace, behind: ByPlace) -> None:
         computes = [at for at, action in enumerate(row) if action.kind in COMPUTE]
-        ahead, behind = (defaultdict[int, list[Action]](list) for _ in range(2))
         for stage in sorted(stages):
             if own := [nth for nth, at in enumerate(computes) if row[at].stage == stage]:
                 ahead[computes[own[0] - 1] + 1 if own[0] else 0].append(Action(Kind.UNSHARD, stage))
                 behind[computes[own[-1]]].append(Action(Kind.RESHARD, stage))
-        for at, action in enumerate(row):
-            yield from ahead[at]
-            yield action
-            yield from behind[at]
 
-    return program.with_table(map(with_shards, program.table))
+    return _with_more(program, place)
 
 
 def join_backwards(program: Program, unsplit: Collection[int] = ()) -> Program:

@@ -40,7 +40,6 @@ class Many:
         self.row = cache(self._row)
 
     def _row(self, rank: int) -> Numbers:
-        """What a rank does, in order."""
         kind, stage, nth = numbered(self.rows.cells(rank), self.rows.micro_batches)
         same = (stage[:-1] == stage[1:]) & (nth[:-1] == nth[1:])
         follows = same & (kind[:-1] == 0) & ((kind[1:] == 1) | (kind[1:] == 2))
@@ -88,12 +87,8 @@ class Many:
 
     def seconds(self, costs: Costs, again: Collection[int] = ()) -> float:
         """How long a mini-batch takes."""
-        stages, ranks, takes, before = (
-            len(self.rank_of),
-            len(self.rows),
-            self._takes(costs),
-            self._before(costs, again),
-        )
+        stages, ranks = len(self.rank_of), len(self.rows)
+        takes, before = self._takes(costs), self._before(costs, again)
         back, always, never, nowhere = stages, *(2 * stages + n for n in range(3))
         # What an action waits for, and who waits for it: places of a forward at each stage, and of a backward.
         awaits = np.array([*(slot for s in range(stages) for slot in (s, back + s, back + s, always) * 2), never])
@@ -104,9 +99,8 @@ class Many:
         links, sent = self._links(costs)
         brought = np.full((2 * stages + 3, self.rows.micro_batches), np.inf)  # when, by place and micro-batch
         brought[[0, back + stages - 1, always]] = 0.0
-        rows = np.full(
-            (ranks, 1 + max(map(len, self._every))), 8 * stages
-        )  # behind its end it awaits what never comes
+        # behind its end a row awaits what never comes
+        rows = np.full((ranks, 1 + max(map(len, self._every))), 8 * stages)
         for row, known in zip(rows, self._every, strict=True):
             row[: len(known)] = known
         done, idle, free = np.zeros(len(brought), int), np.zeros(links.max() + 1), np.zeros(ranks)
@@ -129,7 +123,6 @@ class Many:
             at[can] += 1
 
     def _takes(self, costs: Costs) -> Seconds:
-        """How long each action takes."""
         return np.array([seconds(Action(kind, stage), costs) for stage in range(len(costs)) for kind in KINDS * 2])
 
     def _before(self, costs: Costs, again: Collection[int]) -> Seconds:

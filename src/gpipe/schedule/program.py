@@ -5,10 +5,10 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from typing import TypeAlias
 
 from gpipe.schedule.action import Action, Kind, Route, Slice, parse_action, parse_route
-from gpipe.schedule.cell import in_cell
 
 RankActions: TypeAlias = tuple[Action, ...]
 Table: TypeAlias = Sequence[RankActions]
@@ -186,3 +186,12 @@ def too_many(micro_batches: int) -> str:
     """What is said of more micro-batches than a program may have."""
     many = f"micro_batches={micro_batches}; give at most {MOST_MICRO_BATCHES:,}"
     return f"{many}: a table has an action for each of them at each stage"
+
+
+def in_cell(kind: str, value: object) -> str | None:
+    """The HTML that `gpipe.profiling.cells` makes of a value; None has the cell show its text."""
+    try:  # found by name once a notebook asks: it stands above all that it draws
+        html: str = getattr(import_module("gpipe.profiling.cells"), kind)(value)
+    except Exception:  # what cannot be drawn, or only by what is not installed here, is to be shown all the same
+        return None
+    return html

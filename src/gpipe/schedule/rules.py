@@ -18,7 +18,7 @@ An action that a program does not hold was done before the program began; a tran
 looked through. So the same rule serves bare schedules, whole programs and the forward or backward half of one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from random import Random
 from typing import TypeAlias, assert_never
@@ -27,6 +27,7 @@ from gpipe.schedule.action import COMPUTE, Action, Kind, Route, Slice
 from gpipe.schedule.program import Program, ScheduleError
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+BACKWARD_PARTS = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
 
 
 def needs(action: Action, program: Program) -> tuple[Action, ...]:
@@ -66,14 +67,14 @@ def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
         case Kind.RECEIVE:
             yield action.peer
         case Kind.COMMIT:
-            yield from (Action(Kind.FORWARD, stage, i) for i in program.numbers)
+            yield from _all_of(stage, program, (Kind.FORWARD,))
         case Kind.TIE:
             tied = [s for s in range(program.stages) if s == stage or Action(Kind.TIE, s) in program.actions]
-            yield from (backward for s in tied for backward in _backwards(s, program))
+            yield from (backward for s in tied for backward in _all_of(s, program, BACKWARD_PARTS))
         case Kind.REDUCE:
-            yield from (*_backwards(stage, program), Action(Kind.TIE, stage))
+            yield from (*_all_of(stage, program, BACKWARD_PARTS), Action(Kind.TIE, stage))
         case Kind.UNSHARD | Kind.RESHARD:
-            yield from _computed(action, program)
+            yield from _all_of(stage, program, COMPUTE if action.kind is Kind.RESHARD else ())
         case _:
             assert_never(action.kind)
 
@@ -85,15 +86,8 @@ def _beside(action: Action, program: Program, step: int) -> Iterator[Action]:
         yield Action(action.kind, action.stage, Slice(number + step, slices))
 
 
-def _backwards(stage: int, program: Program) -> Iterator[Action]:
-    kinds = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
+def _all_of(stage: int, program: Program, kinds: Iterable[Kind]) -> Iterator[Action]:
     return (Action(kind, stage, m) for kind in kinds for m in program.numbers)
-
-
-def _computed(action: Action, program: Program) -> Iterator[Action]:
-    """All that a stage computes, for what frees its weights; nothing for what gathers them."""
-    kinds = COMPUTE if action.kind is Kind.RESHARD else ()
-    return (Action(kind, action.stage, m) for kind in kinds for m in program.numbers)
 
 
 def closing_order(program: Program, closing: Action) -> tuple[int, int]:

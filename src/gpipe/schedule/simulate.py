@@ -13,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe.schedule.action import COMPUTE, MOVES, SHARDS, Action, Kind
-from gpipe.schedule.cell import in_cell
 from gpipe.schedule.cost import Costs, StageCost, seconds
 from gpipe.schedule.lower import join_backwards, place_recompute, place_transfers
 from gpipe.schedule.partition import Partition
-from gpipe.schedule.program import Program
-from gpipe.schedule.rules import BACKWARDS, crossing, linearize, linearize_with_needs
+from gpipe.schedule.program import Program, in_cell
+from gpipe.schedule.rules import BACKWARD_PARTS, BACKWARDS, crossing, linearize, linearize_with_needs
 from gpipe.schedule.timeline import Span, Timeline
 
 BACKWARD_OVER_FORWARD = 2.0
@@ -96,7 +95,7 @@ class Simulator:
 
     def _find_turns(self, again: bool) -> dict[Action, int]:
         """Forwards and backwards in an order in which ranks in step do them, if all is recomputed, or nothing."""
-        bare = self.program.only({Kind.FORWARD, *BACKWARDS, Kind.BACKWARD_WEIGHT})
+        bare = self.program.only({Kind.FORWARD, *BACKWARD_PARTS})
         table = place_transfers(place_recompute(bare, ["always" if again else "never"] * bare.stages))
         return {action: turn for turn, (_, _, action) in enumerate(linearize(table)) if action in bare.actions}
 
@@ -352,7 +351,7 @@ def equal_bubble(program: Program) -> float:
 
     Of fill-drain with a stage a rank it is the paper's (K-1)/(M+K-1).
     """
-    return figures(program.only({Kind.FORWARD, *BACKWARDS, Kind.BACKWARD_WEIGHT})).bubble
+    return figures(program.only({Kind.FORWARD, *BACKWARD_PARTS})).bubble
 
 
 def predict(

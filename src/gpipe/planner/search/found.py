@@ -11,10 +11,9 @@ from typing import Literal
 from gpipe.planner.search.device import Device, bytes_text, lasts
 from gpipe.planner.search.profile import bounds
 from gpipe.planner.search.shapes import Shape
-from gpipe.schedule.cell import in_cell
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.lower import Remat, place_remat, place_transfers
-from gpipe.schedule.program import Program
+from gpipe.schedule.program import Program, in_cell
 from gpipe.schedule.schedules import Placement
 from gpipe.schedule.simulate import Simulation, simulate
 

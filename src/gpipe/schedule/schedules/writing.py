@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
-from typing import TypeAlias, overload
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -66,7 +67,7 @@ def numbered(cells: Iterable[Cell], micro_batches: int) -> tuple[Numbers, Number
 
     All W of a row are at no stage, or each is at its own.
     """
-    codes = np.fromiter(map(_Codes().__getitem__, cells), np.int32)
+    codes = np.fromiter(map(_code, cells), np.int32)
     kind, stage, nth = codes & 3, codes >> 2, np.zeros_like(codes)
     for own in np.unique(stage):
         for these in ((kind == 0) & (stage == own), ((kind == 1) | (kind == 2)) & (stage == own)):
@@ -83,13 +84,11 @@ def numbered(cells: Iterable[Cell], micro_batches: int) -> tuple[Numbers, Number
     return kind[stays], stage[stays], nth[stays]
 
 
-class _Codes(dict[Cell, int]):
-    """Of each cell 4 times its stage, -1 for none, and the place of its kind."""
-
-    def __missing__(self, cell: Cell) -> int:
-        kind, stage = cell
-        self[cell] = 4 * (-1 if stage is None else stage) + KINDS.index(Kind(kind))
-        return self[cell]
+@cache
+def _code(cell: Cell) -> int:
+    """4 times the stage of a cell, -1 for none, and the place of its kind."""
+    kind, stage = cell
+    return 4 * (-1 if stage is None else stage) + KINDS.index(Kind(kind))
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +103,7 @@ class Rows(Sequence[RankActions]):
     def __len__(self) -> int:
         return self.ranks
 
-    @overload
-    def __getitem__(self, at: int) -> RankActions: ...
-    @overload
-    def __getitem__(self, at: slice) -> Table: ...
-    def __getitem__(self, at: int | slice) -> RankActions | Table:
+    def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return tuple(map(self.__getitem__, range(self.ranks)[at]))
         return in_turn(self.cells(range(self.ranks)[at]), self.micro_batches, self.slices)
