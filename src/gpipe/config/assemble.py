@@ -43,8 +43,9 @@ def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
     asked = replace(asked.follow_plan(), sample=plain(asked.sample))
     if asked.driver != "process" and asked.mesh is None and not asked.survive:
         settings = settle(asked, traced=_read_model(asked))
-        _prove_slices(asked, settings)
         if settings.traced is not None:
+            if settings.slices > 1:
+                settings.traced.prove_slices(_first(asked), settings.slices)
             settings.traced.realize(range(len(settings.layers)), settings.seed)
         return settings, OneProcess(_engine(settings, None))
     end_with_launcher()
@@ -84,11 +85,6 @@ def _read_model(asked: Arguments) -> TracedModel | None:
     return read_model(asked.model, _first(asked) if fits else asked.sample, asked.blocks)
 
 
-def _prove_slices(asked: Arguments, settings: Settings) -> None:
-    if settings.slices > 1 and settings.traced is not None:
-        settings.traced.prove_slices(_first(asked), settings.slices)
-
-
 def _first(asked: Arguments) -> Tree:
     return first_micro_batch(asked.sample, asked.micro_batches, least=TWO_ROWS)
 
@@ -125,10 +121,8 @@ def _find_position(asked: Arguments) -> Position:
     ranks = count_ranks(asked, read_schedule(asked, Mistakes()))  # what is wrong with these is said when all meet
     position, found = find_position(asked.mesh, asked.partitions, ranks)
     if asked.driver not in ("process", None):
-        found = [
-            *found,
-            f"driver={asked.driver!r} is for one process, and mesh= and survive= for several; leave one of them out",
-        ]
+        remedy = "mesh= and survive= for several; leave one of them out"
+        found = [*found, f"driver={asked.driver!r} is for one process, and {remedy}"]
     Mistakes(found).raise_all()
     assert position is not None
     return position
@@ -188,14 +182,10 @@ def _settle_together(asked: Arguments, position: Position, rendezvous: Rendezvou
         Mistakes(found).raise_all()
         weights = _checksums(named)  # before some are tied, which is done only where they are held
         settings = replace(settings, layers=named, tied=_tie(named, asked.ties, sketch, own))
-    _compare(rendezvous, settings, asked)
-    _compare_weights(rendezvous, settings, weights)
-    return settings, every[0]["name"]
-
-
-def _compare(rendezvous: Rendezvous, settings: Settings, asked: Arguments) -> None:
     agree(rendezvous, same=_words_of(settings, asked))
     rendezvous.phase = LINKING
+    _compare_weights(rendezvous, settings, weights)
+    return settings, every[0]["name"]
 
 
 def _words_of(settings: Settings, asked: Arguments) -> dict[str, Any]:

@@ -67,7 +67,6 @@ class Arguments:
 
     @property
     def in_seconds(self) -> bool:
-        """Whether costs are to be measured as time."""
         return self.costs == "time" or (self.costs is None and self.sample is not None)
 
     def follow_plan(self) -> "Arguments":
@@ -105,13 +104,11 @@ class Mistakes(list[str]):
     """The mistakes noted so far."""
 
     def check(self, condition: bool, text: str) -> bool:
-        """Notes a mistake unless the condition holds."""
         if not condition:
             self.append(text)
         return condition
 
     def raise_all(self) -> None:
-        """Raises a ValueError that lists every mistake, if there is any."""
         if self:
             raise ValueError("GPipe cannot be built:\n" + "\n".join(f"- {text}" for text in dict.fromkeys(self)))
 
@@ -120,20 +117,28 @@ class Mistakes(list[str]):
 class Checked:
     """What the user gave, read and without mistakes; defaults are filled in where they depend on no cost."""
 
-    asked: Arguments
     layers: dict[str, nn.Module]
-    tied: Tied
-    seed: int
-    schedule: Schedule
-    placement: Placement
+    placement: Placement  # the rank of each stage
+    micro_batches: int
+    slices: int  # of each micro-batch
     remat: tuple[Remat, ...]  # with "auto" everything, until costs are known
     devices: tuple[torch.device, ...]
+    schedule: Schedule
+    driver: Driver | None
+    seed: int
+    intra_op_threads: int
+    deferred_batch_norm: bool
+    sync_batch_norm: bool
+    tied: Tied
 
 
 def check(
     asked: Arguments, position: Position | None, outline: Outline | None, traced: TracedModel | None
-) -> Checked:
-    """Checks all arguments of `settle`; a ValueError lists every mistake, each with what to do."""
+) -> tuple[Arguments, Checked]:
+    """Checks all arguments of `settle`; a ValueError lists every mistake, each with what to do.
+
+    Of a model without values the arguments that it gives have costs filled in.
+    """
     mistakes = Mistakes()
     seed = _read_seed(asked.seed, mistakes)
     layers: dict[str, nn.Module] = {}
@@ -164,7 +169,9 @@ def check(
         modules = {name: layer for at, (name, layer) in enumerate(layers.items()) if at not in makers}
         mistakes += find_without_values(modules)
     mistakes.raise_all()
-    return Checked(asked, layers, tied, seed, schedule, placement, remat, devices)
+    found: dict[str, Any] = {field.name: vars(asked).get(field.name) for field in fields(Checked)}
+    read = {"layers": layers, "placement": placement, "remat": remat, "devices": devices, "schedule": schedule}
+    return asked, Checked(**found | read | {"seed": seed, "tied": tied})
 
 
 def draw_seed() -> int:
@@ -228,18 +235,13 @@ def _check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
     remedy = "with the second they are those of all replicas already, so leave out the first"
     both = f"deferred_batch_norm=True and sync_batch_norm=True both say what running statistics are; {remedy}"
     mistakes.check(not (asked.deferred_batch_norm and asked.sync_batch_norm), both)
-    for refused, why in (
-        (asked.mesh is not None, "mesh= says where all replicas are: leave it out, each has its own processes"),
-        (
-            asked.sync_batch_norm,
-            "sync_batch_norm=True has layers of all replicas wait for each other in a collective",
-        ),
-        (
-            asked.in_seconds,
-            "costs in seconds would cut each replica elsewhere; give costs='params', 'flops' or [...]",
-        ),
-    ):
-        mistakes.check(not (asked.survive and refused), f"survive=True: {why}")
+    refused = {
+        "mesh= says where all replicas are: leave it out, each has its own processes": asked.mesh is not None,
+        "sync_batch_norm=True has layers of all replicas wait for each other in a collective": asked.sync_batch_norm,
+        "costs in seconds would cut each replica elsewhere; give costs='params', 'flops' or [...]": asked.in_seconds,
+    }
+    for why, is_given in refused.items():
+        mistakes.check(not (asked.survive and is_given), f"survive=True: {why}")
 
 
 def _check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) -> None:
@@ -316,9 +318,8 @@ def _check_slices(asked: Arguments, schedule: Schedule, traced: TracedModel | No
     mistakes.check(not searched, f"{told}: a plan, and what is searched for, knows of none; say schedule= and remat=")
     mistakes.check(searched or schedule.sliced is not None, f"{told}: {unsliced(schedule)}")
     norms = asked.deferred_batch_norm or asked.sync_batch_norm
-    mistakes.check(
-        not norms, f"{told}: statistics of BatchNorm are not put together of slices; leave one of them out"
-    )
+    apart = f"{told}: statistics of BatchNorm are not put together of slices; leave one of them out"
+    mistakes.check(not norms, apart)
 
 
 def _read_devices(

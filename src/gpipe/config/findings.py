@@ -231,7 +231,6 @@ class Examination:
             logger.info(finding)
 
     def look(self, step: int) -> Before:
-        """Notes what there is before a mini-batch that trains."""
         if not self.fresh:
             return Before(step, random_states(), None, {})
         return Before(step, random_states(), snapshot(self._layers), buffers_of(self._layers))

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from gpipe._torch.accelerator import memory_of
-from gpipe.config.check import UNSAID, Arguments, Checked, Costs, Driver, check
+from gpipe.config.check import UNSAID, Arguments, Checked, Costs, check
 from gpipe.distributed.mesh import Position
-from gpipe.planner.measure import as_in_training, measure_by, measure_host, measure_seconds
+from gpipe.planner.measure import as_in_training, measure_each, measure_host, measure_seconds
 from gpipe.planner.profile import count_flops, count_parameters, profile_layers
 from gpipe.planner.search.cuts import partition
 from gpipe.planner.search.device import Device
@@ -22,7 +22,7 @@ from gpipe.planner.search.search import search
 from gpipe.planner.search.shapes import AUTO, Choices
 from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import StageCost, stage_cost
-from gpipe.schedule.lower import Remat, join_backwards, place_recompute
+from gpipe.schedule.lower import join_backwards, place_recompute
 from gpipe.schedule.partition import Partition, given
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, table_in_training
@@ -30,7 +30,7 @@ from gpipe.schedule.schedules.by_name import to_json
 from gpipe.schedule.simulate import BACKWARD_OVER_FORWARD, unsplit_stages
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch
 from gpipe.stages.sequence import Outline
-from gpipe.stages.shared_weights import Tied, tie
+from gpipe.stages.shared_weights import tie
 from gpipe.stages.tree import Tree
 from gpipe.tracing.model import TracedModel
 
@@ -38,38 +38,23 @@ _LEAST_COST = 1e-9  # of a layer whose cost is 0
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a pipe is made of, after all has been checked."""
+class Settings(Checked):
+    """What a pipe is made of; `tied` over processes alone, where identity cannot show it."""
 
-    layers: dict[str, nn.Module]
     partition: Partition
-    placement: tuple[int, ...]  # the rank of each stage
     stage_costs: tuple[StageCost, ...] | None  # measured, or as the plan has them; None: told by the partition alone
     in_seconds: bool  # they were measured
     stage_bytes: tuple[StageCost, ...] | None  # what stages hold, where that was counted
     unsplit: frozenset[int]  # the stages whose backwards are not split
-    micro_batches: int
-    slices: int  # of each micro-batch
-    remat: tuple[Remat, ...]
-    devices: tuple[torch.device, ...]
-    schedule: Schedule
-    driver: Driver | None
-    seed: int
-    intra_op_threads: int
-    deferred_batch_norm: bool
-    sync_batch_norm: bool
     traced: TracedModel | None = None  # if the layers are parts of a model
     searched: Plan | None = None  # by schedule="auto", where this process did
-    tied: Tied = ()  # over processes: where identity cannot show it
 
     @property
     def layers_per_partition(self) -> tuple[int, ...]:
-        """The number of layers of each stage."""
         return self.partition.layers
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """What each layer costs."""
         return self.partition.chain.costs
 
     @property
@@ -95,19 +80,19 @@ def settle(
 
     Among several processes there is an `outline` of all layers; those given as callables stay on the meta device.
     """
-    checked = check(asked, position, outline, traced)
-    asked, plan = checked.asked, checked.asked.plan
+    asked, checked = check(asked, position, outline, traced)
+    plan = asked.plan
     if position is None:
         tie(checked.tied)
     layers, sample = _alone(asked, list(checked.layers.values()), traced)
     if asked.schedule == AUTO:
-        plan = _search(checked, layers, sample)
+        plan = _search(asked, checked, layers, sample)
         asked = replace(asked, **UNSAID, plan=plan, costs=None, memory=None, seed=checked.seed).follow_plan()
         return settle(replace(asked, costs=plan.work), position, outline, traced)
     schedule, placement, micro_batches = checked.schedule, checked.placement, asked.micro_batches
     some = min(micro_batches, 2 * len(set(placement)))  # a fill, a middle and a drain show what pays
     program = _bare(schedule, placement, some if schedule.table(placement, some) is not None else micro_batches)
-    cuts, seconds = _cut(checked, layers, sample, program)
+    cuts, seconds = _cut(asked, checked, layers, sample, program)
     measured = asked.in_seconds
     if plan is not None and asked.costs is plan.work:  # then nothing was measured anew
         seconds, measured = plan.costs, plan.measured
@@ -133,23 +118,12 @@ def settle(
         trains = [any(p.requires_grad for p in layer.parameters()) for layer in checked.layers.values()]
         unsplit = frozenset(stage for stage, (first, end) in enumerate(cuts.bounds) if not any(trains[first:end]))
     return Settings(
-        layers=checked.layers,
+        **vars(checked) | {"remat": remat, "tied": ()},
         partition=cuts,
-        placement=placement,
         stage_costs=seconds,
         in_seconds=measured,
         stage_bytes=held,
         unsplit=unsplit,
-        micro_batches=micro_batches,
-        slices=asked.slices,
-        remat=remat,
-        devices=checked.devices,
-        schedule=schedule,
-        driver=asked.driver,  # type: ignore[arg-type]  # checked above
-        seed=checked.seed,
-        intra_op_threads=asked.intra_op_threads,
-        deferred_batch_norm=asked.deferred_batch_norm,
-        sync_batch_norm=asked.sync_batch_norm,
         traced=traced,
         searched=None if plan is None or plan.least_seconds is None else plan,
     )
@@ -165,17 +139,16 @@ def _alone(
     return traced.alone(), sample if sample is None else traced.first_state(sample)
 
 
-def _search(checked: Checked, layers: Sequence[nn.Module], sample: Tree) -> Plan:
+def _search(asked: Arguments, checked: Checked, layers: Sequence[nn.Module], sample: Tree) -> Plan:
     """Cuts, placement, table and remat, searched together for the K and M of the user and what layers cost."""
-    asked, devices = checked.asked, checked.devices
     as_it_is = 1  # micro-batch, whatever its rows
-    names, ranks = list(checked.layers), len(devices)
+    names, devices, ranks = list(checked.layers), checked.devices, len(checked.devices)
     with as_in_training(devices[0], asked.intra_op_threads):
         if sample is None:
             profile = Profile(tuple(LayerProfile(name, NOTHING, NOTHING) for name in names))
         else:
             device = devices[0] if asked.in_seconds else None
-            at_once = _ranks_at_once(checked)
+            at_once = _ranks_at_once(asked, checked)
             profile = profile_layers(
                 layers, {as_it_is: sample}, names, measured_on=device, at_once=at_once, parts=True
             )
@@ -194,9 +167,7 @@ def _search(checked: Checked, layers: Sequence[nn.Module], sample: Tree) -> Plan
         raise ValueError(f"schedule='auto': {error}") from None
 
 
-def _ranks_at_once(checked: Checked) -> int:
-    """How many ranks of this process compute at once."""
-    asked = checked.asked
+def _ranks_at_once(asked: Arguments, checked: Checked) -> int:
     return len(checked.devices) if asked.driver in (None, "threads") and asked.mesh is None else 1
 
 
@@ -206,14 +177,13 @@ def _bare(schedule: Schedule, placement: Placement, micro_batches: int) -> Progr
 
 
 def _cut(
-    checked: Checked, layers: Sequence[nn.Module], sample: Tree, program: Program
+    asked: Arguments, checked: Checked, layers: Sequence[nn.Module], sample: Tree, program: Program
 ) -> tuple[Partition, tuple[StageCost, ...] | None]:
     """Cuts the layers into stages, as the user says or by what they cost; the seconds of each, where measured."""
-    asked, devices = checked.asked, checked.devices
-    found = None
+    found, devices = None, checked.devices
     with as_in_training(devices[0], asked.intra_op_threads):
         if asked.in_seconds:
-            at_once, parts = _ranks_at_once(checked), _splits(program)
+            at_once, parts = _ranks_at_once(asked, checked), _splits(program)
             found = measure_seconds(layers, sample, devices[0], at_once=at_once, parts=parts)
             redone = "never" not in checked.remat
             costs: Sequence[float] = [
@@ -229,8 +199,8 @@ def _cut(
 
 
 def _find_costs(costs: Costs, layers: Sequence[nn.Module], sample: Tree) -> Sequence[float]:
-    if callable(costs):
-        return measure_by(layers, sample, costs)
+    if callable(costs):  # the user's, given a layer and what it takes of the sample
+        return measure_each(layers, sample, lambda run: float(costs(run.layer, run.given()[0][0])))
     if costs == "flops":
         return count_flops(layers, sample)
     return count_parameters(layers) if costs is None or isinstance(costs, str) else costs
