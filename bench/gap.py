@@ -81,7 +81,7 @@ def watched(
             start = time.perf_counter()
             pipe.step(*given, setup.work.loss_fn)
             step = time.perf_counter() - start
-            runs.append(Run(step, watch.timelines[-1].seconds, watch.cells))
+            runs.append(Run(step, watch.runs[-1].timeline.seconds, watch.cells))
     return [runs[2:] for runs in found]
 
 

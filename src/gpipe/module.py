@@ -207,7 +207,7 @@ class Partitioned(nn.Module):
 
     def close(self) -> None:
         """Ends the rank threads, and the links to other processes; the next step makes new ones."""
-        self._engine.close()
+        self._engine.threads.close()
         self._processes.close()
 
     def __enter__(self) -> Self:

@@ -181,9 +181,9 @@ class ProcessContext(Context):
     @contextmanager
     def running(self, table: CompiledTable, aliases: WeightAliases) -> Iterator[None]:
         """Around the actions of this process: expects its messages, and meets the replicas where they run in step."""
-        inbound, row = table.inbound[self.position.row], table.program.table[self.position.row]
+        (due, senders), row = table.inbound[self.position.row], table.program.table[self.position.row]
         sees = partial(describe_peer, self.engine, table.program)
-        self.endpoint.expect(inbound.due, set(map(self.position.rank_of, inbound.senders)), sees)
+        self.endpoint.expect(due, set(map(self.position.rank_of, senders)), sees)
         self.aliases, self._tied = aliases, False
         self._aside = self._set_gradients_aside(row)
         self._beside: dict[Action, Exchange[None]] = {}

@@ -202,20 +202,13 @@ def backward_of_weights(run: Run, rank: Rank, todo: CompiledAction) -> None:
     del rank.saved[at, m]
 
 
-def offload(run: Run, rank: Rank, todo: CompiledAction) -> None:
-    """OFFLOAD: begins to move what autograd keeps of a micro-batch to the host."""
+def move(run: Run, rank: Rank, todo: CompiledAction) -> None:
+    """OFFLOAD or FETCH: begins to move what autograd keeps of a micro-batch to the host, or back."""
     inside = rank.saved[todo.stage, todo.micro_batch].inside
     assert rank.host is not None
     assert inside is not None
-    rank.host.offload(todo.action, inside)
-
-
-def fetch(run: Run, rank: Rank, todo: CompiledAction) -> None:
-    """FETCH: begins to bring it back."""
-    inside = rank.saved[todo.stage, todo.micro_batch].inside
-    assert rank.host is not None
-    assert inside is not None
-    rank.host.fetch(todo.action, inside)
+    begin = rank.host.offload if todo.action.kind is Kind.OFFLOAD else rank.host.fetch
+    begin(todo.action, inside)
 
 
 def commit(run: Run, rank: Rank, todo: CompiledAction) -> None:
@@ -236,8 +229,8 @@ WORK: dict[Kind, Work] = {
     Kind.BACKWARD_WEIGHT: backward_of_weights,
     Kind.UNSHARD: close,
     Kind.RESHARD: close,
-    Kind.OFFLOAD: offload,
-    Kind.FETCH: fetch,
+    Kind.OFFLOAD: move,
+    Kind.FETCH: move,
     Kind.COMMIT: commit,
     Kind.TIE: close,
     Kind.REDUCE: close,
@@ -332,7 +325,6 @@ def _last_roots(run: Run, rank: Rank, saved: Saved, made: StageOutput, m: int) -
 
 
 def _last_gradients(run: Run, rank: Rank, saved: Saved, m: int) -> Gradients:
-    """What comes back to the roots of the last stage."""
     if run.loss_fn is None:
         return rank.stream.take_gradients(run.output_gradients[m], None)
     gradient = run.loss_gradients[m]

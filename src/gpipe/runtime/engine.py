@@ -115,7 +115,6 @@ class Engine:
 
     @cached_property
     def streams(self) -> dict[int, RankStream]:
-        """The stream of each rank that runs here."""
         devices = {rank: stages[-1].device for rank, stages in sorted(self.stages_of.items())}
         alone = len(set(devices.values())) == 1
         return {
@@ -134,12 +133,7 @@ class Engine:
             self.sharded |= found
             self._compiled.clear()
 
-    def close(self) -> None:
-        """Ends the threads; the next run makes new ones."""
-        self.threads.close()
-
     def compiled(self, wanted: Wanted) -> CompiledProgram:
-        """The checked program of a run, compiled."""
         if wanted not in self._compiled:
             program = self._make_program(wanted)
             check(program)

@@ -253,7 +253,6 @@ def _clear(run: Run) -> None:
 
 
 def _check_recomputes(run: Run, rank: Rank) -> None:
-    """Looks whether recomputes gave what their forwards did."""
     if bool(torch.stack(rank.doubts).any()):
         raise recompute_error(f"a layer of {run.context.name(rank.rank)}")
 

@@ -55,13 +55,7 @@ class Recorder:
         self._origins: dict[int, Stamp] = {}
         self.began = self._cpu = 0.0
 
-    @property
-    def timelines(self) -> list[Timeline]:
-        """What each rank did in each run."""
-        return [run.timeline for run in self.runs]
-
     def begin(self, streams: Mapping[int, RankStream]) -> None:
-        """Begins a run on the stream of each rank that runs here."""
         self._streams, self._stamps, self._moves, self.ended = streams, [], [], None
         self.began, self._cpu = time.perf_counter(), time.process_time()
         self._origins = {rank: stream.stamp() for rank, stream in streams.items()}
@@ -82,7 +76,6 @@ class Recorder:
             self._stamps.append((todo.rank, received[-1], max(called, sent), rank.stream.stamp()))
 
     def work(self, run: Run, rank: Rank, todo: CompiledAction) -> None:
-        """Does the work of an action that has what it needs."""
         start = rank.stream.stamp()
         WORK[todo.action.kind](run, rank, todo)
         if todo.action.kind in MOVES:
@@ -107,7 +100,6 @@ class Recorder:
         self.ended = RecordedRun(Timeline(len(records), tuple(spans), seconds), when, traffic, self.ended.cpu)
 
     def end(self) -> None:
-        """Ends the actions of a run."""
         since = {rank: partial(stream.seconds, self._origins[rank]) for rank, stream in self._streams.items()}
         seconds = max(since[rank](stream.stamp()) for rank, stream in self._streams.items())
         moves = [(rank, move.action, move.began, move.ended) for rank, move in self._moves if move.ended is not None]

@@ -53,7 +53,6 @@ class Output:
 
     @classmethod
     def of(cls, value: Tree) -> Output:
-        """Cuts a value from its graph."""
         wants = tuple(tensor.requires_grad for tensor in tensors_in(value))
         return cls(detached(value), wants)
 
@@ -172,7 +171,6 @@ class Run:
                     rank.deferred[stage.index] = DeferredStatistics.of(own.buffers.modules)
 
     def rng_key(self, micro_batch: int) -> RngKey:
-        """What keys the randomness of a micro-batch."""
         return RngKey(self.seed, self.step_number, self.first + micro_batch)
 
     def weigh(self, weights: Sequence[float], scale: float) -> None:

@@ -78,7 +78,6 @@ class PendingWeights:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """What came to the products."""
         return [one.dy for one in self.products]
 
     @property

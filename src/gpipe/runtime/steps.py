@@ -37,7 +37,6 @@ class Connections(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, stage: int) -> "Connections":
-        """Looks up how a stage is connected."""
         row = [action for action in program.table[program.rank_of[stage]] if action.stage == stage]
         both = (program.routes_into, program.routes_from)
         ins, outs = (tuple(sorted(routes[stage], key=_order)) for routes in both)
@@ -46,10 +45,8 @@ class Connections(NamedTuple):
             outs,
             tuple(route.name for route in ins[:-1]),
             tuple((route.name, route.name.rpartition("/")[0]) for route in outs[:-1]),
-            *(
-                frozenset(a.micro_batch or 0 for a in row if a.kind is kind)
-                for kind in (Kind.RECOMPUTE, Kind.OFFLOAD)
-            ),
+            frozenset(a.micro_batch or 0 for a in row if a.kind is Kind.RECOMPUTE),
+            frozenset(a.micro_batch or 0 for a in row if a.kind is Kind.OFFLOAD),
         )
 
 
@@ -80,13 +77,6 @@ class CompiledAction(NamedTuple):
     gives: tuple[Transfer, ...]
 
 
-class Inbound(NamedTuple):
-    """What a rank receives from others: for each message the place of its RECEIVE in the row; and who sends any."""
-
-    due: Mapping[Label, int]
-    senders: Collection[int]
-
-
 @dataclass(frozen=True)
 class CompiledTable:
     """A program or half of one, as it is walked."""
@@ -105,21 +95,20 @@ class CompiledTable:
 
     @cached_property
     def rows(self) -> list[list[CompiledAction]]:
-        """What each rank does."""
         rows: list[list[CompiledAction]] = [[] for _ in self.program.table]
         for action in self.actions:
             rows[action.rank].append(action)
         return rows
 
     @cached_property
-    def inbound(self) -> list[Inbound]:
-        """What each rank receives."""
+    def inbound(self) -> Sequence[tuple[Mapping[Label, int], Collection[int]]]:
+        """What each rank receives from others: the place of each message's RECEIVE in the row, and who sends any."""
         found = []
         for row, actions in zip(self.program.table, self.rows, strict=True):
             place = {action: at for at, action in enumerate(row)}
             takes = [taken for action in actions for taken in action.takes if taken.peer is not None]
             due = {label: place[action] for _, label, action in takes if action is not None}
-            found.append(Inbound(due, {peer for peer, _, _ in takes if peer is not None}))
+            found.append((due, {peer for peer, _, _ in takes if peer is not None}))
         return found
 
     def _transfers(self, action: Action) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
@@ -151,7 +140,6 @@ class CompiledProgram:
 
     @property
     def program(self) -> Program:
-        """The whole table."""
         return self.whole.program
 
     @cached_property

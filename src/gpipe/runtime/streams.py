@@ -57,7 +57,6 @@ class RankStream:
         """Waits until no more than `MOST_QUEUED` actions are queued: each holds memory until it is done."""
 
     def seconds(self, since: Stamp, until: Stamp) -> float:
-        """The time between two stamps of this stream."""
         assert isinstance(since, float)
         assert isinstance(until, float)
         return until - since
@@ -86,7 +85,6 @@ class RankStream:
         return replace(crossing, value=value, leaves=leaves, versions=versions)
 
     def take_gradients(self, gradients: Gradients, mark: ReadyEvent) -> Gradients:
-        """Brings gradients that another rank made to this device."""
         return [self.bring(found, mark) if isinstance(found, Tensor) else found for found in gradients]
 
     def bring(self, tensor: Tensor, mark: ReadyEvent) -> Tensor:

@@ -41,8 +41,7 @@ AT_ONCE = (
     "a call of this pipe is under way already, in another thread or around this one, and over processes all must "
     "call it in one order: call it in one thread, or have the threads take turns, the same in every process"
 )
-AT_EXIT = 2.0
-"""Seconds to wait for threads to end: one that the interpreter ends inside of C++ aborts the process."""
+AT_EXIT = 2.0  # seconds to wait for threads to end: one that the interpreter ends inside of C++ aborts the process
 
 _NOTHING = nullcontext()
 
@@ -62,7 +61,6 @@ class ThreadState:
 
     @classmethod
     def here(cls) -> "ThreadState":
-        """Reads the modes of this thread."""
         device, unsupported = modes_here(LossReader)  # which is ours, around a loss that calls a pipe
         casting = tuple(filter(torch.is_autocast_enabled, kinds()))
         return cls(
@@ -135,7 +133,6 @@ class RankThreads:
         _alive.add(self)
 
     def unlock(self) -> None:
-        """Begins with locks that nobody has."""
         self._turn, self._lock = threading.RLock(), threading.Lock()
         self._runs = 0
         self._in_backward: set[int] = set()  # the threads that are
