@@ -93,8 +93,13 @@ def modules_of_ours() -> dict[str, ast.Module]:
 
 def imported_from_private(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gpipe._torch"):
-            yield from (alias.name for alias in node.names)
+        match node:
+            case ast.ImportFrom("gpipe._torch"):
+                modules = {alias.name for alias in node.names}
+                held = (one for one in ast.walk(tree) if isinstance(one, ast.Attribute))
+                yield from (one.attr for one in held if isinstance(one.value, ast.Name) and one.value.id in modules)
+            case ast.ImportFrom(str(module)) if module.startswith("gpipe._torch."):
+                yield from (alias.name for alias in node.names)
 
 
 @cache

@@ -18,15 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
 
+from gpipe._torch import modes
 from gpipe._torch.dispatcher import Fakes
-from gpipe._torch.modes import (
-    ATTENTION_ON_CPU,
-    ATTENTION_ON_CPU_BACKWARD,
-    BILINEAR,
-    LSTM_ON_CPU,
-    LSTM_ON_CPU_BACKWARD,
-    flop_counter,
-)
 from gpipe.planner.measure import Values, likeness_of, measure_seconds, named, roots_of, run_layer
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.watch import Watch, storage_identity
@@ -176,7 +169,6 @@ class _Run:
         self._known: dict[bytes, LayerCounts] = {}  # by what layers are and take
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """A tensor of the same layout without values."""
         return self._fakes.like(tensor.detach()).requires_grad_(tensor.requires_grad)
 
     def layer(self, index: int, layer: nn.Module, value: Tree, *, is_last: bool) -> Tree:
@@ -236,7 +228,7 @@ class _Run:
         entering, watch = _storages(tensors_in(value)), Watch(storage_identity)
         for parameter in layer.parameters():  # as it is behind the first micro-batch
             parameter.grad = self._fakes.like(parameter.detach()) if parameter.requires_grad else None
-        with flop_counter(FORMULAS) as counter, watch:
+        with modes.flop_counter(FORMULAS) as counter, watch:
             output = forward()
             found = LayerCounts(forward=float(counter.get_total_flops()), boundary=_bytes(entering))
             leaving = _storages(tensors_in(output))
@@ -312,12 +304,12 @@ def _flops_of_convolution_backward(
 
 FORMULAS: dict[object, Callable[..., int]] = {
     torch.ops.aten.convolution_backward: _flops_of_convolution_backward,
-    ATTENTION_ON_CPU: lambda *shapes, **more: sdpa_flop_count(*shapes[:3]),
-    ATTENTION_ON_CPU_BACKWARD: lambda *shapes, **more: sdpa_backward_flop_count(*shapes[:4]),
-    LSTM_ON_CPU: _flops_of_lstm,
-    LSTM_ON_CPU_BACKWARD: lambda *shapes, **more: 2 * _flops_of_lstm(*shapes),  # of inputs, and of weights
+    modes.ATTENTION_ON_CPU: lambda *shapes, **more: sdpa_flop_count(*shapes[:3]),
+    modes.ATTENTION_ON_CPU_BACKWARD: lambda *shapes, **more: sdpa_backward_flop_count(*shapes[:4]),
+    modes.LSTM_ON_CPU: _flops_of_lstm,
+    modes.LSTM_ON_CPU_BACKWARD: lambda *shapes, **more: 2 * _flops_of_lstm(*shapes),  # of inputs, and of weights
     torch.ops.aten.mv: lambda matrix, *others, **more: 2 * prod(matrix),
     torch.ops.aten.addmv: lambda summand, matrix, *others, **more: 2 * prod(matrix),
-    BILINEAR: _flops_of_bilinear,
+    modes.BILINEAR: _flops_of_bilinear,
 }
 """Floating-point operations of matrix products, convolutions, attention and LSTMs, where torch has no formula."""

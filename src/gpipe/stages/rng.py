@@ -27,6 +27,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor
 
+from gpipe._torch import dispatcher
 from gpipe._torch.accelerator import CPU, default_generator, numbered, own_generator, standing_in
 from gpipe._torch.autograd import node_number, running_node
 from gpipe._torch.checkpoint import (
@@ -34,23 +35,6 @@ from gpipe._torch.checkpoint import (
     is_of_checkpoints,
     read_checkpoint,
     reruns_by_default_generator,
-)
-from gpipe._torch.dispatcher import (
-    UNUSED_KEY,
-    Operator,
-    are_below_a_mode,
-    arguments_of,
-    forget_stashed,
-    go_by,
-    goes_by,
-    is_one_generator,
-    keys_below,
-    leave_out,
-    let_control_flow_pass,
-    random_operators,
-    stash,
-    stashed,
-    unused_key,
 )
 from gpipe._torch.modes import is_traced_by_compiler, is_vmapped, untraced
 
@@ -153,49 +137,48 @@ def _install() -> None:
     with _installing:
         if _installed:
             return
-        key = unused_key()
-        rest = torch.library.Library("_", "IMPL", UNUSED_KEY)
+        key = dispatcher.unused_key()
+        rest = torch.library.Library("_", "IMPL", dispatcher.UNUSED_KEY)
         rest.fallback(torch.library.fallthrough_kernel)
-        let_control_flow_pass(key)
+        dispatcher.let_control_flow_pass(key)
         libraries = {"_": rest}
-        below = keys_below(key)
-        for func in random_operators():
+        below = dispatcher.keys_below(key)
+        for func in dispatcher.random_operators():
             namespace, _, name = func.name().partition("::")
             if namespace not in libraries:
-                libraries[namespace] = torch.library.Library(namespace, "IMPL", UNUSED_KEY)
+                libraries[namespace] = torch.library.Library(namespace, "IMPL", dispatcher.UNUSED_KEY)
             libraries[namespace].impl(name, _kernel(func, key, below), with_keyset=True)
         _installed.extend((key, *libraries.values()))
 
 
-def _find_with_generator(func: Operator) -> Operator | None:
-    """The overload of a random operation that takes a generator, if it has one."""
+def _find_with_generator(func: dispatcher.Operator) -> dispatcher.Operator | None:
     packet = func.overloadpacket
     for other in (func, *(getattr(packet, name) for name in packet.overloads())):
-        names = arguments_of(other)
-        if "generator" in names and {*names, "generator"} == {*arguments_of(func), "generator"}:
-            found: Operator = other
+        names = dispatcher.arguments_of(other)
+        if "generator" in names and {*names, "generator"} == {*dispatcher.arguments_of(func), "generator"}:
+            found: dispatcher.Operator = other
             return found
     return None
 
 
-def _kernel(func: Operator, own: Any, below: Any) -> Callable[..., object]:
+def _kernel(func: dispatcher.Operator, own: Any, below: Any) -> Callable[..., object]:
     """What a random operation does in a thread that sees it."""
-    keyed, ours = _find_with_generator(func), arguments_of(func)
+    keyed, ours = _find_with_generator(func), dispatcher.arguments_of(func)
     most = ours.index("generator") if "generator" in ours else len(ours)
     dropout = ours.index("dropout_p") if "dropout_p" in ours else None
 
     def kernel(keys: Any, *args: object, **kwargs: object) -> object:
         given: Any = kwargs.get("generator") or (args[most] if len(args) > most else None)
-        is_left = given is not None and not is_one_generator(given, default_generator(given.device))
+        is_left = given is not None and not dispatcher.is_one_generator(given, default_generator(given.device))
         if dropout is not None:  # attention, which without it draws nothing
             is_left = not (args[dropout] if len(args) > dropout else kwargs.get("dropout_p", 0.0))
         if is_left or is_vmapped() or is_traced_by_compiler():  # under `vmap` it will be drawn below
             return func.redispatch(keys & below, *args, **kwargs)
         device = _device_of(args, kwargs)
-        if keyed is None and device.type in ("cpu", "meta") and not are_below_a_mode(keys):
+        if keyed is None and device.type in ("cpu", "meta") and not dispatcher.are_below_a_mode(keys):
             return func.redispatch(keys & below, *args, **kwargs)  # it is made of others, which are seen in turn
-        generator = stashed().generator(device)
-        leave_out(own, True)
+        generator = dispatcher.stashed().generator(device)
+        dispatcher.leave_out(own, True)
         try:
             if keyed is None:
                 # dropout, fused attention and cuDNN's RNNs on GPUs; dropout on the CPU below a mode or a subclass
@@ -204,7 +187,7 @@ def _kernel(func: Operator, own: Any, below: Any) -> Callable[..., object]:
             kwargs["generator"] = generator
             return keyed(*args[:most], **kwargs)
         finally:
-            leave_out(own, False)
+            dispatcher.leave_out(own, False)
 
     return untraced(kernel)  # it runs within compiled code too, and there dynamo would trace it
 
@@ -283,21 +266,21 @@ class rng_scope:  # noqa: N801  # it reads as a function at every use, like torc
     def __enter__(self) -> Self:
         if not _installed:
             _install()
-        nested = goes_by(_installed[0])
-        self._entered = (stashed() if nested else None, sys._getframe(1), self._entered)
+        nested = dispatcher.goes_by(_installed[0])
+        self._entered = (dispatcher.stashed() if nested else None, sys._getframe(1), self._entered)
         self.grad = torch.is_grad_enabled()
-        stash(self)
+        dispatcher.stash(self)
         if not nested:
-            go_by(_installed[0], True)
+            dispatcher.go_by(_installed[0], True)
         return self
 
     def __exit__(self, *_: object) -> None:
         outer, _, self._entered = self._entered
         if outer is None:
-            forget_stashed()  # what a thread of the user's ends with
-            go_by(_installed[0], False)
+            dispatcher.forget_stashed()  # what a thread of the user's ends with
+            dispatcher.go_by(_installed[0], False)
         else:
-            stash(outer)
+            dispatcher.stash(outer)
 
     def go_on(self, layer: int) -> None:
         """Draws for another layer from now on."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gpipe.stages.skips import Pop
 from gpipe.stages.stage import RngKey
 from gpipe.stages.tree import Tree, replace_tensors
+from gpipe.tracing import runs
 from gpipe.tracing.meta_model import exchanged, give_values, lacks_values, on_cpu
 from gpipe.tracing.own_loss import COUNT, LossAverage, loss_in, tried
 from gpipe.tracing.parts import (
@@ -25,17 +26,6 @@ from gpipe.tracing.parts import (
     units_by_layer,
 )
 from gpipe.tracing.proof import Proof, compare, prove
-from gpipe.tracing.runs import (
-    ForwardArguments,
-    arguments,
-    arguments_of_each,
-    kind_of,
-    lacks_memory,
-    settings_of,
-    takes,
-    unchanged,
-    without_cache,
-)
 from gpipe.tracing.shallow_copy import COLLECTOR
 from gpipe.tracing.slices import check_takes_cache, cut, prove_slices
 from gpipe.tracing.stage import SingleLayer, rng_scopes, state_of
@@ -97,7 +87,7 @@ class TracedModel:
         self.seconds = proof.seconds  # that the forward of each layer took on the sample
         sample = self._with_count(sample, 1) if self._counts else sample
         self.parts = found.parts
-        self._keep(self.keys([take_apart(tuple(arguments(model, sample)))])[0], found, sample)
+        self._keep(self.keys([take_apart(tuple(runs.arguments(model, sample)))])[0], found, sample)
         self.layers = layers_by_name(self.parts, found.trace)
         last = None if proof.last is None else proof.last.outputs
         if self._counts:  # what a model adds to a mean over labels would not be seen beside a sum over them
@@ -132,16 +122,16 @@ class TracedModel:
         if self.lacks_values:  # buffers outside of units, which every layer may read, get some
             copied = self.parts.copied.items()
             give_values(self.model, [], [], 0, [f"{n}.{leaf}".lstrip(".") for n, m in copied for leaf in m._buffers])
-        plain = arguments(self.model, sample)
-        with unchanged(self.model):
+        plain = runs.arguments(self.model, sample)
+        with runs.unchanged(self.model):
             if not self._may_count(sample):
                 found = trace_forward(self.parts, plain)
                 return found, prove(found, plain), False
             return self._trace_told(sample, plain)
 
-    def _trace_told(self, sample: Tree, plain: ForwardArguments) -> First:
+    def _trace_told(self, sample: Tree, plain: runs.ForwardArguments) -> First:
         """Traces a forward that is told the number of labels; many only pass it on, and are not told it then."""
-        one, two = (arguments(self.model, self._with_count(sample, count)) for count in (1, 2))
+        one, two = (runs.arguments(self.model, self._with_count(sample, count)) for count in (1, 2))
         found = trace_forward(self.parts, one)
         inputs = take_apart(tuple(plain))[1]
         at = inputs.spec.num_leaves  # it is the last of the leaves
@@ -164,7 +154,7 @@ class TracedModel:
 
     def _may_count(self, value: Tree) -> bool:
         given = isinstance(value, Mapping) and "labels" in value and COUNT not in value
-        return given and takes(self.model, COUNT)
+        return given and runs.takes(self.model, COUNT)
 
     @staticmethod
     def _with_count(value: Tree, count: float) -> Tree:
@@ -190,7 +180,7 @@ class TracedModel:
         output is, a cache for generation is left out of it, unless asked for.
         """
         if for_output:
-            values = [without_cache(self.model, value) for value in values]
+            values = [runs.without_cache(self.model, value) for value in values]
         ones = [1.0] * len(values)
         if self._counts and isinstance(values[0], Mapping) and COUNT in values[0]:  # the user has counted
             return self._begin(values)._replace(shares=ones)
@@ -229,7 +219,7 @@ class TracedModel:
         return self._begin([self._with_count(value, 1) if is_told else value]).states[0]
 
     def _begin(self, values: Sequence[Tree]) -> TracedBatch:
-        apart = [take_apart(tuple(given)) for given in arguments_of_each(self.model, values)]
+        apart = [take_apart(tuple(given)) for given in runs.arguments_of_each(self.model, values)]
         key, *others = self.keys(apart)
         for at, other in enumerate(others, start=1):
             if other != key:
@@ -257,11 +247,11 @@ class TracedModel:
             *([] if slices == 1 else [lambda one: self.begin_slices([one], slices, float)]),
         ]
         for training, one, begin in product((True, False), values, wanted):
-            with suppress(Exception), unchanged(self.model):  # _begin keeps it for who asks for it
+            with suppress(Exception), runs.unchanged(self.model):  # _begin keeps it for who asks for it
                 if self.model.training != training:
                     self.model.train(training)
                 begin(one)
-        if lacking := next(filter(lacks_memory, self._refused.values()), None):
+        if lacking := next(filter(runs.lacks_memory, self._refused.values()), None):
             raise lacking
         self._learns = False
 
@@ -303,8 +293,8 @@ class TracedModel:
         """What says which trace each of these arguments has."""
         held = [vars(self.model.get_submodule(name)) for name in sorted(self.parts.opened)]
         held += [vars(one["config"]) for one in held if hasattr(one.get("config"), "__dict__")]
-        settings = tuple(setting for one in held for setting in settings_of(one) if setting[0] != COLLECTOR)
-        return [(str(structure.spec), tuple(map(kind_of, leaves)), settings) for leaves, structure in apart]
+        settings = tuple(setting for one in held for setting in runs.settings_of(one) if setting[0] != COLLECTOR)
+        return [(str(structure.spec), tuple(map(runs.kind_of, leaves)), settings) for leaves, structure in apart]
 
     def _learn(self, key: TraceKey, value: Tree) -> None:
         if len(self.traces) >= MOST_TRACES:
@@ -313,8 +303,8 @@ class TracedModel:
             one, other = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(TOO_MANY.format(model=type(self.model).__name__, most=MOST_TRACES, one=one, other=other))
         value = replace_tensors(value, on_cpu)
-        with unchanged(self.model), exchanged(self.model, on_cpu):  # its layers may be on several devices
-            given = arguments(self.model, value)
+        with runs.unchanged(self.model), exchanged(self.model, on_cpu):  # its layers may be on several devices
+            given = runs.arguments(self.model, value)
             found = trace_forward(self.parts, given)
             prove(found, given)
         layers = list(self.layers.items())
