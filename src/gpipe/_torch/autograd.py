@@ -37,8 +37,7 @@ def accumulate_gradients(
 
 will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
 """Whether the backward that is under way comes to a node: not if it is for some inputs alone."""
-running_node: Callable[[], Any] = torch._C._current_autograd_node
-"""The node whose backward this thread runs, or None."""
+running_node: Callable[[], Any] = torch._C._current_autograd_node  # the node whose backward this thread runs, or None
 
 
 def node_number(node: Any) -> int:
@@ -84,8 +83,7 @@ def is_held(tensors: Sequence[Any], at: int) -> bool:
 
 
 _fresh = [torch.empty(2)[1:]]
-_LISTED, _BASE = sys.getrefcount(_fresh[0]), sys.getrefcount(_fresh[0]._base)
-"""What counts where nobody else does."""
+_LISTED, _BASE = sys.getrefcount(_fresh[0]), sys.getrefcount(_fresh[0]._base)  # what counts where nobody else does
 _nodes: Any = torch._C._functions
 WEIGHT_SLOTS: dict[type, tuple[int, ...]] = {
     _nodes.AddmmBackward0: (2, 0),
@@ -102,10 +100,8 @@ LAYOUT_NODES: frozenset[type] = frozenset({
 """The kinds of node that lay out or cast one tensor, and save none for it."""
 LEAF_NODE: type[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 """The kind of node that adds to the `.grad` of a leaf."""
-PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter})
-"""What is no subclass of a tensor with a life of its own."""
-OPERANDS = PLAIN | {FakeTensor}
-"""What a product may have saved: for its bytes to be counted, also what has no values."""
+PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter})  # what is no subclass of a tensor with a life of its own
+OPERANDS = PLAIN | {FakeTensor}  # what a product may have saved: for its bytes to be counted, also what has no values
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +185,6 @@ class SavedTensor:
         return self.tensor._version == self.version and not (self.tensor.is_conj() or self.tensor.is_neg())
 
     def let_go(self) -> None:
-        """Lets go of its storage."""
         tensor = self.tensor
         self.away = tensor.storage_offset(), tensor.shape, tensor.stride()
         self.tensor = tensor.new_empty(0)

@@ -70,8 +70,7 @@ forget_stashed: Callable[[], None] = partial(torch._C._remove_obj_from_tls, SLOT
 Torch itself would let go of it when the thread has ended for Python, and would need the interpreter for that, which
 may end at the same time: then the process is aborted.
 """
-stashed: Callable[[], Any] = partial(torch._C._get_obj_in_tls, SLOT)
-"""What was stashed last."""
+stashed: Callable[[], Any] = partial(torch._C._get_obj_in_tls, SLOT)  # what was stashed last
 
 
 keys_below: Callable[[Any], Any] = torch._C._dispatch_keyset_full_after

@@ -88,8 +88,7 @@ ATTENTION_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_f
 LSTM_ON_CPU = torch.ops.aten.mkldnn_rnn_layer
 """What a layer of an LSTM is to the dispatcher on the CPU, likewise; other recurrent layers are matrix products."""
 LSTM_ON_CPU_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward
-BILINEAR = torch.ops.aten._trilinear
-"""What `torch.nn.functional.bilinear` is to it, and its backward."""
+BILINEAR = torch.ops.aten._trilinear  # what `torch.nn.functional.bilinear` is to it, and its backward
 
 
 def flop_counter(formulas: Mapping[Any, Callable[..., int]]) -> FlopCounterMode:

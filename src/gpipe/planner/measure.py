@@ -221,11 +221,6 @@ def _combine(runs: Sequence[LayerSeconds], way: Callable[[Sequence[float]], floa
     return LayerSeconds(*parts)  # type: ignore[arg-type]  # the first two are never None
 
 
-def measure_by(layers: Sequence[nn.Module], sample: Tree, cost: Callable[[nn.Module, Tree], float]) -> list[float]:
-    """The user's cost of each layer, given the layer and what it takes of a sample micro-batch."""
-    return measure_each(layers, sample, lambda run: float(cost(run.layer, run.given()[0][0])))
-
-
 def _seconds(runs: Sequence[LayerRun], device: torch.device, *, parts: bool) -> list[LayerSeconds]:
     """Of layers in turn, as in a stage that recomputes: all forwards, let go of, then all recomputes, all backwards.
 

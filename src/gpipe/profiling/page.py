@@ -192,7 +192,6 @@ def _step_choice(report: Report) -> Iterator[str]:
 
 
 def _breakdown(report: Report) -> Iterator[str]:
-    """A bar of all parts, and a row for each."""
     shares = report.shares
     if not shares:
         return

@@ -90,7 +90,6 @@ class Scale:
     unit: Unit = "ms"
 
     def __call__(self, seconds: float) -> float:
-        """Returns the x of a time."""
         return LEFT + (self.width - LEFT - RIGHT) * seconds / self.seconds
 
     def ticks(self) -> list[float]:
@@ -104,7 +103,6 @@ class Scale:
         return [round(n * step, 12) for n in range(floor(self.seconds / step) + 1)]
 
     def shown(self, seconds: float) -> float:
-        """Returns a time in the unit of the picture."""
         return seconds * 1000 if self.unit == "ms" else seconds
 
 

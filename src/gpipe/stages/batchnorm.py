@@ -31,7 +31,6 @@ class Statistics:
     squares: Tensor  # sum of squared differences from the mean
 
     def merge(self, other: "Statistics") -> "Statistics":
-        """The statistics of both together."""
         count = self.count + other.count
         apart = other.mean - self.mean
         mean = self.mean + apart * (other.count / count)

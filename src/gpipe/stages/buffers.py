@@ -19,10 +19,8 @@ from gpipe._torch.accelerator import put_data
 from gpipe.stages.quantized import leave_unpacked
 from gpipe.stages.tree import copy_of, storage_address, version
 
-Slot: TypeAlias = tuple[nn.Module, str]
-"""Where a parameter or a buffer stands: a module, and its name there."""
-SMALL = 2**20
-"""Bytes up to which a buffer on a GPU is copied for every forward."""
+Slot: TypeAlias = tuple[nn.Module, str]  # where a parameter or a buffer stands: a module, and its name there
+SMALL = 2**20  # bytes up to which a buffer on a GPU is copied for every forward
 
 
 class SavedBuffer(NamedTuple):
@@ -33,8 +31,7 @@ class SavedBuffer(NamedTuple):
     copy: Tensor | None = None
 
 
-SavedBuffers: TypeAlias = dict[Slot, SavedBuffer]
-"""All buffers before a forward."""
+SavedBuffers: TypeAlias = dict[Slot, SavedBuffer]  # all buffers before a forward
 
 
 class Buffers:
@@ -59,7 +56,6 @@ class Buffers:
         return {(part, name): tensor for part in holders for name, tensor in part._buffers.items()}
 
     def before(self) -> SavedBuffers:
-        """The buffers before a forward."""
         now = self._now()
         return dict(zip(now, map(self._keep, now, now.values()), strict=True))
 

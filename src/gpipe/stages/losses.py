@@ -51,8 +51,7 @@ OF_ELEMENTS = {
 OF_ROWS = OF_ELEMENTS | {
     "kl_div", "gaussian_nll_loss", "poisson_nll_loss", "multilabel_soft_margin_loss", "ctc_loss"
 }  # fmt: skip
-PER_ROW = ("weight", "pos_weight", "var")
-"""What a loss of torch may hold for each row, or for each class."""
+PER_ROW = ("weight", "pos_weight", "var")  # what a loss of torch may hold for each row, or for each class
 
 NO_GRADIENT = (
     "the loss needs no gradient: it depends on no parameter that requires one; "

@@ -84,7 +84,6 @@ class Traffic(NamedTuple):
 
     @classmethod
     def of_json(cls, told: list[Any]) -> Self:
-        """Reads what was written as JSON."""
         routes, micro_batches, rows = told
         crossed = []
         for sends, peer, label, kind, *times in rows:

@@ -22,10 +22,8 @@ from gpipe.stages.tree import OPAQUE, Tree, local, tensors_in
 if TYPE_CHECKING:
     from gpipe.stages.stage import Stage, StageOutput
 
-SMALL = 4096
-"""Bytes up to which a tensor is held whole."""
-COLUMNS = 512
-"""Words in a row."""
+SMALL = 4096  # bytes up to which a tensor is held whole
+COLUMNS = 512  # words in a row
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element, as what its bits are compared."""
 
@@ -121,7 +119,6 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, made: "StageOutput", *, outlives: bool = True) -> "Fingerprint":
-        """The fingerprint of what a stage made, as `digest` takes it."""
         reached = frozenset(map(id, leaves_of(tensors_in(made.values))))
         return cls(digest([*made.values, *made.for_loss.values()], outlives=outlives), reached)
 

@@ -35,7 +35,6 @@ class SharedParameter:
 
     @property
     def parameter(self) -> Tensor:
-        """The parameter itself."""
         module, name = next(iter(self.slots.values()))[0]
         parameter = module._parameters[name]
         assert parameter is not None

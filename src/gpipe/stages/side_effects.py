@@ -62,8 +62,7 @@ HOOKED = (
     "cut with it was made from it: behind the cut the hook would see a part of the gradient. Put the hook where the "
     "tensor is made, return a clone of the tensor for those who hook it, or keep both layers in one partition"
 )
-Place: TypeAlias = tuple[str, str]
-"""A layer in words, and where in it."""
+Place: TypeAlias = tuple[str, str]  # a layer in words, and where in it
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +76,7 @@ class TensorVersion:
         return isinstance(other, TensorVersion) and self.tensor is other.tensor and self.version == other.version
 
 
-Snapshot: TypeAlias = Mapping[Place, object]
-"""By place what `note` says of what is there."""
+Snapshot: TypeAlias = Mapping[Place, object]  # by place what `note` says of what is there
 
 
 def references(layers: Mapping[str, nn.Module]) -> Iterator[tuple[Place, object]]:
@@ -201,7 +199,6 @@ class FirstRunCheck:
         self._written += self._find_written()[1]  # by its bits: what is written as it was, a recompute may write
 
     def refuse_written(self) -> None:
-        """Raises if a backward has written weights."""
         if self._written:
             names = ", ".join(dict.fromkeys(self._written))
             raise RuntimeError(WEIGHTS_IN_BACKWARD.format(stage=self._stage, names=names))
@@ -322,7 +319,6 @@ class SharedBufferCheck:
         return [TensorVersion(tensor, version(tensor)) for tensor in tensors]
 
     def check(self) -> None:
-        """Checks that no shared buffer was changed."""
         states = zip(self._shared.items(), self._before, self._read(), strict=True)
         changed = [f"{name} ({users})" for ((_, name), users), before, now in states if before != now]
         if changed:

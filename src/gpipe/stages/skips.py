@@ -26,7 +26,6 @@ class Pop:
 
     @property
     def route_name(self) -> str:
-        """The name of the route that this use takes between stages."""
         return f"{self.name}/{self.target}"
 
 

@@ -35,13 +35,11 @@ from gpipe.stages.tree import (
     versions,
 )
 
-LOSS = "loss_fn"
-"""What stands behind the last layer, in words."""
+LOSS = "loss_fn"  # what stands behind the last layer, in words
 
 _OWN: AbstractContextManager[object] = nullcontext()
 _NONE: frozenset[int] = frozenset()
-TRIES = 4
-"""Times that a layer is run to see whether it gives the same."""
+TRIES = 4  # times that a layer is run to see whether it gives the same
 Modes: TypeAlias = tuple[bool, ...]
 
 BEGUN_IN_PLACE = (
@@ -177,7 +175,6 @@ class Stage:
         for_loss: Sequence[Pop],  # what the loss pops, if this is the last stage
         modes: Modes,
     ) -> StageOutput:
-        """Runs the layers."""
         both = (value, call.arrived) if call.arrived else value
         used = given = tensors_in(both)
         copies = self.works_in_place.get(modes, True)

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from gpipe._torch.autograd import PLAIN, negative_view
 from gpipe._torch.trees import map_tensors, tree_leaves
 
-Tree: TypeAlias = object
-"""A tensor, or tuples, lists and dicts of tensors and other values."""
+Tree: TypeAlias = object  # a tensor, or tuples, lists and dicts of tensors and other values
 
 
 def tensors_in(value: Tree) -> list[Tensor]:

@@ -104,8 +104,7 @@ def _refuse(name: str, kind: str) -> Never:
 SAMPLE_KEY = RngKey(0, 0, 0)  # when a sample is, for its random numbers
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 CARRIED_AS_THEY_ARE = (bool, int, float, str, type(None))
-Described: TypeAlias = list[list[Any]]
-"""Of each leaf what `describe` says of it."""
+Described: TypeAlias = list[list[Any]]  # of each leaf what `describe` says of it
 
 
 def describe(leaves: Sequence[Any]) -> Described:
@@ -131,7 +130,6 @@ class Interpreter(TorchFunctionMode):
         self._outside = copy_context()
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls the model."""
         self.shallow_copy.on_call = self._unit
         self._outside = copy_context()
         try:
@@ -141,12 +139,10 @@ class Interpreter(TorchFunctionMode):
             self.shallow_copy.on_call = None
 
     def value_id_of(self, tensor: Tensor) -> ValueId | None:
-        """What a tensor is called that an operation made; None of any other."""
         found = self._value_ids.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 
     def name_as(self, tensor: Tensor, value_id: ValueId) -> None:
-        """Has a tensor be known by a value id."""
         self._value_ids[id(tensor)] = weakref.ref(tensor), value_id
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -187,7 +183,6 @@ class Interpreter(TorchFunctionMode):
         return made.returned if lists else made
 
     def do(self, call: OpCall) -> Any:
-        """Does what an operation is."""
         return call.do() if self.dry is None else self.dry.do(call)
 
     def free(self, call: OpCall) -> Any:
@@ -212,9 +207,8 @@ class StageInterpreter(Interpreter):
         trace: Trace,
         layers: Sequence[Layer],
         values: Mapping[ValueId, Tensor | None],  # what crossed the cut
-        log: list[
-            Described
-        ],  # of what the operations before returned, inputs first; it grows, but with the last layer
+        # of what the operations before returned, inputs first; it grows, but with the last layer
+        log: list[Described],
         wanted: frozenset[ValueId],  # of what the layers make; behind them it is `made`, as far as there is a tensor
         device: torch.device,
         rng_key: RngKey = SAMPLE_KEY,
@@ -306,7 +300,6 @@ class StageInterpreter(Interpreter):
         return made
 
     def _pass(self, at: int) -> Any:
-        """What an operation of a layer before brought."""
         op = self.trace.ops[at]
         leaves = [self._arrived(ValueId(at, place), described) for place, described in enumerate(self.log[at + 1])]
         for place, (maker, leaf) in op.again.items():

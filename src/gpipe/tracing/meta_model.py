@@ -61,11 +61,9 @@ class Dry:
         return exchanged(model, lambda tensor: self.like(tensor) if tensor.is_meta else tensor)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A tensor of this layout without values."""
         return self._fakes.like(tensor)
 
     def do(self, call: OpCall) -> Any:
-        """Does an operation."""
         unit = call.unit
         try:
             with self._fakes.inside():
@@ -173,7 +171,6 @@ def give_values(
 def _find_mistakes(
     model: nn.Module, places: Places, wanted: Mapping[int, str], made: Collection[int]
 ) -> Iterator[str]:
-    """Why values cannot be given, if so."""
     known = {id(place.tensor) for place in places.values()}
     unknown = [
         f"{path}.{key}".lstrip(".")

@@ -63,7 +63,6 @@ class LossAverage:
         return cls("rows", finding=None if known else UNKNOWN.format(seen=", ".join(names) or "none"))
 
     def count(self, part: Mapping[str, Any] | Tree) -> float:
-        """What a micro-batch counts."""
         labels = part.get(self.labels) if isinstance(part, Mapping) else None
         if self.by != "labels" or not isinstance(labels, Tensor):
             return float(count_rows(part))
@@ -79,7 +78,6 @@ class LossAverage:
         return [found for found in (self.finding, self.uneven if uneven else None) if found is not None]
 
     def shares(self, counts: Sequence[float], total: float) -> list[float]:
-        """The share of each micro-batch in the loss."""
         if self.by == "sum":
             return [1.0] * len(counts)
         if not total:
@@ -99,8 +97,7 @@ NOT_TRIED = (
 )
 
 
-Run: TypeAlias = Callable[[Sequence[Tree]], Iterable[Any]]
-"""Gives the outputs of the sample and of its parts."""
+Run: TypeAlias = Callable[[Sequence[Tree]], Iterable[Any]]  # gives the outputs of the sample and of its parts
 
 
 def tried(

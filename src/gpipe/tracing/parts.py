@@ -204,7 +204,6 @@ class ModelPart(nn.Module):
 
     @property
     def training(self) -> bool:
-        """Whether the model is in training mode."""
         return "model" in self.__dict__ and self.__dict__["model"].training
 
     @training.setter

@@ -192,7 +192,6 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def _in_slices(model: nn.Module, parts: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """What a model gives of slices, one after another."""
     found, done = [], list[SliceKeys]()
     for part in parts:
         keys = SliceKeys(list(done))

@@ -93,7 +93,6 @@ class TracedStage(Stage):
         return {**vars(self), "_shallow_copy": None}
 
     def begin(self) -> None:
-        """Begins a run: follows what was changed in the model."""
         super().begin()
         for layer in self.layers:
             if isinstance(layer.module, ModelPart):
@@ -178,7 +177,6 @@ class SingleLayer(nn.Module):
         return Essence((names, units, raw, crosses), own[0] if own else None, shared)
 
     def forward(self, state: Tree) -> Tree:
-        """Interprets the layer."""
         stage: TracedStage = self.__dict__["stage"]
         stage.device = next((tensor.device for tensor in tensors_in(state)), stage.device)
         if stage._shallow_copy is None:

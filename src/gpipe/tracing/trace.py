@@ -60,7 +60,6 @@ class Structure:
     spec: TreeSpec
 
     def filled(self, leaves: Sequence[Any]) -> Any:
-        """The value with these leaves."""
         return tree_unflatten(leaves, self.spec)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -131,7 +130,6 @@ class Edge(NamedTuple):
 
     @property
     def pop(self) -> Pop:
-        """The same as the use of a stash."""
         return Pop(f"{self.value_id}.{self.source}", self.source, self.target)
 
 
@@ -155,7 +153,6 @@ class Trace:
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """The ways of all tensors that cross from layer to layer."""
         users: dict[ValueId, set[int]] = {value_id: {len(self.starts) - 1} for value_id in self.results}
         for at, op in enumerate(self.ops):
             for value_id in op.uses:
@@ -214,7 +211,6 @@ class OpCall(NamedTuple):
         kwargs: Mapping[str, Any],
         lists: Sequence[list[Any]] = (),
     ) -> "OpCall":
-        """The call, with its tensors found."""
         tensors: list[Tensor] = []
         _collect(args, tensors)
         _collect(kwargs.values(), tensors)
@@ -238,7 +234,6 @@ class OpCall(NamedTuple):
                 del one[at:]
 
     def given(self, change: Callable[[Tensor], Tensor]) -> "OpCall":
-        """The same with other tensors."""
         args, kwargs = map_tensors((self.args, dict(self.kwargs)), change)
         return OpCall.of(self.name, self.func, args, kwargs, self.lists)
 

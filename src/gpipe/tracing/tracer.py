@@ -109,9 +109,8 @@ class Tracer(Interpreter):
         super().__init__(shallow_copy, dry)
         self.parts = parts = shallow_copy.parts
         self.losses: list[LossCall] = []
-        self.reads: list[
-            tuple[str, int, bool]
-        ] = []  # of values: where, behind how many operations, whether of numbers
+        # of values: where, behind how many operations, whether of numbers
+        self.reads: list[tuple[str, int, bool]] = []
         self.iterated: set[str] = set()  # sequences whose members are called, and they are not
         self.left = shallow_copy.attributes()
         self._ops: list[Op] = []
@@ -133,7 +132,6 @@ class Tracer(Interpreter):
         self._drawn: set[ValueId] = set()
 
     def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Trace]:
-        """Runs the forward; gives its output, and the trace that it took."""
         leaves, inputs = take_apart((tuple(args), dict(kwargs)))
         leaves = [copy_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # each known for itself
         carried = [ValueId(-1, at) for at, leaf in enumerate(leaves) if is_carried(leaf)]
@@ -174,7 +172,6 @@ class Tracer(Interpreter):
         )
 
     def free(self, call: OpCall) -> Any:
-        """Does an operation that every layer does for itself."""
         self._look(call.tensors, call.name, None)
         made = call.do()
         leaves, _ = take_apart(made)
@@ -184,7 +181,6 @@ class Tracer(Interpreter):
         return made
 
     def op(self, call: OpCall) -> Any:
-        """Does an operation and writes it down."""
         if is_vmapped():
             raise CannotSplitError(UNSEEN.format(name=call.name))
         if saved_tensor_hooks() != self._hooks:
@@ -386,7 +382,6 @@ def trace_forward(parts: Parts, given: ForwardArguments) -> TracerRun:
 
 
 def _traced(parts: Parts, given: ForwardArguments, dry: Dry | None) -> tuple[Tracer, Any, Trace]:
-    """Runs a forward; refuses what it leaves behind."""
     tracers: list[Tracer] = []
 
     def run() -> tuple[Any, Trace]:

@@ -168,11 +168,11 @@ def test_a_split_backward_may_end_before_its_weights_are_on_the_way() -> None:
     program = shape.program()
     assert program is not None
     trial = Trial(shape, program, sized, [Device(flops=1.0)] * 8, [1.0] * 8)
-    seconds = trial.simulator.seconds(trial.costs((1,) * 16))
+    seconds = trial.fitting.simulator.seconds(trial.costs((1,) * 16))
     assert least_seconds(shape, sized, [1.0] * 8) <= seconds < sum(sized.work)
     short = Profile((replace(layer, backward=Line(9.0), parts=(Line(1.0), Line(1.0))),) * 16).of_micro_batch(1)
     trial = Trial(shape, program, short, [Device(flops=1.0)] * 8, [1.0] * 8)
-    seconds = trial.simulator.seconds(trial.costs((1,) * 16))  # the two parts take less than the whole
+    seconds = trial.fitting.simulator.seconds(trial.costs((1,) * 16))  # the two parts take less than the whole
     assert least_seconds(shape, short, [1.0] * 8) <= seconds
 
 
@@ -240,7 +240,7 @@ def test_many_layers_are_cut_evenly_and_better_than_evenly_where_that_pays() -> 
     assert trial is not None
     profile = Profile((head, *[layer] * 30)).of_micro_batch(1)
     cut = Trial(plan.shape, trial, profile, plan.devices, [1.0] * 4)
-    every = (cut.simulator.seconds(cut.costs(layers)) for layers in every_cut(31, 4))
+    every = (cut.fitting.simulator.seconds(cut.costs(layers)) for layers in every_cut(31, 4))
     assert plan.seconds <= 1.02 * min(every)
 
 

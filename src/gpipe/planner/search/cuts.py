@@ -150,9 +150,8 @@ def _search(chain: Chain) -> _Search:
     moved = np.ldexp([0, *chain.transfers, 0], scale)
     held = np.cumsum([0, *chain.held])
     mean = sum(chain.costs) / sum(chain.speeds)
-    dealt = (
-        mean + max(chain.costs) / min(chain.speeds) + 2 * max((0, *chain.transfers))
-    )  # layers in turn, until each has its share
+    # layers in turn, until each has its share
+    dealt = mean + max(chain.costs) / min(chain.speeds) + 2 * max((0, *chain.transfers))
     return _Search(
         x=before + moved,
         y=before - moved,

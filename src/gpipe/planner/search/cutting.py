@@ -66,13 +66,11 @@ class Trial:
         self.shape, self.program, self.sized, self.devices, self.speeds = shape, program, sized, devices, speeds
         self.stage_speeds = tuple(speeds[rank] for rank in program.rank_of)
         limits = [device.memory for device in devices]
-        self.simulator: Simulator | Many
         self.fitting: Fitting | FittingMany
         if isinstance(program, Many):
-            self.simulator, self.fitting = program, FittingMany(program, limits)
+            self.fitting = FittingMany(program, limits)
         else:
-            self.simulator = Simulator(program, messages=True)
-            self.fitting = Fitting(self.simulator, limits)
+            self.fitting = Fitting(Simulator(program, messages=True), limits)
         self.best: Settled | None = None  # the fastest cuts that fit
         self.misfit: Misfit | None = None  # of those that do not, the nearest to it
         self.few = isinstance(program, Program) and comb(len(sized.layers) - 1, shape.stages - 1) <= MOST_CUTS_TRIED
@@ -120,7 +118,7 @@ class Trial:
         if misfit is not None:
             self.misfit = min(misfit, self.misfit or misfit, key=lambda each: each.excess)
             return False
-        seconds = self.simulator.seconds(costs)  # if nothing were recomputed
+        seconds = self.fitting.simulator.seconds(costs)  # if nothing were recomputed
         if self._is_enough(seconds) or (self.best is not None and seconds >= self.best.seconds):
             return False
         found = Settled(layers, costs, *self.fitting.fastest(costs))

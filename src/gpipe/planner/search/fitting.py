@@ -87,7 +87,6 @@ class Fitting:
         return self.simulator.busy(costs, self.again(levels))
 
     def again(self, levels: Levels) -> Recomputed:
-        """What all stages recompute, with these levels."""
         return {stage: self._recomputed(stage, level) for stage, level in enumerate(levels)}
 
     def peaks(self, costs: Sequence[StageCost], levels: Levels) -> tuple[int, ...]:
@@ -163,16 +162,13 @@ class FittingMany:
         return levels, self.simulator.seconds(costs, self._again(levels))
 
     def busy(self, costs: Sequence[StageCost], levels: Levels) -> float:
-        """The seconds that all ranks compute together, with the levels of all stages."""
         return self.simulator.busy(costs, self._again(levels))
 
     def peaks(self, costs: Sequence[StageCost], levels: Levels) -> tuple[int, ...]:
-        """The most bytes that each rank holds, with the levels of all stages."""
         again = self._again(levels)
         return tuple(self.simulator.peak_bytes(rank, costs, again) for rank in range(len(self.limits)))
 
     def remat(self, levels: Levels) -> tuple[Remat, ...]:
-        """What the stages recompute, in the words of `GPipe`."""
         return tuple("never" if level else "always" for level in levels)
 
     def _again(self, levels: Levels) -> frozenset[int]:

@@ -38,7 +38,6 @@ class Task:
 
     @cached_property
     def stages_of(self) -> list[list[int]]:
-        """The stages of each rank."""
         stages = range(len(self.rank_of))
         return [[s for s in stages if self.rank_of[s] == rank] for rank in range(max(self.rank_of) + 1)]
 

@@ -19,7 +19,6 @@ class Line:
     per_row: float = 0.0
 
     def at(self, rows: float) -> float:
-        """The number for so many rows."""
         return self.fixed + self.per_row * rows
 
 
@@ -56,7 +55,6 @@ class Profile:
     unit: Literal["flops", "seconds"] = "flops"
 
     def of_micro_batch(self, rows: float) -> "SizedProfile":
-        """What the layers cost for micro-batches of so many rows."""
         return SizedProfile(self.layers, rows)
 
     def speeds(self, devices: Sequence[Device]) -> list[float]:
@@ -76,17 +74,14 @@ class SizedProfile:
 
     @cached_property
     def forward(self) -> list[float]:
-        """The work of each layer's forward."""
         return self._each(lambda layer: layer.forward)
 
     @cached_property
     def backward(self) -> list[float]:
-        """The work of each layer's backward."""
         return self._each(lambda layer: layer.backward)
 
     @cached_property
     def work(self) -> list[float]:
-        """Of each layer, forward and backward."""
         return list(map(add, self.forward, self.backward))
 
     @cached_property
