@@ -225,10 +225,10 @@ def _with_moves(
     """What stages cost in seconds, moves to the host and back among them, and in bytes."""
     speed = measure_host(device)
     names = ("boundary", "inside", "working", "state")
-    each = (
-        (cost, own, {name: getattr(own, name) for name in names}) for cost, own in zip(seconds, held, strict=True)
+    return tuple(
+        replace(cost, move=own.inside / speed, **{name: getattr(own, name) for name in names})
+        for cost, own in zip(seconds, held, strict=True)
     )
-    return tuple(replace(cost, move=own.inside / speed, **holds) for cost, own, holds in each)
 
 
 def _limits(asked: Arguments, devices: Sequence[torch.device]) -> list[float]:

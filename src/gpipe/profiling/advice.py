@@ -82,9 +82,8 @@ class RecordedSteps:
     partition: Partition
     driver: str
     others: OtherProcesses | None = None  # None: it is not known
-    micro_batches: int | None = (
-        None  # M, as the pipe was given it, times S; there are fewer where there are fewer rows
-    )
+    # M, as the pipe was given it, times S; there are fewer where there are fewer rows
+    micro_batches: int | None = None
     recomputes: bool = False  # whether more micro-batches would be recomputed, at least in some stages
     measured: bool = True  # whether the costs of layers are their seconds
 

@@ -15,8 +15,8 @@ from string import Template
 from gpipe.planner.search.device import bytes_text, lasts
 from gpipe.profiling.breakdown import MEANING, percentages
 from gpipe.profiling.stored import Report
-from gpipe.profiling.svg import COLORS, is_bright, kinds_in, most_stages, note_of, nth_stages, read_own, shade
-from gpipe.schedule.action import MOVES, NAMES, SHARDS, TRANSFERS, Action, Kind
+from gpipe.profiling.svg import COLORS, THIN, is_bright, kinds_in, most_stages, note_of, nth_stages, read_own, shade
+from gpipe.schedule.action import NAMES, Action, Kind
 from gpipe.schedule.timeline import Timeline
 
 MOST_SPANS = 30_000  # about 17 characters each: half a megabyte
@@ -57,7 +57,7 @@ def steps_json(report: Report) -> str:
             "route": "" if action.route is None else str(action.route),
             "color": color,
             "dark": is_bright(color),
-            "thin": action.kind in TRANSFERS | MOVES | SHARDS,
+            "thin": action.kind in THIN,
         }
 
     def encoded(timeline: Timeline) -> dict[str, object]:

@@ -36,6 +36,7 @@ COLORS = {
     Kind.TIE: "#cc3311",
     Kind.COMMIT: "#009988",
 }
+THIN = TRANSFERS | MOVES | SHARDS  # kinds that are lines under the boxes
 LIGHTEST = 0.55  # the share of white in the colours of a rank's last stage, if it has several
 BRIGHT = 0.3  # the luminance from which on dark type is easier to read
 WIDTH = 960
@@ -161,15 +162,10 @@ def timelines_svg(
 def document(elements: Iterable[str], label: str, width: int, height: int) -> str:
     """An SVG on a page of its own colour, with the style of all pictures."""
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    return "\n".join(
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label={quoteattr(label)}>',
-            f"<style>\n{read_own('svg.css')}</style>",
-            f'<rect class="page" width="{width}" height="{height}" rx="6"/>',
-            *elements,
-            "</svg>\n",
-        )
-    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label={quoteattr(label)}>'
+    style = f"<style>\n{read_own('svg.css')}</style>"
+    page = f'<rect class="page" width="{width}" height="{height}" rx="6"/>'
+    return "\n".join((head, style, page, *elements, "</svg>\n"))
 
 
 def read_own(name: str) -> str:
@@ -212,9 +208,7 @@ def _panel(timeline: Timeline, part: Timeline, scale: Scale, y: float, *, small:
         kind, micro_batch = span.action.kind, span.action.micro_batch
         color = shade(kind, nth[span.rank, span.action.stage], stages)
         x, width, top = scale(span.start), scale(span.end) - scale(span.start), tops[span.rank]
-        shape, top, height = (
-            ("line", top + LANE - LINE, LINE) if kind in TRANSFERS | MOVES | SHARDS else ("box", top, BOX)
-        )
+        shape, top, height = ("line", top + LANE - LINE, LINE) if kind in THIN else ("box", top, BOX)
         if small:
             paths[color, height] += f"M{x:.1f} {top + height / 2:g}h{max(width - 0.6, 0.3):.1f}"
         else:

@@ -41,9 +41,8 @@ class LayerProfile:
     parts: tuple[Line, Line] | None = None  # work of the backward for the input and the weights; None: half each
     recompute: Line | None = None  # work of a recompute; None: that of a forward
     leaving: Line = NOTHING  # of what it gives and does not keep: behind a stage's last layer the graph or loss does
-    halves: tuple[Line, ...] | None = (
-        None  # that the first part of its backward leaves for the second; that each needs
-    )
+    # that the first part of its backward leaves for the second; that each needs
+    halves: tuple[Line, ...] | None = None
     buffers: float = 0.0  # of its buffers, of which each micro-batch that is recomputed has a copy
 
 
