@@ -202,14 +202,12 @@ def unpack(saved: SavedTensor) -> Tensor:
     if saved.away is not None:
         raise RuntimeError("what the node saved is with the host, and comes back for its backward alone")
     if tensor._version != saved.version:
-        raise RuntimeError(CHANGED.format(shape=tuple(tensor.shape), now=tensor._version, then=saved.version))
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version "
+            f"{saved.version} instead"
+        )
     return tensor
-
-
-CHANGED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-    "shape {shape} is at version {now}; expected version {then} instead"
-)
 
 
 def has_node_hooks(node: Node) -> bool:

@@ -114,12 +114,6 @@ def flushes_denormals() -> bool:
 
 _SMALLEST = 5e-324
 
-BESIDE = (
-    "the backward of another call of this pipe is under way: with ranks on several devices, autograd begins one "
-    "while it waits in another, and gradients would be added up in another order each time. Give the inputs of both "
-    "in one call, call backward for each output by itself, or run a process for each device"
-)
-
 
 class RankThreads:
     """A thread for each rank, made when first needed."""
@@ -163,7 +157,12 @@ class RankThreads:
         """Around the backward of a call: autograd may begin another in this thread, while it waits for a device."""
         me = threading.get_ident()
         if me in self._in_backward:
-            raise RuntimeError(BESIDE)
+            raise RuntimeError(
+                "the backward of another call of this pipe is under way: with ranks on several devices, autograd "
+                "begins one while it waits in another, and gradients would be added up in another order each time. "
+                "Give the inputs of both in one call, call backward for each output by itself, or run a process for "
+                "each device"
+            )
         self._in_backward.add(me)
         try:
             yield

@@ -266,12 +266,6 @@ def _clone_of_leaf_view(output: Tensor) -> Tensor:
     return copy_of(output) if base is not None and base.is_leaf and base.requires_grad else output
 
 
-NO_LOSS = (
-    "step() was given neither targets nor loss_fn, so the loss is the model's own, and its output has none "
-    "({found}): give what it makes a loss of (labels=...), or call step(inputs, targets, loss_fn)"
-)
-
-
 def own_loss(output: Tree, target: Tree = None) -> Tensor:
     """The loss in what a model returned: its `loss`, or the output itself, or the first of a tuple."""
     found: Any = output
@@ -284,7 +278,10 @@ def own_loss(output: Tree, target: Tree = None) -> Tensor:
     if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point():
         return found
     kind = f"it is a {type(output).__name__}" if found is output else f"its loss is {type(found).__name__}"
-    raise TypeError(NO_LOSS.format(found=kind))
+    raise TypeError(
+        f"step() was given neither targets nor loss_fn, so the loss is the model's own, and its output has none "
+        f"({kind}): give what it makes a loss of (labels=...), or call step(inputs, targets, loss_fn)"
+    )
 
 
 class LossReader(TorchFunctionMode):

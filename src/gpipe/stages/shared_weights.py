@@ -92,11 +92,6 @@ def put_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> Non
     refresh_weights_of_rnn(module)
 
 
-PAST_ITS_LAYERS = (
-    "a gradient came to a weight of shape {shape}, which several layers share, past those layers: it is used "
-    "elsewhere (in loss_fn, or by a reference that is no parameter), or by a module that is several layers itself "
-    "and runs again in the backward (torch.utils.checkpoint: give it use_reentrant=False). Make it their parameter"
-)
 _OWN = nullcontext()
 
 
@@ -149,7 +144,12 @@ class WeightAliases:
     def _refuse(self, gradient: Tensor) -> None:
         """Refuses a gradient that comes to a shared parameter itself, not to an alias."""
         if not self._adds:
-            raise RuntimeError(PAST_ITS_LAYERS.format(shape=tuple(gradient.shape)))
+            raise RuntimeError(
+                f"a gradient came to a weight of shape {tuple(gradient.shape)}, which several layers share, past "
+                f"those layers: it is used elsewhere (in loss_fn, or by a reference that is no parameter), or by a "
+                f"module that is several layers itself and runs again in the backward (torch.utils.checkpoint: give "
+                f"it use_reentrant=False). Make it their parameter"
+            )
 
     def gradients(self, at: int) -> dict[int, Tensor | None]:
         """What the layers here add to the gradient of a shared parameter, by layer."""

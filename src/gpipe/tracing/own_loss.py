@@ -161,16 +161,14 @@ def _tried(
     return replace(average, finding=NOT_TOGETHER.format(together=sums[0], whole=losses[0]))
 
 
-UNKNOWN_LOSS = "is a loss, and it is not known how it averages (leave out the labels, for all but the loss)"
-
-
 def join(outputs: Sequence[Tree], rows: Sequence[int], shares: Sequence[float]) -> Tree:
     """The output of the mini-batch: rows behind one another, losses added up by their shares."""
     losses = [loss for loss in map(loss_in, outputs) if loss is not None]
     if 1 < len(losses) == len(outputs):
         if len(shares) != len(losses):
             path = next(keystr(path) for path, leaf in tree_flatten_with_path(outputs[0])[0] if leaf is losses[0])
-            raise TypeError(CANNOT_MERGE.format(path=path, why=UNKNOWN_LOSS))
+            why = "is a loss, and it is not known how it averages (leave out the labels, for all but the loss)"
+            raise TypeError(CANNOT_MERGE.format(path=path, why=why))
         said = [loss * share for loss, share in zip(losses, shares, strict=True) if share]  # of no weight, even NaN
         whole = sum(said[1:], start=said[0])
         outputs = [

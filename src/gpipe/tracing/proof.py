@@ -138,14 +138,11 @@ class _EchoingInterpreter(StageInterpreter):
                 other.do()
         except Exception as error:
             if not is_of_code(error):  # else it cannot do with them, or not twice with one cache
-                error.add_note(ECHOED.format(name=call.name))
+                error.add_note(
+                    f"while {call.name} ran once more on rows in another order, or on smaller numbers, as another "
+                    f"micro-batch may have them, to see that it leaves nothing behind for other layers"
+                )
                 raise
-
-
-ECHOED = (
-    "while {name} ran once more on rows in another order, or on smaller numbers, as another micro-batch may have "
-    "them, to see that it leaves nothing behind for other layers"
-)
 
 
 def _other(tensor: Tensor) -> Tensor:
