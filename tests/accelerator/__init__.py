@@ -82,6 +82,8 @@ class _Device(ModuleType):
     set_device = staticmethod(torch.accelerator.set_device_index)
     current_stream = staticmethod(torch.accelerator.current_stream)
     synchronize = staticmethod(torch.accelerator.synchronize)
+    Stream, Event = torch.Stream, torch.Event
+    stream = staticmethod(lambda stream: stream)
 
     def device_count(self) -> int:
         return int(self.simulator.DEVICES)

@@ -30,6 +30,7 @@ ELSEWHERE = {
     "cli/gpu/page.py": "a process is waited for",
     "recipes/training.py": "a clock is read behind the one, and a file is waited for by the other",
     "synchronize": "what planner/measure.py calls",
+    "Shards.gather": "it frees what the gather took sooner; torch waits before it uses a weight, anyway",
     "DeviceStream.keep_pace": "it bounds memory, and orders nothing: memory.py counts it",
 }
 """Orders that the detector cannot miss, and why; by their module or function."""

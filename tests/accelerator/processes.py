@@ -15,11 +15,15 @@ from random import Random
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import gpipe
+from gpipe.schedule.action import SHARDS
 from gpipe.schedule.schedules import SCHEDULES
+from gpipe.stages.tree import is_spread_over, local
 from tests.accelerator import NAME
 from tests.accelerator.mutations import leave_out
 from tests.accelerator.placing import CPU, FIRST, SIMULATOR, moved, on_cpu, placed
@@ -27,7 +31,7 @@ from tests.support import mixed_tasks, runs_alive
 from tests.support.jobs.same_bits import task_of
 from tests.support.mixed_tasks import Task, generate_way, whole
 from tests.support.outcomes import Outcome
-from tests.support.plain_loop import REMATS
+from tests.support.plain_loop import REMATS, weights_of
 from tests.support.processes.digests import Digests, digests, own_inputs, wrong
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
@@ -35,6 +39,7 @@ from tests.support.same_bits_stories import STORIES, maker
 
 WORLDS = (1, 2, 3, 4)
 SEEDS = range(0, 26, 2)
+WIDTH = 8
 Told: TypeAlias = tuple[list[Digests], list[str]]
 """What a rank has, run by run, and what was reported in it."""
 
@@ -115,7 +120,46 @@ def numbered(came: Sequence[Tensor]) -> Outcome:
     return {f"{at} of the story": tensor for at, tensor in enumerate(came)}
 
 
-JOBS: dict[str, Callable[..., list[Digests]]] = {"stories": stories, "mixed": mixed, "replicas": replicas}
+def sharded(rank: int, world: int, schedule: str, remat: str) -> list[Digests]:
+    """What two replicas have where they hold all weights, and where each has shards of some."""
+    torch.accelerator.set_device_index(rank)  # where `fully_shard` takes shards to be
+    mesh, replica, found = mesh_of(world, 2), rank // (world // 2), list[Digests]()
+    device, generator = torch.device(NAME, rank), torch.Generator().manual_seed(1)
+    x, y = (torch.randn(16, WIDTH, generator=generator).chunk(2)[replica].to(device) for _ in range(2))
+
+    def part_of(tensor: Tensor) -> Tensor:
+        return local(tensor) if is_spread_over(tensor, "dp") else tensor.chunk(2)[replica]
+
+    for spread in (False, True):
+        with weights_of(1):
+            layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+        state: Outcome = {}
+        with gpipe.GPipe(layers, world // 2, 3, seed=0, mesh=mesh, schedule=schedule, remat=remat) as pipe:
+            for name, layer in pipe.named_children():
+                if spread and name != "0":
+                    fully_shard(layer, mesh=mesh["dp"])
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9, foreach=False)
+            for step in range(2):
+                state[f"{step} loss"] = pipe.step(x, y, F.mse_loss)
+                output = pipe(x, gather=True)
+                F.mse_loss(output, y.to(output.device)).backward()
+                for name, parameter in pipe.named_parameters():
+                    assert parameter.grad is not None
+                    state[f"{step} gradient {name}"] = part_of(parameter.grad).clone()
+                optimizer.step()
+                optimizer.zero_grad()
+            state |= {name: part_of(parameter.detach()) for name, parameter in pipe.named_parameters()}
+            assert any(action.kind in SHARDS for action in pipe.program.actions) == spread
+        found.append(digests(on_cpu(state)))
+    return found
+
+
+JOBS: dict[str, Callable[..., list[Digests]]] = {
+    "stories": stories,
+    "mixed": mixed,
+    "replicas": replicas,
+    "sharded": sharded,
+}
 
 # In the process that asks them.
 
@@ -209,7 +253,16 @@ def try_replicas(ranks: Ranks) -> None:
             )
 
 
-PARTS = {"replicas": try_replicas, "stories": try_stories, "schedules": try_schedules}
+def try_sharded(ranks: Ranks) -> None:
+    for world, (schedule, remat) in product(
+        [world for world in ranks.worlds if world % 2 == 0],
+        [("gpipe", "always"), ("1f1b", "never"), ("zb_h1", "offload")],
+    ):
+        for rank, (plain, own) in enumerate(ranks.ask(world, "sharded", schedule, remat)):
+            ranks.compare(f"sharded rank {rank} of {world}, {schedule}, remat {remat}", [own], plain)
+
+
+PARTS = {"replicas": try_replicas, "sharded": try_sharded, "stories": try_stories, "schedules": try_schedules}
 
 
 def main() -> None:

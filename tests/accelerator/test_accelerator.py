@@ -51,7 +51,7 @@ def test_an_order_left_out_is_reported(order: Order) -> None:
 
 @pytest.mark.parametrize(
     ("part", "world"),
-    [("replicas", 2), ("replicas", 4), *product(["stories", "schedules"], [1, 2, 3, 4])],
+    [*product(["replicas", "sharded"], [2, 4]), *product(["stories", "schedules"], [1, 2, 3, 4])],
 )
 def test_ranks_that_are_processes_have_the_bits_of_one_process_and_nothing_is_reported(part: str, world: int) -> None:
     code, said = ask("processes", "--part", part, "--world", world)
