@@ -202,5 +202,4 @@ class Shelf:
         return mapped
 
     def read(self, name: str) -> Tensor:
-        """A tensor, in memory of its own."""
         return self.look(name).clone()

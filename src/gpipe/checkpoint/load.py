@@ -46,7 +46,6 @@ class Ready:
     findings: list[str] = field(default_factory=list)  # what does not fit, each with what to do
 
     def lacks(self, names: Sequence[str]) -> None:
-        """Notes what the model has and the checkpoint has not."""
         if names:
             self.findings.append(f"the model has {listed(names)}, which the checkpoint lacks; load into its model")
 

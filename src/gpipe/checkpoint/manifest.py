@@ -145,7 +145,6 @@ class Encoder:
     mistakes: list[str]
 
     def __call__(self, value: object, where: str) -> Json:
-        """The JSON of a value; `where` is what messages call it."""
         match value:
             case None | bool() | str():
                 return value

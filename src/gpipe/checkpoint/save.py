@@ -63,7 +63,6 @@ class Part:
     mistakes: list[str] = field(default_factory=list)  # what cannot be saved, each with what to do
 
     def put(self, file: str, name: str, tensor: Tensor) -> str:
-        """Puts a tensor into a file, and gives the name that it got there."""
         tensors = self.files.setdefault(file, {})
         while name in tensors:
             name += "'"
@@ -214,7 +213,6 @@ class Writing:
         return self.path / f"part_{rank}.{what}"
 
     def say(self, what: str, content: object) -> None:
-        """Says it of this rank."""
         path = self.said(self.rank, what)
         put_file(path, path.with_suffix(f".{what}.tmp"), json.dumps(content).encode())
 
@@ -244,7 +242,6 @@ def begin_part(writing: Writing) -> int | None:
 
 
 def _is_gone(writing: Writing, rank: int) -> bool:
-    """Whether a process has ended before its part was there."""
     try:
         sign, is_left = lock(writing.said(rank, "begun"), fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
@@ -413,7 +410,6 @@ class Saving:
             raise
 
     def in_background(self) -> None:
-        """Begins to write it."""
         with self._failed:
             self._sign = begin_part(self._writing)
         self._thread = threading.Thread(target=self._write, name="gpipe-save")  # no daemon: it outlives the script

@@ -89,7 +89,6 @@ def load_weights(
 
 
 def _open(folder: Path, ready: Ready) -> Shelf:
-    """The files of a folder; what is wrong with them is a finding."""
     where: dict[str, str] = {}
     if not (folder / SINGLE).exists():
         with suppress(ValueError, LookupError, TypeError, RecursionError):

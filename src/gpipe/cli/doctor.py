@@ -66,7 +66,6 @@ def doctor(
 
 
 def _installed() -> dict[str, str]:
-    """gpipe, Python, torch, and what extras of gpipe ask for."""
     import torch
 
     kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}

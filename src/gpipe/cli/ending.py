@@ -54,7 +54,6 @@ def ending_by_interrupt() -> Iterator[None]:
 
 
 def _talks() -> bool:
-    """Whether this is the only process, or the first of several."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -99,7 +99,6 @@ def _mistakes(model: str, size: Sequence[str]) -> Iterator[str]:
 
 
 def _of_ours(model: str, size: Sequence[str], measure: bool) -> tuple[Any, Any]:
-    """A network of gpipe.models, and an example mini-batch."""
     import torch
 
     from gpipe import models
@@ -121,7 +120,6 @@ def _of_ours(model: str, size: Sequence[str], measure: bool) -> tuple[Any, Any]:
 
 
 def _own(where: str) -> tuple[Any, Any]:
-    """What the user's function gives: a model, and an example mini-batch."""
     module, _, name = where.partition(":")
     sys.path.insert(0, str(Path.cwd()))  # the module may be in the folder in which the command runs
     function = getattr(importlib.import_module(module), name, None)

@@ -38,7 +38,6 @@ class Drawn(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Its name and its size."""
         ranks = len(self.table)
         each = self.program.stages // ranks
         held = f" of {each} stages" if each > 1 else ""

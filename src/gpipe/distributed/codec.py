@@ -112,7 +112,6 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Bytes that the tensors take, with what aligns them."""
         return self.extents[-1].end if self.extents else 0
 
 
@@ -125,7 +124,6 @@ class Encoded(NamedTuple):
     tensors: list[Tensor]
 
     def write(self, memory: Tensor) -> None:
-        """Puts the tensors into `size` bytes."""
         with torch.no_grad():
             for tensor, extent in zip(self.tensors, self.extents, strict=True):
                 if extent.end > extent.start:
@@ -332,7 +330,6 @@ def check_shape(shape: Shape) -> None:
 
 
 def _why_too_wide(dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
-    """Why a tensor is laid too far apart to be laid so at the other end, if it is."""
     if 0 in size:
         return None
     pairs = [(n, stride) for n, stride in zip(size, strides, strict=True) if stride]  # others are only repeated

@@ -74,7 +74,6 @@ class Frame(NamedTuple):
 
     @classmethod
     def read(cls, memory: bytes | bytearray, start: int = 0) -> "Frame":
-        """Reads what `pack` wrote, or raises `Damaged`."""
         run, route, micro_batch, gradient, *rest = HEADER.unpack_from(memory, start)
         frame = cls(run, Label(route, micro_batch, gradient), *rest)
         is_sound = -1 <= frame.slot < SLOTS and frame.layout <= LARGEST_LAYOUT_BYTES
@@ -83,7 +82,6 @@ class Frame(NamedTuple):
         return frame
 
     def pack(self) -> bytes:
-        """What stands in the stream ahead of the message."""
         return HEADER.pack(self.run, *self.label, *self[2:])
 
 
@@ -115,7 +113,6 @@ class Arrived:
                 return None
 
     def drop(self) -> None:
-        """Lets go of the first message."""
         self.start += self._length
         if self.start == self.end:
             self.start = self.end = 0
@@ -247,7 +244,6 @@ class Slot:
 
     @property
     def taken(self) -> bool:
-        """Whether a message is in it."""
         return bool(self.memory[0])
 
 
@@ -269,7 +265,6 @@ class Connection:
         self._theirs: dict[int, Slot] = {}
 
     def fileno(self) -> int:
-        """What to poll."""
         return self._stream.fileno()
 
     def events(self, *, reading: bool, writing: bool) -> int:
@@ -283,7 +278,6 @@ class Connection:
         return size <= INLINE_BYTES or len(self._own) < SLOTS or not all(slot.taken for slot in self._own)
 
     def want_room(self) -> None:
-        """Asks for a message when there may be room again."""
         for slot in self._own:
             slot.memory[1] = 1
 
@@ -411,15 +405,12 @@ class TcpConnection(Connection):
             thread.start()
 
     def fileno(self) -> int:
-        """What to poll."""
         return self._bell.fileno()
 
     def events(self, *, reading: bool, writing: bool) -> int:
-        """What to poll for."""
         return select.POLLIN if reading or writing else 0
 
     def has_room(self, size: int) -> bool:
-        """Whether a message of so many bytes can be put on its way now."""
         self._take_news()
         return self._unsent < SLOTS
 
@@ -470,7 +461,6 @@ class TcpConnection(Connection):
         return not self._unsent
 
     def head(self) -> Frame | None:
-        """The next message's header, once the message is here; None before."""
         self._take_news()
         return self._inbox[0][0] if self._inbox else None
 
@@ -485,12 +475,10 @@ class TcpConnection(Connection):
             raise Gone("its host answers nothing")
 
     def message(self, frame: Frame) -> Message:
-        """The next message, which stays the next until `done`."""
         _, layout, tensors = self._inbox[0]
         return assemble(layout, tensors)
 
     def done(self, frame: Frame) -> None:
-        """Goes on to the next message."""
         self._inbox.popleft()
         self._room.release()
 
@@ -525,7 +513,6 @@ class TcpConnection(Connection):
             self._ring.send(b"!")
 
     def close(self) -> None:
-        """Ends the connection and the threads."""
         self._outbox.put(None)
         for end in (self._stream, self._outgoing, self.control.socket):
             with suppress(OSError):  # that of ssl has a thread that still sends do so in the clear
@@ -537,7 +524,6 @@ class TcpConnection(Connection):
         self.drop()
 
     def drop(self) -> None:
-        """Lets go of a connection that another process goes on with, the one that this one was forked from."""
         super().drop()
         self._outgoing.close()
         self._bell.close()

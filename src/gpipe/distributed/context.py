@@ -105,7 +105,6 @@ class ProcessContext(Context):
             )
 
     def sum_over_replicas(self, number: float) -> float:
-        """Adds up a number of each replica."""
         label = Label(Control.WEIGHT, 0, gradient=False)
         return float(sum(gather_replicas(self.endpoint, self.position, label, number)))
 
@@ -175,7 +174,6 @@ class ProcessContext(Context):
         return f"rank {self.endpoint.rank}"
 
     def new_progress(self) -> LayerProgress:
-        """Where a stage notes which layer it is at: the other processes of this host see it."""
         return LayerProgress(_Watched(self.endpoint.status))
 
     @contextmanager
@@ -203,7 +201,6 @@ class ProcessContext(Context):
         self.endpoint.reach(at)
 
     def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
-        """Puts a message on its way to a rank; waits only while too many are under way already."""
         self.endpoint.send(self.position.rank_of(rank), label, message)
 
     def receive(self, rank: int, sender: int, label: Label) -> tuple[Message, ReadyEvent]:
@@ -250,7 +247,6 @@ class ProcessContext(Context):
             yield from self._shards.reduce(stage)
 
     def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:
-        """Has deferred statistics be those of the mini-batch of all replicas."""
         if self.position.replicas > 1:
             for stage, one in deferred.items():
                 label = Label(Control.DEFERRED_STATISTICS, stage, gradient=False)
@@ -317,7 +313,6 @@ class ProcessContext(Context):
 
 
 def _in_words(value: object) -> str:
-    """A setting, as another process can compare it."""
     return type(value).__name__ if " at 0x" in (text := repr(value)) else text
 
 

@@ -67,14 +67,12 @@ class Poll:
             self._poll.register(connection, 0)
 
     def watch(self, wanted: Mapping[int, int]) -> None:
-        """Watches the streams of these processes for such events, and no others."""
         for peer, events in self._watched.items():
             if events != wanted.get(peer, 0):
                 self._watched[peer] = wanted.get(peer, 0)
                 self._poll.modify(self._connections[peer], self._watched[peer])
 
     def ignore(self, peer: int) -> None:
-        """Is not woken by the control channel of a process any more."""
         with suppress(KeyError):  # it is ignored already
             self._poll.unregister(self._connections[peer].control.socket)
 
@@ -126,7 +124,6 @@ class Endpoint:
             raise
 
     def begin(self) -> None:
-        """Begins a run."""
         self.detector.run += 1
         self._parting = False
         self._early.clear()
@@ -170,7 +167,6 @@ class Endpoint:
         return None
 
     def _do(self, exchange: Exchange[T]) -> T:
-        """Does all of an exchange."""
         self._warns_at = time.monotonic() + LONG_WAIT_SECONDS
         try:
             while True:
@@ -180,11 +176,9 @@ class Endpoint:
             return found
 
     def send(self, peer: int, label: Label, message: Message) -> None:
-        """Puts a message on its way to a process; waits for room."""
         self._do(self.sending(peer, label, message))
 
     def sending(self, peer: int, label: Label, message: Message) -> Exchange[None]:
-        """Puts a message on its way to a process."""
         asked, connection, groups = time.perf_counter(), self.connections[peer], self._groups
         packed, following = (message, []) if groups is None else groups.pack(peer, message)
         encoded = encode(packed)
@@ -210,11 +204,9 @@ class Endpoint:
         self.send(peer, label, BoundaryValue(value, []))
 
     def receive(self, peer: int, label: Label) -> tuple[Message, ReadyEvent]:
-        """Waits for a message from a process."""
         return self._do(self.receiving(peer, label))
 
     def receiving(self, peer: int, label: Label) -> Exchange[tuple[Message, ReadyEvent]]:
-        """Takes a message from a process."""
         asked = time.perf_counter()
         try:
             while (peer, label) not in self._early:
@@ -230,11 +222,9 @@ class Endpoint:
         return message, mark
 
     def receive_value(self, peer: int, label: Label) -> Any:
-        """Waits for what a process sends by `send_value`."""
         return self._do(self.receiving_value(peer, label))
 
     def receiving_value(self, peer: int, label: Label) -> Exchange[Any]:
-        """Takes what a process sends by `send_value`."""
         message, _ = yield from self.receiving(peer, label)
         if not isinstance(message, BoundaryValue):
             raise damaged(peer, "gradients in place of a value")
@@ -250,7 +240,6 @@ class Endpoint:
         return value
 
     def swap(self, label: Label, values: Mapping[int, Tree]) -> list[Any]:
-        """Sends each process a value, and gathers what they send, in their order; this process gets its own."""
         return self._do(self.swapping(label, values))
 
     def swapping(self, label: Label, values: Mapping[int, Tree]) -> Exchange[list[Any]]:
@@ -349,7 +338,6 @@ class Endpoint:
             self._poll.ignore(peer)
 
     def fail(self, error: BaseException) -> None:
-        """Tells all others that this process failed in this run."""
         report = Report.of(error, self.detector.run, self.rank)
         for connection in self.connections.values():
             connection.control.send(report.write())
@@ -385,7 +373,6 @@ class Endpoint:
             self._questions.close()
 
     def drop(self) -> None:
-        """Lets go of all connections, in a process that was forked."""
         for connection in self.connections.values():
             connection.drop()
         if self._questions is not None:

@@ -49,7 +49,6 @@ class Report(NamedTuple):
 
     @classmethod
     def read(cls, written: bytes) -> "Report":
-        """Reads what `write` gave; a ValueError says that this is none."""
         match json.loads(written.decode("utf-8", "surrogatepass")):
             case [int(run), int(rank), str(type_name), str(message), str(text)]:
                 return cls(run, rank, type_name, message, text)
@@ -60,7 +59,6 @@ class Report(NamedTuple):
         return json.dumps(self, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
     def error(self) -> RemoteError:
-        """What to raise of it."""
         return received(self.message, self.rank, self.type_name, self.traceback)
 
 
@@ -139,7 +137,6 @@ class FailureDetector:
         return [peer for peer, connection in self._connections.items() if connection.control.silent > SILENT_SECONDS]
 
     def all_last_seen(self, peers: Collection[int]) -> list[str]:
-        """In words, where some processes were last seen, a line each or more."""
         return [f"rank {peer}: {self.last_seen(peer)}" for peer in peers]
 
     def last_seen(self, peer: int, *, gone: bool = False) -> str:

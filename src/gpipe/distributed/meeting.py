@@ -116,13 +116,11 @@ class Meeting(Communicator):
         self.size = len(self.members) * self.rows
 
     def greet(self) -> None:
-        """Has all members say where they are, and what must be the same."""
         told = agree(self, [host_name(), self.tls.authority if self.tls else ""], same=self.words)
         self.hosts = [host for host, _ in told]
         check_authorities([authority for _, authority in told])
 
     def _waiting(self, at: int, before: Collection[str], gone: Collection[str]) -> str:
-        """What is said of a long wait."""
         came = {name for name, rows in self._came(at).items() if len(rows) == self.rows}
         missing = {*before} - {*gone} - came
         numbers = [*map(number_of, missing)] if before else {*range(self.expected)} - {*map(number_of, came)}
@@ -157,12 +155,10 @@ class Meeting(Communicator):
         return {"members": sorted(members + admitted, key=number_of), "newcomers": admitted, "same": same}
 
     def waited_for(self) -> bool:
-        """Whether a replica waits to be let in."""
         came = self._came(self.epoch + 1)
         return any(len(came[name]) == self.rows and not self._is_gone(name) for name in came.keys() - self.members)
 
     def exchange(self, message: bytes, /) -> list[bytes]:
-        """Sends a message to all members, and gathers those of all, by rank."""
         self._said += 1
         place = f"said-{self.epoch}-{self._said}"
         self._put(f"{place}-{self.rank}", message)

@@ -47,7 +47,6 @@ class Position:
 
     @property
     def ranks_of_replica(self) -> range:
-        """The processes of this replica, in their order."""
         return range(self.rank_of(0), self.rank_of(0) + self.rows)
 
     @property

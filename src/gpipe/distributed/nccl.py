@@ -189,7 +189,6 @@ class NcclGroups:
         self._under_way.clear()
 
     def end(self) -> None:
-        """Ends the groups, and with them what waits in their queues."""
         self._ended = True
         for group in {id(group): group for group in self._groups.values()}.values():
             with suppress(RuntimeError):  # the backend cannot, or has already

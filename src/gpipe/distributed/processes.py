@@ -33,7 +33,6 @@ class OneProcess(Communicator):
         """Makes what a mini-batch shares with other processes: here nothing."""
 
     def gather(self, request: Request, value: Tree) -> list[Any]:
-        """Gives the value."""
         return [value]
 
     def survive(self, attempt: Callable[[], T], late: Callable[[list[Any]], T], note: Note) -> T:
@@ -119,7 +118,6 @@ class Processes(OneProcess):
 
     @property
     def living(self) -> list[int]:
-        """All replicas."""
         return [*range(self.position.replicas)]
 
     def exchange(self, message: bytes, /) -> list[bytes]:

@@ -95,7 +95,6 @@ def add_over_replicas(
 
 
 def _add_up(endpoint: Endpoint, peers: Sequence[int], at: int, own: Tensor) -> Exchange[Tensor]:
-    """The sum of the parts of all replicas, in the order of these, for all of them."""
     parts = dict.fromkeys(peers, own)
     others = [peer for peer in peers if peer != endpoint.rank]
     for peer in others:
@@ -183,12 +182,10 @@ class Shards:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """All of them."""
         return [module for some in self._spread.values() for module in some]
 
     @property
     def goes_beyond(self) -> bool:
-        """Whether some are spread over other processes."""
         return self._own != self._spread
 
     def gather(self, stage: int) -> Exchange[None]:
@@ -205,7 +202,6 @@ class Shards:
             gathering.wait()
 
     def free(self, stage: int) -> None:
-        """Frees the weights of a stage that were gathered."""
         for module in self._own[stage]:
             module.reshard()  # type: ignore[operator]
 
@@ -279,9 +275,7 @@ class _Collective:
         self._call = call
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, *given: Any, **named: Any) -> None:
-        """Does it."""
         self._call(*given, **named)

@@ -320,7 +320,6 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
         return "\n".join(f"rank {self._number(peer)} {silent}" for peer in peers)
 
     def _number(self, member: int) -> int:
-        """The rank of a process of the world in the pipe, if it is known there."""
         return self._members.index(member) if member in self._members else member
 
 

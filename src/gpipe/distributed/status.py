@@ -50,12 +50,10 @@ class Status(ctypes.Structure):
 
     @staticmethod
     def memory_in(folder: str) -> mmap.mmap:
-        """The memory of another process's, to read."""
         with open(f"{folder}/status", "rb") as file:
             return mmap.mmap(file.fileno(), ctypes.sizeof(Status), prot=mmap.PROT_READ)
 
     def reach(self, run: int, at: int) -> None:
-        """Notes a place among the actions."""
         self.run, self.at, self.layers, self.waits, self.since = run, at, 0, False, time.monotonic()
 
 
@@ -85,7 +83,6 @@ class Questions:
         self._ring.send(QUESTION)  # of the two ends of a stream the thread alone uses this one
 
     def owed(self) -> dict[int, float]:
-        """Who has not answered, and since when."""
         return self._owed.copy()
 
     def _serve(self) -> None:
@@ -139,14 +136,12 @@ class Questions:
         self._owed.pop(peer, None)
 
     def close(self) -> None:
-        """Ends the thread, and the streams."""
         with suppress(OSError):  # it is closed already
             self._ring.send(END)
             self._thread.join(1.0)
         self.drop()
 
     def drop(self) -> None:
-        """Lets go of the streams, with which another process may go on: the one that this one was forked from."""
         for end in (*self._streams.values(), self._bell, self._ring):
             end.close()
 

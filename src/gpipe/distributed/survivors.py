@@ -54,7 +54,6 @@ class Survivors(Processes):
         self._runs, self._last = 0, list[Any]()  # how many runs have ended well, and with what the last
 
     def join(self, keep: Callable[[], Tree], take: Callable[[Any], object], begins: Sequence[str]) -> None:
-        """Comes together with all replicas; one that comes back takes the state of another."""
         self.keeps = keep, take
         self.regroup()
         if not self.came_back:
@@ -73,18 +72,15 @@ class Survivors(Processes):
                 )
 
     def linked(self) -> Endpoint:
-        """The connections, made anew by all processes at once if they were closed."""
         if self._endpoint is None:
             self.regroup()
         return super().linked()
 
     def gather(self, request: Request, value: Tree) -> list[Any]:
-        """Gathers a value from all processes between runs, by rank."""
         gather = super().gather
         return self.survive(lambda: gather(request, value), list, lambda: list)
 
     def end(self, value: Tree) -> list[Any]:
-        """Ends a run once all processes have come to its end; gathers a value from each, by rank."""
         may_admit = not self.rank and time.monotonic() > self._admits_from
         every = super().end((value, may_admit and self.meeting.waited_for()))
         self._awaited = every[0][1]
@@ -111,11 +107,9 @@ class Survivors(Processes):
 
     @property
     def living(self) -> list[int]:
-        """The replicas that take part, by the numbers that their launchers know."""
         return [*map(number_of, self.meeting.members)]
 
     def let_in(self) -> None:
-        """Between two steps: comes together with those that wait, and gives them the state."""
         if self._awaited:
             self.regroup(admits=True)
 

@@ -85,7 +85,6 @@ class Generation:
         self._busy = 0  # ranks that run layers
 
     def run(self) -> list[Any]:
-        """What the loops give."""
         engine = self._engine
         own = torch.get_num_threads()
         engine.threads.loops = self._loops
@@ -129,7 +128,6 @@ class Generation:
                     return
 
     def _go_on(self, rank: int, m: int, *, begins: bool) -> None:
-        """Has a loop go on with the output of its forward, to its next."""
         output = None
         if not begins:
             outcome = self._receive(rank, self._placement[-1], Control.OUTPUT, m)
@@ -344,7 +342,6 @@ def _filling(model: Any, settings: Mapping[str, Any]) -> int:
 
 
 def _together(results: Sequence[Any], rows: Sequence[int], filling: int) -> Any:
-    """The rows of all micro-batches, filled up to the longest."""
     if not all(isinstance(one, Tensor) and one.dim() == 2 for one in results):
         return merge(results, [getattr(one, "shape", [n])[0] for one, n in zip(results, rows, strict=True)])
     longest = max(one.shape[1] for one in results)

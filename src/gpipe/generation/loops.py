@@ -66,7 +66,6 @@ class Noise:
         return taken
 
     def end(self, m: int) -> None:
-        """A micro-batch draws no more."""
         self._next[m] = 1 << 62
 
 
@@ -116,7 +115,6 @@ class Loop(threading.Thread):
         return asked
 
     def close(self) -> None:
-        """Ends it wherever it is."""
         if self.ident is not None:
             self._given.put(None)
             self.join()
@@ -130,7 +128,6 @@ class Loop(threading.Thread):
         return given[0]
 
     def run(self) -> None:
-        """Generates, in its thread."""
         torch.get_num_threads()  # else it would take on the global number later on
         torch.set_num_threads(self._threads)
         try:

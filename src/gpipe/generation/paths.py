@@ -102,7 +102,6 @@ class Passing:
 
     @classmethod
     def begin(cls, path: Path, given: ForwardArguments) -> Self:
-        """Before the first stage."""
         leaves, _ = take_apart(tuple(given))
         cache = cache_in(given)
         live = {value_id: leaves[value_id.leaf] for value_id in path.trace.carried}
@@ -287,7 +286,6 @@ def _traced(traced: TracedModel, given: ForwardArguments, known: Mapping[Place, 
 
 
 def _tensors_kept(model: nn.Module) -> dict[str, int]:
-    """The tensors that modules have as plain attributes, by name."""
     return {
         f"{path}.{name}".lstrip("."): id(value)
         for path, module in model.named_modules()

@@ -78,7 +78,6 @@ class WholeCheckpoints(_Trainer):  # type: ignore[misc]  # see there
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Trainer's; each process takes its own part of the state."""
         if not self._apart or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -98,7 +97,6 @@ class WholeCheckpoints(_Trainer):  # type: ignore[misc]  # see there
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _groups(self) -> tuple[list[list[str]], list[str]]:
-        """The names of all parameters in each group of the optimizer, and those of this process's, in order."""
         assert self.pipe is not None
         names = {id(parameter): name for name, parameter in self.pipe.named_parameters()}
         own = [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]

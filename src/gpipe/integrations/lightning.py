@@ -201,7 +201,6 @@ class GPipeStrategy(SingleDeviceStrategy):
         return step.result
 
     def _begin(self, batch: Any, args: Any) -> None:
-        """Runs a training step up to the network's call, and keeps what the next may change."""
         with self._precision.train_step_context():
             run = partial(self._lightning.training_step, batch, *args)
             step = _TrainingStep(run, batch, _autocast(self.root_device.type))
@@ -217,7 +216,6 @@ class GPipeStrategy(SingleDeviceStrategy):
             step.copies = [(tensor, tensor.clone()) for tensor in _tensors([batch, step.inputs])]
 
     def _run(self, inputs: list[Any]) -> None:
-        """Runs the batches of an optimizer step through the pipe, forward and backward."""
         for at, step in enumerate(self._steps):
             if not all(torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in step.copies):
                 raise ValueError(REUSED.format(at=at, name=self._name))
@@ -357,7 +355,6 @@ class _TrainingStep(Thread):
         self.logged.append(([*map(_now, args)], {name: _now(value) for name, value in kwargs.items()}))
 
     def pause(self, inputs: Any) -> Any:
-        """Waits for what the network gives; in its thread."""
         self.inputs = inputs
         self._from.put(None)
         return self._next()

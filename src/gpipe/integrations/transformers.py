@@ -165,7 +165,6 @@ class _Accelerator(Accelerator):  # type: ignore[misc]  # untyped
 
     @contextmanager
     def step_for_pipe(self, *, withholds: bool = False) -> Iterator[None]:
-        """Where a training step of Trainer's is run for its loss."""
         self.in_loss, self.loss, self.withholds = True, None, withholds
         try:
             yield
@@ -231,7 +230,6 @@ class Pipelined(WholeCheckpoints):
     # Before the pipe is there.
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Refuses what cannot be, before anything else is made."""
         args, world = self.args, self.args.world_size
         _refuse(self.model, args)
         ranks = self._ranks() if world > 1 else 1
@@ -275,7 +273,6 @@ class Pipelined(WholeCheckpoints):
         return found
 
     def _prepare_pipe(self) -> None:
-        """Makes the pipe of the model that is to be trained, unless it is there."""
         if self._piped is not self.model:
             batch = self._first_batch()
             count = self._get_num_items_in_batch([batch], self.args.device)
@@ -388,7 +385,6 @@ class Pipelined(WholeCheckpoints):
         return [loss.to(self.args.device) for loss in losses[before : before + len(inputs)]]
 
     def _called_with(self, batch: Any, count: Any) -> Any:
-        """What training on a batch calls the model with."""
         with self.accelerator.step_for_pipe():
             return self._called_in(super().training_step, batch, count)
 

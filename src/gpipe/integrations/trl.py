@@ -108,7 +108,6 @@ class _Pipelined(transformers.Pipelined):
         return [name for name in ("compute_metrics", "compute_loss_func") if getattr(self, name, None) is not None]
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Refuses what cannot be, before anything else is made."""
         if wrong := [
             f"{name}= is given, and {why}" for name, why in REFUSED.items() if getattr(self.args, name, None)
         ]:
@@ -174,7 +173,6 @@ class GPipeDPOTrainer(_Pipelined, DPOTrainer):  # type: ignore[misc]  # untyped
             self.ref_model = transformers._Model(self._reference or self.model, self._ask_one)
 
     def compute_ref_log_probs(self, model: Any, inputs: Any) -> Any:
-        """Those of trl, by a pipe."""
         self._reference = self.ref_model
         self.ref_model = transformers._Model(model, self._ask_one)
         try:

@@ -83,14 +83,12 @@ class WithheldGradients:
             parameter.grad = withheld
 
     def check(self) -> None:
-        """Raises a ValueError if somebody has changed a gradient or a weight."""
         if any(parameter.grad is not withheld for parameter, _, withheld in self._held):
             raise ValueError(GRADIENTS)
         if versions_of(self._model) != self._versions:
             raise ValueError(WEIGHTS)
 
     def give_back(self) -> None:
-        """Puts the gradients back."""
         for parameter, gradient, _ in self._held:
             parameter.grad = gradient
 

@@ -131,7 +131,6 @@ class ImagesRecipe(Recipe[ImagesOptions]):
         return {"accuracy": evaluation_of(self._classified(pipe), self.classes).numbers["top1"]}
 
     def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:
-        """Top-1, top-5 and a confusion table over the held-out images, each seen once."""
         parts = -(-len(self.held_out.labels) // EVALUATED)
         return evaluation_of(watched(self._classified(pipe), "images", parts), self.classes)
 
@@ -143,7 +142,6 @@ class ImagesRecipe(Recipe[ImagesOptions]):
             yield logits.float().cpu(), classes
 
     def fit(self, state: Mapping[str, Tensor], layers: Sequence[nn.Module]) -> None:
-        """Gives layers the weights of another run; the softmax layers are new, of the size of these classes."""
         softmax = [name for name, layer in nn.Sequential(*layers).named_modules() if isinstance(layer, nn.Linear)]
         load(state, layers, [f"{name}.{kind}" for name in softmax for kind in ("weight", "bias")])
 

@@ -39,7 +39,6 @@ class Epoch:
     seconds: float
 
     def line(self) -> dict[str, float]:
-        """The line of metrics.jsonl."""
         return {"epoch": self.epoch, "loss": self.loss, **self.measured, "seconds": self.seconds}
 
 
@@ -120,7 +119,6 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The network and how it is pipelined."""
         o, replicas = self.options, self.share.replicas
         how = f"schedule {o.schedule}, remat {o.remat.replace('_', ' ')}"
         return (
@@ -131,7 +129,6 @@ class Job:
 
     @property
     def done(self) -> int:
-        """How many steps were taken."""
         return len(self.progress.epochs) * self.recipe.steps_per_epoch + len(self.progress.losses)
 
     def steps_of(self, epoch: int) -> int:

@@ -37,7 +37,6 @@ class Share:
     reads_inputs: bool = True
 
     def of(self, rows: Tensor) -> Tensor:
-        """This replica's rows of a mini-batch."""
         return rows.tensor_split(self.replicas)[self.replica]
 
 

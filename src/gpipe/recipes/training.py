@@ -287,7 +287,6 @@ def measure_plain_step(recipe: Recipe[Any], micro_batches: int, device: torch.de
 
 
 def _parts(value: Any, count: int, device: torch.device) -> list[Any]:
-    """The micro-batches of a tensor, or of a tuple of them."""
     if isinstance(value, Tensor):
         return list(value.to(device).tensor_split(min(count, len(value))))
     return list(zip(*(_parts(one, count, device) for one in value), strict=True))

@@ -99,7 +99,6 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reason(log: Path, code: int) -> str:
-    """The last error in a log, else its last line."""
     lines = ["", *filter(str.strip, log.read_text(encoding="utf-8", errors="replace").splitlines())]
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
     return f"status {code}, {(errors or lines)[-1].strip() or 'nothing said'}"[:300]

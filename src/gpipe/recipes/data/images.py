@@ -140,7 +140,6 @@ class ImageFolder(Dataset[Batch | UnreadableImage]):
 
     @classmethod
     def of(cls, root: Path, found: Mapping[str, Sequence[str]]) -> "ImageFolder":
-        """The files of some classes, which are numbered in this order."""
         pairs = [(file, number) for number, files in enumerate(found.values()) for file in files]
         return cls(root, tuple(file for file, _ in pairs), tuple(number for _, number in pairs), tuple(found))
 
@@ -169,7 +168,6 @@ class Digits(TensorDataset):
 
     @property
     def labels(self) -> Tensor:
-        """The classes."""
         return self.tensors[1]
 
     def __getitem__(self, order: Order) -> Batch:

@@ -20,7 +20,6 @@ class Sentence(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """How many subwords either side has."""
         return len(self.source), len(self.english)
 
 
@@ -48,12 +47,10 @@ class Corpus:
 
     @cached_property
     def data(self) -> str:
-        """Tells the pairs to train on from others."""
         return hashlib.sha256(repr(list(map(tuple, self.split.train))).encode()).hexdigest()
 
     @cached_property
     def validation(self) -> list[Sentence]:
-        """The sentences to look at while training goes on."""
         return self._encoded(self.split.validation)
 
     @cached_property
@@ -91,7 +88,6 @@ def _batches(sentences: Sequence[Sentence], tokens: int, steps: int, seed: int, 
 
 
 def _read(options: TranslationOptions) -> Split:
-    """The pairs of the languages that the options name, split."""
     pairs = read_catalogues() if options.tsv is None else read_tsv(options.tsv)
     there = {pair.language for pair in pairs}
     if absent := [language for language in options.languages if language not in there]:

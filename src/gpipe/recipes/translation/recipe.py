@@ -83,7 +83,6 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         return self._layout.batch(typical[: max(1, len(typical) // replicas)])
 
     def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
-        """Makes the mini-batches of an epoch; their numbers and lengths of sentences differ."""
         for sentences in self.corpus.mini_batches(epoch)[first:]:
             own = share.of(torch.arange(len(sentences))).tolist()
             batch = self._layout.batch([sentences[row] for row in own or [0]])
@@ -92,7 +91,6 @@ class TranslationRecipe(Recipe[TranslationOptions]):
             yield batch
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Smoothed cross-entropy, the mean over the words of a micro-batch."""
         return _cross_entropy(output, targets, "mean", self.options.label_smoothing)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -129,14 +127,12 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         return self._layout(layers), self._layout.batch([Sentence(Pair("", "", ""), [], [])] * 2).inputs
 
     def translate(self, pipe: gpipe.GPipe, sources: Sequence[Sequence[int]], width: int) -> list[list[int]]:
-        """Translates by the pipeline, by a beam of a width, or greedily by one of 1."""
         if not sources:
             return []
         found = pipe.generate(padded([[*source, END] for source in sources]), width=width)
         return [row[: row.index(END)] for row in found.tolist()]
 
     def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:
-        """Loss, chrF and BLEU of each language, greedy and by beam search, on sentences that no training has seen."""
         imported(*SACREBLEU)  # to see whether it is there, before hours of translating
         nlls = self.nlls(pipe, self.corpus.test)
         return evaluation_of(self.corpus, nlls, partial(self.translate, pipe), self.options.tokens, self.options.beam)

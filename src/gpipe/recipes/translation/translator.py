@@ -97,7 +97,6 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing better can be found, or no longer beginning is allowed."""
         if not self.beginnings or len(self.beginnings[0]) > limit_of(self.source):
             return True
         best_possible = float(self.scores.max()) / penalty(limit_of(self.source))
@@ -128,7 +127,6 @@ class Cache:
         self._rows: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
 
     def get_seq_length(self) -> int:
-        """How many words the beginnings have."""
         return max((len(begun) for _, begun in self._rows), default=0)
 
     def follow(self, words: Tensor, begun: Tensor) -> None:
@@ -209,7 +207,6 @@ class Decoder(EncoderDecoder):
         return self.layers[-1](x)
 
     def ask(self, words: Tensor, begun: Tensor, cache: Cache) -> Any:
-        """Puts sources and beginnings in one row each, and picks what was said at the ends of rows."""
         places = (words != PAD).sum(dim=1)[:, None] + torch.arange(begun.shape[1])
         rows = F.pad(words, (0, begun.shape[1]), value=PAD).scatter(1, places, begun)
         last = places[:, -1:, None]
