@@ -30,7 +30,7 @@ from bench.machine import facts
 from bench.report import describe, spread, table, with_time_left, write
 from gpipe.distributed.connection import TcpConnection
 from gpipe.distributed.endpoint import Endpoint
-from gpipe.distributed.status import Status
+from gpipe.distributed.failures import Status
 from gpipe.distributed.tls import CA, CERT, KEY, identity
 from gpipe.stages.messages import Label
 from two_hosts.hosts import ADDRESSES, missing, two_hosts

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from gpipe.distributed import rendezvous
+from gpipe.distributed.failures import Status
 from gpipe.distributed.rendezvous import STREAMS, Address, Listener, dial, hello, token_of
-from gpipe.distributed.status import Status
 from tests.support.endpoints import LIMIT
 from tests.support.processes.listening import Listening, family, listening_sockets
 

@@ -12,7 +12,7 @@ import torch
 
 from gpipe.distributed.connection import Connection, TcpConnection
 from gpipe.distributed.endpoint import Endpoint
-from gpipe.distributed.status import Status
+from gpipe.distributed.failures import Status
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Label
 from tests.support.certificates import REASON, encrypted

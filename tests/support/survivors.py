@@ -21,7 +21,7 @@ from torch.nn.functional import mse_loss
 import gpipe
 from gpipe.checkpoint import save as saving
 from gpipe.distributed import context, endpoint, reduce, survivors
-from gpipe.distributed.meeting import Meeting
+from gpipe.distributed.survivors import Meeting
 from tests.support.plain_loop import one_thread, parts_of, run_layers
 from two_hosts.relay import WIRE, enter
 

@@ -15,11 +15,10 @@ from gpipe.config.check import Arguments, Mistakes, count_ranks, draw_seed, read
 from gpipe.config.settings import Settings, settle
 from gpipe.distributed.agree import agree
 from gpipe.distributed.launcher import end_with_launcher
-from gpipe.distributed.meeting import Meeting, variables
 from gpipe.distributed.mesh import Position, find_position, is_joined
 from gpipe.distributed.processes import OneProcess, Processes
 from gpipe.distributed.rendezvous import BUILDING, LINKING, Rendezvous
-from gpipe.distributed.survivors import Survivors
+from gpipe.distributed.survivors import Meeting, Survivors, variables
 from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.errors import is_count
 from gpipe.planner.search.shapes import AUTO

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from gpipe.distributed.agree import CALLED, GRADIENTS, differences, follow_first
 from gpipe.distributed.endpoint import Endpoint, Exchange
+from gpipe.distributed.failures import Status
 from gpipe.distributed.mesh import host_name
 from gpipe.distributed.reduce import (
     Shards,
@@ -23,7 +24,6 @@ from gpipe.distributed.reduce import (
     goes_over_replicas,
     reduces_itself,
 )
-from gpipe.distributed.status import Status
 from gpipe.distributed.sync_batchnorm import LOCKSTEP, Synced, find_norms
 from gpipe.runtime.context import Context, Request
 from gpipe.runtime.engine import Engine, Sharded

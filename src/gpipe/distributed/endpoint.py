@@ -27,9 +27,16 @@ import torch
 
 from gpipe.distributed.codec import Damaged, Gone, damaged, encode, payload_of
 from gpipe.distributed.connection import Connection
-from gpipe.distributed.failures import LONG_WAIT_SECONDS, FailureDetector, Report, in_no_step
+from gpipe.distributed.failures import (
+    LONG_WAIT_SECONDS,
+    FailureDetector,
+    Memory,
+    Questions,
+    Report,
+    Status,
+    in_no_step,
+)
 from gpipe.distributed.nccl import Coming, NcclGroups
-from gpipe.distributed.status import Memory, Questions, Status
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Control, Crossed, Label, Message, ReadyEvent
 from gpipe.stages.tree import Tree
@@ -102,14 +109,14 @@ class Endpoint:
         self.waited = 0.0  # seconds, in all
         self.noted: list[Crossed] | None = None  # what crossed in this run, if anybody wants to know
         self.status = status
-        self._groups, self._questions = groups, questions
+        self._groups, self._questions = groups, questions or Questions({}, status)
         self._parting = False
         self._warns_at = math.inf
         self._early: dict[tuple[int, Label], tuple[Message | Coming, ReadyEvent]] = {}
         self._beside = deque[Exchange[None]]()
         self._sources: Collection[int] = ()
         self._poll = Poll(self.connections)
-        self.detector = FailureDetector(self.connections, shared, limit, questions)
+        self.detector = FailureDetector(self.connections, shared, limit, self._questions)
         _endpoints.add(self)
 
     @contextmanager
@@ -326,7 +333,7 @@ class Endpoint:
             if is_control is not None or (has_asked and now >= until):
                 return is_control
             if not has_asked:
-                self.detector.ask()
+                self._questions.ask()
                 has_asked = True
             elif now >= self._warns_at:
                 self._warns_at, has_asked = math.inf, False
@@ -369,14 +376,12 @@ class Endpoint:
             if why:
                 connection.control.send(Report(0, self.rank, "", why).write())
             connection.close()
-        if self._questions is not None:
-            self._questions.close()
+        self._questions.close()
 
     def drop(self) -> None:
         for connection in self.connections.values():
             connection.drop()
-        if self._questions is not None:
-            self._questions.drop()
+        self._questions.drop()
 
 
 _endpoints: "WeakSet[Endpoint]" = WeakSet()

@@ -1,15 +1,27 @@
-"""What a process reports to others of its failure, what they raise of it, and where they last saw who is silent."""
+"""What a process reports to others of its failure, what they raise of it, and what others were last seen at.
 
+That those of its host see in shared memory. Those of other hosts ask by a stream of its own, which a thread answers.
+It does nothing else, so that it answers while layers run and while data is made; not while its process is stopped, or
+something in it holds the interpreter's lock.
+"""
+
+import ctypes
 import json
+import math
+import mmap
 import select
+import selectors
+import socket
+import struct
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple, NoReturn
+from contextlib import suppress
+from typing import NamedTuple, NoReturn, Self, TypeAlias
 
 from gpipe.distributed.codec import Gone, reading
-from gpipe.distributed.connection import Connection
-from gpipe.distributed.status import Memory, Questions, Status
+from gpipe.distributed.connection import BLOCKED, Connection
 from gpipe.errors import RemoteError, folded, received
 
 SILENT_SECONDS = 2.5  # after which a host that should answer every second counts as out of reach
@@ -24,6 +36,130 @@ BUSY = (
     "it is waited for, if it is busy there, as with data. Else: is the pipe called on every rank, in the same order?"
 )
 HANGS_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
+QUESTION, ANSWER = b"?", struct.Struct("<cIiI?d")  # an answer: a sign, and a status, with its age in seconds
+SIGN = b"="
+MOST_BYTES = 2**12  # that are read at once
+
+
+class Status(ctypes.Structure):
+    """What a process is at, in memory that the other processes of its host can read: also when it is stuck or gone.
+
+    Its run, its place in the actions (-1 outside) and since when, how many layers began there, whether it waits.
+    """
+
+    _fields_ = (
+        ("run", ctypes.c_uint32),
+        ("at", ctypes.c_int32),
+        ("layers", ctypes.c_uint32),
+        ("waits", ctypes.c_bool),
+        ("since", ctypes.c_double),
+    )
+
+    @classmethod
+    def shown_in(cls, folder: str) -> Self:
+        """That of this process, as a file in a folder."""
+        with open(f"{folder}/status", "x+b") as file:
+            file.write(bytes(ctypes.sizeof(cls)))
+            file.flush()
+            shown = cls.from_buffer(mmap.mmap(file.fileno(), 0))
+        shown.reach(0, -1)
+        return shown
+
+    @staticmethod
+    def memory_in(folder: str) -> mmap.mmap:
+        with open(f"{folder}/status", "rb") as file:
+            return mmap.mmap(file.fileno(), ctypes.sizeof(Status), prot=mmap.PROT_READ)
+
+    def reach(self, run: int, at: int) -> None:
+        self.run, self.at, self.layers, self.waits, self.since = run, at, 0, False, time.monotonic()
+
+
+Memory: TypeAlias = Status | mmap.mmap  # where a status stands
+
+
+class Questions:
+    """The processes of other hosts, as they answer this one: what each is at, and since when it owes an answer."""
+
+    def __init__(self, streams: Mapping[int, socket.socket], status: Status) -> None:
+        self.answers: dict[int, Status] = {}
+        self.owed: dict[int, float] = {}
+        self._streams, self._status = dict(streams), status
+        self._come = {peer: bytearray() for peer in streams}  # of those that may answer
+        self._lock = threading.Lock()  # what is encrypted no two threads can use at a time
+        for stream in streams.values():
+            stream.setblocking(False)
+        self._thread = threading.Thread(target=self._serve, name="gpipe answers", daemon=True)
+        if streams:
+            self._thread.start()
+
+    def ask(self) -> None:
+        """Asks all, and waits for nobody."""
+        with self._lock:
+            for peer in self._come:
+                self.owed.setdefault(peer, time.monotonic())
+                _send(self._streams[peer], QUESTION)
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for peer, stream in self._streams.items():
+                selector.register(stream, selectors.EVENT_READ, peer)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    with self._lock:
+                        if not self._take(key.data):
+                            selector.unregister(key.fileobj)
+                            del self._come[key.data]
+                            self.owed.pop(key.data, None)
+
+    def _take(self, peer: int) -> bool:
+        """Answers what a process asks, and keeps what it answers; whether more may come."""
+        stream, come = self._streams[peer], self._come[peer]
+        try:
+            while data := stream.recv(MOST_BYTES):  # those of ssl hold back what poll does not see
+                come += data
+                while come:
+                    if come[:1] == QUESTION:
+                        del come[:1]
+                        _send(stream, self._answer())
+                    elif come[:1] != SIGN:
+                        return False  # nothing that gpipe sends
+                    elif len(come) < ANSWER.size:
+                        break
+                    else:
+                        self._keep(peer, *ANSWER.unpack_from(come)[1:])
+                        del come[: ANSWER.size]
+        except BLOCKED:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def _answer(self) -> bytes:
+        shown = Status.from_buffer_copy(self._status)
+        age = time.monotonic() - shown.since
+        return ANSWER.pack(SIGN, shown.run, shown.at, shown.layers, shown.waits, age)
+
+    def _keep(self, peer: int, run: int, at: int, layers: int, waits: bool, age: float) -> None:
+        since = time.monotonic() - (age if math.isfinite(age) else 0.0)
+        self.answers[peer] = Status(run, at, layers, waits, since)
+        self.owed.pop(peer, None)
+
+    def close(self) -> None:
+        for end in self._streams.values():
+            with suppress(OSError):  # it is closed already
+                socket.socket.shutdown(end, socket.SHUT_RDWR)  # of which the thread ends
+        if self._streams:
+            self._thread.join(1.0)
+        self.drop()
+
+    def drop(self) -> None:
+        for end in self._streams.values():
+            end.close()
+
+
+def _send(stream: socket.socket, data: bytes) -> None:
+    with suppress(OSError, *BLOCKED):  # who reads nothing gets nothing
+        stream.send(data)
 
 
 class Report(NamedTuple):
@@ -66,11 +202,7 @@ class FailureDetector:
     """The other processes of a pipe, as one of them knows them: who failed, who is gone, who was last seen where."""
 
     def __init__(
-        self,
-        connections: Mapping[int, Connection],
-        shared: Mapping[int, Memory],
-        limit: float,
-        questions: Questions | None = None,
+        self, connections: Mapping[int, Connection], shared: Mapping[int, Memory], limit: float, questions: Questions
     ) -> None:
         self.run = 0  # the number of the current one
         self.sees: Callable[[int, Status], str] = in_no_step  # says in words what a peer was last seen at
@@ -117,21 +249,13 @@ class FailureDetector:
         why = f"nothing came for {self.limit:g} s, the timeout of the process group"
         raise received("\n".join([why, *self.all_last_seen(stuck)]), stuck[0])
 
-    def ask(self) -> None:
-        """Asks the processes of other hosts what they are at; the answers are here soon, if any come."""
-        if self._questions is not None:
-            self._questions.ask()
-
     def stuck(self, peer: int) -> list[int]:
         """Who keeps all waiting, as far as that can be seen, while this process waits for `peer`."""
         active = {rank for rank, memory in self._known().items() if not Status.from_buffer_copy(memory).waits}
-        return self._silent() or sorted(active | self._owed().keys()) or [peer]
+        return self._silent() or sorted({*active, *self._questions.owed.copy()}) or [peer]
 
     def _known(self) -> dict[int, Memory]:
-        return {**(self._questions.answers.copy() if self._questions else {}), **self._shared}
-
-    def _owed(self) -> dict[int, float]:
-        return self._questions.owed() if self._questions else {}
+        return {**self._questions.answers.copy(), **self._shared}
 
     def _silent(self) -> list[int]:
         return [peer for peer, connection in self._connections.items() if connection.control.silent > SILENT_SECONDS]
@@ -141,7 +265,7 @@ class FailureDetector:
 
     def last_seen(self, peer: int, *, gone: bool = False) -> str:
         """In words, where a process was when it was last seen in this run, or when it ended."""
-        known, owed = self._known(), self._owed()
+        known, owed = self._known(), self._questions.owed.copy()
         if peer not in self._shared:
             if (silent := self._connections[peer].control.silent) > SILENT_SECONDS:
                 return f"it cannot be reached: its host has not answered for {silent:.1f} s"

@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from datetime import timedelta
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,14 +42,23 @@ from gpipe.distributed.agree import Communicator, agree, versions
 from gpipe.distributed.codec import reading
 from gpipe.distributed.connection import BLOCKED, Connection, TcpConnection
 from gpipe.distributed.endpoint import Endpoint
-from gpipe.distributed.failures import LONG_WAIT_SECONDS, REPORT_SECONDS, SILENT_SECONDS, Report
-from gpipe.distributed.meeting import Meeting
+from gpipe.distributed.failures import (
+    LONG_WAIT_SECONDS,
+    REPORT_SECONDS,
+    SILENT_SECONDS,
+    Memory,
+    Questions,
+    Report,
+    Status,
+)
 from gpipe.distributed.mesh import Position, host_name, timeout_of_world
 from gpipe.distributed.nccl import NcclGroups
 from gpipe.distributed.network import family, listen, own_host
-from gpipe.distributed.status import Memory, Questions, Status
 from gpipe.distributed.tls import Identity, altered, check_authorities, identity
 from gpipe.errors import RemoteError, received
+
+if TYPE_CHECKING:
+    from gpipe.distributed.survivors import Meeting
 
 logger = logging.getLogger("gpipe")
 
@@ -343,7 +352,7 @@ def hello(token: str, rank: int, stream: str) -> bytes:
 
 
 def connect(
-    rendezvous: Rendezvous | Meeting, position: Position, groups: NcclGroups | None, silence: float | None = None
+    rendezvous: "Rendezvous | Meeting", position: Position, groups: NcclGroups | None, silence: float | None = None
 ) -> Endpoint:
     """Connects this process with the others of its pipe, which do so at the same time; ends the rendezvous."""
     hosts, tls = [rendezvous.hosts[member] for member in position.members], rendezvous.tls
@@ -384,9 +393,8 @@ def connect(
             connections[peer] = (Connection if peer in local else TcpConnection)(*ends)
             on_failure.callback(connections[peer].close)
         asked = {peer: end for (peer, stream), end in sockets.items() if stream == QUESTIONS}
-        questions = Questions(asked, listener.status) if asked else None
-        if questions is not None:
-            on_failure.callback(questions.close)
+        questions = Questions(asked, listener.status)
+        on_failure.callback(questions.close)
         endpoint = Endpoint(position.rank, connections, position.timeout, listener.status, shared, groups, questions)
         rendezvous.close()
         on_failure.pop_all()

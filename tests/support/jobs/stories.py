@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.distributed import rendezvous
-from gpipe.distributed.status import Status
+from gpipe.distributed.failures import Status
 from tests.support.endpoints import LIMIT
 from tests.support.jobs.training import Json
 from tests.support.plain_loop import squares, weights_of
