@@ -29,6 +29,7 @@ import time
 from array import array
 from collections import deque
 from contextlib import suppress
+from io import BufferedReader
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -388,6 +389,8 @@ class TcpConnection(Connection):
         self._outgoing = outgoing or stream
         for end in (stream, self._outgoing):
             end.setblocking(True)
+        # what is small is read with what follows, what is large into its place
+        self._ahead = BufferedReader(stream.makefile("rb", 0), CHUNK_BYTES)
         self._writable = select.poll()
         self._writable.register(self._outgoing, select.POLLOUT)
         self._bell, self._ring = socket.socketpair()  # a byte whenever a thread has something new
@@ -483,20 +486,27 @@ class TcpConnection(Connection):
         self._room.release()
 
     def _keep_reading(self) -> None:
-        ahead = ReadAhead(self._stream)
         try:
             while True:
-                frame = Frame.read(ahead.take(HEADER.size))
+                frame = Frame.read(self._take(HEADER.size))
                 if frame.slot >= 0 or frame.capacity:
                     raise Damaged("a slot of memory, between hosts")
-                layout = bytes(ahead.take(frame.layout))
-                self._inbox.append((frame, layout, elements(layout, frame.size, ahead.fill)))
+                layout = self._take(frame.layout)
+                self._inbox.append((frame, layout, elements(layout, frame.size, self._fill)))
                 self._ring.send(b"r")
                 self._room.acquire()
         except Exception as error:  # whoever waits is to know
             if altered(error):
                 error = Damaged(f"{ALTERED}: {error}")
             self._break(error if isinstance(error, (Damaged, MemoryError)) else Gone(str(error)))
+
+    def _take(self, size: int) -> bytes:
+        self._fill(memoryview(data := bytearray(size)))
+        return bytes(data)
+
+    def _fill(self, memory: memoryview) -> None:
+        if self._ahead.readinto(memory) < len(memory):
+            raise Gone("the connection was closed")
 
     def _keep_writing(self) -> None:
         try:
@@ -525,38 +535,7 @@ class TcpConnection(Connection):
 
     def drop(self) -> None:
         super().drop()
+        self._ahead.raw.close()  # which holds the stream open
         self._outgoing.close()
         self._bell.close()
         self._ring.close()
-
-
-class ReadAhead:
-    """Reads a stream and waits for it: what is small together with what follows, what is large into its place."""
-
-    def __init__(self, stream: socket.socket) -> None:
-        self._stream = stream
-        self._memory = memoryview(bytearray(CHUNK_BYTES))
-        self._come = self._memory[:0]
-
-    def take(self, size: int) -> bytearray:
-        """So many bytes."""
-        data = bytearray(size)
-        self.fill(memoryview(data))
-        return data
-
-    def fill(self, memory: memoryview) -> None:
-        """Fills all of this memory."""
-        while memory:
-            if count := min(len(memory), len(self._come)):
-                memory[:count], self._come = self._come[:count], self._come[count:]
-            elif len(memory) >= CHUNK_BYTES:
-                count = self._receive(memory)
-            else:
-                self._come = self._memory[: self._receive(self._memory)]
-            memory = memory[count:]
-
-    def _receive(self, memory: memoryview) -> int:
-        count = self._stream.recv_into(memory)
-        if not count:
-            raise Gone("the connection was closed")
-        return count
