@@ -16,14 +16,7 @@ from gpipe.distributed.agree import CALLED, GRADIENTS, differences, follow_first
 from gpipe.distributed.endpoint import Endpoint, Exchange
 from gpipe.distributed.failures import Status
 from gpipe.distributed.mesh import host_name
-from gpipe.distributed.reduce import (
-    Shards,
-    add_over_replicas,
-    add_over_stages,
-    gather_replicas,
-    goes_over_replicas,
-    reduces_itself,
-)
+from gpipe.distributed.reduce import Shards, add_over_replicas, add_over_stages, goes_over_replicas, reduces_itself
 from gpipe.distributed.sync_batchnorm import LOCKSTEP, Synced, find_norms
 from gpipe.runtime.context import Context, Request
 from gpipe.runtime.engine import Engine, Sharded
@@ -96,8 +89,7 @@ class ProcessContext(Context):
         if self.replicas == 1:
             return
         texts = {name: repr(value) for name, value in settings.items()}
-        label = Label(Control.REDUCTION, 0, gradient=False)
-        gathered = gather_replicas(self.endpoint, self.position, label, texts)
+        gathered = self._of_replicas(Control.REDUCTION, texts)
         if mistakes := differences(dict(zip(self.position.ranks_of_row, gathered, strict=True))):
             raise ValueError(
                 f"the replicas were given different things: {'; '.join(mistakes)}. Give step the same loss_fn, "
@@ -105,8 +97,12 @@ class ProcessContext(Context):
             )
 
     def sum_over_replicas(self, number: float) -> float:
-        label = Label(Control.WEIGHT, 0, gradient=False)
-        return float(sum(gather_replicas(self.endpoint, self.position, label, number)))
+        return float(sum(self._of_replicas(Control.WEIGHT, number)))
+
+    def _of_replicas(self, kind: Control, value: Tree, number: int = 0) -> list[Any]:
+        """Gathers a value from each replica, by replica; once a run for each kind and number."""
+        label = Label(kind, number, gradient=False)
+        return self.endpoint.swap(label, dict.fromkeys(self.position.ranks_of_row, value))
 
     def gather_outputs(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
         own = [(output.value, output.wants_gradient) for output in outputs]
@@ -249,8 +245,7 @@ class ProcessContext(Context):
     def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:
         if self.position.replicas > 1:
             for stage, one in deferred.items():
-                label = Label(Control.DEFERRED_STATISTICS, stage, gradient=False)
-                one.merge_replicas(gather_replicas(self.endpoint, self.position, label, one.to_tree()))
+                one.merge_replicas(self._of_replicas(Control.DEFERRED_STATISTICS, one.to_tree(), stage))
 
     def _meet_replicas(self, program: Program) -> AbstractContextManager[object]:
         """Prepares what replicas do together while they run: layers of `fully_shard`, and BatchNorm if asked."""
@@ -261,8 +256,7 @@ class ProcessContext(Context):
         norms = find_norms(layers) if self.processes.sync_batch_norm else []
         reasons = [SPREAD] * any(spread.values()) + [LOCKSTEP] * any(norm.training for norm in norms)
         if reasons:
-            label = Label(Control.MICRO_BATCHES, 0, gradient=False)
-            counts = gather_replicas(self.endpoint, self.position, label, program.micro_batches)
+            counts = self._of_replicas(Control.MICRO_BATCHES, program.micro_batches)
             if len(set(counts)) > 1:
                 raise ValueError(
                     f"{' and '.join(reasons)}, but the replicas have {counts} of them; give each replica at least M "

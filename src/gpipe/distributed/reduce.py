@@ -19,7 +19,7 @@ from gpipe.distributed.mesh import DATA, Position
 from gpipe.stages.boundary import BoundaryValue, Gradients
 from gpipe.stages.messages import Control, Label
 from gpipe.stages.shared_weights import WeightAliases
-from gpipe.stages.tree import Tree, is_spread_over, local
+from gpipe.stages.tree import is_spread_over, local
 
 BUCKET = 2**22  # bytes of gradients that travel together between replicas; measured from 2**19 to 2**23, on two cores
 SMALL = 2**16  # bytes of a gradient that is copied to be together with others: a message costs more
@@ -138,11 +138,6 @@ def _buckets(gradients: Iterable[Tensor]) -> list[Bucket]:
         buckets[-1].append(piece)
         room -= piece.nbytes
     return buckets
-
-
-def gather_replicas(endpoint: Endpoint, position: Position, label: Label, value: Tree) -> list[Any]:
-    """Gathers a value from each replica, by replica; once a run for each label."""
-    return endpoint.swap(label, dict.fromkeys(position.ranks_of_row, value))
 
 
 def reduces_itself(parameter: Tensor) -> bool:
