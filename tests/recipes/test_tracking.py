@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpipe.recipes.images import DigitsRecipe
-from gpipe.recipes.options.workloads import ImagesOptions
+from gpipe.recipes.options.training import ImagesOptions
 from gpipe.recipes.training import reporting
 from gpipe.recipes.world import World
 from tests.support.small_images import OPTIONS, prepared, same, shown, train, weights

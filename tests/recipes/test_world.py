@@ -2,8 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe.recipes.options.training import TrainOptions
-from gpipe.recipes.options.workloads import ImagesOptions
+from gpipe.recipes.options.training import ImagesOptions, TrainOptions
 from gpipe.recipes.prepare import Epoch, Progress, from_extra, to_extra
 from gpipe.recipes.world import World, find_world
 

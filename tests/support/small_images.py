@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gpipe.recipes.images import DigitsRecipe
-from gpipe.recipes.options.training import TrainOptions, flag
-from gpipe.recipes.options.workloads import ImagesOptions
+from gpipe.recipes.options.training import ImagesOptions, TrainOptions, flag
 from gpipe.recipes.prepare import Epoch, Job, prepare
 from gpipe.recipes.recipe import Recipe
 from gpipe.recipes.training import run

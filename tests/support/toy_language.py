@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from gpipe.recipes.data.pairs import Pair
-from gpipe.recipes.options.workloads import TranslationOptions
+from gpipe.recipes.options.training import TranslationOptions
 from gpipe.recipes.prepare import Epoch, Job, prepare
 from gpipe.recipes.training import run, take_steps
 from gpipe.recipes.translation.recipe import TranslationRecipe

@@ -12,7 +12,7 @@ import gpipe
 from gpipe.recipes.data.augment import Augmentation, batches
 from gpipe.recipes.data.images import CLASSES, Digits, ImageFolder, Reader, load_digits, load_folder
 from gpipe.recipes.models.amoebanet import amoebanet_b, amoebanet_d, drop_path_keep, set_keep
-from gpipe.recipes.options.workloads import ImagesOptions
+from gpipe.recipes.options.training import ImagesOptions
 from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share, cosine, exponential, load
 from gpipe.recipes.training import watched
 

@@ -27,8 +27,7 @@ from gpipe.recipes.options.files import (
     to_table,
     write_config,
 )
-from gpipe.recipes.options.training import TrainOptions, flag, name_of
-from gpipe.recipes.options.workloads import DigitsOptions, TranslationOptions
+from gpipe.recipes.options.training import DigitsOptions, TrainOptions, TranslationOptions, flag, name_of
 
 WORDS = st.text("abcäöπ 0.7_", min_size=1, max_size=5)
 VALUES: dict[Any, st.SearchStrategy[Any]] = {

@@ -9,7 +9,7 @@ import pytest
 
 from gpipe.recipes.data.pairs import Pair, read_catalogues
 from gpipe.recipes.data.token_batches import Vocabulary
-from gpipe.recipes.options.workloads import TranslationOptions
+from gpipe.recipes.options.training import TranslationOptions
 from gpipe.recipes.translation.corpus import Corpus, in_order
 from tests.support.toy_language import options, pairs, write_table
 

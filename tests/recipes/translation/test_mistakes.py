@@ -7,7 +7,7 @@ import pytest
 
 from gpipe.cli.main import main
 from gpipe.recipes.options.files import write_config
-from gpipe.recipes.options.workloads import DigitsOptions
+from gpipe.recipes.options.training import DigitsOptions
 from tests.support.toy_language import job_of, options, pairs, write_table
 
 

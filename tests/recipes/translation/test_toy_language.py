@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gpipe.cli.main import main
-from gpipe.recipes.options.workloads import TranslationOptions
+from gpipe.recipes.options.training import TranslationOptions
 from gpipe.recipes.translation.corpus import Corpus
 from tests.support.processes.fork_server import ONE_THREAD
 from tests.support.toy_language import in_toy, job_of, options, pairs, train, write_table

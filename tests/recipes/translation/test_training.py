@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
-from gpipe.recipes.options.workloads import TranslationOptions
+from gpipe.recipes.options.training import TranslationOptions
 from gpipe.recipes.prepare import prepare
 from gpipe.recipes.training import run
 from gpipe.recipes.translation.recipe import VOCABULARY, TranslationRecipe

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from gpipe.recipes.options.workloads import TranslationOptions
+from gpipe.recipes.options.training import TranslationOptions
 from tests.support.processes.torchrun import torchrun
 from tests.support.small_images import flags, same
 from tests.support.toy_language import options, train

@@ -17,8 +17,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
-from gpipe.recipes.options.training import TrainOptions, name_of, refuse
-from gpipe.recipes.options.workloads import DigitsOptions, ImagesOptions, TranslationOptions
+from gpipe.recipes.options.training import (
+    DigitsOptions,
+    ImagesOptions,
+    TrainOptions,
+    TranslationOptions,
+    name_of,
+    refuse,
+)
 
 OPTIONS: dict[str, type[TrainOptions]] = {
     "digits": DigitsOptions,

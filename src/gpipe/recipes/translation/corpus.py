@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gpipe.recipes.data.pairs import Pair, Split, draw, place_of, read_catalogues, read_tsv, split_by_english
 from gpipe.recipes.data.token_batches import Vocabulary, steps_per_epoch, token_batches
-from gpipe.recipes.options.workloads import TranslationOptions
+from gpipe.recipes.options.training import TranslationOptions
 
 
 class Sentence(NamedTuple):

@@ -15,7 +15,7 @@ from gpipe.recipes.data.pairs import Pair
 from gpipe.recipes.data.token_batches import END, PAD, Vocabulary, padded
 from gpipe.recipes.models.transformer import transformer, transformer_lm
 from gpipe.recipes.options.files import CONFIG, read_config
-from gpipe.recipes.options.workloads import TranslationOptions
+from gpipe.recipes.options.training import TranslationOptions
 from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share, inverse_root
 from gpipe.recipes.translation.corpus import Corpus, Sentence, in_order
 from gpipe.recipes.translation.evaluation import SACREBLEU, evaluation_of, together
