@@ -20,7 +20,7 @@ from typing import Annotated
 
 import tyro
 
-from gpipe.cli.ending import ending_by_mistakes
+from gpipe.cli import ending_by_mistakes
 from gpipe.cli.gpu.page import PARTS, examine
 from gpipe.cli.gpu.page import QUICK as QUICKLY
 

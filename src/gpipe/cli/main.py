@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from tyro.extras import SubcommandApp
 
 import gpipe
+from gpipe.cli import ending_by_interrupt
 from gpipe.cli.doctor import doctor
-from gpipe.cli.ending import ending_by_interrupt
 from gpipe.cli.plan import plan
 from gpipe.cli.report import report
 from gpipe.cli.schedule import schedule

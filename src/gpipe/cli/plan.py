@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from gpipe.cli.ending import ending_by_mistakes
+from gpipe.cli import ending_by_mistakes
 from gpipe.planner.search.device import PRESETS, parse_devices
 from gpipe.recipes.options.training import Count, NotNegative, out_of_bounds, refuse
 from gpipe.schedule.schedules import SCHEDULES

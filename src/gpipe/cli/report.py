@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from gpipe.cli.ending import ending_by_mistakes
+from gpipe.cli import ending_by_mistakes
 from gpipe.cli.schedule import COLORFUL
 from gpipe.planner.search.device import lasts
 from gpipe.profiling import Report, breakdown_lines, read_report, report_html, typical_svg, write_picture

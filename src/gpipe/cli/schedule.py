@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 import tyro
 from rich.console import Console
 
-from gpipe.cli.ending import ending_by_mistakes
+from gpipe.cli import ending_by_mistakes
 from gpipe.profiling import timelines_svg
 from gpipe.profiling.lanes import find_ruler, legend, panel, words
 from gpipe.recipes.options.training import NotNegative, Positive, out_of_bounds, refuse

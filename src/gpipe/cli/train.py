@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from tyro.extras import SubcommandApp
 
-from gpipe.cli.ending import ending_by_failures_elsewhere, ending_by_mistakes
+from gpipe.cli import ending_by_failures_elsewhere, ending_by_mistakes
 from gpipe.recipes.options.files import OPTIONS, options_before
 from gpipe.recipes.options.training import Count, TrainOptions, out_of_bounds, refuse
 
