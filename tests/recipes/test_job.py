@@ -6,13 +6,12 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from torch import nn
 
 from gpipe.models import amoebanet_d
 from gpipe.profiling import read_report
 from gpipe.recipes.images import DigitsRecipe
 from gpipe.recipes.prepare import Progress, locked, prepare
-from gpipe.recipes.training import measure_plain_step, run
+from gpipe.recipes.training import run
 from gpipe.recipes.world import World
 from tests.support.small_images import OPTIONS, prepared, same, shown, train, weights
 
@@ -35,7 +34,7 @@ def test_the_files_tell_what_happened(tmp_path: Path) -> None:
     assert f"gpipe report {options.out}" in text
     assert "100.0 %" in text
     assert "if stages were equal" in text
-    assert "plain loop" in text
+    assert "one partition after another" in text
     assert "\x1b" not in text
     terminal = train(options, terminal=True)[1]
     assert "\x1b" in terminal
@@ -57,25 +56,6 @@ def test_steps_end_a_training_within_an_epoch(tmp_path: Path) -> None:
     assert [epoch.epoch for epoch in epochs] == [1, 2]
     job = prepared(replace(OPTIONS, steps=3, out=tmp_path, resume=True))
     assert (job.steps_of(1), job.steps_of(2), job.pipe.step_number) == (2, 1, 3)
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_the_plain_loop_is_timed_on_layers_of_its_own(bf16: bool) -> None:
-    made: list[nn.Module] = []
-    computed_in = set()
-
-    class Watched(DigitsRecipe):
-        def layers(self) -> list[nn.Module]:
-            made[:] = super().layers()
-            for layer in made:
-                layer.register_forward_hook(lambda *_: computed_in.add(torch.is_autocast_enabled("cpu")))
-            return made
-
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
-    assert measure_plain_step(Watched(replace(OPTIONS, bf16=bf16, image_size=19)), 4, torch.device("cpu")) > 0
-    assert len(made) == 9
-    assert computed_in == {bf16}
-    assert (torch.get_num_threads(), torch.equal(torch.get_rng_state(), state)) == (threads, True)
 
 
 def test_options_that_cannot_be_leave_no_folder(tmp_path: Path) -> None:

@@ -13,27 +13,24 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 from safetensors.torch import save
-from torch import Tensor
 
 import gpipe
 from gpipe.profiling import Report, report_json
 from gpipe.profiling.stored import NAME
 from gpipe.recipes.options.files import OPTIONS, to_table
 from gpipe.recipes.prepare import WEIGHTS, Epoch, Job, locked, one_thread, precision
-from gpipe.recipes.recipe import Batch, Recipe
+from gpipe.recipes.recipe import Batch
 
 ENDINGS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 METRICS = "metrics.jsonl"
 AVERAGES = "averages"  # a folder, for the time of their writing
 KEPT = 100  # steps that are recorded
-COMPARED = 2**27  # parameters, above which the plain loop, which needs all of them once more, is not timed
-REPEATS = 3  # of the plain loop, and one before them to warm up
 TRACKIO_PROJECT = "gpipe"
 
 T = TypeVar("T")
@@ -216,23 +213,17 @@ def _write_files(job: Job, say: Say, checkpoint: Path, recorded: Recorded | None
         recorded.steps.save(out / "timeline.svg")
         recorded.steps.save(out / "trace.json")
         (out / NAME).write_text(report_json(_report(job, recorded)), encoding="utf-8")
-        plain_seconds = None
-        if sum(value.numel() for value in weights.values()) <= COMPARED:
-            plain_seconds = measure_plain_step(job.recipe, job.options.micro_batches, job.pipe.devices[0])
-        say("\n".join(_told(recorded, plain_seconds, out)))
+        say("\n".join(_told(recorded, out)))
 
 
-def _told(recorded: Recorded, plain_seconds: float | None, out: Path) -> Iterator[str]:
-    """Where the time of the recorded steps went, how the plain loop compares, and what to change."""
+def _told(recorded: Recorded, out: Path) -> Iterator[str]:
+    """Where the time of the recorded steps went, and what to change."""
     recording = recorded.steps
     ranks = recording.timelines[0].ranks
     own = median(timeline.seconds for timeline in recording.timelines)
     in_turn = median(sum(map(step.busy, range(ranks))) for step in recording.timelines)
     yield f"\nWhere a step's time went, in the last epoch:\n{recording}\n"
     yield f"forward and backward, pipelined       {own * 1000:8.1f} ms"
-    if plain_seconds is not None:
-        plain = f"{plain_seconds / own:.2f} x (the same layers, one thread, no remat)"
-        yield f"forward and backward, plain loop      {plain_seconds * 1000:8.1f} ms: {plain}"
     yield f"one partition after another (naive)   {in_turn * 1000:8.1f} ms: {in_turn / own:.2f} x"
     if totals := [sum(parts.values()) / 2**20 for parts in recorded.held]:
         share = f"{max(totals):.1f} of {sum(totals):.1f} MiB, {max(totals) / sum(totals):.0%}"
@@ -262,31 +253,3 @@ def _report(job: Job, recorded: Recorded) -> Report:
         losses=tuple(epoch.loss for epoch in job.progress.epochs),
         loss_each="epoch",
     )
-
-
-def measure_plain_step(recipe: Recipe[Any], micro_batches: int, device: torch.device) -> float:
-    """Returns the median seconds of forward and backward of a mini-batch, micro-batch by micro-batch, no remat.
-
-    Layers that the recipe builds anew do it, for this process may not have all; torch's randomness stays as it was.
-    """
-    seconds: list[float] = []
-    with one_thread(), torch.random.fork_rng([] if device.type == "cpu" else [device]):
-        plain = gpipe.Sequential(*recipe.layers()).to(device).train()
-        parts = _parts(recipe.sample(replicas=1), micro_batches, device)
-        for _ in range(1 + REPEATS):
-            start = time.perf_counter()
-            plain.zero_grad()
-            for inputs, targets in parts:
-                with precision(recipe.options, device):
-                    loss = recipe.loss(plain(inputs), targets) / len(parts)
-                loss.backward()
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-            seconds.append(time.perf_counter() - start)
-    return median(seconds[1:])
-
-
-def _parts(value: Any, count: int, device: torch.device) -> list[Any]:
-    if isinstance(value, Tensor):
-        return list(value.to(device).tensor_split(min(count, len(value))))
-    return list(zip(*(_parts(one, count, device) for one in value), strict=True))
