@@ -11,8 +11,8 @@ import tyro
 from tyro.extras import SubcommandApp
 
 from gpipe.cli import ending_by_failures_elsewhere, ending_by_mistakes
-from gpipe.recipes.options.files import OPTIONS, options_before
-from gpipe.recipes.options.training import Count, TrainOptions, out_of_bounds, refuse
+from gpipe.recipes.options.files import options_before
+from gpipe.recipes.options.training import OPTIONS, Count, TrainOptions, out_of_bounds, refuse
 
 if TYPE_CHECKING:
     from gpipe.recipes.trained import Translator

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -229,24 +229,18 @@ def _checksum(passing: Passing) -> int:
     return found
 
 
-class Asked(NamedTuple):
-    """What `generate` is asked for: by micro-batch, the tensors and their rows; and the settings of all."""
-
-    parts: Sequence[Mapping[str, Any]]
-    rows: Sequence[int]
-    settings: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, model: Any, micro_batches: int, given: Mapping[str, Any]) -> "Asked":
-        """Cuts what was given, but for settings, into micro-batches; one row begins without a prompt."""
-        config = getattr(model, "generation_config", None)
-        batch = {name: value for name, value in given.items() if any(one.dim() for one in tensors_in(value))}
-        batch = {name: value for name, value in batch.items() if not hasattr(config, name)}
-        if not batch:
-            return cls([{}], [1], given)
-        rows, (parts,) = split_alike(micro_batches, inputs=batch)
-        named: list[Any] = parts
-        return cls(named, rows, {name: value for name, value in given.items() if name not in batch})
+def _cut(
+    model: Any, micro_batches: int, given: Mapping[str, Any]
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[int], Mapping[str, Any]]:
+    """What was given, cut into micro-batches; their rows, one where nothing is a prompt; and the settings of all."""
+    config = getattr(model, "generation_config", None)
+    batch = {name: value for name, value in given.items() if any(one.dim() for one in tensors_in(value))}
+    batch = {name: value for name, value in batch.items() if not hasattr(config, name)}
+    if not batch:
+        return [{}], [1], given
+    rows, (parts,) = split_alike(micro_batches, inputs=batch)
+    named: list[Any] = parts
+    return named, rows, {name: value for name, value in given.items() if name not in batch}
 
 
 def _setting(model: Any, given: Mapping[str, Any], name: str) -> Any:
@@ -297,12 +291,12 @@ def generate(
     """See `GPipe.generate`; `paths` are those that are known."""
     with torch.no_grad(), context.entered(False):
         traced = check_generates(traced, given, training=training, processes=engine.row is not None)
-        asked = Asked.of(traced.model, engine.micro_batches, context.begin_to_generate(given))
-        loops = loops_of(traced.model, *asked, engine.intra_op_threads)
+        parts, rows, settings = _cut(traced.model, engine.micro_batches, context.begin_to_generate(given))
+        loops = loops_of(traced.model, parts, rows, settings, engine.intra_op_threads)
         with engine.threads.turn(), said_once():
             results = Generation(engine, traced, context, paths, loops).run()
         context.end_generation()
-    return _together(results, asked.rows, _filling(traced.model, asked.settings))
+    return _together(results, rows, _filling(traced.model, settings))
 
 
 @torch.no_grad()
@@ -314,11 +308,11 @@ def cache_bytes(engine: Engine, traced: TracedModel | None, given: Mapping[str, 
         raise ValueError(LENGTH)
     if _setting(traced.model, given, PIECES):
         given = {**given, PIECES: None}
-    asked = Asked.of(traced.model, engine.micro_batches, given)
+    parts, rows, settings = _cut(traced.model, engine.micro_batches, given)
     stage_of, found = engine.stage_of, [0] * (max(engine.placement) + 1)
-    for rows, times in Counter(asked.rows).items():
-        part = asked.parts[asked.rows.index(rows)]
-        (loop,) = loops_of(traced.model, [part], [rows], asked.settings, engine.intra_op_threads)
+    for size, times in Counter(rows).items():
+        part = parts[rows.index(size)]
+        (loop,) = loops_of(traced.model, [part], [size], settings, engine.intra_op_threads)
         output, foretold = None, None
         with engine.threads.turn(), torch.random.fork_rng(devices=[]), closing(loop):
             while (foretold is None or foretold.cache is None) and (begun := loop.go_on(output)) is not None:

@@ -15,19 +15,8 @@ from torch import Tensor, nn
 
 from gpipe._torch.dispatcher import is_fake
 from gpipe._torch.trees import map_tensors
-from gpipe.generation.caches import (
-    Layout,
-    Place,
-    copy_of_cache,
-    is_cache,
-    layers_in,
-    layout_of,
-    marks,
-    put_back,
-    put_stand_ins,
-    seen_by,
-    stand_ins,
-)
+from gpipe.generation import caches
+from gpipe.generation.caches import Layout, Place, copy_of_cache, is_cache, layers_in, marks
 from gpipe.stages.recompute_check import differ, digest
 from gpipe.stages.stage import Layer, LayerProgress, RngKey, Stage
 from gpipe.stages.tree import Tree, tensors_in
@@ -106,7 +95,7 @@ class Passing:
         cache = cache_in(given)
         live = {value_id: leaves[value_id.leaf] for value_id in path.trace.carried}
         inputs = [None if ValueId(-1, at) in live else leaf for at, leaf in enumerate(leaves)]
-        return cls(path, inputs, cache, {} if cache is None else stand_ins(cache), [describe(leaves)], live)
+        return cls(path, inputs, cache, {} if cache is None else caches.stand_ins(cache), [describe(leaves)], live)
 
     def through(self, layers: Sequence[int], device: torch.device, make: Interpreters, *, tells: bool) -> None:
         """Has consecutive layers, on a device, do what is theirs; notes for others what they fill, if it `tells`."""
@@ -119,12 +108,12 @@ class Passing:
         live, inputs = map_tensors((dict(self.live), self.inputs), lambda tensor: tensor.to(device))
         interpreter = make(trace, live, self.log, frozenset(leaving))
         own = self.path.filled_by(layers)
-        with nullcontext() if self.cache is None else seen_by(self.cache, own, self.before):
+        with nullcontext() if self.cache is None else caches.seen_by(self.cache, own, self.before):
             self.output = interpreter.go(inputs)
         self.live = {value_id: interpreter.made.get(value_id) for value_id in leaving}
         if tells and self.cache is not None:
             self.layouts |= {
-                place: layout_of(layer) for place, layer in layers_in(self.cache).items() if place in own
+                place: caches.layout_of(layer) for place, layer in layers_in(self.cache).items() if place in own
             }
 
     # Between processes.
@@ -151,7 +140,7 @@ class Passing:
         """The output of a message, with the own cache in it, in which what is not one's own is as it is elsewhere."""
         if self.cache is not None:
             heard = _heard(message)
-            put_stand_ins(self.cache, {place: heard[place] for place in sorted(heard) if place not in own})
+            caches.put_stand_ins(self.cache, {place: heard[place] for place in sorted(heard) if place not in own})
         leaves = [self.cache if at in self.path.caches else leaf for at, leaf in enumerate(message["output"])]
         return self.path.trace.output.filled(leaves)
 
@@ -182,7 +171,7 @@ class _CacheTracer(Tracer):
 
             def again() -> None:
                 nonlocal before
-                put_back(cache, was)
+                caches.put_back(cache, was)
                 before = marks(cache)
 
             dry.again = again
@@ -191,7 +180,7 @@ class _CacheTracer(Tracer):
             if mark != before.get(place, []):
                 self.filled.setdefault(place, []).append(self.at)
         if dry is not None:
-            put_back(cache, copy_of_cache(cache, partial(_layout, dry)))
+            caches.put_back(cache, copy_of_cache(cache, partial(_layout, dry)))
         return made
 
 
@@ -279,10 +268,10 @@ def _traced(traced: TracedModel, given: ForwardArguments, known: Mapping[Place, 
                 raise CannotSplitError(
                     SHARES.format(model=type(traced.model).__name__, one=one, other=trace.ops[op].name)
                 )
-    caches = frozenset(at for at, leaf in enumerate(take_apart(output)[0]) if is_cache(leaf))
-    if caches and cache is None:
+    given_back = frozenset(at for at, leaf in enumerate(take_apart(output)[0]) if is_cache(leaf))
+    if given_back and cache is None:
         raise CannotSplitError(MAKES.format(model=type(traced.model).__name__))
-    return Foretold(Path(trace, fills, caches), output, cache)
+    return Foretold(Path(trace, fills, given_back), output, cache)
 
 
 def _tensors_kept(model: nn.Module) -> dict[str, int]:

@@ -13,8 +13,8 @@ import torch
 
 import gpipe
 from gpipe.recipes.images import DigitsRecipe, ImagesRecipe
-from gpipe.recipes.options.files import CONFIG, OPTIONS, read_options, recipe_of
-from gpipe.recipes.options.training import flag
+from gpipe.recipes.options.files import CONFIG, read_options, recipe_of
+from gpipe.recipes.options.training import OPTIONS, flag
 from gpipe.recipes.prepare import EVALUATION, WEIGHTS, Job, build, make_pipe, one_thread, precision, read_weights
 from gpipe.recipes.recipe import Evaluation, Recipe, load
 from gpipe.recipes.training import take_steps

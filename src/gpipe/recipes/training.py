@@ -23,7 +23,8 @@ from safetensors.torch import save
 import gpipe
 from gpipe.profiling import Report, report_json
 from gpipe.profiling.stored import NAME
-from gpipe.recipes.options.files import OPTIONS, to_table
+from gpipe.recipes.options.files import to_table
+from gpipe.recipes.options.training import OPTIONS
 from gpipe.recipes.prepare import WEIGHTS, Epoch, Job, locked, one_thread, precision
 from gpipe.recipes.recipe import Batch
 

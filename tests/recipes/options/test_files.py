@@ -17,7 +17,6 @@ from gpipe.cli.main import main
 from gpipe.recipes.options.files import (
     CONFIG,
     NOT_SAVED,
-    OPTIONS,
     PRESETS,
     find_preset,
     options_before,
@@ -27,7 +26,7 @@ from gpipe.recipes.options.files import (
     to_table,
     write_config,
 )
-from gpipe.recipes.options.training import DigitsOptions, TrainOptions, TranslationOptions, flag, name_of
+from gpipe.recipes.options.training import OPTIONS, DigitsOptions, TrainOptions, TranslationOptions, flag, name_of
 
 WORDS = st.text("abcäöπ 0.7_", min_size=1, max_size=5)
 VALUES: dict[Any, st.SearchStrategy[Any]] = {

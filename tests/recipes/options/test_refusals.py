@@ -5,8 +5,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from gpipe.recipes.options.files import OPTIONS
-from gpipe.recipes.options.training import DigitsOptions, ImagesOptions, TrainOptions
+from gpipe.recipes.options.training import OPTIONS, DigitsOptions, ImagesOptions, TrainOptions
 from gpipe.schedule.schedules import SCHEDULES
 
 

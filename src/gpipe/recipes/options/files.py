@@ -17,21 +17,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
-from gpipe.recipes.options.training import (
-    DigitsOptions,
-    ImagesOptions,
-    TrainOptions,
-    TranslationOptions,
-    name_of,
-    refuse,
-)
+from gpipe.recipes.options.training import OPTIONS, TrainOptions, name_of, refuse
 
-OPTIONS: dict[str, type[TrainOptions]] = {
-    "digits": DigitsOptions,
-    "images": ImagesOptions,
-    "translation": TranslationOptions,
-}
-"""The options of each recipe, by its name; the first two have the same."""
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a text"}
 CONFIG = "config.toml"
 RECIPE = "recipe"  # the key that says whose options they are

@@ -270,3 +270,11 @@ class TranslationOptions(TrainOptions):
         yield from super().problems()
         if self.tokens < 2 * self.longest + 4:
             yield f"--tokens is {self.tokens}: choose {2 * self.longest + 4} or more, for a pair of --longest each"
+
+
+OPTIONS: dict[str, type[TrainOptions]] = {
+    "digits": DigitsOptions,
+    "images": ImagesOptions,
+    "translation": TranslationOptions,
+}
+"""The options of each recipe, by its name; the first two have the same."""
