@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 import pytest
 
 from gpipe.distributed import network
-from gpipe.distributed.network import interfaces, listen, own_host
+from gpipe.distributed.network import interface_of, interfaces, listen, own_host
 from gpipe.distributed.rendezvous import _keep_alive
-from gpipe.recipes.world import _find_interface
 from two_hosts.hosts import ADDRESSES, ADDRESSES6, Hosts, missing, two_hosts
 from two_hosts.relay import WIRE, enter
 
@@ -67,7 +66,7 @@ def test_the_interface_that_is_named_is_taken_and_else_the_way_to_the_first_host
 def test_of_a_host_those_addresses_are_told_by_which_others_reach_it(hosts: Hosts) -> None:
     assert dict(on(hosts, 1, lambda: list(interfaces()))) == {WIRE: [ADDRESSES[1], ADDRESSES6[1]]}
     for address in (ADDRESSES[0], ADDRESSES6[0]):
-        assert on(hosts, 1, lambda address=address: _find_interface(address)) == WIRE  # type: ignore[misc]
+        assert on(hosts, 1, lambda address=address: interface_of(address)) == WIRE  # type: ignore[misc]
 
 
 REFUSED: dict[str, tuple[dict[str, str], str]] = {

@@ -56,6 +56,19 @@ def own_host() -> str:
 
 def interfaces() -> Iterator[tuple[str, list[str]]]:
     """The interfaces of this host, as far as Linux tells, each with the addresses by which other hosts reach it."""
+    for name, found in _addresses():
+        if usable := [address for address in found if _is_reached(address)]:
+            yield name, usable
+
+
+def interface_of(address: str) -> str | None:
+    """The interface by which an address is reached; gloo takes that of the host's name, which is often another."""
+    kind, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    own = _own_end(kind, target).partition("%")[0]
+    return next((name for name, found in _addresses() if own in found), None)
+
+
+def _addresses() -> Iterator[tuple[str, list[str]]]:
     lines = [line.split() for line in IPV6.read_text().splitlines()] if IPV6.exists() else []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
@@ -63,8 +76,7 @@ def interfaces() -> Iterator[tuple[str, list[str]]]:
             with suppress(OSError):  # it has none, or this is not Linux
                 answer = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()))
                 found.insert(0, socket.inet_ntoa(answer[20:24]))
-            if usable := [address for address in found if _is_reached(address)]:
-                yield name, usable
+            yield name, found
 
 
 def _own_end(kind: int, target: tuple[Any, ...]) -> str:

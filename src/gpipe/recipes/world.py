@@ -1,27 +1,25 @@
 """The processes that train together, as torchrun says, and how they meet."""
 
-import fcntl
 import json
 import logging
 import os
 import socket
-import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public all the same
 
+from gpipe.distributed.network import interface_of
+
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what a launcher sets, torchrun or another
 TIMEOUT = timedelta(minutes=5)  # of a message; a step takes seconds
 LOOPBACK = "127.0.0.1"
-SIOCGIFADDR = 0x8915  # Linux's question for the address of an interface
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def joined(world: World) -> Iterator[None]:
         logging.getLogger("gpipe").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
     named = "" if world.one_host else os.environ.get("GPIPE_INTERFACE")
-    if interface := named or _find_interface(LOOPBACK if world.one_host else os.environ["MASTER_ADDR"]):
+    if interface := named or interface_of(LOOPBACK if world.one_host else os.environ["MASTER_ADDR"]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     kind = torch.accelerator.current_accelerator(check_available=True)
     backend = (
@@ -87,22 +85,6 @@ def of_first(world: World, make: Callable[[], Any]) -> Any:
     sent = torch.zeros(int(size), dtype=torch.uint8) if world.rank else torch.tensor(list(text), dtype=torch.uint8)
     dist.broadcast(sent, 0)
     return json.loads(bytes(sent.tolist()))
-
-
-def _find_interface(address: str) -> str | None:
-    """The interface by which an address is reached; gloo takes that of the host's name, which is often another."""
-    kind, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # sends nothing, but chooses the way
-        own = socket.inet_pton(kind, probe.getsockname()[0].partition("%")[0])
-        if kind == socket.AF_INET6:
-            lines = [line.split() for line in Path("/proc/thread-self/net/if_inet6").read_text().splitlines()]
-            return next((line[5] for line in lines if line[0] == own.hex()), None)
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address, or this is not Linux
-                if fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == own:
-                    return name
-    return None
 
 
 def _enter(world: World) -> TCPStore:
