@@ -159,7 +159,8 @@ class ProcessContext(Context):
         given = (tensors, torch.get_rng_state()) if is_first else None
         tensors, state = self.endpoint.spread(self.first, peers, label, given)
         torch.set_rng_state(state)
-        self.endpoint.expect({}, [peer for peer in peers if peer != self.endpoint.rank], _in_generate)
+        others_of_replica = {*peers} - {self.endpoint.rank}
+        self.endpoint.expect({}, others_of_replica, lambda _, seen: f"in generate, in round {seen.at}")
         return {**{name: settings[name] for name in others}, **tensors}
 
     def end_generation(self) -> None:
@@ -308,10 +309,6 @@ class ProcessContext(Context):
 
 def _in_words(value: object) -> str:
     return type(value).__name__ if " at 0x" in (text := repr(value)) else text
-
-
-def _in_generate(peer: int, seen: Status) -> str:
-    return f"in generate, in round {seen.at}"
 
 
 def describe_peer(engine: Engine, program: Program, peer: int, seen: Status) -> str:

@@ -5,6 +5,7 @@ collective of a process group can promise.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any, TypeAlias
 
@@ -145,12 +146,6 @@ def reduces_itself(parameter: Tensor) -> bool:
     return is_spread_over(parameter, DATA)
 
 
-UNLIKE = (
-    "stage {stage} has layers under fully_shard, and the replicas used different ones of its weights in this step; "
-    "use the same in all replicas, or leave layers that not all use without fully_shard"
-)
-
-
 class Shards:
     """What layers under `fully_shard` exchange in a run, by connections: seen by who records, and in one order.
 
@@ -210,7 +205,10 @@ class Shards:
         have = [[gradient is not None for gradient, _ in gradients_of(module)] for module in modules]
         theirs = yield from self._endpoint.swapping(self._label(gradient=True), dict.fromkeys(self._peers, have))
         if any(other != have for other in theirs):
-            raise ValueError(UNLIKE.format(stage=stage))
+            raise ValueError(
+                f"stage {stage} has layers under fully_shard, and the replicas used different ones of its weights in "
+                f"this step; use the same in all replicas, or leave layers that not all use without fully_shard"
+            )
         for module in self._own.get(stage, ()):
             yield from self._add_up(
                 [g.chunk(len(self._peers), at) for g, at in gradients_of(module) if g is not None]
@@ -263,14 +261,14 @@ def goes_over_replicas(module: nn.Module, position: Position) -> bool:
     return all(p.device_mesh.mesh.flatten().tolist() == ranks for p in spread)  # type: ignore[attr-defined]
 
 
+@dataclass
 class _Collective:
     """As `fully_shard` asks for one."""
 
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
+    call: Callable[..., None]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, *given: Any, **named: Any) -> None:
-        self._call(*given, **named)
+        self.call(*given, **named)

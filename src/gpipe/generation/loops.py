@@ -195,17 +195,14 @@ def standing_in(model: Any, call: Callable[..., Any], device: torch.device) -> A
         return call(*args, **kwargs)
 
     kind = type(model)
-    own = {"device": property(lambda _: device), "__module__": kind.__module__, "_supports_mm_encoder_outputs": _no}
+    own = {"device": property(lambda _: device), "__module__": kind.__module__}
+    own["_supports_mm_encoder_outputs"] = lambda _: False
     if hasattr(model, ENCODER):
         own[ENCODER] = _encoded
     made = copy.copy(model)
     made.__class__ = type(kind.__name__, (kind,), own)
     object.__setattr__(made, "__dict__", {**vars(model), "forward": forward})
     return made
-
-
-def _no(_: object) -> bool:
-    return False
 
 
 def _encoded(
