@@ -16,24 +16,28 @@ import inspect
 import json
 import logging
 import random
+import shutil
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32, find_device, recursively_apply
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Seq2SeqTrainer, Trainer
 
 import gpipe
-from gpipe.integrations.checkpoints import WholeCheckpoints
 from gpipe.integrations.within_step import WEIGHTS, Bindings, WithheldGradients, rebind, versions_of
 
 logger = logging.getLogger(__name__)
@@ -84,6 +88,9 @@ APART = (
     "the processes of replica {replica} were given different batches: all K must read the same rows. Collators that "
     "draw must draw alike in all (dataloader_num_workers=0 has them draw from the generators that Trainer seeds)"
 )
+
+
+_Trainer: Any = object  # whose methods `super()` finds is known where a class is made of both
 
 
 class _Called(Exception):  # noqa: N818  # no error: this is how far a training step is run
@@ -181,7 +188,7 @@ class _Accelerator(Accelerator):  # type: ignore[misc]  # untyped
         return self.pipe.clip_grad_norm_(max_norm, norm_type)
 
 
-class Pipelined(WholeCheckpoints):
+class Pipelined(_Trainer):  # type: ignore[misc]  # see there
     """Makes a Trainer train through a pipe: `class Mine(Pipelined, SomeTrainer)`.
 
     Args:
@@ -206,6 +213,12 @@ class Pipelined(WholeCheckpoints):
     >>> class PipelinedWithoutDecay(Pipelined, WithoutDecay): ...
     """
 
+    pipe: gpipe.GPipe | None = None
+    model: Any
+    args: Any
+    accelerator: Any
+    optimizer: Any
+
     def __init__(
         self,
         *args: Any,
@@ -226,6 +239,10 @@ class Pipelined(WholeCheckpoints):
         self._again: dict[str, Any] | None = None  # before a step's first loss: what to bind anew for the second run
         self._tried = False  # whether losses were seen to be computed of what the pipe was given
         super().__init__(*args, **kwargs)
+
+    @property
+    def _apart(self) -> bool:
+        return bool(self.args.world_size > 1)
 
     # Before the pipe is there.
 
@@ -511,6 +528,99 @@ class Pipelined(WholeCheckpoints):
         tr_loss.zero_()
         super()._maybe_log_save_evaluate(mean, *args, **kwargs)
 
+    # Checkpoints. Each process has a partition, and what is written is of the whole model: the files are Trainer's
+    # own, in the order that a model in one process has, so Trainer goes on from them, and any K.
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        with _config_kept(self.model):
+            if self._apart and self.pipe is not None:
+                self._save_whole(output_dir, self.pipe)
+            else:
+                super()._save(output_dir, state_dict)
+
+    def _save_whole(self, output_dir: str | None, pipe: gpipe.GPipe) -> None:
+        folder = Path(output_dir or self.args.output_dir) / "weights-of-partitions"
+        gpipe.save_weights(folder, pipe)
+        if self.args.should_save:
+            files = sorted(folder.glob("*.safetensors"))
+            super()._save(output_dir, dict(chain.from_iterable(load_file(file).items() for file in files)))
+            shutil.rmtree(folder)
+        pipe.exchange(b"saved")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Trainer's, with the state of all partitions, in the order in which a model in one process has them."""
+        if not self._apart:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        assert self.pipe is not None
+        groups, own = self._groups()
+        state = self.optimizer.state_dict()
+        mine = {name: state["state"][at] for at, name in enumerate(own) if at in state["state"]}
+        folder, rank = Path(output_dir), self.args.process_index
+        parts = [folder / f"optimizer-of-partition-{one}.pt" for one in range(self.accelerator.partitions)]
+        if rank < len(parts):
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(mine, parts[rank])
+        self.pipe.exchange(b"written")
+        if self.args.should_save:
+            whole: dict[str, Any] = {}
+            for part in parts:
+                whole |= torch.load(part, weights_only=True)
+                part.unlink()
+            places = {name: at for at, name in enumerate(chain.from_iterable(groups))}
+            state["state"] = {places[name]: one for name, one in sorted(whole.items(), key=lambda it: places[it[0]])}
+            for group, names in zip(state["param_groups"], groups, strict=True):
+                group["params"] = [places[name] for name in names]
+        with self._optimizer_with(state_dict=lambda: state):
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self._apart or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        groups, own = self._groups()
+        places = {name: at for at, name in enumerate(chain.from_iterable(groups))}
+
+        def load(state: dict[str, Any]) -> None:
+            mine = {at: state["state"][places[name]] for at, name in enumerate(own) if places[name] in state["state"]}
+            parts = self.optimizer.state_dict()["param_groups"]
+            whole = zip(state["param_groups"], parts, strict=True)
+            optimizer.load_state_dict(
+                {"state": mine, "param_groups": [{**group, "params": part["params"]} for group, part in whole]}
+            )
+
+        optimizer = self.optimizer
+        with self._optimizer_with(load_state_dict=load, state_dict=optimizer.state_dict):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _groups(self) -> tuple[list[list[str]], list[str]]:
+        assert self.pipe is not None
+        names = {id(parameter): name for name, parameter in self.pipe.named_parameters()}
+        own = [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]
+        order = {name: at for at, (name, _) in enumerate(self.model.named_parameters())}
+        told = map(json.loads, self.pipe.exchange(json.dumps(own).encode()))
+        groups = [sorted(set(chain.from_iterable(some)), key=order.__getitem__) for some in zip(*told, strict=True)]
+        return groups, list(chain.from_iterable(own))
+
+    @contextmanager
+    def _optimizer_with(self, **methods: Callable[..., Any]) -> Iterator[None]:
+        """Has Trainer save or load the state of another optimizer than its own."""
+        own, self.optimizer = self.optimizer, SimpleNamespace(**methods)
+        try:
+            yield
+        finally:
+            self.optimizer = own
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Trainer's; from a checkpoint of another number of processes, what the first of them had drawn."""
+        index = self.args.process_index
+        names = [f"rng_state_{index}.pth", "rng_state.pth", "rng_state_0.pth"]
+        found = [file for name in names if checkpoint and (file := Path(checkpoint, name)).is_file()]
+        with TemporaryDirectory() as folder:
+            for name in names[:2] if found else ():
+                shutil.copy(found[0], Path(folder, name))
+            super()._load_rng_state(folder if found else None)
+
 
 class GPipeTrainer(Pipelined, Trainer):
     """`transformers.Trainer` through a pipe; see `Pipelined` for its arguments.
@@ -596,3 +706,13 @@ def _randomness_kept() -> Iterator[None]:
         yield
     random.setstate(python)
     np.random.set_state(numpy)
+
+
+@contextmanager
+def _config_kept(model: Any) -> Iterator[None]:
+    """Puts settings back that `save_pretrained` writes: with other ones a model may take another path."""
+    config = getattr(model, "config", None)
+    held = dict(getattr(config, "__dict__", {}))
+    yield
+    if held:
+        vars(config).update(held)
