@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpipe.recipes.recipe import Evaluation
 from gpipe.recipes.translation.corpus import Corpus
-from gpipe.recipes.translation.evaluation import Decode, Scores, bleu, chrf, evaluation_of, table
+from gpipe.recipes.translation.recipe import Decode, Scores, bleu, chrf, evaluation_of, table
 from tests.support.toy_language import options
 
 
