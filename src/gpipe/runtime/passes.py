@@ -166,8 +166,8 @@ def _run_table(run: Run, table: CompiledTable, *, backward: bool = False) -> Non
         if autocasts:
             torch.clear_autocast_cache()
     for rank in run.ranks:
-        if rank.doubts:  # on a GPU
-            _check_recomputes(run, rank)
+        if rank.doubts and bool(torch.stack(rank.doubts).any()):  # on a GPU
+            raise recompute_error(f"a layer of {run.context.name(rank.rank)}")
     if run.recorder is not None:
         run.recorder.end()
 
@@ -250,11 +250,6 @@ def _clear(run: Run) -> None:
         rank.taken = []
         if rank.host is not None:
             rank.host.close()
-
-
-def _check_recomputes(run: Run, rank: Rank) -> None:
-    if bool(torch.stack(rank.doubts).any()):
-        raise recompute_error(f"a layer of {run.context.name(rank.rank)}")
 
 
 def _variables_set(variables: Sequence[Context]) -> list[str]:

@@ -34,11 +34,12 @@ from gpipe._torch.autograd import (
     accumulate_gradients,
     has_gradient_hooks,
     has_node_hooks,
+    memory_users,
     node_number,
     read_product,
 )
-from gpipe.stages.boundary import Gradients, known_roots, shares_memory
-from gpipe.stages.tree import copy_of, version
+from gpipe.stages.boundary import Gradients, known_roots
+from gpipe.stages.tree import copy_of, storage_address, version
 
 CHANGED = (
     "what a product of this stage was given, or the gradient that came to it, was changed in place before the "
@@ -125,7 +126,7 @@ def _keep(deferred: PendingWeights, one: WaitingProduct, came: tuple[Tensor | No
 
 def _apart(one: PendingProduct) -> PendingProduct:
     """The product with a gradient to which nobody adds: a leaf's `.grad` may have become a view of it."""
-    if not shares_memory(one.dy):
+    if not storage_address(one.dy) or memory_users(one.dy) <= 1:
         return one
     dy = copy_of(one.dy)
     return one._replace(dy=dy, versions=(one.versions[0], version(dy)))

@@ -198,11 +198,6 @@ def set_apart(gradients: Iterable[list[Any]], kept: Iterable[Tensor] = ()) -> No
             known.add(address)
 
 
-def shares_memory(tensor: Tensor) -> bool:
-    """Whether there is another tensor, a view say, of the memory of this one."""
-    return storage_address(tensor) != 0 and memory_users(tensor) > 1
-
-
 class _Nothing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, root: Tensor) -> Tensor:

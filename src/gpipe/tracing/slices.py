@@ -128,12 +128,6 @@ def cut(model: nn.Module, value: Tree, slices: int) -> list[dict[str, Any]]:
     return [of_slice(first, end) for first, end in pairwise(accumulate(rows_of_parts(tokens, slices), initial=0))]
 
 
-def state_of_slice(leaves: Sequence[Any]) -> dict[str, Tree]:
-    """What is told of a slice beside its inputs: the place of its cache among these, and the tokens before it."""
-    found = [[at, tokens] for at, leaf in enumerate(leaves) if (tokens := tokens_before(leaf)) is not None]
-    return {"slice": found[0]} if found else {}
-
-
 def check_takes_cache(model: nn.Module, slices: int, *, lacks_values: bool) -> None:
     """Refuses a model that takes no cache as decoders of transformers do, or cannot be tried."""
     config = getattr(model, "config", None)

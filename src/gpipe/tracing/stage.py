@@ -21,7 +21,7 @@ from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.interpreter import SAMPLE_KEY, Described, StageInterpreter, describe
 from gpipe.tracing.parts import ModelPart, Parts
 from gpipe.tracing.shallow_copy import ShallowCopy
-from gpipe.tracing.slices import cache_of, state_of_slice, tokens_before
+from gpipe.tracing.slices import cache_of, tokens_before
 from gpipe.tracing.trace import Leaves, Trace, ValueId, is_carried
 
 
@@ -29,12 +29,14 @@ def state_of(number: int, leaves: Leaves) -> dict[str, Tree]:
     """What the main line brings to the first stage: inputs, a log of what they are, and the trace's number."""
     carried = [is_carried(leaf) or tokens_before(leaf) is not None for leaf in leaves]
     live = [leaf for leaf in leaves if is_carried(leaf)]
+    # of a slice also the place of its cache among the inputs, and the tokens before it
+    sliced = [[at, tokens] for at, leaf in enumerate(leaves) if (tokens := tokens_before(leaf)) is not None]
     return {
         "path": number,
         "inputs": [None if one else leaf for one, leaf in zip(carried, leaves, strict=True)],
         "log": json.dumps([describe(leaves)]),  # between stages also of what operations returned
         "live": live,
-        **state_of_slice(leaves),
+        **({"slice": sliced[0]} if sliced else {}),
     }
 
 

@@ -20,7 +20,6 @@ from gpipe.planner.search.profile import SizedProfile
 from gpipe.planner.search.shapes import AUTO, Shape
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.cost import StageCost, seconds
-from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.writing import Placement, line, loops, vee
 
 T = TypeVar("T")
@@ -68,14 +67,10 @@ class TableSearch:
         for candidate in self.best[:JUDGED]:
             listing = list_table(self._task(candidate, self.micro_batches), candidate.knobs)
             if listing is not None:
-                yield self._judged(candidate, listing[1])
-
-    def _judged(self, candidate: Candidate, program: Program) -> Trial:
-        each = len(candidate.placement) // self.ranks
-        shape = Shape(self.ranks, self.micro_batches, AUTO, each)
-        trial = Trial(shape, program, self.sized, self.devices, self.speeds)
-        trial.attempt(candidate.cuts)
-        return trial
+                shape = Shape(self.ranks, self.micro_batches, AUTO, len(candidate.placement) // self.ranks)
+                trial = Trial(shape, listing[1], self.sized, self.devices, self.speeds)
+                trial.attempt(candidate.cuts)
+                yield trial
 
     def least_seconds(self, placement: Placement, cuts: Cuts) -> float:
         """A time that no table of these stages goes below, split or not and whatever it recomputes."""
