@@ -641,7 +641,8 @@ class GPipe(Partitioned):
 
         The norms of the parameters are put together in the order of `parameters()`, on one device, so the result
         does not depend on the partitions, and is the same on all ranks, which all call it: a step that is left out
-        because it is not finite is left out everywhere. Shared parameters count once, replicas too. Over processes
+        because it is not finite is left out everywhere. Shared parameters count once, replicas too; gradients under
+        `fully_shard` are put together, one at a time, to the bits of those that replicas hold. Over processes
         `torch.nn.utils.clip_grad_norm_(pipe.parameters(), ...)` would clip each partition by a norm of its own, and
         is refused; given a list made before, it cannot be.
 

@@ -257,7 +257,7 @@ def sharded_cases(draw: st.DrawFn, partitions: int) -> tuple[str, int, int, str,
     micro_batches = draw(st.integers(1, 5))
     tables = {n: SCHEDULES[n].table(at, micro_batches) for n, at in placements.items() if at is not None}
     name = draw(st.sampled_from([name for name, table in tables.items() if table is not None]))
-    remat = draw(st.sampled_from(["always", "except_last", "never"]))
+    remat = draw(st.sampled_from(["always", "except_last", "never", "offload"]))
     return name, each, micro_batches, remat, sorted(draw(st.sets(st.integers(0, 3), min_size=1)))
 
 

@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gpipe.distributed.agree import differences
 from gpipe.distributed.processes import OneProcess
+from gpipe.distributed.reduce import reduces_itself
 from gpipe.errors import innermost_code
 from gpipe.runtime.context import Request
 from gpipe.runtime.engine import Engine
@@ -33,7 +34,7 @@ def clip_grad_norm_(
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm}; give a number of at least 0")
     named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
-    norms = [full_tensor(torch.linalg.vector_norm(gradient, norm_type)).to(device) for _, gradient in named]
+    norms = [_norm(gradient, norm_type).to(device) for _, gradient in named]
     if processes.position is not None:  # those of all parameters of the replica, each once
         given = {"max_norm": str(float(max_norm)), "norm_type": str(float(norm_type))}
         gathered = processes.gather(Request.NORMS, (given, [name for name, _ in named], norms))
@@ -52,6 +53,12 @@ def clip_grad_norm_(
     for _, gradient in named:
         local(gradient).mul_(factor.to(gradient.device))
     return total
+
+
+def _norm(gradient: Tensor, norm_type: float) -> Tensor:
+    """Of all of a gradient: put together where replicas have shards, whose norms would add up to other bits."""
+    whole = full_tensor(gradient) if reduces_itself(gradient) else gradient
+    return full_tensor(torch.linalg.vector_norm(whole, norm_type))
 
 
 _parts: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # pipes of which other processes have other parameters

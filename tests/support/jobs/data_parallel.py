@@ -418,7 +418,7 @@ def shard_once(rank: int, world: int, replicas: int, partitions: int, schedule: 
         for step in range(STEPS):
             for turn in (0, 1):
                 pipe.step(*part_of(rank, partitions, rows, 2 * step + turn), F.mse_loss)
-            steps.append(whole_gradients(pipe))
+            steps += [whole_gradients(pipe), float(pipe.clip_grad_norm_(0.05)), whole_gradients(pipe)]
             optimizer.step()
             optimizer.zero_grad()
         x, y = part_of(rank, partitions, rows, 9)
