@@ -54,6 +54,14 @@ def test_what_is_predicted_fits(schedule: str) -> None:
     assert fitted >= 4
 
 
+@pytest.mark.parametrize("memory", [290_000, 310_000])
+def test_backwards_stay_split_where_they_do_not_fit_whole(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "unsplit_stages", lambda program, costs: frozenset(range(program.stages)))
+    made = gpipe.GPipe(layers(), 2, 8, sample=X, remat="auto", memory=memory, schedule="zb_v")
+    assert made.prediction.peak_bytes is not None
+    assert max(made.prediction.peak_bytes) <= memory
+
+
 def test_each_partition_has_its_own_memory_or_that_of_the_machine_and_what_does_not_fit_is_refused() -> None:
     first, last = remats(pipe([300_000, 10**6]))
     assert last == "never" != first

@@ -51,6 +51,14 @@ def test_it_has_the_bits_of_one_rank(options: dict[str, object]) -> None:
         assert max(pipe.prediction.peak_bytes) <= 40_000
 
 
+@pytest.mark.parametrize("memory", [21_500, 24_000, 25_500])
+def test_what_is_predicted_fits(memory: int) -> None:
+    """Where an I and its W stand together in what was searched, a B is run, which holds more at once."""
+    made = gpipe.GPipe(_layers(), 2, 6, schedule="auto", sample=torch.zeros(24, 16), costs="params", memory=memory)
+    assert made.prediction.peak_bytes is not None
+    assert max(made.prediction.peak_bytes) <= memory
+
+
 def test_rank_0_searches_for_all_processes(pool: WorkerPool) -> None:
     first, other = answers(pool.run(jobs.searched, world=2))
     whole = jobs.whole()

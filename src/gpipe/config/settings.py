@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -15,7 +16,7 @@ from gpipe.planner.measure import as_in_training, measure_each, measure_host, me
 from gpipe.planner.profile import count_flops, count_parameters, profile_layers
 from gpipe.planner.search.cuts import partition
 from gpipe.planner.search.device import Device
-from gpipe.planner.search.fitting import fitting_remat, offloading
+from gpipe.planner.search.fitting import fits, fitting_remat, offloading
 from gpipe.planner.search.found import Plan
 from gpipe.planner.search.profile import NOTHING, LayerProfile, Line, Profile
 from gpipe.planner.search.search import search
@@ -97,11 +98,12 @@ def settle(
     if plan is not None and asked.costs is plan.work:  # then nothing was measured anew
         seconds, measured = plan.costs, plan.measured
     held = plan.costs if plan is not None and micro_batches == plan.micro_batches else None
-    remat = checked.remat
+    remat, whole = checked.remat, partial(_bare, schedule, placement, micro_batches)
+    limits = [inf] * len(checked.devices) if plan is None else [device.memory for device in plan.devices]
     if asked.remat == AUTO:
-        held = _count_stages(layers, sample, cuts, parts=_splits(program))
+        held, limits = _count_stages(layers, sample, cuts, parts=_splits(program)), _limits(asked, checked.devices)
         try:
-            remat = fitting_remat(_bare(schedule, placement, micro_batches), held, _limits(asked, checked.devices))
+            remat = fitting_remat(whole(), held, limits)
         except ValueError as error:
             remedy = "take more partitions, more micro-batches, other cuts, or more memory="
             raise ValueError(f"remat='auto': {error}; {remedy}") from None
@@ -110,10 +112,11 @@ def settle(
     if asked.in_seconds and seconds is not None and held is not None:
         seconds = _with_moves(seconds, held, checked.devices[0])
         if asked.remat == AUTO:
-            bare, limits = _bare(schedule, placement, micro_batches), _limits(asked, checked.devices)
-            remat = offloading(bare, seconds, limits, remat)
+            remat = offloading(whole(), seconds, limits, remat)
     if seconds is not None and all(cost.weight_share is not None for cost in seconds):
         unsplit = unsplit_stages(place_recompute(program, remat), seconds)  # where it would not pay
+        if unsplit and held is not None and not fits(join_backwards(whole(), unsplit), held, limits, remat):
+            unsplit = frozenset()  # a whole backward needs more at once
     else:  # where nothing can wait
         trains = [any(p.requires_grad for p in layer.parameters()) for layer in checked.layers.values()]
         unsplit = frozenset(stage for stage, (first, end) in enumerate(cuts.bounds) if not any(trains[first:end]))

@@ -14,7 +14,7 @@ from gpipe.schedule.cost import StageCost
 from gpipe.schedule.lower import Remat, place_remat, place_transfers, recomputed
 from gpipe.schedule.many import Many
 from gpipe.schedule.program import Program
-from gpipe.schedule.simulate import MicroBatches, Recomputed, Simulator, simulate
+from gpipe.schedule.simulate import MicroBatches, Recomputed, Simulation, Simulator, simulate
 
 Levels: TypeAlias = tuple[int, ...]
 """Of each stage of a rank, or of each stage, how many micro-batches at once keep what is inside."""
@@ -189,6 +189,15 @@ def fitting_remat(program: Program, costs: Sequence[StageCost], limits: Sequence
     return fitting.remat(levels)
 
 
+def _run(program: Program, costs: Sequence[StageCost], remat: Sequence[Remat]) -> Simulation:
+    return simulate(place_transfers(place_remat(program, remat)), costs)
+
+
+def fits(program: Program, costs: Sequence[StageCost], limits: Sequence[float], remat: Sequence[Remat]) -> bool:
+    """Whether each rank holds at most so many bytes, if the stages of a table recompute so."""
+    return all(map(le, _run(program, costs, remat).peak_bytes, limits))
+
+
 def offloading(
     program: Program, costs: Sequence[StageCost], limits: Sequence[float], remat: tuple[Remat, ...]
 ) -> tuple[Remat, ...]:
@@ -201,7 +210,7 @@ def offloading(
     """
 
     def took(remat: tuple[Remat, ...]) -> tuple[bool, float]:
-        found = simulate(place_transfers(place_remat(program, remat)), costs)
+        found = _run(program, costs, remat)
         return all(map(le, found.peak_bytes, limits)), found.timeline.seconds
 
     _, seconds = took(remat)

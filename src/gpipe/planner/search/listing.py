@@ -13,6 +13,7 @@ from itertools import accumulate
 from math import inf
 
 from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.lower import join_backwards
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.writing import Placement
 
@@ -120,12 +121,12 @@ class Knobs:
 
 
 def list_table(task: Task, knobs: Knobs) -> tuple[float, Program] | None:
-    """The table that knobs give, and how long it takes; None if it gets stuck."""
+    """The table that knobs give, as it is run, and how long it takes; None if it gets stuck."""
     listing = _Listing(task, knobs)
     if not listing.run(inf):
         return None
     rows = ((Action(*one) for one in row) for row in listing.rows)
-    return max(listing.free), Program.of(rows, task.micro_batches, rank_of=task.rank_of)
+    return max(listing.free), join_backwards(Program.of(rows, task.micro_batches, rank_of=task.rank_of))
 
 
 def list_seconds(task: Task, knobs: Knobs, enough: float) -> float:

@@ -10,6 +10,7 @@ from operator import add
 from gpipe.errors import int_remedy, is_count
 from gpipe.planner.search.profile import SizedProfile
 from gpipe.schedule.action import Kind
+from gpipe.schedule.lower import join_backwards
 from gpipe.schedule.many import Many
 from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, Table, too_many
 from gpipe.schedule.schedules import SCHEDULES, Placement
@@ -61,9 +62,9 @@ class Shape:
         return SCHEDULES[self.schedule].table(self.rank_of, self.micro_batches) if self.rank_of else None
 
     def program(self) -> Program | None:
-        """The table of forwards and backwards; None if the schedule has none of this size."""
+        """The table of forwards and backwards, as it is run; None if the schedule has none of this size."""
         table = self._table()
-        return Program.of(table, self.micro_batches, rank_of=self.rank_of) if table else None
+        return join_backwards(Program.of(table, self.micro_batches, rank_of=self.rank_of)) if table else None
 
     def many(self) -> Many | None:
         """Its rows, if their actions are too many to be listed."""
