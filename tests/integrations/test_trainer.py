@@ -581,9 +581,11 @@ def test_adapters_of_experts_are_refused_in_threads_alone(tmp_path: Path, monkey
     assert apart(found, train(Trainer, "mixtral", tmp_path, "lora")) == 0.0
 
 
-def test_micro_batches_are_those_of_the_accumulation(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"micro_batches=: M is gradient_accumulation_steps="):
-        trainer_of(partial(TWO, micro_batches=4), model_of("llama"), "llama", tmp_path)
+def test_arguments_that_cannot_be_had_are_refused_all_at_once(tmp_path: Path) -> None:
+    with pytest.raises(
+        TypeError, match=r"micro_batches=: M is gradient_accumulation_steps=.*; slices=: compute_loss "
+    ):
+        trainer_of(partial(TWO, micro_batches=4, slices=2), model_of("llama"), "llama", tmp_path)
 
 
 def test_any_trainer_is_pipelined(tmp_path: Path) -> None:

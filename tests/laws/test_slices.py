@@ -243,8 +243,27 @@ def test_a_window_is_proven_by_a_sample_that_is_longer() -> None:
     model = transformers.MistralForCausalLM(transformers.MistralConfig(**WIDE, sliding_window=4))
     batch = batch_of()
     with piped(model, 2, 3, schedule="1f1b") as pipe:
-        _, found = stepped(pipe, batch)
+        loss, found = stepped(pipe, batch)
+        assert same((loss, found), looped(model, batch, 3))
     model(**batch).loss.backward()
+    for key, gradient in gradients_of(model).items():
+        assert torch.allclose(found[key], gradient, rtol=1e-4, atol=1e-7), key
+
+
+def test_labels_predicted_from_padding_are_refused_and_padding_itself_may_be_otherwise() -> None:
+    model = model_of("llama")
+    model.set_attn_implementation("eager")  # type: ignore[operator]  # of transformers
+    how: dict[str, Any] = {"costs": "params", "slices": 3}
+    batch = batch_of()
+    with pytest.raises(ValueError, match=r"predicted from padding.*the first token behind it be -100"):
+        gpipe.GPipe(model, 2, 2, sample=batch, **how)
+    behind = batch["attention_mask"].diff(dim=1, prepend=batch["attention_mask"][:, :1]) == 1
+    batch["labels"][behind] = -100
+    with gpipe.GPipe(model, 2, 2, sample=batch, **how) as pipe:
+        loss, found = stepped(pipe, batch)
+    whole = model(**batch).loss
+    whole.backward()
+    assert torch.isclose(loss, whole, rtol=1e-6)
     for key, gradient in gradients_of(model).items():
         assert torch.allclose(found[key], gradient, rtol=1e-4, atol=1e-7), key
 

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 INSTEAD = {
     "micro_batches": "M is gradient_accumulation_steps= of the TrainingArguments",
     "mesh": "the processes of a replica are K in a row; leave it out",
+    "slices": "compute_loss has losses of whole sequences; leave it out, or write the loop with pipe.step",
 }
 PIPES = inspect.signature(gpipe.GPipe).parameters.keys() - {"model", *INSTEAD}  # the arguments that go to the pipe
 COUNT = "num_items_in_batch"

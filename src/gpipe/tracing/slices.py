@@ -67,6 +67,10 @@ OTHERWISE = (
     "slices={slices}: in slices the {model} {what}. It mixes tokens by more than attention to earlier ones with a "
     "cache of their keys and values, or its loss is no mean over labels: leave slices= out"
 )
+FROM_PADDING = (
+    "slices={slices}: in slices the {model} {what}. Some labels of the sample are predicted from padding, which "
+    "slices see otherwise: have those of padding and of the first token behind it be -100, or leave slices= out"
+)
 
 
 def cache_of(model: nn.Module, tokens: int, keys: SliceKeys) -> Any:
@@ -170,13 +174,16 @@ def prove_slices(model: nn.Module, value: Tree, slices: int, average: LossAverag
     counts = [average.count(part) for part in parts]
     shares = average.shares(counts, sum(counts))
     said = [loss * share for loss, share in zip(losses[1:], shares, strict=True) if share]
-    pairs = [(losses[0], torch.stack(said).sum())]
+    following, mask = torch.cat([part["shift_labels"] for part in parts], 1), parts[-1].get(MASK)
+    real = torch.ones_like(following, dtype=torch.bool) if mask is None else mask.bool()
     columns = zip(*map(tensors_of, (whole, *found)), strict=True)
-    pairs += [(own, torch.cat(some, 1)) for own, *some in columns if own.dim() > 1 and own.shape[1] == tokens]
-    for own, other in pairs:
+    pairs = [(own[real], torch.cat(some, 1)[real]) for own, *some in columns if own.shape[:2] == real.shape]
+    for own, other in [*pairs, (losses[0], torch.stack(said).sum())]:
         away, near = float((own - other).abs().max()), rounding(own.dtype) * float(own.abs().max())
         if not away <= near:
-            raise ValueError(OTHERWISE.format(what=f"gives what is {away:.3g} away from the whole", **told))
+            from_padding = not own.dim() and bool((following[~real] != IGNORED).any())
+            what = f"gives what is {away:.3g} away from the whole"
+            raise ValueError((FROM_PADDING if from_padding else OTHERWISE).format(what=what, **told))
 
 
 def rounding(dtype: torch.dtype) -> float:
