@@ -80,11 +80,41 @@ class Counts(nn.Module):
 
 
 def test_a_count_that_a_recompute_would_raise_again_is_told() -> None:
-    for remat in ("always", "never"):
+    for remat in ("always", "never", "offload"):
         pipe = gpipe.GPipe([nn.Linear(4, 4), Counts()], 2, M, remat=remat)
         pipe.step(X, Y, F.mse_loss)
         text = "layer 1 (1: Counts), its attribute forwards: a forward changes it"
         assert any(finding.startswith(text) for finding in pipe.findings) == (remat == "always")
+
+
+class Graph(nn.Module):
+    """Has a sparse buffer, whose values it may change."""
+
+    edges: Any
+
+    def __init__(self, layout: torch.layout, factor: float) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.eye(4).to_sparse(layout=layout))
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.sparse.mm(self.edges.clone(), x.t()).t()
+        (self.edges._values() if self.edges.is_sparse else self.edges.values()).mul_(self.factor)
+        return out
+
+
+@REMAT
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_a_sparse_buffer_is_as_it_was_in_a_recompute(factor: float, layout: torch.layout, remat: str) -> None:
+    found = []
+    for how in (remat, "never"):
+        torch.manual_seed(0)
+        graph = Graph(layout, factor)
+        pipe = gpipe.GPipe([nn.Linear(4, 4), nn.Linear(4, 4), graph], [1, 2], M, remat=how)
+        found.append([pipe.step(X, Y, F.mse_loss), *(p.grad for p in pipe.parameters()), graph.edges.to_dense()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_layers_that_keep_nothing_are_not_mentioned() -> None:

@@ -120,6 +120,23 @@ def test_what_was_changed_since_it_was_saved_is_refused_as_torch_does() -> None:
             assert any("in the backward of micro-batch 0" in note for note in raised.value.__notes__)
 
 
+def test_a_layer_that_allows_no_hooks_is_named_with_the_remedy() -> None:
+    class Differentiates(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.func.grad(lambda a: a.square().sum())(x)
+
+    for remat in ("offload", "never"):
+        with gpipe.GPipe([nn.Linear(WIDTH, WIDTH), Differentiates()], 2, M, remat=[remat, "never"][::-1]) as pipe:
+            if remat == "never":
+                pipe.step(X, X, F.mse_loss)
+                continue
+            with pytest.raises(RuntimeError, match=r"torch\.func.* saved tensor hooks") as raised:
+                pipe.step(X, X, F.mse_loss)
+            said = "\n".join(raised.value.__notes__)
+            assert "layer 1 (1: Differentiates)" in said
+            assert "this layer does not allow" in said
+
+
 @pytest.mark.parametrize("driver", ["threads", "lockstep"])
 @pytest.mark.parametrize("after", [0, 5])
 def test_a_full_disk_is_told_with_its_type_and_place_and_the_pipe_goes_on(

@@ -223,7 +223,7 @@ class Examination:
         self._enough = min(2, settings.micro_batches)
         self.fresh = True  # no mini-batch was trained yet that had so many micro-batches
         self._layers = {str(layer): layer.module for stage in engine.own for layer in stage.layers}
-        self._recomputes = any(remat != "never" for remat in settings.remat)
+        self._recomputes = settings.recomputes
         self._deferred, self._threaded = engine.deferred_batch_norm, engine.threaded
         self._few_rows = FEW_ROWS  # per micro-batch: with fewer there may be something to tell
         self._drawn: set[str] = set()  # the generators of which it was told that they were drawn from

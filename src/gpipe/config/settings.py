@@ -59,6 +59,11 @@ class Settings(Checked):
         return self.partition.chain.costs
 
     @property
+    def recomputes(self) -> bool:
+        """Whether a stage may run a forward again."""
+        return any(remat not in ("never", "offload") for remat in self.remat)
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """What makes a pipe of the same cuts, table and remat, with the schedule in JSON."""
         schedule = to_json(self.schedule, self.placement, self.micro_batches)

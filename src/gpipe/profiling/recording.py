@@ -271,7 +271,7 @@ class Recording(Recorder):
             self._driver,
             self._others(),
             micro_batches=settings.micro_batches * settings.slices,
-            recomputes=any(remat != "never" for remat in settings.remat),
+            recomputes=settings.recomputes,
             measured=settings.in_seconds,
         )
 

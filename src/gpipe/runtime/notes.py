@@ -1,5 +1,8 @@
 """What an exception of a layer is told before it reaches the user: where in the pipeline it was, and what to do."""
 
+import torch
+
+from gpipe.errors import frames_of, innermost_code
 from gpipe.runtime.actions import layer_of
 from gpipe.runtime.run import Rank, Run
 from gpipe.schedule.action import NAMES, Kind
@@ -29,6 +32,11 @@ NOT_TENSORS = {
     "dict": "a layer is given all of it; put one between that takes the tensor out",
 }
 TWO_VALUES_A_LOSS = "\nthe loss is called as loss_fn(output, target), with what one micro-batch gave and its targets"
+DISABLES_HOOKS = innermost_code(torch.autograd.graph.disable_saved_tensors_hooks)
+NO_HOOKS = (
+    "\nremat='offload' hooks what autograd saves, which this layer does not allow (torch.func.grad and its like, "
+    "disable_saved_tensors_hooks): give its stage another remat, as in remat=['offload', 'always']"
+)
 NO_TARGETS = "\nstep was given no targets: give them behind the inputs, as in pipe.step(inputs, targets, loss_fn)"
 OF_A_THREAD = "'_thread._local' object has no attribute"
 NOT_OF_THIS_THREAD = (
@@ -45,10 +53,15 @@ def add_note(error: BaseException, run: Run, rank: Rank, program: Program, at: i
     """Tells an exception where it was raised."""
     if not isinstance(getattr(error, "__notes__", []), list):
         del error.__notes__  # something of the user's own, where Python wants a list
-    layer = layer_of(rank, program.table[rank.rank][at], error)
+    action = program.table[rank.rank][at]
+    layer = layer_of(rank, action, error)
     where = in_words(program, rank.rank, at, layer, run.context.name(rank.rank))
     lacks_targets = layer == LOSS and run.loss_fn is not own_loss and all(target is None for target in run.targets)
-    error.add_note(where + advice(error, layer) + NO_TARGETS * lacks_targets)
+    wants_no_hooks = frames_of(error)[-1].tb_frame.f_code is DISABLES_HOOKS
+    offloads = action.micro_batch in run.connections[action.stage].offloaded
+    error.add_note(
+        where + advice(error, layer) + NO_TARGETS * lacks_targets + NO_HOOKS * (wants_no_hooks and offloads)
+    )
 
 
 def advice(error: BaseException, layer: str | None) -> str:

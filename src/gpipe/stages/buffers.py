@@ -149,8 +149,15 @@ def _is_changed(was: SavedBuffer, now: Tensor | None, exact: bool) -> bool:
     if version(now) != was.version or now.shape != was.copy.shape or now.dtype != was.copy.dtype:
         return True
     if now.is_cpu or (exact and not now.is_meta):
-        return not torch.equal(now, was.copy)
+        return not torch.equal(_values_of(now), _values_of(was.copy))
     return now.nbytes <= SMALL and not now.is_meta
+
+
+def _values_of(tensor: Tensor) -> Tensor:
+    """A tensor, or the values of a sparse one, which torch does not compare."""
+    if tensor.layout is torch.strided:
+        return tensor
+    return tensor._values() if tensor.is_sparse else tensor.values()
 
 
 @contextmanager
