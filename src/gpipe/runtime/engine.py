@@ -9,18 +9,10 @@ from gpipe._torch.accelerator import CPU, queues
 from gpipe.runtime.steps import CompiledProgram
 from gpipe.runtime.streams import DeviceStream, RankStream
 from gpipe.runtime.threads import RankThreads
+from gpipe.schedule import lower
 from gpipe.schedule.action import Route
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.laws import check
-from gpipe.schedule.lower import (
-    Remat,
-    join_backwards,
-    place_commits,
-    place_reduces,
-    place_remat,
-    place_ties,
-    place_transfers,
-)
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, forward_only_table, table_in_training
 from gpipe.stages.shared_weights import Tied, find_shared
@@ -66,7 +58,7 @@ class Engine:
     placement: Placement
     micro_batches: int
     schedule: Schedule
-    remat: Sequence[Remat]
+    remat: Sequence[lower.Remat]
     unsplit: Collection[int]
     traced: "TracedModel | None"
     tied: Tied
@@ -148,14 +140,14 @@ class Engine:
             rows = forward_only_table(self.placement, micro_batches, slices)
         skips = self._skip_routes(wanted.loss_pops, wanted.path)
         program = Program.of(rows, micro_batches, rank_of=self.placement, skips=skips, slices=slices)
-        program = join_backwards(program, self.unsplit)
-        program = place_transfers(place_remat(program, self.remat, halved=wanted.halved))
+        program = lower.join_backwards(program, self.unsplit)
+        program = lower.place_transfers(lower.place_remat(program, self.remat, halved=wanted.halved))
         if self.deferred_batch_norm:
-            program = place_commits(program, range(len(self.stages)))
+            program = lower.place_commits(program, range(len(self.stages)))
         if self.row is not None and trains:
-            program = place_ties(program, self._stages_that_share())
+            program = lower.place_ties(program, self._stages_that_share())
             if self.replicas > 1:
-                program = place_reduces(program, range(len(self.stages)))
+                program = lower.place_reduces(program, range(len(self.stages)))
         return program
 
     def crossings(self) -> set[tuple[int, int]]:
