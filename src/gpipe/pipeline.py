@@ -193,7 +193,7 @@ class GPipe(Partitioned):
         settings, processes = assemble(Arguments(**{name: given[name] for name in ARGUMENTS}))
         super().__init__(settings, processes)
         self.step_number = 0
-        self._calls = 0
+        self._calls = 0  # that have ended well
         self._paths: dict[object, Path] = {}  # in generation
         self.recorder: Recorder | None = None
         self._examination = Examination(settings, processes)
@@ -431,6 +431,7 @@ class GPipe(Partitioned):
         refuse_transforms(inputs)
         returned: list[Tree] = []
         run, before, shapes = self._until_done(partial(self._call, inputs, returned, gather=gather))
+        self._calls += 1
         run.input_shapes = shapes
         run.context.check_inputs(shapes)  # by all alike: nobody need be told
         self._end(run, before)
@@ -447,8 +448,7 @@ class GPipe(Partitioned):
             if run.trains and not gather and self._processes.position is not None:
                 why = "under grad every process needs the output, to call backward()"
                 raise ValueError(f"{why}: use pipe(inputs, gather=True), or torch.no_grad()")
-            self._calls += 1
-            run.call, run.gathers = self._calls, gather
+            run.call, run.gathers = self._calls + 1, gather
             leaves: list[list[Tensor]] = []
             wanted = run.trains and any(tensor.requires_grad for tensor in tensors_in(inputs))
             if self._engine.reads_inputs or wanted:  # else others read them, and no gradient comes back
@@ -574,7 +574,7 @@ class GPipe(Partitioned):
             begun[0][0].settle()
             return [theirs for theirs, *_ in gathered]
 
-        results = self._processes.survive(attempt, late, self._undo)
+        results = self._processes.survive(attempt, late, partial(undo_of, self))
         return *begun[0], results
 
     def _end(self, run: Run, before: Before | None, whole: nn.Module | None = None) -> None:
@@ -618,16 +618,6 @@ class GPipe(Partitioned):
     def _take(self, stateful: Sequence[Any], kept: Mapping[str, Any]) -> None:
         take_state(self, stateful, kept)
         self.seed, self.step_number, self._calls = kept["numbers"]
-
-    def _undo(self) -> Callable[[], object]:
-        """What puts back what a run changes before it ends well, where it may be done again."""
-        undo, calls = undo_of(self), self._calls
-
-        def as_before() -> None:
-            undo()
-            self._calls = calls
-
-        return as_before
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Sends a message to all processes, and gathers those of all, by rank; every process calls it, as often.

@@ -91,6 +91,11 @@ def test_a_pipe_may_fail_again_and_again(world: int, length: int, pool: WorkerPo
     assert found == [{"failed": 8, "losses": losses}] * world
 
 
+def test_a_call_that_fails_in_one_process_before_it_is_counted_leaves_all_together(pool: WorkerPool) -> None:
+    """Bug story: those who had counted it took the next for another call than the one who had not."""
+    assert answers(pool.run(jobs.calls_otherwise, world=2)) == ["ValueError", "RemoteError"]
+
+
 def test_another_threads_call_is_refused_in_that_thread_alone(pool: WorkerPool) -> None:
     """Bug story: "concurrent poll() invocation", and then the processes had come apart."""
     found = answers(pool.run(jobs.other_threads_call, world=2))

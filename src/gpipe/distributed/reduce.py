@@ -7,7 +7,7 @@ collective of a process group can promise.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ from gpipe.stages.tree import is_spread_over, local
 BUCKET = 2**22  # bytes of gradients that travel together between replicas; measured from 2**19 to 2**23, on two cores
 SMALL = 2**16  # bytes of a gradient that is copied to be together with others: a message costs more
 MOST = 2**20  # messages that a stage numbers: one for each bucket, and the last says which gradients there are
-
-Bucket: TypeAlias = list[Tensor]
-"""Gradients that travel together: flat pieces of the memory that `.grad` has."""
 
 
 def add_over_stages(
@@ -128,9 +125,9 @@ def _all_gradients(
     return [local(parameter.grad) for parameter in present if parameter.grad is not None]
 
 
-def _buckets(gradients: Iterable[Tensor]) -> list[Bucket]:
-    """Flat pieces in their order, a large one by itself, of small ones of one dtype as many as make a bucket."""
-    buckets: list[Bucket] = []
+def _buckets(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Flat pieces of the memory of `.grad`, in order: large ones apart, small ones of one dtype a bucket together."""
+    buckets: list[list[Tensor]] = []
     room = 0
     for piece in (p for gradient in gradients for p in gradient.view(-1).split(BUCKET // gradient.element_size())):
         if not buckets or piece.nbytes > min(room, SMALL) or piece.dtype != buckets[-1][0].dtype:

@@ -246,6 +246,15 @@ def two_pipes(rank: int, world: int) -> Json:
     return [type(failed).__name__, other.step(*data(0), squares).item() == before]
 
 
+def calls_otherwise(rank: int, world: int) -> Json:
+    """One process calls as the others do not, which fails; then all call alike."""
+    pipe = pipe_of(world)
+    time.sleep(0.2 * (rank == 0))  # while the other begins
+    failed = caught(lambda: pipe(data(0)[0], gather=rank > 0))
+    pipe(data(0)[0], gather=True).sum().backward()
+    return type(failed).__name__
+
+
 def builder_dies(rank: int, world: int, who: int) -> None:
     def make() -> nn.Module:
         if rank == who:
