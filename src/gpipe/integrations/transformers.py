@@ -360,8 +360,7 @@ class Pipelined(_Trainer):  # type: ignore[misc]  # see there
         if not self._losses:
             self._give_back()
         elif self._withheld is None:
-            assert self.pipe is not None
-            self._withheld = WithheldGradients(self.pipe)
+            self._withheld = WithheldGradients(self.accelerator.pipe)
         return loss
 
     def _give_back(self) -> None:
@@ -376,8 +375,8 @@ class Pipelined(_Trainer):  # type: ignore[misc]  # see there
             self._give_back()  # of a step that was broken off
 
     def _run_window(self, count: Any) -> Sequence[Tensor]:
-        pipe, accelerator = self.pipe, self.accelerator
-        assert pipe is not None
+        accelerator = self.accelerator
+        pipe: gpipe.GPipe = accelerator.pipe
         pipe.train()
         pipe.step_number = self.state.global_step  # it keys dropout: resumed, it goes on where it was
         versions, before_calls = versions_of(pipe), Bindings(self, UNTOUCHED)
@@ -479,8 +478,7 @@ class Pipelined(_Trainer):  # type: ignore[misc]  # see there
 
         def generate(**given: Any) -> Any:
             del own["generate"]  # the pipe looks for the model's
-            assert self.pipe is not None
-            return self.pipe.eval().generate(**given)
+            return self.accelerator.pipe.eval().generate(**given)
 
         own["generate"] = generate
         try:
@@ -492,11 +490,10 @@ class Pipelined(_Trainer):  # type: ignore[misc]  # see there
         inputs = _Called(self.model, args, kwargs).inputs
         if self._piped is not self.model:
             self._make_pipe(inputs)
-        assert self.pipe is not None
         if COUNT in self._sample:  # without labels it says nothing
             inputs.setdefault(COUNT, torch.ones(()))
         with self.accelerator.autocast():
-            (output,) = self.pipe(gpipe.MicroBatches([inputs]), gather=True)
+            (output,) = self.accelerator.pipe(gpipe.MicroBatches([inputs]), gather=True)
         return convert_to_fp32(output) if self.args.mixed_precision != "no" else output
 
     # Over processes.
@@ -507,9 +504,8 @@ class Pipelined(_Trainer):  # type: ignore[misc]  # see there
         for value in chain.from_iterable(batch.values() for batch in self._window):
             if isinstance(value, Tensor):
                 digest = zlib.crc32(value.cpu().reshape(-1).view(torch.uint8).numpy().tobytes(), digest)
-        ranks = self.accelerator.partitions
-        assert self.pipe is not None
-        told = [json.loads(one) for one in self.pipe.exchange(json.dumps([len(self._window), digest]).encode())]
+        ranks, mine = self.accelerator.partitions, json.dumps([len(self._window), digest]).encode()
+        told = [json.loads(one) for one in self.accelerator.pipe.exchange(mine)]
         for replica, first in enumerate(range(0, len(told), ranks)):
             if any(one != told[first] for one in told[first : first + ranks]):
                 raise ValueError(APART.format(replica=replica))
@@ -553,7 +549,6 @@ class Pipelined(_Trainer):  # type: ignore[misc]  # see there
         if not self._apart:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        assert self.pipe is not None
         groups, own = self._groups()
         state = self.optimizer.state_dict()
         mine = {name: state["state"][at] for at, name in enumerate(own) if at in state["state"]}
@@ -562,7 +557,7 @@ class Pipelined(_Trainer):  # type: ignore[misc]  # see there
         if rank < len(parts):
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(mine, parts[rank])
-        self.pipe.exchange(b"written")
+        self.accelerator.pipe.exchange(b"written")
         if self.args.should_save:
             whole: dict[str, Any] = {}
             for part in parts:
@@ -595,11 +590,11 @@ class Pipelined(_Trainer):  # type: ignore[misc]  # see there
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _groups(self) -> tuple[list[list[str]], list[str]]:
-        assert self.pipe is not None
-        names = {id(parameter): name for name, parameter in self.pipe.named_parameters()}
+        pipe: gpipe.GPipe = self.accelerator.pipe
+        names = {id(parameter): name for name, parameter in pipe.named_parameters()}
         own = [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]
         order = {name: at for at, (name, _) in enumerate(self.model.named_parameters())}
-        told = map(json.loads, self.pipe.exchange(json.dumps(own).encode()))
+        told = map(json.loads, pipe.exchange(json.dumps(own).encode()))
         groups = [sorted(set(chain.from_iterable(some)), key=order.__getitem__) for some in zip(*told, strict=True)]
         return groups, list(chain.from_iterable(own))
 

@@ -124,9 +124,8 @@ class _Pipelined(transformers.Pipelined):
             return super()._run_window(count)
         noted, self._metrics["train"] = self._metrics["train"], defaultdict(list)
         losses = super()._run_window(count)
-        assert self.pipe is not None
         mine = json.dumps([self._total_train_tokens, self._metrics["train"]])
-        tokens, found = max(map(json.loads, self.pipe.exchange(mine.encode())), key=lambda one: one[0])
+        tokens, found = max(map(json.loads, self.accelerator.pipe.exchange(mine.encode())), key=lambda one: one[0])
         for name, values in found.items():
             noted[name] += values
         self._total_train_tokens, noted["num_tokens"] = tokens, [tokens]
@@ -182,8 +181,7 @@ class GPipeDPOTrainer(_Pipelined, DPOTrainer):  # type: ignore[misc]  # untyped
 
     def _run_window(self, count: Any) -> Sequence[Tensor]:
         if not self.precompute_ref_logps:
-            assert self.pipe is not None
-            self.pipe.train()
+            self.accelerator.pipe.train()
             self._told = self._ask([self._called_with(batch, count) for batch in self._window])
         return super()._run_window(count)
 
@@ -215,11 +213,10 @@ class GPipeDPOTrainer(_Pipelined, DPOTrainer):  # type: ignore[misc]  # untyped
         return [convert_to_fp32(one) for one in found] if self.args.mixed_precision != "no" else found
 
     def _pipe_of_reference(self, batch: Mapping[str, Any]) -> gpipe.GPipe:
-        assert self.pipe is not None
         same = {name: self._settings[name] for name in ("devices", "driver") if name in self._settings}
         return gpipe.GPipe(
             self._reference.requires_grad_(False),
-            partitions=self.pipe.partitions,
+            partitions=self.accelerator.pipe.partitions,
             micro_batches=self.args.gradient_accumulation_steps,
             sample=gpipe.MicroBatches([batch]),
             seed=self.args.seed,
