@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,17 +228,17 @@ def write_part(writing: Writing) -> None:
     writing.say("json", part.said | {"files": files})
 
 
-def begin_part(writing: Writing) -> int | None:
+def begin_part(writing: Writing, held: ExitStack) -> None:
     """Shows the others that this rank lives and will write: a lock, which ends with the process."""
     if writing.rank >= writing.ranks:
-        return None
+        return
     shown = writing.said(writing.rank, "begun")
     hidden = shown.with_suffix(".begun.tmp")
     with opened(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as made:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(made, fcntl.LOCK_EX)
         os.rename(hidden, shown)
-        return os.dup(made)  # which holds the lock on
+        held.callback(os.close, os.dup(made))  # which holds the lock on
 
 
 def _is_gone(writing: Writing, rank: int) -> bool:
@@ -339,12 +339,11 @@ class Saving:
     ('step_0', True)
     """
 
-    def __init__(self, writing: Writing, team: Communicator) -> None:
-        self._writing, self._team = writing, team
+    def __init__(self, writing: Writing, team: Communicator, held: ExitStack) -> None:
+        self._writing, self._team, self._held = writing, team, held
         self._thread: threading.Thread | None = None
         self._name: str | None = None
         self._failed = FirstError()
-        self._sign: int | None = None  # that this process lives and writes
         self._settled = False
 
     def wait(self) -> Path:
@@ -385,10 +384,7 @@ class Saving:
         """Lets go of everything, once all ranks have said how it went."""
         if not self._settled:
             self._settled, self._name = True, name
-            if self._writing.draft is not None:
-                self._writing.draft.end()
-            if self._sign is not None:
-                os.close(self._sign)
+            self._held.close()
 
     @property
     def done(self) -> bool:
@@ -411,7 +407,7 @@ class Saving:
 
     def in_background(self) -> None:
         with self._failed:
-            self._sign = begin_part(self._writing)
+            begin_part(self._writing, self._held)
         self._thread = threading.Thread(target=self._write, name="gpipe-save")  # no daemon: it outlives the script
         self._thread.start()
 
@@ -477,28 +473,26 @@ def save(
     root, team, part, draft, failed = Path(os.path.abspath(folder)), communicator_of(pipe), Part(), None, FirstError()
     rank, size = team.rank, team.size  # others, once a replica is lost
     own: tuple[str | None, int] = None, 0
-    with failed:
-        part = gather(pipe, optimizer, extra, keep, rank)
-        with intra_op_threads(1):  # which copies as fast as the memory goes; several wait whenever a core is busy
-            for tensors in part.files.values() if background else ():
-                tensors.update(zip(tensors, copied_to_host(tensors.values()), strict=True))
-        own = _look(pipe, optimizer, size // pipe.partitions)
-        if rank == 0:
-            draft = begin(root, pipe.step_number)
-    same = {"folder": str(root), "step_number": getattr(pipe, "step_number", None), "background": background}
-    try:
+    with ExitStack() as held:  # locks
+        with failed:
+            part = gather(pipe, optimizer, extra, keep, rank)
+            with intra_op_threads(1):  # which copies as fast as the memory goes; several wait whenever a core is busy
+                for tensors in part.files.values() if background else ():
+                    tensors.update(zip(tensors, copied_to_host(tensors.values()), strict=True))
+            own = _look(pipe, optimizer, size // pipe.partitions)
+            if rank == 0:
+                draft = begin(root, pipe.step_number)
+                held.callback(draft.end)
+        same = {"folder": str(root), "step_number": getattr(pipe, "step_number", None), "background": background}
         gathered = agree(team, [draft and draft.path.name, *own], same=same, error=failed.error)
         name = gathered[0][0] or ""
         _compare(gathered, pipe.partitions)
-    except BaseException:
-        if draft is not None:
-            draft.end()
-        raise
+        held = held.pop_all()  # until it is written
     numbers = {name: getattr(pipe, name) for name in ("step_number", "seed", "micro_batches", "arguments")}
     numbers |= {"world": size, "layers_per_partition": list(pipe.layers_per_partition)}
     writers = min(size, pipe.partitions)  # the first replica, or one process for all stages
     writing = Writing(rank, writers, root / name, part, numbers, draft, keep, limit, team.gone)
-    saving = Saving(writing, team)
+    saving = Saving(writing, team, held)
     if background and name:
         _under_way[pipe] = saving
         saving.in_background()
