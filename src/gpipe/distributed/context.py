@@ -182,15 +182,14 @@ class ProcessContext(Context):
         self.aliases, self._tied = aliases, False
         self._aside = self._set_gradients_aside(row)
         self._beside: dict[Action, Exchange[None]] = {}
-        self._shards: Shards | None = None
+        self._shards = Shards(self.endpoint, self.position, {})
         well = False
         try:
             with self._meet_replicas(table.program):
                 yield
             well = True
         finally:
-            if self._shards:
-                self._shards.end(well=well)
+            self._shards.end(well=well)
             del self.aliases, self._aside, self._beside, self._shards
         self.endpoint.reach(-1)
 
@@ -208,14 +207,12 @@ class ProcessContext(Context):
 
     def begin(self, action: Action) -> None:
         """Begins an UNSHARD or REDUCE, which goes on beside what this rank does next."""
-        have_others = self.awaits_backwards or (self._shards and self._shards.goes_beyond)  # messages meanwhile
-        if not have_others:
+        if not (self.awaits_backwards or self._shards.goes_beyond):  # else others have messages meanwhile
             self._begin(action)
 
     def close(self, action: Action) -> None:
         """Adds up gradients of shared weights, or ends an exchange with the replicas, or frees what one gathered."""
         if action.kind is Kind.RESHARD:
-            assert self._shards is not None
             self._shards.free(action.stage)
         elif action.kind is not Kind.TIE:
             if action not in self._beside:
@@ -226,13 +223,9 @@ class ProcessContext(Context):
             self._tied = True
 
     def _begin(self, action: Action) -> None:
-        if action.kind is Kind.REDUCE:
-            exchange = self._reduce(action.stage)
-        else:
-            assert self._shards is not None
-            exchange = self._shards.gather(action.stage)
-        self._beside[action] = exchange
-        self.endpoint.begin_beside(exchange)
+        begun = self._reduce if action.kind is Kind.REDUCE else self._shards.gather
+        self._beside[action] = begun(action.stage)
+        self.endpoint.begin_beside(self._beside[action])
 
     def _reduce(self, stage: int) -> Exchange[None]:
         aside = self._aside[stage]
@@ -240,8 +233,7 @@ class ProcessContext(Context):
         for parameter, before in aside:
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
-        if self._shards:
-            yield from self._shards.reduce(stage)
+        yield from self._shards.reduce(stage)
 
     def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:
         if self.position.replicas > 1:

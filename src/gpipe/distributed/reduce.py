@@ -198,6 +198,8 @@ class Shards:
         Raises:
             ValueError: Replicas have gradients of different weights, whose sums torch would mix up.
         """
+        if not self.modules:  # of any stage
+            return
         modules = self._spread.get(stage, ())
         have = [[gradient is not None for gradient, _ in gradients_of(module)] for module in modules]
         theirs = yield from self._endpoint.swapping(self._label(gradient=True), dict.fromkeys(self._peers, have))
