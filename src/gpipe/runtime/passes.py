@@ -145,15 +145,17 @@ def _run_table(run: Run, table: CompiledTable, *, backward: bool = False) -> Non
             "driver='lockstep', which runs in the calling thread"
         )
     buffers = SharedBufferCheck(engine.shared_buffers) if engine.shared_buffers else None
-    aliased = run.aliases.in_place() if engine.shared else nullcontext()
     if autocasts:  # it begins and ends with no casts kept, as ThreadState says
         torch.clear_autocast_cache()
     try:
-        with aliased, unseeded(engine.devices), intra_op_threads(engine.intra_op_threads):
+        run.aliases.put_in_place()
+        with unseeded(engine.devices), intra_op_threads(engine.intra_op_threads):
             _run_ranks(run, table, in_threads=in_threads)
+        run.aliases.put_back()
         if buffers:
             buffers.check()
     except BaseException as error:
+        run.aliases.put_back()
         _clear(run)
         if isinstance(error, KeyboardInterrupt) and run.trains:
             error.add_note(INTERRUPTED)

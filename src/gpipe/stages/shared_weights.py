@@ -9,12 +9,14 @@ whatever the module refers to is then the layer's own.
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeAlias
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gpipe._torch.modes import is_compiled
 from gpipe._torch.modules import refresh_weights_of_rnn
@@ -105,6 +107,8 @@ class WeightAliases:
         self.shared = {at: SharedParameter(slots) for at, slots in enumerate(here) if slots}
         self.sources = {at: item.parameter for at, item in self.shared.items()}
         self._adds = False
+        self._own: list[tuple[nn.Module, str, Tensor | None]] = []  # what stands in the slots, while aliases do
+        self._hooks: list[RemovableHandle] = []
         self.leaves: dict[int, dict[int, Tensor]] = {}
         self._by_layer: dict[Layer, dict[Slot, Tensor]] = {}
         owners: dict[nn.Module, set[int]] = {}
@@ -125,25 +129,33 @@ class WeightAliases:
                     f"give each layer a module of its own, and share their parameters, perhaps by ties=..."
                 )
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def put_in_place(self) -> None:
         """Has layers see their aliases in place of shared parameters."""
-        turn = threading.RLock()
-        with ExitStack() as stack:
-            for parameter in self.sources.values():
-                if parameter.requires_grad:
-                    stack.callback(parameter.register_hook(self._refuse).remove)
-            for layer, aliases in self._by_layer.items():
-                if layer in self._in_turn:
-                    layer.aliased = _Aliased(aliases, turn)
-                    stack.callback(setattr, layer, "aliased", _OWN)
-                else:
-                    stack.enter_context(_Aliased(aliases, threading.RLock()))
-            yield
+        turn, slots = threading.RLock(), [*chain(*self._by_layer.values())]
+        self._own = [(module, name, module._parameters[name]) for module, name in slots]
+        for parameter in self.sources.values():
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_hook(self._refuse))
+        for layer, aliases in self._by_layer.items():
+            if layer in self._in_turn:
+                layer.aliased = _Aliased(aliases, turn)
+            else:
+                for (module, name), leaf in aliases.items():
+                    put_parameter(module, name, leaf)
+
+    def put_back(self) -> None:
+        """Has them see the parameters again; twice does no harm, where an interrupt has come amid the first time."""
+        for module, name, parameter in self._own:
+            put_parameter(module, name, parameter)
+        for layer in self._in_turn:
+            layer.aliased = _OWN
+        for hook in self._hooks:
+            hook.remove()
+        self._own, self._hooks = [], []
 
     def _refuse(self, gradient: Tensor) -> None:
         """Refuses a gradient that comes to a shared parameter itself, not to an alias."""
-        if not self._adds:
+        if self._own and not self._adds:
             raise RuntimeError(
                 f"a gradient came to a weight of shape {tuple(gradient.shape)}, which several layers share, past "
                 f"those layers: it is used elsewhere (in loss_fn, or by a reference that is no parameter), or by a "
