@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
 
 import gpipe
-from gpipe.generation.loops import SAYS
+from gpipe.generation.loops import SAYS, loops_of
 from gpipe.runtime.threads import NAME
+from gpipe.stages.messages import Cancelled
 from tests.families.batches import batch
 from tests.families.catalogue import named
 from tests.support.prompted import NEW, asked, counted, ending_apart, generator, piped, prompts_of, seeded
@@ -326,6 +327,16 @@ def test_an_interrupt_ends_it_and_the_pipe_goes_on(driver: str, where: str) -> N
             assert all(map(torch.equal, seeded(pipe, given, "sampled"), expected))
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_who_has_a_loop_go_on_that_was_closed_does_not_wait_for_it() -> None:
+    """Bug story: a rank that a second Ctrl-C had left behind waited for ever, and with it the next step."""
+    given = prompts_of(FAMILY)
+    (loop,) = loops_of(generator("llama"), [given], [len(given["input_ids"])], asked("greedy"), 1)
+    assert loop.go_on() is not None
+    loop.close()
+    with pytest.raises(Cancelled):
+        loop.go_on(None)
 
 
 @pytest.mark.parametrize("driver", ["lockstep", "threads"])

@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 import gpipe
 from gpipe.runtime.threads import RankThreads
 from tests.support.plain_loop import assert_same_bits, plain_call, plain_loop, same_bits, squares, weights_of
+from tests.support.progress import wait_until
 
 DRIVERS = ["lockstep", "threads"]
 WAYS = ["step", "call"]
@@ -244,6 +245,94 @@ def test_an_interrupt_while_jobs_are_handed_out_leaves_no_rank_waiting() -> None
     threads.close()
 
 
+def test_an_interrupt_behind_the_handing_out_is_raised_once_the_ranks_are_done() -> None:
+    """Bug story: they went on beside whoever had caught it, and added to gradients behind zero_grad()."""
+
+    class Interrupted:
+        def __enter__(self) -> None:
+            pass
+
+        __exit__ = interrupt
+
+    def job() -> None:
+        cancelled.wait()
+        time.sleep(0.1)
+        done.append(None)
+
+    threads, cancelled, done = RankThreads(1), threading.Event(), list[None]()
+    threads.run([lambda: None] * 2, cancelled.set)
+    threads._lock = Interrupted()  # type: ignore[assignment]  # it is left when all have theirs
+    with pytest.raises(KeyboardInterrupt):
+        threads.run([job, job], cancelled.set)
+    assert len(done) == 2
+    threads.unlock()
+    threads.close()
+
+
+def test_an_interrupt_while_threads_are_made_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, made = threading.Thread.start, list[threading.Thread]()
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        made.append(thread)
+        if len(made) == 2:
+            raise KeyboardInterrupt
+
+    threads, number = RankThreads(1), torch.get_num_threads()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            threads.run([lambda: None] * 3, lambda: None)
+    assert torch.get_num_threads() == number
+    wait_until(lambda: not any(thread.is_alive() for thread in made))
+    threads.run([lambda: None] * 3, lambda: None)
+    threads.close()
+
+
+def test_an_interrupt_while_threads_are_ended_leaves_no_job_to_one_that_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug story: the next run waited for threads that were told to end."""
+    threads = RankThreads(1)
+    threads.run([lambda: None], lambda: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(threads, "begin", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            threads.close()
+    threads.run([lambda: None], lambda: None)
+    threads.close()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_ctrl_c_that_wakes_nobody_is_heard_and_the_result_that_does_is_not_lost(stays: bool, way: str) -> None:
+    """Bug story: one that came as the caller fell asleep was heard when a rank had ended, and that was forgotten.
+
+    So it is where the system interrupts another thread than the one that hears it.
+    """
+    pipe, heard = make("threads"), threading.Event()
+
+    def hear(*_: object) -> None:
+        heard.set()
+        raise KeyboardInterrupt
+
+    def press() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        if stays:
+            heard.wait()
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        fragile(pipe, 0).arm("backward", M - 1, press)
+        with pytest.raises(KeyboardInterrupt):
+            run(pipe, way)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert_works(pipe, way)
+
+
 class CtrlC:
     """A deed that takes long, and a thread that presses Ctrl-C meanwhile, each time when the last one was heard."""
 
@@ -305,4 +394,19 @@ def test_a_second_ctrl_c_waits_no_longer(way: str) -> None:
         with pytest.raises(KeyboardInterrupt):
             run(pipe, way)
         assert not pressed.done  # the layer is still at it
+    assert_works(pipe, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_ranks_add_to_gradients_behind_a_second_ctrl_c_is_in_no_step(way: str) -> None:
+    """Bug story: a rank was in its backward when zero_grad() was called, and added to what the next step made."""
+    pipe = make("threads")
+    with CtrlC(times=2) as pressed:
+        fragile(pipe, 1).arm("backward", 1, pressed)
+        with pytest.raises(KeyboardInterrupt):
+            run(pipe, way)
+        pipe.zero_grad()
+        assert not pressed.done
+    with pytest.raises(RuntimeError, match="interrupted twice"):
+        run(pipe, way)
     assert_works(pipe, way)

@@ -134,8 +134,6 @@ class Loop(threading.Thread):
             with self._around.rank_thread(), self._around.around_layers(), self._draws:
                 self.result = self._generate(self)
             self._asked.put(None)
-        except Cancelled:
-            pass  # nobody waits any more
         except BaseException as error:
             self._asked.put(error)
 

@@ -176,6 +176,13 @@ def _run_table(run: Run, table: CompiledTable, *, backward: bool = False) -> Non
 
 def _begin(run: Run, *, backward: bool) -> None:
     """Follows what others have done to the layers since, and begins the work of each rank and its record."""
+    if run.trains and (wait := run.engine.threads.left) is not None:
+        wait()
+        modules = (layer.module for stage in run.engine.own for layer in stage.layers)
+        gradients = (weight.grad for module in modules for weight in module.parameters())
+        if any(gradient is not None and gradient.to_dense().any() for gradient in gradients):
+            raise RuntimeError(LEFT)
+        run.engine.threads.left = None
     given = [*run.targets, *(run.output_gradients if backward else [crossing.value for crossing in run.inputs])]
     devices = {tensor.device for tensor in tensors_in(given)}
     for rank in run.ranks:
@@ -263,6 +270,10 @@ def _variables_set(variables: Sequence[Context]) -> list[str]:
 
 
 INTERRUPTED = "the mini-batch was interrupted; .grad may have a part of its sums: zero_grad() before the next step"
+LEFT = (
+    "ranks went on with a mini-batch that was interrupted twice, and .grad has something of it, which may have come "
+    "behind a zero_grad(): call that now, and then step() again"
+)
 ABSENT = object()
 OTHERS = ("decimal_context", "torch.")  # how names begin of what Python and torch's compiler set by themselves
 SETS_VARIABLES = (

@@ -8,6 +8,10 @@ Note "Casts". Autocast keeps the casts of weights, for all threads together, and
 leaves its outermost autocast: another rank's weight that is used twice would be cast twice, and its gradients added
 up in another precision. So a rank is run as if inside an autocast, and a run forgets before and after, lest a cast
 outlive its weight's value. Autocasts of the layers' own are kept apart by `gpipe._torch.modes`.
+
+Note "Interrupts". Ctrl-C, or what the handler of another signal raises, reaches the main thread behind a call or at
+a turn of a loop, and nowhere else: what must not be torn apart is one call of C, or assignments without a call among
+them. A result that is taken out of a queue may be lost so; one that stands in a list is not. Rank threads hear none.
 """
 
 import atexit
@@ -16,10 +20,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 import torch
@@ -30,7 +34,8 @@ from gpipe._torch.modes import modes_here, saved_tensor_hooks
 from gpipe.stages.losses import LossReader
 from gpipe.stages.messages import Cancelled
 
-Task: TypeAlias = tuple[Callable[[], None], SimpleQueue[BaseException | None]]  # a job, and where to say it is done
+Task: TypeAlias = tuple[Callable[[], None], Callable[[], None], list[BaseException | None], SimpleQueue[None]]
+"""A job, what cancels the others, what jobs have raised that are done, and what wakes who waits for them."""
 NAME = "gpipe rank"
 WITHIN = (
     "the pipe is called from within its own run, which would wait for itself: by a layer or a hook, where it "
@@ -41,6 +46,7 @@ AT_ONCE = (
     "a call of this pipe is under way already, in another thread or around this one, and over processes all must "
     "call it in one order: call it in one thread, or have the threads take turns, the same in every process"
 )
+LOOK_SECONDS = 1.0  # a signal that comes as its thread is falling asleep does not wake it
 AT_EXIT = 2.0  # seconds to wait for threads to end: one that the interpreter ends inside of C++ aborts the process
 
 _NOTHING = nullcontext()
@@ -129,14 +135,15 @@ class RankThreads:
     def unlock(self) -> None:
         self._turn, self._lock = threading.RLock(), threading.Lock()
         self._runs = 0
+        self.left: Callable[[], None] | None = None  # waits for jobs that a second Ctrl-C has left at work
         self._in_backward: set[int] = set()  # the threads that are
 
     def begin(self) -> None:
         """Begins without threads: once they were ended, or in a forked process, where they stayed behind."""
-        self._jobs: list[SimpleQueue[Task | None]] = []
-        self._threads: list[threading.Thread] = []
-        self._end = weakref.finalize(self, _tell_to_end, self._jobs)  # whoever drops them
-        self._end.atexit = False  # then all threads are waited for
+        jobs, threads = list[SimpleQueue[Task | None]](), list[threading.Thread]()
+        end = weakref.finalize(self, _tell_to_end, jobs)  # whoever drops them
+        end.atexit = False  # then all threads are waited for
+        self._jobs, self._threads, self._end = jobs, threads, end  # note "Interrupts"
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -182,38 +189,39 @@ class RankThreads:
     def close(self) -> None:
         """Ends the threads, and waits for them unless they run; the next run makes new ones."""
         with self._lock:
-            threads = self._threads
-            self._end()
-            self.begin()
+            threads, end = self._threads, self._end
+            self.begin()  # first: to one that is told to end no job may be given
+            end()
         for thread in threads if not self._runs else ():
             thread.join(AT_EXIT)
-
-    def _close_if_idle(self) -> None:
-        """Ends the threads, unless they run, or somebody who has the turn is about to have them run."""
-        if self._turn.acquire(blocking=False):
-            try:
-                if not self._runs:
-                    self.close()
-            finally:
-                self._turn.release()
 
     def run(self, jobs: Sequence[Callable[[], None]], cancel: Callable[[], None]) -> None:
         """Runs one job in each thread, and sleeps until all are done; raises what a job raised first."""
         if self._is_new:
             self._is_new = False
             for other in list(_alive):
-                other._close_if_idle()  # it makes new ones when it runs again
-        results: SimpleQueue[BaseException | None] = SimpleQueue()
+                if not other._runs:
+                    other.close()  # it makes new ones when it runs again
+        ended, woken = list[BaseException | None](), SimpleQueue[None]()
+        wait = partial(_await, ended, woken, len(jobs))
         try:
             with self._lock:  # two callers at once: every rank must get their jobs in one order
                 if len(self._jobs) < len(jobs):
                     self._start(len(jobs) - len(self._jobs))
-                for queue, job in zip(self._jobs, jobs, strict=True):
-                    queue.put((job, results))
-            failure = _collect(results, len(jobs), cancel)
-        except BaseException:  # a Ctrl-C where none was awaited
+                tasks = [(job, cancel, ended, woken) for job in jobs]
+                giving = map(SimpleQueue.put, self._jobs, tasks)
+                self.left = wait
+                list(giving)  # all or none, note "Interrupts"
+            wait()
+        except BaseException:
             cancel()
+            if self.left is wait:
+                wait()  # a second Ctrl-C waits no longer
+                self.left = None
             raise
+        self.left = None
+        failure = next((error for error in ended if error is not None), None)
+        ended.clear()
         if failure is not None:
             try:
                 raise failure
@@ -221,17 +229,22 @@ class RankThreads:
                 del failure  # its traceback holds this frame
 
     def _start(self, threads: int) -> None:
-        ready: SimpleQueue[None] = SimpleQueue()
+        ready, started = SimpleQueue[None](), list[threading.Thread]()
+        jobs = [SimpleQueue[Task | None]() for _ in range(threads)]
         own = torch.get_num_threads()
-        for _ in range(threads):
-            queue = SimpleQueue[Task | None]()
-            target = partial(_serve, queue, self.intra_op_threads, ready)
-            thread = threading.Thread(target=target, name=f"{NAME} {len(self._jobs)}", daemon=True)
-            thread.start()
-            self._jobs.append(queue)
-            self._threads.append(thread)
-            ready.get()
-        torch.set_num_threads(own)  # a rank thread's number is also the default of threads to come
+        try:
+            for number, queue in enumerate(jobs, len(self._jobs)):
+                target = partial(_serve, queue, self.intra_op_threads, ready)
+                started.append(threading.Thread(target=target, name=f"{NAME} {number}", daemon=True))
+                started[-1].start()
+                ready.get()
+            self._jobs += jobs
+            self._threads += started
+        except BaseException:
+            _tell_to_end(jobs)
+            raise
+        finally:
+            torch.set_num_threads(own)  # a rank thread's number is also the default of threads to come
 
 
 _alive = weakref.WeakSet[RankThreads]()
@@ -255,7 +268,7 @@ def _end_all() -> None:
         each.close()
     until = time.monotonic() + AT_EXIT
     for thread in threading.enumerate():
-        if thread.name.startswith(NAME) and thread is not threading.current_thread():
+        if thread.name.startswith(NAME) and thread.is_alive() and thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))
 
 
@@ -269,34 +282,20 @@ def _serve(jobs: SimpleQueue[Task | None], intra_op_threads: int, ready: SimpleQ
     torch.set_num_threads(intra_op_threads)
     ready.put(None)
     while (task := jobs.get()) is not None:
-        (job, results), failure = task, None
+        (job, cancel, ended, woken), failure = task, None
         try:
             job()
         except BaseException as error:  # it is for the calling thread, whatever it is
-            failure = error
-        del task, job  # and with them the run, before its caller goes on
-        results.put(failure)
-        del failure
+            failure = None if isinstance(error, Cancelled) else error
+            cancel()
+        del task, job, cancel  # and with them the run, before its caller goes on
+        ended.append(failure)
+        woken.put(None)
+        del failure, ended, woken
 
 
-def _collect(
-    results: SimpleQueue[BaseException | None], jobs: int, cancel: Callable[[], None]
-) -> BaseException | None:
-    """Waits for all jobs; the first failure cancels the rest. A second Ctrl-C waits no longer."""
-    failure: BaseException | None = None
-    interrupted = False
-    while jobs:
-        try:
-            error = results.get()
-        except BaseException as interrupt:  # Ctrl-C, or what the handler of another signal raises
-            cancel()
-            failure = interrupt
-            if interrupted:
-                break
-            interrupted = True
-            continue
-        jobs -= 1
-        if error is not None and not isinstance(error, Cancelled) and failure is None:
-            failure = error
-            cancel()
-    return failure
+def _await(ended: Sequence[object], woken: SimpleQueue[None], jobs: int) -> None:
+    """Sleeps until so many jobs have ended."""
+    while len(ended) < jobs:
+        with suppress(Empty):
+            woken.get(timeout=LOOK_SECONDS)
