@@ -4,6 +4,7 @@ A user sees the line that called us, the public entrance, and the frames of the 
 fails by a bug, all frames stay.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -50,14 +51,18 @@ def innermost_code(function: Callable[..., object]) -> CodeType:
 
 
 def folded(error: BaseException, entrance: CodeType | None = None) -> TracebackType | None:
-    """The traceback of an exception without frames of ours, but for that of the entrance."""
+    """The traceback of an exception without frames of ours, but for that of the entrance.
+
+    Nor with those of `contextlib`: a context of ours that an interrupt left entered would be so as long as they are.
+    """
     frames = frames_of(error)
     if not frames or (isinstance(error, BUGS) and is_ours(frames[-1])):
         return error.__traceback__
     kept: TracebackType | None = None
     for frame in reversed(frames):
-        if not is_ours(frame) or frame.tb_frame.f_code is entrance:
-            kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+        code = frame.tb_frame.f_code
+        if code is entrance or not (is_ours(frame) or code.co_filename == contextlib.__file__):
+            kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno or 0)  # None: of no line
     return kept
 
 

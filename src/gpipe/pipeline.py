@@ -574,7 +574,12 @@ class GPipe(Partitioned):
             begun[0][0].settle()
             return [theirs for theirs, *_ in gathered]
 
-        results = self._processes.survive(attempt, late, partial(undo_of, self))
+        grad = torch.is_grad_enabled()
+        try:
+            results = self._processes.survive(attempt, late, partial(undo_of, self))
+        except BaseException:
+            torch.set_grad_enabled(grad)  # an interrupt may come where torch.no_grad() was about to put it back
+            raise
         return *begun[0], results
 
     def _end(self, run: Run, before: Before | None, whole: nn.Module | None = None) -> None:

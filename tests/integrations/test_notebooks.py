@@ -9,7 +9,7 @@ from jupyter_client.manager import start_new_kernel
 from tests.support.notebooks import alone
 
 BEGIN = """
-import threading, time
+import signal, threading
 import gpipe, torch
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -20,13 +20,12 @@ def rank_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("gpipe rank")]
 
 class Slow(nn.Linear):
-    naps = 0
+    until = None
 
     def forward(self, x):
-        if self.naps:
+        if self.until:
             print("asleep", flush=True)
-        for _ in range(self.naps):
-            time.sleep(0.01)
+            self.until.wait()
         return super().forward(x)
 
 def make():
@@ -132,8 +131,23 @@ def test_a_pipe_whose_cell_failed_leaves_no_thread_behind_either(notebook: Noteb
     assert notebook.well(OTHERS_END)["printed"] == "3\n"
 
 
+INTERRUPTED = """
+heard = pipe[1].until = threading.Event()
+
+def hear(*_):
+    heard.set()
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGINT, hear)  # which the kernel puts back behind the cell
+pipe.step(x, x, mse_loss)
+"""
+
+
 def test_an_interrupt_ends_a_step_says_what_to_do_and_the_pipe_goes_on(notebook: Notebook) -> None:
-    notebook.well("pipe = make()\nfirst = pipe.step(x, x, mse_loss)\npipe.step_number, pipe[1].naps = 0, 30")
+    """Bug story: the layer slept for a second; the interrupt of a busy test came behind the step, where a kernel that
+    is interrupted while it answers never does.
+    """
+    notebook.well("pipe = make()\nfirst = pipe.step(x, x, mse_loss)\npipe.step_number = 0")
     pressed: list[str] = []
 
     def press(text: str) -> None:
@@ -141,11 +155,10 @@ def test_an_interrupt_ends_a_step_says_what_to_do_and_the_pipe_goes_on(notebook:
             notebook.manager.interrupt_kernel()
         pressed.append(text)
 
-    answer, _ = notebook.run("pipe.step(x, x, mse_loss)", press)
+    answer, _ = notebook.run(INTERRUPTED, press)
     assert answer["ename"] == "KeyboardInterrupt"
     assert "zero_grad() before the next step" in "".join(answer["traceback"])
-    assert len("".join(pressed).split()) < 4
     shown = notebook.well(
-        "pipe[1].naps = 0\npipe.zero_grad()\nprint(pipe.step(x, x, mse_loss).equal(first), len(rank_threads()))"
+        "pipe[1].until = None\npipe.zero_grad()\nprint(pipe.step(x, x, mse_loss).equal(first), len(rank_threads()))"
     )
     assert shown["printed"] == "True 3\n"

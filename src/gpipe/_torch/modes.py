@@ -74,8 +74,8 @@ class paused:  # noqa: N801  # it reads as a function, like torch.no_grad
 def intra_op_threads(number: int) -> Iterator[None]:
     """Lets an operation use so many CPU threads inside."""
     before = torch.get_num_threads()
-    torch.set_num_threads(number)
     try:
+        torch.set_num_threads(number)
         yield
     finally:
         torch.set_num_threads(before)

@@ -1,0 +1,98 @@
+"""Ctrl-C anywhere in a step: it ends, the caller's thread and modules are as they were, and the next step works."""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from random import Random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import gpipe
+from gpipe._torch.dispatcher import goes_by
+from gpipe.stages import rng
+from tests.support.interrupts import find_places, interrupt
+from tests.support.plain_loop import weights_of
+
+X, Y = torch.randn(8, 4), torch.randn(8, 4)
+MOST = 6  # places, of one to three thousand
+
+
+def plain() -> list[nn.Module]:
+    return [nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 4)]
+
+
+def shared() -> list[nn.Module]:
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight = first.weight
+    return [first, nn.Tanh(), last, nn.Linear(4, 4)]
+
+
+def normalized() -> list[nn.Module]:
+    return [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 4)]
+
+
+def make(layers: Callable[[], list[nn.Module]], driver: str, remat: str) -> gpipe.GPipe:
+    with weights_of(1):
+        return gpipe.GPipe(
+            layers(), 3, 4, seed=0, driver=driver, remat=remat, deferred_batch_norm=layers is normalized
+        )
+
+
+def state_of(pipe: gpipe.GPipe) -> dict[str, object]:
+    """What a step leaves alone: of the pipe and of the thread that calls it."""
+    return {
+        "parameters": [*map(id, pipe.parameters())],
+        "runs": pipe._engine.threads._runs,
+        "threads of operations": torch.get_num_threads(),
+        "grad mode": torch.is_grad_enabled(),
+        "whether randomness is keyed": bool(rng._installed) and goes_by(rng._installed[0]),
+        "modes": torch.overrides._get_current_function_mode_stack(),
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("remat", ["always", "never"])
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+@pytest.mark.parametrize("layers", [plain, shared, normalized])
+def test_ctrl_c_at_any_place_of_a_step_is_as_if_it_had_not_begun(
+    layers: Callable[[], list[nn.Module]], driver: str, remat: str, is_new: bool, seed: int
+) -> None:
+    """Bug stories: a hang; gradients of the step before; weights no longer shared; another number of threads."""
+    pipe = make(layers, driver, remat)
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+
+    def prepare() -> None:
+        pipe.zero_grad()
+        pipe.load_state_dict(before)
+        pipe.step_number = 0
+
+    def step() -> torch.Tensor:
+        return pipe.step(X, Y, mse_loss)
+
+    def made() -> list[torch.Tensor]:
+        prepare()
+        loss = step()
+        gradients = [weight.grad for weight in pipe.parameters() if weight.grad is not None]
+        return [loss, *map(torch.clone, gradients), *map(torch.clone, pipe.buffers())]
+
+    expected = made()
+    if is_new:
+        pipe = make(layers, driver, remat)
+    prepare()
+    random, found = Random(seed), find_places(step)
+    # Python's own locks of threads that begin are left locked by an interrupt
+    places = [place for place in found if place.code.co_filename != threading.__file__]
+    for place in random.sample(places, MOST):
+        if is_new:
+            pipe = make(layers, driver, remat)
+        prepare()
+        was = state_of(pipe)
+        with suppress(KeyboardInterrupt):
+            interrupt(step, place, random.choice([1, found[place]]))
+        assert state_of(pipe) == was, str(place)
+        assert all(map(torch.equal, made(), expected)), str(place)
+    pipe.close()
