@@ -189,13 +189,13 @@ class _Run:
                     saved[id(storage)] = storage
                 return tensor
 
-            def forward() -> Values:
-                given: Any = replace_tensors(values, self._copy)
+            def forward(copy: Callable[[Tensor], Tensor] = torch.clone) -> Values:
+                given: Any = replace_tensors(values, copy)
                 return run_layer(layer, given)
 
             def watched() -> Values:
                 with saved_tensors_hooks(save, lambda tensor: tensor):
-                    return forward()
+                    return forward(self._copy)
 
             with self._fakes.inside():
                 if key is not None and key in self._known:

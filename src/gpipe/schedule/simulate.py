@@ -206,15 +206,17 @@ class Simulator:
         offloaded does until the rank's next move, which waits for it. Gradients of gathered weights are as large as
         these, and may be there to the end of the row, beside which they are reduced. What goes to another rank is
         here until it is taken there, in the order in which ranks in step would do it; a value that is not recomputed
-        anyway.
+        anyway. What goes to the next stage on the same rank is kept inside, and is no second time among what that
+        was given.
         """
-        places: dict[int | None, dict[Kind, int]] = {}  # by micro-batch
         kinds = COMPUTE | MOVES | SHARDS
         row = [action for action in self.program.table[self.program.rank_of[stage]] if action.kind in kinds]
         moves = [at for at, action in enumerate(row) if action.kind in MOVES]
+        places: dict[int, dict[int | None, dict[Kind, int]]] = {stage: {}, stage + 1: {}}  # by micro-batch
         for at, action in enumerate(row):
-            if action.stage == stage:
-                places.setdefault(action.micro_batch, {})[action.kind] = at
+            if action.stage in places:
+                places[action.stage].setdefault(action.micro_batch, {})[action.kind] = at
+        own, behind = places.values()
 
         def waits(at: int) -> slice:
             """While what an action made is here though it is done."""
@@ -223,15 +225,13 @@ class Simulator:
             return slice(at + 1, bisect_right(when, self._taken(row[at], redo is not None)))
 
         held = np.zeros((len(row), len(UNIT_COST.sizes)), np.int64)
-        if shards := places.pop(None, {}):
+        if shards := own.pop(None, {}):
             held[shards[Kind.UNSHARD] : shards[Kind.RESHARD], GATHERED] += 1
-            backwards = (at for each in places.values() for kind, at in each.items() if kind in BACKWARDS)
+            backwards = (at for each in own.values() for kind, at in each.items() if kind in BACKWARDS)
             held[min(backwards, default=len(row)) :, GATHERED] += 1
-        for m, at_kind in places.items():
-            forward = at_kind.get(Kind.FORWARD, 0)  # or done before the program began
-            backward = at_kind.get(Kind.BACKWARD, at_kind.get(Kind.BACKWARD_INPUT))
+        for m, at_kind in own.items():
+            forward, backward, end = _ends(at_kind)
             weights = at_kind.get(Kind.BACKWARD_WEIGHT)
-            end = forward if backward is None else backward
             redo = at_kind.get(Kind.RECOMPUTE, backward if m in again else None)
             held[forward : end + 1, BOUNDARY] += 1
             back = at_kind.get(Kind.FETCH, redo)
@@ -243,6 +243,9 @@ class Simulator:
                 held[back : end + 1, INSIDE] += 1
             if redo is not None and Kind.FORWARD in at_kind:
                 held[waits(forward), VALUE] += 1
+            elif redo is None and away is None and m in behind:
+                taken, _, until = _ends(behind[m])
+                held[max(taken, forward) : min(until, end) + 1, VALUE] -= 1
             if backward is not None:
                 held[backward, WORKING if weights is None else WORKING_INPUT] += 1
                 held[waits(backward), GRADIENT] += 1
@@ -257,6 +260,13 @@ class Simulator:
         sent = [send.peer.stage for send in crossing(action, self.program)]
         takers = (Action(kind, stage, action.micro_batch) for stage in sent for kind in kinds)
         return max((self._turns(again).get(taker, -1) for taker in takers), default=-1)
+
+
+def _ends(places: Mapping[Kind, int]) -> tuple[int, int | None, int]:
+    """Where in a row a micro-batch has its forward and backward at a stage, and until when that holds anything."""
+    forward = places.get(Kind.FORWARD, 0)  # or done before the program began
+    backward = places.get(Kind.BACKWARD, places.get(Kind.BACKWARD_INPUT))
+    return forward, backward, forward if backward is None else backward
 
 
 @dataclass(frozen=True)
