@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,24 @@ def test_a_replica_comes_back_with_the_state_of_the_others(tmp_path: Path, fleet
     assert [fleet.end(0), fleet.end(1)] == [[0, 0]] * 2
     living = assert_undisturbed(fleet, [0, 1])
     assert living == [[0, 1]] * 2 + [[1]] * 4 + [[0, 1]] * 3
+
+
+def test_who_is_left_and_who_comes_back_go_by_one_table_that_was_searched(
+    tmp_path: Path, fleets: list[Fleet]
+) -> None:
+    fleet = started(
+        fleets, tmp_path, 2, 2, 10**9, seconds=0.002, schedule="auto", memory=4_000, die=[1, 0, 2, "backward"]
+    )
+    fleet.end(1)
+    fleet.start(1)
+    wait_for(fleet, 1, 0, 3)
+    fleet.stop(10)
+    assert [fleet.end(0), fleet.end(1)] == [[0, 0]] * 2
+    assert_gone_and_back(fleet)
+    every = [record for at in product((0, 1), (0, 1), (0, 1)) for record in fleet.records(*at)]
+    first, *others = [record["arguments"] for record in every if "arguments" in record]
+    assert isinstance(first["schedule"], list)  # a table
+    assert all(other == first for other in others)
 
 
 def assert_gone_and_back(fleet: Fleet) -> None:

@@ -22,6 +22,7 @@ import gpipe
 from gpipe.checkpoint import save as saving
 from gpipe.distributed import context, endpoint, reduce, survivors
 from gpipe.distributed.survivors import Meeting
+from gpipe.planner.search import tables
 from tests.support.plain_loop import one_thread, parts_of, run_layers
 from two_hosts.relay import WIRE, enter
 
@@ -91,11 +92,14 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
     """What the user's script does, in one process; `how` says where it is to die, and the like."""
     log, life = begin(folder, replica, replicas, row, rows, how), how["life"]
     partitions = how.get("partitions", rows)
-    settings = {
+    settings: dict[str, Any] = {
         "seed": SEED,
         "schedule": how.get("schedule", "gpipe"),
         "deferred_batch_norm": how.get("deferred", False),
     }
+    if settings["schedule"] == "auto":
+        tables.MOST_LISTED = 5_000
+        settings |= {"sample": data(0, 0)[0], "costs": "params", "memory": how["memory"]}
     pipe = gpipe.GPipe(
         network(how.get("seconds", 0.0)), partitions, MICRO_BATCHES, driver="process", survive=True, **settings
     )
@@ -153,6 +157,7 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
             "living": living,
             "each": each,
             "at": time.monotonic(),
+            "arguments": pipe.arguments,
         }
         log.write(json.dumps(ended) + "\n")
         if how.get("clips"):
