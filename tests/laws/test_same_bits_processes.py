@@ -25,6 +25,7 @@ WAYS = [
     *((2, {"placement": name, "each": 2}, 0.2) for name in PLACEMENTS),
     (3, {"placement": "v", "each": 2}, 0.2),
     *((world, {"schedule": name}, 0.2) for world in (2, 3) for name in SCHEDULES),
+    *((2, {"schedule": name, "remat": "offload"}, 0.2) for name in ("gpipe", "interleaved")),
 ]
 """How many processes do what, and of how many models at least: not every model can be cut so."""
 
@@ -41,7 +42,7 @@ def test_models_that_mix_everything(
     world: int, how: dict[str, Any], least: float, tasks: list[tuple[Task, Digests, Digests]], pool: WorkerPool
 ) -> None:
     some = SEEDS[world % 2 :: 2] if how else SEEDS
-    given = [some, how.get("schedule", "gpipe"), how.get("placement", ""), how.get("each", 1)]
+    given = [some, how.get("schedule", "gpipe"), how.get("placement", ""), how.get("each", 1), how.get("remat")]
     outcomes = answers(pool.run(jobs.mixed, *given, world=world))
     found = [[own for own in model if own is not None] for model in zip(*outcomes, strict=True)]
     assert sum(map(bool, found)) > least * len(found)

@@ -19,7 +19,13 @@ def task_of(seed: int) -> Task:
 
 
 def mixed(
-    rank: int, world: int, seeds: list[int], schedule: str = "gpipe", placement: str = "", each: int = 1
+    rank: int,
+    world: int,
+    seeds: list[int],
+    schedule: str = "gpipe",
+    placement: str = "",
+    each: int = 1,
+    remat: str | None = None,
 ) -> list[Digests | None]:
     """Models cut into as many stages as there are places, if they can be; None of the others."""
     stages = world * max(each, SCHEDULES[schedule].stages_per_rank)
@@ -31,6 +37,7 @@ def mixed(
             found.append(None)
             continue
         way = replace(way, driver="process", schedule=schedule if can else "zb_v")
+        way = replace(way, remat=(remat,) * stages) if remat else way
         with (
             placed(placement, each) if placement else nullcontext(),
             mixed_tasks.make(task.model, task, way) as pipe,
