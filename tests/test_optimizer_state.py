@@ -66,6 +66,20 @@ def test_its_state_lies_in_files_and_weights_have_the_same_bits(
     assert not [*tmp_path.glob(f"{tempfile.template}*")]  # they have no names
 
 
+def test_a_first_step_makes_state_in_files_one_tensor_after_another() -> None:
+    class Own(Optimizer):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            for parameter in whole.parameters():
+                self.state[parameter]["seen"] = torch.zeros(2048)
+                assert in_files(self) == [True] * len(self.state)
+
+    whole = model()
+    optimizer = Own(whole.parameters(), {})
+    gpipe.offload(optimizer)
+    optimizer.step()
+    assert all(type(state) is dict for state in optimizer.state.values())
+
+
 def test_state_that_is_there_or_loaded_goes_too_and_is_saved_as_ever() -> None:
     whole, other = model(), model()
     first, second = AdamW(whole.parameters(), lr=0.01), AdamW(other.parameters(), lr=0.01)

@@ -1,11 +1,14 @@
 """An optimizer's state on the host: in mapped files, or in pinned memory but for a step."""
 
 import tempfile
+from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.optim import Optimizer
+
+from gpipe.runtime.offload import give_back
 
 SMALL = 4096  # bytes of state that stays where it is: counts of steps
 
@@ -33,12 +36,18 @@ def offload(optimizer: Optimizer) -> None:
         raise TypeError(f"offload takes an optimizer of torch.optim, not {type(optimizer).__name__}")
 
     def bring(*_: object) -> None:
+        if isinstance(optimizer.state, defaultdict):  # as torch has it
+            optimizer.state.default_factory = _StateInFiles
         for parameter, state in optimizer.state.items():
             for name, value in _large(state):
                 state[name] = value.to(parameter.device, non_blocking=True)
 
     def take(*_: object) -> None:
-        for state in optimizer.state.values():
+        if isinstance(optimizer.state, defaultdict):
+            optimizer.state.default_factory = dict
+        for parameter, state in optimizer.state.items():
+            if type(state) is _StateInFiles:
+                optimizer.state[parameter] = state = dict(state)  # plain, to be saved
             for name, value in _large(state):
                 if not value.is_cpu or value.untyped_storage().filename is None:
                     state[name] = _copy_on_host(value)
@@ -46,6 +55,17 @@ def offload(optimizer: Optimizer) -> None:
     optimizer.register_step_pre_hook(bring)
     optimizer.register_step_post_hook(take)
     take()
+
+
+class _StateInFiles(dict[str, Any]):
+    """What a first step makes goes to its file tensor by tensor: all of it may be more than there is room for."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        for _, large in _large({name: value}):
+            if large.is_cpu:
+                super().__setitem__(name, _copy_on_host(large))
+                give_back(0)
 
 
 def _large(state: dict[str, Any]) -> list[tuple[str, Tensor]]:

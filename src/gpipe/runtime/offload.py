@@ -36,7 +36,7 @@ from gpipe.schedule.action import Action, Kind
 
 Host: TypeAlias = "FileHost | PinnedHost"
 NAME = "gpipe moves"  # of the thread that moves
-_give_back: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", int)
+give_back: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", int)
 """Has glibc give the pages of all that is free back to the system; other allocators do so in their own time."""
 
 
@@ -172,14 +172,14 @@ class FileHost(_Moves):
 
 
 def _write(inside: Inside) -> float:
-    _give_back(0)
+    give_back(0)
     for one in inside.moved:
         _whole(inside.there.write, one)
     return time.perf_counter()
 
 
 def _read(inside: Inside) -> float:
-    _give_back(0)
+    give_back(0)
     inside.there.seek(0)
     for one in inside.moved:
         _whole(inside.there.readinto, one)
