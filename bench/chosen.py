@@ -10,12 +10,13 @@ import json
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import gpipe
 from bench.foreseen import NETWORKS, Configuration, Network
@@ -58,16 +59,21 @@ def pipes_of(name: str) -> tuple[dict[str, gpipe.GPipe], gpipe.Plan]:
     return pipes, plan
 
 
-def in_turns(network: Network, pipes: Mapping[str, gpipe.GPipe], rounds: int) -> dict[str, list[float]]:
+def in_turns(
+    pipes: Mapping[str, gpipe.GPipe],
+    batch: tuple[Tensor, Tensor],
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    rounds: int,
+) -> dict[str, list[float]]:
     """The seconds of steps of each, behind one that warms up."""
-    inputs, targets = network.batch()
     found: dict[str, list[float]] = {name: [] for name in pipes}
     order, chance = list(pipes), random.Random(0)
     for number in range(rounds + 1):
         chance.shuffle(order)
         for name in order:
+            pipes[name].exchange(b"")  # where there are several processes, all begin at once
             start = time.perf_counter()
-            pipes[name].step(inputs, targets, network.loss_fn)
+            pipes[name].step(*batch, loss_fn)
             if number:
                 found[name].append(time.perf_counter() - start)
             pipes[name].zero_grad()
@@ -87,10 +93,13 @@ def compare(names: Sequence[str], rounds: int, data: dict[str, Any]) -> None:
         torch.manual_seed(0)
         meter = Meter()
         pipes, plan = pipes_of(name)
-        found = in_turns(NETWORKS[name], pipes, rounds)
+        network = NETWORKS[name]
+        batch = network.batch()
+        found = in_turns(pipes, batch, network.loss_fn, rounds)
         milliseconds = {each: 1e3 * median(seconds) for each, seconds in found.items()}
         fastest = sorted(milliseconds.keys() - {"chosen"}, key=milliseconds.__getitem__)[:FINALISTS]
-        final = in_turns(NETWORKS[name], {each: pipes[each] for each in (*fastest, "chosen")}, LONGER * rounds)
+        again = {each: pipes[each] for each in (*fastest, "chosen")}
+        final = in_turns(again, batch, network.loss_fn, LONGER * rounds)
         meter.stop()
         for pipe in pipes.values():
             pipe.close()

@@ -7,9 +7,7 @@ takes.
 
 import argparse
 import logging
-import random
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +19,7 @@ from torch import Tensor, distributed, nn
 from torch.multiprocessing.spawn import spawn
 
 import gpipe
+from bench.chosen import in_turns
 from bench.machine import facts
 from bench.makespans import Sleeper
 from bench.report import describe, interval, table, with_time_left, write
@@ -106,20 +105,7 @@ def timed(case: Case, rounds: int, driver: str) -> list[Timed]:
         except (ValueError, gpipe.RemoteError):  # it does not fit, though all is recomputed
             unfit.append(schedule)
     torch.manual_seed(1)
-    inputs, targets = case.batch()
-    found: dict[str, list[float]] = {schedule: [] for schedule in pipes}
-    order, chance = list(pipes), random.Random(0)
-    for number in range(rounds + 1):
-        chance.shuffle(order)
-        for schedule in order:
-            pipe = pipes[schedule]
-            pipe.exchange(b"")  # all begin at once
-            start = time.perf_counter()
-            pipe.step(inputs, targets, case.loss_fn)
-            pipe.zero_grad()
-            if number:
-                found[schedule].append(time.perf_counter() - start)
-    told = []
+    found, told = in_turns(pipes, case.batch(), case.loss_fn, rounds), list[Timed]()
     for schedule, pipe in pipes.items():
         held = max(pipe.prediction.peak_bytes or (0,))
         words = f"{schedule}, layers {'+'.join(map(str, pipe.layers_per_partition))}"
