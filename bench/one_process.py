@@ -149,11 +149,9 @@ class GPipe(_InOneProcess):
         """Builds the pipe."""
         self.pipe = gpipe.GPipe(
             self.layers,
-            self.setup.cuts,
-            self.micro_batches or self.setup.micro_batches,
-            schedule=self.schedule,
-            remat=self.remat if self.setup.remat else "never",
+            micro_batches=self.micro_batches or self.setup.micro_batches,
             seed=0,
+            **self.setup.scheduled(self.schedule, self.remat),
         )
 
     def step(self) -> None:

@@ -59,12 +59,10 @@ class GPipeProcesses(_Ranks):
         """Builds the pipe."""
         self.pipe = gpipe.GPipe(
             layers,
-            self.setup.cuts,
-            self.setup.micro_batches,
-            schedule=self.schedule,
-            remat="always" if self.setup.remat else "never",
+            micro_batches=self.setup.micro_batches,
             seed=0,
             driver="process",
+            **self.setup.scheduled(self.schedule, "always"),
         )
         self.parts = [self.pipe]
 

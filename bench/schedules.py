@@ -1,7 +1,7 @@
 """Each schedule, here and elsewhere by the same name, beside the plain loop: `python -m bench.schedules WORKLOAD`.
 
 Runtimes whose stages are placed alike take turns, with the plain loop and copies of it among them: one stage a rank,
-two in a loop, two in a V. Ratios are of turns of one round.
+two in a loop, two in a V, and as the search has it where nothing is recomputed. Ratios are of turns of one round.
 """
 
 import argparse
@@ -146,7 +146,8 @@ def measure(
 def groups(work: Workload, options: argparse.Namespace) -> Iterator[Group]:
     """Measures family after family; each takes its share of the time by how many runtimes it has."""
     only = options.only.split(",") if options.only else []
-    names = {family: runtimes_of(family, only) for family in FAMILIES}
+    families = [family for family in FAMILIES if not (options.remat and "auto" in family.schedules)]
+    names = {family: runtimes_of(family, only) for family in families}
     many = {family: len(LOOPS) + 1 + len(found) for family, found in names.items() if found}
     newest = gradients_newest_first(setup_for(work, "newest", remat=False))
     for family, turns in many.items():

@@ -6,7 +6,7 @@ the same gradients. Layers are cut where `Setup.cuts` says, for all runtimes ali
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -40,6 +40,12 @@ class Setup:
     def work(self) -> Workload:
         """The workload of that name."""
         return WORKLOADS[self.workload]
+
+    def scheduled(self, schedule: str, remat: str) -> dict[str, Any]:
+        """What this library is told: the cuts, or to search for them and a table by what the layers take."""
+        if schedule == "auto":
+            return {"partitions": self.partitions, "schedule": schedule, "sample": self.work.data()[0]}
+        return {"partitions": self.cuts, "schedule": schedule, "remat": remat if self.remat else "never"}
 
     def cut(self, layers: list[nn.Module]) -> list[nn.Sequential]:
         """The layers of each stage."""
