@@ -2,9 +2,10 @@
 
     python -m bench.offload
 
-Each training is a process of its own. One that keeps all says how much its steps add to what was there before them;
-others then get a quarter of that: by a control group's limit (as root, on Linux), which counts mapped pages and what
-is cached of files as well, and which a process that keeps all does not survive. Each round runs all, one by one.
+And an optimizer's state in mapped files. Each training is a process of its own. One that keeps all says how much its
+steps add to what was there before them; others then get a quarter of that: by a control group's limit (as root, on
+Linux), which counts mapped pages and what is cached of files as well, and which a process that keeps all does not
+survive. Each round runs all, one by one.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,9 +24,10 @@ from torch.nn import functional as F
 
 import gpipe
 from bench.machine import facts
-from bench.report import describe, interval, spread, table, write
+from bench.report import RESULTS, describe, interval, spread, table, write
 
 WIDTH, BLOCKS, PARTITIONS, MICRO_BATCHES, ROWS = 1024, 16, 2, 16, 16 * 256
+NARROW, MANY = 512, 100  # blocks whose optimizer has 200 MiB of state
 STEPS, PART, MIB = 3, 4, 2**20
 OLD = Path("/sys/fs/cgroup/memory")
 GROUP = (OLD if OLD.is_dir() else OLD.parent) / "gpipe_bench_offload"
@@ -47,9 +50,9 @@ def limit(more: int) -> None:
     (GROUP / LIMIT).write_text(str(own + more))
 
 
-def network(width: int) -> list[nn.Module]:
+def network(width: int, blocks: int = BLOCKS) -> list[nn.Module]:
     """Blocks that keep two tensors as large as their input."""
-    return [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(BLOCKS)]
+    return [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(blocks)]
 
 
 def train(remat: str, given: int) -> dict[str, Any]:
@@ -82,9 +85,32 @@ def train(remat: str, given: int) -> dict[str, Any]:
     return {"seconds": seconds, "state": state, "most": resident("VmHWM"), "predicted": predicted, "losses": losses}
 
 
-def run(remat: str, given: int) -> dict[str, Any] | None:
-    """Trains in a process of its own, with so much memory beside state; None if that is killed for want of it."""
-    command = f"exec {sys.executable} -m bench.offload --train {remat} --given {given}"
+def update(way: str, given: int) -> dict[str, Any]:
+    """Takes steps of AdamW; says how long each took, and what was held before there was state and at the most."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(*network(NARROW, MANY))
+    adamw = torch.optim.AdamW(whole.parameters())
+    if way == "offload":
+        gpipe.offload(adamw)
+    for parameter in whole.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = resident("RssAnon")
+    if given:
+        limit(given)
+    seconds = []
+    for _ in range(1 + STEPS):
+        start = time.perf_counter()
+        adamw.step()
+        seconds.append(time.perf_counter() - start)
+    held = {name: resident(name) for name in ("RssAnon", "RssFile", "VmHWM")}
+    size = sum(value.nbytes for state in adamw.state.values() for value in state.values())
+    weights = float(torch.stack([parameter.detach().sum() for parameter in whole.parameters()]).sum())
+    return {"seconds": seconds, "before": before, **held, "state": size, "weights": weights}
+
+
+def run(what: str, given: int) -> dict[str, Any] | None:
+    """Does so in a process of its own, with so much memory beside state; None if that is killed for want of it."""
+    command = f"exec {sys.executable} -m bench.offload --process {what} --given {given}"
     if given:
         GROUP.mkdir(exist_ok=True)
         command = f"echo $$ > {GROUP / 'cgroup.procs'} && {command}"
@@ -100,28 +126,26 @@ def run(remat: str, given: int) -> dict[str, Any] | None:
     return found
 
 
-def main() -> None:
-    """Measures, and keeps the result."""
-    parser = argparse.ArgumentParser(prog="python -m bench.offload", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--train", help=argparse.SUPPRESS)
-    parser.add_argument("--given", type=int, default=0, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.train:
-        print(json.dumps(train(asked.train, asked.given)))
-        return
-    first = run("never", 0)
-    assert first is not None
-    activations = first["most"] - first["state"]
-    given = activations // PART
-    ways = {"never": ("never", 0), "offload": ("offload", given), "always": ("always", 0)}
+def in_rounds(work: str, ways: Mapping[str, tuple[str, int]], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """What each way of some work found, with so much memory, round by round."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
-    for _ in range(asked.rounds):
-        for name, (remat, most) in ways.items():
-            done = run(remat, most)
+    for _ in range(rounds):
+        for name, (way, most) in ways.items():
+            done = run(f"{work} {way}", most)
             assert done is not None, f"{name} was killed"
             found[name].append(done)
-    killed = run("never", given) is None
+    return found
+
+
+def activations(rounds: int) -> dict[str, Any]:
+    """Trains in all ways."""
+    first = run("train never", 0)
+    assert first is not None
+    more = first["most"] - first["state"]
+    given = more // PART
+    ways = {"never": ("never", 0), "offload": ("offload", given), "always": ("always", 0)}
+    found = in_rounds("train", ways, rounds)
+    killed = run("train never", given) is None
     assert all(one["losses"] == first["losses"] for some in found.values() for one in some)
     steps = {name: [took for one in some for took in one["seconds"][1:]] for name, some in found.items()}
     each = zip(found["offload"], found["never"], strict=True)
@@ -143,7 +167,7 @@ def main() -> None:
         describe(facts()),
         f"{BLOCKS} blocks of Linear({WIDTH}) and GELU on {PARTITIONS} partitions, threads, M = {MICRO_BATCHES} of "
         f"{ROWS // MICRO_BATCHES} rows, Adam. Before a step the process has {first['state'] / MIB:.0f} MiB; a step "
-        f"that keeps all adds {activations / MIB:.0f}, and the control group gives a quarter of that. One that keeps "
+        f"that keeps all adds {more / MIB:.0f}, and the control group gives a quarter of that. One that keeps "
         f"all in it is {'killed' if killed else 'not killed'}. Losses are the same bits in all. MiB are resident, "
         f"mapped pages included, the most above what was there before.",
         table(["remat", "MiB given", "MiB more", "s a step", "times"], rows),
@@ -151,7 +175,60 @@ def main() -> None:
         f"round compared; wanted: at most 1.3. Predicted are {predicted / MIB:.0f} MiB of the process at the most, "
         f"measured {most / MIB:.0f}: {predicted / most - 1:+.1%}; wanted: within 10 %.",
     ]
-    write("offload", "\n\n".join(text), {"facts": facts(), "given": given, "first": first, "found": found})
+    return {"text": "\n\n".join(text), "facts": facts(), "given": given, "first": first, "found": found}
+
+
+def optimizer(rounds: int) -> dict[str, Any]:
+    """Takes steps with state in memory and in files, with all the memory and a quarter of what state takes."""
+    first = run("update plain", 0)
+    assert first is not None
+    given = first["state"] // PART
+    ways = {"in memory": ("plain", 0), "in files": ("offload", 0), "in files, in a group": ("offload", given)}
+    found = in_rounds("update", ways, rounds)
+    killed = run("update plain", given) is None
+    assert all(one["weights"] == first["weights"] for some in found.values() for one in some)
+    steps = {name: [took for one in some for took in one["seconds"][1:]] for name, some in found.items()}
+    rows = [
+        [
+            name,
+            f"{given / MIB:.0f}" if ways[name][1] else "any",
+            f"{median(one['RssAnon'] - one['before'] for one in some) / MIB:.0f}",
+            f"{median(one['RssFile'] for one in some) / MIB:.0f}",
+            spread(steps[name], 1.0),
+            f"{median(steps[name]) / median(steps['in memory']):.2f}",
+        ]
+        for name, some in found.items()
+    ]
+    text = [
+        "## An optimizer's state, in mapped files",
+        describe(facts()),
+        f"AdamW of {MANY} x Linear({NARROW}), {first['state'] / MIB:.0f} MiB of state, steps of the optimizer "
+        f"alone. The control group gives a quarter of the state beside weights and gradients; what keeps its state "
+        f"in memory is {'killed' if killed else 'not killed'} in it. Weights are the same bits in all. MiB are of "
+        f"the process behind the steps: its own, above what it had before there was state, and those mapped of "
+        f"files, code among them.",
+        table(["state", "MiB given", "MiB more of its own", "MiB of files", "s a step", "times"], rows),
+    ]
+    return {"text": "\n\n".join(text), "facts": facts(), "given": given, "first": first, "found": found}
+
+
+def main() -> None:
+    """Measures, and keeps the result."""
+    parser = argparse.ArgumentParser(prog="python -m bench.offload", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parts = {"activations": activations, "optimizer": optimizer}
+    parser.add_argument("--only", choices=parts, help="measure this alone; the other stays as it was")
+    parser.add_argument("--process", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--given", type=int, default=0, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.process:
+        work, way = asked.process
+        print(json.dumps({"train": train, "update": update}[work](way, asked.given)))
+        return
+    kept = RESULTS / "offload.json"
+    data: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    data |= {name: measure(asked.rounds) for name, measure in parts.items() if asked.only in (None, name)}
+    write("offload", "\n\n".join(data[name]["text"] for name in parts if name in data), data)
 
 
 if __name__ == "__main__":
