@@ -144,9 +144,7 @@ pipe.step(x, x, mse_loss)
 
 
 def test_an_interrupt_ends_a_step_says_what_to_do_and_the_pipe_goes_on(notebook: Notebook) -> None:
-    """Bug story: the layer slept for a second; the interrupt of a busy test came behind the step, where a kernel that
-    is interrupted while it answers never does.
-    """
+    """The layer sleeps until the interrupt is heard: on a busy machine it would else come behind the step."""
     notebook.well("pipe = make()\nfirst = pipe.step(x, x, mse_loss)\npipe.step_number = 0")
     pressed: list[str] = []
 
