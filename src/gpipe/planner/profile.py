@@ -7,6 +7,7 @@ what autograd saves, each storage once and in the first layer that saves it, par
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from math import prod
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
@@ -166,7 +167,8 @@ class _Run:
         self._origin: dict[int, torch.UntypedStorage] = {}  # by that of a copy, what it is a copy of
         self._copies: list[torch.UntypedStorage] = []
         self._stashed: dict[str, tuple[int, Tensor | None]] = {}
-        self._known: dict[bytes, LayerCounts] = {}  # by what layers are and take
+        # by what layers are and take: also what they hand on, and which storages of both they keep, where that is new
+        self._known: dict[bytes, tuple[LayerCounts, Tree, list[bool] | None]] = {}
 
     def fake(self, tensor: Tensor) -> Tensor:
         return self._fakes.like(tensor.detach()).requires_grad_(tensor.requires_grad)
@@ -178,6 +180,12 @@ class _Run:
         copied = any(id(tensor.untyped_storage()) in self._origin for tensor in tensors_in(value))
         alone = is_last or copied or popped or skip_names(layer, "stash")
         key = None if alone else likeness_of(layer, value, self._kept)
+        known, like, keeps = self._known.get(key or b"", (None, None, None))
+        if known is not None and keeps is not None:
+            made = replace_tensors(like, self.fake)
+            self.counts.append(known)
+            self._kept |= _storages(list(compress([*tensors_in(value), *tensors_in(made)], keeps)))
+            return made
         saved = WeakValueDictionary[int, torch.UntypedStorage]()
         # what a quantizer made stays, and what is computed of it has no values
         with untouched(layer), exchanged(layer, lambda own: own if is_quantized(own) else self._fakes.like(own)):
@@ -198,8 +206,8 @@ class _Run:
                     return forward(self._copy)
 
             with self._fakes.inside():
-                if key is not None and key in self._known:
-                    output, found = watched(), self._known[key]
+                if known is not None:
+                    output, found = watched(), known
                 else:
                     output, found = self._count(layer, value, watched, saved, is_last=is_last)
                     found.halves = _count_halves(forward, tensors_in(value)) if self._parts else None
@@ -207,13 +215,21 @@ class _Run:
             if tensor is not None:
                 found.popped[source] = found.popped.get(source, 0.0) + _bytes(_storages([tensor]))
         self.counts.append(found)
-        if key is not None:
-            self._known[key] = found
         handed: Any = replace_tensors(output, lambda made: made.detach().requires_grad_(made.requires_grad))
         del output  # and with it what its graph keeps
         self._stashed |= {name: (index, tensor) for name, tensor in handed[1].items()}
         self._kept |= dict(saved)  # those that are alive
+        if key is not None:
+            every = [*tensors_in(value), *tensors_in(handed[0])]
+            keeps = [id(tensor.untyped_storage()) in saved for tensor in every]
+            self._known[key] = found, handed[0], keeps if self._is_plain(tensors_in(handed[0])) else None
         return handed[0]
+
+    def _is_plain(self, made: Sequence[Tensor]) -> bool:
+        """Whether tensors of the same layouts lie in memory as these do."""
+        storages = _storages(made)
+        as_large = _bytes(_storages(list(map(self.fake, made)))) == _bytes(storages)
+        return len(storages) == len(made) and as_large and storages.keys().isdisjoint(self._origin)
 
     def _count(
         self,
