@@ -82,7 +82,7 @@ class Simulator:
         stages = range(program.stages)
         self.stages_of = [[s for s in stages if program.rank_of[s] == rank] for rank in range(program.ranks)]
         self._held, self._turns = cache(self._find_held), cache(self._find_turns)
-        self._taken = cache(self._find_taken)
+        self._taken, self._when = cache(self._find_taken), cache(self._find_when)
         self._held_by_rank = cache(lambda rank, again: np.hstack([*map(self._held, self.stages_of[rank], again)]))
         self._actions: list[Action] = []
         self._steps: list[tuple[int, int | None, list[int]]] = []  # rank, link if it has one, steps awaited
@@ -209,8 +209,8 @@ class Simulator:
         anyway. What goes to the next stage on the same rank is kept inside, and is no second time among what that
         was given.
         """
-        kinds = COMPUTE | MOVES | SHARDS
-        row = [action for action in self.program.table[self.program.rank_of[stage]] if action.kind in kinds]
+        rank = self.program.rank_of[stage]
+        row = self._row(rank)
         moves = [at for at, action in enumerate(row) if action.kind in MOVES]
         places: dict[int, dict[int | None, dict[Kind, int]]] = {stage: {}, stage + 1: {}}  # by micro-batch
         for at, action in enumerate(row):
@@ -220,9 +220,8 @@ class Simulator:
 
         def waits(at: int) -> slice:
             """While what an action made is here though it is done."""
-            turns = self._turns(redo is not None)
-            when = [*accumulate((turns.get(action, inf) for action in reversed(row)), min)][::-1]
-            return slice(at + 1, bisect_right(when, self._taken(row[at], redo is not None)))
+            again = redo is not None
+            return slice(at + 1, bisect_right(self._when(rank, again), self._taken(row[at], again)))
 
         held = np.zeros((len(row), len(UNIT_COST.sizes)), np.int64)
         if shards := own.pop(None, {}):
@@ -253,6 +252,16 @@ class Simulator:
                 held[end + 1 : weights + 1, LATE] += 1
                 held[weights, WORKING_WEIGHT] += 1
         return held
+
+    def _row(self, rank: int) -> list[Action]:
+        """What a rank does that may change what it holds."""
+        kinds = COMPUTE | MOVES | SHARDS
+        return [action for action in self.program.table[rank] if action.kind in kinds]
+
+    def _find_when(self, rank: int, again: bool) -> list[float]:
+        """By place in a rank's row, the first turn of what it does there or later."""
+        turns = self._turns(again)
+        return [*accumulate((turns.get(action, inf) for action in reversed(self._row(rank))), min)][::-1]
 
     def _find_taken(self, action: Action, again: bool) -> int:
         """The turn in which the last of the other ranks takes what an action made; -1 if none does."""
