@@ -122,8 +122,8 @@ class GPipe(Partitioned):
             a file (docs/offload.md); or one of these for each stage. Where a backward follows its forward at once,
             nothing is recomputed. Or `"auto"`, with a `sample`: where, and as often as, `memory` demands.
         memory: For `remat="auto"` and `schedule="auto"`, bytes that each partition may hold, one number or one for
-            each: of weights, gradients, an optimizer as Adam, and activations. By default its device's, shared
-            evenly.
+            each: of weights, gradients, an optimizer as Adam, and activations, if ranks take as long as predicted:
+            messages that come sooner wait beside that. By default its device's, shared evenly.
         deferred_batch_norm: Running statistics of BatchNorm are those of the whole mini-batch, as in one plain
             forward of it (paper, section 2.2), also over replicas; by default those of one micro-batch after
             another, of each replica its own. Either way a micro-batch is normalized by its own.

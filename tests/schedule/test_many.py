@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe.schedule.cost import StageCost
-from gpipe.schedule.lower import Remat, place_recompute, place_transfers
+from gpipe.schedule.lower import Remat, join_backwards, place_recompute, place_transfers
 from gpipe.schedule.many import Many
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import SCHEDULES
@@ -39,7 +39,14 @@ def test_seconds_and_peaks_are_those_of_the_listed_table(name: str, data: st.Dat
     each = data.draw(st.sampled_from([2, 3])) if name.startswith("interleaved") else None
     rows, placement = table_of(name, ranks, micro_batches, each)
     assert isinstance(rows, Rows)
-    program, many, count = Program.of(rows, micro_batches, rank_of=placement), Many(rows, placement), len(placement)
+    program, count, joined = (
+        Program.of(rows, micro_batches, rank_of=placement),
+        len(placement),
+        data.draw(st.booleans()),
+    )
+    many = Many(rows, placement, joined=joined)
+    assert (rows[-1], rows[:2]) == (program.table[-1], program.table[:2])
+    program = join_backwards(program) if joined else program
     costs = data.draw(st.lists(stages, min_size=count, max_size=count))
     again = data.draw(st.sets(st.integers(0, count - 1)))
     remat: list[Remat] = ["always" if stage in again else "never" for stage in range(count)]
@@ -55,7 +62,6 @@ def test_seconds_and_peaks_are_those_of_the_listed_table(name: str, data: st.Dat
         listed.split,
     )
     assert bare.bubble == pytest.approx(listed.bubble)
-    assert (rows[-1], rows[:2]) == (program.table[-1], program.table[:2])
 
 
 @pytest.mark.parametrize(("name", "beside"), [("zb_h1", 255), ("zb_v", 255), ("interleaved_zb", 255)])

@@ -24,6 +24,8 @@ Flags = npt.NDArray[np.bool_]
 class Many:
     """The rows of a page in numbers, timed by what its stages cost; some stages may recompute all micro-batches.
 
+    Perhaps as they are run, with what stands together of a split backward joined, as `lower.join_backwards` does.
+
     An action is 8 times its stage and the place of its kind in `KINDS`; and 4 more in a forward and a backward of one
     micro-batch at one stage between which nothing is, so that nothing is recomputed.
 
@@ -35,13 +37,19 @@ class Many:
     (1599.0, 1536)
     """
 
-    def __init__(self, rows: Rows, rank_of: Placement) -> None:
-        self.rows, self.rank_of = rows, rank_of
+    def __init__(self, rows: Rows, rank_of: Placement, *, joined: bool = False) -> None:
+        self.rows, self.rank_of, self.joined = rows, rank_of, joined
         self.row = cache(self._row)
 
     def _row(self, rank: int) -> Numbers:
         kind, stage, nth = numbered(self.rows.cells(rank), self.rows.micro_batches)
         same = (stage[:-1] == stage[1:]) & (nth[:-1] == nth[1:])
+        if self.joined:
+            stays = np.equal(self.rank_of, (self.rank_of[0], *self.rank_of[:-1]))  # what I gives, or nothing is given
+            late = np.append(False, same & (kind[:-1] == 2) & (kind[1:] == 3) & stays[stage[:-1]])
+            kind = np.where(np.append(late[1:], False), 1, kind)
+            kind, stage, nth = kind[~late], stage[~late], nth[~late]
+            same = (stage[:-1] == stage[1:]) & (nth[:-1] == nth[1:])
         follows = same & (kind[:-1] == 0) & ((kind[1:] == 1) | (kind[1:] == 2))
         row: Numbers = 8 * stage + kind
         row[:-1][follows] += 4

@@ -67,9 +67,9 @@ class Shape:
         return join_backwards(Program.of(table, self.micro_batches, rank_of=self.rank_of)) if table else None
 
     def many(self) -> Many | None:
-        """Its rows, if their actions are too many to be listed."""
+        """Its rows, as they are run, if their actions are too many to be listed."""
         rows = self._table() if self.actions > LARGE else None
-        return Many(rows, self.rank_of) if isinstance(rows, Rows) and self.rank_of else None
+        return Many(rows, self.rank_of, joined=True) if isinstance(rows, Rows) and self.rank_of else None
 
 
 @dataclass(frozen=True)
