@@ -34,6 +34,24 @@ def remats(made: gpipe.GPipe) -> tuple[object, ...]:
     return made._settings.remat
 
 
+class Between(nn.Module):
+    """Alike blocks, between which the model computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) + x.tanh()
+        return x
+
+
+def test_alike_blocks_of_a_model_are_counted_with_what_stands_between_them() -> None:
+    made = gpipe.GPipe(Between(), 2, 2, sample=torch.ones(4, 4), costs="params", remat="auto", memory=10**6)
+    assert remats(made) == ("never", "never")
+
+
 def test_more_memory_recomputes_less() -> None:
     found = [remats(pipe(memory)) for memory in (300_000, 340_000, 400_000, 10**6)]
     assert found[-1] == ("never", "never")

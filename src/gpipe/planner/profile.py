@@ -32,6 +32,7 @@ from gpipe.stages.quantized import is_quantized, numbers_in, stored_in
 from gpipe.stages.skips import skip_names
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 from gpipe.tracing.meta_model import exchanged
+from gpipe.tracing.stage import SingleLayer
 
 T = TypeVar("T")
 ADAM = 2  # numbers that the optimizer keeps of each that it trains: Adam keeps two
@@ -222,7 +223,8 @@ class _Run:
         if key is not None:
             every = [*tensors_in(value), *tensors_in(handed[0])]
             keeps = [id(tensor.untyped_storage()) in saved for tensor in every]
-            self._known[key] = found, handed[0], keeps if self._is_plain(tensors_in(handed[0])) else None
+            again = isinstance(layer, SingleLayer) or not self._is_plain(tensors_in(handed[0]))
+            self._known[key] = found, handed[0], None if again else keeps
         return handed[0]
 
     def _is_plain(self, made: Sequence[Tensor]) -> bool:
