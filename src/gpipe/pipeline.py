@@ -320,6 +320,8 @@ class GPipe(Partitioned):
             run.slices = slices
             run.loss_fn = own_loss if is_own else loss_fn
             with run.context.entered(self.recorder is not None):
+                if not isinstance(losses, list | None):
+                    raise TypeError(f"losses is a {type(losses).__name__}; give a list, which will hold each")
                 devices = [stage.device for stage in self._engine.stages]
                 factor = read_scale(scale, scaler, devices, processes=self._processes.size)
                 parts = self._split(run, plain(inputs), targets, reduction)
