@@ -134,6 +134,8 @@ class Loop(threading.Thread):
             with self._around.rank_thread(), self._around.around_layers(), self._draws:
                 self.result = self._generate(self)
             self._asked.put(None)
+        except Cancelled:
+            self._asked.put(Cancelled())  # another, without frames: they hold a cache
         except BaseException as error:
             self._asked.put(error)
 
