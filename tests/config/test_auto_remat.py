@@ -75,7 +75,7 @@ def test_what_is_predicted_fits(schedule: str) -> None:
 @pytest.mark.parametrize("memory", [290_000, 310_000])
 def test_backwards_stay_split_where_they_do_not_fit_whole(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "unsplit_stages", lambda program, costs: frozenset(range(program.stages)))
-    made = gpipe.GPipe(layers(), 2, 8, sample=X, remat="auto", memory=memory, schedule="zb_v")
+    made = gpipe.GPipe(layers(), [2, 2, 1, 1], 8, sample=X, remat="auto", memory=memory, schedule="zb_v")
     assert made.prediction.peak_bytes is not None
     assert max(made.prediction.peak_bytes) <= memory
 

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from random import Random
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from gpipe._torch.dispatcher import SLOT
+from gpipe.runtime import threads
 from tests.support.odd_layers import Apply
 from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, squares, weights_of
 from tests.support.progress import run, wait_until
@@ -208,23 +210,20 @@ def test_a_child_forked_while_another_thread_steps_can_step() -> None:
         stepping.join()
 
 
-class SlowQueue:
+class SlowQueue(SimpleQueue[Any]):
     """Takes so long to put something in that another thread gets its turn."""
 
-    def __init__(self, queue: Any) -> None:
-        self.queue = queue
-        self.random = Random(0)
+    random = Random(0)
 
-    def put(self, item: object) -> None:
+    def put(self, item: object, *more: Any) -> None:
         time.sleep(self.random.choice([0, 0.003]))
-        self.queue.put(item)
+        super().put(item, *more)
 
 
-def test_several_callers_at_once_do_not_block_each_other() -> None:
+def test_several_callers_at_once_do_not_block_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "SimpleQueue", SlowQueue)
     pipe = make()
     expected = pipe.step(X, Y, squares)
-    queues = pipe._engine.threads._jobs
-    queues[:] = [SlowQueue(queue) for queue in queues]  # type: ignore[misc]  # as good as a queue
     found: list[Tensor] = []
 
     def keep_stepping() -> None:
