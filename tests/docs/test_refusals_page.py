@@ -67,21 +67,27 @@ def test_every_refusal_is_on_the_page() -> None:
     assert [found for found in refusals() if not any(found[1].startswith(quoted) for quoted in QUOTED)] == []
 
 
-def names_in_type_errors() -> Iterator[str]:
-    """The names of the texts of TypeErrors."""
-    for tree in (*map(ast.parse, [path.read_text() for path in BELOW]), *(module for _, module in modules())):
+def trees() -> Iterator[ast.Module]:
+    yield from (ast.parse(path.read_text()) for path in BELOW)
+    yield from (module for _, module in modules())
+
+
+def type_errors() -> Iterator[ast.expr]:
+    """What TypeErrors say: a text, or the name of one, perhaps filled in."""
+    for tree in trees():
         for node in ast.walk(tree):
             match node:
-                case ast.Raise(ast.Call(ast.Name("TypeError"), [ast.Name() | ast.Call() as text, *_])):
-                    yield ast.unparse(text).partition(".format")[0]
+                case ast.Raise(ast.Call(ast.Name("TypeError"), [text, *_])):
+                    yield text
 
 
 def test_the_page_calls_those_type_errors_that_are() -> None:
     named = {
         node.targets[0].id: text_of(node.value) or ""
-        for tree in (*map(ast.parse, [path.read_text() for path in BELOW]), *(module for _, module in modules()))
+        for tree in trees()
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
-    raised = {next(quoted for quoted in QUOTED if named[name].startswith(quoted)) for name in names_in_type_errors()}
+    texts = [text_of(text) or named[ast.unparse(text).partition(".format")[0]] for text in type_errors()]
+    raised = {quoted for quoted in QUOTED if any(text.startswith(quoted) for text in texts)}
     assert raised == set(re.findall(r"^`(.*)`\n: A `TypeError`", PAGE, re.MULTILINE))
