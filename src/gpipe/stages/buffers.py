@@ -149,15 +149,20 @@ def _is_changed(was: SavedBuffer, now: Tensor | None, exact: bool) -> bool:
     if version(now) != was.version or now.shape != was.copy.shape or now.dtype != was.copy.dtype:
         return True
     if now.is_cpu or (exact and not now.is_meta):
-        return not torch.equal(_values_of(now), _values_of(was.copy))
+        return not all(map(torch.equal, _parts_of(now), _parts_of(was.copy)))
     return now.nbytes <= SMALL and not now.is_meta
 
 
-def _values_of(tensor: Tensor) -> Tensor:
-    """A tensor, or the values of a sparse one, which torch does not compare."""
-    if tensor.layout is torch.strided:
-        return tensor
-    return tensor._values() if tensor.is_sparse else tensor.values()
+def _parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """A tensor, or what a sparse one consists of, which torch does not compare itself."""
+    match tensor.layout:
+        case torch.strided:
+            return (tensor,)
+        case torch.sparse_coo:
+            return tensor._indices(), tensor._values()
+        case torch.sparse_csr | torch.sparse_bsr:
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
 
 
 @contextmanager
