@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -103,7 +103,11 @@ class Rows(Sequence[RankActions]):
     def __len__(self) -> int:
         return self.ranks
 
-    def __getitem__(self, at: Any) -> Any:
+    @overload
+    def __getitem__(self, at: int) -> RankActions: ...
+    @overload
+    def __getitem__(self, at: slice) -> Table: ...
+    def __getitem__(self, at: int | slice) -> RankActions | Table:
         if isinstance(at, slice):
             return tuple(map(self.__getitem__, range(self.ranks)[at]))
         return in_turn(self.cells(range(self.ranks)[at]), self.micro_batches, self.slices)
