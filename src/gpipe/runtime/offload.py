@@ -9,17 +9,18 @@ A rank's moves are done one at a time, and the rank goes on beside the last one.
 by when memory that was moved is free, or to the backward for which something comes back: on a device its stream does.
 
 What is freed on a CPU glibc keeps, and backwards wander over what was offloaded: the process would grow to what all
-micro-batches need. So it is made to give free pages back with each move; and what is fetched lies in memory that is
-no allocator's, and is the system's again as soon as its node has run.
+micro-batches need. So it is made to give free pages back with each move; and what is fetched is the file itself,
+mapped: no copy, no allocator's, and the system's again as soon as its node has run.
 """
 
 import ctypes
 import mmap
+import os
 import tempfile
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -36,8 +37,12 @@ from gpipe.schedule.action import Action, Kind
 
 Host: TypeAlias = "FileHost | PinnedHost"
 NAME = "gpipe moves"  # of the thread that moves
-give_back: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", int)
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.mmap.restype = ctypes.c_void_p
+give_back: Callable[[int], object] = getattr(LIBC, "malloc_trim", int)
 """Has glibc give the pages of all that is free back to the system; other allocators do so in their own time."""
+POPULATE_READ = 22
+"""Of `madvise`: maps all pages at once, of Linux from 5.14 on. Elsewhere a page comes when it is first read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +57,11 @@ class Moved:
         """What it holds."""
         assert self.storage is not None
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+
+    def address(self) -> int:
+        """Where it lies. Of what numpy saw torch resizes nothing, so that it gets a view of none."""
+        assert self.storage is not None
+        return self.storage.data_ptr()
 
     def free(self) -> None:
         """Lets go of it."""
@@ -157,9 +167,8 @@ class FileHost(_Moves):
     def fetch(self, action: Action, inside: Inside) -> None:
         """Begins to read it back."""
         self.finish()
-        for one in inside.moved:
-            memory = mmap.mmap(-1, one.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            one.lay_in(torch.frombuffer(memory, dtype=torch.uint8).untyped_storage())
+        for start, one in _placed(inside.moved):
+            one.lay_in(_mapped(inside.there.fileno(), start, one.size))
         self._begin(action, inside, _read)
 
     def _begin(self, action: Action, inside: Inside, work: Callable[[Inside], float]) -> None:
@@ -171,30 +180,40 @@ class FileHost(_Moves):
         self._thread.shutdown(cancel_futures=True)
 
 
+def _placed(moved: Sequence[Moved]) -> Iterator[tuple[int, Moved]]:
+    """Each storage, and where it begins in the file: at a page, since it is mapped from there."""
+    start = 0
+    for one in moved:
+        yield start, one
+        start += -(-one.size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _mapped(file: int, start: int, size: int) -> UntypedStorage:
+    """A part of a file as memory of its own. Python's mmap would hold one more file open for each."""
+    reads_and_writes, private = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
+    address = LIBC.mmap(None, ctypes.c_size_t(size), reads_and_writes, private, file, ctypes.c_long(start))
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), "what was offloaded could not be mapped")
+    memory = (ctypes.c_char * size).from_address(address)
+    weakref.finalize(memory, LIBC.munmap, ctypes.c_void_p(address), ctypes.c_size_t(size)).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
 def _write(inside: Inside) -> float:
     give_back(0)
-    for one in inside.moved:
-        _whole(inside.there.write, one)
+    for start, one in _placed(inside.moved):
+        memory, done = memoryview((ctypes.c_char * one.size).from_address(one.address())), 0
+        while done < one.size:  # the system takes at most 2 GiB at once
+            done += os.pwrite(inside.there.fileno(), memory[done:], start + done)
     return time.perf_counter()
 
 
 def _read(inside: Inside) -> float:
     give_back(0)
-    inside.there.seek(0)
     for one in inside.moved:
-        _whole(inside.there.readinto, one)
+        LIBC.madvise(ctypes.c_void_p(one.address()), ctypes.c_size_t(one.size), POPULATE_READ)
     inside.there.close()
     return time.perf_counter()
-
-
-def _whole(call: Callable[[memoryview], int], one: Moved) -> None:
-    """Reads or writes a storage: the system does at most 2 GiB at once. Of what numpy saw torch resizes nothing."""
-    assert one.storage is not None
-    memory, done = memoryview((ctypes.c_char * one.size).from_address(one.storage.data_ptr())), 0
-    while done < one.size:
-        done += (count := call(memory[done:]))
-        if not count:
-            raise OSError("the file of what was offloaded has ended before what was written to it")
 
 
 class PinnedHost(_Moves):
