@@ -58,7 +58,7 @@ ALLOWED = {
     "_apply": "what `to` and its like call, and what modules override",
     "_version": "how often a tensor was changed in place: torch's notes on autograd name it",
     "_base": "what a tensor is a view of",
-    "_indices": "where the numbers of a sparse tensor stand whose doubles were not yet added up: torch.sparse names it",
+    "_indices": "where numbers of a sparse tensor stand whose doubles are not added up yet: torch.sparse names it",
     "_getframe": "of sys",
     "_exit": "of os",
     "_init_weights": "what gives parts of a model their first values: of transformers, and of models that follow it",

@@ -201,6 +201,24 @@ def test_a_layer_that_fails_leaves_nothing_behind() -> None:
         assert open_files() == before
 
 
+def test_what_came_back_holds_no_file_open_and_can_be_written_to() -> None:
+    x = torch.arange(3000.0, requires_grad=True)  # storages end within a page
+    host = FileHost(RankStream(torch.device("cpu"), alone=True))
+    before = open_files()
+    inside, out = inside_of(nn.Sequential(*[nn.Softplus() for _ in range(9)]), x)
+    gradient = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+    host.offload(Action(Kind.OFFLOAD, 0, 0), inside)
+    host.fetch(Action(Kind.FETCH, 0, 0), inside)
+    host.finish(inside)
+    host.close()
+    assert open_files() == before
+    assert torch.equal(torch.autograd.grad(out.sum(), x, retain_graph=True)[0], gradient)
+    assert len(inside.moved) == 8
+    for one in inside.moved:
+        one.bytes().zero_()
+    assert not any(one.bytes().any() for one in inside.moved)
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the allocator is not glibc's")
 def test_what_is_away_and_what_came_back_and_was_used_are_no_memory_of_the_process() -> None:
     x = torch.randn(64, 4096, requires_grad=True)  # 1 MiB
