@@ -2,6 +2,8 @@
 
 Runtimes whose stages are placed alike take turns, with the plain loop and copies of it among them: one stage a rank,
 two in a loop, two in a V, and as the search has it where nothing is recomputed. Ratios are of turns of one round.
+The bound of a schedule is its table by what its stages take: a split backward as two halves, a recompute as long as a
+forward.
 """
 
 import argparse
@@ -11,20 +13,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
-from torch import Tensor
+from torch import Tensor, nn
 
+import gpipe
 from bench.machine import facts
 from bench.report import describe, interval, table, write
 from bench.run import QUIET, ROUNDS, compare, gradients_newest_first, setup_for, stage_times
 from bench.runtimes import FAMILIES, RUNTIMES, Family
 from bench.teams import Teams, Turn, quietest, quietest_pairs, reason
 from bench.workloads import WORKLOADS, Workload
+from gpipe.schedule.cost import StageCost
+from gpipe.schedule.simulate import simulate
 
 WORKS = ("transformer", "halves", "conv", "amoebanet")
 LOOPS = ("plain", "whole-1", "copies")
 HEADER = (
-    "runtime", "step ms (95 %)", "speed (95 %)", "threads / it (95 %)", "processes / it (95 %)", "peak MiB of one",
-    "of all", "gradients",
+    "runtime", "step ms (95 %)", "speed (95 %)", "of its bound", "threads / it (95 %)", "processes / it (95 %)",
+    "peak MiB of one", "of all", "gradients",
 )  # fmt: skip
 
 
@@ -37,6 +42,8 @@ class Row:
     peak_bytes: list[int]
     gradients: str
     failure: str = ""
+    bound: float = 0.0
+    """How many times as fast as the plain loop its table is, were there nothing but stages; 0: none of ours."""
 
     @property
     def title(self) -> str:
@@ -85,11 +92,20 @@ class Group:
             row.title,
             _with_interval([1e3 * median(turn.seconds) for turn in self._quiet(row)]),
             _with_interval([row.mini_batches * ratio for ratio in self._ratios(plain, row)]),
+            self._of_bound(row),
             *(self._ours_over(row, where) for where in ("threads", "processes")),
             f"{max(row.peak_bytes) / 2**20:.0f}",
             f"{sum(row.peak_bytes) / 2**20:.0f}",
             row.gradients,
         ]
+
+    def _of_bound(self, row: Row) -> str:
+        """The speed over that of its table, or of copies that share nothing, whichever is less."""
+        if not row.bound:
+            return ""
+        plain, copies = self.rows[0], next(each for each in self.rows if each.name == "copies")
+        at_once = copies.mini_batches * median(self._ratios(plain, copies))
+        return f"{median(self._ratios(plain, row)) / min(row.bound, at_once):.0%}"
 
     def _ours_over(self, peer: Row, where: str) -> str:
         """The time of this library by the same schedule over that of a peer; nothing for what is no peer."""
@@ -122,6 +138,24 @@ def runtimes_of(family: Family, only: Sequence[str]) -> list[str]:
     ]
 
 
+def bound(
+    name: str, ranks: int, micro_batches: int, remat: bool, forward: Sequence[float], backward: Sequence[float]
+) -> float:
+    """How many times as fast as the plain loop the table of a runtime of ours is, by what stages take."""
+    if name in LOOPS or not RUNTIMES[name].ours:
+        return 0.0
+    costs = [StageCost(*each) for each in zip(forward, backward, strict=True)]
+    each = [cost.forward + cost.backward for cost in costs]
+    if RUNTIMES[name].schedule == "auto":  # whatever its table: a rank has its work, behind the forwards ahead of it
+        least = max(sum(forward[:rank]) + micro_batches * own for rank, own in enumerate(each))
+    else:
+        again, layers = "always" if remat else "never", [nn.Identity() for _ in costs]
+        schedule = RUNTIMES[name].schedule
+        with gpipe.GPipe(layers, ranks, micro_batches, schedule=schedule, remat=again, driver="lockstep") as pipe:
+            least = simulate(pipe.program, costs).timeline.seconds
+    return micro_batches * sum(each) / least
+
+
 def measure(
     work: Workload, family: Family, names: Sequence[str], newest: dict[str, Tensor], *, remat: bool, rounds: int,
     seconds: float, rest: float,
@@ -136,10 +170,13 @@ def measure(
     forward, backward = stage_times(quietest(teams.turns["stages"], rounds, QUIET))
     same = {name: compare(found, gradients["plain"], newest) for name, found in gradients.items()}
     rows = [
-        Row(name, turns, teams.by_name[name].peaks, same.get(name, ""), teams.failures.get(name, ""))
+        Row(
+            name, turns, teams.by_name[name].peaks, same.get(name, ""), teams.failures.get(name, ""),
+            bound(name, work.partitions, work.micro_batches, remat, forward, backward),
+        )
         for name in (*LOOPS, *names)
         for turns in [[] if name in teams.failures else teams.turns[name]]
-    ]
+    ]  # fmt: skip
     return Group(family.title, rounds, setups["stages"].cuts, forward, backward, rows)
 
 
