@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
-from torch import Tensor, nn
+from torch import Tensor
 
-import gpipe
 from bench.machine import facts
 from bench.report import describe, interval, table, write
 from bench.run import QUIET, ROUNDS, compare, gradients_newest_first, setup_for, stage_times
@@ -23,6 +22,7 @@ from bench.runtimes import FAMILIES, RUNTIMES, Family
 from bench.teams import Teams, Turn, quietest, quietest_pairs, reason
 from bench.workloads import WORKLOADS, Workload
 from gpipe.schedule.cost import StageCost
+from gpipe.schedule.program import Program
 from gpipe.schedule.simulate import simulate
 
 WORKS = ("transformer", "halves", "conv", "amoebanet")
@@ -138,22 +138,13 @@ def runtimes_of(family: Family, only: Sequence[str]) -> list[str]:
     ]
 
 
-def bound(
-    name: str, ranks: int, micro_batches: int, remat: bool, forward: Sequence[float], backward: Sequence[float]
-) -> float:
-    """How many times as fast as the plain loop the table of a runtime of ours is, by what stages take."""
-    if name in LOOPS or not RUNTIMES[name].ours:
+def bound(program: Program | None, forward: Sequence[float], backward: Sequence[float]) -> float:
+    """How many times as fast as the plain loop a table is, by what its stages take for a micro-batch."""
+    if program is None or program.stages != len(forward):
         return 0.0
     costs = [StageCost(*each) for each in zip(forward, backward, strict=True)]
-    each = [cost.forward + cost.backward for cost in costs]
-    if RUNTIMES[name].schedule == "auto":  # whatever its table: a rank has its work, behind the forwards ahead of it
-        least = max(sum(forward[:rank]) + micro_batches * own for rank, own in enumerate(each))
-    else:
-        again, layers = "always" if remat else "never", [nn.Identity() for _ in costs]
-        schedule = RUNTIMES[name].schedule
-        with gpipe.GPipe(layers, ranks, micro_batches, schedule=schedule, remat=again, driver="lockstep") as pipe:
-            least = simulate(pipe.program, costs).timeline.seconds
-    return micro_batches * sum(each) / least
+    work = program.micro_batches * sum((*forward, *backward))
+    return work / simulate(program, costs).timeline.seconds
 
 
 def measure(
@@ -172,7 +163,7 @@ def measure(
     rows = [
         Row(
             name, turns, teams.by_name[name].peaks, same.get(name, ""), teams.failures.get(name, ""),
-            bound(name, work.partitions, work.micro_batches, remat, forward, backward),
+            bound(teams.by_name[name].program, forward, backward),
         )
         for name in (*LOOPS, *names)
         for turns in [[] if name in teams.failures else teams.turns[name]]

@@ -15,6 +15,7 @@ from bench.machine import busy_seconds, cpu_seconds
 from bench.runtimes import RUNTIMES
 from bench.setup import Setup
 from bench.worker import Answer, serve
+from gpipe.schedule.program import Program
 
 T = TypeVar("T")
 
@@ -66,12 +67,14 @@ class Team:
             self.orders.append(ours)
             self.processes.append(process)
         self.peaks: list[int] = []
+        self.program: Program | None = None
         self.steps = 1
 
     def wait_until_ready(self) -> None:
         """Waits for the first steps to be done; decides how many make a turn."""
         answers = self._hear()
         self.peaks = [answer.peak_bytes for answer in answers]
+        self.program = answers[0].program
         step = max(answer.seconds[-1] for answer in answers)
         self.steps = min(40, max(1, round(TURN_SECONDS / step)))
         if self.steps > 1:

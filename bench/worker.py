@@ -13,10 +13,12 @@ import torch.distributed.pipelining  # imported here, so that no process does it
 import torch.fx.experimental.symbolic_shapes  # likewise: torch imports it at a first backward
 from torch import Tensor
 
+import gpipe
 from bench.machine import forget_peak, peak_resident_bytes, resident_bytes
 from bench.one_process import Stages
 from bench.runtimes import RUNTIMES
 from bench.setup import Runtime, Setup
+from gpipe.schedule.program import Program
 from two_hosts.relay import enter
 
 WARM_UP = 2
@@ -31,6 +33,7 @@ class Answer:
         forwards: If the runtime times stages, the seconds of each stage for each micro-batch.
         backwards: Likewise.
         peak_bytes: By how much the first steps made the process grow.
+        program: The table that is run, if it is this library's.
         gradients: Of the last step, if they were asked for.
         failure: Why there is nothing else.
     """
@@ -39,6 +42,7 @@ class Answer:
     forwards: list[list[float]] = field(default_factory=list)
     backwards: list[list[float]] = field(default_factory=list)
     peak_bytes: int = 0
+    program: Program | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict)
     failure: str = ""
 
@@ -55,6 +59,8 @@ def serve(orders: Connection, name: str, setup: Setup) -> None:
         forget_peak()
         answer = run(runtime, WARM_UP)
         answer.peak_bytes = peak_resident_bytes() - before
+        pipe = getattr(runtime, "pipe", None)
+        answer.program = pipe.program if isinstance(pipe, gpipe.GPipe) else None
         orders.send(answer)
         while (order := orders.recv()) is not None:
             if order == "gradients":
