@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -981,6 +981,22 @@ def test_a_scaler_believes_what_is_noted() -> None:
         scaler.update()
         assert torch.equal(layer.weight, before)
         assert scaler.get_scale() == 1.0
+
+
+def test_a_scaler_looks_at_what_a_process_holds() -> None:
+    class Spread:
+        def __init__(self, grad: Tensor | None) -> None:
+            self.grad = grad
+
+    whole, shard = torch.tensor([4.0]), torch.tensor([float("inf"), 2.0])
+    spread = type("Gradient", (), {"to_local": lambda _: shard})()
+    scaler = modules.LocalGradScaler("cpu", init_scale=2.0)
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": [*map(Spread, [whole, spread, None])]}])
+    with relied_on("LocalGradScaler", "divides gradients of which some are shards"):
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        assert (whole.item(), shard[1].item()) == (2.0, 1.0)
+        assert all(modules.found_infinite(scaler, optimizer).values())
 
 
 # ---- the dispatcher ----

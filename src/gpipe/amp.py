@@ -1,17 +1,24 @@
 """Gradient scaling over processes: all ranks skip the same steps."""
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from gpipe._torch.modules import awaits_unscale, found_infinite, note_infinite
+from gpipe._torch.modules import LocalGradScaler, awaits_unscale, found_infinite, note_infinite
 from gpipe.distributed.agree import agree
 from gpipe.pipeline import GPipe
 from gpipe.runtime.inputs import scaler_device
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
-class GradScaler(torch.amp.GradScaler):
+
+class GradScaler(LocalGradScaler):
     """A `torch.amp.GradScaler` whose ranks agree: what is not finite on one of them skips the step on all.
+
+    Some parameters may be spread over processes, as by `fully_shard`, and others whole.
 
     Every process makes one and calls the same; the scale stays the same everywhere. In one process it is torch's own.
     Give it to each step as `scaler=`: by `scale=scaler.get_scale()` it would not learn that it is in use, and `step`
@@ -57,6 +64,11 @@ class GradScaler(torch.amp.GradScaler):
         if optimizer is not None:
             super().unscale_(optimizer)
         found = optimizer is not None and any(bool(one.item()) for one in found_infinite(self, optimizer).values())
+        for mesh in () if optimizer is None else _meshes(optimizer):
+            told = torch.full((), float(found), device=mesh.device_type)
+            for group in mesh.get_all_groups():
+                dist.all_reduce(told, dist.ReduceOp.MAX, group)
+            found = bool(told)
         found = any(agree(self._pipe._processes, found))
         device = scaler_device(self._pipe.devices)
         everywhere = {device: torch.full((), float(found), device=device)}
@@ -77,3 +89,9 @@ class GradScaler(torch.amp.GradScaler):
                 f"{self.get_scale():g}. Run a step under gpipe.detect_nonfinite(pipe), which names the layer"
             )
         return None if optimizer is None else super().step(optimizer, *args, **kwargs)
+
+
+def _meshes(optimizer: torch.optim.Optimizer) -> Iterable["DeviceMesh"]:
+    """Over which its parameters are spread, each mesh once: their ranks may be of other pipes."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return dict.fromkeys(parameter.device_mesh for parameter in parameters if hasattr(parameter, "device_mesh"))

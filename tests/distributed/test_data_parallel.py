@@ -249,6 +249,19 @@ def test_sharded_layers_have_the_bits_of_replicas_and_are_sent_once_a_step(sizes
         assert few[1] > 0
 
 
+def test_all_ranks_skip_the_same_steps_where_some_layers_are_spread() -> None:
+    """Of a DTensor beside others torch's scaler says "mixed torch.Tensor and DTensor"."""
+    for answer in answers(run_ranks(2, jobs.scale_shards)):
+        assert [scale for scale, *_ in answer["whole"]] == [64.0, 32.0, 32.0]
+        first, skipped, last = (parameters for *_, parameters in answer["whole"])
+        assert first == skipped != last
+        assert answer["sharded"] == answer["whole"]
+        assert [scale for scale, *_ in answer["split"]] == [scale for scale, *_ in answer["alone"]]
+        for split, alone in zip(answer["split"], answer["alone"], strict=True):
+            for name, weights in alone[-1].items():
+                torch.testing.assert_close(torch.tensor(split[-1][name]), torch.tensor(weights), rtol=1e-4, atol=1e-6)
+
+
 @st.composite
 def sharded_cases(draw: st.DrawFn, partitions: int) -> tuple[str, int, int, str, list[int]]:
     """A schedule, stages a rank, M, remat, and which of four layers are sharded."""

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TypeAlias
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,20 @@ def seconds_of_group(group: dist.ProcessGroup) -> float:
     backend = group._get_backend(group.bound_device_id or torch.device("cpu"))
     timeout: timedelta = backend.options._timeout
     return timeout.total_seconds()
+
+
+class LocalGradScaler(torch.amp.GradScaler):
+    """A scaler that divides what this process holds of each gradient, and looks at that; torch mixes no DTensors."""
+
+    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *options: Any) -> dict[torch.device, Tensor]:
+        held = list[Tensor]()
+        for gradient in (one.grad for group in optimizer.param_groups for one in group["params"]):
+            if gradient is not None:
+                own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                held.append(own.detach())
+                held[-1].grad = own
+        parts: Any = SimpleNamespace(param_groups=[{"params": held}])
+        return super()._unscale_grads_(parts, *options)
 
 
 def awaits_unscale(scaler: torch.amp.GradScaler, optimizer: object) -> bool:

@@ -19,7 +19,7 @@ import gpipe
 from gpipe.distributed import context
 from gpipe.distributed import reduce as collectives
 from gpipe.schedule.action import SHARDS
-from gpipe.stages.tree import full_tensor
+from gpipe.stages.tree import full_tensor, local
 from tests.support.jobs.training import Json
 from tests.support.placements import placed
 from tests.support.plain_loop import weights_of
@@ -520,6 +520,34 @@ def split_tensors(rank: int, world: int, sizes: dict[str, int]) -> Json:
         optimizer.step()
         optimizer.zero_grad()
     return {"parameters": parameters(pipe), "norms": norms, "seed": pipe.seed}
+
+
+def scale_shards(rank: int, world: int) -> Json:
+    """Steps of a scaled loss, the second with an infinite gradient on one rank alone; whole, sharded, and split."""
+    found = {}
+    for name, sizes in {"whole": "dp", "sharded": "dp", "alone": "tp", "split": "tp"}.items():
+        mesh, layers = mesh_of(**{sizes: 2, "pp": 1}), mlp()
+        if name == "split":
+            parallelize_module(layers[1], mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        pipe = gpipe.GPipe(layers, 1, 2, seed=0, mesh=mesh)
+        if name == "sharded":
+            for layer in layers[1:3]:
+                fully_shard(layer, mesh=mesh["dp"])
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        scaler = gpipe.GradScaler(pipe, init_scale=64.0, growth_interval=100)
+        steps = list[Any]()
+        for broken in (False, True, False):
+            pipe.step(*data(rank if sizes == "dp" else 0, 4), F.mse_loss, scaler=scaler)
+            gradient = pipe[1].get_parameter("0.weight").grad
+            assert gradient is not None
+            if broken and (rank or name == "alone"):
+                local(gradient)[-1] = float("inf")  # by torch alone this rank alone, or none, would see it
+            scaler.step(optimizer)
+            scaler.update()
+            steps.append([scaler.get_scale(), whole_gradients(pipe) if not broken else None, parameters(pipe)])
+            pipe.zero_grad()
+        found[name] = steps
+    return found
 
 
 def torchs_own(rank: int, world: int) -> Json:
