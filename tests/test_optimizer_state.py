@@ -1,10 +1,15 @@
 """An optimizer whose state is on the host makes the same steps."""
 
+import errno
+import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -93,6 +98,41 @@ def test_state_that_is_there_or_loaded_goes_too_and_is_saved_as_ever() -> None:
     assert all(map(torch.equal, found, again))
     assert all(in_files(second))
     assert all(map(torch.equal, found, train_on_plainly()))
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files with room for 64 KiB; where none may be mounted, one that seems to have none."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    mounted = sys.platform == "linux" and not subprocess.run(mount, capture_output=True).returncode
+    if not mounted:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=full), raising=False)
+    yield tmp_path
+    if mounted:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_a_disk_that_is_full_raises_and_tells_how_many_bytes_were_to_go_where(
+    full_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was mapped from a file without room ended the process when it was written to."""
+    whole = nn.Linear(128, 256)
+    optimizer, told = (
+        AdamW(whole.parameters(), lr=0.01),
+        f"131,072 bytes were to go to a file in {full_disk}; set TMPDIR",
+    )
+    gpipe.offload(optimizer)
+    whole(torch.ones(2, 128)).square().sum().backward()
+    before = whole.weight.detach().clone()
+    with pytest.raises(OSError, match="No space left") as raised:
+        optimizer.step()
+    assert told in raised.value.__notes__[0]
+    assert torch.equal(whole.weight, before)
+    monkeypatch.undo()
+    optimizer.step()  # where there is room, as if nothing had been
+    assert len(optimizer.state[whole.weight]) == 3
 
 
 def test_what_is_no_optimizer_is_refused() -> None:

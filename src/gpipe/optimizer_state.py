@@ -1,5 +1,6 @@
 """An optimizer's state on the host: in mapped files, or in pinned memory but for a step."""
 
+import os
 import tempfile
 from collections import defaultdict
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.optim import Optimizer
 
-from gpipe.runtime.offload import give_back
+from gpipe.runtime.offload import give_back, room_for
 
 SMALL = 4096  # bytes of state that stays where it is: counts of steps
 
@@ -24,6 +25,7 @@ def offload(optimizer: Optimizer) -> None:
 
     Raises:
         TypeError: It is no optimizer of torch.
+        OSError: There is no room for a file; a note tells how many bytes were to go where. So does a step.
 
     >>> import gpipe
     >>> layer = torch.nn.Linear(64, 64)
@@ -64,7 +66,11 @@ class _StateInFiles(dict[str, Any]):
         super().__setitem__(name, value)
         for _, large in _large({name: value}):
             if large.is_cpu:
-                super().__setitem__(name, _copy_on_host(large))
+                try:
+                    super().__setitem__(name, _copy_on_host(large))
+                except OSError:
+                    self.clear()  # it is made anew by the next step, whole
+                    raise
                 give_back(0)
 
 
@@ -76,7 +82,9 @@ def _copy_on_host(value: Tensor) -> Tensor:
     if not value.is_cpu:
         return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
     like = torch.empty_like(value, device="meta")  # laid out as densely as can be
-    with tempfile.NamedTemporaryFile() as file:
+    with tempfile.NamedTemporaryFile() as file, room_for(value.nbytes):
+        if hasattr(os, "posix_fallocate"):  # else what is mapped ends the process, written on a full disk
+            os.posix_fallocate(file.fileno(), 0, value.nbytes)
         storage = UntypedStorage.from_file(file.name, True, value.nbytes)
     assert isinstance(storage, UntypedStorage)
     return value.new_empty(0).set_(storage, 0, like.shape, like.stride()).copy_(value)

@@ -22,7 +22,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -199,12 +199,24 @@ def _mapped(file: int, start: int, size: int) -> UntypedStorage:
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """Has an OSError inside tell what was to be written, and in which folder."""
+    try:
+        yield
+    except OSError as error:
+        told = f"{size:,} bytes were to go to a file in {tempfile.gettempdir()}"
+        error.add_note(f"{told}; set TMPDIR to where there is room")
+        raise
+
+
 def _write(inside: Inside) -> float:
     give_back(0)
-    for start, one in _placed(inside.moved):
-        memory, done = memoryview((ctypes.c_char * one.size).from_address(one.address())), 0
-        while done < one.size:  # the system takes at most 2 GiB at once
-            done += os.pwrite(inside.there.fileno(), memory[done:], start + done)
+    with room_for(sum(one.size for one in inside.moved)):
+        for start, one in _placed(inside.moved):
+            memory, done = memoryview((ctypes.c_char * one.size).from_address(one.address())), 0
+            while done < one.size:  # the system takes at most 2 GiB at once
+                done += os.pwrite(inside.there.fileno(), memory[done:], start + done)
     return time.perf_counter()
 
 
