@@ -259,6 +259,19 @@ def test_the_last_replica_ends_with_its_process(tmp_path: Path, fleets: list[Fle
     assert fleet.end(1, 30) == [-9, 1]
 
 
+def test_who_comes_back_when_the_others_are_through_is_told_so(tmp_path: Path, fleets: list[Fleet]) -> None:
+    """It was told to wait for others that let in between steps."""
+    fleet = started(fleets, tmp_path, 2, 2, die=[1, 0, 2, "forward"])
+    assert [fleet.end(0), fleet.end(1)] == [[0, 0], [-9, 1]]
+    fleet.how["timeout"] = 5
+    fleet.start(1)
+    assert fleet.end(1, 60) == [1, 1]
+    (told,) = (record["refused"] for record in fleet.records(1, 0, 1) if "refused" in record)
+    assert (
+        f"in vain replica 1 waits at {tmp_path}/meeting for replica 0, up to 5 s; all that it would join are" in told
+    )
+
+
 WRONG: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({}, {"GPIPE_REPLICAS": ""}, "give each of them GPIPE_REPLICAS"),
     ({}, {"GPIPE_REPLICA": "2"}, "they are 1, 2 and"),

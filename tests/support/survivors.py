@@ -79,7 +79,11 @@ def begin(folder: str, replica: int, replicas: int, row: int, rows: int, how: di
     torch.set_num_threads(1)
     store, life = how["store"], how["life"]
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=row, world_size=rows, timeout=timedelta(seconds=90)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=row,
+        world_size=rows,
+        timeout=timedelta(seconds=how.get("timeout", 90)),
     )
     return open(f"{folder}/log-{replica}-{life}-{row}", "a", buffering=1)
 
@@ -125,7 +129,7 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
         torch.nn.init.zeros_(next(pipe.parameters()))
     try:
         pipe.join(*kept)
-    except ValueError as error:
+    except (ValueError, gpipe.RemoteError) as error:
         log.write(json.dumps({"refused": str(error)}) + "\n")
         raise
     links = pipe._processes._endpoint.connections.items()  # type: ignore[attr-defined]  # over processes

@@ -120,7 +120,7 @@ class Meeting(Communicator):
                 if chosen := self._choose(at, before, gone, waited, known.get("same", self.same)):
                     self._claim(at, chosen)
                 elif waited > self._timeout:
-                    raise received(f"not all of {self.expected} replicas came to {self.folder} in time", self.rank)
+                    raise received(f"in vain {self._waiting(at, before, gone)}", self.rank)
                 elif time.monotonic() > told_at:
                     told_at = math.inf
                     logger.warning(self._waiting(at, before, gone))
@@ -142,11 +142,16 @@ class Meeting(Communicator):
     def _waiting(self, at: int, before: Collection[str], gone: Collection[str]) -> str:
         came = {name for name, rows in self._came(at).items() if len(rows) == self.rows}
         missing = {*before} - {*gone} - came
-        numbers = [*map(number_of, missing)] if before else {*range(self.expected)} - {*map(number_of, came)}
+        all_gone = {*before} <= {*gone}
+        numbers = {*range(self.expected)} - {*map(number_of, came)} if all_gone else {*map(number_of, missing)}
         who = (
-            f"replica {', '.join(map(str, sorted(numbers)))}" if numbers else "the others, which let in between steps"
+            f"replica {', '.join(map(str, sorted(numbers)))}" if numbers else "those that let others in between steps"
         )
-        return f"replica {number_of(self.name)} waits at {self.folder} for {who}, up to {self._timeout:g} s"
+        gone_too = (
+            "; all that it would join are gone: if they are through, end this one" if before and all_gone else ""
+        )
+        waits = f"replica {number_of(self.name)} waits at {self.folder} for {who}"
+        return f"{waits}, up to {self._timeout:g} s{gone_too}"
 
     def _choose(
         self, at: int, before: Sequence[str], gone: Collection[str], waited: float, same: str
