@@ -67,6 +67,8 @@ def make(**changes: Any) -> gpipe.GPipe:
         ({"devices": ["cpu"]}, "devices has 1 entries for 2 partitions; give one for each"),
         ({"devices": 1.5}, "device 1.5 cannot be used"),
         ({"devices": ["cpu", None]}, "device None cannot be used"),
+        ({"devices": "meta"}, "device 'meta' cannot be used: what is there has no values"),
+        ({"devices": "hpu"}, "device 'hpu' cannot be used: No module named"),
         ({"driver": "thread"}, "driver='thread'; known are 'threads', 'lockstep'"),
         ({"driver": ["threads"]}, "driver=['threads']; known are 'threads', 'lockstep'"),
         ({"seed": 1.5}, "seed=1.5; give a whole number of 64 bits"),
@@ -102,6 +104,26 @@ def test_all_mistakes_come_in_one_error_and_nothing_was_drawn() -> None:
     with pytest.raises(ValueError, match="cannot be built"):
         gpipe.GPipe(mine, 2, 0, seed=1)
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts"),
+    [
+        ({"model": [*layers(), 3]}, ["layer 3 is a int", "costs has 1 numbers for 4 layers", "only 4 layers"]),
+        ({"blocks": ["0"]}, ["blocks= names the modules", "there are only 3 layers"]),
+        ({"devices": [2**70, "hpu"]}, [f"device {2**70} cannot be used", "device 'hpu' cannot be used"]),
+        ({"mesh": "none", "driver": None}, ["driver='process' needs torch.distributed", "there are only 3 layers"]),
+        ({"survive": True}, ["needs torch.distributed", "driver='lockstep' is for one process, and mesh= and"]),
+        ({"survive": True, "driver": "x"}, ["needs torch.distributed", "driver='x'; known are"]),
+        ({"survive": 1, "driver": "x"}, ["driver='x'; known are", "survive=1; give True or False"]),
+    ],
+    ids=str,
+)
+def test_no_mistake_hides_others(changes: dict[str, Any], texts: list[str]) -> None:
+    with pytest.raises(ValueError, match="GPipe cannot be built:") as refusal:
+        make(**{"partitions": 9, "micro_batches": 0, "costs": [1.0], **changes})
+    for text in (*texts, "costs has 1 numbers", "micro_batches=0", "partitions=9"):
+        assert text in str(refusal.value), text
 
 
 X, Y = torch.ones(6, 3), torch.zeros(6, 2)

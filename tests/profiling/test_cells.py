@@ -199,8 +199,8 @@ def test_large_programs_are_drawn_in_part_as_they_say(schedule: str, size: tuple
 
 
 def test_a_large_pipe_shows_itself_without_going_through_its_table() -> None:
-    layers = [nn.Linear(2, 2, device="meta") for _ in range(256)]
-    pipe = gpipe.GPipe(layers, partitions=64, micro_batches=1024, devices="meta")
+    layers = [nn.Linear(2, 2) for _ in range(256)]
+    pipe = gpipe.GPipe(layers, partitions=64, micro_batches=1024)
     assert seen(pipe._repr_html_()) == (None, cells.TOO_LARGE)
     assert not pipe._engine._compiled
 

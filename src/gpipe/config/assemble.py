@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from gpipe._torch.accelerator import memory_of
-from gpipe.config.check import Arguments, Mistakes, count_ranks, draw_seed, read_schedule
+from gpipe.config.check import Arguments, Mistakes, check, count_ranks, draw_seed, read_schedule
 from gpipe.config.settings import Settings, settle
 from gpipe.distributed.agree import agree
 from gpipe.distributed.launcher import end_with_launcher
@@ -40,7 +40,8 @@ from gpipe.tracing.stage import TracedStage
 def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
     """Settles what the pipe is made of, and puts its layers into stages on their devices; links processes up."""
     asked = replace(asked.follow_plan(), sample=plain(asked.sample))
-    if asked.driver != "process" and asked.mesh is None and not asked.survive:
+    survives = asked.survive is True  # or it is a mistake
+    if asked.driver != "process" and asked.mesh is None and not survives:
         settings = settle(asked, traced=_read_model(asked))
         if settings.traced is not None:
             if settings.slices > 1:
@@ -52,7 +53,7 @@ def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
         _find_position(asked)  # says what is missing
     with Rendezvous() as rendezvous:
         position = _find_position(asked)
-        if asked.survive:
+        if survives:
             variables()
             if asked.seed is None or position.replicas != 1:
                 raise ValueError(
@@ -61,7 +62,7 @@ def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
                 )
         settings, drawn = _settle_together(asked, position, rendezvous)
         engine, costs, measured = _engine(settings, position), settings.partition.seconds, settings.in_seconds
-        if asked.survive:  # `join` links up with the other replicas
+        if survives:  # `join` links up with the other replicas
             meeting = Meeting(position.row, position.rows, drawn, position.timeout, _words_of(settings, asked))
             processes: Processes = Survivors(meeting, engine, position, costs=costs, measured=measured)
             rendezvous.close()
@@ -119,10 +120,12 @@ def _engine(settings: Settings, position: Position | None) -> Engine:
 def _find_position(asked: Arguments) -> Position:
     ranks = count_ranks(asked, read_schedule(asked, Mistakes()))  # what is wrong with these is said when all meet
     position, found = find_position(asked.mesh, asked.partitions, ranks)
-    if asked.driver not in ("process", None):
+    if asked.driver in ("threads", "lockstep"):
         remedy = "mesh= and survive= for several; leave one of them out"
         found = [*found, f"driver={asked.driver!r} is for one process, and {remedy}"]
-    Mistakes(found).raise_all()
+    if found:
+        traced = _read_model(asked)
+        check(asked, None, outline(asked.model, 0) if traced is None else None, traced, found)
     assert position is not None
     return position
 

@@ -26,7 +26,7 @@ from gpipe.stages.sequence import Layers, Outline, build_layers, find_invalid_la
 from gpipe.stages.shared_weights import Tied, find_ties
 from gpipe.stages.skips import find_pops
 from gpipe.stages.tree import Tree
-from gpipe.tracing.layers_of import ModelLayers, why_not_layers
+from gpipe.tracing.layers_of import ModelLayers, is_model, why_not_layers
 from gpipe.tracing.model import TracedModel
 
 if TYPE_CHECKING:
@@ -133,21 +133,26 @@ class Checked:
 
 
 def check(
-    asked: Arguments, position: Position | None, outline: Outline | None, traced: TracedModel | None
+    asked: Arguments,
+    position: Position | None,
+    outline: Outline | None,
+    traced: TracedModel | None,
+    others: Sequence[str] = (),
 ) -> tuple[Arguments, Checked]:
-    """Checks all arguments of `settle`; a ValueError lists every mistake, each with what to do.
+    """Checks all arguments of `settle`; a ValueError lists every mistake, behind `others`, each with what to do.
 
     Of a model without values the arguments that it gives have costs filled in.
     """
-    mistakes = Mistakes()
+    mistakes = Mistakes(others)
     seed = _read_seed(asked.seed, mistakes)
     layers: dict[str, nn.Module] = {}
     wrong = why_not_layers(asked.model, asked.blocks) if traced is None else []
+    mistakes += wrong
     if traced is not None:
         layers = dict(traced.layers)
-    elif not wrong:
+    elif not is_model(asked.model):
         layers, wrong = build_layers(asked.model, seed) if outline is None else (outline.layers, outline.mistakes)
-    known = 0 if wrong else len(layers)
+    known = len(layers) + len(wrong) if layers else 0
     tied = _check_layers(layers, wrong, asked.ties, mistakes) if traced is None else ()
     _check_numbers_and_names(asked, mistakes)
     _check_costs(asked.costs, asked.sample, known, mistakes)
@@ -164,7 +169,7 @@ def check(
     devices = _read_devices(asked.devices, len(set(placement)), position, mistakes)
     if traced is not None:
         asked = _check_for_model(asked, traced, mistakes)
-    elif all(device.type != "meta" for device in devices):
+    else:
         makers = {} if outline is None else outline.makers
         modules = {name: layer for at, (name, layer) in enumerate(layers.items()) if at not in makers}
         mistakes += find_without_values(modules)
@@ -341,8 +346,11 @@ def _read_device(item: Any, mistakes: Mistakes) -> torch.device | None:
     try:
         device = torch.device(item)
         torch.empty(0, device=device)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        mistakes.append(f"device {item!r} cannot be used: {str(error).splitlines()[0]}")
+        if device.type == "meta":
+            raise RuntimeError("what is there has no values; gpipe.find_plan needs none")
+    except Exception as error:  # torch has many kinds
+        why, *_ = str(error).split("\n")
+        mistakes.append(f"device {item!r} cannot be used: {why}")
         return None
     return numbered(device)
 

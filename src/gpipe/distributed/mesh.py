@@ -81,7 +81,7 @@ def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> 
         kinds = [device.type for device in accelerators() if f"{device.type}:" in str(dist.get_backend_config())]
         kind = kinds[0] if kinds else "cpu"
     else:
-        names = mesh.mesh_dim_names or ()
+        names = getattr(mesh, "mesh_dim_names", None) or ()
         if PIPELINE not in names:
             return None, [
                 f"mesh has the dimensions {tuple(names)}; name one {PIPELINE!r} for the partitions, and perhaps one "
