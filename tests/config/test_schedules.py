@@ -57,6 +57,10 @@ def test_an_unknown_name_is_refused_with_all_names() -> None:
     [
         ({"schedule": "1f1b", "stages_per_rank": 2}, "schedule='1f1b' cannot place stages_per_rank=2; .* is 1"),
         ({"schedule": "zb_v", "stages_per_rank": 3}, "schedule='zb_v' cannot place stages_per_rank=3; .* is 2"),
+        (
+            {"schedule": "zb_v", "stages_per_rank": 3, "partitions": [1, 1, 2, 2]},
+            r"built:\n- schedule='zb_v' cannot place stages_per_rank=3; the nearest that it can is 2$",
+        ),
         ({"schedule": "interleaved", "stages_per_rank": 1}, "cannot place stages_per_rank=1; .* is 2"),
         ({"schedule": "dualpipe_v"}, "no table for micro_batches=3 over K=2 ranks; .* is micro_batches=4"),
         ({"schedule": "interleaved", "stages_per_rank": True}, "stages_per_rank=True; give a whole number"),

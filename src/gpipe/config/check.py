@@ -418,7 +418,8 @@ def _read_placement(asked: Arguments, schedule: Schedule, layers: int, mistakes:
     """The rank of each stage, or nothing if it cannot be; how many layers there are is not known where that is 0."""
     partitions, m = asked.partitions, asked.micro_batches
     ranks, each = count_ranks(asked, schedule), _stages_of_each(asked, schedule)
-    if not _are_counts(partitions, ranks, each, layers, mistakes):
+    placed = mistakes.check(not each or schedule.placement(1, each) is not None, unplaced(schedule, each))
+    if not _are_counts(partitions, ranks if placed else 1, each, layers, mistakes) or not placed:
         return ()
     stages = ranks * max(each, 1)
     if layers and stages > layers:  # before a table is built of so many
@@ -432,7 +433,7 @@ def _read_placement(asked: Arguments, schedule: Schedule, layers: int, mistakes:
         mistakes.append(f"schedule: {error}")
         return ()
     if placement is None:
-        mistakes.append(unplaced(schedule, each) if each else f"schedule: {schedule.name} is not for K={ranks} ranks")
+        mistakes.append(f"schedule: {schedule.name} is not for K={ranks} ranks")
     elif is_count(m) and m <= MOST_MICRO_BATCHES and not schedule.table(placement, m):
         mistakes.append(without_table(schedule, placement, m))
     return placement or ()
