@@ -97,8 +97,9 @@ class GPipe(Partitioned):
         plan: What `gpipe.find_plan` gave, for the cuts, the schedule and `remat`, which are left out beside it: one
             that is given is refused, unless it is the default, which has no say. And for M, if that is not given.
         costs: What each layer costs: one number a layer; a function of a layer and its sample input; `"time"`,
-            seconds of forward, recompute and backward; `"flops"`; or `"params"`. By default time if there is a
-            sample, else parameters, at least 1. `pipe.costs` can be saved and given again, so that the cuts stay.
+            seconds of forward, recompute and backward; `"flops"`, of layers, not of a model; or `"params"`. By
+            default time if there is a sample, else parameters, at least 1. `pipe.costs` can be saved and given again,
+            so that the cuts stay.
         sample: An example mini-batch of inputs, for costs that must be measured; nothing of it remains. On it the
             forward of a model is recorded, to be cut into layers; other mini-batches may have other sizes.
         blocks: The names of the modules between which a model is cut; by default those that it says are not to be
@@ -111,8 +112,9 @@ class GPipe(Partitioned):
             `"zb_h2"`, `"interleaved_zb"`, `"zb_v"`, `"v_half"`, `"v_min"`; or `"dualpipe_v"`, for M of at least 2K.
             Or a `Program` of forwards and backwards alone, or a function of K and M that gives one. Or `"auto"`:
             cuts, stages of a rank, table and what to recompute are searched for together, by `costs` and within
-            `memory`, in 4 to 6 seconds; `pipe.summary()` tells how near it came. A mini-batch of fewer micro-batches
-            for which there is no such table goes by fill-drain; of a program, by what it has of them.
+            `memory`, in 4 to 6 seconds, given K for `partitions`, and no `stages_per_rank` nor `remat`;
+            `pipe.summary()` tells how near it came. A mini-batch of fewer micro-batches for which there is no such
+            table goes by fill-drain; of a program, by what it has of them.
         stages_per_rank: How many stages each rank holds; by default what the schedule has, 2 if it leaves it open.
             Where it is more than 1, `partitions` as a list has the layers of each stage.
         remat: Which micro-batches are run again in the backward pass so that nothing inside a partition is kept:
@@ -143,7 +145,6 @@ class GPipe(Partitioned):
             collective: that a rank failed in it is only noticed when the time of its process group is up.
         survive: Each replica has a launcher of its own, and one that is lost does not end the others: the step under
             way is done again without its rows, and it may come back (docs/survive.md). All call `join`.
-
         slices: S, into which each micro-batch of a step is cut along its tokens, for a causal language model of
             transformers, a `sample` with labels, and the model's own loss: the bubble and what is held are as of M
             times S micro-batches. Forwards go in order, backwards in reverse; each rank keeps keys and values of the
