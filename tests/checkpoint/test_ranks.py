@@ -1,6 +1,7 @@
 """Several processes save one checkpoint: all of them, or none."""
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,6 +161,44 @@ def test_a_rank_that_dies_leaves_no_checkpoint(background: bool, tmp_path: Path)
     assert [type(error) for error in raised] == [RemoteError, RemoteError, SystemExit]
     if not background:  # else rank 2 had written its part, and the others may have made it whole before it died
         assert gpipe.find_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("act", "agreed", "doing"),
+    [
+        (gpipe.save, 0, "collected what to save to {}"),
+        (gpipe.save, 1, "wrote their parts to {}"),
+        (gpipe.save, 2, "waited for what is saved to {}"),
+        (gpipe.load, 0, "asked for a checkpoint in {}"),
+        (gpipe.load, 1, "looked through {}/step_"),
+        (gpipe.load, 2, "read {}/step_"),
+    ],
+)
+def test_of_a_rank_that_dies_all_tell_what_they_did_meanwhile(
+    act: Callable[[Path, Any], object], agreed: int, doing: str, tmp_path: Path
+) -> None:
+    whole = trained()[0]
+    pipes = rank_pipes(whole)
+    if act is gpipe.load:
+        gpipe.save(tmp_path, whole)
+
+    def die_on_the_way(own: RankPipe) -> object:
+        exchange, left = own._processes.exchange, iter(range(agreed))
+
+        def agree_or_die(told: bytes) -> list[bytes]:
+            if own._processes.rank < 2 or next(left, None) is not None:
+                return exchange(told)
+            own._processes.meeting.leave()
+            raise SystemExit
+
+        own._processes.exchange = agree_or_die  # type: ignore[method-assign]
+        return act(tmp_path, own)
+
+    *others, dead = run_ranks(die_on_the_way, pipes)
+    assert isinstance(dead, SystemExit)
+    for raised in others:
+        assert isinstance(raised, RemoteError)
+        assert raised.__notes__[0].startswith(f"while all ranks {doing.format(tmp_path)}")
 
 
 def test_all_ranks_hear_what_the_first_one_finds(tmp_path: Path) -> None:

@@ -198,6 +198,9 @@ def test_between_hosts_a_timeout_names_who_was_waited_for() -> None:
         first.detector.limit = 0.1
         with pytest.raises(RemoteError, match=told):
             first.receive(1, label_of(0))
+        first.connections[1].host = "host elsewhere"  # as `connect` says it
+        with pytest.raises(RemoteError, match="rank 1: it is on host elsewhere: see its own messages"):
+            first.receive(1, label_of(0))
 
 
 # What is left.

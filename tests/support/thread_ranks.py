@@ -18,26 +18,31 @@ Made = TypeVar("Made")
 
 class Meeting:
     def __init__(self, size: int) -> None:
-        self.told = [b""] * size
-        self.barrier = threading.Barrier(size)
+        self.size, self.left = size, False
+        self.told: dict[int, dict[int, bytes]] = {}  # by exchange and rank
+        self.news = threading.Condition()
 
     def leave(self) -> None:
-        self.barrier.abort()
+        with self.news:
+            self.left = True
+            self.news.notify_all()
 
 
 class Member:
     def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting, self.rank, self.size = meeting, rank, len(meeting.told)
+        self.meeting, self.rank, self.size = meeting, rank, meeting.size
+        self.exchanges = 0
 
     def exchange(self, told: bytes) -> list[bytes]:
-        self.meeting.told[self.rank] = told
-        try:
-            self.meeting.barrier.wait()
-            heard = list(self.meeting.told)
-            self.meeting.barrier.wait()
-        except threading.BrokenBarrierError:
-            raise RemoteError("a rank is gone", -1) from None
-        return heard
+        self.exchanges += 1
+        with self.meeting.news:
+            heard = self.meeting.told.setdefault(self.exchanges, {})
+            heard[self.rank] = told
+            self.meeting.news.notify_all()
+            self.meeting.news.wait_for(lambda: self.meeting.left or len(heard) == self.size)
+        if len(heard) < self.size:
+            raise RemoteError("a rank is gone", -1)
+        return [heard[rank] for rank in range(self.size)]
 
     def gone(self) -> tuple[int, ...]:
         return ()

@@ -313,7 +313,8 @@ def _agree_which(folder: Path, team: Communicator) -> Found | None:
                 known = [os.path.relpath(found.path, folder), found.sha256]
         except CheckpointError as wrong:
             findings = wrong.findings
-    known, findings = agree(team, [known, findings], same={"folder": str(folder)}, error=failed.error)[0]
+    same, doing = {"folder": str(folder)}, f"asked for a checkpoint in {folder}"
+    known, findings = agree(team, [known, findings], same=same, error=failed.error, doing=doing)[0]
     if findings:
         raise CheckpointError(folder, findings)
     return Found(folder / known[0], known[1]) if known else None
@@ -328,7 +329,7 @@ def _agree_whole(found: Found, team: Communicator) -> Manifest:
             findings = find_damage(found.path, manifest, turn=team.rank, turns=team.size)
         except ValueError as wrong:
             findings = [str(wrong)]
-    findings = all_of(agree(team, findings, error=failed.error))
+    findings = all_of(agree(team, findings, error=failed.error, doing=f"looked through {found.path}"))
     if manifest is None or findings:
         older = reversed(checkpoints(found.path.parent)) if age(found.path.name) else ()
         beside = [str(other) for other in older if other != found.path]
@@ -363,7 +364,8 @@ def _agree_fit(
                 read_state(pipe, manifest, weights, values, ready)
                 if optimizer is not None:
                     read_optimizer(pipe, optimizer, manifest, states, ready)
-    gathered = agree(team, [ready.findings, sorted(ready.names), sorted(ready.trained)], error=failed.error)
+    own = [ready.findings, sorted(ready.names), sorted(ready.trained)]
+    gathered = agree(team, own, error=failed.error, doing=f"read {path}")
     findings, *every = map(all_of, zip(*gathered, strict=True))
     names, trained = map(set, every)
     if pipe is not None and not findings:

@@ -365,8 +365,9 @@ class Saving:
         self.wait_here()
         if self._settled:
             return
+        doing = f"waited for what is saved to {self._writing.path.parent}"
         try:
-            self._end(agree(self._team, self._name, error=self._failed.error)[0])
+            self._end(agree(self._team, self._name, error=self._failed.error, doing=doing)[0])
             if self._name is None and self._thread is not None:
                 logger.warning("%s was not saved: the replica that writes it is lost", self._writing.path.name)
         except BaseException as error:
@@ -396,7 +397,7 @@ class Saving:
         try:
             with self._failed:
                 write_part(self._writing)
-            agree(self._team, error=self._failed.error)
+            agree(self._team, error=self._failed.error, doing=f"wrote their parts to {self._writing.path.parent}")
             with self._failed:
                 self._name = finish(self._writing)
             self.wait_once()
@@ -484,7 +485,8 @@ def save(
                 draft = begin(root, pipe.step_number)
                 held.callback(draft.end)
         same = {"folder": str(root), "step_number": getattr(pipe, "step_number", None), "background": background}
-        gathered = agree(team, [draft and draft.path.name, *own], same=same, error=failed.error)
+        mine, doing = [draft and draft.path.name, *own], f"collected what to save to {root}"
+        gathered = agree(team, mine, same=same, error=failed.error, doing=doing)
         name = gathered[0][0] or ""
         _compare(gathered, pipe.partitions)
         held = held.pop_all()  # until it is written

@@ -76,16 +76,24 @@ def agree(
     *,
     same: Mapping[str, object] | None = None,
     error: Exception | None = None,
+    doing: str = "",
 ) -> list[Any]:
     """Gathers a value that JSON can hold from all ranks, by rank; every rank calls it.
 
     `same` are settings by name that must be the same on all ranks, compared by their `repr`: else all raise a
-    ValueError. The `error` that one rank has it raises, and all others a RemoteError.
+    ValueError. The `error` that one rank has it raises, and all others a RemoteError. If one is gone, they tell what
+    all were `doing` since they last agreed.
     """
     settings = {name: _shown(setting) for name, setting in (same or {}).items()}
     fault = None if error is None else [type(error).__name__, str(error)]
     values, same_of, faults = list[Any](), dict[int, dict[str, str]](), dict[int, tuple[str, str]]()
-    for rank, message in enumerate(ranks.exchange(json.dumps([value, settings, fault]).encode())):
+    try:
+        messages = ranks.exchange(json.dumps([value, settings, fault]).encode())
+    except RemoteError as lost:
+        if doing:
+            lost.add_note(f"while all ranks {doing}")
+        raise
+    for rank, message in enumerate(messages):
         with reading("a message", rank):
             remote, same_of[rank], failed = json.loads(message.decode())
             values.append(remote)

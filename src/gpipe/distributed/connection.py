@@ -254,6 +254,8 @@ class Connection:
     Nothing here waits: `poll` what `fileno` gives, for reading before `head`, for writing while `flush` is False.
     """
 
+    host = "another host"  # or its name
+
     def __init__(self, stream: socket.socket, control: socket.socket) -> None:
         stream.setblocking(False)
         self._stream = stream

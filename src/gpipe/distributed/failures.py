@@ -272,7 +272,7 @@ class FailureDetector:
             if peer in owed and not gone:
                 return STILL.format(seconds=time.monotonic() - owed[peer])
             if gone or peer not in known:
-                return "it is on another host: see its own messages"
+                return f"it is on {self._connections[peer].host}: see its own messages"
         seen = Status.from_buffer_copy(known[peer])
         seconds = time.monotonic() - seen.since
         if seen.run == self.run and seen.at >= 0:

@@ -392,6 +392,7 @@ def connect(
                 ends.reverse()
             connections[peer] = (Connection if peer in local else TcpConnection)(*ends)
             on_failure.callback(connections[peer].close)
+            connections[peer].host = f"host {hosts[peer].partition(' ')[0]}"
         asked = {peer: end for (peer, stream), end in sockets.items() if stream == QUESTIONS}
         questions = Questions(asked, listener.status)
         on_failure.callback(questions.close)
