@@ -269,14 +269,20 @@ def test_an_interrupt_behind_the_handing_out_is_raised_once_the_ranks_are_done()
     threads.close()
 
 
-def test_an_interrupt_while_threads_are_made_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_interrupt_while_threads_are_made_leaves_none_behind(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it came as Python waits for a thread to begin, it came as a RuntimeError: "release unlocked lock"."""
     start, made = threading.Thread.start, list[threading.Thread]()
 
     def interrupted(thread: threading.Thread) -> None:
         start(thread)
         made.append(thread)
         if len(made) == 2:
-            raise KeyboardInterrupt
+            lock = threading.Lock()
+            with lock:
+                if waits:  # as threading.Condition does, which then wants the lock back
+                    lock.release()
+                raise KeyboardInterrupt
 
     threads, number = RankThreads(1), torch.get_num_threads()
     with monkeypatch.context() as patched:
