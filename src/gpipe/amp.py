@@ -1,7 +1,6 @@
 """Gradient scaling over processes: all ranks skip the same steps."""
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,18 +10,13 @@ from gpipe.distributed.agree import agree
 from gpipe.pipeline import GPipe
 from gpipe.runtime.inputs import scaler_device
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 class GradScaler(LocalGradScaler):
     """A `torch.amp.GradScaler` whose ranks agree: what is not finite on one of them skips the step on all.
 
-    Some parameters may be spread over processes, as by `fully_shard`, and others whole.
-
     Every process makes one and calls the same; the scale stays the same everywhere. In one process it is torch's own.
     Give it to each step as `scaler=`: by `scale=scaler.get_scale()` it would not learn that it is in use, and `step`
-    and `update` would fail.
+    and `update` would fail. Some parameters may be spread over processes, as by `fully_shard`, and others whole.
     A process without an optimizer, because its partition has no parameters, gives None instead.
 
     Args:
@@ -64,7 +58,9 @@ class GradScaler(LocalGradScaler):
         if optimizer is not None:
             super().unscale_(optimizer)
         found = optimizer is not None and any(bool(one.item()) for one in found_infinite(self, optimizer).values())
-        for mesh in () if optimizer is None else _meshes(optimizer):
+        groups = [] if optimizer is None else optimizer.param_groups
+        spread = [one.device_mesh for group in groups for one in group["params"] if hasattr(one, "device_mesh")]
+        for mesh in dict.fromkeys(spread):  # ranks of it may be of other pipes
             told = torch.full((), float(found), device=mesh.device_type)
             for group in mesh.get_all_groups():
                 dist.all_reduce(told, dist.ReduceOp.MAX, group)
@@ -89,9 +85,3 @@ class GradScaler(LocalGradScaler):
                 f"{self.get_scale():g}. Run a step under gpipe.detect_nonfinite(pipe), which names the layer"
             )
         return None if optimizer is None else super().step(optimizer, *args, **kwargs)
-
-
-def _meshes(optimizer: torch.optim.Optimizer) -> Iterable["DeviceMesh"]:
-    """Over which its parameters are spread, each mesh once: their ranks may be of other pipes."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return dict.fromkeys(parameter.device_mesh for parameter in parameters if hasattr(parameter, "device_mesh"))

@@ -155,7 +155,7 @@ def test_a_full_disk_is_told_with_its_type_and_place_and_the_pipe_goes_on(
                 pipe.step(X, X, F.mse_loss)
         notes = "\n".join(raised.value.__notes__)
         assert "which was under way" in notes
-        assert f"bytes were to go to a file in {tempfile.gettempdir()}; set TMPDIR" in notes
+        assert f"bytes were to go to {tempfile.gettempdir()}; set TMPDIR" in notes
         assert "OFFLOAD" in notes
         pipe.zero_grad()
         pipe.step_number = 0

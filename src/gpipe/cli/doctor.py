@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -48,7 +48,9 @@ def doctor(
     if (part or quick) and not gpu:
         with ending_by_mistakes():
             raise ValueError("--part and --quick are of --gpu: give that too")
-    found = {"installed": _installed(), "machine": _machine(), "devices": _devices(), "environment": _environment()}
+    told = {name: value for name, value in sorted(os.environ.items()) if name.startswith(SPEAK)}
+    environment = told or {"variables": f"none that begin with {', '.join(SPEAK)}"}
+    found = {"installed": _installed(), "machine": _machine(), "devices": _devices(), "environment": environment}
     if gpu:
         with ending_by_mistakes():
             held = examine(out or Path("gpu-results"), part, found, QUICKLY if quick else 1)
@@ -112,11 +114,6 @@ def _devices() -> dict[str, str]:
         found[f"{kind}:{index}"] = f"{name}, {torch.accelerator.get_memory_info(index)[1] / GIB:.1f} GiB"
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
     return (found or {"accelerators": "none that torch sees"}) | {"between processes": ", ".join(backends)}
-
-
-def _environment() -> Mapping[str, str]:
-    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(SPEAK)}
-    return found or {"variables": f"none that begin with {', '.join(SPEAK)}"}
 
 
 def _try(check: Callable[[], str]) -> str:

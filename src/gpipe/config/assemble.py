@@ -125,7 +125,7 @@ def _find_position(asked: Arguments) -> Position:
         found = [*found, f"driver={asked.driver!r} is for one process, and {remedy}"]
     if found:
         traced = _read_model(asked)
-        check(asked, None, outline(asked.model, 0) if traced is None else None, traced, found)
+        check(asked, None, outline(asked.model, 0) if traced is None else None, traced, *found)
     assert position is not None
     return position
 

@@ -133,11 +133,7 @@ class Checked:
 
 
 def check(
-    asked: Arguments,
-    position: Position | None,
-    outline: Outline | None,
-    traced: TracedModel | None,
-    others: Sequence[str] = (),
+    asked: Arguments, position: Position | None, outline: Outline | None, traced: TracedModel | None, *others: str
 ) -> tuple[Arguments, Checked]:
     """Checks all arguments of `settle`; a ValueError lists every mistake, behind `others`, each with what to do.
 

@@ -150,8 +150,7 @@ class Meeting(Communicator):
         gone_too = (
             "; all that it would join are gone: if they are through, end this one" if before and all_gone else ""
         )
-        waits = f"replica {number_of(self.name)} waits at {self.folder} for {who}"
-        return f"{waits}, up to {self._timeout:g} s{gone_too}"
+        return f"replica {number_of(self.name)} waits at {self.folder} for {who}, up to {self._timeout:g} s{gone_too}"
 
     def _choose(
         self, at: int, before: Sequence[str], gone: Collection[str], waited: float, same: str

@@ -221,11 +221,7 @@ class Pipelined(_Trainer):  # type: ignore[misc]  # see there
     optimizer: Any
 
     def __init__(
-        self,
-        *args: Any,
-        partitions: int | Sequence[int] | None = None,
-        plan: gpipe.Plan | None = None,
-        **kwargs: Any,
+        self, *args: Any, partitions: int | Sequence[int] | None = None, plan: gpipe.Plan | None = None, **kwargs: Any
     ) -> None:
         if wrong := [f"{name}=: {why}" for name, why in INSTEAD.items() if name in kwargs]:
             raise TypeError("; ".join(wrong))

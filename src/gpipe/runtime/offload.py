@@ -205,8 +205,7 @@ def room_for(size: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        told = f"{size:,} bytes were to go to a file in {tempfile.gettempdir()}"
-        error.add_note(f"{told}; set TMPDIR to where there is room")
+        error.add_note(f"{size:,} bytes were to go to {tempfile.gettempdir()}; set TMPDIR to where there is room")
         raise
 
 

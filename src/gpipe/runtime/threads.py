@@ -49,8 +49,6 @@ AT_ONCE = (
 LOOK_SECONDS = 1.0  # a signal that comes as its thread is falling asleep does not wake it
 AT_EXIT = 2.0  # seconds to wait for threads to end: one that the interpreter ends inside of C++ aborts the process
 
-UNLOCKED = "release unlocked lock"  # an interrupt within Python's own start of a thread raises this in its place
-
 _NOTHING = nullcontext()
 
 
@@ -244,8 +242,8 @@ class RankThreads:
             self._threads += started
         except BaseException as error:
             _tell_to_end(jobs)
-            if str(error) == UNLOCKED and error.__context__ is not None:
-                raise error.__context__ from None
+            if error.__context__ is not None and str(error) == "release unlocked lock":
+                raise error.__context__ from None  # an interrupt, as Python's own start of a thread passes it on
             raise
         finally:
             torch.set_num_threads(own)  # a rank thread's number is also the default of threads to come

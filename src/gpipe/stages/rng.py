@@ -30,12 +30,7 @@ from torch import Tensor
 from gpipe._torch import dispatcher
 from gpipe._torch.accelerator import CPU, default_generator, numbered, own_generator, standing_in
 from gpipe._torch.autograd import node_number, running_node
-from gpipe._torch.checkpoint import (
-    CheckpointFrame,
-    is_of_checkpoints,
-    read_checkpoint,
-    reruns_by_default_generator,
-)
+from gpipe._torch.checkpoint import CheckpointFrame, is_of_checkpoints, read_checkpoint, reruns_by_default_generator
 from gpipe._torch.modes import is_traced_by_compiler, is_vmapped, untraced
 
 MARK = "_gpipe_drew_here"  # on a state that was noted: what stands there now is a key's
