@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gpipe
+from gpipe.distributed import mesh
 
 A_LAYER = "give an nn.Module or a callable without arguments that builds one"
 
@@ -124,6 +125,12 @@ def test_no_mistake_hides_others(changes: dict[str, Any], texts: list[str]) -> N
         make(**{"partitions": 9, "micro_batches": 0, "costs": [1.0], **changes})
     for text in (*texts, "costs has 1 numbers", "micro_batches=0", "partitions=9"):
         assert text in str(refusal.value), text
+
+
+def test_what_is_no_mesh_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "is_joined", lambda: True)
+    _, (text,) = mesh.find_position("none", 2, 2)  # type: ignore[arg-type]
+    assert "name one 'pp' for the partitions" in text
 
 
 X, Y = torch.ones(6, 3), torch.zeros(6, 2)
