@@ -128,7 +128,7 @@ def test_a_faster_link_is_advised_only_where_there_is_one(driver: str, named: bo
     spans = []
     for span in calm.spans:
         waited = Span(
-            span.rank, replace(span.action, kind=Kind.RECEIVE), 2 * span.start, 2 * span.start + span.seconds
+            span.rank, span.action._replace(kind=Kind.RECEIVE), 2 * span.start, 2 * span.start + span.seconds
         )
         spans += [waited, span._replace(start=waited.end, end=waited.end + span.seconds)]
     slow = [Timeline(2, tuple(spans), 2 * calm.seconds)]

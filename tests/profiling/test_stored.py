@@ -20,8 +20,8 @@ LENGTH = 1e3
 SECONDS = st.floats(0, LENGTH)
 SMALL = st.integers(0, 4)
 ACTIONS = st.one_of(
-    st.builds(Action, st.sampled_from(sorted(set(Kind) - CLOSING - SHARDS, key=str)), SMALL, SMALL),
-    st.builds(Action, st.sampled_from(sorted(CLOSING | SHARDS, key=str)), SMALL),
+    st.builds(Action, st.sampled_from(sorted(set(Kind) - CLOSING - SHARDS, key=str)), SMALL, SMALL, st.none()),
+    st.builds(Action, st.sampled_from(sorted(CLOSING | SHARDS, key=str)), SMALL, st.none(), st.none()),
     st.builds(Action, st.just(Kind.SEND), SMALL, SMALL, st.builds(Route, SMALL, SMALL, st.sampled_from("xé/"))),
 )
 TIMELINES = st.builds(

@@ -1,7 +1,6 @@
 """The check: what is lowered passes, and whatever is then broken is named."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -174,7 +173,7 @@ def test_all_mistakes_are_named_at_once_those_of_law_1_before_all_others() -> No
 def test_a_stage_that_takes_two_micro_batches_out_of_turn_is_named(program: Program, data: st.DataObject) -> None:
     kinds = {Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
     pairs = [
-        (a, replace(a, micro_batch=a.micro_batch + 1))
+        (a, a._replace(micro_batch=a.micro_batch + 1))
         for a in listed(program)
         if a.kind in kinds and a.micro_batch is not None
     ]

@@ -13,8 +13,8 @@ numbers = st.integers(0, 10**6)
 names = st.text(min_size=1).filter(lambda name: name.split() == [name] and not set(name) & set("@:"))
 routes = st.builds(Route, numbers, numbers, names)
 actions = (
-    st.builds(Action, st.sampled_from(sorted(COMPUTE | MOVES, key=str)), numbers, numbers)
-    | st.builds(Action, st.sampled_from(sorted(CLOSING | SHARDS, key=str)), numbers)
+    st.builds(Action, st.sampled_from(sorted(COMPUTE | MOVES, key=str)), numbers, numbers, st.none())
+    | st.builds(Action, st.sampled_from(sorted(CLOSING | SHARDS, key=str)), numbers, st.none(), st.none())
     | st.builds(Action, st.sampled_from(sorted(TRANSFERS, key=str)), numbers, numbers, routes)
 )
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from unittest.mock import patch
 
 from gpipe.schedule.action import Action, Kind
@@ -19,8 +18,8 @@ def weights_last(row: Sequence[Action]) -> Iterator[Action]:
     >>> [str(action) for action in weights_last(list(map(parse_action, ["0F0", "0F1", "0B0", "0B1"])))]
     ['0F0', '0F1', '0I0', '0I1', '0W0', '0W1']
     """
-    yield from (replace(a, kind=Kind.BACKWARD_INPUT) if a.kind is Kind.BACKWARD else a for a in row)
-    yield from (replace(a, kind=Kind.BACKWARD_WEIGHT) for a in row if a.kind is Kind.BACKWARD)
+    yield from (a._replace(kind=Kind.BACKWARD_INPUT) if a.kind is Kind.BACKWARD else a for a in row)
+    yield from (a._replace(kind=Kind.BACKWARD_WEIGHT) for a in row if a.kind is Kind.BACKWARD)
 
 
 def weights_one_later(row: Sequence[Action]) -> Iterator[Action]:
@@ -30,10 +29,10 @@ def weights_one_later(row: Sequence[Action]) -> Iterator[Action]:
         if action.kind is not Kind.BACKWARD:
             yield action
             continue
-        yield replace(action, kind=Kind.BACKWARD_INPUT)
+        yield action._replace(kind=Kind.BACKWARD_INPUT)
         if action.stage in waiting:
             yield waiting[action.stage]
-        waiting[action.stage] = replace(action, kind=Kind.BACKWARD_WEIGHT)
+        waiting[action.stage] = action._replace(kind=Kind.BACKWARD_WEIGHT)
     yield from waiting.values()
 
 
@@ -43,7 +42,7 @@ def every_second_whole(row: Sequence[Action]) -> Iterator[Action]:
         if action.kind is Kind.FORWARD or not (action.micro_batch or 0) % 2:
             yield action
         elif action.kind is Kind.BACKWARD_INPUT:
-            yield replace(action, kind=Kind.BACKWARD)
+            yield action._replace(kind=Kind.BACKWARD)
 
 
 SPLITS: dict[str, Callable[[Sequence[Action]], Iterator[Action]]] = {

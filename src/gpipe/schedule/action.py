@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Kind(Enum):
@@ -112,8 +113,7 @@ class Route:
         return f"{self.name}:{self.source}>{self.target}"
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One thing done at one stage to one micro-batch; prints as `2F0` (stage 2, forward, micro-batch 0).
 
     Where micro-batches are cut into slices, `micro_batch` is a `Slice`, of all: `2F0.1`.

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import filterfalse
 from typing import Literal, TypeAlias, get_args
@@ -40,7 +39,7 @@ def place_recompute(program: Program, remat: Sequence[Remat], *, halved: bool = 
         again = recomputed(row, remat, halved=halved, slices=program.slices)
         for at, action in enumerate(row):
             if action.kind in BACKWARDS and (action.stage, action.micro_batch) in again:
-                ahead[at].append(replace(action, kind=Kind.RECOMPUTE))
+                ahead[at].append(action._replace(kind=Kind.RECOMPUTE))
 
     return _with_more(program, place)
 
@@ -226,11 +225,11 @@ def join_backwards(program: Program, unsplit: Collection[int] = ()) -> Program:
     def joined(row: RankActions) -> Iterator[Action]:
         done = set[Action]()  # the W of those that are joined
         for action, after in zip(row, (*row[1:], None), strict=True):
-            own = replace(action, kind=Kind.BACKWARD_WEIGHT)
+            own = action._replace(kind=Kind.BACKWARD_WEIGHT)
             together = action.stage in unsplit or (after == own and not any(crossing(action, program)))
             if together and action.kind is Kind.BACKWARD_INPUT:
                 done.add(own)
-                yield replace(action, kind=Kind.BACKWARD)
+                yield action._replace(kind=Kind.BACKWARD)
             elif action not in done:
                 yield action
 
