@@ -115,9 +115,8 @@ def feeds(action: Action, program: Program) -> tuple[Route, ...]:
 def crossing(action: Action, program: Program) -> Iterator[Action]:
     """The SENDs that take what an action made to other ranks."""
     for route in feeds(action, program):
-        send = Action(Kind.SEND, action.stage, action.micro_batch, route)
-        if program.rank_of[send.peer.stage] != program.rank_of[action.stage]:
-            yield send
+        if program.rank_of[route.source] != program.rank_of[route.target]:
+            yield Action(Kind.SEND, action.stage, action.micro_batch, route)
 
 
 def _brought(action: Action, program: Program) -> Iterator[Action]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from gpipe.schedule.action import COMPUTE, MOVES, SHARDS, Action, Kind
 from gpipe.schedule.cost import Costs, StageCost, seconds
-from gpipe.schedule.lower import join_backwards, place_recompute, place_transfers
+from gpipe.schedule.lower import join_backwards, place_recompute
 from gpipe.schedule.partition import Partition
 from gpipe.schedule.program import Program, in_cell
 from gpipe.schedule.rules import BACKWARD_PARTS, BACKWARDS, crossing, linearize, linearize_with_needs
@@ -93,11 +93,22 @@ class Simulator:
         backwards = ((step, a) for step, a in enumerate(self._actions) if a.kind in BACKWARDS)
         self._backwards = {(a.stage, a.micro_batch): step for step, a in backwards}
 
-    def _find_turns(self, again: bool) -> dict[Action, int]:
-        """Forwards and backwards in an order in which ranks in step do them, if all is recomputed, or nothing."""
+    def _find_turns(self, again: bool) -> dict[Action, tuple[int, int]]:
+        """When ranks in step do forwards and backwards and, each as an action, what they send; if all is recomputed.
+
+        Or else nothing is. It is the order of `linearize` once `place_transfers` has placed these.
+        """
         bare = self.program.only({Kind.FORWARD, *BACKWARD_PARTS})
-        table = place_transfers(place_recompute(bare, ["always" if again else "never"] * bare.stages))
-        return {action: turn for turn, (_, _, action) in enumerate(linearize(table)) if action in bare.actions}
+        table = place_recompute(bare, ["always" if again else "never"] * bare.stages)
+        turns, tick = dict[Action, tuple[int, int]](), [0] * bare.ranks
+        for rank, _, action in linearize(table):
+            tick[rank] += 1
+            turns[action] = tick[rank], rank
+            for send in crossing(action, bare):
+                tick[rank] += 1
+                other = bare.rank_of[send.peer.stage]
+                tick[other] = max(tick[other], tick[rank]) + 1
+        return turns
 
     def _list_steps(self, messages: bool) -> None:
         """Lists the actions in a legal order. A RECEIVE is none of them: what waits for it waits for its SEND."""
@@ -258,17 +269,17 @@ class Simulator:
         kinds = COMPUTE | MOVES | SHARDS
         return [action for action in self.program.table[rank] if action.kind in kinds]
 
-    def _find_when(self, rank: int, again: bool) -> list[float]:
+    def _find_when(self, rank: int, again: bool) -> list[tuple[float, int]]:
         """By place in a rank's row, the first turn of what it does there or later."""
         turns = self._turns(again)
-        return [*accumulate((turns.get(action, inf) for action in reversed(self._row(rank))), min)][::-1]
+        return [*accumulate((turns.get(action, (inf, rank)) for action in reversed(self._row(rank))), min)][::-1]
 
-    def _find_taken(self, action: Action, again: bool) -> int:
-        """The turn in which the last of the other ranks takes what an action made; -1 if none does."""
+    def _find_taken(self, action: Action, again: bool) -> tuple[int, int]:
+        """The turn in which the last of the other ranks takes what an action made; (-1, 0) if none does."""
         kinds = BACKWARDS if action.kind in BACKWARDS else (Kind.FORWARD,)
         sent = [send.peer.stage for send in crossing(action, self.program)]
         takers = (Action(kind, stage, action.micro_batch) for stage in sent for kind in kinds)
-        return max((self._turns(again).get(taker, -1) for taker in takers), default=-1)
+        return max((self._turns(again).get(taker, (-1, 0)) for taker in takers), default=(-1, 0))
 
 
 def _ends(places: Mapping[Kind, int]) -> tuple[int, int | None, int]:
