@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import combinations, islice, pairwise, permutations
 from math import comb
 from operator import add, le
@@ -13,7 +13,8 @@ from gpipe.planner.search.device import Device
 from gpipe.planner.search.fitting import Fitting, FittingMany, Levels, Misfit
 from gpipe.planner.search.profile import SizedProfile, bounds
 from gpipe.planner.search.shapes import Shape
-from gpipe.schedule.cost import StageCost
+from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.cost import StageCost, seconds
 from gpipe.schedule.many import Many
 from gpipe.schedule.partition import Memory, given
 from gpipe.schedule.program import Program
@@ -23,6 +24,7 @@ Cuts: TypeAlias = tuple[int, ...]
 Numbers: TypeAlias = tuple[float, ...]
 
 MOST_CUTS_TRIED = 256  # up to so many cuts all are tried; beyond, the most even, and neighbours of the best
+ROUNDING_FACTOR = 1 + 1e-9  # sums of the same seconds in another order
 MOST_TIMED_ACTIONS = 300_000  # actions that are timed, at most, on the way from neighbour to neighbour
 
 
@@ -65,17 +67,18 @@ class Trial:
     ) -> None:
         self.shape, self.program, self.sized, self.devices, self.speeds = shape, program, sized, devices, speeds
         self.stage_speeds = tuple(speeds[rank] for rank in program.rank_of)
-        limits = [device.memory for device in devices]
-        self.fitting: Fitting | FittingMany
-        if isinstance(program, Many):
-            self.fitting = FittingMany(program, limits)
-        else:
-            self.fitting = Fitting(Simulator(program, messages=True), limits)
         self.best: Settled | None = None  # the fastest cuts that fit
         self.misfit: Misfit | None = None  # of those that do not, the nearest to it
         self.few = isinstance(program, Program) and comb(len(sized.layers) - 1, shape.stages - 1) <= MOST_CUTS_TRIED
         self._is_enough = is_enough
         self._tried: set[Cuts] = set()
+
+    @cached_property
+    def fitting(self) -> Fitting | FittingMany:
+        limits = [device.memory for device in self.devices]
+        if isinstance(self.program, Many):
+            return FittingMany(self.program, limits)
+        return Fitting(Simulator(self.program, messages=True), limits)
 
     def begin(self) -> None:
         """Tries all cuts where they are few, else the most even, and the most even that fit if all is recomputed.
@@ -114,17 +117,21 @@ class Trial:
             return False
         self._tried.add(layers)
         costs = self.costs(layers)
+        if self._is_too_slow(_least_seconds(costs, self.program.rank_of, self.shape)):
+            return False
         misfit = self.fitting.misfit(costs)
         if misfit is not None:
             self.misfit = min(misfit, self.misfit or misfit, key=lambda each: each.excess)
             return False
-        seconds = self.fitting.simulator.seconds(costs)  # if nothing were recomputed
-        if self._is_enough(seconds) or (self.best is not None and seconds >= self.best.seconds):
+        if self._is_too_slow(self.fitting.simulator.seconds(costs)):  # if nothing were recomputed
             return False
         found = Settled(layers, costs, *self.fitting.fastest(costs))
         better = self.best is None or found.seconds < self.best.seconds
         self.best = found if better else self.best
         return better
+
+    def _is_too_slow(self, seconds: float) -> bool:
+        return self._is_enough(seconds) or (self.best is not None and seconds >= self.best.seconds)
 
     def _even_that_fit(self, simulator: Simulator) -> Cuts | None:
         """The most even cuts that fit if all is recomputed and each stage of a rank has an equal share of its memory.
@@ -152,6 +159,21 @@ class Trial:
             return partition(work, shape.stages, balance="minmax", speeds=self.stage_speeds, memory=memory).layers
         except ValueError:  # none do
             return None
+
+
+def _least_seconds(costs: Sequence[StageCost], rank_of: Sequence[int], shape: Shape) -> float:
+    """A time that no table of these stages goes below: each rank's work, behind what first comes to it.
+
+    Where backwards are whole also ahead of the way back from there.
+    """
+    way, begins, work = 0.0, dict[int, float](), [0.0] * shape.partitions
+    for stage, (cost, rank) in enumerate(zip(costs, rank_of, strict=True)):
+        parts = sum(seconds(Action(kind, stage), costs) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+        way += 0.0 if shape.splits else cost.send_gradient or 0.0
+        begins.setdefault(rank, way)
+        way += cost.forward + cost.send + (0.0 if shape.splits else cost.backward)
+        work[rank] += cost.forward + (min(cost.backward, parts) if shape.splits else cost.backward)
+    return max(begin + shape.micro_batches * work[rank] for rank, begin in begins.items()) / ROUNDING_FACTOR
 
 
 def message_costs(

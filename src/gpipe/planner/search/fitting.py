@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, product
-from math import prod
+from math import inf, prod
 from operator import attrgetter, ge, le
 from typing import TypeAlias
 
@@ -64,9 +64,16 @@ class Fitting:
 
     def misfit(self, costs: Sequence[StageCost]) -> Misfit | None:
         """The rank that is furthest over what it may hold, though everything is recomputed; None: all fit."""
-        held = zip(self.peaks(costs, (0,) * len(costs)), self.limits, strict=True)
-        each = (Misfit(rank, *bytes_) for rank, bytes_ in enumerate(held))
-        return max((misfit for misfit in each if misfit.bytes > misfit.limit), key=attrgetter("excess"), default=None)
+        found = []
+        for rank, (own, limit) in enumerate(zip(self._own(costs), self.limits, strict=True)):
+            if not self._keeps_all(rank, own) and (held := self._peak_bytes(rank, own, (0,) * len(own))) > limit:
+                found.append(Misfit(rank, held, limit))
+        return max(found, key=attrgetter("excess"), default=None)
+
+    def _keeps_all(self, rank: int, own: Own) -> bool:
+        """Whether a rank fits that recomputes nothing."""
+        limit = self.limits[rank]
+        return limit == inf or self.simulator.peak_bytes(rank, own, (frozenset(),) * len(own)) <= limit
 
     def fastest(self, costs: Sequence[StageCost]) -> tuple[Levels, float]:
         """The levels of all stages, which are no `misfit`, with which a mini-batch is fastest; and its seconds."""
@@ -112,7 +119,7 @@ class Fitting:
             level = highest(levels[at], tops[at], lambda level: fits((*others[0], level, *others[1])))
             return (*others[0], level, *others[1])
 
-        if fits(tops):
+        if self._keeps_all(rank, own):
             yield tops
         elif prod(top + 1 for top in tops[:-1]) <= MOST_LEVELS:
             found: list[Levels] = []
@@ -213,11 +220,11 @@ def offloading(
         found = _run(program, costs, remat)
         return all(map(le, found.peak_bytes, limits)), found.timeline.seconds
 
-    _, seconds = took(remat)
-    for stage, cost in enumerate(costs):
+    possible = [stage for stage, cost in enumerate(costs) if cost.move and remat[stage] != "never"]
+    seconds = took(remat)[1] if possible else 0.0
+    for stage in possible:
         other: tuple[Remat, ...] = (*remat[:stage], "offload", *remat[stage + 1 :])
-        if cost.move and remat[stage] != "never":
-            fits, others = took(other)
-            if fits and others <= seconds:
-                remat, seconds = other, others
+        fits, others = took(other)
+        if fits and others <= seconds:
+            remat, seconds = other, others
     return remat

@@ -11,10 +11,11 @@ than is known.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from heapq import heapify, heappop, heappush
 from itertools import groupby
 from operator import attrgetter, itemgetter
 
-from gpipe.planner.search.cutting import Trial
+from gpipe.planner.search.cutting import ROUNDING_FACTOR, Trial
 from gpipe.planner.search.device import Device, bytes_text, lasts
 from gpipe.planner.search.fitting import Misfit, offloading
 from gpipe.planner.search.found import Plan, Reason, Rejection
@@ -28,7 +29,6 @@ ANYTHING = Choices()
 micro_batches = attrgetter("micro_batches")
 MOST_ACTIONS, MOST_LARGE = 40_000, 4  # in all tables that fit and have many cuts; or so many tables that are large
 ALIKE_FACTOR = 1.05  # how much longer may take, where seconds are measured, what is taken for as fast
-ROUNDING_FACTOR = 1 + 1e-9  # likewise where they are counted: sums of the same seconds in another order
 
 
 def search(
@@ -73,14 +73,21 @@ class _Search:
         def of(bound: Callable[..., float], shape: Shape) -> float:
             return bound(shape, self.size(shape.micro_batches), self.speeds[: shape.partitions])
 
-        possible = filter(self._is_possible, shapes)
-        each = ((float(f"{of(likely_seconds, shape):.9g}"), shape.stages, shape) for shape in possible)
-        for seconds, _, shape in sorted(each, key=itemgetter(0, 1)):
-            least = of(least_seconds, shape)
+        def due(bound: Callable[..., float], nth: int, shape: Shape) -> tuple[float, int, int, bool, Shape]:
+            return float(f"{of(bound, shape):.9g}"), shape.stages, nth, bound is likely_seconds, shape
+
+        # what is likely takes long to say, and is no less than what is least: it is asked of those whose turn it is
+        each = [due(least_seconds, nth, shape) for nth, shape in enumerate(filter(self._is_possible, shapes))]
+        heapify(each)
+        while each:
+            seconds, _, nth, likely, shape = heappop(each)
+            least, about = of(least_seconds, shape), "about" if likely else "at least"
             if self._is_enough(least):
                 self._reject(shape, "slower", f"takes {lasts(least)} at least")
             elif self.actions > MOST_ACTIONS:
-                self._reject(shape, "slower", f"would take about {lasts(seconds)}, and faster ones were tried")
+                self._reject(shape, "slower", f"would take {about} {lasts(seconds)}, and faster ones were tried")
+            elif not likely:
+                heappush(each, due(likely_seconds, nth, shape))
             else:
                 self._try(shape)
 

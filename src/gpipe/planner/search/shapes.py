@@ -16,7 +16,7 @@ from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, Table, too_many
 from gpipe.schedule.schedules import SCHEDULES, Placement
 from gpipe.schedule.schedules.by_name import program_of, unknown
 from gpipe.schedule.schedules.writing import Rows
-from gpipe.schedule.simulate import figures
+from gpipe.schedule.simulate import UNIT_COST, Simulator
 
 AUTO = "auto"  # the schedule whose table is searched for
 STAGES_PER_RANK, MANY_RANKS = (1, 2, 4), 9
@@ -51,7 +51,12 @@ class Shape:
     @property
     def actions(self) -> int:
         """About how many forwards and backwards its table has."""
-        return self.stages * self.micro_batches * (3 if self.schedule == AUTO or splits(self.schedule) else 2)
+        return self.stages * self.micro_batches * (3 if self.splits else 2)
+
+    @property
+    def splits(self) -> bool:
+        """Whether its backwards may be split."""
+        return self.schedule == AUTO or splits(self.schedule)
 
     @property
     def rank_of(self) -> Placement | None:
@@ -180,5 +185,8 @@ def likely_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) -
 
 @cache
 def _idle_share(shape: Shape) -> float:
-    program = shape.program()
-    return 0.0 if program is None else figures(program).bubble
+    program, costs = shape.program(), [UNIT_COST] * shape.stages
+    if program is None:
+        return 0.0
+    simulator = Simulator(program)
+    return 1 - simulator.busy(costs, {}) / (shape.partitions * simulator.seconds(costs))
