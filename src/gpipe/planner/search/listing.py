@@ -147,6 +147,9 @@ class _Listing:
         self.arrived: list[list[float]] = [[0.0] * task.micro_batches if s == 0 else [] for s in stages]
         self.returned: list[list[float]] = [[] for _ in stages]
         self.free = [0.0 for _ in ranks]
+        each = map(sum, zip(task.forward, task.backward, task.weights, strict=True))
+        took = [task.micro_batches * one for one in each]
+        self.due = [sum(took[s] for s in own) for own in task.stages_of]  # the work that is left
         self.held = [0.0 for _ in ranks]
         self.owed: list[list[tuple[int, int]]] = [[] for _ in ranks]
         self.rows: list[list[tuple[Kind, int, int]]] = [[] for _ in ranks]
@@ -154,7 +157,7 @@ class _Listing:
 
     def run(self, enough: float) -> bool:
         """Lists all actions, the earliest first; whether it could, in so many seconds."""
-        task = self.task
+        task, enough = self.task, enough * (1 + 1e-9)
         left = task.micro_batches * sum(2 + (weights > 0) for weights in task.weights)
         next_of = [self._next(rank) for rank in range(len(self.free))]
         starts = [start for start, *_ in next_of]
@@ -164,7 +167,7 @@ class _Listing:
             if start == inf:
                 return False
             changed = self._do(rank, *next_of[rank])
-            if self.free[rank] > enough:
+            if self.free[rank] + self.due[rank] > enough:
                 return False
             left -= 1
             for other in {rank, changed}:
@@ -234,4 +237,5 @@ class _Listing:
                 self.returned[other].append(end + task.sent_back[stage])
         self.rows[rank].append((kind, stage, micro_batch))
         self.free[rank] = end
+        self.due[rank] -= end - start
         return task.rank_of[other]
