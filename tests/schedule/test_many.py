@@ -37,13 +37,11 @@ def test_seconds_and_peaks_are_those_of_the_listed_table(name: str, data: st.Dat
     ranks, micro_batches = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 12))
     micro_batches = max(micro_batches, 2 * ranks) if name == "dualpipe_v" else micro_batches
     each = data.draw(st.sampled_from([2, 3])) if name.startswith("interleaved") else None
-    rows, placement = table_of(name, ranks, micro_batches, each)
+    slices = 1 if SCHEDULES[name].sliced is None else data.draw(st.integers(1, 3))
+    rows, placement = table_of(name, ranks, micro_batches, each, slices)
     assert isinstance(rows, Rows)
-    program, count, joined = (
-        Program.of(rows, micro_batches, rank_of=placement),
-        len(placement),
-        data.draw(st.booleans()),
-    )
+    program = Program.of(rows, micro_batches * slices, rank_of=placement, slices=slices)
+    count, joined = len(placement), data.draw(st.booleans())
     many = Many(rows, placement, joined=joined)
     assert (rows[-1], rows[:2]) == (program.table[-1], program.table[:2])
     program = join_backwards(program) if joined else program

@@ -25,7 +25,7 @@ COLORFUL = ("256", "truecolor")  # rich's words for colours enough to tell kinds
 KNOWN = f"The schedule: {', '.join(SCHEDULES)}."
 
 
-MOST_DRAWN = 50_000  # stages times micro-batches; of more no action is drawn
+MOST_DRAWN = 50_000  # stages times slices of micro-batches; of more no action is drawn
 
 
 class Drawn(NamedTuple):
@@ -93,8 +93,8 @@ def schedule(
         requests = zip(names, (stages_per_rank or (None,)) * len(names), slices * len(names), strict=False)
         tables = [(*table_of(one, partitions, micro_batches, each, cut), cut) for one, each, cut in requests]
         most = max(len(placement) for _, placement, _ in tables)
-        large = most * micro_batches > MOST_DRAWN and all(isinstance(table, Rows) for table, _, _ in tables)
-        large = large and max(slices) == 1 and not gather
+        many = most * micro_batches * max(slices) > MOST_DRAWN
+        large = many and not gather and all(isinstance(table, Rows) for table, _, _ in tables)
         if large and (svg or csv):
             refuse(["that is too much to be drawn or listed as a whole: leave --svg and --csv out; --rank has a row"])
         drawn = []

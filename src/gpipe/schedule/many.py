@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from gpipe.schedule.action import Action, Kind, Route
+from gpipe.schedule.action import Action, Kind, Route, nth_backward
 from gpipe.schedule.cost import Costs, seconds
 from gpipe.schedule.schedules.writing import KINDS, Numbers, Placement, Rows, numbered
 from gpipe.schedule.simulate import Figures, holding_one
@@ -40,9 +40,12 @@ class Many:
     def __init__(self, rows: Rows, rank_of: Placement, *, joined: bool = False) -> None:
         self.rows, self.rank_of, self.joined = rows, rank_of, joined
         self.row = cache(self._row)
+        # of what a stage takes as its n-th backward, the number among its forwards
+        self._of_backward = np.array([nth_backward(nth, rows.slices) for nth in range(rows.micro_batches)])
 
     def _row(self, rank: int) -> Numbers:
         kind, stage, nth = numbered(self.rows.cells(rank), self.rows.micro_batches)
+        nth = np.where(kind == 0, nth, self._of_backward[nth])
         same = (stage[:-1] == stage[1:]) & (nth[:-1] == nth[1:])
         if self.joined:
             stays = np.equal(self.rank_of, (self.rank_of[0], *self.rank_of[:-1]))  # what I gives, or nothing is given
@@ -71,7 +74,7 @@ class Many:
             timeline=Timeline(ranks, (), took),
             work=max(busy),
             bubble=1 - sum(busy) / (ranks * took),
-            peaks=tuple(self.peak_bytes(rank, ones) / each for rank in range(ranks)),
+            peaks=tuple(self.peak_bytes(rank, ones) / each / self.rows.slices for rank in range(ranks)),
             split=float(split / (whole + split)),
         )
 
