@@ -6,7 +6,8 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,69 @@ def test_a_full_disk_is_told_with_its_type_and_place_and_the_pipe_goes_on(
         pipe.zero_grad()
         pipe.step_number = 0
         assert torch.equal(pipe.step(X, X, F.mse_loss), wanted[0])
+
+
+class Saves(torch.autograd.Function):
+    """Saves what is made of its input, and multiplies a gradient by what is read of that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, make: Callable[[Tensor], Tensor], read: Callable[[Any], Tensor]) -> Tensor:
+        ctx.read = read
+        ctx.save_for_backward(make(x.detach()))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.read(*ctx.saved_tensors), None, None
+
+
+class Own(Tensor):
+    scale: float
+
+
+def scaled(x: Tensor) -> Own:
+    own = x.tanh().as_subclass(Own)
+    own.scale = 3.0
+    return own
+
+
+STRANGE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Any], Tensor]]] = {
+    "nested": (lambda x: torch.nested.nested_tensor([x[0], x[1:].flatten()]), lambda own: own.unbind()[0]),
+    "quantized": (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), lambda own: own.dequantize()),
+    "a class with attributes": (scaled, lambda own: own.as_subclass(Tensor) * own.scale),
+}
+
+
+class Strange(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.linear, self.name = nn.Linear(WIDTH, WIDTH), name
+
+    def forward(self, x: Tensor) -> Any:
+        if self.name == "forward mode":
+            return torch.func.jvp(torch.sin, (self.linear(x),), (torch.ones_like(x),))[1]
+        return Saves.apply(self.linear(x), *STRANGE[self.name])
+
+
+@pytest.mark.parametrize("name", [*STRANGE, "forward mode"])
+def test_what_is_no_dense_memory_stays_and_is_as_it_was_saved(name: str) -> None:
+    found = []
+    for remat in ("never", "offload"):
+        torch.manual_seed(0)
+        each = [nn.Linear(WIDTH, WIDTH), Strange(name), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
+        with gpipe.GPipe(each, 2, M, costs=[1.0] * 4, remat=remat, driver="lockstep") as pipe:
+            loss = pipe.step(X, X, F.mse_loss)
+            found.append([loss, *(p.grad for p in pipe.parameters() if p.grad is not None)])
+    assert same(*found)
+
+
+def test_a_fork_cannot_go_on_with_what_was_offloaded_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpipe.GPipe(layers(), 2, M, costs=[1.0] * 12, remat="offload", driver="lockstep") as pipe:
+        loss = pipe(X).sum()
+        monkeypatch.setattr(os, "getpid", partial(int, os.getpid() + 1))  # as in a fork
+        with pytest.raises(RuntimeError, match="of which this one is a fork"):
+            loss.backward()
+        monkeypatch.undo()
 
 
 def open_files() -> int:

@@ -176,13 +176,26 @@ class SavedTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "SavedTensor":
-        """What a hook is to give for what a node saves."""
-        return cls(tensor.detach(), tensor._version)
+        """What a hook is to give for what a node saves, with what was put on it as attributes."""
+        own = tensor.detach()
+        vars(own).update(vars(tensor) | vars(own))
+        return cls(own, tensor._version)
 
     @property
     def is_as_saved(self) -> bool:
         """Whether its storage has its very numbers: it was not changed since, and is no view with other signs."""
         return self.tensor._version == self.version and not (self.tensor.is_conj() or self.tensor.is_neg())
+
+    @property
+    def address(self) -> int:
+        """Where its storage is, if it is dense memory that can be had; else 0."""
+        tensor = self.tensor
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            return 0
+        try:
+            return tensor.untyped_storage().data_ptr()
+        except RuntimeError:  # of a level of torch.func or forward mode that has ended
+            return 0
 
     def let_go(self) -> None:
         tensor = self.tensor

@@ -14,6 +14,7 @@ mapped: no copy, no allocator's, and the system's again as soon as its node has 
 """
 
 import ctypes
+import errno
 import mmap
 import os
 import tempfile
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from gpipe._torch.accelerator import queued_on, queues
-from gpipe._torch.autograd import PLAIN, SavedTensor, memory_users, unpack
+from gpipe._torch.autograd import SavedTensor, memory_users, unpack
 from gpipe.runtime.streams import DeviceStream, RankStream, Stamp, event_on
 from gpipe.schedule.action import Action, Kind
 
@@ -98,12 +99,12 @@ class Inside:
         """Finds the storages to which nothing refers but what autograd saved; of the others nothing more is known."""
         alike = defaultdict[int, list[SavedTensor]](list)
         for one in self.saved:
-            if type(one.tensor) in PLAIN and one.tensor.layout is torch.strided:
-                alike[one.tensor.untyped_storage().data_ptr()].append(one)
-        for address, some in alike.items():
+            alike[one.address].append(one)
+        alike.pop(0, None)
+        for some in alike.values():
             storage = some[0].tensor.untyped_storage()
             alone = memory_users(some[0].tensor) == len(some) and storage.resizable()  # nor is it another library's
-            if address and alone and all(one.is_as_saved for one in some):
+            if alone and all(one.is_as_saved for one in some):
                 self.moved.append(Moved(storage, storage.nbytes(), some))
         self.saved.clear()
 
@@ -129,10 +130,12 @@ class _Moves:
     last: Move | None = None
 
     def __init__(self, stream: RankStream) -> None:
-        self.stream = stream
+        self.stream, self._process = stream, os.getpid()
 
     def finish(self, inside: Inside | None = None) -> None:
         """Waits until the move under way is done, if there is one: perhaps only that of what is given."""
+        if os.getpid() != self._process:
+            raise RuntimeError("what was offloaded comes back in its own process, of which this one is a fork")
         if self.last is None or inside not in (None, self.last.inside):
             return
         move, self.last = self.last, None
@@ -160,7 +163,8 @@ class FileHost(_Moves):
         """Begins to write what a micro-batch keeps."""
         self.finish()
         inside.leave()
-        inside.there = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # until it is back
+        with room_for(sum(one.size for one in inside.moved)):
+            inside.there = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # until it is back
         weakref.finalize(inside, inside.there.close)  # if it never is
         self._begin(action, inside, _write)
 
@@ -205,7 +209,10 @@ def room_for(size: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.add_note(f"{size:,} bytes were to go to {tempfile.gettempdir()}; set TMPDIR to where there is room")
+        remedy = "set TMPDIR to where there is room"
+        if error.errno == errno.EMFILE:
+            remedy = "each micro-batch in flight has a file open: raise `ulimit -n`"
+        error.add_note(f"{size:,} bytes were to go to {tempfile.gettempdir()}; {remedy}")
         raise
 
 
