@@ -205,6 +205,7 @@ class Strange(nn.Module):
         return Saves.apply(self.linear(x), *STRANGE[self.name])
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch, where such tensors are made
 @pytest.mark.parametrize("name", [*STRANGE, "forward mode"])
 def test_what_is_no_dense_memory_stays_and_is_as_it_was_saved(name: str) -> None:
     found = []
