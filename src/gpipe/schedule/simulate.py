@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -78,7 +78,7 @@ class Simulator:
     """
 
     def __init__(self, program: Program, *, messages: bool = False) -> None:
-        self.program = program
+        self.program, self._messages = program, messages
         stages = range(program.stages)
         self.stages_of = [[s for s in stages if program.rank_of[s] == rank] for rank in range(program.ranks)]
         self._held, self._turns = cache(self._find_held), cache(self._find_turns)
@@ -88,7 +88,7 @@ class Simulator:
         self._steps: list[tuple[int, int | None, list[int]]] = []  # rank, link if it has one, steps awaited
         self._links: dict[tuple[int, int], int] = {}
         self._list_steps(messages)
-        self._kinds = [(action.kind, action.stage, action.carries_gradient) for action in self._actions]
+        self._kinds = [(a.kind, a.stage, a.route is not None and a.carries_gradient) for a in self._actions]
         self._alike = dict(zip(self._kinds, self._actions, strict=True))  # one of those that cost the same
         backwards = ((step, a) for step, a in enumerate(self._actions) if a.kind in BACKWARDS)
         self._backwards = {(a.stage, a.micro_batch): step for step, a in backwards}
@@ -100,14 +100,18 @@ class Simulator:
         """
         bare = self.program.only({Kind.FORWARD, *BACKWARD_PARTS})
         table = place_recompute(bare, ["always" if again else "never"] * bare.stages)
+        listed: Iterable[Action] = self._actions
+        if not self._messages or table != self.program:
+            listed = (each for _, _, action in linearize(table) for each in (action, *crossing(action, bare)))
         turns, tick = dict[Action, tuple[int, int]](), [0] * bare.ranks
-        for rank, _, action in linearize(table):
+        for action in listed:
+            rank = bare.rank_of[action.stage]
             tick[rank] += 1
-            turns[action] = tick[rank], rank
-            for send in crossing(action, bare):
-                tick[rank] += 1
-                other = bare.rank_of[send.peer.stage]
+            if action.kind is Kind.SEND:
+                other = bare.rank_of[action.peer.stage]
                 tick[other] = max(tick[other], tick[rank]) + 1
+            else:
+                turns[action] = tick[rank], rank
         return turns
 
     def _list_steps(self, messages: bool) -> None:
