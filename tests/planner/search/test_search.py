@@ -159,6 +159,7 @@ def test_no_cuts_take_less_than_the_bounds(
     costs = trial.costs(cuts)
     seconds = Simulator(program, messages=True).seconds(costs)
     assert least_seconds(shape, sized, speeds) <= seconds * (1 + 1e-9)
+    assert trial.least_seconds(costs) <= seconds
     assert likely_seconds(shape, sized, speeds) >= least_seconds(shape, sized, speeds)
 
 
@@ -174,6 +175,7 @@ def test_a_split_backward_may_end_before_its_weights_are_on_the_way() -> None:
     trial = Trial(shape, program, short, [Device(flops=1.0)] * 8, [1.0] * 8)
     seconds = trial.fitting.simulator.seconds(trial.costs((1,) * 16))  # the two parts take less than the whole
     assert least_seconds(shape, short, [1.0] * 8) <= seconds
+    assert trial.least_seconds(trial.costs((1,) * 16)) <= seconds
 
 
 def test_a_stage_costs_what_its_layers_do() -> None:

@@ -111,13 +111,27 @@ class Trial:
         """What each stage costs, its messages included."""
         return message_costs(self.sized, self.devices, self.speeds, layers, self.program.rank_of)
 
+    def least_seconds(self, costs: Sequence[StageCost]) -> float:
+        """A time that no table of these stages goes below: each rank's work, behind what first comes to it.
+
+        Where backwards are whole also ahead of the way back from there.
+        """
+        shape, way, begins, work = self.shape, 0.0, dict[int, float](), [0.0] * self.shape.partitions
+        for stage, (cost, rank) in enumerate(zip(costs, self.program.rank_of, strict=True)):
+            parts = sum(seconds(Action(kind, stage), costs) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+            way += 0.0 if shape.splits else cost.send_gradient or 0.0
+            begins.setdefault(rank, way)
+            way += cost.forward + cost.send + (0.0 if shape.splits else cost.backward)
+            work[rank] += cost.forward + (min(cost.backward, parts) if shape.splits else cost.backward)
+        return max(begin + shape.micro_batches * work[rank] for rank, begin in begins.items()) / ROUNDING_FACTOR
+
     def attempt(self, layers: Cuts) -> bool:
         """Whether these cuts are the fastest of all that were tried and fit."""
         if layers in self._tried:
             return False
         self._tried.add(layers)
         costs = self.costs(layers)
-        if self._is_too_slow(_least_seconds(costs, self.program.rank_of, self.shape)):
+        if self._is_too_slow(self.least_seconds(costs)):
             return False
         misfit = self.fitting.misfit(costs)
         if misfit is not None:
@@ -159,21 +173,6 @@ class Trial:
             return partition(work, shape.stages, balance="minmax", speeds=self.stage_speeds, memory=memory).layers
         except ValueError:  # none do
             return None
-
-
-def _least_seconds(costs: Sequence[StageCost], rank_of: Sequence[int], shape: Shape) -> float:
-    """A time that no table of these stages goes below: each rank's work, behind what first comes to it.
-
-    Where backwards are whole also ahead of the way back from there.
-    """
-    way, begins, work = 0.0, dict[int, float](), [0.0] * shape.partitions
-    for stage, (cost, rank) in enumerate(zip(costs, rank_of, strict=True)):
-        parts = sum(seconds(Action(kind, stage), costs) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
-        way += 0.0 if shape.splits else cost.send_gradient or 0.0
-        begins.setdefault(rank, way)
-        way += cost.forward + cost.send + (0.0 if shape.splits else cost.backward)
-        work[rank] += cost.forward + (min(cost.backward, parts) if shape.splits else cost.backward)
-    return max(begin + shape.micro_batches * work[rank] for rank, begin in begins.items()) / ROUNDING_FACTOR
 
 
 def message_costs(
