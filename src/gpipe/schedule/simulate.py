@@ -405,20 +405,19 @@ def predict(
     >>> predict(given([3, 1], [3, 3, 6, 6]), Program.of(fill_drain(2, 4), micro_batches=4)).timeline.seconds
     54.0
     """
-    timeline = simulate(program, stage_costs(partition, program) if costs is None else costs).timeline
+    timeline = simulate(program, stage_costs(partition) if costs is None else costs).timeline
     peak_bytes = None if held is None else simulate(program, held).peak_bytes
     return Prediction(partition, program, timeline, "seconds" if in_seconds else "relative", peak_bytes)
 
 
-def stage_costs(partition: Partition, program: Program) -> tuple[StageCost, ...]:
+def stage_costs(partition: Partition) -> tuple[StageCost, ...]:
     """What the actions of each stage cost, where nothing is known but what its layers cost in all for a micro-batch.
 
-    The forward is a third of that, or a quarter where every stage recomputes; a backward takes twice as long.
+    The forward is a third of that, a backward takes twice as long, and a recompute is as long as a forward beside.
     """
-    again = {action.stage for action in program.actions if action.kind is Kind.RECOMPUTE}
     costs = partition.seconds if any(partition.seconds) else partition.layers  # costs of zero count as equal
-    forwards = 1 + BACKWARD_OVER_FORWARD + (len(again) == program.stages)
-    return tuple(StageCost(cost / forwards, BACKWARD_OVER_FORWARD * cost / forwards) for cost in costs)
+    each = 1 + BACKWARD_OVER_FORWARD
+    return tuple(StageCost(cost / each, BACKWARD_OVER_FORWARD * cost / each) for cost in costs)
 
 
 def unsplit_stages(program: Program, costs: Costs) -> frozenset[int]:
