@@ -85,7 +85,7 @@ class Simulator:
         self._taken, self._when = cache(self._find_taken), cache(self._find_when)
         self._held_by_rank = cache(lambda rank, again: np.hstack([*map(self._held, self.stages_of[rank], again)]))
         self._actions: list[Action] = []
-        self._steps: list[tuple[int, int | None, list[int]]] = []  # rank, link if it has one, steps awaited
+        self._steps: list[tuple[int, int | None, tuple[int, ...]]] = []  # rank, link if it has one, steps awaited
         self._links: dict[tuple[int, int], int] = {}
         self._list_steps(messages)
         self._kinds = [(a.kind, a.stage, a.route is not None and a.carries_gradient) for a in self._actions]
@@ -129,11 +129,11 @@ class Simulator:
             others = [step for need in brought for step in sent.get((need, action.stage)) or [step_of[need]]]
             if action.kind in MOVES:
                 others, moved[rank] = [*others, *moved[rank]], [len(self._actions)]
-            step_of[action] = self._add(rank, action, others)
+            step_of[action] = self._add(rank, action, tuple(others))
             for send in crossing(action, self.program) if messages else ():
-                sent.setdefault((action, send.peer.stage), []).append(self._add(rank, send, []))
+                sent.setdefault((action, send.peer.stage), []).append(self._add(rank, send, ()))
 
-    def _add(self, rank: int, action: Action, others: list[int]) -> int:
+    def _add(self, rank: int, action: Action, others: tuple[int, ...]) -> int:
         link = None
         if action.kind is Kind.SEND or action.kind in MOVES:
             ends = rank, self.program.rank_of[action.peer.stage] if action.route else rank
