@@ -26,10 +26,12 @@ class Net(nn.Module):
         return value
 
 
-def test_layers_on_the_meta_device_are_planned() -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_layers_on_the_meta_device_are_planned(device: str) -> None:
     with torch.device("meta"):
         layers = transformer_lm(layers=3, model_dim=64, ffn_dim=128, heads=4, vocab=100)
-    plan = gpipe.find_plan(layers, torch.zeros(4, 16, dtype=torch.int64), [HERE] * 2, global_batch=8)
+    sample = torch.zeros(4, 16, dtype=torch.int64, device=device)
+    plan = gpipe.find_plan(layers, sample, [HERE] * 2, global_batch=8)
     assert plan.partitions == 2
     assert sum(plan.layers_per_partition) == 5
     assert plan.global_batch == 8

@@ -313,7 +313,11 @@ def first_micro_batch(sample: Tree, micro_batches: int, least: int = 1) -> Tree:
         parts = take_parts(sample)
     else:
         parts = split(sample, rows := count_rows(sample), min(micro_batches, max(rows // least, 1)), "sample")
-    return next((part for part in parts if not any((leaf == IGNORED).all() for leaf in tensors_in(part))), parts[0])
+
+    def counts(part: Tree) -> bool:
+        return not any(not leaf.is_meta and (leaf == IGNORED).all() for leaf in tensors_in(part))
+
+    return next(filter(counts, parts), parts[0])
 
 
 INSIDE = (
