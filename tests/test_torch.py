@@ -778,6 +778,14 @@ def test_a_tensor_without_values_says_to_be_on_the_cpu() -> None:
             for needs in (made.sum().item, made.nonzero):
                 with pytest.raises(dispatcher.NEEDS_VALUES):
                     needs()
+    with relied_on("Fakes", "counts experts"):
+        ends = torch.tensor([2, 6, 8], dtype=torch.int32)
+        for a, b, groups in ((2, 3, ends), (3, 2, ends), (2, 2, ends), (3, 3, None)):
+            one, other = (torch.ones((3, 8, 8)[-dimensions:]) for dimensions in (a, b))
+            real = F.grouped_mm(one, other, offs=groups)
+            with faking.inside():
+                made = F.grouped_mm(faking.like(one), other, offs=groups)
+            assert (made.shape, made.stride(), made.dtype) == (real.shape, real.stride(), real.dtype)
     with relied_on("without_memory", "stands for what other layers made where all else is made without values"):
         with faking.inside():
             made_by_others = dispatcher.without_memory(Placeholder, (2, 3), torch.float64, torch.device("cuda"), True)

@@ -95,6 +95,17 @@ def test_the_auxiliary_loss_of_experts_trains_to_the_bits_of_the_loop(name: str)
     assert found.mini_batch > 5e-4  # each micro-batch adds its own, as under Trainer
 
 
+def test_models_with_experts_are_planned_and_offloaded() -> None:
+    family = named("mixtral")
+    with quiet(), one_thread():
+        model, given = build(family, dropout=False), batch(family)
+        plan = gpipe.find_plan(model, given, [gpipe.Device(flops=1e9)] * 2, micro_batches=2, schedule="1f1b")
+        assert plan.partitions == 2
+        for settings in ({"remat": "auto", "memory": 2**30}, {"remat": "offload"}, {"schedule": "auto"}):
+            with gpipe.GPipe(model, 2, 2, sample=given, costs="params", **settings) as pipe:
+                assert pipe.prediction.peak_bytes
+
+
 def test_each_family_stands_in_the_catalogue_once() -> None:
     names = [family.name for family in FAMILIES]
     assert len({*names, *NOT_BUILT}) == len(names) + len(NOT_BUILT)

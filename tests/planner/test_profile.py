@@ -103,6 +103,22 @@ def test_attention_a_matrix_by_a_vector_and_a_bilinear_layer_are_counted() -> No
     assert both.backward == 3 * both.forward
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_experts_are_counted_in_each_precision(dtype: torch.dtype) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, 8, 16, dtype=dtype))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.grouped_mm(x, self.weight, offs=torch.tensor([2, 6, 7], dtype=torch.int32))
+
+    x = torch.ones(7, 8, dtype=dtype, requires_grad=True)
+    (each,) = count([Experts()], x)
+    assert (each.forward, each.backward) == (2 * 7 * 8 * 16, 2 * 2 * 7 * 8 * 16)
+    assert each.leaving == Experts()(x).nbytes
+
+
 def test_a_layer_that_needs_values_is_named() -> None:
     class Looks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -134,11 +134,32 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What an operation raises that cannot tell its output, or its layout, without values."""
 
 
+GROUPED_PRODUCT: Operator = torch.ops.aten._grouped_mm.default
+"""Products of the rows of groups by a matrix for each: what experts of transformers do."""
+
+
+class _FakeMode(FakeTensorMode):
+    """Has grouped products of any dtype, which torch without values refuses but in bfloat16."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not GROUPED_PRODUCT:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        with self:
+            return _grouped_product(*args, **(kwargs or {}))
+
+
+def _grouped_product(
+    a: Tensor, b: Tensor, ends: Any = None, bias: object = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    groups = [(ends if a.dim() == 2 else a).shape[0]] if a.dim() == b.dim() else []
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype)
+
+
 class Fakes:
     """Makes tensors without values, and has operations do without."""
 
     def __init__(self) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = _FakeMode(allow_non_fake_inputs=True)
 
     @contextmanager
     def inside(self) -> Iterator[None]:

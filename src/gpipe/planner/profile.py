@@ -37,8 +37,8 @@ from gpipe.tracing.stage import SingleLayer
 T = TypeVar("T")
 ADAM = 2  # numbers that the optimizer keeps of each that it trains: Adam keeps two
 IF_IT_NEEDS_VALUES = (
-    "if it needs them, to branch on, no plan, no remat='auto' and no costs='flops' can be had: give partitions=, "
-    "micro_batches= and remat= to GPipe yourself"
+    "if it needs them, to branch on, no plan, no schedule='auto', no remat='auto' or 'offload' and no costs='flops' "
+    "can be had: give partitions=, micro_batches= and remat='always' or 'never' to GPipe yourself"
 )
 COUNTED_BYTES = ("boundary", "inside", "keeps_input", "working", "leaving")
 _LEAST = 1e-9  # no layer costs nothing
@@ -312,6 +312,11 @@ def _flops_of_bilinear(*shapes_and_new: Any, **more: Any) -> int:
     return 2 * prod(sizes)
 
 
+def _flops_of_grouped_product(a: list[int], b: list[int], *others: Any, **more: Any) -> int:
+    """Of all groups: they share the rows of a matrix, or its columns, or have matrices of their own."""
+    return 2 * prod(a[-2:]) * b[-1] * (a[0] if len(a) == len(b) == 3 else 1)
+
+
 def _flops_of_convolution_backward(
     gradient: list[int], x: list[int], weight: list[int], *others: Any, out_shape: object
 ) -> int:
@@ -329,5 +334,6 @@ FORMULAS: dict[object, Callable[..., int]] = {
     torch.ops.aten.mv: lambda matrix, *others, **more: 2 * prod(matrix),
     torch.ops.aten.addmv: lambda summand, matrix, *others, **more: 2 * prod(matrix),
     modes.BILINEAR: _flops_of_bilinear,
+    torch.ops.aten._grouped_mm: _flops_of_grouped_product,
 }
 """Floating-point operations of matrix products, convolutions, attention and LSTMs, where torch has no formula."""
