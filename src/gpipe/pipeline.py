@@ -97,9 +97,9 @@ class GPipe(Partitioned):
         plan: What `gpipe.find_plan` gave, for the cuts, the schedule and `remat`, which are left out beside it: one
             that is given is refused, unless it is the default, which has no say. And for M, if that is not given.
         costs: What each layer costs: one number a layer, of its forward and backward; a function of a layer and its
-            sample input; `"time"`, seconds of forward, recompute and backward; `"flops"`, of layers, not of a model; or
-            `"params"`. By default time if there is a sample, else parameters, at least 1. `pipe.costs` can be saved
-            and given again, so that the cuts stay.
+            sample input; `"time"`, seconds of forward, recompute and backward; `"flops"`, of layers, not of a model;
+            or `"params"`. By default time if there is a sample, else parameters, at least 1. `pipe.costs` can be
+            saved and given again, so that the cuts stay.
         sample: An example mini-batch of inputs, for costs that must be measured; nothing of it remains. On it the
             forward of a model is recorded, to be cut into layers; other mini-batches may have other sizes.
         blocks: The names of the modules between which a model is cut; by default those that it says are not to be

@@ -145,7 +145,7 @@ def test_a_plan_is_followed_as_it_is_or_refused() -> None:
         gpipe.GPipe(layers(), 2, plan=plan, remat="never")
     with pytest.raises(TypeError, match="plan= is a int; give what"):
         gpipe.GPipe(layers(), plan=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="adds up to 6 layers, but there are 5"):
+    with pytest.raises(ValueError, match="plan= is of another network: 6 layers, and here are 5; plan these by"):
         gpipe.GPipe(layers()[:5], plan=plan)
     with pytest.raises(ValueError, match=r"micro_batches=None; give M.*\n?.*partitions=None"):
         gpipe.GPipe(layers())

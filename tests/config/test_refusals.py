@@ -48,6 +48,7 @@ def make(**changes: Any) -> gpipe.GPipe:
         ({"costs": [1, -2, 1]}, "costs[1]=-2; a cost is a finite number of at least 0"),
         ({"costs": [1, float("nan"), 1]}, "costs[1]=nan; a cost is a finite number"),
         ({"costs": [1, float("inf"), 1]}, "costs[1]=inf; a cost is a finite number"),
+        ({"costs": [1, 10**400, 1]}, "costs[1] exceeds the largest number: take larger units"),
         ({"costs": [1, "2", 1]}, "costs[1]='2'; a cost is a finite number"),
         ({"costs": "cheap"}, "costs='cheap'; give one number a layer"),
         ({"costs": 3}, "costs=3; give one number a layer"),

@@ -87,6 +87,10 @@ def test_replicas_go_by_one_table_to_the_bits_of_one_rank(built: bool, pool: Wor
         ({"partitions": 2, "remat": "never"}, "finds what to recompute"),
         ({"partitions": 2, "memory": 10**6}, "memory= needs sample="),
         ({"partitions": 2, "memory": 10, "sample": torch.zeros(6, 16)}, "schedule='auto': nothing fits"),
+        (
+            {"partitions": 2, "costs": [1e308] * 7},
+            "schedule='auto': seconds exceed the largest number: take larger units",
+        ),
     ],
 )
 def test_what_it_finds_is_not_given(options: dict[str, object], told: str) -> None:

@@ -3,6 +3,7 @@
 Mistakes are raised in one error.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -151,6 +152,9 @@ def check(
     known = len(layers) + len(wrong) if layers else 0
     tied = _check_layers(layers, wrong, asked.ties, mistakes) if traced is None else ()
     _check_numbers_and_names(asked, mistakes)
+    cut = 0 if asked.plan is None else sum(asked.plan.layers_per_partition)
+    told = f"plan= is of another network: {cut} layers, and here are {known}; plan these by gpipe.find_plan"
+    mistakes.check(cut in (0, known) or not known, told)
     _check_costs(asked.costs, asked.sample, known, mistakes)
     apart, measures = outline is not None and bool(outline.makers), asked.in_seconds or callable(asked.costs)
     told = "costs cannot be measured where no process has all layers; give costs=[...], 'flops' or 'params'"
@@ -256,6 +260,8 @@ def _check_costs(costs: Costs, sample: Tree, layers: int, mistakes: Mistakes) ->
         for at, cost in enumerate(costs):
             good = isinstance(cost, (int, float)) and 0 <= cost < float("inf")
             mistakes.check(good, f"costs[{at}]={cost!r}; a cost is a finite number of at least 0")
+            is_float = not isinstance(cost, int) or cost <= sys.float_info.max
+            mistakes.check(is_float, f"costs[{at}] exceeds the largest number: take larger units")
     else:
         told = f"costs={costs!r}; give one number a layer, 'params', 'time', 'flops', a function, or None"
         mistakes.check(costs is None or (by_name and costs == "params"), told)

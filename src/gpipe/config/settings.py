@@ -171,6 +171,8 @@ def _search(asked: Arguments, checked: Checked, layers: Sequence[nn.Module], sam
         paper = [Device(memory=limit, flops=1.0) for limit in limits]
         choices = Choices((ranks,), (asked.micro_batches,), (AUTO,))
         return search(profile, paper, asked.micro_batches * as_it_is, choices)
+    except OverflowError:  # where seconds are told
+        raise ValueError("schedule='auto': seconds exceed the largest number: take larger units") from None
     except ValueError as error:
         raise ValueError(f"schedule='auto': {error}") from None
 
