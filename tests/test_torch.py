@@ -1184,6 +1184,10 @@ def test_what_fully_shard_does_behind_a_backward_is_done_when_it_is_called() -> 
             (weight, _) = module.parameters()
             assert isinstance(weight.grad, DTensor)
             assert torch.equal(weight.grad.to_local(), torch.ones(2, 2))
+        with relied_on("carry_gradients", "adds to earlier gradients as the plain loop does"):
+            module.unshard()
+            assert modules.carry_gradients(module)[0] is weight
+            assert torch.equal(module.weight.grad, torch.ones(2, 2))
         with relied_on("break_off", "lets go of a step that failed"):
             module.register_forward_hook(lambda *_: 1 // 0)
             with pytest.raises(ZeroDivisionError):

@@ -142,6 +142,21 @@ def break_off(module: nn.Module) -> None:
         state._reset_iter_state()
 
 
+def carry_gradients(module: nn.Module) -> list[Tensor]:
+    """Has what was gathered from this process alone go on from the gradients of its shards; gives these shards."""
+    carried = []
+    for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+        for one in group.fsdp_params:
+            shard, whole = one.sharded_param, one._unsharded_param
+            if shard.grad is None or shard.device_mesh.size() > 1 or hasattr(whole, "to_local"):
+                continue
+            before = shard.grad.to_local()
+            if (before.dtype, before.device) == (whole.dtype, whole.device) and one.reduce_dtype is None:
+                whole.grad = before.clone()  # as the run may fail
+                carried.append(shard)
+    return carried
+
+
 def gradients_of(module: nn.Module) -> list[tuple[Tensor | None, int]]:
     """Of the weights that `fully_shard` gathers with a module, the gradient if there is one, and the axis it cuts."""
     groups = module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]

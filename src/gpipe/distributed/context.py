@@ -26,6 +26,7 @@ from gpipe.runtime.run import Output, Run
 from gpipe.runtime.steps import CompiledTable
 from gpipe.schedule.action import Action, Kind, parse_action
 from gpipe.schedule.program import Program
+from gpipe.schedule.rules import BACKWARDS
 from gpipe.schedule.timeline import Span, Timeline
 from gpipe.stages.batchnorm import DeferredStatistics
 from gpipe.stages.boundary import Gradients
@@ -242,11 +243,9 @@ class ProcessContext(Context):
 
     def _meet_replicas(self, program: Program) -> AbstractContextManager[object]:
         """Prepares what replicas do together while they run: layers of `fully_shard`, and BatchNorm if asked."""
-        if self.position.replicas == 1:
-            return nullcontext()
         layers = [layer for stage in self.engine.own for layer in stage.layers]
         spread = {stage.index: [*filter(is_sharded, stage.modules)] for stage in self.engine.own}
-        norms = find_norms(layers) if self.processes.sync_batch_norm else []
+        norms = find_norms(layers) if self.awaits_backwards else []
         reasons = [SPREAD] * any(spread.values()) + [LOCKSTEP] * any(norm.training for norm in norms)
         if reasons:
             counts = self._of_replicas(Control.MICRO_BATCHES, program.micro_batches)
@@ -261,7 +260,8 @@ class ProcessContext(Context):
                 "layer runs; leave layers that share weights as they are"
             )
         if any(spread.values()):
-            self._shards = Shards(self.endpoint, self.position, spread)
+            trains = any(action.kind in BACKWARDS for action in program.table[self.position.row])
+            self._shards = Shards(self.endpoint, self.position, spread, trains=trains)
         if LOCKSTEP not in reasons:
             return nullcontext()
         self._sync = self._sync or Synced(self.position, program.micro_batches)

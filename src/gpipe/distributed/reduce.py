@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.autograd import copy_each
-from gpipe._torch.modules import break_off, end_backwards, gradients_of, settings_of
+from gpipe._torch.modules import break_off, carry_gradients, end_backwards, gradients_of, settings_of
 from gpipe.distributed.codec import damaged
 from gpipe.distributed.endpoint import Endpoint, Exchange
 from gpipe.distributed.mesh import DATA, Position
@@ -148,24 +148,37 @@ class Shards:
 
     Those of a stage are gathered by its UNSHARD and freed by its RESHARD; its REDUCE adds up the gradients of all
     micro-batches. What is spread over other processes than the replicas is gathered by torch, when first needed.
-    `spread` has the modules by stage.
+    A single replica has none of these actions: torch gathers all when a run begins, and gives the shards
+    their gradients when one that `trains` ends. `spread` has the modules by stage.
     """
 
-    def __init__(self, endpoint: Endpoint, position: Position, spread: Mapping[int, Sequence[nn.Module]]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        position: Position,
+        spread: Mapping[int, Sequence[nn.Module]],
+        *,
+        trains: bool = False,
+    ) -> None:
         self._endpoint, self._position, self._spread = endpoint, position, spread
         self._peers = position.ranks_of_row
         self._numbers = count()
         self._own = {stage: [m for m in some if goes_over_replicas(m, position)] for stage, some in spread.items()}
         self._rooms: list[tuple[Tensor, Tensor]] = []  # for what is gathered, and its part that is here
         self._put_back = list(map(settings_of, self.modules))
+        self._alone, self._trains, self._carried = position.replicas == 1, trains, list[Tensor]()
         for module in self.modules:
+            module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
+        for module in () if self._alone else self.modules:
             module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # what is added up is weighed already
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # as gloo can
-            module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
-        for module in chain.from_iterable(self._own.values()):
+        for module in () if self._alone else chain.from_iterable(self._own.values()):
             module.set_custom_all_gather(_Collective(self._note_gather))  # type: ignore[operator]
             module.set_custom_reduce_scatter(_Collective(self._take_sum))  # type: ignore[operator]
         self._sync(self.modules, False)
+        for module in self.modules if self._alone else ():
+            module.unshard()  # type: ignore[operator]
+            self._carried += carry_gradients(module) if trains else []
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -212,12 +225,14 @@ class Shards:
             yield from self._add_up(
                 [g.chunk(len(self._peers), at) for g, at in gradients_of(module) if g is not None]
             )
-        self._sync(modules, True)
-        for module in modules:
-            end_backwards(module)
+        self._settle(modules)
 
     def end(self, *, well: bool) -> None:
         """Frees what was gathered, of a run that failed also what gradients there are of it; torch gathers again."""
+        if well and self._alone and self._trains:
+            for parameter in self._carried:
+                parameter.grad = None
+            self._settle(self.modules)
         for module in self.modules:
             if not well:
                 break_off(module)
@@ -227,6 +242,12 @@ class Shards:
 
     def _label(self, *, gradient: bool) -> Label:
         return Label(Control.SHARDS, next(self._numbers), gradient)
+
+    def _settle(self, modules: Iterable[nn.Module]) -> None:
+        """Has torch give the shards the gradients of what was gathered."""
+        self._sync(modules, True)
+        for module in modules:
+            end_backwards(module)
 
     def _sync(self, modules: Iterable[nn.Module], now: bool) -> None:
         for module in modules:

@@ -418,6 +418,7 @@ def shard_once(rank: int, world: int, replicas: int, partitions: int, schedule: 
         for step in range(STEPS):
             for turn in (0, 1):
                 pipe.step(*part_of(rank, partitions, rows, 2 * step + turn), F.mse_loss)
+            steps += evaluations(pipe, *part_of(rank, partitions, rows, step))
             steps += [whole_gradients(pipe), float(pipe.clip_grad_norm_(0.05)), whole_gradients(pipe)]
             optimizer.step()
             optimizer.zero_grad()
@@ -458,6 +459,7 @@ def shard_some(rank: int, world: int, replicas: int, cases: list[tuple[str, int,
             for step in range(2):
                 with gpipe.record(pipe) as recording:
                     left.append(float(pipe.step(*part_of(rank, partitions, rows, step), F.mse_loss)))
+                left += evaluations(pipe, *part_of(rank, partitions, rows, step))
                 left.append(whole_gradients(pipe))
                 optimizer.step()
                 optimizer.zero_grad()
@@ -466,7 +468,7 @@ def shard_some(rank: int, world: int, replicas: int, cases: list[tuple[str, int,
             left += [whole_gradients(pipe), parameters(pipe)]
             spans, table = recording.timelines[-1].spans, pipe.program.table
             stages = [own.index for own in pipe._engine.own if any(layer.index in sharded for layer in own.layers)]
-            right = {(kind, stage) for stage in stages for kind in SHARDS}
+            right = {(kind, stage) for stage in stages for kind in SHARDS if replicas > 1}
             for actions in ([span.action for span in spans if span.rank == rank], table[rank % partitions]):
                 assert sorted(str(a) for a in actions if a.kind in SHARDS) == sorted(
                     f"{s}{k.value}" for k, s in right
@@ -474,6 +476,15 @@ def shard_some(rank: int, world: int, replicas: int, cases: list[tuple[str, int,
             pipe.close()
         found.append([left[: len(left) // 2], left[len(left) // 2 :]])
     return found
+
+
+def evaluations(pipe: gpipe.GPipe, x: Tensor, y: Tensor) -> list[float]:
+    """The losses of a step and of a call that leave gradients as they are."""
+    pipe.eval()
+    with torch.no_grad():
+        losses = [float(pipe.step(x, y, F.mse_loss)), float(F.mse_loss(pipe(x, gather=True), y))]
+    pipe.train()
+    return losses
 
 
 def whole_gradients(pipe: nn.Module) -> dict[str, Any]:
