@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from gpipe.runtime.actions import WORK
+from gpipe.runtime.context import Context
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import CompiledAction
 from gpipe.schedule.action import Kind
@@ -132,5 +133,8 @@ def test_stages_under_fully_shard_run_their_backwards_at_once(held: list[tuple[i
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(WORK, Kind.BACKWARD_INPUT, do)
         with split("weights last"), gpipe.GPipe(layers, 2, 2, driver="lockstep", remat="never") as pipe:
+            with pytest.raises(ValueError, match="layers under fully_shard are gathered and freed by processes"):
+                pipe.step(x, y, squares)
+            patch.setattr(Context, "agree", lambda *_: None)
             pipe.step(x, y, squares)
     assert early == {1: False, 0: True}

@@ -20,7 +20,7 @@ from gpipe.stages.boundary import Gradients
 from gpipe.stages.messages import Cancelled, Label, Message, ReadyEvent
 from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.stage import LayerProgress
-from gpipe.stages.tree import Tree
+from gpipe.stages.tree import Tree, is_sharded
 
 if TYPE_CHECKING:
     from gpipe.runtime.run import Output, Run
@@ -54,7 +54,16 @@ class Context:
     """Around a step, a call or a backward: whoever fails inside has all fail. Given: whether to note crossings."""
 
     def agree(self, run: Run, request: Request) -> None:
-        """Has all processes do the same, and know of the mini-batch what that of the first stage knows."""
+        """Has all processes do the same, and know of the mini-batch what that of the first stage knows.
+
+        Raises:
+            ValueError: There are layers under `fully_shard`, which the ranks of one process do not gather or free.
+        """
+        if any(is_sharded(module) for stage in run.engine.own for module in stage.modules):
+            raise ValueError(
+                'layers under fully_shard are gathered and freed by processes: make the pipe with driver="process" '
+                "in each that a launcher starts (one will do: torchrun --nproc-per-node 1), or leave fully_shard out"
+            )
 
     def check_same(self, **settings: object) -> None:
         """Checks that all replicas were given the same."""
