@@ -20,7 +20,7 @@ from gpipe.stages.boundary import Gradients
 from gpipe.stages.messages import Cancelled, Label, Message, ReadyEvent
 from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.stage import LayerProgress
-from gpipe.stages.tree import Tree, is_sharded
+from gpipe.stages.tree import Tree
 
 if TYPE_CHECKING:
     from gpipe.runtime.run import Output, Run
@@ -59,7 +59,7 @@ class Context:
         Raises:
             ValueError: There are layers under `fully_shard`, which the ranks of one process do not gather or free.
         """
-        if any(is_sharded(module) for stage in run.engine.own for module in stage.modules):
+        if run.engine.is_sharded:
             raise ValueError(
                 'layers under fully_shard are gathered and freed by processes: make the pipe with driver="process" '
                 "in each that a launcher starts (one will do: torchrun --nproc-per-node 1), or leave fully_shard out"

@@ -19,6 +19,7 @@ from gpipe.stages.shared_weights import Tied, find_shared
 from gpipe.stages.side_effects import find_shared_buffers
 from gpipe.stages.skips import Pop, find_loss_pops
 from gpipe.stages.stage import Stage, stage_of_layers
+from gpipe.stages.tree import is_sharded
 
 if TYPE_CHECKING:
     from gpipe.tracing.model import TracedModel
@@ -84,6 +85,7 @@ class Engine:
         for stage in stages:
             stage.shared = shared
         self.shared_buffers = find_shared_buffers(stages)
+        self._modules = [module for stage in self.own for module in stage.modules]
         self.sharded: dict[int, Sharded] = {}  # by stage, as far as this process knows
         self._reset()
 
@@ -113,6 +115,11 @@ class Engine:
             rank: DeviceStream(device) if queues(device) else RankStream(device, alone=alone)
             for rank, device in devices.items()
         }
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether `fully_shard` was told of layers that run here, since it gives modules classes of its own."""
+        return any(map(is_sharded, {type(module): module for module in self._modules}.values()))
 
     def among(self, replicas: int) -> None:
         """Goes on as one of so many replicas."""
