@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from threading import Event, get_ident
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import (
 
 import gpipe
 from gpipe.integrations.transformers import PAST, GPipeSeq2SeqTrainer, GPipeTrainer, Pipelined
+from gpipe.integrations.within_step import WithheldGradients
 from tests.families.law import quiet
 from tests.integrations.trained import (
     ADAPTED,
@@ -491,6 +493,69 @@ def test_steps_that_a_pipe_cannot_follow_are_refused(plain: Any, above: bool, tm
     with quiet(), pytest.raises((ValueError, RuntimeError)) as raised:
         train(partial(piped(plain, above=above), partitions=2), "llama", tmp_path)
     assert said in "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "block"),
+    [
+        ("llama", "model.embed_tokens", "model.layers.0.mlp"),
+        ("albert", "albert.embeddings.word_embeddings", "albert.encoder.albert_layer_groups.0.albert_layers.0.ffn"),
+    ],
+)
+def test_ranks_are_at_work_while_a_loss_withholds_gradients(
+    family: str, words: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From within the second forward of the first rank into its third."""
+    computed, inside, withheld, over, checked = (Event() for _ in range(5))
+    began = [0, 0, 0]  # from the first step on, the thread of each forward of the first rank
+
+    class Arms(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **how: Any) -> None:
+            if state.global_step == 0:
+                began.clear()
+
+    class Holds(Trainer):
+        def compute_loss(self, *args: Any, **how: Any) -> Any:
+            loss = super().compute_loss(*args, **how)
+            computed.set()
+            assert inside.wait(60)
+            return loss
+
+        def training_step(self, *args: Any) -> Any:
+            loss = super().training_step(*args)
+            withheld.set()
+            assert over.wait(60)
+            return loss
+
+    def begin(*_: Any) -> None:
+        began.append(get_ident())
+        if len(began) == 2:  # those that share a block with the last rank take turns at it
+            computed.wait(60)
+        if len(began) == 3:
+            over.set()
+            checked.wait(60)
+
+    def wait(*_: Any) -> None:
+        if began == [get_ident()] * 2:
+            inside.set()
+            withheld.wait(60)
+
+    give_back = WithheldGradients.give_back
+
+    def has_checked(held: WithheldGradients) -> None:
+        give_back(held)
+        checked.set()
+
+    monkeypatch.setattr(WithheldGradients, "give_back", has_checked)
+    model = model_of(family)
+    model.get_submodule(words).register_forward_hook(begin)
+    model.get_submodule(block).register_forward_hook(wait)
+    make = partial(piped(Holds, above=False), partitions=2, remat="never")
+    with quiet(), one_thread():
+        found = trainer_of(make, model, family, tmp_path, callbacks=[Arms()])
+        found.train()
+    assert over.is_set()
+    assert apart(outcome(found), train(partial(TWO, remat="never"), family, tmp_path)) == 0.0
 
 
 class _Shrinks(TrainerCallback):

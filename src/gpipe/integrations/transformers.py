@@ -133,6 +133,7 @@ class _Accelerator(Accelerator):  # type: ignore[misc]  # untyped
     """accelerate for a pipe: a replica of K processes counts as one process, and a loss is kept for the pipe."""
 
     pipe: gpipe.GPipe
+    weights: nn.Module  # of the pipe: while ranks are at work, aliases may stand in their places
     partitions = 1  # K, over processes
     in_loss = False  # whether a training step is run for the pipe
     loss: Tensor | None = None  # of that step
@@ -169,7 +170,7 @@ class _Accelerator(Accelerator):  # type: ignore[misc]  # untyped
             raise ValueError(BACKWARDS.format(times="twice"))
         self.loss = loss
         if self.withholds:
-            self.withheld = WithheldGradients(self.pipe)
+            self.withheld = WithheldGradients(self.weights)
 
     @contextmanager
     def step_for_pipe(self, *, withholds: bool = False) -> Iterator[None]:
@@ -380,6 +381,7 @@ class Pipelined(_Trainer):  # type: ignore[misc]  # see there
         if versions_of(pipe) != versions:  # else its backward would tell, in torch's words
             raise ValueError(WEIGHTS)
         self._again = before_calls.changed()
+        accelerator.weights = nn.ParameterList(pipe.parameters())
         before = self._check_alike() if self._apart else 0
         losses: list[Tensor] = []
         with accelerator.autocast(), _in_words_of_trainer():

@@ -67,6 +67,8 @@ def rebind(home: object, values: Mapping[str, Any]) -> None:
 class _Nothing(Tensor):
     """What `.grad` holds where the gradient is not yet what Trainer's would be: nothing can be done with it."""
 
+    stands_for: Tensor | None  # which stages see: their ranks may be at work meanwhile
+
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(GRADIENTS)
@@ -99,7 +101,9 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _withheld(parameter: nn.Parameter) -> Tensor:
-    return parameter.detach().new_empty(()).expand(parameter.shape).as_subclass(_Nothing)
+    nothing = parameter.detach().new_empty(()).expand(parameter.shape).as_subclass(_Nothing)
+    nothing.stands_for = parameter.grad
+    return nothing
 
 
 def versions_of(model: nn.Module) -> list[tuple[int, int]]:

@@ -157,10 +157,11 @@ class Stage:
     def gradients(self) -> list[tuple[int, int]]:
         """What gradients the parameters have, and how often these were added to, but for what other layers share.
 
-        A module that is several layers has the parameters of whichever of them runs.
+        A module that is several layers has the parameters of whichever of them runs. What `stands_for` another, as a
+        Trainer's loss in another thread puts it there for a while, counts as that.
         """
         grads = [
-            parameter.grad
+            getattr(grad := parameter.grad, "stands_for", grad)
             for module in self.modules
             for name, parameter in module._parameters.items()
             if parameter is not None and (module, name) not in self.shared
