@@ -244,7 +244,8 @@ class ProcessContext(Context):
     def _meet_replicas(self, program: Program) -> AbstractContextManager[object]:
         """Prepares what replicas do together while they run: layers of `fully_shard`, and BatchNorm if asked."""
         layers = [layer for stage in self.engine.own for layer in stage.layers]
-        spread = {stage.index: [*filter(is_sharded, stage.modules)] for stage in self.engine.own}
+        own = self.engine.own if self.engine.is_sharded else ()
+        spread = {stage.index: [*filter(is_sharded, stage.modules)] for stage in own}
         norms = find_norms(layers) if self.awaits_backwards else []
         reasons = [SPREAD] * any(spread.values()) + [LOCKSTEP] * any(norm.training for norm in norms)
         if reasons:
