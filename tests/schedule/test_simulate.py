@@ -16,7 +16,7 @@ from gpipe.schedule.program import Program
 from gpipe.schedule.rules import needs
 from gpipe.schedule.schedules import SCHEDULES, fill_drain, forward_only
 from gpipe.schedule.schedules.by_name import program_of
-from gpipe.schedule.simulate import figures, predict, simulate
+from gpipe.schedule.simulate import Simulator, figures, predict, simulate
 from gpipe.schedule.timeline import bubble
 from tests.support.programs import LAW, REMATS, listed, lowered, lowered_programs, parsed, skips
 
@@ -276,6 +276,22 @@ def test_equal_stages_have_the_bubble_of_the_paper(stages: int, micro_batches: i
     assert plan.bubble == pytest.approx(bubble(stages, micro_batches))
     unit = cost or 1.0  # costs of zero count as equal
     assert plan.timeline.seconds == pytest.approx(unit * (micro_batches + stages - 1))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_recompute_that_stands_in_the_table_takes_no_message(name: str) -> None:
+    bare = program_of(name, 3, 6)
+    told = place_recompute(bare, ["always"] * bare.stages)
+    costs = [StageCost(1.0, 2.0, boundary=3, inside=2 + at, handed_on=5, handed_back=4) for at in range(bare.stages)]
+    found = simulate(place_transfers(told), costs).peak_bytes
+    simulator = Simulator(bare, messages=True)
+    again = [
+        frozenset(a.micro_batch for a in told.actions if a.kind is Kind.RECOMPUTE and a.stage == stage)
+        for stage in range(bare.stages)
+    ]
+    for rank, own in enumerate(simulator.stages_of):
+        peak = simulator.peak_bytes(rank, tuple(costs[at] for at in own), tuple(again[at] for at in own))
+        assert peak == found[rank]
 
 
 def test_a_recompute_takes_as_long_as_a_forward_beside_what_a_stage_costs() -> None:

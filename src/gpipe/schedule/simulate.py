@@ -110,7 +110,7 @@ class Simulator:
             if action.kind is Kind.SEND:
                 other = bare.rank_of[action.peer.stage]
                 tick[other] = max(tick[other], tick[rank]) + 1
-            else:
+            elif action.kind is not Kind.RECOMPUTE:  # which takes nothing
                 turns[action] = tick[rank], rank
         return turns
 
