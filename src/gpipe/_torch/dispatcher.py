@@ -134,15 +134,14 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What an operation raises that cannot tell its output, or its layout, without values."""
 
 
-GROUPED_PRODUCT: Operator = torch.ops.aten._grouped_mm.default
-"""Products of the rows of groups by a matrix for each: what experts of transformers do."""
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm  # rows of groups by a matrix for each: what experts of transformers do
 
 
 class _FakeMode(FakeTensorMode):
     """Has grouped products of any dtype, which torch without values refuses but in bfloat16."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not GROUPED_PRODUCT:
+        if func is not GROUPED_PRODUCT.default:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         with self:
             return _grouped_product(*args, **(kwargs or {}))

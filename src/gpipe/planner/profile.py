@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
 
 from gpipe._torch import modes
-from gpipe._torch.dispatcher import Fakes
+from gpipe._torch.dispatcher import GROUPED_PRODUCT, Fakes
 from gpipe.planner.measure import Values, likeness_of, measure_seconds, named, roots_of, run_layer
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.watch import Watch, storage_identity
@@ -334,6 +334,6 @@ FORMULAS: dict[object, Callable[..., int]] = {
     torch.ops.aten.mv: lambda matrix, *others, **more: 2 * prod(matrix),
     torch.ops.aten.addmv: lambda summand, matrix, *others, **more: 2 * prod(matrix),
     modes.BILINEAR: _flops_of_bilinear,
-    torch.ops.aten._grouped_mm: _flops_of_grouped_product,
+    GROUPED_PRODUCT: _flops_of_grouped_product,
 }
 """Floating-point operations of matrix products, convolutions, attention and LSTMs, where torch has no formula."""
