@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,9 @@ def state_of(pipe: gpipe.GPipe) -> dict[str, object]:
     }
 
 
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # of what runs when garbage is collected
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("remat", ["always", "never"])
@@ -96,3 +100,26 @@ def test_ctrl_c_at_any_place_of_a_step_is_as_if_it_had_not_begun(
         assert state_of(pipe) == was, str(place)
         assert all(map(torch.equal, made(), expected)), str(place)
     pipe.close()
+
+
+def test_bug_ctrl_c_behind_a_hook_leaves_none_at_work_that_lends_a_batchnorm_buffers() -> None:
+    pipe = make(normalized, "lockstep", "never")
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    register = nn.Module.register_forward_pre_hook
+
+    def interrupted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        register(module, *args, **kwargs)
+        raise KeyboardInterrupt
+
+    def stepped() -> list[torch.Tensor]:
+        pipe.zero_grad()
+        pipe.load_state_dict(before)
+        pipe.step_number = 0
+        return [pipe.step(X, Y, mse_loss), *map(torch.clone, pipe.buffers())]
+
+    expected = stepped()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "register_forward_pre_hook", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stepped()
+    assert all(map(torch.equal, stepped(), expected))

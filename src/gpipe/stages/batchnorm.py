@@ -113,9 +113,12 @@ def _lend(norm: AnyBatchNorm) -> Iterator[list[Statistics]]:
     own = {name: norm._buffers[name] for name in ("running_mean", "running_var", "num_batches_tracked")}
     lent: list[tuple[int, Tensor, Tensor]] = []
     momenta: dict[nn.Module, float | None] = {}
+    hook, lends = None, True
 
     def before_forward(used: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         """`used` may be a stand-in for the module, which shares its buffers but not its momentum (WeightAliases)."""
+        if not lends:  # an interrupt came before there was a handle to remove it by
+            return
         given = args[0] if args else kwargs["input"]
         momenta.setdefault(used, used.momentum)
         used.__dict__["momentum"] = 1.0
@@ -124,12 +127,14 @@ def _lend(norm: AnyBatchNorm) -> Iterator[list[Statistics]]:
         )
         lent.append((given.numel() // given.shape[1], used.running_mean, used.running_var))
 
-    hook = norm.register_forward_pre_hook(before_forward, with_kwargs=True)
     seen: list[Statistics] = []
     try:
+        hook = norm.register_forward_pre_hook(before_forward, with_kwargs=True)
         yield seen
     finally:
-        hook.remove()
+        lends = False
+        if hook is not None:
+            hook.remove()
         for used, momentum in momenta.items():
             used.__dict__["momentum"] = momentum
         norm._buffers.update(own)
