@@ -11,6 +11,7 @@ from typing import TypeAlias
 from gpipe.planner.search.cuts import partition
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.fitting import Fitting, FittingMany, Levels, Misfit
+from gpipe.planner.search.listing import ROUNDING_FACTOR
 from gpipe.planner.search.profile import SizedProfile, bounds
 from gpipe.planner.search.shapes import Shape
 from gpipe.schedule.action import Action, Kind
@@ -24,7 +25,6 @@ Cuts: TypeAlias = tuple[int, ...]
 Numbers: TypeAlias = tuple[float, ...]
 
 MOST_CUTS_TRIED = 256  # up to so many cuts all are tried; beyond, the most even, and neighbours of the best
-ROUNDING_FACTOR = 1 + 1e-9  # sums of the same seconds in another order
 MOST_TIMED_ACTIONS = 300_000  # actions that are timed, at most, on the way from neighbour to neighbour
 
 

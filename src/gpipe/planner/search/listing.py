@@ -17,6 +17,8 @@ from gpipe.schedule.lower import join_backwards
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.writing import Placement
 
+ROUNDING_FACTOR = 1 + 1e-9  # sums of the same seconds or bytes in another order
+
 
 @dataclass(frozen=True)
 class Task:
@@ -141,7 +143,7 @@ class _Listing:
     def __init__(self, task: Task, knobs: Knobs) -> None:
         self.task, self.knobs = task, knobs
         stages, ranks = range(len(task.rank_of)), range(len(task.stages_of))
-        self.stages_of, self.room = task.stages_of, [room * (1 + 1e-9) for room in task.room]
+        self.stages_of, self.room = task.stages_of, [room * ROUNDING_FACTOR for room in task.room]
         self.forwards = [0 for _ in stages]
         self.backwards = [0 for _ in stages]
         self.arrived: list[list[float]] = [[0.0] * task.micro_batches if s == 0 else [] for s in stages]
@@ -157,7 +159,7 @@ class _Listing:
 
     def run(self, enough: float) -> bool:
         """Lists all actions, the earliest first; whether it could, in so many seconds."""
-        task, enough = self.task, enough * (1 + 1e-9)
+        task, enough = self.task, enough * ROUNDING_FACTOR
         left = task.micro_batches * sum(2 + (weights > 0) for weights in task.weights)
         next_of = [self._next(rank) for rank in range(len(self.free))]
         starts = [start for start, *_ in next_of]

@@ -15,10 +15,11 @@ from heapq import heapify, heappop, heappush
 from itertools import groupby
 from operator import attrgetter, itemgetter
 
-from gpipe.planner.search.cutting import ROUNDING_FACTOR, Trial
+from gpipe.planner.search.cutting import Trial
 from gpipe.planner.search.device import Device, bytes_text, lasts
 from gpipe.planner.search.fitting import Misfit, offloading
 from gpipe.planner.search.found import Plan, Reason, Rejection
+from gpipe.planner.search.listing import ROUNDING_FACTOR
 from gpipe.planner.search.profile import Profile
 from gpipe.planner.search.shapes import AUTO, LARGE, Choices, Shape, least_seconds, likely_seconds
 from gpipe.planner.search.tables import TableSearch
