@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe.planner.search import shapes, tables
-from gpipe.planner.search.cutting import ROUNDING_FACTOR, Trial, every_cut
+from gpipe.planner.search.cutting import Trial, every_cut
 from gpipe.planner.search.device import PRESETS, Device, lasts
 from gpipe.planner.search.found import Plan
+from gpipe.planner.search.listing import ROUNDING_FACTOR
 from gpipe.planner.search.profile import LayerProfile, Line, Profile, bounds
 from gpipe.planner.search.search import ALIKE_FACTOR, search
 from gpipe.planner.search.shapes import AUTO, Choices, Shape, least_seconds, likely_seconds
