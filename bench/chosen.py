@@ -2,16 +2,23 @@
 
 All are trained in turns, each step of one after a step of the others in an order drawn anew, by two threads on two
 cores; and then the choice and the `FINALISTS` that were fastest, `LONGER` times as long. The ratio is of these turns
-alone, since of many the one that was fastest was so by luck too.
+alone, since of many the one that was fastest was so by luck too: so is the best of the finalists, and what is best in
+every other turn is compared in those between.
+
+`--busy 1` keeps one core busy meanwhile, with a process that does nothing else.
 """
 
 import argparse
 import json
 import logging
 import random
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import product
+from operator import truediv
 from statistics import median
 from typing import Any
 
@@ -81,10 +88,28 @@ def in_turns(
 
 
 def compared(found: Mapping[str, Sequence[float]]) -> tuple[str, float, tuple[float, float]]:
-    """The best by hand, how much longer the chosen one takes in a turn (1: as long), and the interval of that."""
-    best = min((name for name in found if name != "chosen"), key=lambda name: median(found[name]))
-    ratios = [one / other for one, other in zip(found["chosen"], found[best], strict=True)]
-    return best, median(ratios), interval(ratios)
+    """The best by hand, how much longer the chosen one takes in a turn (1: as long), and the interval of that.
+
+    >>> compared({"chosen": [3.0, 2.0], "a": [1.0, 4.0], "b": [2.0, 2.0]})
+    ('b', 1.0, (0.5, 1.5))
+    """
+    by_hand, ratios = [name for name in found if name != "chosen"], list[float]()
+    for at in (0, 1):
+        best = min(by_hand, key=lambda name: median(found[name][1 - at :: 2]))
+        ratios += map(truediv, found["chosen"][at::2], found[best][at::2])
+    return min(by_hand, key=lambda name: median(found[name])), median(ratios), interval(ratios)
+
+
+@contextmanager
+def busy(cores: int) -> Iterator[None]:
+    """Keeps so many cores busy meanwhile."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def compare(names: Sequence[str], rounds: int, data: dict[str, Any]) -> None:
@@ -125,6 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.chosen", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="networks whose name contains this; those of the same commit stay")
+    parser.add_argument("--busy", type=int, default=0, help="cores that others use meanwhile")
     parser.add_argument("--keep", default="chosen", help="write the result under another name")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -134,14 +160,16 @@ def main() -> None:
     if data.get("facts", {}).get("commit") != facts()["commit"]:
         data = {}
     data["facts"] = facts()
-    compare([name for name in NAMES if options.only in name], options.rounds, data)
+    with busy(options.busy):
+        compare([name for name in NAMES if options.only in name], options.rounds, data)
     head = ["network", "chosen", "ms", "best by hand", "ms", "longer (95 %)", "place", "cores of others"]
     text = [
         "# The plan that is chosen, beside all that one would try",
         describe(facts()),
         f"{len(by_hand(NAMES[0]))} ways by hand: K=1 and 2, M from 1 to 16, three schedules, remat never and always, "
         f"cut by what layers take. {options.rounds} steps of each, in turns; then {LONGER * options.rounds} of the "
-        f"{FINALISTS} best and of the choice, of which are the milliseconds and their ratio. All at one commit.",
+        f"{FINALISTS} best and of the choice, of which are the milliseconds and their ratio: to what is best in "
+        "every other turn, in those between. All at one commit.",
         table(head, [data[name]["line"] for name in NAMES if name in data]),
     ]
     write(options.keep, "\n\n".join(text), data)
