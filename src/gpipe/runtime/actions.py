@@ -1,7 +1,7 @@
 """The work of each kind of action: the only code that runs the layers and the autograd of a mini-batch."""
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import TypeAlias
@@ -130,13 +130,15 @@ def recompute(run: Run, rank: Rank, todo: CompiledAction) -> None:
         check.refuse_written()
     saved.progress = run.context.new_progress()  # of this time, not of the one before
     aside = rank.deferred[at].collect() if at in rank.deferred else _NOTHING
-    with own.buffers.as_before(saved.snapshot or {}), aside:
+    assert saved.fingerprint is not None
+    assert saved.snapshot is not None
+    as_before = partial(own.buffers.as_before, saved.snapshot)
+    with as_before(), aside:
         given = run, rank, own, ends, saved, m
         made = _run_layers(*given) if run.variables is None else run.variables.run(_run_layers, *given)
-        assert saved.fingerprint is not None
         differs = saved.fingerprint.differs(made, own.stage, saved.given)
         if differs is True:
-            _refuse_recompute(run, own, ends, saved, m)
+            _refuse_recompute(run, own, ends, saved, m, as_before)
     if isinstance(differs, Tensor):  # on a GPU, where to know it now would halt it
         rank.doubts.append(differs)
     saved.snapshot = None
@@ -333,13 +335,19 @@ def _last_gradients(run: Run, rank: Rank, saved: Saved, m: int) -> Gradients:
     return [torch.full_like(saved.roots[0], gradient)]  # one for each: a leaf's `.grad` may become a view of it
 
 
-def _refuse_recompute(run: Run, own: StageRun, ends: Connections, saved: Saved, m: int) -> None:
+def _refuse_recompute(
+    run: Run,
+    own: StageRun,
+    ends: Connections,
+    saved: Saved,
+    m: int,
+    as_before: Callable[[], AbstractContextManager[None]],
+) -> None:
     """Refuses a recompute that differs, and says which layer is to blame, if it does so again."""
     arrived = {name: crossing.value for name, crossing in zip(ends.skips_in, saved.given, strict=False)}
     call, layer = StageCall(arrived, run.rng_key(m), saved.progress), None
     if not run.context.awaits_backwards:  # else BatchNorm would wait for what the replicas do not send again
         with run.thread_state.around_layers():
-            as_before = partial(own.buffers.as_before, saved.snapshot or {})
             layer = own.stage.find_unsteady(saved.given[-1].value, call, as_before)
     if layer is None:
         raise recompute_error("a layer of this partition", tensors_left_on(run.engine.own))

@@ -2,12 +2,13 @@
 
 A copy of each buffer is kept, taken anew when the buffer has changed, so that forwards between two changes share one.
 What has changed is found by comparing with the copies, since not every write raises a version (`.data`, fused
-observers, torch's own normalizations). On a GPU to compare would halt it: there small buffers count as changed by
-every forward, and larger ones by their version alone. A recompute works on a copy of what differs by then.
+observers, torch's own normalizations). What has changed once counts as changed by every forward of a step. On a GPU
+to compare would halt it: there small buffers count so from the start, and larger ones by their version alone. A
+recompute works on a copy of what differs by then.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,15 +24,13 @@ Slot: TypeAlias = tuple[nn.Module, str]  # where a parameter or a buffer stands:
 SMALL = 2**20  # bytes up to which a buffer on a GPU is copied for every forward
 
 
-class SavedBuffer(NamedTuple):
-    """A buffer, and its value, before a forward."""
+class SavedBuffers(NamedTuple):
+    """The buffers of a stage before a forward: where they stand, and of each the tensor, its version, and a copy."""
 
-    tensor: Tensor | None
-    version: int = 0
-    copy: Tensor | None = None
-
-
-SavedBuffers: TypeAlias = dict[Slot, SavedBuffer]  # all buffers before a forward
+    slots: list[Slot]
+    tensors: list[Tensor | None]
+    versions: list[int]
+    copies: list[Tensor | None]
 
 
 class Buffers:
@@ -40,78 +39,92 @@ class Buffers:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = list(modules)
         self._parts: list[nn.Module] = []
-        self._copies: SavedBuffers = {}
+        self._names: list[tuple[object, ...]] = []  # of the buffers, behind the module that has them
+        self._slots: list[Slot] = []
+        self._copies: dict[Slot, tuple[Tensor, int, Tensor]] = {}  # with the tensor and its version then
+        self._changing: set[Slot] = set()  # by the forwards of this step
 
     def find(self) -> None:
         """Looks the modules up anew, which may have come or gone since the last step."""
         self._copies.clear()
+        self._changing.clear()
         self._parts = list(dict.fromkeys(chain.from_iterable(map(nn.Module.modules, self.modules))))
 
     def forget(self) -> None:
         """Lets go of the copies, behind a forward that nobody compared with them."""
         self._copies.clear()
 
-    def _now(self) -> dict[Slot, Tensor | None]:
+    def _now(self) -> tuple[list[Slot], list[Tensor | None]]:
+        """Where buffers stand, the same list as long as none comes or goes, and what stands there."""
         holders = [part for part in self._parts if part._buffers]  # most have none
-        return {(part, name): tensor for part in holders for name, tensor in part._buffers.items()}
+        names = [(part, *part._buffers) for part in holders]
+        if names != self._names:
+            self._names, self._slots = names, [(part, name) for part in holders for name in part._buffers]
+        return self._slots, [*chain.from_iterable(part._buffers.values() for part in holders)]
 
     def before(self) -> SavedBuffers:
-        now = self._now()
-        return dict(zip(now, map(self._keep, now, now.values()), strict=True))
+        slots, tensors = self._now()
+        copies = [*map(self._copy, slots, tensors)]
+        saved = [0 if copy is None else version(tensor) for tensor, copy in zip(tensors, copies, strict=True)]
+        return SavedBuffers(slots, tensors, saved, copies)
 
-    def _keep(self, slot: Slot, tensor: Tensor | None) -> SavedBuffer:
+    def _copy(self, slot: Slot, tensor: Tensor | None) -> Tensor | None:
         if tensor is None or is_lazy(tensor):
-            return SavedBuffer(tensor)
+            return None
+        if slot in self._changing:
+            return copy_of(tensor.detach())
         kept = self._copies.get(slot)
-        if kept is None or kept.tensor is not tensor or kept.version != version(tensor):
-            kept = self._copies[slot] = SavedBuffer(tensor, version(tensor), copy_of(tensor.detach()))
-        return kept
+        if kept is None or kept[0] is not tensor or kept[1] != version(tensor):
+            kept = self._copies[slot] = tensor, version(tensor), copy_of(tensor.detach())
+        return kept[2]
 
     def after(self, before: SavedBuffers, *, exact: bool = False) -> list[Slot]:
         """The buffers that are not what they were, or are new; what had no value yet has the first one saved."""
-        changed = _changed(before, self._now(), exact=exact)
+        changed = _changed(before, *self._now(), () if exact else self._changing, exact=exact)
         for slot in changed:
             self._copies.pop(slot, None)
-        for slot, was in before.items():
-            if was.tensor is not None and was.copy is None and not is_lazy(was.tensor):
-                before[slot] = SavedBuffer(was.tensor, -1, copy_of(was.tensor.detach()))
+        if not exact:
+            _refuse_views(before, [slot for slot in changed if slot not in self._changing])
+            self._changing.update(changed)
+        for at, (tensor, copy) in enumerate(zip(before.tensors, before.copies, strict=True)):
+            if copy is None and tensor is not None and not is_lazy(tensor):
+                before.versions[at], before.copies[at] = -1, copy_of(tensor.detach())
         return changed
 
-    def as_before(self, snapshot: SavedBuffers) -> AbstractContextManager[None]:
+    @contextmanager
+    def as_before(self, before: SavedBuffers) -> Iterator[None]:
         """Shows modules their buffers as they were, and puts the real ones back."""
-        now = self._now()
-        apart = _changed(snapshot, now)
-        return _shown(snapshot, now, apart) if apart else nullcontext()
+        slots, tensors = self._now()
+        apart = _changed(before, slots, tensors, self._changing)
+        _refuse_views(before, [slot for slot in apart if slot not in self._changing])
+        shown = dict(zip(before.slots, before.tensors, strict=True))
+        copies: dict[int, Tensor] = {}  # one tensor in several slots stays one
+        saved = dict(zip(before.slots, before.copies, strict=True))
+        for slot in apart:
+            if (copy := saved.get(slot)) is not None:
+                if id(shown[slot]) not in copies:
+                    copies[id(shown[slot])] = copy_of(copy)
+                shown[slot] = copies[id(shown[slot])]
+        try:
+            _put(apart, shown)
+            yield
+        finally:
+            _put(apart, dict(zip(slots, tensors, strict=True)))
 
 
-@contextmanager
-def _shown(snapshot: SavedBuffers, now: Mapping[Slot, Tensor | None], apart: Sequence[Slot]) -> Iterator[None]:
-    _refuse_views(snapshot, apart)
-    shown = {slot: snapshot[slot].tensor for slot in apart if slot in snapshot}
-    copies: dict[int, Tensor] = {}  # one tensor in several slots stays one
-    for slot in shown:
-        tensor, _, copy = snapshot[slot]
-        if copy is not None:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = copy_of(copy)
-            shown[slot] = copies[id(tensor)]
-    _put(apart, shown)
-    try:
-        yield
-    finally:
-        _put(apart, now)
-
-
-def _refuse_views(snapshot: SavedBuffers, apart: Sequence[Slot]) -> None:
+def _refuse_views(before: SavedBuffers, apart: Sequence[Slot]) -> None:
     """Refuses changed buffers that share memory: copies of them would not change together."""
+    if not apart:
+        return
+    tensors = dict(zip(before.slots, before.tensors, strict=True))
     users: dict[int, set[int]] = {}
-    for tensor, _, copy in snapshot.values():
+    for tensor, copy in zip(before.tensors, before.copies, strict=True):
         if tensor is not None and copy is not None and (address := storage_address(tensor)):
             users.setdefault(address, set()).add(id(tensor))
     names = [
         f"{type(slot[0]).__name__}.{slot[1]}"
         for slot in apart
-        if slot in snapshot and (tensor := snapshot[slot].tensor) is not None
+        if (tensor := tensors.get(slot)) is not None
         if not is_lazy(tensor) and len(users.get(storage_address(tensor), ())) > 1
     ]
     if names:
@@ -131,25 +144,42 @@ def _put(slots: Sequence[Slot], tensors: Mapping[Slot, Tensor | None]) -> None:
             module._buffers.pop(name, None)
 
 
-def _changed(before: SavedBuffers, now: Mapping[Slot, Tensor | None], *, exact: bool = False) -> list[Slot]:
-    """The slots whose buffers are not what they were, or were not there; if `exact`, a GPU is halted to compare."""
-    if not before and not now:  # as in most stages
-        return []
-    slots = dict.fromkeys((*before, *now))
-    return [
-        slot for slot in slots if slot not in before or slot not in now or _is_changed(before[slot], now[slot], exact)
+def _changed(
+    before: SavedBuffers,
+    slots: list[Slot],
+    now: Sequence[Tensor | None],
+    known: Collection[Slot],
+    *,
+    exact: bool = False,
+) -> list[Slot]:
+    """The slots whose buffers are not what they were, or were not there, and those that are known to change.
+
+    If `exact`, a GPU is halted to compare.
+    """
+    new = list[Slot]()
+    if slots is not before.slots:
+        there = dict(zip(slots, now, strict=True))
+        new, now = [*there.keys() - set(before.slots)], [there.get(slot, GONE) for slot in before.slots]
+    pairs = zip(*before, now, strict=True)
+    return new + [
+        slot
+        for slot, was, saved, copy, tensor in pairs
+        if slot in known or _is_changed(was, saved, copy, tensor, exact=exact)
     ]
 
 
-def _is_changed(was: SavedBuffer, now: Tensor | None, exact: bool) -> bool:
-    if now is not was.tensor:
+GONE = torch.empty(0)
+
+
+def _is_changed(was: Tensor | None, saved: int, copy: Tensor | None, now: Tensor | None, *, exact: bool) -> bool:
+    if now is not was:
         return True
-    if now is None or was.copy is None:
+    if now is None or copy is None:
         return False
-    if version(now) != was.version or now.shape != was.copy.shape or now.dtype != was.copy.dtype:
+    if version(now) != saved or now.shape != copy.shape or now.dtype != copy.dtype:
         return True
     if now.is_cpu or (exact and not now.is_meta):
-        return not all(map(torch.equal, _parts_of(now), _parts_of(was.copy)))
+        return not all(map(torch.equal, _parts_of(now), _parts_of(copy)))
     return now.nbytes <= SMALL and not now.is_meta
 
 
