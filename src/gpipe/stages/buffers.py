@@ -2,9 +2,9 @@
 
 A copy of each buffer is kept, taken anew when the buffer has changed, so that forwards between two changes share one.
 What has changed is found by comparing with the copies, since not every write raises a version (`.data`, fused
-observers, torch's own normalizations). What has changed once counts as changed by every forward of a step. On a GPU
-to compare would halt it: there small buffers count so from the start, and larger ones by their version alone. A
-recompute works on a copy of what differs by then.
+observers, torch's own normalizations). A small one that has changed counts as changed by every later forward of a
+step. On a GPU to compare would halt it: there small ones count so from the start, and larger ones by their version
+alone. A recompute works on a copy of what differs by then.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from gpipe.stages.quantized import leave_unpacked
 from gpipe.stages.tree import copy_of, storage_address, version
 
 Slot: TypeAlias = tuple[nn.Module, str]  # where a parameter or a buffer stands: a module, and its name there
-SMALL = 2**20  # bytes up to which a buffer on a GPU is copied for every forward
+SMALL = 2**20  # bytes up to which a buffer is copied for a forward though it may be as before
 
 
 class SavedBuffers(NamedTuple):
@@ -84,8 +84,9 @@ class Buffers:
         for slot in changed:
             self._copies.pop(slot, None)
         if not exact:
-            _refuse_views(before, [slot for slot in changed if slot not in self._changing])
-            self._changing.update(changed)
+            new = [slot for slot in changed if slot not in self._changing]
+            _refuse_views(before, new)
+            self._changing.update(slot for slot in new if _is_small(slot[0]._buffers.get(slot[1])))
         for at, (tensor, copy) in enumerate(zip(before.tensors, before.copies, strict=True)):
             if copy is None and tensor is not None and not is_lazy(tensor):
                 before.versions[at], before.copies[at] = -1, copy_of(tensor.detach())
@@ -171,6 +172,12 @@ def _changed(
 GONE = torch.empty(0)
 
 
+def _is_small(buffer: Tensor | None) -> bool:
+    if buffer is None or is_lazy(buffer) or buffer.layout is not torch.strided:
+        return False
+    return buffer.nbytes <= SMALL
+
+
 def _is_changed(was: Tensor | None, saved: int, copy: Tensor | None, now: Tensor | None, *, exact: bool) -> bool:
     if now is not was:
         return True
@@ -180,7 +187,7 @@ def _is_changed(was: Tensor | None, saved: int, copy: Tensor | None, now: Tensor
         return True
     if now.is_cpu or (exact and not now.is_meta):
         return not all(map(torch.equal, _parts_of(now), _parts_of(copy)))
-    return now.nbytes <= SMALL and not now.is_meta
+    return _is_small(now) and not now.is_meta
 
 
 def _parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
