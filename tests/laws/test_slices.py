@@ -278,6 +278,8 @@ def test_labels_predicted_from_padding_are_refused_and_padding_itself_may_be_oth
         ({"slices": 12}, "11 tokens cannot be cut"),
         ({"sample": {"input_ids": torch.ones(4, 6, dtype=torch.long)}}, "with such a sample"),
         ({"sample": None}, "with a sample"),
+        ({"sample": {**batch_of(4, 11), "attention_mask": torch.zeros(4, 11)}}, "mask has the .* of integers or"),
+        ({"sample": {**batch_of(4, 11), "attention_mask": gpipe.Whole(torch.zeros(11, 11))}}, "mask has the shape"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(how: dict[str, Any], said: str) -> None:

@@ -39,8 +39,9 @@ OWN_LOSS = (
     "slices= out"
 )
 NOT_CUT = (
-    "slices={slices}: {name} has the shape {shape}, and it is not known how it is cut along {tokens} tokens; leave "
-    "it out, or leave slices= out. Cut are {known}, and attention_mask of two dimensions"
+    "slices={slices}: {name} has the shape {shape}, dtype {dtype}, and it is not known how it is cut along {tokens} "
+    "tokens; leave it out, or leave slices= out. Cut are {known}, and attention_mask [rows, tokens] of integers or "
+    "booleans, which are 0 or False for padding"
 )
 TOO_SHORT = "slices={slices}: a micro-batch of {tokens} tokens cannot be cut into so many; give fewer, or longer rows"
 WINDOW = (
@@ -114,10 +115,10 @@ def cut(model: nn.Module, value: Tree, slices: int) -> list[dict[str, Any]]:
     given = {"shift_labels": following, **{name: one for name, one in value.items() if one is not None}}
     for name, one in given.items():
         is_whole = not one.dim() if isinstance(one, Tensor) else name != CACHE and not tensors_in(one)
-        shape = tuple(getattr(one, "shape", ()))
-        by_tokens = name in BY_TOKENS or (name == MASK and len(shape) == 2)
-        if not (is_whole or (by_tokens and shape[1:2] == (tokens,))):
-            told = {"name": name, "shape": shape, "tokens": tokens, "known": ", ".join(BY_TOKENS)}
+        shape, dtype = tuple(getattr(one, "shape", ())), getattr(one, "dtype", None)
+        is_mask = name == MASK and shape == labels.shape and not torch.is_floating_point(one)
+        if not (is_whole or is_mask or (name in BY_TOKENS and shape[1:2] == (tokens,))):
+            told = {"name": name, "shape": shape, "dtype": dtype, "tokens": tokens, "known": ", ".join(BY_TOKENS)}
             raise ValueError(NOT_CUT.format(slices=slices, **told))
 
     def of_slice(first: int, end: int) -> dict[str, Any]:
