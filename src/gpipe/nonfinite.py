@@ -44,16 +44,23 @@ def detect_nonfinite(pipe: GPipe) -> Iterator[None]:
         for layer in stage.layers:
             for module in modules_run(layer.module):
                 layers.setdefault(module, []).append(layer.name)
-    last = pipe._engine.stages[-1].layers[-1].module
+    last, is_over = pipe._engine.stages[-1].layers[-1].module, False
+
+    def look(words: str, module: nn.Module, *seen: Any) -> None:
+        if not is_over:  # as it is where an interrupt came before there was a handle to remove this hook by
+            _look(words, module is last, not pipe.is_model, *seen)
+
     with ExitStack() as hooks:
-        for module, names in layers.items():
-            words = f"{type(module).__name__} (layer {' or '.join(names)})"
-            look = partial(_look, words, module is last, not pipe.is_model)
-            hooks.callback(module.register_forward_hook(look, with_kwargs=True).remove)
-        yield
+        try:
+            for module, names in layers.items():
+                words = f"{type(module).__name__} (layer {' or '.join(names)})"
+                hooks.callback(module.register_forward_hook(partial(look, words), with_kwargs=True).remove)
+            yield
+        finally:
+            is_over = True
 
 
-def _look(layer: str, is_last: bool, is_layer: bool, _: nn.Module, args: Any, kwargs: Any, output: object) -> None:
+def _look(layer: str, is_last: bool, is_layer: bool, args: Any, kwargs: Any, output: object) -> None:
     """Looks at what goes into a layer and comes out of it, and at the gradients that it gives back."""
     if is_layer:  # and not a part of a model, to which masks with infinities are given
         _check(f"the input of {layer}", (args, kwargs))

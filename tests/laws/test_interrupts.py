@@ -1,8 +1,9 @@
 """Ctrl-C anywhere in a step: it ends, the caller's thread and modules are as they were, and the next step works."""
 
+import signal
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from random import Random
 from typing import Any
 
@@ -102,14 +103,18 @@ def test_ctrl_c_at_any_place_of_a_step_is_as_if_it_had_not_begun(
     pipe.close()
 
 
+def interrupted_behind(do: Callable[..., Any]) -> Callable[..., Any]:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        do(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    return interrupted
+
+
 def test_bug_ctrl_c_behind_a_hook_leaves_none_at_work_that_lends_a_batchnorm_buffers() -> None:
     pipe = make(normalized, "lockstep", "never")
     before = {name: value.clone() for name, value in pipe.state_dict().items()}
-    register = nn.Module.register_forward_pre_hook
-
-    def interrupted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        register(module, *args, **kwargs)
-        raise KeyboardInterrupt
+    interrupted = interrupted_behind(nn.Module.register_forward_pre_hook)
 
     def stepped() -> list[torch.Tensor]:
         pipe.zero_grad()
@@ -123,3 +128,44 @@ def test_bug_ctrl_c_behind_a_hook_leaves_none_at_work_that_lends_a_batchnorm_buf
         with pytest.raises(KeyboardInterrupt):
             stepped()
     assert all(map(torch.equal, stepped(), expected))
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+def enter_interrupted(name: str, context: AbstractContextManager[Any]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, name, interrupted_behind(getattr(nn.Module, name)))
+        with pytest.raises(KeyboardInterrupt), context:
+            pass
+
+
+@pytest.mark.parametrize("name", ["register_forward_pre_hook", "register_forward_hook"])
+def test_bug_ctrl_c_behind_a_hook_leaves_none_at_work_that_keys_randomness(name: str) -> None:
+    model = nn.Sequential(*(hooked(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))) for _ in range(3)))
+    layers = gpipe.layers_of(model, X)
+
+    def drawn() -> torch.Tensor:
+        torch.manual_seed(1)
+        return model(X)
+
+    expected = drawn()
+    enter_interrupted(name, layers.rng_scope(0, 0, 0))
+    assert torch.equal(drawn(), expected)
+
+
+def test_bug_ctrl_c_behind_a_hook_leaves_none_at_work_that_looks_for_nan() -> None:
+    with make(plain, "lockstep", "never") as pipe:
+        enter_interrupted("register_forward_hook", gpipe.detect_nonfinite(pipe))
+        assert pipe(torch.full_like(X, torch.nan)).isnan().any()
+
+
+def test_bug_ctrl_c_behind_a_signals_handler_leaves_the_one_before() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with make(plain, "lockstep", "never") as pipe, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signal, "signal", interrupted_behind(signal.signal))
+        with pytest.raises(KeyboardInterrupt), gpipe.catch_sigterm(pipe):
+            pass
+    assert signal.getsignal(signal.SIGTERM) is before

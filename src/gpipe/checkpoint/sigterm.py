@@ -42,8 +42,10 @@ def catch_sigterm(pipe: nn.Module, *, ctrl_c: bool = False) -> Iterator[Callable
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
     caught = (signal.SIGTERM, signal.SIGINT) if ctrl_c else (signal.SIGTERM,)
-    before = {number: signal.signal(number, ask) for number in caught}
+    before = {number: signal.getsignal(number) for number in caught}
     try:
+        for number in caught:
+            signal.signal(number, ask)
         yield lambda: max(map(int, team.exchange(str(asked).encode())))
     finally:
         for number, handler in before.items():

@@ -193,10 +193,12 @@ def rng_scopes(parts: Parts, trace: Trace, key: RngKey) -> Iterator[None]:
     A layer ends where a block returns; the first also where the first block is called.
     """
     first_is_block = trace.ops[0].name in parts.blocks
-    entered = 0
+    entered, is_over = 0, False
 
     def enter_next(*_: Any) -> None:
         nonlocal entered
+        if is_over:  # an interrupt came before there was a handle to remove this hook by
+            return
         scope.close()
         scope.enter_context(rng_scope(key.seed, key.step, entered, key.micro_batch))
         entered += 1
@@ -216,12 +218,17 @@ def rng_scopes(parts: Parts, trace: Trace, key: RngKey) -> Iterator[None]:
         return run
 
     with ExitStack() as hooks, ExitStack() as scope:
-        for block in map(parts.model.get_submodule, parts.blocks):
-            if is_called_by_forward(block) and "forward" not in vars(block):  # the model may call its forward itself
-                vars(block)["forward"] = between(block.forward)
-                hooks.callback(vars(block).pop, "forward")
-                continue
-            hooks.callback(block.register_forward_pre_hook(before).remove)
-            hooks.callback(block.register_forward_hook(enter_next).remove)
-        enter_next()
-        yield
+        try:
+            for block in map(parts.model.get_submodule, parts.blocks):
+                if is_called_by_forward(block) and "forward" not in vars(
+                    block
+                ):  # the model may call its forward itself
+                    hooks.callback(vars(block).pop, "forward", None)
+                    vars(block)["forward"] = between(block.forward)
+                    continue
+                hooks.callback(block.register_forward_pre_hook(before).remove)
+                hooks.callback(block.register_forward_hook(enter_next).remove)
+            enter_next()
+            yield
+        finally:
+            is_over = True
