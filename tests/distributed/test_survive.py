@@ -1,6 +1,7 @@
 """A replica that is lost does not end the others: the bits are those of a run that had fewer from that step on."""
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from itertools import product
@@ -76,6 +77,16 @@ def test_a_kill_anywhere_costs_the_replica_and_no_bit(
     living = assert_undisturbed(fleet, [1 - replica])
     last = 4 if place == "told two" else 3  # in which one survivor had seen step 3 end: it counts
     assert living == [[0, 1]] * last + [[1 - replica]] * (STEPS - last)
+
+
+@pytest.mark.parametrize(("row", "place"), [(0, "forward"), (1, "backward"), (1, "end")])
+def test_ctrl_c_in_a_process_costs_its_replica_alone(
+    row: int, place: str, tmp_path: Path, fleets: list[Fleet]
+) -> None:
+    fleet = started(fleets, tmp_path, 2, 2, die=[1, row, 3, place], signal=signal.SIGINT)
+    assert fleet.end(0) == [0, 0]
+    assert fleet.end(1) == [1, 1]
+    assert assert_undisturbed(fleet, [0]) == [[0, 1]] * 3 + [[0]] * 3
 
 
 @pytest.mark.parametrize("how", [{"schedule": "1f1b"}, {"deferred": True}])

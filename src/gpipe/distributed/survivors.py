@@ -53,8 +53,8 @@ logger = logging.getLogger("gpipe")
 
 
 def is_loss(error: RemoteError) -> bool:
-    """Whether an exception tells that a process is gone, and not what one has raised."""
-    return error.received and not error.type_name
+    """Whether an exception tells that a process is gone, or ends by Ctrl-C, and not what else one has raised."""
+    return error.received and error.type_name in ("", KeyboardInterrupt.__name__)
 
 
 def variables() -> tuple[str, int, int]:
