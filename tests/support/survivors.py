@@ -117,7 +117,7 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
 
     pipe._new_run = noted  # type: ignore[method-assign]
     if "die" in how and how["die"][:2] == [replica, row] and not life:
-        arm(pipe, *how["die"][2:], number=how.get("signal", signal.SIGKILL))
+        arm(pipe, how.get("signal", signal.SIGKILL), *how["die"][2:])
     if "dies_in" in how and how["dies_in"][:3] == [replica, row, life]:
         if how["dies_in"][3] == "evaluates":
             next(iter(pipe)).register_forward_pre_hook(lambda layer, _: None if layer.training else die())
@@ -218,7 +218,7 @@ def generate(folder: str, replica: int, replicas: int, row: int, rows: int, step
         raise
 
 
-def arm(pipe: gpipe.GPipe, step: int, place: str, number: int) -> None:
+def arm(pipe: gpipe.GPipe, number: int, step: int, place: str) -> None:
     """Has this process send itself a signal at a place in a step."""
 
     def die_in_step(*_: Any) -> None:
