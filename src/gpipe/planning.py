@@ -114,9 +114,6 @@ def find_plan(
     here = devices if isinstance(devices, Sequence) else _devices_here(devices)
     sample = plain(sample)
     layers, names, taken = _read(model, sample, blocks, measure)
-    are_given = taken is _as_it_is
-    if not layers:
-        raise ValueError("there are no layers; give at least one")
     some = [_about(size, sample) for size in _sizes(rows, batch, micro_batches, measure)]
     samples = {count_rows(part): taken(part) for part in some}
     parts = schedule in (None, AUTO) or splits(schedule)
@@ -126,20 +123,16 @@ def find_plan(
         return search(profiled(), here, batch, choices)
     device = (accelerators() or [CPU])[0]
     if isinstance(devices, int):
-        host = measure_host(device)
-        here = [replace(each, host=host) for each in here]
+        here = list(map(partial(replace, host=measure_host(device)), here))
     at_once = (partitions or len(here)) if isinstance(devices, int) else 1
     with as_in_training(device, intra_op_threads):
         profile = profiled(measured_on=device, at_once=at_once)
     plan = search(profile, here, batch, choices)
     if device != CPU or not isinstance(devices, int):
         return plan
-    if are_given and batch == rows:
+    if taken is _as_it_is and batch == rows:
         rivals = _rivals(plan, choices, partial(search, profile, here, batch))
-        with as_in_training(device, intra_op_threads), ExitStack() as stack:
-            for layer in dict.fromkeys(layers):
-                stack.enter_context(untouched(layer))
-            plan = _race(rivals, partial(GPipe, layers, seed=0, intra_op_threads=intra_op_threads), sample)
+        plan = _race(rivals, layers, sample, intra_op_threads)
     with as_in_training(device, at_once * intra_op_threads):
         took = measure_seconds(layers, taken(sample), device)
     return replace(plan, plain_seconds=batch / rows * sum(layer.forward + layer.backward for layer in took))
@@ -217,8 +210,8 @@ def _read(
     else:
         found = outline(model, seed=0)
         named, wrong = found.layers, found.mistakes
-    if wrong:
-        raise ValueError("\n".join(wrong))
+    if wrong or not named:
+        raise ValueError("\n".join(wrong or ["there are no layers; give at least one"]))
     return list(named.values()), list(named), _as_it_is
 
 
@@ -242,14 +235,17 @@ def _rivals(plan: Plan, choices: Choices, find: Callable[[Choices], Plan]) -> li
     return list({each.shape: each for each in by_turns}.values())[:most]
 
 
-def _race(plans: Sequence[Plan], make: Callable[..., GPipe], sample: Tree) -> Plan:
+def _race(plans: Sequence[Plan], layers: Sequence[nn.Module], sample: Tree, threads: int) -> Plan:
     """The plan whose steps are fastest where all take turns in an order drawn anew, and then the others.
 
     What others do on this machine meanwhile is so alike for all. Their costs are made to add up to what was measured.
     """
     took: list[list[float]] = [[] for _ in plans]
     running, chance = list(range(len(plans))), random.Random(0)
-    with _unheard(), ExitStack() as stack:
+    with _unheard(), as_in_training(CPU, threads), ExitStack() as stack:
+        for layer in dict.fromkeys(layers):
+            stack.enter_context(untouched(layer))
+        make = partial(GPipe, layers, seed=0, intra_op_threads=threads)
         pipes = [stack.enter_context(make(plan=plan)) for plan in plans]
         for pipe in pipes:
             _seconds_of_step(pipe, sample)  # the first looks more closely at what layers do

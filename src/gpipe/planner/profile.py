@@ -4,13 +4,13 @@ Floating-point operations and bytes are counted on tensors without values: what 
 what autograd saves, each storage once and in the first layer that saves it, parameters and buffers left out.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 from math import prod
 from operator import attrgetter, itemgetter
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -35,6 +35,7 @@ from gpipe.tracing.meta_model import exchanged
 from gpipe.tracing.stage import SingleLayer
 
 T = TypeVar("T")
+Storages: TypeAlias = MutableMapping[int, torch.UntypedStorage]  # by identity
 ADAM = 2  # numbers that the optimizer keeps of each that it trains: Adam keeps two
 IF_IT_NEEDS_VALUES = (
     "if it needs them, to branch on, no plan, no schedule='auto', no remat='auto' or 'offload' and no costs='flops' "
@@ -187,31 +188,10 @@ class _Run:
             self.counts.append(known)
             self._kept |= _storages(list(compress([*tensors_in(value), *tensors_in(made)], keeps)))
             return made
-        saved = WeakValueDictionary[int, torch.UntypedStorage]()
+        saved: Storages = WeakValueDictionary()
         # what a quantizer made stays, and what is computed of it has no values
         with untouched(layer), exchanged(layer, lambda own: own if is_quantized(own) else self._fakes.like(own)):
-            own = {id(tensor.untyped_storage()) for tensor in (*layer.parameters(), *layer.buffers())}
-
-            def save(tensor: Tensor) -> Tensor:
-                storage = self._original(tensor.untyped_storage())
-                if id(storage) not in own and id(storage) not in self._kept:
-                    saved[id(storage)] = storage
-                return tensor
-
-            def forward(copy: Callable[[Tensor], Tensor] = torch.clone) -> Values:
-                given: Any = replace_tensors(values, copy)
-                return run_layer(layer, given)
-
-            def watched() -> Values:
-                with saved_tensors_hooks(save, lambda tensor: tensor):
-                    return forward(self._copy)
-
-            with self._fakes.inside():
-                if known is not None:
-                    output, found = watched(), known
-                else:
-                    output, found = self._count(layer, value, watched, saved, is_last=is_last)
-                    found.halves = _count_halves(forward, tensors_in(value)) if self._parts else None
+            output, found = self._run(layer, values, saved, known, is_last=is_last)
         for source, tensor in popped.values():
             if tensor is not None:
                 found.popped[source] = found.popped.get(source, 0.0) + _bytes(_storages([tensor]))
@@ -227,6 +207,33 @@ class _Run:
             self._known[key] = found, handed[0], None if again else keeps
         return handed[0]
 
+    def _run(
+        self, layer: nn.Module, values: Any, saved: Storages, known: LayerCounts | None, *, is_last: bool
+    ) -> tuple[Values, LayerCounts]:
+        """What a layer makes, and counts, if they are not `known`; what is new of what it keeps goes to `saved`."""
+        own = {id(tensor.untyped_storage()) for tensor in (*layer.parameters(), *layer.buffers())}
+
+        def save(tensor: Tensor) -> Tensor:
+            storage = self._original(tensor.untyped_storage())
+            if id(storage) not in own and id(storage) not in self._kept:
+                saved[id(storage)] = storage
+            return tensor
+
+        def forward(copy: Callable[[Tensor], Tensor] = torch.clone) -> Values:
+            given: Any = replace_tensors(values, copy)
+            return run_layer(layer, given)
+
+        def watched() -> Values:
+            with saved_tensors_hooks(save, lambda tensor: tensor):
+                return forward(self._copy)
+
+        with self._fakes.inside():
+            if known is not None:
+                return watched(), known
+            output, found = self._count(layer, values[0], watched, saved, is_last=is_last)
+            found.halves = _count_halves(forward, tensors_in(values[0])) if self._parts else None
+        return output, found
+
     def _is_plain(self, made: Sequence[Tensor]) -> bool:
         """Whether tensors of the same layouts lie in memory as these do."""
         storages = _storages(made)
@@ -234,13 +241,7 @@ class _Run:
         return len(storages) == len(made) and as_large and storages.keys().isdisjoint(self._origin)
 
     def _count(
-        self,
-        layer: nn.Module,
-        value: Tree,
-        forward: Callable[[], Values],
-        saved: Mapping[int, torch.UntypedStorage],
-        *,
-        is_last: bool,
+        self, layer: nn.Module, value: Tree, forward: Callable[[], Values], saved: Storages, *, is_last: bool
     ) -> tuple[Values, LayerCounts]:
         """Runs a layer forward and backward; the forward notes what it has `saved`."""
         entering, watch = _storages(tensors_in(value)), Watch(storage_identity)
