@@ -16,28 +16,24 @@ import inspect
 import json
 import logging
 import random
-import shutil
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32, find_device, recursively_apply
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Seq2SeqTrainer, Trainer
 
 import gpipe
+from gpipe.integrations.whole_checkpoints import WholeCheckpoints
 from gpipe.integrations.within_step import WEIGHTS, Bindings, WithheldGradients, rebind, versions_of
 
 logger = logging.getLogger(__name__)
@@ -89,9 +85,6 @@ APART = (
     "the processes of replica {replica} were given different batches: all K must read the same rows. Collators that "
     "draw must draw alike in all (dataloader_num_workers=0 has them draw from the generators that Trainer seeds)"
 )
-
-
-_Trainer: Any = object  # whose methods `super()` finds is known where a class is made of both
 
 
 class _Called(Exception):  # noqa: N818  # no error: this is how far a training step is run
@@ -190,7 +183,7 @@ class _Accelerator(Accelerator):  # type: ignore[misc]  # untyped
         return self.pipe.clip_grad_norm_(max_norm, norm_type)
 
 
-class Pipelined(_Trainer):  # type: ignore[misc]  # see there
+class Pipelined(WholeCheckpoints):
     """Makes a Trainer train through a pipe: `class Mine(Pipelined, SomeTrainer)`.
 
     Args:
@@ -215,12 +208,6 @@ class Pipelined(_Trainer):  # type: ignore[misc]  # see there
     >>> class PipelinedWithoutDecay(Pipelined, WithoutDecay): ...
     """
 
-    pipe: gpipe.GPipe | None = None
-    model: Any
-    args: Any
-    accelerator: Any
-    optimizer: Any
-
     def __init__(
         self, *args: Any, partitions: int | Sequence[int] | None = None, plan: gpipe.Plan | None = None, **kwargs: Any
     ) -> None:
@@ -238,18 +225,15 @@ class Pipelined(_Trainer):  # type: ignore[misc]  # see there
         self._tried = False  # whether losses were seen to be computed of what the pipe was given
         super().__init__(*args, **kwargs)
 
-    @property
-    def _apart(self) -> bool:
-        return bool(self.args.world_size > 1)
-
     # Before the pipe is there.
 
     def create_accelerator_and_postprocess(self) -> None:
         args, world = self.args, self.args.world_size
-        _refuse(self.model, args)
         ranks = self._ranks() if world > 1 else 1
+        apart = _mistakes_apart(args, world, ranks, self._settings) if world > 1 else ()
+        if wrong := [*_mistakes(self.model, args), *apart]:
+            raise ValueError("\n".join(wrong))
         if world > 1:
-            _refuse_apart(args, world, ranks, self._settings)
             self._settings["driver"] = "process"
             args.accelerator_config.dispatch_batches = False
         if args.n_gpu > 1:
@@ -523,98 +507,6 @@ class Pipelined(_Trainer):  # type: ignore[misc]  # see there
         tr_loss.zero_()
         super()._maybe_log_save_evaluate(mean, *args, **kwargs)
 
-    # Checkpoints. Each process has a partition, and what is written is of the whole model: the files are Trainer's
-    # own, in the order that a model in one process has, so Trainer goes on from them, and any K.
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        with _config_kept(self.model):
-            if self._apart and self.pipe is not None:
-                self._save_whole(output_dir, self.pipe)
-            else:
-                super()._save(output_dir, state_dict)
-
-    def _save_whole(self, output_dir: str | None, pipe: gpipe.GPipe) -> None:
-        folder = Path(output_dir or self.args.output_dir) / "weights-of-partitions"
-        gpipe.save_weights(folder, pipe)
-        if self.args.should_save:
-            files = sorted(folder.glob("*.safetensors"))
-            super()._save(output_dir, dict(chain.from_iterable(load_file(file).items() for file in files)))
-            shutil.rmtree(folder)
-        pipe.exchange(b"saved")
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Trainer's, with the state of all partitions, in the order in which a model in one process has them."""
-        if not self._apart:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        groups, own = self._groups()
-        state = self.optimizer.state_dict()
-        mine = {name: state["state"][at] for at, name in enumerate(own) if at in state["state"]}
-        folder, rank = Path(output_dir), self.args.process_index
-        parts = [folder / f"optimizer-of-partition-{one}.pt" for one in range(self.accelerator.partitions)]
-        if rank < len(parts):
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save(mine, parts[rank])
-        self.accelerator.pipe.exchange(b"written")
-        if self.args.should_save:
-            whole: dict[str, Any] = {}
-            for part in parts:
-                whole |= torch.load(part, weights_only=True)
-                part.unlink()
-            places = {name: at for at, name in enumerate(chain.from_iterable(groups))}
-            state["state"] = {places[name]: one for name, one in sorted(whole.items(), key=lambda it: places[it[0]])}
-            for group, names in zip(state["param_groups"], groups, strict=True):
-                group["params"] = [places[name] for name in names]
-        with self._optimizer_with(state_dict=lambda: state):
-            super()._save_optimizer_and_scheduler(output_dir)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if not self._apart or checkpoint is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        groups, own = self._groups()
-        places = {name: at for at, name in enumerate(chain.from_iterable(groups))}
-
-        def load(state: dict[str, Any]) -> None:
-            mine = {at: state["state"][places[name]] for at, name in enumerate(own) if places[name] in state["state"]}
-            parts = self.optimizer.state_dict()["param_groups"]
-            whole = zip(state["param_groups"], parts, strict=True)
-            optimizer.load_state_dict(
-                {"state": mine, "param_groups": [{**group, "params": part["params"]} for group, part in whole]}
-            )
-
-        optimizer = self.optimizer
-        with self._optimizer_with(load_state_dict=load, state_dict=optimizer.state_dict):
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _groups(self) -> tuple[list[list[str]], list[str]]:
-        pipe: gpipe.GPipe = self.accelerator.pipe
-        names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-        own = [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]
-        order = {name: at for at, (name, _) in enumerate(self.model.named_parameters())}
-        told = map(json.loads, pipe.exchange(json.dumps(own).encode()))
-        groups = [sorted(set(chain.from_iterable(some)), key=order.__getitem__) for some in zip(*told, strict=True)]
-        return groups, list(chain.from_iterable(own))
-
-    @contextmanager
-    def _optimizer_with(self, **methods: Callable[..., Any]) -> Iterator[None]:
-        """Has Trainer save or load the state of another optimizer than its own."""
-        own, self.optimizer = self.optimizer, SimpleNamespace(**methods)
-        try:
-            yield
-        finally:
-            self.optimizer = own
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Trainer's; from a checkpoint of another number of processes, what the first of them had drawn."""
-        index = self.args.process_index
-        names = [f"rng_state_{index}.pth", "rng_state.pth", "rng_state_0.pth"]
-        found = [file for name in names if checkpoint and (file := Path(checkpoint, name)).is_file()]
-        with TemporaryDirectory() as folder:
-            for name in names[:2] if found else ():
-                shutil.copy(found[0], Path(folder, name))
-            super()._load_rng_state(folder if found else None)
-
 
 class GPipeTrainer(Pipelined, Trainer):
     """`transformers.Trainer` through a pipe; see `Pipelined` for its arguments.
@@ -641,37 +533,32 @@ class GPipeSeq2SeqTrainer(Pipelined, Seq2SeqTrainer):
     """
 
 
-def _refuse(model: Any, args: Any) -> None:
-    mistakes = [f"{name}= is given, and {why}" for name, why in REFUSED.items() if getattr(args, name, None)]
+def _mistakes(model: Any, args: Any) -> Iterator[str]:
+    yield from [f"{name}= is given, and {why}" for name, why in REFUSED.items() if getattr(args, name, None)]
     if "lomo" in str(args.optim).lower():
-        mistakes.append(LOMO)
+        yield LOMO
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel, gpipe.GPipe)):
-        mistakes.append(WRAPPED.format(kind=type(model).__name__))
+        yield WRAPPED.format(kind=type(model).__name__)
     devices = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
     if len(devices) > 1 or (getattr(model, "tp_size", None) or 1) > 1:
-        mistakes.append(SPREAD)
-    if mistakes:
-        raise ValueError("\n".join(mistakes))
+        yield SPREAD
 
 
-def _refuse_apart(args: Any, world: int, ranks: int, settings: Mapping[str, Any]) -> None:
-    mistakes = []
+def _mistakes_apart(args: Any, world: int, ranks: int, settings: Mapping[str, Any]) -> Iterator[str]:
     if world % ranks:
-        mistakes.append(f"{world} processes are no multiple of partitions={ranks}")
+        yield f"{world} processes are no multiple of partitions={ranks}"
     if settings.get("driver") not in (None, "process"):
-        mistakes.append(f"driver={settings['driver']!r} is for one process, and there are {world}; leave it out")
+        yield f"driver={settings['driver']!r} is for one process, and there are {world}; leave it out"
     if args.auto_find_batch_size:
-        mistakes.append("auto_find_batch_size is for one process: the others would not see that memory is short")
+        yield "auto_find_batch_size is for one process: the others would not see that memory is short"
     if args.train_sampling_strategy == "batch_rebalance":
-        mistakes.append("train_sampling_strategy='batch_rebalance' gives each process rows of its own")
+        yield "train_sampling_strategy='batch_rebalance' gives each process rows of its own"
     if args.accelerator_config.dispatch_batches:
-        mistakes.append("dispatch_batches=True sends each process rows of its own; leave it out")
+        yield "dispatch_batches=True sends each process rows of its own; leave it out"
     if args.eval_use_gather_object:
-        mistakes.append("eval_use_gather_object would count what K processes have alike K times; leave it out")
+        yield "eval_use_gather_object would count what K processes have alike K times; leave it out"
     if args.fp16 and world > ranks:
-        mistakes.append("fp16 with replicas: take bf16, whose gradients need no scale")
-    if mistakes:
-        raise ValueError("\n".join(mistakes))
+        yield "fp16 with replicas: take bf16, whose gradients need no scale"
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -700,13 +587,3 @@ def _randomness_kept() -> Iterator[None]:
         yield
     random.setstate(python)
     np.random.set_state(numpy)
-
-
-@contextmanager
-def _config_kept(model: Any) -> Iterator[None]:
-    """Puts settings back that `save_pretrained` writes: with other ones a model may take another path."""
-    config = getattr(model, "config", None)
-    held = dict(getattr(config, "__dict__", {}))
-    yield
-    if held:
-        vars(config).update(held)
