@@ -187,11 +187,8 @@ def _begin(run: Run, *, backward: bool) -> None:
     devices = {tensor.device for tensor in tensors_in(given)}
     for rank in run.ranks:
         for at, own in rank.stages.items():
-            recomputed = bool(run.connections[at].recomputed)
-            if recomputed or not backward:
+            if run.connections[at].recomputed or not backward:
                 own.stage.begin()
-            if recomputed or run.examines:
-                own.buffers.find()
         rank.stream.begin(devices)
     if run.recorder is not None:
         run.recorder.begin(run.engine.streams)

@@ -18,19 +18,26 @@ from torch.nn.parameter import is_lazy
 
 from gpipe._torch.accelerator import put_data
 from gpipe.stages.quantized import leave_unpacked
-from gpipe.stages.tree import copy_of, storage_address, version
+from gpipe.stages.recompute_check import INTEGERS
+from gpipe.stages.tree import copy_of, storage_address, version, without_repeats
 
 Slot: TypeAlias = tuple[nn.Module, str]  # where a parameter or a buffer stands: a module, and its name there
 SMALL = 2**20  # bytes up to which a buffer is copied for a forward though it may be as before
 
 
 class SavedBuffers(NamedTuple):
-    """The buffers of a stage before a forward: where they stand, and of each the tensor, its version, and a copy."""
+    """The buffers of a stage before a forward: where they stand, and of each the tensor, its version, and a copy.
 
+    `parts` are the modules that there were. What the forward `changed` its recompute changes as well, though by then
+    it may be what it was before.
+    """
+
+    parts: list[nn.Module]
     slots: list[Slot]
     tensors: list[Tensor | None]
     versions: list[int]
     copies: list[Tensor | None]
+    changed: set[Slot]
 
 
 class Buffers:
@@ -39,16 +46,19 @@ class Buffers:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = list(modules)
         self._parts: list[nn.Module] = []
+        self._children: list[nn.Module | None] = []
         self._names: list[tuple[object, ...]] = []  # of the buffers, behind the module that has them
         self._slots: list[Slot] = []
         self._copies: dict[Slot, tuple[Tensor, int, Tensor]] = {}  # with the tensor and its version then
-        self._changing: set[Slot] = set()  # by the forwards of this step
+        self._changing: set[Slot] = set()  # small ones, by the forwards of this step
 
     def find(self) -> None:
-        """Looks the modules up anew, which may have come or gone since the last step."""
-        self._copies.clear()
-        self._changing.clear()
+        """Looks the modules up anew."""
         self._parts = list(dict.fromkeys(chain.from_iterable(map(nn.Module.modules, self.modules))))
+        self._children = self._children_now()
+
+    def _children_now(self) -> list[nn.Module | None]:
+        return [*chain.from_iterable(part._modules.values() for part in self._parts)]
 
     def forget(self) -> None:
         """Lets go of the copies, behind a forward that nobody compared with them."""
@@ -56,6 +66,8 @@ class Buffers:
 
     def _now(self) -> tuple[list[Slot], list[Tensor | None]]:
         """Where buffers stand, the same list as long as none comes or goes, and what stands there."""
+        if not self._parts or self._children_now() != self._children:  # a forward may make some
+            self.find()
         holders = [part for part in self._parts if part._buffers]  # most have none
         names = [(part, *part._buffers) for part in holders]
         if names != self._names:
@@ -66,7 +78,7 @@ class Buffers:
         slots, tensors = self._now()
         copies = [*map(self._copy, slots, tensors)]
         saved = [0 if copy is None else version(tensor) for tensor, copy in zip(tensors, copies, strict=True)]
-        return SavedBuffers(slots, tensors, saved, copies)
+        return SavedBuffers(self._parts, slots, tensors, saved, copies, set())
 
     def _copy(self, slot: Slot, tensor: Tensor | None) -> Tensor | None:
         if tensor is None or is_lazy(tensor):
@@ -81,6 +93,7 @@ class Buffers:
     def after(self, before: SavedBuffers, *, exact: bool = False) -> list[Slot]:
         """The buffers that are not what they were, or are new; what had no value yet has the first one saved."""
         changed = _changed(before, *self._now(), () if exact else self._changing, exact=exact)
+        before.changed.update(changed)
         for slot in changed:
             self._copies.pop(slot, None)
         if not exact:
@@ -96,21 +109,24 @@ class Buffers:
     def as_before(self, before: SavedBuffers) -> Iterator[None]:
         """Shows modules their buffers as they were, and puts the real ones back."""
         slots, tensors = self._now()
-        apart = _changed(before, slots, tensors, self._changing)
-        _refuse_views(before, [slot for slot in apart if slot not in self._changing])
+        apart = _changed(before, slots, tensors, before.changed)
+        _refuse_views(before, [slot for slot in apart if slot not in before.changed])
+        now = dict(zip(slots, tensors, strict=True))
         shown = dict(zip(before.slots, before.tensors, strict=True))
-        copies: dict[int, Tensor] = {}  # one tensor in several slots stays one
         saved = dict(zip(before.slots, before.copies, strict=True))
+        copies: dict[int, Tensor] = {}  # one tensor in several slots stays one
         for slot in apart:
-            if (copy := saved.get(slot)) is not None:
-                if id(shown[slot]) not in copies:
-                    copies[id(shown[slot])] = copy_of(copy)
-                shown[slot] = copies[id(shown[slot])]
+            if slot not in shown and slot[0] not in before.parts:  # the forward has made its module
+                shown[slot] = saved[slot] = now[slot]
+            if (tensor := shown.get(slot)) is not None and (copy := saved[slot]) is not None:
+                if id(tensor) not in copies:
+                    copies[id(tensor)] = copy_of(copy)
+                shown[slot] = copies[id(tensor)]
         try:
             _put(apart, shown)
             yield
         finally:
-            _put(apart, dict(zip(slots, tensors, strict=True)))
+            _put(apart, now)
 
 
 def _refuse_views(before: SavedBuffers, apart: Sequence[Slot]) -> None:
@@ -161,7 +177,7 @@ def _changed(
     if slots is not before.slots:
         there = dict(zip(slots, now, strict=True))
         new, now = [*there.keys() - set(before.slots)], [there.get(slot, GONE) for slot in before.slots]
-    pairs = zip(*before, now, strict=True)
+    pairs = zip(before.slots, before.tensors, before.versions, before.copies, now, strict=True)
     return new + [
         slot
         for slot, was, saved, copy, tensor in pairs
@@ -191,10 +207,11 @@ def _is_changed(was: Tensor | None, saved: int, copy: Tensor | None, now: Tensor
 
 
 def _parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """A tensor, or what a sparse one consists of, which torch does not compare itself."""
+    """The bits of a tensor, or what a sparse one consists of, which torch does not compare itself."""
     match tensor.layout:
         case torch.strided:
-            return (tensor,)
+            bits = INTEGERS.get(tensor.itemsize) if tensor.is_floating_point() else None
+            return (tensor if bits is None else tensor.view(bits),)
         case torch.sparse_coo:
             return tensor._indices(), tensor._values()
         case torch.sparse_csr | torch.sparse_bsr:
@@ -204,11 +221,16 @@ def _parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 @contextmanager
 def untouched(layer: nn.Module) -> Iterator[None]:
-    """Puts back what running a layer may change: attributes of its modules, gradients, buffers, and its device."""
+    """Puts back what running a layer may change: its device, gradients, attributes, and tensors but parameters."""
+    if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):  # what gives these values cannot be put back
+        raise ValueError(
+            f"{type(layer).__name__} is lazy: run it once on an example, so that its weights have shapes"
+        )
     attributes = [(module, dict(vars(module))) for module in layer.modules()]
     insides = [(inside, dict(inside)) for _, own in attributes for inside in own.values() if isinstance(inside, dict)]
     parameters = [(parameter, parameter.data, parameter.grad) for parameter in layer.parameters()]
-    buffers = [(buffer, copy_of(buffer)) for buffer in layer.buffers()]
+    held = dict.fromkeys(each for _, own in attributes for each in own.values() if type(each) is Tensor)
+    tensors = [(tensor, copy_of(tensor.detach())) for tensor in (*layer.buffers(), *held)]
     for parameter, _, _ in parameters:
         parameter.grad = None
     leave_unpacked(layer)  # an attribute, which is put back
@@ -224,8 +246,14 @@ def untouched(layer: nn.Module) -> Iterator[None]:
             if parameter.device != data.device:
                 put_data(parameter, data)
             parameter.grad = gradient
-        for buffer, before in buffers:
-            buffer.data.copy_(before)  # raises no version: a backward that is to come may have saved the buffer
+        for (
+            tensor,
+            before,
+        ) in tensors:  # neither raises a version: a backward that is to come may have saved the tensor
+            if tensor.layout is torch.strided and tensor.shape == before.shape:
+                without_repeats(tensor.data).copy_(without_repeats(before))
+            else:
+                tensor.data = before
 
 
 def _refill(dictionary: dict[str, Any], items: Mapping[str, object]) -> None:

@@ -160,11 +160,11 @@ def _lying_like(tensor: Tensor, copied: Tensor, *, non_blocking: bool = False) -
     if not is_plain or (tensor.stride() == copied.stride() and alignment(tensor) == alignment(copied)):
         return copied
     copied = allocate_like(tensor, copied.device)
-    _without_repeats(copied).copy_(_without_repeats(tensor), non_blocking=non_blocking)
+    without_repeats(copied).copy_(without_repeats(tensor), non_blocking=non_blocking)
     return copied
 
 
-def _without_repeats(tensor: Tensor) -> Tensor:
+def without_repeats(tensor: Tensor) -> Tensor:
     """A tensor without what is only repeated, into which torch does not write."""
     for axis, stride in enumerate(tensor.stride()):
         if not stride and tensor.shape[axis] > 1:
