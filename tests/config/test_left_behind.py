@@ -199,3 +199,26 @@ def test_a_feature_that_a_hook_keeps_in_a_dict_is_told() -> None:
     pipe = gpipe.GPipe(layers, [2, 2], M)
     pipe.step(X, Y, lambda output, target: F.mse_loss(output, target) + features["x"].mean())
     assert any("features, which it reads: a forward leaves tensors there" in text for text in pipe.findings)
+
+
+class ReadsAnother(nn.Module):
+    """Reads the buffer of a layer that it refers to past torch's modules."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.others = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.others[0].running_mean
+        assert isinstance(mean, Tensor)
+        return x + mean.clone()
+
+
+@pytest.mark.parametrize(("partitions", "told"), [([4], False), ([1, 3], False), ([2, 2], True)])
+def test_a_layer_that_reads_the_buffers_of_another_stage_by_a_reference_is_told(
+    partitions: list[int], told: bool
+) -> None:
+    norm = nn.BatchNorm1d(4)
+    pipe = gpipe.GPipe([nn.Linear(4, 4), norm, ReadsAnother(norm), nn.Linear(4, 4)], partitions, M, remat="never")
+    pipe.step(torch.randn(2 * M, 4), torch.randn(2 * M, 4), F.mse_loss)
+    assert any("its attribute others, of which a forward changes buffers" in text for text in pipe.findings) is told

@@ -174,7 +174,7 @@ class Writes(nn.Module):
 
 @pytest.mark.parametrize("kind", ["sparse", "expanded", "empty", "attribute"])
 def test_what_a_forward_writes_is_put_back_behind_the_sample(kind: str) -> None:
-    """Bug story: sparse buffers and mere attributes stayed as the sample had left them, others could not be put back."""
+    """Bug story: sparse buffers and attributes stayed as the sample had left them; others could not be put back."""
     layer = Writes(kind)
     before = layer.kept, layer.kept.clone()
     gpipe.GPipe([layer, nn.Linear(5, 5)], 2, 2, sample=SAMPLE, costs="time")

@@ -73,17 +73,23 @@ def buffers_of(layers: Mapping[str, nn.Module]) -> dict[nn.Module, list[TensorVe
 
 
 def find_buffer_readers(
-    layers: Mapping[str, nn.Module], loss_fn: object, before: Mapping[nn.Module, list[TensorVersion]]
+    layers: Mapping[str, nn.Module],
+    own: Mapping[str, set[nn.Module]],
+    loss_fn: object,
+    before: Mapping[nn.Module, list[TensorVersion]],
 ) -> list[str]:
-    """Tells of functions, of the loss or of layers, that read modules whose buffers a step has changed."""
+    """Tells of the loss, and of layers, that refer to modules of other stages of which a step has changed buffers.
+
+    An attribute that leads to the layer itself, too, as to the model that it is part of, says little.
+    """
     after = buffers_of(layers)
     changed = {module for module, versions in after.items() if before.get(module, []) != versions}
-    own = {words: set(root.modules()) for words, root in layers.items()}
     reads = [(("loss_fn", f"{name}, {READ}"), value) for name, value in read_by_called(loss_fn)]
     places = [
         place
         for place, value in chain(reads, references(layers))
-        if place[1].endswith(READ) and not changed.isdisjoint(_modules_in(value) - own.get(place[0], set()))
+        if not changed.isdisjoint((found := _modules_in(value)) - own.get(place[0], set()))
+        if place[1].endswith(READ) or found.isdisjoint(layers[place[0]].modules())
     ]
     return _told(BUFFERS, places)
 
@@ -223,6 +229,11 @@ class Examination:
         self._enough = min(2, settings.micro_batches)
         self.fresh = True  # no mini-batch was trained yet that had so many micro-batches
         self._layers = {str(layer): layer.module for stage in engine.own for layer in stage.layers}
+        self._own = {
+            str(layer): {part for other in stage.layers for part in other.module.modules()}
+            for stage in engine.own
+            for layer in stage.layers
+        }
         self._recomputes = settings.recomputes
         self._deferred, self._threaded = engine.deferred_batch_norm, engine.threaded
         self._few_rows = FEW_ROWS  # per micro-batch: with fewer there may be something to tell
@@ -247,7 +258,7 @@ class Examination:
             self.tell(find_unused_parameters(whole) if whole is not None else [])
             after = snapshot(self._layers)
             self.tell(find_side_effects(before.snapshot, after, run.findings, recomputes=self._recomputes))
-            self.tell(find_buffer_readers(self._layers, run.loss_fn, before.buffers))
+            self.tell(find_buffer_readers(self._layers, self._own, run.loss_fn, before.buffers))
             read = references(self._layers) if self._threaded else ()
             self.tell(_told(THREAD_LOCALS, [at for at, value in read if isinstance(value, threading.local)]))
         if (states := random_states()) != before.random_states:
