@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gpipe.distributed.agree import differences
-from gpipe.distributed.processes import OneProcess
+from gpipe.distributed.processes import OneProcess, Processes
 from gpipe.distributed.reduce import reduces_itself
 from gpipe.errors import innermost_code
 from gpipe.runtime.context import Request
@@ -35,7 +35,7 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm={max_norm}; give a number of at least 0")
     named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
     norms = [_norm(gradient, norm_type).to(device) for _, gradient in named]
-    if processes.position is not None:  # those of all parameters of the replica, each once
+    if isinstance(processes, Processes):  # those of all parameters of the replica, each once
         given = {"max_norm": str(float(max_norm)), "norm_type": str(float(norm_type))}
         gathered = processes.gather(Request.NORMS, (given, [name for name, _ in named], norms))
         if mistakes := differences({rank: theirs for rank, (theirs, *_) in enumerate(gathered)}):

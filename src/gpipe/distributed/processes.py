@@ -32,9 +32,6 @@ class OneProcess(Communicator):
         self.context: Callable[[], Context] = partial(Context, max(engine.placement) + 1)
         """Makes what a mini-batch shares with other processes: here nothing."""
 
-    def gather(self, request: Request, value: Tree) -> list[Any]:
-        return [value]
-
     def survive(self, attempt: Callable[[], T], late: Callable[[list[Any]], T], note: Note) -> T:
         """Does what all processes do together."""
         return attempt()
