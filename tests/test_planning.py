@@ -57,6 +57,8 @@ def test_a_fast_host_takes_what_would_be_recomputed() -> None:
         assert pipe.prediction.timeline.seconds == fast.seconds
     with pytest.raises(ValueError, match="host=-1; give 0 or more, in bytes a second"):
         gpipe.Device(host=-1)
+    with pytest.raises(ValueError, match="flops=inf; give a finite number"):
+        gpipe.Device(flops=float("inf"))
 
 
 def test_callables_are_not_built() -> None:

@@ -1,5 +1,7 @@
 """Actions and programs: what they print, what is read back, what is refused."""
 
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +50,11 @@ def test_what_is_no_action_or_would_not_read_back_is_refused() -> None:
     for name in ("", " ", "my skip", "a:b", "a@b", "e0\n", "e0\u2028"):
         with pytest.raises(ValueError, match="cannot name a route"):
             Route(0, 1, name)
+
+
+def test_a_slice_of_a_micro_batch_is_pickled_with_how_many_there_are() -> None:
+    action = parse_action("0F1.1", slices=2)
+    assert str(pickle.loads(pickle.dumps(action))) == "0F1.1"
 
 
 @LAW
