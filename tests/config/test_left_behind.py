@@ -1,6 +1,7 @@
 """What layers leave outside of what they give, where a cut or a recompute could change it, is told."""
 
 import contextvars
+import copy
 import threading
 from typing import Any
 
@@ -120,6 +121,31 @@ def test_a_sparse_buffer_is_as_it_was_in_a_recompute(factor: float, layout: torc
         pipe = gpipe.GPipe([nn.Linear(4, 4), nn.Linear(4, 4), graph], [1, 2], M, remat=how)
         found.append([pipe.step(X, Y, F.mse_loss), *(p.grad for p in pipe.parameters()), graph.edges.to_dense()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+class FixedGraph(nn.Module):
+    """Has a sparse buffer that stays as it is."""
+
+    edges: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.eye(4).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.sparse.mm(self.edges, x.t()).t()
+        return out
+
+
+@pytest.mark.parametrize("how", [{"remat": "auto"}, {"remat": "offload"}, {"schedule": "auto"}], ids=str)
+def test_layers_with_a_sparse_buffer_are_planned(how: Any) -> None:
+    """Bug story: torch knows no nbytes of sparse tensors."""
+    layers = [nn.Linear(4, 4), FixedGraph(), nn.Linear(4, 4)]
+    losses = [
+        gpipe.GPipe(copy.deepcopy(layers), 2, M, sample=X, **ways).step(X, Y, F.mse_loss)
+        for ways in (how, {"remat": "never"})
+    ]
+    assert torch.equal(*losses)
 
 
 def test_layers_that_keep_nothing_are_not_mentioned() -> None:

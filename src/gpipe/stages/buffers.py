@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from gpipe._torch.accelerator import put_data
 from gpipe.stages.quantized import leave_unpacked
 from gpipe.stages.recompute_check import INTEGERS
-from gpipe.stages.tree import copy_of, storage_address, version, without_repeats
+from gpipe.stages.tree import copy_of, parts_of, storage_address, version, without_repeats
 
 Slot: TypeAlias = tuple[nn.Module, str]  # where a parameter or a buffer stands: a module, and its name there
 SMALL = 2**20  # bytes up to which a buffer is copied for a forward though it may be as before
@@ -202,21 +202,13 @@ def _is_changed(was: Tensor | None, saved: int, copy: Tensor | None, now: Tensor
     if version(now) != saved or now.shape != copy.shape or now.dtype != copy.dtype:
         return True
     if now.is_cpu or (exact and not now.is_meta):
-        return not all(map(torch.equal, _parts_of(now), _parts_of(copy)))
+        return not all(map(torch.equal, _bits_of(now), _bits_of(copy)))
     return _is_small(now) and not now.is_meta
 
 
-def _parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The bits of a tensor, or what a sparse one consists of, which torch does not compare itself."""
-    match tensor.layout:
-        case torch.strided:
-            bits = INTEGERS.get(tensor.itemsize) if tensor.is_floating_point() else None
-            return (tensor if bits is None else tensor.view(bits),)
-        case torch.sparse_coo:
-            return tensor._indices(), tensor._values()
-        case torch.sparse_csr | torch.sparse_bsr:
-            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+def _bits_of(tensor: Tensor) -> list[Tensor]:
+    bits = INTEGERS.get(tensor.itemsize) if tensor.is_floating_point() else None
+    return [part if bits is None or not part.is_floating_point() else part.view(bits) for part in parts_of(tensor)]
 
 
 @contextmanager

@@ -172,6 +172,18 @@ def without_repeats(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """A tensor, or the strided ones that a sparse one consists of."""
+    match tensor.layout:
+        case torch.sparse_coo:
+            return tensor._indices(), tensor._values()
+        case torch.sparse_csr | torch.sparse_bsr:
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        case torch.sparse_csc | torch.sparse_bsc:
+            return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor, put together if it is a DTensor; then the processes of its mesh all call it."""
     found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
