@@ -151,7 +151,7 @@ class RawParameters(Layered):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.rand(5, W))
-        self.gain = nn.Parameter(torch.ones(W))
+        self.gains = nn.ParameterDict({"all": torch.ones(W)})
         self.shifts = nn.ParameterList(torch.randn(W) for _ in range(5))
         self.mask_token = nn.Parameter(torch.randn(1, 1, W))
         self.positions = nn.Parameter(torch.randn(1, N, W))
@@ -161,7 +161,7 @@ class RawParameters(Layered):
         x = torch.where(masked[..., None], self.mask_token.expand(len(x), N, W), x) + self.positions
         x = torch.cat([self.cls.expand(len(x), -1, -1), x], dim=1)
         for at, layer in enumerate(self.layers):
-            x = layer(x) * self.scale[at] + self.shifts[at] * self.gain
+            x = layer(x) * self.scale[at] + self.shifts[at] * self.gains["all"]
         return x[:, 1:]
 
 

@@ -104,8 +104,8 @@ def _is_list(module: nn.Module, least: int, *, held: bool) -> bool:
     return held or (len(module) > 1 and not any(isinstance(inner, CONTAINERS) for inner in inside))
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+def _has_parameters(module: nn.Module, *, recurse: bool = True) -> bool:
+    return next(module.parameters(recurse), None) is not None
 
 
 class Parts:
@@ -132,7 +132,7 @@ class Parts:
 
     def _sort(self, name: str, module: nn.Module, seen: set[nn.Module]) -> None:
         seen.add(module)
-        is_called = type(module).forward is not nn.Module.forward or any(module.parameters(recurse=False))
+        is_called = type(module).forward is not nn.Module.forward or _has_parameters(module, recurse=False)
         keeps = name in self.stateful or (_has_parameters(module) and is_called)
         if keeps and name not in self.opened and name not in self.iterated:
             self.units[name] = module
