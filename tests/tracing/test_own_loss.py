@@ -275,3 +275,26 @@ def test_what_each_micro_batch_adds_to_a_mean_over_all_labels_is_told_of(weight:
         loss = pipe.step({"x": x, "labels": y})
         assert torch.allclose(loss, model(x, y)["loss"], rtol=1e-5) == (not weight)
         assert sum("not put together" in text for text in pipe.findings) == bool(weight)
+
+
+class Scored(Words):
+    """A model that gives one number for each row."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.keeps = keeps
+
+    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        states = self.states(words)
+        return states.mean((1, 2), keepdim=self.keeps), states
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_bug_numbers_of_single_rows_are_no_losses(*, keeps: bool) -> None:
+    torch.manual_seed(0)
+    model, words = Scored(keeps).eval(), ragged()["words"]
+
+    with gpipe.GPipe(model, 2, len(words), sample=words).eval() as pipe, torch.no_grad():
+        scores, states = pipe(words)
+
+    torch.testing.assert_close((scores, states), model(words))

@@ -163,7 +163,7 @@ def _tried(
 
 def join(outputs: Sequence[Tree], rows: Sequence[int], shares: Sequence[float]) -> Tree:
     """The output of the mini-batch: rows behind one another, losses added up by their shares."""
-    losses = [loss for loss in map(loss_in, outputs) if loss is not None]
+    losses = [loss for loss in map(loss_in, outputs, rows) if loss is not None]
     if 1 < len(losses) == len(outputs):
         if len(shares) != len(losses):
             path = next(keystr(path) for path, leaf in tree_flatten_with_path(outputs[0])[0] if leaf is losses[0])
@@ -178,9 +178,11 @@ def join(outputs: Sequence[Tree], rows: Sequence[int], shares: Sequence[float]) 
     return merge(outputs, rows)
 
 
-def loss_in(output: Tree) -> Tensor | None:
-    """The loss in what a model returned, if there is one."""
+def loss_in(output: Tree, rows: int = 0) -> Tensor | None:
+    """The loss in what a model returned of so many rows, if there is one: one number may be that of a row."""
     try:
-        return own_loss(output)
+        loss = own_loss(output)
     except TypeError:
         return None
+    is_named = isinstance(output, Mapping) or hasattr(output, "loss")
+    return loss if is_named or loss.shape[:1] != (rows,) else None
