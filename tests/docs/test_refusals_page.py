@@ -10,9 +10,12 @@ import pytest
 from tests.docs.pages import ROOT
 
 SOURCE = ROOT / "src" / "gpipe"
-BELOW = tuple(
-    SOURCE / "stages" / f"{name}.py" for name in ("tree", "losses", "microbatch")
-)  # some of what they refuse is of models
+BELOW = tuple(  # some of what they refuse is of models
+    SOURCE / f"{name}.py"
+    for name in (
+        "stages/tree", "stages/losses", "stages/microbatch", "stages/sequence", "runtime/context", "runtime/notes"
+    )
+)  # fmt: skip
 PAGE = (ROOT / "docs" / "when-refused.md").read_text()
 QUOTED = re.findall(r"^`(.*)`\n: ", PAGE, re.MULTILINE)
 FIELD = re.compile(r"\{\w+(![rsa])?\}")

@@ -462,6 +462,10 @@ class Scripted(nn.Module):
     [
         (lambda: torch.compile(Net(same), backend="eager"), {}, r"compiled as a whole.* block.compile\(\)"),
         (lambda: torch.jit.script(Scripted()), {}, r"scripted as a whole.* give the model that was scripted"),
+        (
+            lambda: Written(through, [*map(torch.jit.script, blocks())]), {},
+            r"layers.0 in the Written is of TorchScript, .*; give the plain module",
+        ),
         (Scripted, {}, r"in a Scripted there is no list of blocks .* blocks=\[...\]"),
         (nn.Identity, {}, r"in a Identity there is no list of blocks"),
         (lambda: Net(same), {"blocks": ["layers.9"]}, r"there is no module 'layers.9'"),
@@ -472,8 +476,8 @@ class Scripted(nn.Module):
         (lambda: Net(same), {"ties": [("a", "b")]}, r"ties= is for layers"),
         (lambda: nn.Sequential(*blocks()), {"blocks": ["1"]}, r"blocks= names .* a sequence of layers needs none"),
     ],
-    ids=["compiled", "scripted", "no blocks", "no parameters", "unknown", "text", "empty", "inside", "no sample",
-         "ties", "sequence"],
+    ids=["compiled", "scripted", "scripted blocks", "no blocks", "no parameters", "unknown", "text", "empty",
+         "inside", "no sample", "ties", "sequence"],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_arguments_that_cannot_be_are_refused(

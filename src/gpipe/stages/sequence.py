@@ -38,6 +38,7 @@ from gpipe.stages.stage import Layer, Stage, stage_of_layers
 from gpipe.stages.tree import moved
 
 BUILDS = "a callable without arguments that builds one"
+OF_TORCHSCRIPT = "is of TorchScript, whose state cannot be looked after; give the plain module"
 PIPE = ("gpipe.pipeline", "GPipe")  # by name: it stands on this module
 
 
@@ -120,7 +121,7 @@ def find_invalid_layers(named: Mapping[str, nn.Module]) -> Iterator[str]:
                 f"the cuts of all by partitions="
             )
         if any(isinstance(part, torch.jit.ScriptModule) for part in layer.modules()):
-            yield f"{start} is of TorchScript, whose state cannot be looked after; give the plain module"
+            yield f"{start} {OF_TORCHSCRIPT}"
         for part in _find_buried_skips(layer):
             yield (
                 f"{start}: its part {part}, which only a layer of the pipe itself can; give the parts of layer "

@@ -13,6 +13,7 @@ from torch import nn
 
 from gpipe._torch.modes import is_compiled
 from gpipe.stages.quantized import numbers_in
+from gpipe.stages.sequence import OF_TORCHSCRIPT
 from gpipe.stages.skips import Sequential
 from gpipe.stages.tree import Tree
 from gpipe.tracing.model import TracedModel
@@ -192,6 +193,8 @@ def read_model(given: object, sample: Tree, blocks: Sequence[str] | None) -> Tra
     if is_compiled(given) or isinstance(given, torch.jit.ScriptModule):
         what, instead = ("compiled", COMPILED) if is_compiled(given) else ("scripted", SCRIPTED)
         raise ValueError(f"the model is {what} as a whole, and what it does cannot be seen any more; {instead}")
+    if scripted := [name for name, part in given.named_modules() if isinstance(part, torch.jit.ScriptModule)]:
+        raise ValueError(f"{scripted[0]} in the {type(given).__name__} {OF_TORCHSCRIPT}")
     return None if sample is None else TracedModel(given, sample, blocks)
 
 
