@@ -92,6 +92,27 @@ def test_blocks_called_again_and_tensors_returned_twice_train_as_the_plain_loop(
             assert name.startswith((shared, "embed.")) or same_bits(gradients[name], one)
 
 
+def test_bug_a_block_with_another_name_ahead_of_the_list_ends_a_layer_each_time() -> None:
+    # By the other name it was no block: where it ended no layer began, but in the model's own random numbers one did,
+    # so that dropout was refused. So it was of a sequence, whose parts under that name were blocks too.
+    class Shares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, others = dropped(), [dropped(), dropped()]
+            self.blocks = nn.ModuleList([self.first, others[0], self.first, others[1], self.first])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    def dropped() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1))
+
+    for blocks in (None, ["blocks.0", "blocks.1", "first", "blocks.3"]):
+        assert len(gpipe.layers_of(Shares(), torch.randn(4, 6), blocks=blocks)) == 6
+
+
 class Inner(nn.Module):
     """Runs its blocks as `call` does, perhaps of what a bool that it has read says."""
 

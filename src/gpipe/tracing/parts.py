@@ -123,7 +123,11 @@ class Parts:
         inner = {
             path: [f"{path}.{key}" for key, part in some if _has_parameters(part)] for path, some in parts.items()
         }
-        self.blocks = tuple(member for name in blocks for member in inner.get(name, [name]))
+        named = [member for name in blocks for member in inner.get(name, [name])]
+        known = {name: model.get_submodule(name) for name in named}  # a module may have other names too
+        inside = {part for block in known.values() for part in block.modules() if part is not block}
+        self._names = {block: name for name, block in known.items() if block not in inside}
+        self.blocks = tuple(self._names.values())
         outer = [name.split(".")[:length] for name in self.blocks for length in range(name.count(".") + 1)]
         self.opened = {".".join(path) for path in outer}  # those that blocks stand in
         self.units: dict[str, nn.Module] = {}  # those that run as they are, in one layer each
@@ -132,6 +136,7 @@ class Parts:
 
     def _sort(self, name: str, module: nn.Module, seen: set[nn.Module]) -> None:
         seen.add(module)
+        name = self._names.get(module, name)
         is_called = type(module).forward is not nn.Module.forward or _has_parameters(module, recurse=False)
         keeps = name in self.stateful or (_has_parameters(module) and is_called)
         if keeps and name not in self.opened and name not in self.iterated:

@@ -149,7 +149,7 @@ class Tracer(Interpreter):
         raw = {name for op in self._ops for name in op.raw}
         for name, unit in self.parts.units.items():
             is_sequence = name not in called and type(unit).forward is nn.Sequential.forward
-            if is_sequence and any(one.startswith(f"{name}.") for one in raw):
+            if is_sequence and any(self._raw[one] in raw for one in self._owned[name]):
                 self.iterated.add(name)
         if not self._blocks_seen and not self.iterated:
             some, model = ", ".join(sorted(self.parts.blocks)[:3]), type(self.parts.model).__name__
