@@ -113,9 +113,9 @@ class GPipe(Partitioned):
             `"zb_h2"`, `"interleaved_zb"`, `"zb_v"`, `"v_half"`, `"v_min"`; or `"dualpipe_v"`, for M of at least 2K.
             Or a `Program` of forwards and backwards alone, or a function of K and M that gives one. Or `"auto"`:
             cuts, stages of a rank, table and what to recompute are searched for together, by `costs` and within
-            `memory`, in 4 to 6 seconds, given K for `partitions`, and no `stages_per_rank` nor `remat`;
-            `pipe.summary()` tells how near it came. A mini-batch of fewer micro-batches for which there is no such
-            table goes by fill-drain; of a program, by what it has of them.
+            `memory`, in three to five seconds of a core, given K for `partitions`, no `stages_per_rank` and no
+            `remat`; `pipe.summary()` tells how near it came. A mini-batch of fewer micro-batches for which there
+            is no such table goes by fill-drain; of a program, by what it has of them.
         stages_per_rank: How many stages each rank holds; by default what the schedule has, 2 if it leaves it open.
             Where it is more than 1, `partitions` as a list has the layers of each stage.
         remat: Which micro-batches are run again in the backward pass so that nothing inside a partition is kept:

@@ -62,6 +62,8 @@ def test_what_cannot_be_ends_with_status_2_and_what_to_do(capsys: pytest.Capture
         ("math:tau", "math:tau is no function; give MODULE:FUNCTION"),
         ("time:localtime", "time:localtime gives struct_time; return (model, sample)"),
         ("gpipe:nothing", "nothing"),
+        ("unet --batch 0 --schedule bar --devices 2xfoo", "choose 1 or more schedule='bar'; known are"),
+        ("unet --batch 0 --schedule bar --devices 2xfoo", "and 'auto' --devices: '2xfoo' is no devices"),
         (f"transformer_lm {' '.join(SMALL)} --devices 1x0.00001x1x1", "nothing fits"),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -133,6 +133,8 @@ def test_what_one_rank_does_is_written_out(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_thousand_ranks_are_told_of_without_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     size = ("-k", "1000", "-m", "60")
+    lines = said(capsys, "zb_v", "1f1b", "-k", "1024", "-m", "1100").splitlines()
+    assert lines[-1].endswith("; at most it holds 1024 micro-batches, zb_v 1024")
     lines = said(capsys, "zb_h1", "1f1b", *size, "--rank", "999").splitlines()
     assert "bubble 91.5% over all ranks: the busiest works 180 of 2119 units" in lines
     assert "activations held at most, in micro-batches: 1 to 60, by rank" in lines

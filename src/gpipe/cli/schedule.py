@@ -9,7 +9,7 @@ from rich.console import Console
 
 from gpipe.cli import ending_by_mistakes
 from gpipe.profiling import timelines_svg
-from gpipe.profiling.lanes import find_ruler, legend, panel, words
+from gpipe.profiling.lanes import find_ruler, legend, panel, peak_in_words, words
 from gpipe.recipes.options.training import NotNegative, Positive, out_of_bounds, refuse
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.lower import place_shards
@@ -148,5 +148,5 @@ def _comparison(first: Drawn, second: Drawn) -> str:
     before, after = first.figures, second.figures
     sooner = 1 - after.seconds / before.seconds
     ends = f"{abs(sooner):.1%} {'sooner' if sooner > 0 else 'later'} than" if abs(sooner) > 1e-9 else "as soon as"
-    held = f"{max(after.peaks):.3g} micro-batches, {names[0]} {max(before.peaks):.3g}"
+    held = f"{peak_in_words(max(after.peaks))} micro-batches, {names[0]} {peak_in_words(max(before.peaks))}"
     return f"{names[1]} ends {ends} {names[0]}; at most it holds {held}"

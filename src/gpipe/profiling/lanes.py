@@ -172,11 +172,21 @@ def legend(timelines: Collection[Timeline], *, colored: bool) -> Iterator[Text]:
         yield Text("; ".join(later))
 
 
+def peak_in_words(peak: float) -> str:
+    """How many micro-batches a rank holds at most, to four digits or to whole ones.
+
+    >>> peak_in_words(2 / 3), peak_in_words(12.0), peak_in_words(10240.0)
+    ('0.6667', '12', '10240')
+    """
+    return f"{peak:.4g}" if peak < 1e3 else f"{peak:.0f}"
+
+
 def words(found: Figures) -> Iterator[str]:
     """What a schedule costs, in a few lines."""
     yield f"bubble {found.bubble:.1%} over all ranks: the busiest works {found.work:.7g} of {found.seconds:.7g} units"
-    peaks = [f"{peak:.4g}" for peak in found.peaks]
-    told = ", ".join(peaks) if len(peaks) <= MOST_PEAKS else f"{min(found.peaks):.4g} to {max(found.peaks):.4g}"
+    peaks = list(map(peak_in_words, found.peaks))
+    ends = map(peak_in_words, (min(found.peaks), max(found.peaks)))
+    told = ", ".join(peaks) if len(peaks) <= MOST_PEAKS else " to ".join(ends)
     each = f"{peaks[0]} on each rank" if len(set(peaks)) == 1 else f"{told}, by rank"
     kept = "; inputs that are kept for recomputes come on top" if Kind.RECOMPUTE in kinds_in([found.timeline]) else ""
     yield f"activations held at most, in micro-batches: {each}{kept}"
