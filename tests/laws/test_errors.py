@@ -215,6 +215,24 @@ def test_an_error_of_torchs_own_backward_names_the_stage(driver: str) -> None:
     assert "layer 2 (2: Spoils)" in note
 
 
+def test_a_buffer_that_a_later_micro_batch_writes_is_told_of() -> None:
+    class Averages(nn.Module):
+        def __init__(self, copies: bool) -> None:
+            super().__init__()
+            self.linear, self.mean, self.copies = nn.Linear(4, 4), nn.Buffer(torch.ones(4)), copies
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean.add_(1)
+            return self.linear(x) * (self.mean.clone() if self.copies else self.mean)
+
+    pipe = gpipe.GPipe([Averages(copies=False)], 1, 2, remat="never")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+        pipe.step(X, Y, mse_loss)
+    assert "a copy, x * self.mean.clone(), or run anew, remat='always'" in raised.value.__notes__[0]
+    gpipe.GPipe([Averages(copies=True)], 1, 2, remat="never").step(X, Y, mse_loss)
+    gpipe.GPipe([Averages(copies=False)], 1, 2, remat="always").step(X, Y, mse_loss)
+
+
 @pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_failed_step_keeps_nothing_alive_once_its_error_is_dropped(phase: str, driver: str) -> None:

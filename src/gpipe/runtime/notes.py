@@ -47,6 +47,11 @@ TOO_FEW_VALUES = (
     "\nthis micro-batch is too small to normalize: use fewer micro-batches or a larger mini-batch, "
     "and leave out a last mini-batch that is smaller (drop_last=True)"
 )
+CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
+OF_ANOTHER = (
+    "\nif that is a buffer, which each micro-batch's forward writes, this backward needs what it was before "
+    "another's: let the forward compute with a copy, x * self.mean.clone(), or run anew, remat='always'"
+)
 
 
 def add_note(error: BaseException, run: Run, rank: Rank, program: Program, at: int) -> None:
@@ -71,6 +76,8 @@ def advice(error: BaseException, layer: str | None) -> str:
         return ""
     if said.startswith(ONE_VALUE):
         return TOO_FEW_VALUES
+    if said.startswith(CHANGED):
+        return OF_ANOTHER
     if said.startswith(OF_A_THREAD):
         return NOT_OF_THIS_THREAD
     for kind, remedy in NOT_TENSORS.items():
