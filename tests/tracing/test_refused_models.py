@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
+from gpipe.tracing.model import TracedModel
 from tests.support.beside_plain import M, squared
 from tests.support.handwritten import W, blocks, vectors
 
@@ -191,6 +192,81 @@ def test_a_branch_on_a_value_that_goes_another_way_is_refused() -> None:
     with pytest.raises(ValueError, match=r"takes another path than on the sample: (div|mul) where .* one path"):
         pipe.step(vectors(8) * 1e5, torch.ones(8, W), squared)
     step(pipe)
+
+
+class Padded(nn.Module):
+    """torch's encoder, whose forward looks for overrides of torch's functions, and whether gradients are recorded."""
+
+    def __init__(self, *, nested: bool) -> None:
+        super().__init__()
+        self.embed = nn.Linear(W, W)
+        layer = nn.TransformerEncoderLayer(W, 2, W, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=nested)
+
+    def forward(self, x: Tensor, mask: Tensor | None, *, causal: bool = False) -> Tensor:
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1) if causal else None
+        return self.encoder(self.embed(x), mask=later, src_key_padding_mask=mask)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("left_aligned", [True, False])
+def test_an_encoder_that_computes_in_nested_tensors_is_refused_where_it_may(
+    training: bool, left_aligned: bool
+) -> None:
+    """Evaluated without gradients it took the other path in silence, as the proof ran with gradients."""
+    mask = torch.zeros(8, 5, dtype=torch.bool)
+    mask[::2, 3:] = True
+    given = {"x": torch.randn(8, 5, W), "mask": mask if left_aligned else mask.flip(1)}
+    for nested in (True, False):
+        model = Padded(nested=nested).train(training)
+        with gpipe.GPipe(model, 2, 2, sample=given, costs="params") as pipe:
+            pipe.step(given, torch.ones(8, 5, W), squared)
+            pipe.eval()
+            assert torch.equal(pipe(given), model(**given))
+            bare = {**given, "mask": None}
+            causal = {**given, "mask": mask, "causal": True}
+            with torch.no_grad():
+                assert torch.equal(pipe(bare), model(**bare))
+                assert torch.equal(pipe(causal), model(**causal))  # with both masks it takes the path of training
+                if nested:
+                    with pytest.raises(ValueError, match=r"nested tensors.* enable_nested_tensor=False"):
+                        pipe(given)
+                    model.encoder.use_nested_tensor = False
+                assert torch.equal(pipe(given), model(**given))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_encoder_without_values_is_refused_where_it_may_compute_in_nested_tensors(training: bool) -> None:
+    given = {"x": torch.randn(8, 5, W), "mask": torch.zeros(8, 5, dtype=torch.bool)}
+    with torch.device("meta"):
+        traced = TracedModel(Padded(nested=True).train(training), given)
+    traced.learn_all(given)
+    traced.model.train()
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert traced.begin([given])
+    traced.model.eval()
+    assert traced.begin([given])
+    with torch.no_grad(), pytest.raises(ValueError, match="nested tensors"):
+        traced.begin([given])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_path_is_proven_with_gradients_and_without(training: bool) -> None:
+    """What a forward does otherwise without gradients no operation need show."""
+
+    def unseen(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+        return through(layers, x) * (
+            1.0 if torch.is_grad_enabled() or torch.overrides.has_torch_function((x,)) else 2.0
+        )
+
+    model = Written(unseen).train(training)
+    with made(model) as pipe:
+        step(pipe)
+        for _ in range(2):
+            with torch.no_grad(), pytest.raises(ValueError, match="gives other values than by itself"):
+                pipe(vectors(8))
+        step(pipe)
 
 
 def test_a_change_through_a_view_across_a_cut_is_refused() -> None:

@@ -79,7 +79,9 @@ class TracedModel:
         self.traces: list[Trace] = []  # that the model is known to take, the sample's first
         self._averages: list[LossAverage] = []
         self._numbers: dict[TraceKey, int] = {}
-        self._refused: dict[TraceKey, Exception] = {}
+        # with whether gradients are recorded: a forward may go by that where no operation shows it
+        self._proven: set[tuple[TraceKey, bool]] = set()
+        self._refused: dict[tuple[TraceKey, bool], Exception] = {}
         self._learns = True
         self.sample_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else [type(sample).__name__]
         self.parts = Parts(model, given)
@@ -87,7 +89,9 @@ class TracedModel:
         self.seconds = proof.seconds  # that the forward of each layer took on the sample
         sample = self._with_count(sample, 1) if self._counts else sample
         self.parts = found.parts
-        self._keep(self.keys([take_apart(tuple(runs.arguments(model, sample)))])[0], found, sample)
+        key = self.keys([take_apart(tuple(runs.arguments(model, sample)))])[0]
+        self._keep(key, found, sample)
+        self._proven.add((key, True))
         self.layers = layers_by_name(self.parts, found.trace)
         last = None if proof.last is None else proof.last.outputs
         if self._counts:  # what a model adds to a mean over labels would not be seen beside a sum over them
@@ -216,7 +220,8 @@ class TracedModel:
     def first_state(self, value: Tree) -> Tree:
         """What the main line brings to the first stage, where the loss is the model's own."""
         is_told = self._counts and self._may_count(value)
-        return self._begin([self._with_count(value, 1) if is_told else value]).states[0]
+        with torch.enable_grad():
+            return self._begin([self._with_count(value, 1) if is_told else value]).states[0]
 
     def _begin(self, values: Sequence[Tree]) -> TracedBatch:
         apart = [take_apart(tuple(given)) for given in runs.arguments_of_each(self.model, values)]
@@ -224,14 +229,16 @@ class TracedModel:
         for at, other in enumerate(others, start=1):
             if other != key:
                 raise ValueError(DIFFERENT.format(at=at, one=_in_words(values[0]), other=_in_words(values[at])))
-        if key not in self._numbers:
+        path = key, torch.is_grad_enabled()
+        if path not in self._proven:
             if not self._learns:
-                raise self._refused.get(key) or ValueError(NOT_LEARNT)
+                raise self._refused.get(path) or ValueError(NOT_LEARNT)
             try:
                 self._learn(key, values[0])
             except Exception as error:
-                self._refused[key] = error
+                self._refused[path] = error
                 raise
+            self._proven.add(path)
         number = self._numbers[key]
         return TracedBatch(number, [state_of(number, leaves) for leaves, _ in apart])
 
@@ -246,8 +253,9 @@ class TracedModel:
             lambda one: self.begin([one], for_output=True),
             *([] if slices == 1 else [lambda one: self.begin_slices([one], slices, float)]),
         ]
-        for training, one, begin in product((True, False), values, wanted):
-            with suppress(Exception), runs.unchanged(self.model):  # _begin keeps it for who asks for it
+        for training, grad, one, begin in product((True, False), (True, False), values, wanted):
+            # _begin keeps an exception for who asks for it
+            with suppress(Exception), runs.unchanged(self.model), torch.set_grad_enabled(grad):
                 if self.model.training != training:
                     self.model.train(training)
                 begin(one)
@@ -297,16 +305,24 @@ class TracedModel:
         return [(str(structure.spec), tuple(map(runs.kind_of, leaves)), settings) for leaves, structure in apart]
 
     def _learn(self, key: TraceKey, value: Tree) -> None:
-        if len(self.traces) >= MOST_TRACES:
-            known = next(reversed(self._numbers))
-            pairs = zip((known[0], *known[1], *known[2]), (key[0], *key[1], *key[2]), strict=False)
+        """Traces a forward, if it is not known yet, and proves it with gradients recorded as they are now."""
+        known, grad = self._numbers.get(key), torch.is_grad_enabled()
+        if known is None and len(self.traces) >= MOST_TRACES:
+            last = next(reversed(self._numbers))
+            pairs = zip((last[0], *last[1], *last[2]), (key[0], *key[1], *key[2]), strict=False)
             one, other = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(TOO_MANY.format(model=type(self.model).__name__, most=MOST_TRACES, one=one, other=other))
         value = replace_tensors(value, on_cpu)
         with runs.unchanged(self.model), exchanged(self.model, on_cpu):  # its layers may be on several devices
             given = runs.arguments(self.model, value)
-            found = trace_forward(self.parts, given)
-            prove(found, given)
+            if known is None or lacks_values(self.model):
+                found = trace_forward(self.parts, given)
+            else:
+                found = TracerRun(None, self.traces[known], self.parts, [], set())
+            with torch.set_grad_enabled(grad):
+                prove(found, given)
+        if known is not None:
+            return
         layers = list(self.layers.items())
         units, raw = units_by_layer(found.trace)
         if len(units) != len(layers):

@@ -32,7 +32,14 @@ OTHER_BITS = (
     "interpreted in layers, the {model} gives other values than by itself: {what}. Something between blocks depends "
     "on what is not seen there (a cache, a value that one block leaves for another, a random number): let it be part "
     "of what blocks are given and return, or name other blocks: blocks=[...]. Or a block keeps a tensor from call to "
-    "call as an attribute, of which nothing is known: let it be a buffer, self.register_buffer(name, tensor)"
+    "call as an attribute, of which nothing is known: let it be a buffer, self.register_buffer(name, tensor). Or an "
+    "nn.TransformerEncoder is evaluated with a padding mask, which it does in nested tensors, as layers cannot: make "
+    "it with enable_nested_tensor=False, or set its use_nested_tensor to False"
+)
+NESTED = (
+    "an nn.TransformerEncoder of the {model} is evaluated with a padding mask, and computes in nested tensors, as "
+    "layers cannot, wherever no word stands behind padding. So the values of each mask say which path it takes: make "
+    "the encoder with enable_nested_tensor=False, or set its use_nested_tensor to False"
 )
 
 
@@ -99,7 +106,7 @@ def prove(found: TracerRun, given: ForwardArguments) -> Proof:
         dry = Dry()
         with dry.faking(model):
             proof = _interpreted(found, given, dry)
-        compare(model, found.output, proof.output)
+            compare(model, *map(_detached, (found.output, proof.output)))  # it was traced with gradients
         return proof
     with rng_scopes(found.parts, found.trace, SAMPLE_KEY), watched(model) as expected:
         own = given.call(model)
@@ -124,6 +131,11 @@ class _EchoingInterpreter(StageInterpreter):
 
     def do(self, call: OpCall) -> Any:
         made = super().do(call)
+        may_nest = call.name == "_nested_tensor_from_mask_left_aligned" and not torch.is_grad_enabled()
+        if may_nest and (
+            self.dry is not None or not made
+        ):  # another mask would lead the model where nothing shows it
+            raise CannotSplitError(NESTED.format(model=type(self.shallow_copy.parts.model).__name__))
         if call.unit is not None and self.dry is None:
             start = time.perf_counter()
             self._echo(call, call.unit)
@@ -191,6 +203,11 @@ def _interpreted(found: TracerRun, given: ForwardArguments, dry: Dry | None) -> 
 def _alone(value: Tensor) -> Tensor:
     """A value without the graph behind it, which later operations in place do not change."""
     return copy_of(value.detach()).requires_grad_(value.requires_grad)
+
+
+def _detached(output: Any) -> Any:
+    leaves, structure = take_apart(output)
+    return structure.filled([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
 def compare(model: nn.Module, own: Any, found: Any) -> None:
