@@ -269,6 +269,37 @@ def test_a_path_is_proven_with_gradients_and_without(training: bool) -> None:
         step(pipe)
 
 
+def in_training(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    x = through(layers, x)
+    return x + torch.randn_like(x) if layers.training else x
+
+
+def in_evaluation(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    x = through(layers, x)
+    return x if layers.training else x.softmax(1)
+
+
+def with_gradients(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    x = layers[0](x)
+    return through(layers[1:], x * 2 if torch.is_grad_enabled() else x)
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        (in_training, r"has 5 layers, and 6 with the sample: there it also does randn_like, add\."),
+        (in_evaluation, r"has 6 layers, and 5 with the sample: here it also does softmax\."),
+        (with_gradients, r"another path than on the sample: layers\.1 where mul came.* gradients are recorded"),
+    ],
+)
+def test_what_one_mode_does_beside_is_named_with_the_mode(written: Callable[..., Tensor], why: str) -> None:
+    with made(Written(written)) as pipe:
+        step(pipe)
+        pipe.eval()
+        with torch.no_grad(), pytest.raises(ValueError, match=rf"in evaluation, under torch.no_grad\(\): .*{why}"):
+            pipe(vectors(8))
+
+
 def test_a_change_through_a_view_across_a_cut_is_refused() -> None:
     def views(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
         base = layers[0](x) * 1

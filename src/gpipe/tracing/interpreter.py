@@ -42,10 +42,11 @@ RANDOM = frozenset({
 """Functions of torch that draw random numbers: they are operations, whatever they are given."""
 
 OTHER_OPS = (
-    "the forward takes another path than on the sample: {now} where {then} came. A branch on a value, a dropped "
-    "layer or a changed setting leads elsewhere. Name the modules inside of which it branches (of a mixture of "
-    "experts, the one that chooses among them): blocks=[...], with names as in model.named_modules(); or give a "
-    "sample that takes the path of training, and one path alone"
+    "the forward takes another path than on the sample: {now} where {then} came. A branch on a value or on "
+    "whether gradients are recorded (x.requires_grad), a dropped layer or a changed setting leads elsewhere. Name "
+    "the modules inside of which it branches (of a mixture of experts, the one that chooses among them): "
+    "blocks=[...], with names as in model.named_modules(); or give a sample that takes the "
+    "path of training, and one path alone"
 )
 OTHER_VALUE = "{name} returns another structure than on the sample; let it return the same with every input"
 OTHER_OUTPUT = (

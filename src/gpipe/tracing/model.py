@@ -1,5 +1,6 @@
 """A model as layers: traced on a sample, and proven on it."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -313,22 +314,34 @@ class TracedModel:
             one, other = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(TOO_MANY.format(model=type(self.model).__name__, most=MOST_TRACES, one=one, other=other))
         value = replace_tensors(value, on_cpu)
-        with runs.unchanged(self.model), exchanged(self.model, on_cpu):  # its layers may be on several devices
-            given = runs.arguments(self.model, value)
-            if known is None or lacks_values(self.model):
-                found = trace_forward(self.parts, given)
-            else:
-                found = TracerRun(None, self.traces[known], self.parts, [], set())
-            with torch.set_grad_enabled(grad):
-                prove(found, given)
-        if known is not None:
-            return
+        try:
+            with runs.unchanged(self.model), exchanged(self.model, on_cpu):  # its layers may be on several devices
+                given = runs.arguments(self.model, value)
+                if known is None or lacks_values(self.model):
+                    found = trace_forward(self.parts, given)
+                else:
+                    found = TracerRun(None, self.traces[known], self.parts, [], set())
+                with torch.set_grad_enabled(grad):
+                    prove(found, given)
+            self._refuse_other_layers(found.trace)
+        except CannotSplitError as error:
+            mode = "in training" if self.model.training else "in evaluation"
+            error.args = (f"{mode}, {'with gradients' if grad else 'under torch.no_grad()'}: {error}",)
+            raise
+        if known is None:
+            self._keep(key, found, value)
+
+    def _refuse_other_layers(self, trace: Trace) -> None:
+        """Refuses another number of layers than the sample's, and what these do not have."""
         layers = list(self.layers.items())
-        units, raw = units_by_layer(found.trace)
+        units, raw = units_by_layer(trace)
         if len(units) != len(layers):
+            done, before = (Counter(op.name for op in one.ops) for one in (trace, self.traces[0]))
+            where, more = ("here", done - before) if len(units) > len(layers) else ("there", before - done)
             raise CannotSplitError(
                 f"with these inputs, or in this mode, the {type(self.model).__name__} has {len(units)} layers, and "
-                f"{len(layers)} with the sample; make a pipe of its own for them"
+                f"{len(layers)} with the sample: {where} it also does {', '.join([*more][:4]) or 'something later'}. "
+                f"A layer ends behind each block; put what is done at times alone into one, or make a pipe of its own"
             )
         for at, (name, part) in enumerate(layers):
             new = [f"{one} runs" for one in units[at] if one not in part.units]
@@ -337,7 +350,6 @@ class TracedModel:
                 raise CannotSplitError(
                     OTHER_LAYER.format(what=new[0], layer=at, name=name, model=type(self.model).__name__)
                 )
-        self._keep(key, found, value)
 
 
 def _in_words(value: Tree) -> str:
