@@ -235,6 +235,19 @@ def test_an_encoder_that_computes_in_nested_tensors_is_refused_where_it_may(
                 assert torch.equal(pipe(given), model(**given))
 
 
+def test_an_encoder_that_is_frozen_later_is_refused_too() -> None:
+    """With nothing to train it takes the other path though gradients are recorded."""
+    mask = torch.zeros(8, 5, dtype=torch.bool)
+    mask[::2, 3:] = True
+    given = {"x": torch.randn(8, 5, W), "mask": mask}
+    model = Padded(nested=True).eval()
+    with gpipe.GPipe(model, 2, 2, sample=given, costs="params") as pipe:
+        assert torch.equal(pipe(given), model(**given))
+        model.requires_grad_(False)
+        with pytest.raises(ValueError, match="enable_nested_tensor=False"):
+            pipe(given)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_an_encoder_without_values_is_refused_where_it_may_compute_in_nested_tensors(training: bool) -> None:
     given = {"x": torch.randn(8, 5, W), "mask": torch.zeros(8, 5, dtype=torch.bool)}

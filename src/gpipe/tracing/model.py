@@ -80,9 +80,8 @@ class TracedModel:
         self.traces: list[Trace] = []  # that the model is known to take, the sample's first
         self._averages: list[LossAverage] = []
         self._numbers: dict[TraceKey, int] = {}
-        # with whether gradients are recorded: a forward may go by that where no operation shows it
-        self._proven: set[tuple[TraceKey, bool]] = set()
-        self._refused: dict[tuple[TraceKey, bool], Exception] = {}
+        self._proven: set[tuple[TraceKey, tuple[bool, ...]]] = set()  # with the mode, as for what is refused
+        self._refused: dict[tuple[TraceKey, tuple[bool, ...]], Exception] = {}
         self._learns = True
         self.sample_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else [type(sample).__name__]
         self.parts = Parts(model, given)
@@ -92,7 +91,8 @@ class TracedModel:
         self.parts = found.parts
         key = self.keys([take_apart(tuple(runs.arguments(model, sample)))])[0]
         self._keep(key, found, sample)
-        self._proven.add((key, True))
+        with torch.enable_grad():
+            self._proven.add((key, self._mode()))
         self.layers = layers_by_name(self.parts, found.trace)
         last = None if proof.last is None else proof.last.outputs
         if self._counts:  # what a model adds to a mean over labels would not be seen beside a sum over them
@@ -230,7 +230,7 @@ class TracedModel:
         for at, other in enumerate(others, start=1):
             if other != key:
                 raise ValueError(DIFFERENT.format(at=at, one=_in_words(values[0]), other=_in_words(values[at])))
-        path = key, torch.is_grad_enabled()
+        path = key, self._mode()
         if path not in self._proven:
             if not self._learns:
                 raise self._refused.get(path) or ValueError(NOT_LEARNT)
@@ -242,6 +242,13 @@ class TracedModel:
             self._proven.add(path)
         number = self._numbers[key]
         return TracedBatch(number, [state_of(number, leaves) for leaves, _ in apart])
+
+    def _mode(self) -> tuple[bool, ...]:
+        """What a forward may go by where no operation shows it: gradients, and in torch's encoder who wants some."""
+        opened = map(self.model.get_submodule, self.parts.opened)
+        nest = [one for one in opened if isinstance(one, nn.TransformerEncoder) and one.use_nested_tensor]
+        is_seen = any(not encoder.training for encoder in nest)
+        return torch.is_grad_enabled(), *(p.requires_grad for p in self.model.parameters() if is_seen)
 
     def learn_all(self, value: Tree, slices: int = 1) -> None:
         """Traces all usual traces ahead, where no process will have the whole model: none can be traced later on."""
