@@ -203,6 +203,19 @@ def test_whatever_is_offered_is_used_and_tried_here() -> None:
     assert offered() - tried == set()
 
 
+def test_an_encoder_of_torch_asks_how_its_mask_lies_before_it_nests() -> None:
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(function.__name__)
+            return function(*args, **kwargs or {})
+
+    names: list[str] = []
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, batch_first=True), 2).eval()
+    with relied_on("ASKS_HOW_A_MASK_LIES", "refuses what evaluates in nested tensors"), torch.no_grad(), Calls():
+        encoder(torch.zeros(2, 3, 4), src_key_padding_mask=torch.zeros(2, 3, dtype=torch.bool))
+        assert dispatcher.ASKS_HOW_A_MASK_LIES in names
+
+
 def test_what_a_node_saved_lies_in_another_storage_as_it_did_before() -> None:
     saved: list[autograd.SavedTensor] = []
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipe._torch.dispatcher import is_fake
+from gpipe._torch.dispatcher import ASKS_HOW_A_MASK_LIES, is_fake
 from gpipe._torch.trees import keystr, map_tensors, tree_flatten_with_path
 from gpipe.stages.buffers import untouched
 from gpipe.stages.microbatch import count_rows
@@ -131,10 +131,8 @@ class _EchoingInterpreter(StageInterpreter):
 
     def do(self, call: OpCall) -> Any:
         made = super().do(call)
-        may_nest = call.name == "_nested_tensor_from_mask_left_aligned" and not torch.is_grad_enabled()
-        if may_nest and (
-            self.dry is not None or not made
-        ):  # another mask would lead the model where nothing shows it
+        may_nest = call.name == ASKS_HOW_A_MASK_LIES and not torch.is_grad_enabled()
+        if may_nest and (self.dry is not None or not made):  # another mask may lead where nothing shows it
             raise CannotSplitError(NESTED.format(model=type(self.shallow_copy.parts.model).__name__))
         if call.unit is not None and self.dry is None:
             start = time.perf_counter()
