@@ -217,9 +217,11 @@ def test_replicas_on_two_hosts_go_on_and_come_back(row: int, tmp_path: Path, fle
 
 
 @on_two_hosts
-def test_a_cut_wire_leaves_one_replica_which_goes_on(tmp_path: Path, fleets: list[Fleet]) -> None:
+@pytest.mark.parametrize("blind", [[], [1]], ids=str)
+def test_a_cut_wire_leaves_one_replica_which_goes_on(blind: list[int], tmp_path: Path, fleets: list[Fleet]) -> None:
+    """Bug story: the connections of one row had not ended yet, and both were taken for living until both gave up."""
     with two_hosts() as hosts:
-        fleet = started(fleets, tmp_path, 2, 2, 10**9, seconds=0.002, networks=hosts.networks, tls={})
+        fleet = started(fleets, tmp_path, 2, 2, 10**9, seconds=0.002, networks=hosts.networks, tls={}, blind=blind)
         wait_for(fleet, 0, 0, 2)
         hosts.cut()
         codes: dict[int, Any] = {}

@@ -21,6 +21,7 @@ from torch.nn.functional import mse_loss
 import gpipe
 from gpipe.checkpoint import save as saving
 from gpipe.distributed import context, endpoint, reduce, survivors
+from gpipe.distributed.failures import FailureDetector
 from gpipe.distributed.survivors import Meeting
 from gpipe.planner.search import tables
 from tests.support.plain_loop import one_thread, parts_of, run_layers
@@ -123,6 +124,8 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
             next(iter(pipe)).register_forward_pre_hook(lambda layer, _: None if layer.training else die())
         else:
             setattr(*CALLS[how["dies_in"][3]], die)
+    if row in how.get("blind", ()):
+        FailureDetector.gone = lambda self: []  # type: ignore[method-assign]
     if how.get("odd") == [replica, "optimizer"] and optimizer is not None:
         optimizer.param_groups[0]["lr"] = 0.02
     if how.get("odd") == [replica, "weights"]:

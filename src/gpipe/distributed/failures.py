@@ -228,7 +228,7 @@ class FailureDetector:
         if failed:
             raise failed[0].error()
         if missed := [peer for peer in gone if peer in needed]:
-            silent = [peer for peer in self._silent() if peer not in missed]
+            silent = [peer for peer in self.silent(SILENT_SECONDS) if peer not in missed]
             raise received("\n".join([self._ends[peer] for peer in missed] + self.all_last_seen(silent)), missed[0])
         return gone
 
@@ -252,13 +252,14 @@ class FailureDetector:
     def stuck(self, peer: int) -> list[int]:
         """Who keeps all waiting, as far as that can be seen, while this process waits for `peer`."""
         active = {rank for rank, memory in self._known().items() if not Status.from_buffer_copy(memory).waits}
-        return self._silent() or sorted({*active, *self._questions.owed.copy()}) or [peer]
+        return self.silent(SILENT_SECONDS) or sorted({*active, *self._questions.owed.copy()}) or [peer]
 
     def _known(self) -> dict[int, Memory]:
         return {**self._questions.answers.copy(), **self._shared}
 
-    def _silent(self) -> list[int]:
-        return [peer for peer, connection in self._connections.items() if connection.control.silent > SILENT_SECONDS]
+    def silent(self, seconds: float) -> list[int]:
+        """Those whose hosts have answered nothing for longer. Any thread may ask."""
+        return [peer for peer, connection in self._connections.items() if connection.control.silent > seconds]
 
     def all_last_seen(self, peers: Collection[int]) -> list[str]:
         return [f"rank {peer}: {self.last_seen(peer)}" for peer in peers]

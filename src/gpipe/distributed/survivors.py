@@ -385,8 +385,14 @@ class Survivors(Processes):
         return self._last
 
     def _lost(self) -> list[str]:
-        """The replicas that have ended a connection; while they link up they may, and live."""
-        return [self.meeting.members[rank // self.position.rows] for rank in self.gone()] if self._is_whole else []
+        """The replicas that have ended a connection; while they link up they may, and live.
+
+        Where a wire is cut connections end one after another: what is silent as long will have ended soon.
+        """
+        if not self._is_whole or self._endpoint is None:
+            return []
+        ranks = {*self.gone(), *self._endpoint.detector.silent(SILENCE / 2)}
+        return [self.meeting.members[rank // self.position.rows] for rank in ranks]
 
     def _tell(self, before: Sequence[str]) -> None:
         now = self.meeting.members
