@@ -220,9 +220,8 @@ def rng_scopes(parts: Parts, trace: Trace, key: RngKey) -> Iterator[None]:
     with ExitStack() as hooks, ExitStack() as scope:
         try:
             for block in map(parts.model.get_submodule, parts.blocks):
-                if is_called_by_forward(block) and "forward" not in vars(
-                    block
-                ):  # the model may call its forward itself
+                # the model may call its forward itself
+                if is_called_by_forward(block) and "forward" not in vars(block):
                     hooks.callback(vars(block).pop, "forward", None)
                     vars(block)["forward"] = between(block.forward)
                     continue
