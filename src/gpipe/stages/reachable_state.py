@@ -1,0 +1,748 @@
+"""Copies the mutable state that modules and functions can reach, and puts it back in place.
+
+The walk reads each kind of object through its builtin base class (`dict.values(x)`, not `x.values()`), so it never
+runs the code of user classes. A record holds the contents of one object: references to other objects, or a copy of
+numbers. Objects are therefore restored in place and keep their identity; only iterators are replaced by copies.
+
+Of a class, the walk follows the methods whose names occur in the code that it has reached, as a call could reach no
+others. Without this rule, one layer of a large library would reach most of the library.
+"""
+
+import array
+import copy
+import dis
+import io
+import itertools
+import queue
+import random
+import sys
+import types
+import warnings
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from functools import cache, cached_property, lru_cache, partial, partialmethod
+from pathlib import PurePath
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from gpipe._torch.modes import as_plain_tensors
+from gpipe._torch.modules import is_wrapper
+from gpipe.stages.recompute_check import INTEGERS
+from gpipe.stages.tree import copy_of, parts_of, without_repeats
+
+MOST = 200_000  # objects that a walk visits
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(...), torch.dtype, torch.device})
+"""Types without mutable state. Two values of one of these types are compared by value."""
+WITHOUT_ATTRIBUTES = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deque, tuple, frozenset})
+"""Types whose objects have no attributes, unlike those of their subclasses."""
+WALKED_LIBRARY = frozenset({"builtins", "collections", "functools", "types", "random", "queue", "weakref"})
+"""Modules of the standard library whose objects are walked."""
+SKIPPED = (
+    "numpy.", "torch._", "torch.fx", "torch.distributed", "torch.jit", "torch.export", "torch.multiprocessing",
+    "gpipe.config", "gpipe.distributed", "gpipe.planner", "gpipe.profiling", "gpipe.runtime", "gpipe.schedule",
+)  # fmt: skip
+"""How the modules begin whose objects are left alone."""
+FLAT_ITERATORS = (
+    itertools.count, itertools.repeat, *map(type, (
+        iter([]), reversed([]), iter(()), iter(""), iter(b""), iter(bytearray()), iter(range(0)), iter(range(2**70)),
+        iter({}), iter({}.values()), iter({}.items()), iter(set()), iter(deque()),
+    )),
+)  # fmt: skip
+"""Iterators that hold a position and no other iterator, so that `copy.copy` copies all their state."""
+OF_MODULES = frozenset(vars(nn.Module()))
+UNCOPYABLE = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, io.IOBase, queue.SimpleQueue)
+
+Key: TypeAlias = tuple[object, ...]
+
+
+class Path(NamedTuple):
+    """The way from a root to an object. A label such as "global n" starts the words anew, ".n" continues them."""
+
+    parent: "Path | None"
+    label: str
+
+    def __str__(self) -> str:
+        labels = list[str]()
+        path: Path = self
+        while path.parent is not None:
+            labels.append(path.label)
+            if path.label[:1] not in ("", ".", "["):
+                break
+            path = path.parent
+        while path.parent is not None:
+            path = path.parent
+        words = "".join(reversed(labels))
+        if words[:1] in (".", "["):
+            words = f"its {'attribute ' if words[0] == '.' else 'item '}{words.lstrip('.')}"
+        return f"{path.label}, {words}" if words else path.label
+
+
+class Contents(NamedTuple):
+    """The contents of an object: values, and their keys if it has any."""
+
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
+
+
+class Kind(NamedTuple):
+    """How objects of one kind are read and written."""
+
+    read: Callable[[Any], Contents]
+    write: Callable[[Any, Contents], object]
+    label: Callable[[Any], str] = lambda key: f"[{key!r}]" if type(key) in ATOMS else f"[{type(key).__name__}]"
+
+
+class Record(NamedTuple):
+    """An object and its contents at one moment."""
+
+    kind: Kind
+    holder: Any
+    path: Path
+    contents: Contents
+
+
+def _write_items(base: Any) -> Callable[[Any, Contents], None]:
+    def write(holder: Any, contents: Contents) -> None:
+        if not _all_same(tuple(base.keys(holder)), contents.keys):
+            base.clear(holder)
+        for key, value in zip(*contents, strict=True):
+            base.__setitem__(holder, key, value)
+
+    return write
+
+
+def _read_items(base: Any) -> Callable[[Any], Contents]:
+    return lambda holder: Contents(tuple(base.keys(holder)), tuple(base.values(holder)))
+
+
+def _attributes_of(holder: object) -> dict[str, Any]:
+    found: dict[str, Any] = object.__getattribute__(holder, "__dict__")
+    return found
+
+
+def _read_cell(cell: types.CellType) -> Contents:
+    try:
+        return Contents((), (cell.cell_contents,))
+    except ValueError:  # It is empty.
+        return Contents((), ())
+
+
+def _write_cell(cell: types.CellType, contents: Contents) -> None:
+    if contents.values:
+        (cell.cell_contents,) = contents.values
+    else:
+        del cell.cell_contents
+
+
+def _read_variable(holder: tuple[dict[str, Any], str]) -> Contents:
+    variables, name = holder
+    return Contents((), (variables[name],) if name in variables else ())
+
+
+def _write_variable(holder: tuple[dict[str, Any], str], contents: Contents) -> None:
+    variables, name = holder
+    if contents.values:
+        (variables[name],) = contents.values
+    else:
+        variables.pop(name, None)
+
+
+CODE = (types.FunctionType, staticmethod, classmethod, property, cached_property, partialmethod)
+
+
+def _read_class(kind: type) -> Contents:
+    data = {
+        name: value
+        for name, value in vars(kind).items()
+        if not isinstance(value, CODE) and not (name.startswith("__") and name.endswith("__"))
+        if not hasattr(type(value), "__get__") and name != "_abc_impl"
+    }
+    return Contents(tuple(data), tuple(data.values()))
+
+
+def _write_class(kind: type, contents: Contents) -> None:
+    for name in set(_read_class(kind).keys) - set(contents.keys):
+        type.__delattr__(kind, name)
+    for name, value in zip(*contents, strict=True):
+        if vars(kind).get(name) is not value:
+            type.__setattr__(kind, name, value)
+
+
+def _slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+    bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
+    return tuple(
+        slot for base in bases for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)
+    )
+
+
+def _read_slots(holder: object) -> Contents:
+    filled = {}
+    for slot in _slots_of(type(holder)):
+        with suppress(AttributeError):  # It is empty.
+            filled[slot.__name__, slot] = slot.__get__(holder)
+    return Contents(tuple(filled), tuple(filled.values()))
+
+
+def _write_slots(holder: object, contents: Contents) -> None:
+    for _, slot in set(_read_slots(holder).keys) - set(contents.keys):
+        slot.__delete__(holder)
+    for (_, slot), value in zip(*contents, strict=True):
+        slot.__set__(holder, value)
+
+
+def _write_set(holder: set[Any], contents: Contents) -> None:
+    set.clear(holder)
+    set.update(holder, contents.values)
+
+
+def _write_deque(holder: deque[Any], contents: Contents) -> None:
+    deque.clear(holder)
+    deque.extend(holder, contents.values)
+
+
+def _write_bytes(holder: Any, contents: Contents) -> None:
+    (value,) = contents.values
+    if isinstance(holder, bytearray):
+        bytearray.__setitem__(holder, slice(None), value)
+    else:
+        array.array.__setitem__(holder, slice(None), array.array(holder.typecode, value))
+
+
+def _read_generator(holder: Any) -> Contents:
+    match holder:
+        case torch.Generator():
+            state: Any = bytes(holder.get_state().numpy())
+        case np.random.RandomState():
+            state = holder.get_state(legacy=False)
+        case np.random.Generator():
+            state = holder.bit_generator.state
+        case np.random.BitGenerator():
+            state = holder.state
+        case _:
+            state = random.Random.getstate(holder)
+    return Contents((_frozen(state),), (state,))
+
+
+def _frozen(state: object) -> object:
+    """A state of a generator as a value that `==` compares."""
+    if isinstance(state, dict):
+        return tuple((key, _frozen(value)) for key, value in state.items())
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+def _write_generator(holder: Any, contents: Contents) -> None:
+    (state,) = contents.values
+    match holder:
+        case torch.Generator():
+            holder.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        case np.random.RandomState():
+            holder.set_state(state)
+        case np.random.Generator():
+            holder.bit_generator.state = state
+        case np.random.BitGenerator():
+            holder.state = state
+        case _:
+            random.Random.setstate(holder, state)
+
+
+def _read_tensor(tensor: Tensor) -> Contents:
+    """The memory and the gradient, which are references, and the values, which the walk copies."""
+    lies = (
+        tensor.shape,
+        tensor.stride() if tensor.layout is torch.strided else (),
+        tensor.dtype,
+        tensor.requires_grad,
+    )
+    return Contents(lies, (tensor.data, tensor.grad if tensor.is_leaf else None, tensor.data))
+
+
+def _write_tensor(tensor: Tensor, contents: Contents) -> None:
+    memory, gradient, values = contents.values
+    if tensor.layout is not torch.strided:
+        tensor.data = values.clone()
+    else:
+        if (tensor.data_ptr(), tensor.shape, tensor.stride()) != (memory.data_ptr(), memory.shape, memory.stride()):
+            tensor.data = memory
+        if not _same_values(memory, values):
+            with torch.inference_mode(memory.is_inference()):
+                without_repeats(memory).copy_(without_repeats(values))  # does not change the version of the tensor
+    if tensor.is_leaf:
+        tensor.requires_grad_(contents.keys[-1])
+        if tensor.grad is not gradient:
+            tensor.grad = gradient
+
+
+def _read_array(held: Any) -> Contents:
+    return Contents((held.shape, held.dtype.str), (held,))
+
+
+def _write_array(held: Any, contents: Contents) -> None:
+    np.copyto(held, contents.values[0])
+
+
+DICT = Kind(_read_items(dict), _write_items(dict))
+ORDERED = Kind(_read_items(OrderedDict), _write_items(OrderedDict))
+NAMED = DICT._replace(label=lambda key: f".{key}")  # of a module: its parts, parameters and buffers
+ATTRIBUTES = Kind(
+    lambda holder: DICT.read(_attributes_of(holder)),
+    lambda holder, contents: DICT.write(_attributes_of(holder), contents),
+    lambda key: f".{key}",
+)
+EMPTY = Kind(  # of a module: its dicts and sets that are empty, most of them for hooks
+    lambda holder: Contents((), tuple(held for held in holder if not held)),
+    lambda holder, contents: [held.clear() for held in holder],
+)
+SLOTS = Kind(_read_slots, _write_slots, lambda key: f".{key[0]}")
+CLASS = Kind(_read_class, _write_class, lambda key: f".{key}")
+LIST = Kind(
+    lambda holder: Contents((), tuple(list.__iter__(holder))),
+    lambda holder, contents: list.__setitem__(holder, slice(None), contents.values),
+)
+SET = Kind(lambda holder: Contents((), tuple(set.__iter__(holder))), _write_set)
+DEQUE = Kind(lambda holder: Contents((), tuple(deque.__iter__(holder))), _write_deque)
+BYTES = Kind(lambda holder: Contents((), (bytes(holder),)), _write_bytes)
+CELL = Kind(_read_cell, _write_cell)
+VARIABLE = Kind(_read_variable, _write_variable)
+GENERATOR = Kind(_read_generator, _write_generator)
+TENSOR = Kind(_read_tensor, _write_tensor)
+ARRAY = Kind(_read_array, _write_array)
+
+CONTAINERS = ((OrderedDict, ORDERED), (dict, DICT), (list, LIST), (set, SET), (deque, DEQUE))
+
+
+def _same(a: object, b: object) -> bool:
+    """Whether two values are one object, or equal numbers, strings or dtypes."""
+    if a is b:
+        return True
+    if type(a) is not type(b) or type(a) not in ATOMS:
+        return isinstance(a, tuple) and isinstance(b, tuple) and type(a) is type(b) is tuple and _all_same(a, b)
+    return repr(a) == repr(b) if isinstance(a, (float, complex)) else a == b
+
+
+def _all_same(these: tuple[Any, ...], those: tuple[Any, ...]) -> bool:
+    return len(these) == len(those) and all(map(_same, these, those))
+
+
+def _bits_of(tensor: Tensor) -> list[Tensor]:
+    parts = [part.resolve_conj().resolve_neg() for part in parts_of(tensor)]
+    parts = [part.int_repr() if part.is_quantized else part for part in parts]
+    parts = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+    return [part.view(INTEGERS[part.itemsize]) if part.is_floating_point() else part for part in parts]
+
+
+def _same_values(these: Tensor, those: Tensor) -> bool:
+    """Whether tensors have the same bits."""
+    if (these.shape, these.dtype, these.layout) != (those.shape, those.dtype, those.layout):
+        return False
+    return all(map(torch.equal, _bits_of(these), _bits_of(those)))
+
+
+def _differs(kind: Kind, was: Contents, now: Contents) -> bool:
+    if kind is TENSOR:
+        (memory, gradient, values), (memory_now, gradient_now, values_now) = was.values, now.values
+        moved = memory.layout is torch.strided and memory.data_ptr() != memory_now.data_ptr()
+        apart = was.keys != now.keys or gradient is not gradient_now or moved
+        return apart or not _same_values(values, values_now)
+    if kind is ARRAY:
+        (before,), (held,) = was.values, now.values
+        return was.keys != now.keys or (before.tobytes() != held.tobytes())
+    if kind is GENERATOR:
+        return was.keys != now.keys
+    if kind is SET:
+        return set(map(id, was.values)) != set(map(id, now.values)) and not _all_same(was.values, now.values)
+    return not (_all_same(was.keys, now.keys) and _all_same(was.values, now.values))
+
+
+@cache
+def _is_user_code(module: object) -> bool:
+    """Whether a module, by name, is neither of the standard library nor of torch, numpy or this package."""
+    top = str(module).partition(".")[0]
+    return top not in ("torch", "numpy", "gpipe") and top not in sys.stdlib_module_names
+
+
+def _package_of(value: object) -> str | None:
+    """The package that a module, class or function belongs to; None for other objects."""
+    if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
+        return None
+    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+    return str(name).partition(".")[0]
+
+
+@cache
+def _library_of(module: str, file: str | None) -> str | None:
+    """The package of a module that is installed; None for other modules. Its code is not followed beyond it."""
+    is_installed = {"site-packages", "dist-packages"} & set(PurePath(file or "").parts)
+    return module.partition(".")[0] if is_installed else None
+
+
+@cache
+def _is_skipped(module: str) -> bool:
+    """Whether objects of the classes of a module are left alone."""
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        return top not in WALKED_LIBRARY
+    return module == "numpy" or module.startswith(SKIPPED)
+
+
+@lru_cache(maxsize=2**13)
+def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that code uses, of globals and attributes, and the globals that it assigns or deletes."""
+    used, assigned = set(code.co_names), set[str]()
+    if not {dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]}.isdisjoint(code.co_code[::2]):
+        assigned = {str(step.argval) for step in dis.get_instructions(code) if step.opname.endswith("E_GLOBAL")}
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            inner_used, inner_assigned = _names_in(inner)
+            used |= inner_used
+            assigned |= inner_assigned
+    return frozenset(used), frozenset(assigned)
+
+
+class _Walk:
+    """One walk over the objects that can be reached."""
+
+    def __init__(self, like: "ReachableState | None", parameters_too: Collection[Tensor]) -> None:
+        self.records: dict[Key, Record] = {}
+        self.uncopyable: list[str] = []
+        self.iterators: dict[int, tuple[Any, Any, Path]] = {}
+        self.nbytes = 0
+        self._like = {} if like is None else like._records
+        self._copied = set(map(id, parameters_too))
+        self._queue: deque[tuple[Any, Path]] = deque()
+        self._seen: dict[int, object] = {}  # which keeps them alive, so that no id is used again
+        self._names = {"forward"}  # which code that was reached uses
+        self._waiting: dict[str, list[tuple[Any, Path]]] = {}  # methods, by name, that no code has used so far
+
+    def run(self, roots: Mapping[str, object]) -> None:
+        generators = {"Python's random": random.seed.__self__, "numpy.random": np.random.mtrand._rand}  # type: ignore[attr-defined]
+        for name, generator in (generators | {"torch": torch.default_generator}).items():
+            self._reach(generator, Path(None, f"the global generator of {name}"))
+        for words, root in roots.items():
+            self._reach(root, Path(None, words))
+        while self._queue:
+            value, path = self._queue.popleft()
+            if len(self._seen) > MOST:
+                self.uncopyable.append(f"{path} (more than {MOST} objects are reachable)")
+                return
+            with suppress(Exception):  # what cannot be looked into is left alone
+                self._visit(value, path)
+
+    def _reach(self, value: Any, path: Path) -> None:
+        if type(value) not in ATOMS and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            self._queue.append((value, path))
+
+    def _record(self, kind: Kind, holder: Any, path: Path, key: Key | None = None) -> Contents:
+        contents = kind.read(holder)
+        self.records[key or (kind, id(holder))] = Record(kind, holder, path, contents)
+        return contents
+
+    def _hold(self, kind: Kind, holder: Any, path: Path, key: Key | None = None) -> None:
+        """Records an object that refers to others, and reaches these."""
+        contents = self._record(kind, holder, path, key)
+        for at, value in enumerate(contents.values):
+            if type(value) in ATOMS:
+                continue
+            label = kind.label(contents.keys[at] if contents.keys else at) if kind not in (CELL, VARIABLE) else ""
+            inner = Path(path, label)
+            if isinstance(value, FLAT_ITERATORS) and kind is not SET:
+                self._copy_iterator(value, inner)
+            else:
+                self._reach(value, inner)
+        for key_of_item in contents.keys:
+            if kind in (DICT, ORDERED):
+                self._reach(key_of_item, path)
+
+    def _copy_iterator(self, value: Any, path: Path) -> None:
+        if id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        try:
+            self.iterators[id(value)] = value, _copy_iterator(value), path
+        except TypeError:
+            self.uncopyable.append(f"{path} (a {type(value).__name__})")
+
+    def _visit(self, value: Any, path: Path) -> None:  # noqa: C901  # one case for each kind of object
+        match value:
+            case Tensor():
+                self._visit_tensor(value, path)
+            case type():
+                self._visit_class(value, path)
+            case types.FunctionType():
+                self._visit_function(value, path)
+            case types.MethodType():
+                self._reach(value.__func__, path)
+                self._reach(value.__self__, path)
+            case types.BuiltinMethodType() | types.MethodWrapperType():
+                self._reach(value.__self__, path)
+            case partial():
+                for part in (value.func, value.args, value.keywords):
+                    self._reach(part, path)
+                self._visit_object(value, path)
+            case types.ModuleType():
+                pass
+            case weakref.ref():
+                self._reach(value(), path)
+            case tuple() | frozenset():
+                items = tuple.__iter__(value) if isinstance(value, tuple) else frozenset.__iter__(value)
+                for at, item in enumerate(items):
+                    self._reach(item, Path(path, f"[{at}]"))
+                self._visit_object(value, path)
+            case bytearray() | array.array():
+                self._record(BYTES, value, path)
+            case torch.Generator() | np.random.RandomState() | np.random.Generator() | np.random.BitGenerator():
+                self._record(GENERATOR, value, path)
+            case random.Random():
+                if not isinstance(value, random.SystemRandom):
+                    self._record(GENERATOR, value, path)
+                self._visit_object(value, path)
+            case np.ndarray():
+                self._visit_array(value, path)
+            case _ if isinstance(value, UNCOPYABLE) or _is_builtin_iterator(value):
+                if getattr(value, "gi_frame", True) is not None:  # Otherwise it has ended.
+                    self.uncopyable.append(f"{path} (a {type(value).__name__})")
+            case _:
+                for base, kind in CONTAINERS:
+                    if isinstance(value, base):
+                        self._hold(kind, value, path)
+                        break
+                self._visit_object(value, path)
+
+    def _visit_object(self, value: Any, path: Path) -> None:
+        kind = type(value)
+        if kind in WITHOUT_ATTRIBUTES or (_is_skipped(kind.__module__) and not isinstance(value, nn.Module)):
+            return
+        with suppress(AttributeError):
+            attributes = _attributes_of(value)
+            if isinstance(value, nn.Module):
+                self._visit_parts(value, attributes, path)
+                if getattr(value, "max_norm", None) is not None:  # Its forward writes its weight.
+                    self._copied.update(map(id, value._parameters.values()))
+            self._hold(ATTRIBUTES, value, path)
+        if _slots_of(kind):
+            self._hold(SLOTS, value, path)
+        self._reach(kind, path)
+
+    def _visit_parts(self, module: nn.Module, attributes: dict[str, Any], path: Path) -> None:
+        """Records parts, parameters and buffers by name, and torch's own dicts in one record if they are empty."""
+        hooks = (held for name, held in attributes.items() if name in OF_MODULES)
+        empty = [held for held in hooks if type(held) in (dict, OrderedDict, set) and not held]
+        self._seen.update((id(held), held) for held in empty)
+        self._record(EMPTY, tuple(empty), Path(path, ".hooks"), (EMPTY, id(module)))
+        for name in ("_modules", "_buffers", "_parameters"):
+            held = attributes.get(name)
+            if isinstance(held, dict) and id(held) not in self._seen:
+                self._seen[id(held)] = held
+                self._hold(NAMED, held, path)
+                self._visit_object(held, path)
+
+    def _visit_class(self, kind: type, path: Path) -> None:
+        for base in kind.__mro__:
+            if base is not kind:
+                self._reach(base, path)
+        if not _is_user_code(kind.__module__):
+            return
+        self._hold(CLASS, kind, Path(path, f"class attribute {kind.__qualname__}"))
+        for name, member in vars(kind).items():
+            if not isinstance(member, CODE):
+                continue
+            if name in self._names or (name.startswith("__") and name.endswith("__")):
+                self._visit_member(member, path)
+            else:
+                self._waiting.setdefault(name, []).append((member, path))
+
+    def _visit_member(self, member: Any, path: Path) -> None:
+        if isinstance(member, types.FunctionType):
+            self._reach(member, path)
+        for name in ("__func__", "fget", "fset", "fdel", "func"):
+            self._reach(getattr(member, name, None), path)
+
+    def _visit_function(self, function: Any, path: Path) -> None:
+        named = function.__qualname__.rpartition(".")[2]
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                self._hold(CELL, cell, Path(path, f"closure variable {name}"))
+        for defaults in (function.__defaults__, function.__kwdefaults__):
+            self._reach(defaults, Path(path, f"default argument of {named}"))
+        variables = function.__globals__
+        is_user_code = _is_user_code(variables.get("__name__"))
+        if is_user_code or function.__dict__:
+            self._hold(ATTRIBUTES, function, Path(path, f"function {named}"))
+        if not is_user_code:
+            return
+        names, assigned = _names_in(function.__code__)
+        self._use_names(names)
+        library = _library_of(variables.get("__name__"), variables.get("__file__"))
+        for name in names:
+            value = variables.get(name)
+            if library is not None and _package_of(value) not in (None, library):
+                continue
+            if isinstance(value, types.ModuleType) and _is_user_code(value.__name__):
+                for attribute in names & vars(value).keys():
+                    self._visit_variable(vars(value), attribute, path, f"{value.__name__}.{attribute}")
+            if name in assigned or name in variables:
+                self._visit_variable(variables, name, path, name, assigned=name in assigned)
+
+    def _use_names(self, names: Collection[str]) -> None:
+        for name in names - self._names:  # type: ignore[operator]  # frozensets
+            self._names.add(name)
+            for member, path in self._waiting.pop(name, ()):
+                self._visit_member(member, path)
+
+    def _visit_variable(
+        self, variables: dict[str, Any], name: str, path: Path, words: str, *, assigned: bool = False
+    ) -> None:
+        value, key = variables.get(name), (VARIABLE, id(variables), name)
+        path = Path(path, f"global {words}")
+        if not assigned and isinstance(value, (types.FunctionType, type, types.ModuleType, types.BuiltinMethodType)):
+            self._reach(value, path)
+        elif key not in self.records:
+            self._hold(VARIABLE, (variables, name), path, key)
+
+    def _visit_tensor(self, tensor: Tensor, path: Path) -> None:
+        self._visit_object(tensor, path)
+        is_kept = isinstance(tensor, nn.Parameter) and id(tensor) not in self._copied
+        if is_kept or is_lazy(tensor) or tensor.is_meta or is_wrapper(tensor) or tensor.grad_fn is not None:
+            return
+        with as_plain_tensors(), torch.no_grad():
+            keys, (memory, gradient, values) = _read_tensor(tensor)
+            earlier = self._like.get((TENSOR, id(tensor)))
+            shared = earlier is not None and _same_values(earlier.contents.values[2], values)
+            values = earlier.contents.values[2] if earlier is not None and shared else copy_of(values)
+            self.records[TENSOR, id(tensor)] = Record(
+                TENSOR, tensor, path, Contents(keys, (memory, gradient, values))
+            )
+        self.nbytes += 0 if shared else sum(part.nbytes for part in parts_of(values))
+        self._reach(gradient, Path(path, ".grad"))
+
+    def _visit_array(self, held: Any, path: Path) -> None:
+        self._visit_object(held, path)
+        if held.base is not None:
+            self._reach(held.base, path)
+        if not held.flags.writeable:
+            return
+        keys, _ = _read_array(held)
+        earlier = self._like.get((ARRAY, id(held)))
+        shared = earlier is not None and not _differs(ARRAY, earlier.contents, Contents(keys, (held,)))
+        values = earlier.contents.values[0] if earlier is not None and shared else held.copy()
+        self.records[ARRAY, id(held)] = Record(ARRAY, held, path, Contents(keys, (values,)))
+        self.nbytes += 0 if shared else held.nbytes
+        if held.dtype.hasobject:
+            for item in held.flat:
+                self._reach(item, Path(path, "[...]"))
+
+
+def _is_builtin_iterator(value: object) -> bool:
+    """Whether a value is an iterator that is not written in Python, so that its state cannot be seen."""
+    step = getattr(type(value), "__next__", None)
+    return (
+        step is not None
+        and not isinstance(step, types.FunctionType)
+        and not isinstance(value, (dict, list, nn.Module))
+    )
+
+
+class ReachableState:
+    """All mutable state that modules and functions can reach, as it was at one moment.
+
+    Attributes:
+        uncopyable: The places that hold state which cannot be copied, such as Python generators and open files, and
+            after `restore` the places that it could not write.
+        nbytes: The bytes of the copies of tensors and arrays.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> meter = SimpleNamespace(rows={"train": 0})
+        >>> state = ReachableState.of({"loss_fn": meter})
+        >>> meter.rows["train"] = 8
+        >>> ReachableState.of({"loss_fn": meter}).changed_since(state)
+        ["loss_fn, its attribute rows['train']"]
+        >>> state.restore(); meter.rows
+        {'train': 0}
+    """
+
+    def __init__(self, walk: _Walk) -> None:
+        self._records, self._iterators = walk.records, walk.iterators
+        self.uncopyable, self.nbytes = walk.uncopyable, walk.nbytes
+
+    @classmethod
+    def of(
+        cls,
+        roots: Mapping[str, object],
+        *,
+        like: "ReachableState | None" = None,
+        parameters_too: Collection[Tensor] = (),
+    ) -> "ReachableState":
+        """Copies the state that modules and functions can reach now.
+
+        Args:
+            roots: Modules, functions and other objects, by the words that name them in messages.
+            like: An earlier state. Copies of tensors and arrays that have not changed since are shared with it.
+            parameters_too: Parameters to copy. Other parameters are not copied, except those of modules with
+                `max_norm`, whose forward writes them.
+        """
+        walk = _Walk(like, parameters_too)
+        walk.run(roots)
+        return cls(walk)
+
+    def restore(self) -> None:
+        """Writes the recorded contents back, in place, wherever they differ."""
+        moved = {
+            id(it): _copy_iterator(saved) for it, saved, _ in self._iterators.values() if not _stand_alike(it, saved)
+        }
+        for kind, holder, path, contents in self._records.values():
+            if moved:
+                contents = contents._replace(values=tuple(moved.get(id(value), value) for value in contents.values))
+            try:
+                with as_plain_tensors(), torch.no_grad():
+                    if _differs(kind, contents, kind.read(holder)):
+                        kind.write(holder, contents)
+            except Exception:  # whatever code of a class raises, the other places are to be written
+                self.uncopyable.append(str(path))
+
+    def changed_since(self, earlier: "ReachableState") -> list[str]:
+        """Returns the places whose contents differ from those in an earlier state of the same roots."""
+        places = dict[str, None]()
+        for key, (kind, _, path, now) in self._records.items():
+            was = earlier._records[key].contents if key in earlier._records else None
+            if was is None or not _differs(kind, was, now):
+                continue
+            if kind in (TENSOR, ARRAY, GENERATOR) or not (was.keys or now.keys):
+                places[str(path)] = None
+                continue
+            before, after = (dict(zip(map(_by_value, c.keys), c.values, strict=True)) for c in (was, now))
+            apart = [
+                name
+                for name in {**before, **after}
+                if name not in before or name not in after or not _same(before[name], after[name])
+            ]
+            inner = [str(Path(path, kind.label(key))) for _, key in apart]
+            places.update(dict.fromkeys(inner or [str(path)]))  # Without `inner`, only the order differs.
+        for at, (_, saved, path) in self._iterators.items():
+            if at in earlier._iterators and not _stand_alike(saved, earlier._iterators[at][1]):
+                places[str(path)] = None
+        return list(places)
+
+
+def _by_value(key: object) -> tuple[object, object]:
+    return (type(key), key) if type(key) in ATOMS else (id(key), key)
+
+
+def _copy_iterator(it: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python deprecates copies of the iterators of itertools.
+        return copy.copy(it)
+
+
+def _stand_alike(these: Any, those: Any) -> bool:
+    """Whether two iterators over one container have the same position."""
+    if hasattr(these, "__length_hint__"):
+        return int(these.__length_hint__()) == int(those.__length_hint__())
+    return repr(these) == repr(those)  # of itertools.count, and of itertools.repeat without an end
