@@ -7,7 +7,9 @@ from gpipe.checkpoint.save import save as save
 from gpipe.checkpoint.sigterm import catch_sigterm as catch_sigterm
 from gpipe.checkpoint.weights import load_weights as load_weights
 from gpipe.checkpoint.weights import save_weights as save_weights
+from gpipe.config.reference import VerificationReport as VerificationReport
 from gpipe.errors import RemoteError as RemoteError
+from gpipe.errors import VerificationError as VerificationError
 from gpipe.nonfinite import detect_nonfinite as detect_nonfinite
 from gpipe.optimizer_state import offload as offload
 from gpipe.pipeline import GPipe as GPipe

@@ -104,6 +104,15 @@ class RemoteError(RuntimeError):
         self.received = False  # from another process, not raised by the user's own code
 
 
+class VerificationError(RuntimeError):
+    """The results of a step may differ from those of the reference loop.
+
+    `step` and `backward` raise it after the first step of each new combination of modes, inputs and program, if a
+    replay of two micro-batches in the order of the reference loop gives different results. The message names the
+    stage, the result that differs, and the likely cause. `.grad` is undefined afterwards.
+    """
+
+
 def received(message: str, rank: int, type_name: str = "", its_traceback: str = "") -> RemoteError:
     """The exception of a failure in another process."""
     error = RemoteError(message, rank, type_name, its_traceback)

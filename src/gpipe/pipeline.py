@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from gpipe._torch.modes import untraced
 from gpipe.config.assemble import assemble
 from gpipe.config.check import ARGUMENTS, Arguments, Costs
-from gpipe.config.findings import Before, Examination, summary
+from gpipe.config.findings import Examination, summary
+from gpipe.config.reference import VerificationReport, verify
 from gpipe.config.unknown_arguments import checked_entrance, refuse_names
 from gpipe.distributed.norms import clip_grad_norm_
 from gpipe.generation.generate import cache_bytes, generate
@@ -36,6 +37,7 @@ from gpipe.runtime.passes import run_step
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.run import Run
 from gpipe.runtime.threads import ThreadState
+from gpipe.runtime.verification import Verifier
 from gpipe.schedule.partition import Balance
 from gpipe.schedule.program import Program, in_cell
 from gpipe.schedule.schedules.by_name import Maker
@@ -190,6 +192,7 @@ class GPipe(Partitioned):
         mesh: "DeviceMesh | None" = None,
         survive: bool = False,
         slices: int = 1,
+        verify: bool = True,
     ) -> None:
         given = locals()
         settings, processes = assemble(Arguments(**{name: given[name] for name in ARGUMENTS}))
@@ -199,6 +202,7 @@ class GPipe(Partitioned):
         self._paths: dict[object, Path] = {}  # in generation
         self.recorder: Recorder | None = None
         self._examination = Examination(settings, processes)
+        self._verifier = Verifier(verify)
         self._hold_layers()
         if isinstance(model, nn.Sequential):
             self._given = weakref.ref(model), list(map(id, model._modules.values()))
@@ -327,12 +331,13 @@ class GPipe(Partitioned):
                 devices = [stage.device for stage in self._engine.stages]
                 factor = read_scale(scale, scaler, devices, processes=self._processes.size)
                 parts = self._split(run, plain(inputs), targets, reduction)
+                run.verifies = self._verifier.wants(run)
                 run.context.agree(run, Request.STEP)
                 self._weigh(run, targets, parts, reduction, factor)
                 run_step(run)
                 return run.context.finish(run, run.result(), trains=run.trains)
 
-        run, before, results = self._until_done(do)
+        run, results = self._until_done(do)
         loss, metrics, each = None, list[object](), list[Tensor]()
         for share, some, theirs in results:
             if share is not None:
@@ -341,7 +346,7 @@ class GPipe(Partitioned):
             each += () if theirs is None else theirs.unbind()
         if losses is not None:
             losses[:] = each
-        self._end(run, before, self)
+        self._end(run, self)
         if self.recorder is not None and run.trains and loss is not None:
             self.recorder.losses.append(loss)
         return (loss, metrics) if metrics else loss
@@ -400,7 +405,7 @@ class GPipe(Partitioned):
 
         if found is None:  # only a call of the loss will show it
             run.call_loss = partial(
-                call_watched_loss, targets=list(run.targets), weigh=weigh, tell=run.tell, tries=run.examines
+                call_watched_loss, targets=list(run.targets), weigh=weigh, tell=run.tell, tries=run.verifies
             )
             return
         if reduction is None:
@@ -434,11 +439,11 @@ class GPipe(Partitioned):
             inputs = batch if inputs is None else {"inputs": inputs, **batch}
         refuse_transforms(inputs)
         returned: list[Tree] = []
-        run, before, shapes = self._until_done(partial(self._call, inputs, returned, gather=gather))
+        run, shapes = self._until_done(partial(self._call, inputs, returned, gather=gather))
         self._calls += 1
         run.input_shapes = shapes
         run.context.check_inputs(shapes)  # by all alike: nobody need be told
-        self._end(run, before)
+        self._end(run)
         return returned[-1]
 
     def _call(self, inputs: Tree, returned: list[Tree], run: Run, *, gather: bool) -> list[Any]:
@@ -459,6 +464,7 @@ class GPipe(Partitioned):
                 (values,) = self._cut(run, {"inputs": inputs}, for_output=True)
                 cuts = list(map(detach_boundary, values))
                 run.inputs, leaves = [crossing for crossing, _ in cuts], [roots for _, roots in cuts]
+            run.verifies = self._verifier.wants(run)
             run.context.agree(run, Request.CALL)
             if not self._engine.reads_inputs:
                 run.inputs = [BoundaryValue(None, [])] * len(run.micro_batch_sizes)
@@ -483,6 +489,56 @@ class GPipe(Partitioned):
         def __call__(self, **batch: Tree) -> Any: ...
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             """Runs `forward`."""
+
+    @untraced
+    def verify(
+        self,
+        inputs: Tree,
+        targets: Tree = None,
+        loss_fn: Callable[..., object] | None = None,
+        *,
+        reduction: Reduction | None = None,
+        against: Literal["model"] | None = None,
+    ) -> VerificationReport:
+        """Compares a training step with the reference loop, bit by bit, and leaves the pipe as it was.
+
+        Replays two micro-batches of the step, stage by stage, in the order of the reference loop. The first step of
+        each new combination of modes, inputs and program does the same by itself, unless the pipe was made with
+        `verify=False`. Weights, `.grad`, buffers, random generators and counters are left as they were.
+
+        Args:
+            inputs: A mini-batch, as for `step`.
+            targets: Its targets, as for `step`.
+            loss_fn: The loss, as for `step`.
+            reduction: As for `step`.
+            against: `"model"` runs the whole reference loop beside the pipe as well, and compares losses, outputs,
+                gradients and buffers. The model must be in one process, on one device. Gradients of tied weights and
+                statistics of deferred BatchNorm are not compared, because they are rounded differently.
+
+        Returns:
+            A `VerificationReport`. `report.equal` says whether everything is bitwise identical, `report.differences`
+            lists what is not, and `print(report)` shows both.
+
+        Raises:
+            ValueError: If `against` is not possible here, or inputs or targets are invalid.
+
+        Note:
+            Needs memory for a copy of the weights, and for the gradients of two steps.
+
+        Example:
+            >>> import torch, gpipe
+            >>> layers = [torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1)]
+            >>> pipe = gpipe.GPipe(layers, partitions=2, micro_batches=4)
+            >>> x, y = torch.randn(8, 4), torch.randn(8, 1)
+            >>> pipe.verify(x, y, torch.nn.functional.mse_loss, against="model").equal
+            True
+        """
+        if against not in (None, "model"):
+            raise ValueError(f"against={against!r} is unknown. Use None or 'model'.")
+        is_own = targets is None and loss_fn is None
+        return verify(
+            self, inputs, targets, None if is_own else loss_fn, reduction, against_model=against is not None
+        )
 
     @untraced
     def generate(self, inputs: Tree = None, **settings: Any) -> Any:
@@ -547,35 +603,33 @@ class GPipe(Partitioned):
         rows = run.micro_batch_sizes
         return join(outputs, rows, run.own_weights) if self.is_model else merge(outputs, rows, run.tell)
 
-    def _new_run(self) -> tuple[Run, Before | None]:
-        """A mini-batch that begins here, and, if it trains, what is to be compared when it has ended."""
+    def _new_run(self) -> Run:
+        """A mini-batch that begins here."""
         given, layers = self._given or (None, [])
         if given is not None and (model := given()) is not None and list(map(id, model._modules.values())) != layers:
             raise ValueError(REPLACED)
-        modes, examination = ThreadState.here(), self._examination
-        run = Run(
+        return Run(
             self._engine,
             self._processes.context(),
-            modes,
+            ThreadState.here(),
             self._settings.seed,
             self.step_number,
             self.training,
             self.recorder,
-            examines=examination.fresh and self.training and modes.grad,
-            tell=examination.tell,
+            tell=self._examination.tell,
+            verifier=self._verifier,
         )
-        return run, examination.look(run.step_number) if run.trains and run.training else None
 
-    def _until_done(self, do: Callable[[Run], list[Any]]) -> tuple[Run, Before | None, list[Any]]:
-        """Does a mini-batch, and again from its beginning where a replica was lost in it; gives what all told."""
-        begun: list[tuple[Run, Before | None]] = []
+    def _until_done(self, do: Callable[[Run], list[Any]]) -> tuple[Run, list[Any]]:
+        """Runs a mini-batch, and again from its beginning if a replica was lost; returns the results of all."""
+        begun: list[Run] = []
 
         def attempt() -> list[Any]:
             begun[:] = [self._new_run()]
-            return do(begun[0][0])
+            return do(begun[0])
 
         def late(gathered: list[Any]) -> list[Any]:  # it has ended well for others, and so for this process
-            begun[0][0].settle()
+            begun[0].settle()
             return [theirs for theirs, *_ in gathered]
 
         grad = torch.is_grad_enabled()
@@ -584,14 +638,14 @@ class GPipe(Partitioned):
         except BaseException:
             torch.set_grad_enabled(grad)  # an interrupt may come where torch.no_grad() was about to put it back
             raise
-        return *begun[0], results
+        return begun[0], results
 
-    def _end(self, run: Run, before: Before | None, whole: nn.Module | None = None) -> None:
+    def _end(self, run: Run, whole: nn.Module | None = None) -> None:
         """Counts a mini-batch that has ended well, tells what it has shown, and notes when the caller was inside."""
         if self.training:
             self.step_number += 1
-        if before is not None:
-            self._examination.compare(before, run, whole)
+        if run.trains and run.training:
+            self._examination.compare(run, whole)
         if self.recorder is not None:
             self.recorder.inside.append((run.began, time.perf_counter()))
 

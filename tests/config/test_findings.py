@@ -1,10 +1,7 @@
 """The doctor: what it finds before the first step and behind it, and that it leaves a healthy pipe alone."""
 
 import logging
-import random
-from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -111,76 +108,6 @@ def test_unused_parameters_are_found_by_name_behind_the_first_step() -> None:
     (finding,) = pipe.findings
     assert finding.startswith("1.unused: no gradient")
     assert "requires_grad_(False)" in finding
-
-
-# Randomness that no key reaches.
-
-
-class Holds(nn.Module):
-    """Has a random generator of its own."""
-
-    def __init__(self, generator: object) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.dice = generator
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x)
-        return out
-
-
-@pytest.mark.parametrize(
-    "make", [torch.Generator, random.Random, np.random.default_rng, np.random.RandomState], ids=lambda m: m.__name__
-)
-def test_a_layer_with_a_generator_of_its_own_is_found(make: Callable[[], object]) -> None:
-    (finding,) = gpipe.GPipe([nn.Linear(4, 4), nn.Sequential(Holds(make()))], 2, 8, costs=[1, 1]).findings
-    assert finding.startswith("1.0.dice is a random generator of its own")
-    assert "not keyed" in finding
-    assert "draw by torch's functions" in finding
-
-
-class PythonDrop(nn.Module):
-    """Layer drop as often written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x) * (random.random() + 1)
-
-
-class NumpyDrop(PythonDrop):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x) * float(np.random.rand() + 1)
-
-
-LIBRARIES = pytest.mark.parametrize(("make", "module"), [(PythonDrop, "random"), (NumpyDrop, "numpy.random")])
-
-
-@LIBRARIES
-def test_draws_from_python_or_numpy_are_found_behind_the_step_once(make: type[PythonDrop], module: str) -> None:
-    for first in (0, 1):  # the step in which they begin
-        pipe = gpipe.GPipe([nn.Linear(4, 4), nn.Sequential(make())], 2, 8, costs=[1, 1], remat="never")
-        for _ in range(first):
-            with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(make, "forward", lambda self, x: x + self.linear(x))
-                train(pipe)
-        assert pipe.findings == []
-        for _ in range(3):
-            train(pipe)
-        (finding,) = pipe.findings
-        assert finding.startswith(f"something was drawn by the module {module} in step {first}")
-        assert "perhaps in layer 1 (1: Sequential)" in finding
-
-
-def test_draws_between_steps_are_no_finding() -> None:
-    pipe = gpipe.GPipe([nn.Linear(4, 4), nn.Linear(4, 4)], 2, 8, costs=[1, 1])
-    for _ in range(3):
-        random.random()
-        np.random.rand()
-        train(pipe)
-    assert pipe.findings == []
 
 
 # Where findings are said.

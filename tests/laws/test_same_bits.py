@@ -20,6 +20,7 @@ from gpipe.runtime.actions import WORK
 from gpipe.runtime.context import Context
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import CompiledAction
+from gpipe.runtime.verification import Verifier
 from gpipe.schedule.action import Kind
 from gpipe.schedule.rules import linearize
 from gpipe.schedule.schedules import SCHEDULES
@@ -254,6 +255,7 @@ def poisoned_boundaries() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "Context", Copies)
         patch.setitem(WORK, Kind.BACKWARD, backward)
+        patch.setattr(Verifier, "wants", lambda self, run: False)  # a replay may see values that were sent on
         yield
 
 

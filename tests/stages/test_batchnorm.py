@@ -151,15 +151,6 @@ def test_a_micro_batch_of_one_value_a_channel_is_refused_with_what_to_do() -> No
         assert not deferred_batch_norm or all(same_bits(before[name], b) for name, b in pipe.named_buffers())
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d(6), nn.Sequential(nn.BatchNorm1d(6, affine=False))], ids=str)
-def test_a_batch_norm_of_two_partitions_is_refused_with_the_reason(norm: nn.Module) -> None:
-    layers = [nn.Linear(6, 6), norm, nn.Linear(6, 6), norm]
-    with pytest.raises(ValueError, match=r"layer 3 .* stage 0 .* running\s+statistics .* one\s+stage"):
-        gpipe.GPipe(layers, 2, M)
-    gpipe.GPipe(layers, 1, M)
-    gpipe.GPipe(layers, [1, 3], M)
-
-
 class Hears:
     """Notes what a module is given, recomputes included."""
 

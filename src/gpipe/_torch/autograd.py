@@ -49,6 +49,11 @@ next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next node of this thread will have."""
 
 
+def gradient_hooks_of(tensor: Tensor) -> list[object]:
+    """The dicts of hooks that see the gradient of a tensor, or that it has been accumulated."""
+    return [getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+
+
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether somebody put a hook on a tensor."""
     return bool(tensor._backward_hooks)
@@ -209,11 +214,14 @@ class SavedTensor:
         self.version, self.away = self.tensor._version, None
 
 
+WITH_THE_HOST = "a backward of another stage or micro-batch needs tensors that have been offloaded to the host"
+
+
 def unpack(saved: SavedTensor) -> Tensor:
     """What a hook is to give a node for what it saved; where there is a hook, torch looks for no changes itself."""
     tensor = saved.tensor
     if saved.away is not None:
-        raise RuntimeError("what the node saved is with the host, and comes back for its backward alone")
+        raise RuntimeError(WITH_THE_HOST)
     if tensor._version != saved.version:
         raise RuntimeError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: a "

@@ -45,6 +45,12 @@ def hooks_of(module: nn.Module) -> list[object]:
     return [hook for hooks in held for hook in hooks.values()]
 
 
+def global_hooks() -> list[object]:
+    """The hooks that every module calls (`torch.nn.modules.module.register_module_forward_hook` and its like)."""
+    held = (value for name, value in vars(nn.modules.module).items() if name.startswith("_global_"))
+    return [hook for hooks in held if isinstance(hooks, dict) for hook in hooks.values() if callable(hook)]
+
+
 def is_called_by_forward(module: nn.Module) -> bool:
     """Whether a call of a module is one of its forward, and no more."""
     return not hooks_of(module) and vars(module).get("_compiled_call_impl") is None

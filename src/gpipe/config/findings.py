@@ -4,14 +4,9 @@ Each finding is told once, with what to do.
 """
 
 import logging
-import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import NamedTuple
 
-import numpy as np
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -24,117 +19,20 @@ from gpipe.schedule.action import Kind
 from gpipe.schedule.program import Program
 from gpipe.schedule.simulate import Prediction, equal_bubble
 from gpipe.stages.quantized import numbers_in, pieces_of
-from gpipe.stages.side_effects import Place, Snapshot, TensorVersion, read_by_called, references, snapshot
-from gpipe.stages.tree import version
+from gpipe.stages.side_effects import references
 
-READ = "which it reads"  # so end the words of `references` for what is no attribute
-TENSORS = (
-    "{places}: a forward leaves tensors there. If that is a cache of the module's own, never mind. Whoever else "
-    "reads it, another layer, a hook or the loss, may see it of another micro-batch, since several are under way, or "
-    "of a recompute: have the layer stash it (stash = ('aux',), returning (out, {{'aux': tensor}})) and pop it where "
-    "it is used; a loss does so too, by loss_fn.pop = ('aux',) and an argument of that name"
-)
-COUNTS = (
-    "{places}: a forward changes it, and a recompute will again; keep what counts in a buffer (register_buffer), "
-    "which recomputes leave as they found it, or use remat='never'"
-)
-BUFFERS = (
-    "{places}, of which a forward changes buffers: since several micro-batches are under way, they may be those of "
-    "another one when they are read there. Have the layer stash what is needed of them (stash = ('aux',)), and pop "
-    "it where it is used; a loss does so too, by loss_fn.pop = ('aux',)"
-)
 THREAD_LOCALS = (
     "{places}: a threading.local, and rank threads do not see what the caller's thread has set there. Use a "
     "contextvars.ContextVar, which they do see, or driver='lockstep'"
 )
 
 
-def _told(text: str, places: Sequence[Place]) -> list[str]:
-    """The finding of these references, each once, if there are any."""
-    words = "; ".join(dict.fromkeys(f"{layer}, {where}" for layer, where in places))
-    return [text.format(places=words)] if places else []
-
-
-def find_side_effects(before: Snapshot, after: Snapshot, seen: Sequence[str], *, recomputes: bool) -> list[str]:
-    """Tells of attributes, globals and closures that a step has changed, but for what was seen to in a backward."""
-    said = "\n".join(seen)
-    changed = {
-        place: now for place, now in after.items() if before.get(place) != now and ", ".join(place) not in said
-    }
-    tensors = [place for place, now in changed.items() if _has_tensors(now)]
-    counts = [place for place in changed if place in before and place not in tensors] if recomputes else []
-    return _told(TENSORS, tensors) + _told(COUNTS, counts)
-
-
-def buffers_of(layers: Mapping[str, nn.Module]) -> dict[nn.Module, list[TensorVersion]]:
-    """The versions of the buffers of modules, to be compared with later."""
-    modules = {module: None for root in layers.values() for module in root.modules()}
-    return {m: [TensorVersion(b, version(b)) for b in m._buffers.values() if b is not None] for m in modules}
-
-
-def find_buffer_readers(
-    layers: Mapping[str, nn.Module],
-    own: Mapping[str, set[nn.Module]],
-    loss_fn: object,
-    before: Mapping[nn.Module, list[TensorVersion]],
-) -> list[str]:
-    """Tells of the loss, and of layers, that refer to modules of other stages of which a step has changed buffers.
-
-    An attribute that leads to the layer itself, too, as to the model that it is part of, says little.
-    """
-    after = buffers_of(layers)
-    changed = {module for module, versions in after.items() if before.get(module, []) != versions}
-    reads = [(("loss_fn", f"{name}, {READ}"), value) for name, value in read_by_called(loss_fn)]
+def find_thread_locals(layers: Mapping[str, nn.Module]) -> list[str]:
+    """Reports layers that refer to a `threading.local`."""
     places = [
-        place
-        for place, value in chain(reads, references(layers))
-        if not changed.isdisjoint((found := _modules_in(value)) - own.get(place[0], set()))
-        if place[1].endswith(READ) or found.isdisjoint(layers[place[0]].modules())
+        f"{layer}, {where}" for (layer, where), value in references(layers) if isinstance(value, threading.local)
     ]
-    return _told(BUFFERS, places)
-
-
-def _modules_in(value: object) -> set[nn.Module]:
-    """A module with its parts, or those in a container."""
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-    return {part for module in held if isinstance(module, nn.Module) for part in module.modules()}
-
-
-def _has_tensors(value: object) -> bool:
-    if isinstance(value, (list, dict)):
-        return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, TensorVersion)
-
-
-UNKEYED = (
-    "such draws are not keyed: they depend on what was drawn before, and the recompute of a forward draws others, so "
-    "that its gradients are wrong; draw by torch's functions, without a generator"
-)
-
-
-def find_own_generators(layers: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Tells of generators that modules have as attributes."""
-    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-    for name, layer in layers.items():
-        for path, module in layer.named_modules(prefix=name):
-            for attribute, value in vars(module).items():
-                if isinstance(value, kinds):
-                    yield f"{path}.{attribute} is a random generator of its own: {UNKEYED}"
-
-
-def random_states() -> dict[str, object]:
-    """The states of the generators of Python and numpy, by the name of their module, to be compared behind a step."""
-    state = np.random.get_state(legacy=False)
-    words = [getattr(value, "tobytes", value.__repr__)() for value in state["state"].values()]  # arrays, or numbers
-    return {"random": random.getstate(), "numpy.random": state | {"state": words}}
-
-
-def find_unkeyed_draws(layers: Mapping[str, nn.Module], drawn: Iterable[str], step: int) -> list[str]:
-    """Tells that somebody drew in a step from the generators of these modules, Python's and numpy's."""
-    libraries = (random, np, np.random)
-    mention = [words for (words, _), value in references(layers) if any(value is one for one in libraries)]
-    where = f"perhaps in {', '.join(dict.fromkeys(mention)) or 'a layer or loss_fn'}, or in another thread"
-    return [f"something was drawn by the module {name} in step {step}, {where}: {UNKEYED}" for name in drawn]
+    return [THREAD_LOCALS.format(places="; ".join(dict.fromkeys(places)))] if places else []
 
 
 DWARFS = 1.5  # a stage this many times the mean sets the pace for all
@@ -142,14 +40,14 @@ SMALL = 0.1  # a bubble that is not worth a word
 
 
 def examine_settings(settings: Settings) -> list[str]:
-    """Tells of few micro-batches, empty and costly stages, and generators without a key."""
+    """Reports few micro-batches, and empty and costly stages."""
     empty = [
         f"stage {stage} has no parameters; an optimizer over it alone would be refused, and it does little work: "
         f"give costs, or join its layers to a neighbour by partitions=[...]"
         for stage, layers in enumerate(layers_of_stages(settings))
         if not any(True for name in layers for _ in settings.layers[name].parameters())
     ]
-    return [*_bubble(settings), *empty, *_giants(settings), *find_own_generators(settings.layers)]
+    return [*_bubble(settings), *empty, *_giants(settings)]
 
 
 def _bubble(settings: Settings) -> Iterator[str]:
@@ -211,60 +109,26 @@ MOST_LETTERS = 40  # of the names of a stage's layers
 logger = logging.getLogger("gpipe")
 
 
-class Before(NamedTuple):
-    """What there was before a mini-batch: its step number, states of generators, what modules refer to."""
-
-    step: int
-    random_states: Mapping[str, object]
-    snapshot: Snapshot | None  # only before the first
-    buffers: Mapping[nn.Module, list[TensorVersion]]  # likewise
-
-
 class Examination:
-    """The findings of a pipe so far, and what is still to be looked at."""
+    """The findings of a pipe so far."""
 
     def __init__(self, settings: Settings, processes: OneProcess) -> None:
         engine = processes.engine
         self.findings = [*examine_settings(settings), *processes.findings()]
-        self._enough = min(2, settings.micro_batches)
-        self.fresh = True  # no mini-batch was trained yet that had so many micro-batches
+        self._is_first = True  # whether no mini-batch has been trained yet
         self._layers = {str(layer): layer.module for stage in engine.own for layer in stage.layers}
-        self._own = {
-            str(layer): {part for other in stage.layers for part in other.module.modules()}
-            for stage in engine.own
-            for layer in stage.layers
-        }
-        self._recomputes = settings.recomputes
         self._deferred, self._threaded = engine.deferred_batch_norm, engine.threaded
-        self._few_rows = FEW_ROWS  # per micro-batch: with fewer there may be something to tell
-        self._drawn: set[str] = set()  # the generators of which it was told that they were drawn from
+        self._few_rows = FEW_ROWS  # per micro-batch: fewer may be a finding
         for finding in self.findings:
             logger.info(finding)
 
-    def look(self, step: int) -> Before:
-        if not self.fresh:
-            return Before(step, random_states(), None, {})
-        return Before(step, random_states(), snapshot(self._layers), buffers_of(self._layers))
-
-    def compare(self, before: Before, run: Run, whole: nn.Module | None = None) -> None:
-        """Tells what a mini-batch has shown: most of it the first one, the rest whenever it comes.
-
-        `whole` is the pipe, if its gradients are there.
-        """
-        if before.snapshot is not None:
-            # whether a forward that follows a backward is still to come
-            self.fresh = len(run.micro_batch_sizes) < self._enough
-            self.tell(run.findings)
+    def compare(self, run: Run, whole: nn.Module | None = None) -> None:
+        """Reports what a mini-batch has shown; `whole` is the pipe, if its gradients are complete."""
+        self.tell(run.findings)
+        if self._is_first:
+            self._is_first = False
             self.tell(find_unused_parameters(whole) if whole is not None else [])
-            after = snapshot(self._layers)
-            self.tell(find_side_effects(before.snapshot, after, run.findings, recomputes=self._recomputes))
-            self.tell(find_buffer_readers(self._layers, self._own, run.loss_fn, before.buffers))
-            read = references(self._layers) if self._threaded else ()
-            self.tell(_told(THREAD_LOCALS, [at for at, value in read if isinstance(value, threading.local)]))
-        if (states := random_states()) != before.random_states:
-            drawn = [n for n, state in states.items() if n not in self._drawn and state != before.random_states[n]]
-            self._drawn.update(drawn)
-            self.tell(find_unkeyed_draws(self._layers, drawn, before.step))
+            self.tell(find_thread_locals(self._layers) if self._threaded else [])
         if (rows := min(run.micro_batch_sizes)) < self._few_rows:
             few = find_few_rows(self._layers.values(), rows, self._deferred)
             self._few_rows = 0 if few else rows

@@ -78,12 +78,14 @@ class ProcessContext(Context):
             "the autocast that is active": ", ".join(str(dtype) for _, dtype in run.thread_state.autocasts) or "none",
         }
 
-        def take(rows: Sequence[int], path: int, own_weights: Sequence[float], ready_made: bool) -> int:
-            run.micro_batch_sizes, run.path = tuple(rows), path
+        def take(
+            rows: Sequence[int], path: int, own_weights: Sequence[float], ready_made: bool, verifies: bool
+        ) -> int:
+            run.micro_batch_sizes, run.path, run.verifies = tuple(rows), path, run.verifies or verifies
             run.own_weights, run.ready_made = tuple(own_weights), ready_made
             return run.compiled_program().checksum
 
-        given = run.micro_batch_sizes, run.path, run.own_weights, run.ready_made
+        given = run.micro_batch_sizes, run.path, run.own_weights, run.ready_made, run.verifies
         follow_first(self.endpoint, self.position, self.first, same, given, take)
 
     def check_same(self, **settings: object) -> None:
@@ -235,6 +237,14 @@ class ProcessContext(Context):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         yield from self._shards.reduce(stage)
+
+    def record_exchanges(self, micro_batches: int) -> None:
+        if self._sync is not None:
+            self._sync.recorded_micro_batches = micro_batches
+
+    def begin_replay(self, action: Action) -> None:
+        if self._sync is not None:
+            self._sync.replay(action)
 
     def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:
         if self.position.replicas > 1:

@@ -6,7 +6,7 @@ Running statistics are those of the micro-batch of all replicas, so all replicas
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -33,6 +33,9 @@ class Synced:
         self.peers = position.ranks_of_row
         self.micro_batches = micro_batches
         self.kept: dict[Label, Tensor] = {}  # what the replicas sent in a forward, for its recompute
+        self.recorded: dict[Label, Tensor] = {}  # what they sent in the recorded micro-batches, for a replay
+        self.recorded_micro_batches = 0
+        self.replayed: Action | None = None  # in a replay, in which exchanges are played back, what is replayed
 
     @contextmanager
     def in_place(
@@ -49,11 +52,25 @@ class Synced:
             for norm in norms:
                 del norm.__dict__["forward"]
 
+    def exchange(self, label: Label, own: Mapping[int, Tensor], join: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """Sends a tensor to each replica and joins those that they send; a replay gets what was recorded."""
+        if self.replayed is not None:
+            return self.recorded[label]
+        joined = join(self.endpoint.swap(label, own))
+        if label.micro_batch % self.micro_batches < self.recorded_micro_batches:
+            self.recorded[label] = joined
+        return joined
+
+    def replay(self, action: Action) -> None:
+        """Begins to replay an action: each use of a module counts from the first again."""
+        self.replayed = action
+        self._uses.clear()
+
     def _forward(self, number: int, norm: AnyBatchNorm, now: Callable[[], Action], input: Tensor) -> Tensor:
         if not norm.training:
             return AnyBatchNorm.forward(norm, input)
         check_dimensions(norm, input)
-        action = now()
+        action = self.replayed or now()
         use = self._uses[number, action]
         self._uses[number, action] += 1
         assert action.micro_batch is not None
@@ -108,10 +125,16 @@ class _Exchange(torch.autograd.Function):
         ctx.synced, ctx.back = synced, label._replace(gradient=True)
         if again:
             return synced.kept.pop(label)
-        gathered = synced.kept[label] = torch.stack(synced.endpoint.swap(label, dict.fromkeys(synced.peers, own)))
+        gathered = synced.exchange(label, dict.fromkeys(synced.peers, own), torch.stack)
+        if synced.replayed is None:
+            synced.kept[label] = gathered
         return gathered
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[None, None, Tensor, None]:
-        parts = ctx.synced.endpoint.swap(ctx.back, dict(zip(ctx.synced.peers, gradients.contiguous(), strict=True)))
-        return None, None, sum(parts[1:], start=parts[0]), None
+        each = dict(zip(ctx.synced.peers, gradients.contiguous(), strict=True))
+        return None, None, ctx.synced.exchange(ctx.back, each, _sum), None
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    return sum(parts[1:], start=parts[0])

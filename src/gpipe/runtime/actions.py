@@ -1,6 +1,6 @@
 """The work of each kind of action: the only code that runs the layers and the autograd of a mini-batch."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -19,9 +19,9 @@ from gpipe.stages.boundary import Gradients, attach_boundary, failed_node, run_b
 from gpipe.stages.losses import NO_GRADIENT, NO_METRICS, call_loss
 from gpipe.stages.messages import Message, ReadyEvent
 from gpipe.stages.recompute_check import Fingerprint, recompute_error
-from gpipe.stages.side_effects import HOOKED, FirstRunCheck, tensors_left_on
+from gpipe.stages.side_effects import tensors_left_on
 from gpipe.stages.slices import SliceKeys
-from gpipe.stages.stage import BACKWARD_INSIDE, HOOKED_NODE, SHARED_IN_PLACE, Stage, StageCall, StageOutput, StageRun
+from gpipe.stages.stage import BACKWARD_INSIDE, SHARED_IN_PLACE, Stage, StageCall, StageOutput, StageRun
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 
 Work: TypeAlias = Callable[[Run, Rank, CompiledAction], None]
@@ -50,8 +50,10 @@ def await_fetch(rank: Rank, todo: CompiledAction) -> None:
         saved.inside = None
 
 
-def send(run: Run, rank: Rank, todo: CompiledAction, messages: Iterable[Message]) -> None:
-    """Hands on what an action has made; what this rank itself needs stays with it."""
+def send(run: Run, rank: Rank, todo: CompiledAction, messages: Sequence[Message]) -> None:
+    """Sends the results of an action to other stages; those of this rank get them without a message."""
+    if run.record is not None:
+        run.record.note_sent(todo, [*messages])
     for (peer, label, _), message in zip(todo.gives, messages, strict=True):
         if peer is None:
             rank.handed[label] = message
@@ -69,16 +71,11 @@ def forward(run: Run, rank: Rank, todo: CompiledAction) -> None:
     saved = rank.saved[at, m] = Saved(given, run.context.new_progress(), keys=_keys(run, rank, at, m))  # type: ignore[arg-type]  # crossings, since it is a forward
     again = m in ends.recomputed
     before = own.buffers.before() if again else None
-    check = _check(run, rank, at) if run.examines else None
-    if check:
-        check.before_forward()
     if m in ends.offloaded:
         saved.inside = Inside()
     watched = _NOTHING if saved.inside is None else saved.inside.watched()
     with rank.deferred[at].collect(m) if at in rank.deferred else _NOTHING, watched:
         made = _run_layers(run, rank, own, ends, saved, m)
-    if check:
-        check.after_forward(recomputed=again)
     if before is None:
         own.buffers.forget()
     else:
@@ -87,8 +84,6 @@ def forward(run: Run, rank: Rank, todo: CompiledAction) -> None:
     if ends.outs:
         crossings, roots = own.detach_boundary(made.values)
         saved.roots = [*chain.from_iterable(roots)]
-        if check:
-            check.hand_on([crossing.value for crossing in crossings])
         send(run, rank, todo, crossings)
     else:
         if run.loss_fn is None:
@@ -99,8 +94,6 @@ def forward(run: Run, rank: Rank, todo: CompiledAction) -> None:
     if again:
         saved.fingerprint = Fingerprint.of(made)
         saved.roots, saved.gradients = [], []  # and with them all that the layers made inside
-    if check:
-        check.graphs += bool(saved.roots)
     _keep(run, rank, at, m, again=again)
 
 
@@ -125,9 +118,6 @@ def recompute(run: Run, rank: Rank, todo: CompiledAction) -> None:
     """R: runs a stage's layers once more, for their graph; the bits must be those of the forward."""
     at, m = todo.stage, todo.micro_batch
     own, ends, saved = rank.stages[at], run.connections[at], rank.saved[at, m]
-    check = _check(run, rank, at) if run.examines else None
-    if check:
-        check.refuse_written()
     saved.progress = run.context.new_progress()  # of this time, not of the one before
     aside = rank.deferred[at].collect() if at in rank.deferred else _NOTHING
     assert saved.fingerprint is not None
@@ -146,8 +136,6 @@ def recompute(run: Run, rank: Rank, todo: CompiledAction) -> None:
         saved.roots = [*chain.from_iterable(map(_wanting, made.values))]
     else:
         saved.roots = _last_roots(run, rank, saved, made, m)
-    if check:
-        check.graphs += bool(saved.roots)
 
 
 def backward(run: Run, rank: Rank, todo: CompiledAction) -> None:
@@ -158,17 +146,10 @@ def backward(run: Run, rank: Rank, todo: CompiledAction) -> None:
     gradients: Gradients = [*chain.from_iterable(returned)]  # type: ignore[arg-type]  # since it is a backward
     returned.clear()
     roots, saved.roots = saved.roots, []
-    if run.owners is not None:
-        earlier = () if saved.keys is None else saved.keys.earlier_leaves()
-        run.owners.check(at, roots, chain(earlier, *(crossing.leaves for crossing in saved.given)))
-    check = _check(run, rank, at) if run.examines else None
     if saved.keys is not None:
         some, theirs = saved.keys.take_gradients()
         roots, gradients = [*roots, *some], [*gradients, *theirs]
         del some, theirs
-    if check:
-        check.graphs -= bool(roots)
-        check.before_backward()
     waiting = rank.waiting[at]
     rank.scope.go_back(partial(saved.progress.maker_of, layers=own.stage.layers))
     if todo.action.kind is Kind.BACKWARD or own.is_sharded:
@@ -178,8 +159,6 @@ def backward(run: Run, rank: Rank, todo: CompiledAction) -> None:
     else:
         leaves = [leaf for crossing in saved.given for leaf in crossing.leaves]
         waiting[m] = backward_input(roots, gradients, leaves, list(waiting.values()))
-    if check:
-        run.findings += check.after_backward()
     del gradients
     set_apart(saved.gradients, waiting[m].gradients if m in waiting else ())
     if at:
@@ -198,8 +177,6 @@ def backward_of_weights(run: Run, rank: Rank, todo: CompiledAction) -> None:
     if m in waiting:
         rank.scope.go_back(partial(saved.progress.maker_of, layers=rank.stages[at].stage.layers))
         backward_weight(waiting[m])
-        if run.examines:
-            _check(run, rank, at).after_weights()
         del waiting[m]
     del rank.saved[at, m]
 
@@ -262,23 +239,19 @@ def _run_layers(run: Run, rank: Rank, own: StageRun, ends: Connections, saved: S
     for crossing in saved.given:
         crossing.check(stage)
     entered = list(map(attach_boundary, saved.given))
+    if run.record is not None:
+        run.record.note_boundary(stage, ends, entered, saved.given)
     saved.gradients = [one.gradients for one in entered]
     arrived = dict(zip(ends.skips_in, (one.value for one in entered), strict=False)) if ends.skips_in else {}
     rank.scope.go_to(stage.first, key.micro_batch)
-    call = StageCall(arrived, key, saved.progress, rank.scope.go_on, keys=saved.keys)
+    watch = None if run.record is None else run.record.watch(stage.index, m)
+    call = StageCall(arrived, key, saved.progress, rank.scope.go_on, keys=saved.keys, watch=watch)
     with run.thread_state.around_layers():
         for_loss = () if ends.outs else run.loss_pops
         made = stage.forward(entered[-1].value, call, ends.skips_out, for_loss, own.modes)
-    for route, crossing, one in zip(ends.ins, saved.given, entered, strict=False):
-        if one.aliases and (hooked := one.hooked()):
-            alone = len(one.aliases) == 1 and len(run.connections[route.source].outs) == 1
-            if hooked & crossing.ancestors if crossing.ancestors is not None else not alone:
-                raise RuntimeError(HOOKED.format(stage=stage))
-        for hooks in one.hooks:
-            if len(hooks() or ()) > 1:
-                raise RuntimeError(f"{stage} {HOOKED_NODE}")
+    for crossing, arrived_value in zip(saved.given, entered, strict=True):
         if crossing.sharing and made.changed:
-            given = tensors_in(one.value)
+            given = tensors_in(arrived_value.value)
             if not made.changed.isdisjoint(id(given[at]) for at in crossing.sharing):
                 raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
     _refuse_gradients(saved, stage, "a layer")
@@ -291,12 +264,6 @@ def _refuse_gradients(saved: Saved, stage: Stage, what: str) -> None:
         for gradient in some:
             if gradient is not None:
                 raise RuntimeError(f"{what} {BACKWARD_INSIDE.format(stage=stage)}")
-
-
-def _check(run: Run, rank: Rank, at: int) -> FirstRunCheck:
-    if at not in rank.checks:
-        rank.checks[at] = FirstRunCheck(rank.stages[at])
-    return rank.checks[at]
 
 
 def _wanting(value: Tree) -> list[Tensor]:

@@ -134,6 +134,12 @@ class Context:
         for queue in self._queues:
             queue.put(None)
 
+    def record_exchanges(self, micro_batches: int) -> None:
+        """Records what replicas exchange within the forwards and backwards of these micro-batches, for a replay."""
+
+    def begin_replay(self, action: Action) -> None:
+        """Begins to replay an action: what was exchanged in it is played back from now on."""
+
     def begin(self, action: Action) -> None:
         """Begins an UNSHARD or REDUCE, which goes on beside what its rank does next."""
         raise AssertionError(action)

@@ -16,7 +16,6 @@ from gpipe.schedule.laws import check
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, forward_only_table, table_in_training
 from gpipe.stages.shared_weights import Tied, find_shared
-from gpipe.stages.side_effects import find_shared_buffers
 from gpipe.stages.skips import Pop, find_loss_pops
 from gpipe.stages.stage import Stage, stage_of_layers
 from gpipe.stages.tree import is_sharded
@@ -84,7 +83,6 @@ class Engine:
         shared = frozenset(slot for one in self.shared for slots in one.slots.values() for slot in slots)
         for stage in stages:
             stage.shared = shared
-        self.shared_buffers = find_shared_buffers(stages)
         self._modules = [module for stage in self.own for module in stage.modules]
         self.sharded: dict[int, Sharded] = {}  # by stage, as far as this process knows
         self._reset()

@@ -2,6 +2,7 @@
 
 import torch
 
+from gpipe._torch.autograd import WITH_THE_HOST
 from gpipe.errors import frames_of, innermost_code
 from gpipe.runtime.actions import layer_of
 from gpipe.runtime.run import Rank, Run
@@ -38,6 +39,17 @@ NO_HOOKS = (
     "disable_saved_tensors_hooks): give its stage another remat, as in remat=['offload', 'always']"
 )
 NO_TARGETS = "\nstep was given no targets: give them behind the inputs, as in pipe.step(inputs, targets, loss_fn)"
+SECOND_BACKWARD = "Trying to backward through the graph a second time"
+GRAPH_OF_ANOTHER = (
+    "\nif a layer leaves a tensor with a graph on a module, and another layer or the loss uses it: return it as part "
+    "of the value, or stash it and pop it where it is used (loss_fn.pop for a loss)"
+)
+UNUSED = "appears to not have been used in the graph"
+OF_AN_EARLIER_STAGE = (
+    "\nthe graph is cut between stages: torch.autograd.grad with respect to a tensor of an earlier stage finds only "
+    "what this stage computes from it, and allow_unused=True would give a wrong gradient. Keep the layers from where "
+    "the tensor is made to this call in one stage (partitions=[...])."
+)
 OF_A_THREAD = "'_thread._local' object has no attribute"
 NOT_OF_THIS_THREAD = (
     "\na threading.local has what each thread has set there, and rank threads have set nothing: use a "
@@ -78,6 +90,10 @@ def advice(error: BaseException, layer: str | None) -> str:
         return TOO_FEW_VALUES
     if said.startswith(CHANGED):
         return OF_ANOTHER
+    if said.startswith((SECOND_BACKWARD, WITH_THE_HOST)):
+        return GRAPH_OF_ANOTHER
+    if UNUSED in said:
+        return OF_AN_EARLIER_STAGE
     if said.startswith(OF_A_THREAD):
         return NOT_OF_THIS_THREAD
     for kind, remedy in NOT_TENSORS.items():

@@ -26,12 +26,13 @@ from gpipe.runtime.notes import add_note
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import CompiledAction, CompiledTable
 from gpipe.runtime.threads import ThreadState
+from gpipe.runtime.verification import begin as begin_record
+from gpipe.runtime.verification import verify
 from gpipe.schedule.action import Kind
 from gpipe.stages.losses import call_loss
 from gpipe.stages.messages import Cancelled
-from gpipe.stages.recompute_check import RecomputeError, recompute_error
+from gpipe.stages.recompute_check import recompute_error
 from gpipe.stages.rng import RankScope, unseeded
-from gpipe.stages.side_effects import SharedBufferCheck
 from gpipe.stages.tree import is_sharded, tensors_in, version
 
 
@@ -126,7 +127,7 @@ def do(run: Run, rank: Rank, todo: CompiledAction) -> None:
     if todo.takes:
         receive(run, rank, todo)
     await_fetch(rank, todo)
-    WORK[todo.action.kind](run, rank, todo)
+    run.work[todo.action.kind](run, rank, todo)
     rank.stream.keep_pace()
 
 
@@ -144,7 +145,6 @@ def _run_table(run: Run, table: CompiledTable, *, backward: bool = False) -> Non
             " in the calling thread and would not see what the rank threads do; leave it outside, or use "
             "driver='lockstep', which runs in the calling thread"
         )
-    buffers = SharedBufferCheck(engine.shared_buffers) if engine.shared_buffers else None
     if autocasts:  # it begins and ends with no casts kept, as ThreadState says
         torch.clear_autocast_cache()
     try:
@@ -152,15 +152,11 @@ def _run_table(run: Run, table: CompiledTable, *, backward: bool = False) -> Non
         with unseeded(engine.devices), intra_op_threads(engine.intra_op_threads):
             _run_ranks(run, table, in_threads=in_threads)
         run.aliases.put_back()
-        if buffers:
-            buffers.check()
     except BaseException as error:
         run.aliases.put_back()
         _clear(run)
         if isinstance(error, KeyboardInterrupt) and run.trains:
             error.add_note(INTERRUPTED)
-        if buffers and isinstance(error, RecomputeError):
-            buffers.check()  # knows more, perhaps
         raise
     finally:
         for rank in run.ranks:
@@ -196,22 +192,23 @@ def _begin(run: Run, *, backward: bool) -> None:
 
 def _run_ranks(run: Run, table: CompiledTable, *, in_threads: bool) -> None:
     """Has each rank do its actions in its own thread, or all in this one."""
-    for rank in run.ranks:
-        with rank.stream.enter():
-            for check in rank.checks.values():
-                check.begin()
     with run.context.running(table, run.aliases):
+        if run.verifies and run.verifier is not None and table is not run.compiled.backward:
+            begin_record(run, run.verifier)
+        run.work = WORK if run.record is None else run.record.work
         if in_threads:
             variables = [copy_context() for _ in run.ranks]
             ranks = zip(variables, run.ranks, strict=True)
             jobs = [partial(own.run, run_rank, run, rank, table) for own, rank in ranks]
             run.engine.threads.run(jobs, run.context.cancel)
-            if run.examines:
+            if run.record is not None:
                 run.findings += _variables_set(variables)
         elif run.engine.row is None:
             lockstep(run, table)
         else:
             run_rank(run, run.ranks[0], table)
+        if run.record is not None and table is not run.compiled.forward:
+            verify(run, in_threads=in_threads)
     for rank in run.ranks:
         if rank.host is not None:
             rank.host.finish()
@@ -248,6 +245,7 @@ def _finish(run: Run) -> None:
 def _clear(run: Run) -> None:
     """Lets go of all that a run holds that has failed: what first called its loss refers to the run."""
     run.call_loss = call_loss
+    run.record = run.evidence = None
     run.inputs, run.targets, run.outputs = (), (), {}
     for rank in run.ranks:
         rank.saved.clear()

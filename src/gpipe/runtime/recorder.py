@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from gpipe.runtime.actions import WORK, await_fetch, receive
+from gpipe.runtime.actions import await_fetch, receive
 from gpipe.runtime.offload import Move
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import CompiledAction
@@ -77,7 +77,7 @@ class Recorder:
 
     def work(self, run: Run, rank: Rank, todo: CompiledAction) -> None:
         start = rank.stream.stamp()
-        WORK[todo.action.kind](run, rank, todo)
+        run.work[todo.action.kind](run, rank, todo)
         if todo.action.kind in MOVES:
             assert rank.host is not None
             assert rank.host.last is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,9 +21,10 @@ from gpipe.runtime.context import Context
 from gpipe.runtime.engine import Engine, Wanted
 from gpipe.runtime.offload import Host, Inside, host_of
 from gpipe.runtime.split_backward import PendingWeights
-from gpipe.runtime.steps import CompiledProgram, Connections
+from gpipe.runtime.steps import CompiledAction, CompiledProgram, Connections
 from gpipe.runtime.streams import RankStream
 from gpipe.runtime.threads import ThreadState
+from gpipe.schedule.action import Kind
 from gpipe.stages.batchnorm import DeferredStatistics
 from gpipe.stages.boundary import BoundaryValue, Gradients, detached
 from gpipe.stages.buffers import SavedBuffers
@@ -32,7 +33,6 @@ from gpipe.stages.messages import Label, Message
 from gpipe.stages.recompute_check import Fingerprint
 from gpipe.stages.rng import RankScope
 from gpipe.stages.shared_weights import WeightAliases
-from gpipe.stages.side_effects import FirstRunCheck, WeightOwners
 from gpipe.stages.skips import Pop
 from gpipe.stages.slices import SliceKeys
 from gpipe.stages.stage import LayerProgress, RngKey, StageRun
@@ -40,6 +40,8 @@ from gpipe.stages.tree import Tree, tensors_in
 
 if TYPE_CHECKING:
     from gpipe.runtime.recorder import Recorder
+    from gpipe.runtime.step_record import StepRecord
+    from gpipe.runtime.verification import Evidence, Verifier
 
 _NO_ALIASES = WeightAliases((), ())
 
@@ -94,7 +96,6 @@ class Rank:
     deferred: dict[int, DeferredStatistics] = field(default_factory=dict)  # of BatchNorm, to be committed, by stage
     commits: list[int] = field(default_factory=list)
     """The stages whose statistics are whole: committed at the end, since a failed run changes none."""
-    checks: dict[int, FirstRunCheck] = field(default_factory=dict)  # of the stages, in the first run that trains
     doubts: list[Tensor] = field(default_factory=list)  # on a GPU, whether recomputes differ from their forwards
     scope: RankScope = field(init=False)  # what its layers draw from; in lockstep all ranks have one
 
@@ -110,7 +111,12 @@ class Run:
     step_number: int  # keys randomness, together with the seed
     training: bool  # whether the pipe is in training mode
     recorder: Recorder | None = None
-    examines: bool = False  # whether what layers do is looked at more closely
+    combination: object = None  # what the step stands for if it is verified (see `Verifier`)
+    verifier: Verifier | None = None
+    verifies: bool = False  # whether this mini-batch is to be verified
+    record: StepRecord | None = None
+    evidence: Evidence | None = None
+    work: Mapping[Kind, Callable[[Run, Rank, CompiledAction], None]] = field(default_factory=dict)
     tell: Callable[[Sequence[str]], object] = len  # says what was found: the backward of a call comes when it comes
     call: int = 0  # its number, if it is a call
     gathers: bool = False  # whether every process gets the output
@@ -157,18 +163,19 @@ class Run:
         self.compiled = self.compiled_program()
         self.connections: Sequence[Connections] = self.compiled.connections
         self.aliases = WeightAliases(engine.shared, engine.own) if engine.shared else _NO_ALIASES
-        weights = self.aliases.sources.values()
-        several = self.trains and (len(engine.own) > 1 or weights)
-        self.owners = WeightOwners(engine.own, weights) if several else None
-        self.ranks: list[Rank] = []
-        for number, stream in engine.streams.items():
-            offloads = any(self.connections[stage.index].offloaded for stage in engine.stages_of[number])
-            rank = Rank(number, stream, {}, host_of(stream) if offloads else None)
-            self.ranks.append(rank)
-            for stage in engine.stages_of[number]:
-                own = rank.stages[stage.index] = StageRun(stage)
-                if engine.deferred_batch_norm:
-                    rank.deferred[stage.index] = DeferredStatistics.of(own.buffers.modules)
+        self.ranks = [self.new_rank(number) for number in engine.streams]
+
+    def new_rank(self, number: int) -> Rank:
+        """A rank of this process as it begins a mini-batch."""
+        stages, stream = self.engine.stages_of[number], self.engine.streams[number]
+        offloads = any(self.connections[stage.index].offloaded for stage in stages)
+        rank = Rank(number, stream, {stage.index: StageRun(stage) for stage in stages})
+        if offloads:
+            rank.host = host_of(stream)
+        if self.engine.deferred_batch_norm:
+            for index, stage_run in rank.stages.items():
+                rank.deferred[index] = DeferredStatistics.of(stage_run.buffers.modules)
+        return rank
 
     def rng_key(self, micro_batch: int) -> RngKey:
         return RngKey(self.seed, self.step_number, self.first + micro_batch)

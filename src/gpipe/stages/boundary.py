@@ -6,8 +6,9 @@ be wrong for a recompute, and for the graph of the stage that made it.
 Asks the autograd graph which leaves a backward reaches, which tensors others were made from, which node raised.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from traceback import walk_tb
@@ -15,12 +16,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 from gpipe._torch.autograd import (
     LEAF_NODE,
     accumulate_gradients,
-    has_gradient_hooks,
     is_held,
     memory_users,
     node_number,
@@ -118,6 +118,19 @@ def carry_attributes(tensor: Tensor, other: Tensor) -> Tensor:
     return other
 
 
+def copy_boundary(crossing: BoundaryValue) -> BoundaryValue:
+    """A copy of a value that crossed a boundary: its tensors lie in memory as those of the original do."""
+    copies: dict[int, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        other = carry_attributes(tensor, copy_of(tensor.detach())).requires_grad_(tensor.requires_grad)
+        copies[id(tensor)] = other
+        return other
+
+    value = replace_tensors(crossing.value, copied)
+    return replace(crossing, value=value, leaves=[copies[id(leaf)] for leaf in crossing.leaves], versions=None)
+
+
 class BoundaryInput(NamedTuple):
     """A value as one run of a stage is given it, the aliases of its leaves, and where their gradients will be."""
 
@@ -125,10 +138,6 @@ class BoundaryInput(NamedTuple):
     aliases: Sequence[Tensor]
     gradients: Gradients
     hooks: Sequence[Callable[[], Sized | None]]  # of each alias, the hooks on its node: ours is one
-
-    def hooked(self) -> set[int]:
-        """The leaves at whose gradients somebody wants to look, or which somebody wants to change."""
-        return {at for at, alias in enumerate(self.aliases) if alias.retains_grad or has_gradient_hooks(alias)}
 
 
 def attach_boundary(crossing: BoundaryValue) -> BoundaryInput:
@@ -209,15 +218,16 @@ class _Nothing(torch.autograd.Function):
 
 
 def find_ancestors(roots: Sequence[Tensor]) -> set[int]:
-    """The indices of those tensors from which others of them were made."""
+    """The indices of the tensors from which others of them were computed, or that are there twice."""
     seen: set[Node | None] = {None}
-    edges: list[tuple[Any, int]] = [(root.grad_fn, root.output_nr) for root in roots]
+    own: list[tuple[Any, int]] = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)]
+    edges = [*own]
     for node, _ in edges:  # which grow meanwhile
         if node not in seen:
             seen.add(node)
             edges += node.next_functions
-    behind = set(edges[len(roots) :])
-    return {at for at, root in enumerate(roots) if root.grad_fn and (root.grad_fn, root.output_nr) in behind}
+    behind, times = set(edges[len(roots) :]), Counter(own)
+    return {at for at, edge in enumerate(own) if edge in behind or times[edge] > 1}
 
 
 def leaves_of(roots: Sequence[Tensor], until: Collection[Node] = ()) -> list[Tensor]:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gpipe._torch.autograd import gradient_hooks_of
 from gpipe._torch.modes import as_plain_tensors
 from gpipe._torch.modules import is_wrapper
 from gpipe.stages.recompute_check import INTEGERS
@@ -56,7 +57,13 @@ FLAT_ITERATORS = (
 )  # fmt: skip
 """Iterators that hold a position and no other iterator, so that `copy.copy` copies all their state."""
 OF_MODULES = frozenset(vars(nn.Module()))
-UNCOPYABLE = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, io.IOBase, queue.SimpleQueue)
+UNCOPYABLE = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, queue.SimpleQueue)
+
+GLOBAL_GENERATORS: Mapping[str, object] = {
+    "Python's random": random.seed.__self__,  # type: ignore[attr-defined]
+    "numpy.random": np.random.mtrand._rand,
+    "torch": torch.default_generator,
+}
 
 Key: TypeAlias = tuple[object, ...]
 
@@ -214,6 +221,14 @@ def _write_bytes(holder: Any, contents: Contents) -> None:
         array.array.__setitem__(holder, slice(None), array.array(holder.typecode, value))
 
 
+def _write_stream(holder: Any, contents: Contents) -> None:
+    value, position = contents.values
+    holder.seek(0)
+    holder.truncate()
+    holder.write(value)
+    holder.seek(position)
+
+
 def _read_generator(holder: Any) -> Contents:
     match holder:
         case torch.Generator():
@@ -310,6 +325,7 @@ BYTES = Kind(lambda holder: Contents((), (bytes(holder),)), _write_bytes)
 CELL = Kind(_read_cell, _write_cell)
 VARIABLE = Kind(_read_variable, _write_variable)
 GENERATOR = Kind(_read_generator, _write_generator)
+STREAM = Kind(lambda stream: Contents((), (stream.getvalue(), stream.tell())), _write_stream)
 TENSOR = Kind(_read_tensor, _write_tensor)
 ARRAY = Kind(_read_array, _write_array)
 
@@ -323,6 +339,12 @@ def _same(a: object, b: object) -> bool:
     if type(a) is not type(b) or type(a) not in ATOMS:
         return isinstance(a, tuple) and isinstance(b, tuple) and type(a) is type(b) is tuple and _all_same(a, b)
     return repr(a) == repr(b) if isinstance(a, (float, complex)) else a == b
+
+
+def _same_or_equal(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.device == b.device:
+        return _same_values(a.detach(), b.detach())
+    return _same(a, b)
 
 
 def _all_same(these: tuple[Any, ...], those: tuple[Any, ...]) -> bool:
@@ -420,8 +442,7 @@ class _Walk:
         self._waiting: dict[str, list[tuple[Any, Path]]] = {}  # methods, by name, that no code has used so far
 
     def run(self, roots: Mapping[str, object]) -> None:
-        generators = {"Python's random": random.seed.__self__, "numpy.random": np.random.mtrand._rand}  # type: ignore[attr-defined]
-        for name, generator in (generators | {"torch": torch.default_generator}).items():
+        for name, generator in GLOBAL_GENERATORS.items():
             self._reach(generator, Path(None, f"the global generator of {name}"))
         for words, root in roots.items():
             self._reach(root, Path(None, words))
@@ -488,7 +509,9 @@ class _Walk:
             case types.ModuleType():
                 pass
             case weakref.ref():
-                self._reach(value(), path)
+                referent = value()
+                if getattr(referent, "grad_fn", None) is None:  # A record would keep the graph alive.
+                    self._reach(referent, path)
             case tuple() | frozenset():
                 items = tuple.__iter__(value) if isinstance(value, tuple) else frozenset.__iter__(value)
                 for at, item in enumerate(items):
@@ -504,6 +527,11 @@ class _Walk:
                 self._visit_object(value, path)
             case np.ndarray():
                 self._visit_array(value, path)
+            case io.StringIO() | io.BytesIO():
+                self._record(STREAM, value, path)
+            case io.IOBase():
+                if not value.closed and not value.writable():  # What is written twice changes no result.
+                    self.uncopyable.append(f"{path} (a {type(value).__name__})")
             case _ if isinstance(value, UNCOPYABLE) or _is_builtin_iterator(value):
                 if getattr(value, "gi_frame", True) is not None:  # Otherwise it has ended.
                     self.uncopyable.append(f"{path} (a {type(value).__name__})")
@@ -582,6 +610,8 @@ class _Walk:
         library = _library_of(variables.get("__name__"), variables.get("__file__"))
         for name in names:
             value = variables.get(name)
+            if name.startswith("@"):  # Such names are of the tool that has rewritten the code, as pytest does.
+                continue
             if library is not None and _package_of(value) not in (None, library):
                 continue
             if isinstance(value, types.ModuleType) and _is_user_code(value.__name__):
@@ -608,6 +638,8 @@ class _Walk:
 
     def _visit_tensor(self, tensor: Tensor, path: Path) -> None:
         self._visit_object(tensor, path)
+        for hooks in gradient_hooks_of(tensor):
+            self._reach(hooks, Path(path, ".hooks"))
         is_kept = isinstance(tensor, nn.Parameter) and id(tensor) not in self._copied
         if is_kept or is_lazy(tensor) or tensor.is_meta or is_wrapper(tensor) or tensor.grad_fn is not None:
             return
@@ -692,6 +724,19 @@ class ReachableState:
         walk.run(roots)
         return cls(walk)
 
+    def leave_alone(self, generator: object) -> None:
+        """Forgets a generator, which `restore` then leaves as it is: another thread may draw from it."""
+        self._records.pop((GENERATOR, id(generator)), None)
+
+    def changed_keys(self, earlier: "ReachableState") -> set[Key]:
+        """Returns keys of the objects whose contents differ from those in an earlier state of the same roots."""
+        pairs = ((key, earlier._records.get(key), now) for key, now in self._records.items())
+        return {key for key, was, now in pairs if was and _differs(now.kind, was.contents, now.contents)}
+
+    def has(self, key: Key) -> bool:
+        """Whether the roots reach an object, by its key."""
+        return key in self._records
+
     def restore(self) -> None:
         """Writes the recorded contents back, in place, wherever they differ."""
         moved = {
@@ -707,12 +752,21 @@ class ReachableState:
             except Exception:  # whatever code of a class raises, the other places are to be written
                 self.uncopyable.append(str(path))
 
-    def changed_since(self, earlier: "ReachableState") -> list[str]:
-        """Returns the places whose contents differ from those in an earlier state of the same roots."""
+    def changed_since(
+        self, earlier: "ReachableState", *, except_for: Collection[int] = (), by_value: bool = False
+    ) -> list[str]:
+        """Returns the places whose contents differ from those in an earlier state of the same roots.
+
+        Args:
+            earlier: The other state.
+            except_for: The ids of tensors that may differ.
+            by_value: Whether a tensor may be replaced by another one with the same values.
+        """
         places = dict[str, None]()
-        for key, (kind, _, path, now) in self._records.items():
+        same = _same_or_equal if by_value else _same
+        for key, (kind, holder, path, now) in self._records.items():
             was = earlier._records[key].contents if key in earlier._records else None
-            if was is None or not _differs(kind, was, now):
+            if was is None or id(holder) in except_for or not _differs(kind, was, now):
                 continue
             if kind in (TENSOR, ARRAY, GENERATOR) or not (was.keys or now.keys):
                 places[str(path)] = None
@@ -721,10 +775,11 @@ class ReachableState:
             apart = [
                 name
                 for name in {**before, **after}
-                if name not in before or name not in after or not _same(before[name], after[name])
+                if name not in before or name not in after or not same(before[name], after[name])
             ]
             inner = [str(Path(path, kind.label(key))) for _, key in apart]
-            places.update(dict.fromkeys(inner or [str(path)]))  # Without `inner`, only the order differs.
+            if inner or not by_value:  # Without `inner`, only the order differs.
+                places.update(dict.fromkeys(inner or [str(path)]))
         for at, (_, saved, path) in self._iterators.items():
             if at in earlier._iterators and not _stand_alike(saved, earlier._iterators[at][1]):
                 places[str(path)] = None

@@ -31,7 +31,6 @@ from gpipe.stages.tree import (
     replace_tensors,
     storage_address,
     tensors_in,
-    version,
     versions,
 )
 
@@ -125,6 +124,7 @@ class StageCall:
     go_on: Callable[[int], object] = id  # told before each layer, by its index: from there on it draws
     held: dict[str, Stashed] = field(default_factory=dict)  # what its layers have stashed
     keys: SliceKeys | None = None  # of a slice of a sequence
+    watch: Callable[[Layer, Tree], None] | None = None  # called after each layer, with its output
 
 
 class StageOutput(NamedTuple):
@@ -149,24 +149,13 @@ class Stage:
     def begin(self) -> None:
         """Follows what was changed in the layers since; before each pass over micro-batches."""
 
+    def restart(self) -> None:
+        """Forgets what runs have left in the stage itself; before a replay."""
+
     @property
     def modules(self) -> list[nn.Module]:
         """The modules of the layers, each layer with all inside of it."""
         return [module for layer in self.layers for module in layer.module.modules()]
-
-    def gradients(self) -> list[tuple[int, int]]:
-        """What gradients the parameters have, and how often these were added to, but for what other layers share.
-
-        A module that is several layers has the parameters of whichever of them runs. What `stands_for` another, as a
-        Trainer's loss in another thread puts it there for a while, counts as that.
-        """
-        grads = [
-            getattr(grad := parameter.grad, "stands_for", grad)
-            for module in self.modules
-            for name, parameter in module._parameters.items()
-            if parameter is not None and (module, name) not in self.shared
-        ]
-        return [(id(grad), version(grad)) for grad in grads]
 
     def forward(
         self,
@@ -207,11 +196,13 @@ class Stage:
         return StageOutput(values, popped, frozenset(map(id, changed)) if changed else _NONE)
 
     def _run(self, value: Tree, call: StageCall) -> Tree:
-        numbers, go_on = call.progress.numbers, call.go_on
+        numbers, go_on, watch = call.progress.numbers, call.go_on, call.watch
         for layer in self.layers:
             numbers.append(next_node_number())
             go_on(layer.index)
             value = self._run_layer(layer, value, call)
+            if watch is not None:
+                watch(layer, value)
         return value
 
     def __str__(self) -> str:

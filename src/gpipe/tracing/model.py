@@ -67,6 +67,7 @@ class TracedBatch(NamedTuple):
     states: list[Tree]  # what the main line brings to the first stage, of each
     shares: Sequence[float] = ()  # of each in the model's own loss, where it was asked for
     findings: Sequence[str] = ()  # what is to be told
+    values: Sequence[Tree] = ()  # the micro-batches as the model itself takes them
 
 
 class TracedModel:
@@ -203,8 +204,8 @@ class TracedModel:
         shares = average.shares(counts, total)
         if not is_told:
             return begun._replace(shares=shares)
-        states = self._begin([self._with_count(value, total) for value in values]).states
-        return begun._replace(states=states, shares=ones)
+        counted = self._begin([self._with_count(value, total) for value in values])
+        return begun._replace(states=counted.states, shares=ones, values=counted.values)
 
     def begin_slices(
         self, values: Sequence[Tree], slices: int, over_replicas: Callable[[float], float] | None
@@ -241,7 +242,7 @@ class TracedModel:
                 raise
             self._proven.add(path)
         number = self._numbers[key]
-        return TracedBatch(number, [state_of(number, leaves) for leaves, _ in apart])
+        return TracedBatch(number, [state_of(number, leaves) for leaves, _ in apart], values=values)
 
     def _mode(self) -> tuple[bool, ...]:
         """What a forward may go by where no operation shows it: gradients, and in torch's encoder who wants some."""

@@ -100,6 +100,10 @@ class TracedStage(Stage):
             if isinstance(layer.module, ModelPart):
                 layer.module.follow()
         self._shallow_copy = self._shallow_copy or ShallowCopy(self._parts, self.device)
+        self.restart()
+
+    def restart(self) -> None:
+        assert self._shallow_copy is not None
         self._shallow_copy.refresh()
 
     def _run(self, value: Tree, call: StageCall) -> Tree:

@@ -79,12 +79,12 @@ def loss_in_place(draw: Draw) -> Case:
 
 @kind()
 def loss_reads_a_buffer(draw: Draw) -> Case:
-    """The loss reads a layer whose buffers each forward changes: told."""
+    """The loss reads a layer whose buffers each forward changes: right in one stage, refused or reported in two."""
     layer = Prototypes()
-    words = ("loss_fn, layers?, which it reads, of which a forward changes buffers",)
     return network(
         draw, WIDTH, layer, loss=lambda o, t: F.mse_loss(o, layer.mean.clone().expand_as(o)), ways=("step",),
-        told=words, must_tell=True,
+        refusal=("the loss for micro-batch .* differs from the reference loop",),
+        told=("reads state that another stage writes",),
     )  # fmt: skip
 
 

@@ -1,0 +1,210 @@
+"""Verifies a pipe: replays a step, runs the reference loop beside it, and leaves everything as it was."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gpipe._torch.modes import intra_op_threads
+from gpipe._torch.modules import AnyBatchNorm, global_hooks
+from gpipe.errors import VerificationError
+from gpipe.runtime.inputs import split_alike
+from gpipe.runtime.verification import Verifier
+from gpipe.stages.losses import call_loss, find_reduction, own_loss
+from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights
+from gpipe.stages.reachable_state import ReachableState
+from gpipe.stages.recompute_check import differ, digest
+from gpipe.stages.rng import rng_scope
+from gpipe.stages.skips import Stashed, run_layer
+from gpipe.stages.stage import LOSS
+from gpipe.stages.tree import Tree, copy_of, replace_tensors, tensors_in
+from gpipe.tracing.runs import arguments_of_each
+
+if TYPE_CHECKING:
+    from gpipe.pipeline import GPipe
+
+MOST_SHOWN = 10  # differences that a report prints
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """The result of `GPipe.verify`.
+
+    Attributes:
+        compared: The number of values that were compared: losses, outputs, gradients and buffers.
+        differences: What differs, in the order in which it was computed. Empty if everything is bitwise identical.
+        findings: What could not be verified, and other findings of the replay.
+    """
+
+    compared: int
+    differences: tuple[str, ...]
+    findings: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything that was compared is bitwise identical."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        count = len(self.differences)
+        first = f"{self.compared} values compared: " + (f"{count} differ" if count else "all bitwise identical")
+        shown = [f"  {text}" for text in self.differences[:MOST_SHOWN]]
+        return "\n".join([first, *shown, *(f"finding: {text}" for text in self.findings)])
+
+
+def verify(
+    pipe: "GPipe",
+    inputs: Tree,
+    targets: Tree,
+    loss_fn: Callable[..., object] | None,
+    reduction: Reduction | None,
+    *,
+    against_model: bool,
+) -> VerificationReport:
+    """Verifies one mini-batch, as `GPipe.verify` describes; the pipe is left as it was."""
+    if against_model:
+        _check_is_here(pipe)
+    differences, losses = list[str](), list[Tensor]()
+    with _sandbox(pipe, loss_fn) as reset:
+        try:
+            step: Callable[..., object] = pipe.step
+            step(*_copies(inputs, targets), loss_fn, reduction=reduction, losses=losses)
+        except VerificationError as error:
+            differences.append(str(error))
+        findings, compared = tuple(pipe._verifier.findings), pipe._verifier.compared
+        if not against_model or differences:
+            return VerificationReport(compared, tuple(differences), findings)
+        found = {f"the loss of micro-batch {m}": loss for m, loss in enumerate(losses)} | _results(pipe)
+        reset()
+        (parts,) = split_alike(pipe.micro_batches, inputs=inputs)[1]
+        outputs = pipe(MicroBatches(*_copies(parts)))
+        found |= {f"the output of micro-batch {m}": _tensors_of(output) for m, output in enumerate(outputs)}
+        reset()
+        with intra_op_threads(pipe._engine.intra_op_threads):
+            expected = _reference_loop(pipe, _copies(inputs, targets), loss_fn, reduction)
+        expected |= _results(pipe)
+    summed = _summed_by_layer(pipe)
+    for name in found.keys() & expected.keys() - summed:
+        if differ(digest([found[name]]), digest([expected[name]])):
+            differences.append(f"{name} differs from the reference loop")
+    order = {f"{name} differs from the reference loop": at for at, name in enumerate([*expected])}
+    differences.sort(key=lambda text: order[text])
+    return VerificationReport(compared + len(found), tuple(differences), findings)
+
+
+def _check_is_here(pipe: "GPipe") -> None:
+    devices = {stage.device for stage in pipe._engine.stages}
+    if pipe._processes.position is not None:
+        raise ValueError("against='model' needs the whole model in one process. Use verify() without it.")
+    if len(devices) > 1:
+        raise ValueError(f"against='model' needs the model on one device, not on {len(devices)}. Use devices='cpu'.")
+    if pipe._settings.slices > 1:
+        raise ValueError("against='model' cannot compare slices, which round differently. Use slices=1.")
+
+
+@contextmanager
+def _sandbox(pipe: "GPipe", loss_fn: object) -> Iterator[Callable[[], None]]:
+    """Leaves weights, gradients, buffers, random generators and counters as they were; yields what resets them."""
+    roots = {**pipe._own_layers(), LOSS: loss_fn, **{f"global hook {n}": h for n, h in enumerate(global_hooks())}}
+    parameters = [*pipe.parameters()]
+    state = ReachableState.of(roots, parameters_too=parameters)
+    gradients = [parameter.grad for parameter in parameters]
+    kept = {name: getattr(pipe, name) for name in ("step_number", "_calls", "recorder", "_verifier")}
+
+    def reset() -> None:
+        state.restore()
+        for name, value in kept.items():
+            setattr(pipe, name, value)
+        pipe.recorder = None
+        pipe.zero_grad()
+
+    reset()
+    pipe._verifier = Verifier()
+    try:
+        yield reset
+    finally:
+        reset()
+        pipe.recorder = kept["recorder"]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _tensors_of(output: Tree) -> list[Tensor]:
+    return [tensor.detach() for tensor in tensors_in(output)]
+
+
+def _copies(*values: Tree) -> Any:
+    return tuple(
+        MicroBatches(replace_tensors(value.parts, copy_of))  # type: ignore[arg-type]  # a tuple stays one
+        if isinstance(value, MicroBatches)
+        else replace_tensors(value, copy_of)
+        for value in values
+    )
+
+
+def _results(pipe: "GPipe") -> dict[str, Tree]:
+    """The gradients and buffers of a pipe, by what they are called in messages."""
+    deferred = pipe._engine.deferred_batch_norm
+    statistics = {
+        id(buffer)
+        for module in pipe.modules()
+        if deferred and isinstance(module, AnyBatchNorm)
+        for buffer in module.buffers(recurse=False)
+    }
+    gradients = {f"the gradient of {name}": p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    buffers = {f"the buffer {name}": copy_of(b) for name, b in pipe.named_buffers() if id(b) not in statistics}
+    return {**gradients, **buffers}
+
+
+def _summed_by_layer(pipe: "GPipe") -> set[str]:
+    """The gradients of tied weights, which are summed by layer: the same for every K, but rounded differently."""
+    shared = {id(item.parameter) for item in pipe._engine.shared}
+    return {f"the gradient of {name}" for name, p in pipe.named_parameters() if id(p) in shared}
+
+
+def _reference_loop(
+    pipe: "GPipe",
+    batch: tuple[Tree, Tree],
+    loss_fn: Callable[..., object] | None,
+    reduction: Reduction | None,
+) -> dict[str, Tree]:
+    """Runs the layers micro-batch by micro-batch, and the backward of each at once."""
+    traced, seed, step = pipe._settings.traced, pipe.seed, pipe.step_number
+    is_own, (inputs, targets) = loss_fn is None, batch
+    trees = {"inputs": inputs} if is_own else {"inputs": inputs, "targets": targets}
+    rows, (values, *others) = split_alike(pipe.micro_batches, **trees)
+    goals: Sequence[Tree] = others[0] if others else [None] * len(values)
+    weights: Sequence[float] = ()
+    if traced is not None:
+        begun = traced.begin(values, float if is_own else None)
+        values, weights = list(begun.values), begun.shares
+    if not is_own:
+        ready_made = isinstance(inputs, MicroBatches)
+        weights = loss_weights(reduction or find_reduction(loss_fn, ready_made=ready_made) or "mean", rows, goals)
+    expected: dict[str, Tree] = {}
+    for m, (value, goal, weight) in enumerate(zip(values, goals, weights, strict=True)):
+        if traced is None:
+            output, held = _run_layers(pipe, value, m)
+        else:
+            (given,), held = arguments_of_each(traced.model, [value]), {}
+            with traced.rng_scope(seed, step, m):
+                output = traced.model(*given.args, **given.kwargs)
+        expected[f"the output of micro-batch {m}"] = _tensors_of(output)
+        popped = {name: held[name].pop(name) for name in getattr(loss_fn, "pop", ())}
+        with rng_scope(seed, step, len(pipe), m):
+            loss = own_loss(output) if loss_fn is None else call_loss(loss_fn, output, goal, popped)[0]
+        expected[f"the loss of micro-batch {m}"] = loss.detach()
+        if weight:
+            loss.backward(torch.full_like(loss, weight))
+    return expected
+
+
+def _run_layers(pipe: "GPipe", value: Tree, micro_batch: int) -> tuple[Tree, dict[str, Stashed]]:
+    held: dict[str, Stashed] = {}
+    for index, layer in enumerate(pipe):
+        with rng_scope(pipe.seed, pipe.step_number, index, micro_batch):
+            value = run_layer(layer, value, held)
+    return value, held

@@ -1,0 +1,327 @@
+"""Records what stages receive and compute for the first two micro-batches of a step, and compares two such records.
+
+A step is recorded, then replayed in the order of the reference loop while a second record is made (verification.py).
+Inputs and incoming gradients are kept as copies, for the replay. Results are kept as digests.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from gpipe._torch.autograd import has_gradient_hooks
+from gpipe.errors import VerificationError
+from gpipe.runtime.actions import WORK, Work
+from gpipe.runtime.run import Rank, Run
+from gpipe.runtime.steps import CompiledAction, Connections
+from gpipe.schedule.action import Kind
+from gpipe.schedule.rules import BACKWARDS
+from gpipe.stages.boundary import BoundaryInput, BoundaryValue, Gradients, copy_boundary, leaves_of
+from gpipe.stages.messages import Message
+from gpipe.stages.recompute_check import Digest, differ, digest
+from gpipe.stages.stage import Layer, Stage
+from gpipe.stages.tree import Tree, copy_of, replace_tensors
+
+RECORDED = 2  # micro-batches of a step
+RECORDED_KINDS = {Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT, *BACKWARDS}
+
+
+class Quantity(NamedTuple):
+    """A result of a stage: what it is, and the micro-batch that it was computed for."""
+
+    text: str
+    micro_batch: int
+    layer: str | None = None  # the layer that computed it, if that is known
+
+    def __str__(self) -> str:
+        return f"{self.text} for micro-batch {self.micro_batch}"
+
+
+class WeightGradients(NamedTuple):
+    """The `.grad` of a stage's leaf tensors: what it was before the first backward, and digests after the last."""
+
+    leaves: Mapping[int, Tensor]  # by id
+    before: Mapping[int, Tensor | None]
+    after: dict[int, list[Digest]]  # two where the backward is split: a weight's gradient is complete in one of them
+
+    @classmethod
+    def of(cls, leaves: Mapping[int, Tensor]) -> "WeightGradients":
+        gradients = {key: gradient_of(leaf) for key, leaf in leaves.items()}
+        copies = {key: None if one is None else copy_of(one.detach()) for key, one in gradients.items()}
+        return cls(leaves, copies, {})
+
+    def only(self, lasting: Collection[int]) -> "WeightGradients":
+        """The same of fewer leaves."""
+        leaves = {key: leaf for key, leaf in self.leaves.items() if key in lasting}
+        return self._replace(leaves=leaves, before={key: self.before[key] for key in leaves})
+
+    def note(self) -> None:
+        """Adds digests of what `.grad` is now."""
+        for key, leaf in self.leaves.items():
+            self.after.setdefault(key, []).append(digest([gradient_of(leaf)]))
+
+
+@dataclass(slots=True)
+class StageRecord:
+    """What one stage received and computed in the recorded micro-batches."""
+
+    actions: dict[tuple[Kind, int], CompiledAction] = field(default_factory=dict)
+    inputs: dict[int, list[BoundaryValue]] = field(default_factory=dict)
+    input_digests: dict[int, Digest] = field(default_factory=dict)
+    targets: dict[int, Tree] = field(default_factory=dict)
+    gradients: dict[int, list[Gradients]] = field(default_factory=dict)
+    """The gradients received from later stages, or from the caller's loss."""
+    results: dict[Quantity, Digest] = field(default_factory=dict)  # in the order in which they were computed
+    written_inputs: list[Quantity] = field(default_factory=list)
+    """Inputs that no longer hold the values received when their backward begins."""
+    weights: WeightGradients | None = None
+    given: list[BoundaryValue] = field(default_factory=list)  # of a replay: the inputs of the last forward
+    incomplete: list[Tensor] = field(default_factory=list)
+    """Inputs of the last forward from which earlier stages computed other inputs: their gradient is partial here."""
+    node_hooks: list[Callable[[], Sized | None]] = field(default_factory=list)
+    sent: list[tuple[Quantity, Tree, Digest]] = field(default_factory=list)  # of a replay: what it returned
+
+    def differences(self, replay: "StageRecord", name_of: Callable[[int], Quantity]) -> list[Quantity]:
+        """The results that differ in a replay of this record, in the order in which they were computed."""
+        different = list[Quantity]()
+        for quantity, computed in self.results.items():
+            replayed = replay.results.get(quantity)
+            if replayed is None or differ(computed, replayed):
+                different.append(quantity)
+        if self.weights is not None and replay.weights is not None:
+            for leaf, (replayed, *_) in replay.weights.after.items():
+                if all(differ(computed, replayed) for computed in self.weights.after[leaf]):
+                    different.append(name_of(leaf))
+        return different
+
+    def count_results(self) -> int:
+        """How many results there are to compare."""
+        return len(self.results) + (0 if self.weights is None else len(self.weights.leaves))
+
+    @property
+    def written(self) -> list[Quantity]:
+        """What was written that other stages hold: inputs, and values that were returned."""
+        returned = [quantity for quantity, value, before in self.sent if differ(digest([value]), before)]
+        return [*self.written_inputs, *returned]
+
+
+class StepRecord:
+    """Records the stages of this process while a step runs, with its `work` in place of `WORK`."""
+
+    def __init__(self, stages: Sequence[Stage], micro_batches: int, slices: int, replays: "StepRecord | None" = None):
+        self._recorded = min(RECORDED, micro_batches // slices)
+        self.count = self._recorded * slices
+        self._last_forward, self._last_backward = self.count - 1, (self._recorded - 1) * slices
+        self._replays = replays
+        self.stages = {stage.index: StageRecord() for stage in stages}
+        self.looks_for_writer = False
+        self.writer: str | None = None  # the layer that writes the input of its stage
+        self.order: list[CompiledAction] = []  # the recorded forwards and backwards, as they were performed
+
+    @property
+    def work(self) -> dict[Kind, Work]:
+        """The work of each kind of action, recorded."""
+        return WORK | {kind: partial(self._perform, WORK[kind]) for kind in RECORDED_KINDS}
+
+    def _perform(self, work: Work, run: Run, rank: Rank, todo: CompiledAction) -> None:
+        if todo.micro_batch >= self.count:
+            work(run, rank, todo)
+            return
+        record, kind = self.stages[todo.stage], todo.action.kind
+        if kind is Kind.FORWARD:
+            self._begin_forward(record, run, rank, todo)
+        elif kind in BACKWARDS:
+            self._begin_backward(record, run, rank, todo)
+        work(run, rank, todo)
+        self._end(record, run, rank, todo)
+
+    def _begin_forward(self, record: StageRecord, run: Run, rank: Rank, todo: CompiledAction) -> None:
+        m = todo.micro_batch
+        received = rank.taken if todo.stage else [run.inputs[m]]
+        values = [crossing for crossing in received if isinstance(crossing, BoundaryValue)]
+        record.input_digests[m] = digest([crossing.value for crossing in values])
+        record.given = [] if self._replays is None else values
+        self._note_order(record, todo)
+        if self._replays is None:
+            record.inputs[m] = [*map(copy_boundary, values)]
+            if todo.stage == len(run.engine.stages) - 1 and run.loss_fn is not None:
+                record.targets[m] = replace_tensors(run.targets[m], copy_of)
+
+    def _begin_backward(self, record: StageRecord, run: Run, rank: Rank, todo: CompiledAction) -> None:
+        m = todo.micro_batch
+        saved = rank.saved[todo.stage, m]
+        if differ(record.input_digests[m], digest([crossing.value for crossing in saved.given])):
+            record.written_inputs.append(Quantity(INPUT, m, self.writer))
+        self._note_order(record, todo)
+        if self._replays is not None:
+            before = self._replays.stages[todo.stage].weights
+            if record.weights is None and before is not None:
+                record.weights = before._replace(after={})
+            return
+        given = rank.taken if todo.takes else [run.output_gradients[m]] if run.loss_fn is None else []
+        record.gradients[m] = [copy_gradients(gradients) for gradients in given if isinstance(gradients, list)]
+        earlier = [] if saved.keys is None else saved.keys.earlier_leaves()
+        boundary = {id(leaf) for leaf in chain(earlier, *(crossing.leaves for crossing in saved.given))}
+        reached = {id(leaf): leaf for leaf in leaves_of(saved.roots) if id(leaf) not in boundary}
+        parameters = parameters_of(run, run.engine.stages[todo.stage])
+        if record.weights is None:
+            record.weights = WeightGradients.of(parameters | reached)
+        if m == self._last_backward:
+            # a leaf that only one micro-batch reaches may have been made by the forward
+            lasting = parameters | reached if self._recorded > 1 else parameters
+            record.weights = record.weights.only(lasting)
+
+    def _note_order(self, record: StageRecord, todo: CompiledAction) -> None:
+        kind = Kind.FORWARD if todo.action.kind is Kind.FORWARD else Kind.BACKWARD
+        record.actions[kind, todo.micro_batch] = todo
+        self.order.append(todo)
+
+    def _end(self, record: StageRecord, run: Run, rank: Rank, todo: CompiledAction) -> None:
+        m, kind = todo.micro_batch, todo.action.kind
+        if kind is Kind.FORWARD:
+            self._refuse_hooks(record, run.engine.stages[todo.stage])
+        if kind in (Kind.FORWARD, Kind.RECOMPUTE) and todo.stage == len(run.engine.stages) - 1:
+            if m in run.losses:
+                record.results[Quantity("the loss", m)] = digest([run.losses[m]])
+            elif m in run.outputs:
+                record.results[Quantity("the output of the pipe", m)] = digest([run.outputs[m].value])
+        if kind is Kind.FORWARD and m == self._last_forward:
+            record.results[Quantity("the buffers", m)] = digest([*buffers_of(run.engine.stages[todo.stage])])
+        if kind not in (Kind.FORWARD, Kind.RECOMPUTE) and m == self._last_backward and record.weights is not None:
+            record.weights.note()
+
+    def note_sent(self, todo: CompiledAction, messages: Sequence[Message]) -> None:
+        """Records what an action sends to other stages."""
+        if todo.micro_batch >= self.count:
+            return
+        is_value = todo.action.kind is Kind.FORWARD
+        quantity = Quantity(OUTPUT if is_value else INPUT_GRADIENT, todo.micro_batch)
+        values = [message.value if isinstance(message, BoundaryValue) else message for message in messages]
+        record = self.stages[todo.stage]
+        for message in messages:
+            if isinstance(message, BoundaryValue) and record.incomplete:  # which a layer may have passed on
+                passed_on = {at for at, leaf in enumerate(message.leaves) if _is_one_of(leaf, record.incomplete)}
+                message.ancestors = (message.ancestors or frozenset()) | passed_on
+        record.results[quantity] = digest(values)
+        if self._replays is not None:
+            record.sent.append((quantity, values, digest(values)))
+
+    def note_boundary(
+        self, stage: Stage, ends: Connections, entered: Sequence[BoundaryInput], given: Sequence[BoundaryValue]
+    ) -> None:
+        """Records the inputs of a forward or recompute as its layers see them."""
+        pairs = zip(entered[: len(ends.ins)], given, strict=False)  # the inputs of a call come from outside
+        several = sum(len(value.aliases) for value in entered) > 1
+        self.stages[stage.index].incomplete = [
+            alias
+            for value, crossing in pairs
+            for at, alias in enumerate(value.aliases)
+            if (several if crossing.ancestors is None else at in crossing.ancestors)
+        ]
+        self.stages[stage.index].node_hooks = [hooks for value in entered for hooks in value.hooks]
+
+    def _refuse_hooks(self, record: StageRecord, stage: Stage) -> None:
+        """Raises if layers have put hooks where they would see a part of a gradient, or the wrong node."""
+        if any(alias.retains_grad or has_gradient_hooks(alias) for alias in record.incomplete):
+            raise VerificationError(HOOKED.format(stage=stage))
+        if any(len(hooks() or ()) > 1 for hooks in record.node_hooks):  # one is ours
+            raise VerificationError(f"{stage} {HOOKED_NODE}")
+
+    def watch(self, stage: int, micro_batch: int) -> Callable[[Layer, Tree], None] | None:
+        """What a stage calls after each of its layers, with the layer's output."""
+        if micro_batch >= self.count:
+            return None
+        record = self.stages[stage]
+
+        def note(layer: Layer, value: Tree) -> None:
+            quantity = Quantity(f"the output of {layer}", micro_batch, str(layer))
+            record.results.setdefault(quantity, digest([value]))
+            if self.looks_for_writer and self.writer is None:
+                given = digest([crossing.value for crossing in record.given])
+                self.writer = str(layer) if differ(given, record.input_digests[micro_batch]) else None
+
+        return note
+
+
+OUTPUT = "the value sent to the next stage"
+INPUT_GRADIENT = "the gradient sent to the stage before"
+INPUT = "its input"
+
+
+class GradientCalls(TorchFunctionMode):
+    """Rejects calls of `torch.autograd.grad` that would compute a partial derivative, since a graph is cut."""
+
+    def __init__(self, record: StageRecord, stage: Stage) -> None:
+        super().__init__()
+        self._record, self._stage = record, stage
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+            nodes = {alias.grad_fn for alias in self._record.incomplete}
+            for tensor in [inputs] if isinstance(inputs, Tensor) else inputs:
+                node = tensor.grad_fn
+                if node is not None and not nodes.isdisjoint({node, *(before for before, _ in node.next_functions)}):
+                    raise VerificationError(PARTIAL.format(stage=self._stage))
+        return func(*args, **kwargs)
+
+
+PARTIAL = (
+    "{stage} calls torch.autograd.grad with respect to a tensor that an earlier stage computed, and other inputs of "
+    "the stage were computed from that tensor. The graph is cut between stages, so the result would lack their part. "
+    "Keep the layers from where the tensor is made to this call in one stage (partitions=[...])."
+)
+HOOKED = (
+    "{stage} puts a hook on a tensor that it receives (or calls retain_grad), and another tensor that it receives "
+    "was computed from it, so the hook would see a part of the gradient. Put the hook where the tensor is made, "
+    "return a clone of the tensor for the layers that hook it, or keep these layers in one stage."
+)
+HOOKED_NODE = (
+    "puts a hook on the grad_fn of a tensor that it receives, which is not the node of the layer that computed the "
+    "tensor. Put the hook on the tensor (tensor.register_hook), or where the tensor is made."
+)
+
+
+def _is_one_of(leaf: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Whether a leaf is one of these tensors, detached."""
+    return any(
+        leaf.data_ptr() == tensor.data_ptr() and leaf.shape == tensor.shape and leaf.stride() == tensor.stride()
+        for tensor in tensors
+    )
+
+
+def parameters_of(run: Run, stage: Stage) -> dict[int, Tensor]:
+    """The parameters that a stage trains, by id: its own aliases in place of parameters that layers share."""
+    shared = {id(source) for source in run.aliases.sources.values()}
+    in_layers = (p for module in stage.modules for p in module._parameters.values() if p is not None)
+    aliases = (
+        leaves[layer.index]
+        for leaves in run.aliases.leaves.values()
+        for layer in stage.layers
+        if layer.index in leaves
+    )
+    leaves = {id(leaf): leaf for leaf in chain(in_layers, aliases) if leaf.requires_grad}
+    return {key: leaf for key, leaf in leaves.items() if key not in shared}
+
+
+def buffers_of(stage: Stage) -> Iterator[Tensor]:
+    """The buffers of a stage's layers that have values."""
+    every = chain.from_iterable(module._buffers.values() for module in stage.modules)
+    return (buffer for buffer in every if buffer is not None and not is_lazy(buffer))
+
+
+def gradient_of(leaf: Tensor) -> Tensor | None:
+    """The `.grad` of a leaf; a placeholder that an integration has put there names the real gradient."""
+    return getattr(leaf.grad, "stands_for", leaf.grad)
+
+
+def copy_gradients(gradients: Gradients) -> Gradients:
+    """Copies of gradients that were received, in the same memory layout."""
+    return [copy_of(one) if isinstance(one, Tensor) else one for one in gradients]

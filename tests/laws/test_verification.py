@@ -1,0 +1,515 @@
+"""The first step of each combination is verified: a replay in the order of the reference loop gives equal results."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe
+from gpipe.runtime import actions, passes
+from tests.support.plain_loop import plain_loop, squares
+
+Layers = Callable[[], list[nn.Module]]
+DRIVERS = pytest.mark.parametrize("driver", ["lockstep", "threads"])
+
+
+def batch(rows: int = 16) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 4, generator=generator), torch.randn(rows, 4, generator=generator)
+
+
+def layers_around(*inner: Callable[[], nn.Module]) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(4, 4), nn.Tanh(), *(make() for make in inner), nn.Linear(4, 4)]
+
+
+def train(layers: list[nn.Module], steps: int = 2, micro_batches: int = 4, **options: Any) -> gpipe.GPipe:
+    options = {"remat": "never", "costs": "params", "seed": 3, **options}
+    with gpipe.GPipe(layers, [2, len(layers) - 2], micro_batches, **options) as pipe:
+        for _ in range(steps):
+            pipe.zero_grad()
+            pipe.step(*batch(), squares)
+    return pipe
+
+
+# Layers that differ from the reference loop.
+
+
+class WritesByData(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.clamp_(-0.2, 0.2)
+        return x * 2
+
+
+class WritesByNumpy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.detach().numpy()[...] *= 0.5
+        return x * 2
+
+
+class WritesByDLPack(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.from_dlpack(x.detach()).add_(0.5)
+        return x * 2
+
+
+class WritesStorage(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.tensor([], dtype=x.dtype).set_(x.untyped_storage()).mul_(0.5)
+        return x * 2
+
+
+LEFT: dict[str, Any] = {}
+
+
+class Leaves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        LEFT["x"] = x.detach()
+        return x * 1.5
+
+
+class Reads(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        left: Tensor = LEFT["x"]
+        return x + left
+
+
+class Decays(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.mul_(0.9)
+        return super().forward(x)
+
+
+class CallsBackward(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x.detach()).sum().backward()
+        return super().forward(x)
+
+
+class StepsOptimizer(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.write)
+
+    @staticmethod
+    def write(parameter: Any) -> None:
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+        parameter.grad = None
+
+
+class ReturnsWorkspace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.room = torch.zeros(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.room.data.copy_(x.detach())
+        return x, self.room
+
+
+class AddsBoth(nn.Module):
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        return both[0] + both[1]
+
+
+class DrawsFromNumpy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + float(np.random.rand())
+
+
+class Shared(nn.Module):
+    """State that two layers of different stages change: a number, a buffer through .data, a view."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls = kind, 0
+        self.register_buffer("mean", torch.zeros(4))
+        self.view = self.mean[:]
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean: Tensor = self.mean
+        if self.kind == "number":
+            self.calls += 1
+            return x * (1 + 0.1 * self.calls)
+        place = self.view if self.kind == "view" else mean
+        place.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x if self.kind == "statistics" else x - place.clone()
+
+
+def shared(kind: str) -> list[nn.Module]:
+    module = Shared(kind)
+    torch.manual_seed(0)
+    return [nn.Linear(4, 4), module, nn.Linear(4, 4), module, nn.Linear(4, 4)]
+
+
+def one_leaf() -> list[nn.Module]:
+    leaf = torch.ones(4, requires_grad=True)
+
+    class Scales(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * leaf
+
+    return [nn.Linear(4, 4), Scales(), nn.Tanh(), Scales(), nn.Linear(4, 4)]
+
+
+def foreign_weight() -> list[nn.Module]:
+    layers = layers_around(nn.Tanh)
+    first: Any = layers[0]
+
+    class Penalizes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + first.weight.sum()
+
+    return [*layers, Penalizes()]
+
+
+DIFFERENT: dict[str, tuple[Layers, str]] = {
+    "an input written through .data": (lambda: layers_around(WritesByData), "layer 2 .* writes the input"),
+    "an input written by numpy": (lambda: layers_around(WritesByNumpy), "layer 2 .* writes the input"),
+    "an input written through DLPack": (lambda: layers_around(WritesByDLPack), "layer 2 .* writes the input"),
+    "an input written in its storage": (lambda: layers_around(WritesStorage), "layer 2 .* writes the input"),
+    "a value left for another stage": (lambda: [nn.Linear(4, 4), Leaves(), Reads(), nn.Linear(4, 4)], "layer 2"),
+    "a weight written in a forward": (lambda: layers_around(partial(Decays, 4, 4)), r"writes the weights 2\.weight"),
+    "a backward in a forward": (lambda: layers_around(partial(CallsBackward, 4, 4)), r"the gradient of 2\.weight"),
+    "an optimizer in a backward": (lambda: layers_around(partial(StepsOptimizer, 4, 4)), "writes the weights 2"),
+    "a workspace that is returned": (
+        lambda: [nn.Linear(4, 4), ReturnsWorkspace(), AddsBoth(), nn.Linear(4, 4)],
+        "again after it has returned it",
+    ),
+    "numbers that two stages draw": (
+        lambda: [DrawsFromNumpy(), nn.Linear(4, 4), DrawsFromNumpy(), nn.Linear(4, 4)],
+        "generator of numpy",
+    ),
+    "a number that two stages change": (partial(shared, "number"), "attribute calls"),
+    "a buffer that two stages change": (partial(shared, "buffer"), "differs from the reference loop"),
+    "a view that two stages change": (partial(shared, "view"), "differs from the reference loop"),
+    "statistics that two stages collect": (partial(shared, "statistics"), "the buffers"),
+    "a tensor that two stages train": (one_leaf, "another stage trains too"),
+    "a weight of another stage": (foreign_weight, r"reaches 0\.weight"),
+}
+
+
+@DRIVERS
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_a_layer_that_differs_from_the_reference_loop_is_rejected_with_the_likely_cause(
+    kind: str, driver: str
+) -> None:
+    make, words = DIFFERENT[kind]
+    LEFT["x"] = torch.zeros(4, 4)
+    with pytest.raises(gpipe.VerificationError, match=words):
+        train(make(), driver=driver)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "interleaved"])
+@pytest.mark.parametrize("remat", ["always", "never"])
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_whatever_the_schedule_a_layer_gives_the_bits_of_the_reference_loop_or_is_rejected(
+    kind: str, remat: str, schedule: str
+) -> None:
+    make, _ = DIFFERENT[kind]
+    layers, options = make(), {"remat": remat, "schedule": schedule, "costs": "params", "seed": 3}
+    reference = copy.deepcopy(layers)
+    np.random.seed(0)
+    expected = [
+        plain_loop(reference, *batch(), squares, micro_batches=4, seed=3, step=step).item() for step in range(2)
+    ]
+    np.random.seed(0)
+    stages = [2, len(layers) - 2] if schedule != "interleaved" else [1, 1, 1, len(layers) - 3]
+    with gpipe.GPipe(layers, stages, 4, **({"stages_per_rank": 2} if len(stages) > 2 else {}), **options) as pipe:
+        try:
+            losses = [pipe.step(*batch(), squares).item() for _ in range(2)]
+        except RuntimeError:  # a VerificationError, a RecomputeError, or torch's own
+            return
+        buffers = zip(pipe.buffers(), nn.Sequential(*reference).buffers(), strict=True)
+        equal = losses == expected and all(torch.equal(buffer, other) for buffer, other in buffers)
+        assert equal or pipe._verifier.findings
+
+
+# Layers that do not differ.
+
+
+class MovingMean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean: Tensor = self.mean
+        out = x - mean
+        mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return out
+
+
+class Counts(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * (1 + 0.01 * self.calls)
+
+
+class UsesWorkspace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.room: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.room = torch.zeros_like(x) if self.room is None else self.room
+        self.room.data.copy_(x)
+        return x + self.room
+
+
+class Clamps(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+EQUAL: dict[str, Callable[[], nn.Module]] = {
+    "a buffer that each forward reads and writes": MovingMean,
+    "a number that each forward changes": Counts,
+    "a workspace": UsesWorkspace,
+    "numbers that one stage draws": DrawsFromNumpy,
+    "a weight that a second write leaves alone": partial(Clamps, 4, 4),
+    "dropout": partial(nn.Dropout, 0.5),
+    "BatchNorm": partial(nn.BatchNorm1d, 4),
+    "an in-place operation": lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)),
+}
+
+
+@DRIVERS
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("kind", EQUAL)
+def test_a_layer_that_the_schedule_does_not_change_is_no_finding(kind: str, schedule: str, driver: str) -> None:
+    layers = layers_around(EQUAL[kind])
+    reference = copy.deepcopy(layers)
+    np.random.seed(0)
+    pipe = train(layers, 1, schedule=schedule, driver=driver)
+    drawn = np.random.get_state()[2]
+    assert pipe._verifier.findings == []
+    assert pipe._verifier.compared > 0
+    np.random.seed(0)
+    plain_loop(reference, *batch(), squares, micro_batches=4, seed=3)
+    assert np.random.get_state()[2] == drawn
+    for parameter, other in zip(pipe.parameters(), nn.Sequential(*reference).parameters(), strict=True):
+        assert parameter.grad is not None
+        assert other.grad is not None
+        assert torch.equal(parameter.grad, other.grad)
+    for buffer, other in zip(pipe.buffers(), nn.Sequential(*reference).buffers(), strict=True):
+        assert torch.equal(buffer, other)
+
+
+def test_an_optimizer_in_the_backward_of_one_micro_batch_is_that_of_the_reference_loop() -> None:
+    pipe = train(layers_around(partial(StepsOptimizer, 4, 4)), 3, micro_batches=1)
+    (finding,) = pipe._verifier.findings
+    assert "could not be verified yet" in finding
+
+
+# State that is reported.
+
+
+class Scaled(nn.Module):
+    """A hook on its backward keeps a scale that its next forward reads."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 4), kind
+        self.amax: Any = 1.0 if kind == "number" else torch.ones(())
+        if kind == "buffer":
+            del self.amax
+            self.register_buffer("amax", torch.ones(()))
+        self.register_full_backward_hook(self.see)
+
+    def see(self, module: nn.Module, given: Any, came: Any) -> None:
+        largest = came[0].abs().max()
+        if self.kind == "buffer":
+            self.amax.copy_(largest)
+        else:
+            self.amax = float(largest) if self.kind == "number" else largest
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) * (1 + self.amax)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor", "buffer"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_state_that_a_backward_writes_and_a_forward_reads_is_a_finding(kind: str, schedule: str) -> None:
+    layers = [nn.Linear(4, 4), Scaled(kind), *layers_around()]
+    pipe = train(layers, schedule=schedule)
+    (finding,) = [text for text in pipe.findings if "amax" in text]
+    assert finding.startswith("the backward of stage 0")
+
+
+def test_state_that_a_recomputation_changes_once_more_is_a_finding() -> None:
+    class Logs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.rows.append(len(x))
+            return x
+
+    pipe = train(layers_around(Logs), remat="always")
+    (finding,) = pipe._verifier.findings
+    assert "its attribute rows" in finding
+    assert train(layers_around(Logs))._verifier.findings == []
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + float(np.random.default_rng().random())
+
+
+def test_what_cannot_be_replayed_is_a_finding() -> None:
+    (finding,) = train(layers_around(Noisy))._verifier.findings
+    assert "layer 2 (2: Noisy)" in finding
+
+    class Iterates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers = (number for number in range(100))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + next(self.numbers)
+
+    (finding,) = train(layers_around(Iterates))._verifier.findings
+    assert "cannot be copied" in finding
+    assert "numbers" in finding
+
+
+# When steps are verified.
+
+
+def verified(pipe: gpipe.GPipe, step: Callable[[], object]) -> bool:
+    before = pipe._verifier.compared
+    step()
+    return pipe._verifier.compared > before
+
+
+def test_a_step_is_verified_once_for_each_combination_of_modes_and_inputs() -> None:
+    layers = layers_around(nn.Tanh)
+    pipe = gpipe.GPipe(layers, 2, 4, costs="params")
+    x, y = batch()
+    step = partial(pipe.step, x, y, squares)
+    assert verified(pipe, step)
+    assert not verified(pipe, step)
+    assert not verified(pipe, partial(pipe.step, x[:12], y[:12], squares))
+    assert verified(pipe, lambda: pipe.train(False) and step())
+    layers[0].weight.requires_grad_(False)  # type: ignore[operator]
+    assert verified(pipe, step)
+    layers[1].register_forward_hook(lambda *_: None)
+    assert verified(pipe, step)
+    assert verified(pipe, lambda: pipe.double() and pipe.step(x.double(), y.double(), squares))
+    assert not verified(pipe, lambda: squares(pipe(x.double()), y.double()))  # its backward is to come
+    assert verified(pipe, lambda: squares(pipe(x.double()), y.double()).backward())
+    with torch.no_grad():
+        assert not verified(pipe, lambda: pipe(x.double()[:8]))
+
+
+def test_verify_false_verifies_nothing() -> None:
+    layers = layers_around(partial(CallsBackward, 4, 4))
+    assert train(layers, verify=False)._verifier.compared == 0
+
+
+def halved(gradients: Any, kept: Any = ()) -> None:
+    for some in gradients:
+        some[:] = [gradient / 2 for gradient in some]
+
+
+@pytest.mark.parametrize(("name", "fault"), [("set_apart", halved), ("run_backward", lambda *_: None)])
+def test_a_fault_of_the_runtime_is_caught(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step runs with the fault, the replay without."""
+    own = passes.verify
+
+    def verify_without_fault(run: Any, *, in_threads: bool) -> None:
+        monkeypatch.undo()
+        own(run, in_threads=in_threads)
+
+    monkeypatch.setattr(actions, name, fault)
+    monkeypatch.setattr(passes, "verify", verify_without_fault)
+    pipe = gpipe.GPipe(layers_around(nn.Tanh), 2, 4, costs="params", driver="lockstep")
+    with pytest.raises(gpipe.VerificationError, match="gradient"):
+        pipe.step(*batch(), squares)
+
+
+# What a replay leaves.
+
+
+def test_a_replay_leaves_state_as_the_step_left_it() -> None:
+    heard: list[str] = []
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.rows, self.by = 0, [0], {"n": 0}
+            self.register_buffer("seen", torch.zeros(()))
+            self.scratch = np.zeros(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.rows.append(len(x))
+            self.by["n"] += 1
+            self.seen += 1
+            self.scratch += 1
+            return x
+
+    layers = layers_around(Keeps, nn.Dropout)
+    layers[-1].register_forward_hook(lambda *_: heard.append("forward"))
+    layers[-1].register_full_backward_hook(lambda *_: heard.append("backward"))
+    losses: list[float] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        losses.append(len(output))
+        return squares(output, target)
+
+    with gpipe.GPipe(layers, 2, 4, costs="params", remat="never") as pipe:
+        np.random.seed(3)
+        torch.manual_seed(3)
+        pipe.step(*batch(), loss_fn)
+        assert pipe._verifier.compared
+    kept: Any = layers[2]
+    assert (kept.calls, kept.rows, kept.by, kept.seen.item()) == (4, [0, 4, 4, 4, 4], {"n": 4}, 4)
+    assert kept.scratch.tolist() == [4, 4, 4]
+    assert sorted(heard) == ["backward"] * 4 + ["forward"] * 4
+    assert losses == [4] * 4
+    first, second = np.random.rand(), torch.rand(1)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    assert (first, second) == (np.random.rand(), torch.rand(1))
+
+
+# pipe.verify
+
+
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_verify_compares_with_the_whole_reference_loop_and_leaves_the_pipe_as_it_was(driver: str) -> None:
+    layers = [*layers_around(nn.Dropout, partial(nn.BatchNorm1d, 4))]
+    with gpipe.GPipe(layers, 2, 4, costs="params", driver=driver) as pipe:
+        before = copy.deepcopy(pipe.state_dict())
+        pipe.step(*batch(), squares)
+        gradients = [parameter.grad for parameter in pipe.parameters()]
+        pipe.load_state_dict(before)
+        report = pipe.verify(*batch(), F.mse_loss, against="model")
+        assert report.equal, str(report)
+        assert report.compared > 30
+        assert [parameter.grad for parameter in pipe.parameters()] == gradients
+        assert all(torch.equal(value, pipe.state_dict()[name]) for name, value in before.items())
+        assert pipe.step_number == 1
+
+
+def test_verify_reports_what_differs() -> None:
+    with gpipe.GPipe(layers_around(WritesByData), [2, 2], 4, costs="params", remat="never") as pipe:
+        report = pipe.verify(*batch(), squares)
+        assert not report.equal
+        assert "writes the input" in str(report)
+        with pytest.raises(ValueError, match="against='plain' is unknown"):
+            pipe.verify(*batch(), squares, against="plain")  # type: ignore[arg-type]
