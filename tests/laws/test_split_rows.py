@@ -1,11 +1,9 @@
-"""Same bits where backwards are in two parts, whenever the second comes."""
+"""Backwards in two parts: what waits for the second, and its errors. `test_same_bits.py` has their results."""
 
 from collections.abc import Iterator
 
 import pytest
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from gpipe.runtime.actions import WORK
@@ -13,68 +11,14 @@ from gpipe.runtime.context import Context
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import CompiledAction
 from gpipe.schedule.action import Kind
-from tests.support import tied_layers
-from tests.support.plain_loop import (
-    assert_same_bits,
-    mini_batch,
-    same_bits,
-    squares,
-    weights_of,
-)
-from tests.support.split_rows import SPLITS, split
-
-each_split = pytest.mark.parametrize("name", SPLITS)
-each_driver = pytest.mark.parametrize("driver", ["threads", "lockstep"])
-
-
-class Block(nn.Module):
-    """Attention and a perceptron, of a row as a sequence."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.inner = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.2), nn.Linear(2 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v))
-        return x + self.inner(x)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, *, reentrant: bool) -> None:
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+from tests.support.plain_loop import mini_batch, squares, weights_of
+from tests.support.split_rows import split
 
 
 def network() -> list[nn.Module]:
     with weights_of(5):
-        return [
-            nn.Linear(6, 8),
-            nn.BatchNorm1d(8),
-            Block(8),
-            nn.Dropout(0.2),
-            Checkpointed(nn.Linear(8, 8), reentrant=False),
-            nn.Sequential(nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 3, 2), nn.Flatten()),
-            Checkpointed(nn.Linear(9, 8), reentrant=True),
-            nn.Linear(8, 4),
-        ]
-
-
-@each_split
-@tied_layers.every_build
-@pytest.mark.parametrize("way", ["step", "call"])
-def test_weights_that_stages_share(name: str, build: tied_layers.Build, way: str) -> None:
-    layers, plain = tied_layers.made(build), tied_layers.made(build)
-    with split(name), gpipe.GPipe(layers, 3, tied_layers.M, seed=5) as pipe:
-        loss = tied_layers.train(pipe, way)
-        assert same_bits(loss, tied_layers.train_plainly(plain, way))
-        assert_same_bits(pipe, plain)
+        first, middle, last = nn.Linear(6, 8), [nn.Linear(8, 8) for _ in range(3)], nn.Linear(8, 4)
+    return [first, nn.BatchNorm1d(8), middle[0], nn.Dropout(0.2), middle[1], nn.GELU(), middle[2], last]
 
 
 @pytest.fixture
@@ -106,12 +50,12 @@ def test_an_error_in_the_second_part_names_the_layer() -> None:
 
     x, y = mini_batch(6, 4, rows=10)
     layers = network()
-    layers[2].get_parameter("out.weight").register_post_accumulate_grad_hook(fail)
+    layers[2].get_parameter("weight").register_post_accumulate_grad_hook(fail)
     with split("weights last"), gpipe.GPipe(layers, [2, 3, 3], 4, seed=3, driver="lockstep") as pipe:
         with pytest.raises(ValueError, match="no more") as caught:
             pipe.step(x, y, squares)
         told = caught.value.__notes__[0]
-        assert "in the backward of weights of micro-batch 0, rank 1, stage 1, layer 2 (2: Block)" in told
+        assert "in the backward of weights of micro-batch 0, rank 1, stage 1, layer 2 (2: Linear)" in told
         assert ">1W0<" in told
 
 

@@ -20,31 +20,9 @@ from tests.support.plain_loop import (
     REMATS,
     assert_same_bits,
     one_thread,
-    plain_call,
-    plain_loop,
     run_layers,
     same_bits,
 )
-
-# By default: as the plain layers.
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("way", ["step", "call"])
-@pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize("partitions", [1, 3, 6])
-def test_by_default_running_statistics_are_those_of_one_micro_batch_after_another(
-    partitions: int, remat: str, way: str, momentum: float | None
-) -> None:
-    layers = network(lambda: nn.BatchNorm1d(6, momentum=momentum))
-    plain = copy.deepcopy(layers)
-    pipe = gpipe.GPipe(layers, partitions, M, remat=remat, seed=0)
-    for step in (0, 1):
-        train(pipe, way)
-        (plain_loop if way == "step" else plain_call)(plain, *data(), F.mse_loss, micro_batches=M, seed=0, step=step)
-        assert_same_bits(pipe, plain)
-    assert layers[1].num_batches_tracked == 2 * M
-
 
 # What deferring leaves as it was.
 
@@ -220,20 +198,6 @@ def test_deferred_statistics_survive_a_large_mean(mean: float) -> None:
     plain(x)
     assert_close(norm, plain, rtol=1e-3)
     torch.testing.assert_close(norm.running_var, x.double().var(0).float(), rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize("way", ["step", "call"])
-@pytest.mark.parametrize("driver", ["threads", "lockstep"])
-def test_deferred_statistics_have_the_same_bits_for_every_cut_and_remat(driver: str, way: str) -> None:
-    outcomes = []
-    for partitions, remat in [(1, "never"), (1, "always"), (2, "always"), (3, "except_last"), (6, "always")]:
-        layers = network(lambda: nn.BatchNorm1d(6))
-        pipe = gpipe.GPipe(layers, partitions, M, remat=remat, driver=driver, deferred_batch_norm=True, seed=0)
-        train(pipe, way, 14)
-        train(pipe, way, 9)
-        outcomes.append({**buffers_of(pipe), **{name: p.grad for name, p in pipe.named_parameters()}})
-    for other in outcomes[1:]:
-        assert all(same_bits(outcomes[0][name], other[name]) for name in outcomes[0])
 
 
 @pytest.mark.parametrize("remat", REMATS)

@@ -16,29 +16,6 @@ from gpipe.stages.tree import Tree
 LAW = settings(derandomize=True, deadline=None, database=None, max_examples=100)
 
 
-def rows_of(rows: int, micro_batches: int) -> list[int]:
-    """The rows that each micro-batch of a pipe is given."""
-    seen: list[int] = []
-
-    class Note(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(len(x))
-            return x
-
-    with torch.no_grad(), gpipe.GPipe([Note()], 1, micro_batches, driver="lockstep") as pipe:
-        assert torch.equal(pipe(torch.arange(rows)), torch.arange(rows))
-    return seen
-
-
-def test_the_first_micro_batches_are_one_row_larger_and_none_is_empty() -> None:
-    assert rows_of(5, 4) == [2, 1, 1, 1]
-    assert rows_of(3, 4) == [1, 1, 1]
-    assert rows_of(1, 4) == [1]
-    assert rows_of(8, 4) == [2, 2, 2, 2]
-    assert rows_of(11, 4) == [3, 3, 3, 2]
-    assert rows_of(7, 1) == [7]
-
-
 def trees(rows: int) -> st.SearchStrategy[Tree]:
     """Tensors of so many rows of any type, tensors without dimensions, other values, in any nesting."""
     shapes = st.lists(st.integers(0, 3), max_size=2).map(lambda rest: (rows, *rest))
@@ -92,25 +69,6 @@ def test_merge_puts_together_what_split_took_apart(drawn: tuple[Tree, int, int])
 
 def test_the_first_tensor_with_dimensions_says_how_many_rows_there_are() -> None:
     assert count_rows((None, 3, torch.tensor(1.0), {"x": torch.zeros(7, 2)}, torch.zeros(5))) == 7
-
-
-def network() -> gpipe.GPipe:
-    return gpipe.GPipe([nn.Linear(3, 2), nn.Linear(2, 1)], partitions=2, micro_batches=4)
-
-
-def test_rows_that_do_not_match_are_refused_all_at_once() -> None:
-    inputs = {"x": torch.zeros(6, 3), "mask": torch.zeros(5), "deep": [None, torch.zeros(1, 6)]}
-    targets = (torch.zeros(6), torch.zeros(7, 2))
-    with pytest.raises(ValueError, match="6 rows") as refusal:
-        network().step(inputs, targets, nn.functional.mse_loss)
-    lines = str(refusal.value).splitlines()
-    assert len(lines) == 3
-    for line, place, shape in zip(
-        lines, ["inputs['mask']", "inputs['deep'][1]", "targets[1]"], ["(5,)", "(1, 6)", "(7, 2)"], strict=True
-    ):
-        assert place in line
-        assert shape in line
-        assert "gpipe.Whole" in line
 
 
 class Weighted(nn.Module):

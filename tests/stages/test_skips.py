@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe import models
 from tests.support.plain_loop import (
     REMATS,
     assert_same_bits,
@@ -221,19 +220,3 @@ def test_a_wrong_return_of_a_layer_that_stashes_is_refused_with_what_it_must_ret
     with pytest.raises(TypeError, match=r"must return \(out, \{name: tensor\}\)") as caught:
         pipe.step(*data(), F.mse_loss)
     assert "layer 0 (0: Bad)" in "\n".join(caught.value.__notes__)
-
-
-# Networks that need skips.
-
-
-def test_a_unet_gives_the_bits_of_the_plain_loop() -> None:
-    torch.manual_seed(0)
-    layers = models.unet(1, 2, inputs=1)
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(3, 1, 64, 64, generator=generator), torch.randn(3, 1, 64, 64, generator=generator)
-    plain = copy.deepcopy(layers)
-    expected = plain_loop(plain, x, y, F.mse_loss, micro_batches=2, seed=3)
-    for partitions, remat in [(1, "always"), (4, "always"), (7, "never")]:
-        pipe = gpipe.GPipe(copy.deepcopy(layers), partitions, 2, remat=remat, seed=3)
-        assert same_bits(pipe.step(x, y, F.mse_loss), expected)
-        assert_same_bits(pipe, plain)

@@ -93,11 +93,6 @@ RANDOM: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def network(kind: str) -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [nn.Linear(WIDTH, WIDTH), RANDOM[kind](), nn.GELU(), RANDOM[kind](), nn.Linear(WIDTH, 2)]
-
-
 def data(rows: int = 8) -> tuple[Tensor, Tensor]:
     return mini_batch(WIDTH, 2, rows)
 
