@@ -66,9 +66,9 @@ def by_counts(gates: Tensor, ids: Tensor, top: int) -> Rows:
 
 
 def by_numpy(gates: Tensor, ids: Tensor, top: int) -> Rows:
-    chosen = gates.detach().argmax(-1).numpy()
+    chosen = gates.detach().argmax(-1).cpu().numpy()
     for at in sorted(set(chosen.tolist())):
-        rows = torch.from_numpy((chosen == at).nonzero()[0])
+        rows = torch.from_numpy((chosen == at).nonzero()[0]).to(gates.device)
         yield at, rows, gates[rows, at, None]
 
 
@@ -94,7 +94,7 @@ def by_expert(gates: Tensor, ids: Tensor, top: int) -> Rows:
 
 
 def densely(gates: Tensor, ids: Tensor, top: int) -> Rows:
-    every = torch.arange(len(gates))
+    every = torch.arange(len(gates), device=gates.device)
     for at in range(gates.shape[-1]):
         yield at, every, gates[:, at, None]
 

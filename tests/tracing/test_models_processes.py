@@ -1,4 +1,4 @@
-"""A model over processes leaves the bits of one process and, where no parameter is tied, of the plain loop.
+"""A model over processes leaves the bits of one process.
 
 It may be built on the meta device, and be larger than the memory of any process. Replicas do what one pipe does that
 is given the micro-batches of all, but for rounding: each adds up the gradients of its own micro-batches first.
@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe.tracing.model import TracedModel
 from tests.support.jobs import model_replicas, too_big
 from tests.support.jobs import models as jobs
-from tests.support.jobs.models import MICRO_BATCHES, SEED, batches, piped, stepped, trained
-from tests.support.open_models import TIED, UNET, batch_of, model_of
-from tests.support.outcomes import Outcome, gradients, optimizer_of, state
-from tests.support.plain_loop import one_thread, parts_of, weights_of
+from tests.support.jobs.models import batches, piped, stepped, trained
+from tests.support.open_models import TIED, model_of
+from tests.support.plain_loop import weights_of
 from tests.support.processes.digests import Digests, digest, digests
 from tests.support.processes.launch import WorkerPool, run_ranks
 from tests.support.processes.outcome import answers
@@ -67,36 +65,6 @@ def test_the_bits_of_one_process(name: str, way: str, pool: WorkerPool) -> None:
     held = [key for _, state in ranks for key in state]
     twice = {key for key in held if held.count(key) > 1}
     assert name in TIED or not twice, twice
-
-
-@one_thread()
-def plainly(name: str) -> Outcome:
-    """Two steps of the loop that everybody writes, with the model itself."""
-    found: Outcome = {}
-    model = model_of(name)
-    replayed = TracedModel(model, batch_of(name))
-    optimizer = optimizer_of(model)
-    for step, given in enumerate(batches(name)):
-        share = 1 / MICRO_BATCHES if name == UNET else 1.0
-        counts = {} if name == UNET else {"num_items_in_batch": (given["labels"][:, 1:] != -100).sum()}
-        losses = []
-        for m, part in enumerate(parts_of(given, MICRO_BATCHES)):
-            with replayed.rng_scope(SEED, step, m):
-                output = model(**part, **counts)  # type: ignore[arg-type]  # a dict
-            losses.append(output["loss"].detach())
-            output["loss"].backward(torch.tensor(share))
-        found[f"{step} loss"] = sum(loss * share for loss in losses)
-        found |= gradients(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        found |= state(model, step)
-    return found
-
-
-@pytest.mark.parametrize("name", ["llama", "unet"])
-def test_the_bits_of_the_plain_loop(name: str) -> None:
-    found, _ = alone(name)
-    assert not [what for what, one in digests(plainly(name)).items() if found[what] != one]
 
 
 @cache

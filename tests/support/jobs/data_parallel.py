@@ -376,27 +376,6 @@ def zero(rank: int, world: int) -> Json:
     return parameters(pipe)
 
 
-def shard(rank: int, world: int, remat: str) -> Json:
-    """Adam over layers whose parameters are spread over the replicas, a stage of which is not; by step and call."""
-    mesh = mesh_of(dp=2, pp=2)
-    pipe = gpipe.GPipe(mlp(), [3, 1], 3, seed=0, mesh=mesh, remat=remat)
-    if rank % 2 == 0:
-        for layer in pipe.children():
-            fully_shard(layer, mesh=mesh["dp"])
-    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
-    norms = []
-    for step in range(STEPS):
-        pipe.step(*part_of(rank, 2, [7, 5], 2 * step), F.mse_loss)
-        x, y = part_of(rank, 2, [7, 5], 2 * step + 1)
-        (F.mse_loss(pipe(x, gather=True), y) * (len(x) / 12)).backward()
-        norms.append(float(pipe.clip_grad_norm_(0.05)))
-        optimizer.step()
-        optimizer.zero_grad()
-    found = parameters(pipe)
-    told = said(lambda: pipe.step(*part_of(rank, 2, [7, 2], 9), F.mse_loss))
-    return {"parameters": found, "norms": norms, "told": told}
-
-
 def shard_once(rank: int, world: int, replicas: int, partitions: int, schedule: str) -> Json:
     """Training with layers that are sharded over the replicas, and not; and what is sent of them in a step."""
     mesh = mesh_of(dp=replicas, pp=partitions)
@@ -503,14 +482,20 @@ class Either(nn.Module):
 
 
 def shard_unlike(rank: int, world: int) -> Json:
-    """Two replicas that use different layers of a sharded stage in a step, and the same ones in the next."""
+    """Two replicas that use different layers of a sharded stage in a step, and the same ones in the next.
+
+    Then one with fewer micro-batches than the other, whose layers could not be gathered together.
+    """
     mesh = mesh_of(dp=2, pp=1)
     pipe = gpipe.GPipe([Either(), nn.Linear(4, 2)], 1, 2, seed=0, mesh=mesh)
     fully_shard(next(pipe.children()), mesh=mesh["dp"])
     told = said(lambda: pipe.step(torch.full((4, 4), 1.0 - 2.0 * rank), torch.zeros(4, 2), F.mse_loss))
     pipe.zero_grad()
     pipe.step(torch.ones(4, 4), torch.zeros(4, 2), F.mse_loss)
-    return {"told": told, "after": [name for name, p in pipe.named_parameters() if p.grad is not None]}
+    after = [name for name, p in pipe.named_parameters() if p.grad is not None]
+    rows = 2 - rank
+    fewer = said(lambda: pipe.step(torch.ones(rows, 4), torch.zeros(rows, 2), F.mse_loss))
+    return {"told": told, "after": after, "fewer": fewer}
 
 
 def split_tensors(rank: int, world: int, sizes: dict[str, int]) -> Json:
@@ -565,7 +550,6 @@ def torchs_own(rank: int, world: int) -> Json:
     """All of these in one process group, since DTensor's caches keep the groups of a mesh that is gone."""
     return {
         "zero": zero(rank, world),
-        "shard": [shard(rank, world, remat) for remat in ("always", "never")],
         "split": [split_tensors(rank, world, sizes) for sizes in ({"pp": 2, "tp": 2}, {"dp": 2, "pp": 1, "tp": 2})],
     }
 
