@@ -43,35 +43,51 @@ def tokens() -> tuple[Tensor, Tensor]:
     return torch.randint(13, (7, 6)), torch.randint(13, (7, 6))
 
 
+def sentences() -> tuple[Tree, Tensor]:
+    """Sources of several lengths, targets, and the words that follow."""
+    source, target = torch.randint(1, 13, (5, 6)), torch.randint(1, 13, (5, 5))
+    lengths = torch.arange(6, 1, -1)[:, None]
+    return (source.where(torch.arange(6) < lengths, 0), target[:, :-1]), target[:, 1:]
+
+
+def with_drop_path() -> list[nn.Module]:
+    layers = models.amoebanet_d(3, 16, 5)
+    models.set_keep(nn.ModuleList(layers), 0.6)
+    return layers
+
+
 @dataclass(frozen=True)
 class Example:
     build: Callable[[], list[nn.Module]]
-    data: Callable[[], tuple[Tensor, Tensor]]
+    data: Callable[[], tuple[Tree, Tensor]]
     loss_fn: Callable[[Tree, Tree], Tensor] = squares
     micro_batches: int = 2
 
 
 transformer = partial(models.transformer_lm, 3, model_dim=12, ffn_dim=20, heads=2, vocab=13, dropout=0.1)
 EXAMPLES = {
-    "amoebanet_d": Example(
-        partial(models.amoebanet_d, 3, 16, 5), partial(images, 32), cross_entropy, micro_batches=2
-    ),
+    "amoebanet_d, drop path": Example(with_drop_path, partial(images, 32), cross_entropy, micro_batches=2),
     "amoebanet_b, auxiliary head": Example(
         partial(models.amoebanet_b, 3, 16, 5, aux_head=True, image_size=67), partial(images, 67), with_auxiliary
     ),
     "unet": Example(partial(models.unet, 1, 2, inputs=1), pictures),
     "transformer": Example(transformer, tokens, cross_entropy, micro_batches=3),
     "transformer, tied": Example(partial(transformer, tied=True), tokens, cross_entropy, micro_batches=3),
+    "translation, tied": Example(
+        partial(models.transformer, 2, 20, heads=3, model_dim=12, head_dim=5, vocab=13, matrices=1, dropout=0.1),
+        sentences,
+        cross_entropy,
+    ),
 }
 
 
-def made(name: str) -> tuple[Example, list[nn.Module], Tensor, Tensor]:
+def made(name: str) -> tuple[Example, list[nn.Module], Tree, Tensor]:
     torch.manual_seed(0)
     example = EXAMPLES[name]
     return (example, example.build(), *example.data())
 
 
-def train_plainly(example: Example, layers: list[nn.Module], x: Tensor, y: Tensor, way: str, step: int) -> Tensor:
+def train_plainly(example: Example, layers: list[nn.Module], x: Tree, y: Tensor, way: str, step: int) -> Tensor:
     with lent(layers) as own:
         return laws.train_plainly(
             own, x, y, example.loss_fn, way, micro_batches=example.micro_batches, seed=2, step=step

@@ -22,7 +22,6 @@ from gpipe.runtime import offload
 from gpipe.runtime.offload import FileHost, Inside
 from gpipe.runtime.streams import RankStream
 from gpipe.schedule.action import Action, Kind
-from gpipe.schedule.schedules import SCHEDULES
 from gpipe.schedule.schedules.by_name import program_of
 from gpipe.schedule.simulate import figures
 
@@ -69,18 +68,6 @@ def trained(**how: Any) -> tuple[list[Tensor], gpipe.GPipe]:
 
 def same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(map(torch.equal, some, others)) and len(some) == len(others)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_bits_are_those_of_what_was_never_moved(schedule: str) -> None:
-    wanted, _ = trained(remat="never", partitions=1)
-    for remat, driver in (("offload", "threads"), ("offload", "lockstep")):
-        found, pipe = trained(remat=remat, driver=driver, schedule=schedule)
-        assert same(found, wanted)
-        assert any(action.kind is Kind.OFFLOAD for action in pipe.program.actions)
-    stages = len(pipe.program.rank_of)
-    found, _ = trained(remat=(["offload", "always", "never", 1] * stages)[:stages], schedule=schedule)
-    assert same(found, wanted)
 
 
 def inside_of(layer: nn.Module, x: Tensor) -> tuple[Inside, Tensor]:

@@ -1,4 +1,3 @@
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -7,10 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import gpipe
 from gpipe.models import DropPath, amoebanet_b, amoebanet_d, drop_path_keep, set_keep
 from gpipe.recipes.models.amoebanet import Cell
-from tests.support.plain_loop import Tree, assert_same_bits, plain_loop, same_bits
 
 
 @given(steps=st.integers(1, 10**6), final=st.floats(0.01, 1), data=st.data())
@@ -57,24 +54,3 @@ def test_it_falls_on_what_operations_give_but_none(build: Callable[[int, int], l
     cell(torch.randn(2, 32, 8, 8))
     names = [name for pair in cell.genotype.pairs for name, _ in pair]
     assert len(falls) == 8 == sum(name != "none" for name in names)
-
-
-def logits_squared(output: Tree, target: Tree) -> Tensor:
-    assert isinstance(output, Tensor)
-    return output.square().mean()
-
-
-def test_the_bits_are_those_of_the_plain_loop_for_every_cut() -> None:
-    torch.manual_seed(0)
-    layers, images = amoebanet_d(3, 16, 5), torch.randn(4, 3, 32, 32)
-    plain = copy.deepcopy(layers)
-    losses = []
-    for step in (0, 1):
-        set_keep(nn.ModuleList(plain), drop_path_keep(step + 1, 2, final=0.5))
-        losses.append(plain_loop(plain, images, images, logits_squared, micro_batches=2, seed=3, step=step))
-    for partitions, remat in [(1, "always"), (2, "always"), (3, "except_last")]:
-        with gpipe.GPipe(copy.deepcopy(layers), partitions, 2, remat=remat, seed=3) as pipe:
-            for step in (0, 1):
-                set_keep(pipe, drop_path_keep(step + 1, 2, final=0.5))
-                assert same_bits(pipe.step(images, images, logits_squared), losses[step])
-            assert_same_bits(pipe, plain)

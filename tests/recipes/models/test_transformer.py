@@ -1,4 +1,4 @@
-"""The Transformers: what the paper counts, what each position may know, and the bits of the plain loop."""
+"""The Transformers: what the paper counts, and what each position may know."""
 
 import copy
 from collections.abc import Callable
@@ -12,8 +12,6 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe.models import transformer, transformer_lm
-from tests.support.plain_loop import Tree, assert_same_bits, plain_loop, same_bits
-from tests.support.shared_weights import lent
 
 VOCAB = 13
 Build = Callable[..., list[nn.Module]]
@@ -177,38 +175,6 @@ def test_every_word_of_the_source_changes_every_logit(quiet: list[nn.Module]) ->
         changed = source.clone()
         changed[:, at] = source[:, at] % (VOCAB - 1) + 1
         assert not torch.isclose(before, run(quiet, target, changed)).all(dim=2).any()
-
-
-def loss_of(logits: Tree, labels: Tree) -> Tensor:
-    assert isinstance(logits, Tensor)
-    assert isinstance(labels, Tensor)
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
-
-
-def batch_of(rows: int, source: int, target: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Sentences of different lengths, made as long as these by padding."""
-    given, wanted = words(rows, source), words(rows, target + 1)
-    for row in range(rows):
-        given[row, max(1, source - row) :] = 0
-        wanted[row, max(2, target + 1 - row) :] = 0
-    return (given, wanted[:, :-1]), wanted[:, 1:]
-
-
-@pytest.mark.parametrize("matrices", [1, 2, 3])
-def test_it_trains_to_the_bits_of_the_plain_loop_for_every_cut_and_changing_lengths(matrices: int) -> None:
-    torch.manual_seed(0)
-    layers = tiny(2, matrices=matrices, clip_logits=1.0, dropout=0.1)
-    batches = [batch_of(5, 6, 4), batch_of(4, 3, 8)]
-    plain = copy.deepcopy(layers)
-    losses = []
-    for step, (inputs, labels) in enumerate(batches):
-        with lent(plain) as own:
-            losses.append(plain_loop(own, inputs, labels, loss_of, micro_batches=2, seed=3, step=step))
-    for partitions, remat in [(1, "always"), (2, "always"), (3, "except_last"), (3, "never")]:
-        with gpipe.GPipe(copy.deepcopy(layers), partitions, 2, remat=remat, seed=3) as pipe:
-            for (inputs, labels), loss in zip(batches, losses, strict=True):
-                assert same_bits(pipe.step(inputs, labels, loss_of, reduction="mean"), loss)
-            assert_same_bits(pipe, plain)
 
 
 def test_all_mistakes_are_told_at_once() -> None:
