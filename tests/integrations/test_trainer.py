@@ -91,41 +91,36 @@ def test_a_plan_says_how(tmp_path: Path) -> None:
     assert apart(found, train(Trainer, "llama", tmp_path)) == 0.0
 
 
-def test_a_subclass_computes_its_own_loss(tmp_path: Path) -> None:
-    class Own:
-        def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            labels = inputs.pop("labels")
-            output = model(**inputs)
-            loss = next_words(output, labels) + 0.01 * output.logits.square().mean()
-            return (loss, output) if return_outputs else loss
+class OwnLoss:
+    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        output = model(**inputs)
+        loss = next_words(output, labels) + 0.01 * output.logits.square().mean()
+        return (loss, output) if return_outputs else loss
 
-        loss_is_scaled_for_ga = False
+    loss_is_scaled_for_ga = False
 
-    class Plain(Own, Trainer):  # type: ignore[misc]  # as untyped as users write it
-        pass
 
-    class Piped(Own, GPipeTrainer):  # type: ignore[misc]
-        pass
+class ModelsLoss:
+    """Gives the model's own loss without the count: it has means."""
 
+    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        output = model(**inputs)
+        return (output.loss, output) if return_outputs else output.loss
+
+
+class OwnOptimizer:
+    def create_optimizer(self: Any, model: Any = None) -> Any:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        return self.optimizer
+
+
+@pytest.mark.parametrize("own", [OwnLoss, ModelsLoss, OwnOptimizer])
+def test_what_a_subclass_does_in_its_own_way_is_done(own: type, tmp_path: Path) -> None:
     how = arguments(eval_strategy="epoch")
-    found = train(partial(Piped, partitions=2), "llama", tmp_path, **how)
-    assert apart(found, train(Plain, "llama", tmp_path, **how)) == 0.0
-
-
-def test_a_subclass_that_gives_the_models_own_loss_without_the_count_has_means(tmp_path: Path) -> None:
-    class Own:
-        def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            output = model(**inputs)
-            return (output.loss, output) if return_outputs else output.loss
-
-    class Plain(Own, Trainer):  # type: ignore[misc]  # as untyped as users write it
-        pass
-
-    class Piped(Own, GPipeTrainer):  # type: ignore[misc]
-        pass
-
-    found = train(partial(Piped, partitions=2), "llama", tmp_path)
-    assert apart(found, train(Plain, "llama", tmp_path)) == 0.0
+    plain, through_pipe = (type("Mine", (own, base), {}) for base in (Trainer, GPipeTrainer))
+    found = train(partial(through_pipe, partitions=2), "llama", tmp_path, **how)
+    assert apart(found, train(plain, "llama", tmp_path, **how)) == 0.0
 
 
 def test_a_collator_that_draws_for_itself_has_drawn_nothing_for_the_sample(tmp_path: Path) -> None:
@@ -140,22 +135,6 @@ def test_a_collator_that_draws_for_itself_has_drawn_nothing_for_the_sample(tmp_p
 
     found = train(TWO, "llama", tmp_path, data_collator=Masks())
     assert apart(found, train(Trainer, "llama", tmp_path, data_collator=Masks())) == 0.0
-
-
-def test_a_subclass_makes_its_own_optimizer(tmp_path: Path) -> None:
-    class Own:
-        def create_optimizer(self: Any, model: Any = None) -> Any:
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-            return self.optimizer
-
-    class Plain(Own, Trainer):  # type: ignore[misc]  # as untyped as users write it
-        pass
-
-    class Piped(Own, GPipeTrainer):  # type: ignore[misc]
-        pass
-
-    found = train(partial(Piped, partitions=2), "llama", tmp_path)
-    assert apart(found, train(Plain, "llama", tmp_path)) == 0.0
 
 
 def test_callbacks_see_the_same_events(tmp_path: Path) -> None:
@@ -651,15 +630,3 @@ def test_arguments_that_cannot_be_had_are_refused_all_at_once(tmp_path: Path) ->
         TypeError, match=r"micro_batches=: M is gradient_accumulation_steps=.*; slices=: compute_loss "
     ):
         trainer_of(partial(TWO, micro_batches=4, slices=2), model_of("llama"), "llama", tmp_path)
-
-
-def test_any_trainer_is_pipelined(tmp_path: Path) -> None:
-    class Mine(Trainer):
-        def compute_loss(self, *args: Any, **how: Any) -> Any:
-            return super().compute_loss(*args, **how)
-
-    class Piped(Pipelined, Mine):
-        pass
-
-    found = train(partial(Piped, partitions=2), "llama", tmp_path)
-    assert apart(found, train(Mine, "llama", tmp_path)) == 0.0
