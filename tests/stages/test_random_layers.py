@@ -5,7 +5,7 @@ Torch's own generator stays to those who draw from it: layers that touch it, and
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,53 +16,6 @@ import gpipe
 from tests.support.odd_layers import Apply
 from tests.support.plain_loop import REMATS, assert_same_bits, same_bits
 from tests.support.random_layers import WIDTH, M, data, run, run_plainly
-
-
-class Mask(nn.Module):
-    """Keeps the masks that it draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.masks: list[Tensor] = []
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = F.dropout(torch.ones(64))
-        self.masks.append(mask)
-        return x * mask[:WIDTH] * self.scale
-
-
-def all_different(drawn: Sequence[Tensor]) -> bool:
-    return len({tuple(mask.tolist()) for mask in drawn}) == len(drawn)
-
-
-def test_every_micro_batch_step_layer_and_seed_draws_its_own() -> None:
-    drawn = []
-    for seed in (0, 1):
-        layers = [Mask(), Mask()]
-        pipe = gpipe.GPipe(layers, 1, M, remat="never", driver="lockstep", seed=seed)
-        for _ in range(2):
-            pipe.step(data()[0], data()[0], F.mse_loss)
-        drawn += [mask for layer in layers for mask in layer.masks]
-    assert len(drawn) == 2 * 2 * 2 * M
-    assert all_different(drawn)
-    pipe.step_number = 1
-    pipe.step(data()[0], data()[0], F.mse_loss)
-    assert all(
-        torch.equal(*masks) for masks in zip(layers[0].masks[M : 2 * M], layers[0].masks[2 * M :], strict=True)
-    )
-
-
-def test_a_call_keys_its_recompute_by_its_own_step() -> None:
-    layer = Mask()
-    pipe = gpipe.GPipe([layer], 1, M, remat="always", driver="lockstep", seed=0)
-    first, second = pipe(data()[0]), pipe(data()[0])
-    second.sum().backward()
-    first.sum().backward()
-    forwards, recomputes = layer.masks[: 2 * M], layer.masks[2 * M :]
-    assert all_different(forwards)
-    again = [*recomputes[M:], *recomputes[:M]]
-    assert all(torch.equal(one, other) for one, other in zip(forwards, again, strict=True))
 
 
 def test_evaluation_draws_nothing_from_dropout_and_noise_is_keyed_there_too() -> None:
