@@ -225,20 +225,6 @@ def test_the_zero_redundancy_optimizer_spreads_its_state_over_replicas(torchs_ow
     assert_close(found, dict(adam(12, None)[0].named_parameters()), rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "sizes", [(1, 1, "1f1b"), (1, 2, "zb_h1"), (2, 2, "gpipe"), (2, 2, "zb_h1"), (3, 1, "1f1b")], ids=str
-)
-def test_sharded_layers_have_the_bits_of_replicas_and_are_sent_once_a_step(sizes: tuple[int, int, str]) -> None:
-    """Steps in pairs, a call and evaluations, after two steps that failed."""
-    for answer in answers(run_ranks(sizes[0] * sizes[1], jobs.shard_once, *sizes)):
-        whole, sharded = answer["found"]
-        assert whole == sharded
-        assert whole[0][:2] == [True, True]
-        few, many = answer["sent"]
-        assert few == many
-        assert (few[1] > 0) == (sizes[0] > 1)
-
-
 def test_all_ranks_skip_the_same_steps_where_some_layers_are_spread() -> None:
     """Of a DTensor beside others torch's scaler says "mixed torch.Tensor and DTensor"."""
     for answer in answers(run_ranks(2, jobs.scale_shards)):

@@ -376,54 +376,11 @@ def zero(rank: int, world: int) -> Json:
     return parameters(pipe)
 
 
-def shard_once(rank: int, world: int, replicas: int, partitions: int, schedule: str) -> Json:
-    """Training with layers that are sharded over the replicas, and not; and what is sent of them in a step."""
-    mesh = mesh_of(dp=replicas, pp=partitions)
-    rows, found = [7, 5, 6][:replicas], []
-    for sharded in (False, True):
-        pipe = gpipe.GPipe(mlp(), partitions, 3, seed=0, mesh=mesh, schedule=schedule)
-        if sharded:
-            for layer in pipe.children():
-                fully_shard(layer, mesh=mesh["dp"])
-        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
-        steps: list[Any] = []
-        for fails in (FailsAtLast(2), lambda *_: 1 // 0):  # in the backward of a layer, and behind the forward of one
-            layer = next(pipe.children())
-            handle = layer.register_forward_hook(lambda *given, fails=fails: fails(given[-1]))
-            failing = partial(pipe.step, *part_of(rank, partitions, rows, 0), F.mse_loss)
-            steps.append("Error" in said(failing))
-            handle.remove()
-            pipe.zero_grad()
-        for step in range(STEPS):
-            for turn in (0, 1):
-                pipe.step(*part_of(rank, partitions, rows, 2 * step + turn), F.mse_loss)
-            steps += evaluations(pipe, *part_of(rank, partitions, rows, step))
-            steps += [whole_gradients(pipe), float(pipe.clip_grad_norm_(0.05)), whole_gradients(pipe)]
-            optimizer.step()
-            optimizer.zero_grad()
-        x, y = part_of(rank, partitions, rows, 9)
-        (F.mse_loss(pipe(x, gather=True), y) * (len(x) / sum(rows))).backward()
-        steps.append(whole_gradients(pipe))
-        with torch.no_grad():
-            pipe(x)
-            steps.append(next(pipe.children())(data(9, 4)[0]).tolist())  # by torch's own gather
-        found.append([steps, parameters(pipe)])
-        pipe.close()
-    sent = []
-    for micro_batches in (2, 6):
-        pipe = gpipe.GPipe(mlp(), partitions, micro_batches, seed=0, mesh=mesh)
-        for layer in pipe.children():
-            fully_shard(layer, mesh=mesh["dp"])
-        with gpipe.record(pipe) as recording:
-            pipe.step(*part_of(rank, partitions, [6] * replicas, 0), F.mse_loss)
-        shards = [message for message in recording.messages() if message.what == "shards" and message.kind == "send"]
-        sent.append([len(shards), sum(message.bytes for message in shards)])
-        pipe.close()
-    return {"found": found, "sent": sent}
-
-
 def shard_some(rank: int, world: int, replicas: int, cases: list[tuple[str, int, int, str, list[int]]]) -> Json:
-    """What training leaves by case, with no layers sharded and with these, each stage of which is gathered once."""
+    """What training leaves by case, with no layers sharded and with these, each stage of which is gathered once.
+
+    Steps in pairs, evaluations and a call, after two steps that failed: in a backward, and behind a forward.
+    """
     partitions = world // replicas
     mesh, rows, found = mesh_of(dp=replicas, pp=partitions), [7, 9, 6][:replicas], []
     for schedule, each, micro_batches, remat, layers in cases:
@@ -435,19 +392,30 @@ def shard_some(rank: int, world: int, replicas: int, cases: list[tuple[str, int,
                 if int(name) in sharded:
                     fully_shard(layer, mesh=mesh["dp"])
             optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+            for fails in (FailsAtLast(min(2, micro_batches)), lambda *_: 1 // 0):
+                handle = next(pipe.children()).register_forward_hook(lambda *given, fails=fails: fails(given[-1]))
+                assert "Error" in said(partial(pipe.step, *part_of(rank, partitions, rows, 0), F.mse_loss))
+                handle.remove()
+                pipe.zero_grad()
             for step in range(2):
-                with gpipe.record(pipe) as recording:
-                    left.append(float(pipe.step(*part_of(rank, partitions, rows, step), F.mse_loss)))
+                for turn in (0, 1):
+                    with gpipe.record(pipe) as recording:
+                        left.append(float(pipe.step(*part_of(rank, partitions, rows, step + turn), F.mse_loss)))
                 left += evaluations(pipe, *part_of(rank, partitions, rows, step))
-                left.append(whole_gradients(pipe))
+                left += [whole_gradients(pipe), float(pipe.clip_grad_norm_(0.05)), whole_gradients(pipe)]
                 optimizer.step()
                 optimizer.zero_grad()
             x, y = part_of(rank, partitions, rows, 2)
             (F.mse_loss(pipe(x, gather=True), y) * (len(x) / sum(rows))).backward()
             left += [whole_gradients(pipe), parameters(pipe)]
+            with torch.no_grad():
+                pipe(x)
+                left.append(next(pipe.children())(x).tolist())  # by torch's own gather
+            shards = [message for message in recording.messages() if message.what == "shards"]
             spans, table = recording.timelines[-1].spans, pipe.program.table
             stages = [own.index for own in pipe._engine.own if any(layer.index in sharded for layer in own.layers)]
             right = {(kind, stage) for stage in stages for kind in SHARDS if replicas > 1}
+            assert bool(shards) == (bool(sharded) and replicas > 1)
             for actions in ([span.action for span in spans if span.rank == rank], table[rank % partitions]):
                 assert sorted(str(a) for a in actions if a.kind in SHARDS) == sorted(
                     f"{s}{k.value}" for k, s in right
