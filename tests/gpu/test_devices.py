@@ -1,7 +1,7 @@
 """The laws on an accelerator: several stages of one device on streams of their own, and stages on it and the CPU."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from gpipe.distributed.codec import decode, encode
 from gpipe.schedule.schedules import SCHEDULES
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.tree import copy_of
+from tests.support.plain_loop import assert_same_bits, plain_loop
 
 THERE = accelerators()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not THERE, reason="needs an accelerator")]
@@ -68,22 +69,6 @@ CASES: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[], tuple[Tensor,
 }
 
 
-def plain_loop(
-    layers: Sequence[nn.Module], x: Tensor, y: Tensor, loss_fn: Loss, micro_batches: int, seed: int, step: int
-) -> Tensor:
-    parts = list(zip(x.tensor_split(micro_batches), y.tensor_split(micro_batches), strict=True))
-    losses = []
-    for m, (value, target) in enumerate(parts):
-        for index, layer in enumerate(layers):
-            with gpipe.rng_scope(seed, step, index, m):
-                value = layer(value)
-        losses.append(loss_fn(value, target))
-    shares = [len(value) / len(x) for value, _ in parts]
-    for loss, share in zip(losses, shares, strict=True):
-        loss.backward(torch.full_like(loss, share))
-    return torch.stack([loss.detach() * share for loss, share in zip(losses, shares, strict=True)]).cumsum(0)[-1]
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     ("partitions", "schedule"), [(1, "gpipe"), (2, "gpipe"), (4, "gpipe"), *((2, name) for name in SCHEDULES)]
@@ -107,7 +92,7 @@ def test_bits_are_those_of_the_plain_loop_on_the_device(
         for parameters in (pipe.parameters(), nn.Sequential(*plain).parameters())
     ]
     for step in range(3):
-        reference = plain_loop(plain, x, y, loss_fn, 4, 3, step)
+        reference = plain_loop(plain, x, y, loss_fn, micro_batches=4, seed=3, step=step)
         if way == "step":
             assert torch.allclose(pipe.step(x, y, loss_fn), reference)
         else:
@@ -116,19 +101,11 @@ def test_bits_are_those_of_the_plain_loop_on_the_device(
                 for out, target in zip(pipe(x).tensor_split(4), y.tensor_split(4), strict=True)
             ]
             torch.stack(losses).sum().backward()
-        assert_same(pipe, nn.Sequential(*plain))
+        assert_same_bits(pipe, plain)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(pipe, nn.Sequential(*plain))
-
-
-def assert_same(pipe: nn.Module, plain: nn.Module) -> None:
-    for (name, ours), (_, theirs) in zip(pipe.named_parameters(), plain.named_parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
-        assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad), name  # type: ignore[arg-type]
-    for (name, own), (_, other) in zip(pipe.named_buffers(), plain.named_buffers(), strict=True):
-        assert torch.equal(own, other), name
+    assert_same_bits(pipe, plain)
 
 
 def test_stages_on_a_device_and_the_cpu_train_together() -> None:

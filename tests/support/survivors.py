@@ -24,7 +24,7 @@ from gpipe.distributed import context, endpoint, reduce, survivors
 from gpipe.distributed.failures import FailureDetector
 from gpipe.distributed.survivors import Meeting
 from gpipe.planner.search import tables
-from tests.support.plain_loop import one_thread, parts_of, run_layers
+from tests.support.plain_loop import accumulated, one_thread, parts_of, run_layers
 from two_hosts.relay import WIRE, enter
 
 MICRO_BATCHES, ROWS, SEED = 3, 7, 5
@@ -155,9 +155,8 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
         before = pipe.living
         loss = pipe.step(x, y, mse_loss, losses=losses)
         each = [float(one.item()).hex() for one in losses]
-        living = (
-            pipe.living if len(losses) == MICRO_BATCHES * len(pipe.living) else before
-        )  # it ended, and then the loss
+        ends = len(losses) == MICRO_BATCHES * len(pipe.living)  # or it ended, and then the loss
+        living = pipe.living if ends else before
         ended = {
             "ended": step,
             "loss": float(loss.item()).hex(),
@@ -367,9 +366,7 @@ def undisturbed(living: Sequence[Sequence[int]], *, clips: bool = False) -> tupl
     optimizers = {replica: optimizer_of(model.parameters()) for replica, model in whole.items()}
     records: list[Record] = []
     for step, now in enumerate(living):
-        source = next(
-            (replica for replica in now if replica in whole), min(whole)
-        )  # who came back may be alone at once
+        source = next((replica for replica in now if replica in whole), min(whole))  # who came back may be alone
         for replica in {*now} - whole.keys():
             whole[replica] = deepcopy(whole[source])
             optimizers[replica] = optimizer_of(whole[replica].parameters())
@@ -377,20 +374,15 @@ def undisturbed(living: Sequence[Sequence[int]], *, clips: bool = False) -> tupl
         whole = {replica: whole[replica] for replica in now}
         batches = {replica: [parts_of(part, MICRO_BATCHES) for part in data(step, replica)] for replica in now}
         rows = float(sum(ROWS + replica for replica in now))
-        total: Any = None
+        total: Any = 0
         each: list[str] = []
         for at, (replica, (inputs, targets)) in enumerate(batches.items()):
-            loss: Any = None
-            for m, (x, y) in enumerate(cast(Any, zip(inputs, targets, strict=True))):
-                layers: Any = whole[replica]
-                first = at * MICRO_BATCHES
-                output: Any = run_layers([*layers], x, seed=SEED, step=step, micro_batch=first + m)
-                part = mse_loss(output, y)
-                share = len(x) / rows
-                part.backward(torch.full_like(part, share))
-                each.append(float(part.item()).hex())
-                loss = part.detach() * share if loss is None else loss + part.detach() * share
-            total = loss if total is None else total + loss
+            layers: Any = whole[replica]
+            parts = enumerate(zip(inputs, targets, strict=True), at * MICRO_BATCHES)
+            outputs = ((run_layers([*layers], x, seed=SEED, step=step, micro_batch=m), y) for m, (x, y) in parts)
+            losses = [mse_loss(*both) for both in cast(Any, outputs)]
+            each += [float(loss.item()).hex() for loss in losses]
+            total = total + accumulated(losses, [len(x) / rows for x in cast(Any, inputs)])
         for some in zip(*(model.parameters() for model in whole.values()), strict=True):
             gradient = some[0].grad.clone()
             for other in some[1:]:
