@@ -59,17 +59,6 @@ def capacity_drops(draw: Draw) -> Case:
 
 
 @kind()
-def frozen_parts(draw: Draw) -> Case:
-    """Layers at the front, in the middle or at the end are frozen, some parameters only; perhaps all but one."""
-    width = draw.width()
-    case = network(draw, width, [plain(draw, width), nn.Linear(width, width), plain(draw, width)])
-    parameters = [p for layer in case.layers for p in layer.parameters()]
-    for p in draw.sample(parameters, draw.randint(1, len(parameters) - 1)):
-        p.requires_grad_(False)
-    return case
-
-
-@kind()
 def unused_parameters(draw: Draw) -> Case:
     """Parameters without any use, used in some micro-batches only, or only in evaluation."""
     width = draw.width()

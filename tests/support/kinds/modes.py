@@ -78,12 +78,6 @@ def requires_grad_toggled(draw: Draw) -> Case:
 
 
 @kind()
-def accumulating_steps(draw: Draw) -> Case:
-    """Two steps before the optimizer's: gradients add, as in torch."""
-    return switching(draw, linear, optimize=lambda step: step % 2 == 1)
-
-
-@kind()
 def no_grad_within(draw: Draw) -> Case:
     """Layers that switch gradients off and on by themselves."""
 

@@ -119,16 +119,3 @@ def checkpoint_sequential_with_dropout(draw: Draw) -> Case:
         return Block(blocks, how if own else None)
 
     return both(draw, width, lambda own: [layer(own)])
-
-
-@kind("errors")
-def checkpoint_of_attention(draw: Draw) -> Case:
-    """A transformer block with dropout under checkpoint, beside plain ones."""
-    width, reentrant = draw.choice((4, 8)), draw.maybe()
-
-    def layer(own: bool) -> nn.Module:
-        block = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.2, batch_first=True)
-        rows = nn.Sequential(nn.Unflatten(1, (1, width)), block, nn.Flatten())
-        return Block(rows, checkpointed(reentrant) if own else None)
-
-    return both(draw, width, lambda own: [layer(own), layer(own and draw.maybe())])

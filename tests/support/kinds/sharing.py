@@ -196,18 +196,3 @@ def sparse_embedding(draw: Draw) -> Case:
         first = [nn.EmbeddingBag(count, width, sparse=True)]
     batches = [(draw.labels(draw.rows, 4, classes=count), torch.randn(draw.rows, 3)) for _ in range(draw.steps)]
     return Case([*first, plain(draw, width), nn.Linear(width, 3)], batches)
-
-
-@kind()
-def tied_parameters(draw: Draw) -> Case:
-    """Parameters tied by identity: weights, biases, both, behind a parametrization."""
-    width, how = draw.width(), draw.randint(0, 3)
-    first, last = nn.Linear(width, width), nn.Linear(width, width)
-    if how == 3:
-        nn.utils.parametrizations.weight_norm(first)
-    if how in (0, 2):
-        last.weight = first.weight
-    if how:
-        last.bias = first.bias
-    middle = [plain(draw, width) for _ in range(draw.randint(0, 3))]
-    return Case([first, *middle, last, nn.Linear(width, width)], mini_batches(draw, width), oracle="shared")

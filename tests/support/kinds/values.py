@@ -185,16 +185,6 @@ def other_dtypes(draw: Draw) -> Case:
     return Case(layers, mini_batches(draw, WIDTH))
 
 
-@kind()
-def changing_lengths(draw: Draw) -> Case:
-    """Sequences and batches of other sizes in each step, through recurrent layers."""
-    sizes = [(draw.randint(1, 8), draw.randint(1, 9)) for _ in range(3)]
-    first, second = (nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(2))
-    layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), first, Apply(lambda v: v[0]), nn.Dropout(0.3), second]
-    batches = [(torch.randn(rows, length, WIDTH), torch.randn(rows, WIDTH)) for rows, length in sizes]
-    return Case([*layers, Apply(lambda v: v[0][:, -1])], batches)
-
-
 class Attributes(dict):  # type: ignore[type-arg]  # as people write it
     __getattr__ = dict.__getitem__
 
