@@ -32,11 +32,11 @@ def network(seed: int = 0) -> list[nn.Module]:
         ]  # fmt: skip
 
 
-def normed(momentum: float | None = 0.1) -> list[nn.Module]:
+def normed() -> list[nn.Module]:
     with weights_of(1):
         return [
-            nn.Linear(WIDTH, 8), nn.BatchNorm1d(8, momentum=momentum), nn.Dropout(0.3), nn.Tanh(),
-            nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=momentum), nn.ReLU(), nn.Linear(8, WIDTH),
+            nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(),
+            nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, WIDTH),
         ]  # fmt: skip
 
 
@@ -48,15 +48,6 @@ def tied_network() -> list[nn.Module]:
 
 def squared(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
-
-
-def of_valid(target: Tensor) -> Tensor:
-    return (target[:, 0] > 0).sum()
-
-
-def loss_of_valid(output: Tensor, target: Tensor) -> Tensor:
-    valid = target[:, :1] > 0
-    return ((output - target) ** 2 * valid).sum() / valid.sum()
 
 
 def with_metrics(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Any]]:

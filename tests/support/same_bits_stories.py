@@ -13,12 +13,9 @@ from tests.support.networks import (
     WIDTH,
     WORDS,
     data,
-    loss_of_valid,
     network,
     normed,
-    of_valid,
     squared,
-    tied_network,
     with_metrics,
     words,
 )
@@ -64,19 +61,8 @@ def not_contiguous(make: Make) -> Outcome:
     return found | noted(pipe, "end")
 
 
-def batch_norm(make: Make) -> Outcome:
-    """Statistics of one micro-batch after another, then evaluation by them."""
-    pipe = make(normed())
-    found = steps(pipe, [(13,), (9,), (11,)], optimizer_of(pipe))
-    pipe.eval()
-    with torch.no_grad():
-        found["evaluation"] = pipe(data(5, 10)[0], gather=True)
-        found["validation"] = pipe.step(*data(6, 3), F.mse_loss)
-    return found
-
-
-def deferred_batch_norm(make: Make, momentum: float | None = 0.1) -> Outcome:
-    pipe = make(normed(momentum), deferred_batch_norm=True)
+def deferred_batch_norm(make: Make) -> Outcome:
+    pipe = make(normed(), deferred_batch_norm=True)
     found = steps(pipe, [(13,), (9,)])
     loss = F.mse_loss(pipe(data(2, 8)[0], gather=True), data(2, 8)[1])
     loss.backward()
@@ -85,10 +71,6 @@ def deferred_batch_norm(make: Make, momentum: float | None = 0.1) -> Outcome:
     with torch.no_grad():
         found["evaluation"] = pipe(data(5, 10)[0], gather=True)
     return found
-
-
-def cumulative_deferred_batch_norm(make: Make) -> Outcome:
-    return deferred_batch_norm(make, None)
 
 
 class Twice(nn.Module):
@@ -132,12 +114,6 @@ def adam_of(pipe: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam([*pipe.parameters()] or [torch.zeros(1)], lr=0.05)
 
 
-def tied_by_identity(make: Make) -> Outcome:
-    layers = tied_network()
-    layers[-1].weight = layers[0].weight
-    return train_words(make(layers))
-
-
 def tied_by_name(make: Make) -> Outcome:
     """Layers that each process builds by itself: the copies have the value of the first."""
     makers: list[Callable[[], nn.Module]] = [
@@ -151,30 +127,10 @@ def tied_by_name(make: Make) -> Outcome:
     return train_words(make(makers, ties=[("0.weight", "5.weight"), ("1.weight", "3.weight")]))
 
 
-def tied_modules_by_name(make: Make) -> Outcome:
-    """Modules whose weights differ before they are tied."""
-    return train_words(make(tied_network(), ties=[("0.weight", "9.weight")]))
-
-
 def autocast(make: Make) -> Outcome:
     pipe = make(network())
     with torch.autocast("cpu", torch.bfloat16):
         return steps(pipe, [(10,), (3,)])
-
-
-def reductions(make: Make) -> Outcome:
-    """Also a micro-batch of weight 0, whose loss is NaN."""
-    pipe = make(network())
-    found: Outcome = {}
-    ways: list[tuple[Any, float]] = [("mean", 1024.0), ("sum", 0.3), (of_valid, 1.0), (of_valid, 65536.0)]
-    for step, (reduction, scale) in enumerate(ways):
-        x, y = data(step, 11)
-        y[3:6, 0] = -1
-        y[-1, 0] = 1
-        loss_fn = loss_of_valid if callable(reduction) else F.mse_loss
-        found[f"{step} loss"] = pipe.step(x, y, loss_fn, reduction=reduction, scale=scale)
-        found |= noted(pipe, step)
-    return found
 
 
 def metrics(make: Make) -> Outcome:
@@ -301,10 +257,8 @@ class Story:
 STORIES: Mapping[str, Story] = {
     script.__name__: Story(script, plain)
     for script, plain in [
-        (shapes_change, True), (one_dimension_more, True), (not_contiguous, True), (batch_norm, True),
-        (deferred_batch_norm, False), (cumulative_deferred_batch_norm, False), (skips, True),
-        (tied_by_identity, False), (tied_by_name, False), (tied_modules_by_name, False), (autocast, True),
-        (reductions, True), (metrics, False), (calls, False),
+        (shapes_change, True), (one_dimension_more, True), (not_contiguous, True), (deferred_batch_norm, False),
+        (skips, True), (tied_by_name, False), (autocast, True), (metrics, False), (calls, False),
         (without_gradients, True), (clipping, False), (double, True), (built_lazily, False), (frozen, True),
         (whole, False), (grow_and_shrink, True),
     ]
