@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.tracing.parts import find_blocks
+from tests.support.beside_plain import Case, assert_as_plain
 from tests.support.clock import Clock
-from tests.support.plain_loop import accumulated, same_bits
+from tests.support.handwritten import vectors
 
 
 class Repeated(nn.Module):
@@ -61,35 +62,20 @@ class Stages(nn.Module):
         return self.head(x).square().mean()
 
 
-def trained(model: nn.Module, x: Tensor, partitions: int, micro_batches: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of one step, and the gradients; of the plain loop for no partitions."""
-    own = copy.deepcopy(model)
-    if partitions:
-        with gpipe.GPipe(own, partitions, micro_batches, sample=x, costs="params") as pipe:
-            total = pipe.step(x)
-    else:
-        total = accumulated(map(own, x.tensor_split(micro_batches)), [1 / micro_batches] * micro_batches)
-    return total, {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+def check(build: Callable[[], nn.Module], *cuts: int) -> None:
+    case, like = Case(build, vectors, loss_fn=None), None
+    for partitions in cuts:
+        like = assert_as_plain(case, partitions, like=like, steps=1, micro_batches=3)
 
 
-@pytest.mark.parametrize(
-    ("build", "shared"), [(lambda: Repeated(3), "blocks."), (Stages, "norm.")], ids=["repeated", "returned twice"]
-)
+@pytest.mark.parametrize("build", [lambda: Repeated(3), Stages], ids=["repeated", "returned twice"])
 def test_blocks_called_again_and_tensors_returned_twice_train_as_the_plain_loop(
-    build: Callable[[], nn.Module], shared: str
+    build: Callable[[], nn.Module],
 ) -> None:
     # A list of one block was none: albert, whose layers share all their weights, had to be told blocks=. A tensor in
     # two places was known by its last place alone: swinv2, whose last stage has nothing to scale down, was refused.
-    torch.manual_seed(0)
-    model, x = build(), torch.randn(6, 6)
-    assert len(find_blocks(model)) == (1 if shared == "blocks." else 5)
-    (loss, plain), *piped = (trained(model, x, partitions, 3) for partitions in (0, 1, 2, 4))
-    for total, gradients in piped:
-        assert same_bits(total, loss)
-        assert all(same_bits(one, piped[0][1][name]) for name, one in gradients.items())
-        for name, one in plain.items():  # those of what several layers use are added up in another order
-            torch.testing.assert_close(gradients[name], one, rtol=1e-6, atol=1e-8)
-            assert name.startswith((shared, "embed.")) or same_bits(gradients[name], one)
+    assert len(find_blocks(build())) == (5 if build is Stages else 1)
+    check(build, 1, 2, 4)
 
 
 def test_bug_a_block_with_another_name_ahead_of_the_list_ends_a_layer_each_time() -> None:
@@ -149,14 +135,8 @@ class Outer(nn.Module):
     ids=["one block called again", "forward called", "not called"],
 )
 def test_blocks_that_one_module_runs_in_its_own_way(inner: Inner, layers: int) -> None:
-    torch.manual_seed(0)
-    model, x = Outer(inner), torch.randn(6, 6)
-    assert len(gpipe.layers_of(copy.deepcopy(model), x)) == layers
-    loss, plain = trained(model, x, 0, 3)
-    for partitions in (1, 2):
-        total, gradients = trained(model, x, partitions, 3)
-        assert same_bits(total, loss)
-        assert all(torch.allclose(gradients[name], one, rtol=1e-6) for name, one in plain.items())
+    assert len(gpipe.layers_of(Outer(copy.deepcopy(inner)), torch.randn(6, 6))) == layers
+    check(lambda: Outer(copy.deepcopy(inner)), 1, 2)
 
 
 def test_what_blocks_draw_whose_forward_is_called_is_as_in_a_pipe() -> None:
