@@ -7,14 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrizations
@@ -28,8 +25,6 @@ from tests.support.plain_loop import one_thread, same_bits
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's
 
 M = 3
-
-Layer = Callable[[Tensor], Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -564,45 +559,3 @@ def test_the_products_are_given_up_one_by_one() -> None:
         p.register_post_accumulate_grad_hook(lambda _: counts.append(sum(ref() is not None for ref in held)))
     backward_weight(deferred)
     assert counts == [3, 3, 2, 2, 1, 1]
-
-
-# ---- any network ----
-
-
-def generated(draw: Random) -> tuple[nn.Module, tuple[int, ...]]:
-    """Some layers in a row, some of them used twice."""
-    widths = [draw.choice((1, 3, 8)) for _ in range(5)]
-    layers: list[nn.Module] = []
-    for a, b in pairwise(widths):
-        layers.append(nn.Linear(a, b, bias=draw.random() < 0.7))
-        layers.append(draw.choice((nn.Tanh, nn.Identity, lambda b=b: nn.LayerNorm(b), nn.GELU))())
-        if draw.random() < 0.3:
-            again = nn.Linear(b, b)
-            layers += [again, nn.Tanh(), again]
-        if draw.random() < 0.2:
-            layers.append(Of(lambda self, x: x + x @ self.w, w=(b, b)))
-        if draw.random() < 0.2:
-            layers[-1].requires_grad_(False)
-    shape = (4, widths[0]) if draw.random() < 0.5 else (2, 3, widths[0])
-    return nn.Sequential(*layers), shape
-
-
-@settings(derandomize=True, deadline=None, database=None, max_examples=60, suppress_health_check=list(HealthCheck))
-@given(st.randoms(use_true_random=False), st.booleans(), st.lists(st.booleans(), min_size=M, max_size=M))
-def test_any_network_gives_the_bits_of_whole_backwards(draw: Random, wants: bool, splits: list[bool]) -> None:
-    torch.manual_seed(draw.randrange(1000))
-    made, shape = generated(draw)
-    case = Case(lambda: made, shape, wants=wants)
-    network, expected = both(case)
-    if not any(p.requires_grad for p in network.parameters()):
-        return
-    outer = [run.whole() for run in runs_of(case, expected)]
-    owed: list[PendingWeights] = []
-    for run, theirs, split in zip(runs_of(case, network), outer, splits, strict=True):
-        owed.append(run.split(owed))
-        if not split:
-            finish(owed)
-            owed.clear()
-        assert all(map(same_gradient, run.gradients, theirs))  # type: ignore[arg-type]  # none is undefined
-    finish(owed)
-    assert wrong(network, expected) == []
