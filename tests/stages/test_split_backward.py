@@ -195,6 +195,9 @@ CASES = {
         ("out.weight", "out.bias"),
     ),
     "a weight used twice": Case(lambda: Of(lambda self, x: self.a(self.a(x).tanh()), a=nn.Linear(6, 6)), ROWS, ()),
+    "a laid-out weight used twice": Case(
+        lambda: Of(lambda self, x: torch.linalg.multi_dot([x, *[self.w.t()] * 2]), w=(6, 6)), ROWS, ()
+    ),
     "one bias for two": Case(
         lambda: Of(lambda self, x: F.linear(F.linear(x, self.v, self.b), self.w, self.b), v=(6, 6), w=(6, 6), b=(6,)),
         ROWS,
