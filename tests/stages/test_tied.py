@@ -26,44 +26,6 @@ from tests.support.tied_layers import (
     train_plainly,
 )
 
-
-@pytest.mark.parametrize("way", ["step", "call"])
-@every_build
-def test_shared_weights_give_the_bits_of_the_plain_loop_for_every_cut_and_driver(build: Build, way: str) -> None:
-    plain = made(build)
-    count = len(plain)
-    losses = []
-    optimizer = torch.optim.SGD(nn.Sequential(*plain).parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    for step in (0, 1):
-        losses.append(train_plainly(plain, way, step))
-        optimizer.step()
-    for at, cut in enumerate([[count], [1, count - 1], [count - 1, 1], [1, 1, count - 2], [1] * count]):
-        layers = made(build)
-        with gpipe.GPipe(
-            layers, cut, M, remat=REMATS[at % 3], driver=("threads", "lockstep")[at // 3], seed=5
-        ) as pipe:
-            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-            for step in (0, 1):
-                assert same_bits(train(pipe, way), losses[step])
-                optimizer.step()
-            assert_same_bits(pipe, plain)
-
-
-@every_build
-def test_shared_weights_are_those_of_plain_tied_torch_to_rounding(build: Build) -> None:
-    plain = nn.Sequential(*made(build)).eval()  # no dropout, so that micro-batches do not matter
-    x, y = data()
-    F.mse_loss(plain(x), y).backward()
-    pipe = gpipe.GPipe(made(build), len(plain), M).eval()
-    train(pipe)
-    for (name, p), (other, q) in zip(pipe.named_parameters(), plain.named_parameters(), strict=True):
-        assert name == other
-        if q.grad is None:
-            assert p.grad is None
-        else:
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6)
-
-
 # A shared weight is one parameter to everybody.
 
 
