@@ -1,12 +1,57 @@
 """A slow rank is named once, within five steps once all is warm, and nobody else is (R14)."""
 
+import logging
+from collections.abc import Sequence
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
+import gpipe
 from gpipe.distributed.stragglers import NOTICEABLE, SLOW, WARMING_UP, WINDOW, Stragglers, ratios
-from tests.support.jobs import stragglers as jobs
+from tests.support.clock import Clock
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
+
+BUSY = 0.03
+
+
+class Slow(nn.Linear):
+    def __init__(self, seconds: float, clock: Clock) -> None:
+        super().__init__(4, 4)
+        self.seconds, self.clock = seconds, clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.sleep(self.seconds)
+        return super().forward(x)
+
+
+def warned(rank: int, world: int, slow: int, times: float, measured: bool, steps: int) -> list[str]:
+    """What a rank warns of when all layers of the rank `slow` take so many times as long; -1 for any."""
+    with pytest.MonkeyPatch.context() as patch:
+        seconds, clock = BUSY * (times if rank in (slow, -1) else 1), Clock(patch)
+        return warnings_of([Slow(seconds, clock) for _ in range(world)], measured, steps)
+
+
+def warnings_of(layers: Sequence[nn.Module], measured: bool, steps: int) -> list[str]:
+    """What this rank warns of while it trains layers, one a stage."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gpipe").addHandler(handler)
+    sample = torch.ones(8, 4) if measured else None
+    try:
+        with gpipe.GPipe(
+            layers, [1] * len(layers), 2, remat="never", seed=0, sample=sample, driver="process"
+        ) as pipe:
+            for _ in range(steps):
+                pipe.step(torch.ones(16, 4), torch.ones(16, 4), nn.functional.mse_loss)
+    finally:
+        logging.getLogger("gpipe").removeHandler(handler)
+    return found
+
 
 SECONDS = st.floats(NOTICEABLE, 10)
 
@@ -74,8 +119,8 @@ def test_replicas_of_the_same_layers_are_compared_whatever_these_cost() -> None:
 
 
 def test_over_processes_rank_0_names_who_takes_longer_than_its_costs_say(pool: WorkerPool) -> None:
-    (text,), *others = answers(pool.run(jobs.warned, 2, 4.0, True, WARMING_UP + WINDOW))
+    (text,), *others = answers(pool.run(warned, 2, 4.0, True, WARMING_UP + WINDOW))
     assert text.startswith("rank 2 (stage 2, replica 0) is slow, and the others wait for it: it was busy ")
     assert others == [[], [], []]
     for slow, times in ((-1, 1.0), (2, 4.0)):  # of which nobody knows what they should take
-        assert answers(pool.run(jobs.warned, slow, times, False, WARMING_UP + WINDOW)) == [[], [], [], []]
+        assert answers(pool.run(warned, slow, times, False, WARMING_UP + WINDOW)) == [[], [], [], []]

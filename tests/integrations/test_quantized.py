@@ -23,7 +23,6 @@ from tests.families.law import quiet
 from tests.integrations.quantized import WAYS
 from tests.integrations.trained import Outcome as Trained
 from tests.integrations.trained import apart, outcome, trainer_of
-from tests.support.jobs import quantized as jobs
 from tests.support.outcomes import Outcome
 from tests.support.plain_loop import one_thread, same_bits, squares, weights_of
 from tests.support.processes.digests import digests, wrong
@@ -40,6 +39,7 @@ from tests.support.quantized import (
     piped,
     plainly,
     three_steps,
+    train_rank,
 )
 
 pytestmark = [
@@ -77,7 +77,7 @@ def test_adapters_have_the_bits_of_one_device_and_the_base_stays(name: str, way:
 @pytest.mark.parametrize(("name", "how"), [("nf4", {"schedule": "1f1b"}), ("int8", {"schedule": "zb_v"})])
 def test_over_processes_too(name: str, how: dict[str, Any], pool: WorkerPool) -> None:
     pytest.importorskip(QUANTIZERS[name][0])
-    told = answers(pool.run(jobs.train, name, how, world=2))
+    told = answers(pool.run(train_rank, name, how, world=2))
     assert not wrong(told, digests(expected(name)))
 
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.jobs import runs_alive as jobs
 from tests.support.plain_loop import REMATS, same_bits
 from tests.support.processes.digests import digests
 from tests.support.processes.launch import WorkerPool
@@ -16,13 +15,16 @@ from tests.support.runs_alive import (
     ACTS,
     TARGET,
     Story,
+    behind_layers,
     data,
     embedding,
     gradient_of,
+    other_inputs,
     pipes,
     plain,
     state_of,
     tell,
+    tell_here,
     tell_replicas,
 )
 
@@ -68,7 +70,7 @@ def stories(seed: int, many: int) -> list[Story]:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_so_over_processes_and_replicas(replicas: int, remat: str, pool: WorkerPool) -> None:
     told = stories(replicas, 6 // replicas)
-    found = answers(pool.run(jobs.told, told, replicas, remat, world=2 * replicas))
+    found = answers(pool.run(tell_here, told, replicas, remat, world=2 * replicas))
     for at, story in enumerate(told):
         for replica, (came, state) in enumerate(tell_replicas(story, replicas)):
             right = digests(state)
@@ -81,9 +83,9 @@ def test_a_plain_layer_before_a_pipe_learns_in_every_process(pool: WorkerPool) -
     (side, _), before = plain(), embedding()
     (side.call(before(data(0))) - TARGET).square().mean().backward()
     expected = [number for parameter in before.parameters() for number in gradient_of(parameter)]
-    assert answers(pool.run(jobs.behind_layers, world=2)) == [expected] * 2
+    assert answers(pool.run(behind_layers, world=2)) == [expected] * 2
 
 
 def test_inputs_whose_graphs_differ_are_refused_in_every_process(pool: WorkerPool) -> None:
-    first, last = answers(pool.run(jobs.other_inputs, world=2))
+    first, last = answers(pool.run(other_inputs, world=2))
     assert first == last

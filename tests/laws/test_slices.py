@@ -11,12 +11,11 @@ from torch import Tensor, nn
 import gpipe
 from gpipe.profiling.stored import Report, read_report, report_json
 from gpipe.schedule.action import Kind
-from tests.support.jobs import sliced as jobs
 from tests.support.plain_loop import one_thread
 from tests.support.processes.digests import digests
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
-from tests.support.sliced import SEED, WIDE, batch_of, gradients_of, loop_over_slices, model_of, piped
+from tests.support.sliced import SEED, WIDE, batch_of, gradients_of, loop_over_slices, model_of, piped, train_rank
 
 FAMILIES = ("llama", "gpt2", "qwen2", "mixtral")
 WAYS: dict[str, dict[str, Any]] = {
@@ -135,7 +134,7 @@ def test_processes_leave_the_bits_of_one(schedule: str, pool: WorkerPool) -> Non
     model, batch = model_of("llama"), batch_of()
     loss, expected = looped(model, batch, 3)
     whole = digests(expected)
-    ranks = answers(pool.run(jobs.train, "llama", 2, {"schedule": schedule}, world=2))
+    ranks = answers(pool.run(train_rank, "llama", 2, {"schedule": schedule}, world=2))
     for theirs, found in ranks:
         assert theirs == loss.item()
         assert found.items() <= whole.items()
@@ -145,7 +144,7 @@ def test_processes_leave_the_bits_of_one(schedule: str, pool: WorkerPool) -> Non
 def test_replicas_have_one_loss(pool: WorkerPool) -> None:
     model, batch = model_of("llama"), batch_of(4)
     loss, _ = looped(model, batch, 3, micro_batches=4)
-    ranks = answers(pool.run(jobs.train, "llama", 2, {"schedule": "1f1b"}, world=4))
+    ranks = answers(pool.run(train_rank, "llama", 2, {"schedule": "1f1b"}, world=4))
     assert [theirs for theirs, _ in ranks] == [pytest.approx(loss.item(), rel=1e-6)] * 4
     assert ranks[0][1] == ranks[2][1]
     assert ranks[1][1] == ranks[3][1]

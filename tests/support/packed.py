@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import gpipe
 from tests.support.plain_loop import accumulated, one_thread, weights_of
+from tests.support.processes.digests import Digests, digests
 
 WORDS, WIDTH = 20, 8
 LENGTHS = ((3, 5), (4, 2, 6, 3), (9,))
@@ -90,3 +91,9 @@ def trained(partitions: int, steps: int, **how: Any) -> tuple[list[Tensor], dict
     with gpipe.GPipe(model, partitions, len(LENGTHS), sample=sample, costs="params", **how) as pipe:
         losses = [pipe.step(gpipe.MicroBatches(packs(step))) for step in range(steps)]
         return losses, {name: one.grad for name, one in pipe.named_parameters()}
+
+
+def train_rank(rank: int, world: int, schedule: str) -> tuple[list[float], Digests]:
+    """The losses, and the gradients that a rank has."""
+    losses, gradients = trained(world, 2, driver="process", schedule=schedule)
+    return [loss.item() for loss in losses], digests(gradients)

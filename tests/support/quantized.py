@@ -16,6 +16,7 @@ from gpipe.stages.quantized import stored_in
 from tests.families.law import quiet
 from tests.support.outcomes import Outcome
 from tests.support.plain_loop import one_thread, weights_of
+from tests.support.processes.digests import Digests, digests
 
 MICRO_BATCHES, SEED, STEPS = 4, 7, 3
 
@@ -146,3 +147,9 @@ def allocated(model: nn.Module) -> tuple[int, int]:
         copied = copy.deepcopy(model)
     asked = sum(event.self_cpu_memory_usage for event in found.key_averages())
     return asked, sum(piece.nbytes for piece in stored_in([copied]))
+
+
+def train_rank(rank: int, world: int, name: str, how: dict[str, Any]) -> Digests:
+    """What three steps leave in a rank."""
+    with piped(adapted(name), world, driver="process", **how) as pipe:
+        return digests(three_steps(pipe, lambda _: pipe.step(batch())))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import gpipe
+from tests.support.processes.digests import Digests, digests
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -115,3 +116,15 @@ def loop_over_slices(
             torch.autograd.backward([loss, *(key for key, _ in behind)], [None, *(grad for _, grad in behind)])
     assert whole is not None
     return whole
+
+
+def train_rank(rank: int, world: int, name: str, partitions: int, how: dict[str, Any]) -> tuple[float, Digests]:
+    """The loss of a step, and the gradients that a rank has."""
+    rows = 5 if world == partitions else 4
+    batch = batch_of(rows)
+    if world > partitions:  # replicas, each of which is given its own rows
+        half = rank // partitions
+        batch = {key: value.tensor_split(world // partitions)[half] for key, value in batch.items()}
+    with piped(model_of(name), partitions, 3, driver="process", **how) as pipe:
+        loss = pipe.step(batch)
+        return loss.item(), digests(gradients_of(pipe))

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gpipe
-from tests.support.jobs import packed as jobs
-from tests.support.packed import LENGTHS, packed, packed_model, packs, trained, trained_plainly
+from tests.support.packed import LENGTHS, packed, packed_model, packs, train_rank, trained, trained_plainly
 from tests.support.plain_loop import one_thread, same_bits
 from tests.support.processes.digests import digests
 from tests.support.processes.launch import WorkerPool
@@ -36,7 +35,7 @@ def test_packs_with_offsets_of_their_own_train_as_the_plain_loop_weighed_by_labe
 def test_so_they_do_over_processes(schedule: str, pool: WorkerPool) -> None:
     expected, theirs = trained_plainly(STEPS)
     whole = digests(theirs)
-    ranks = answers(pool.run(jobs.train, schedule, world=2))
+    ranks = answers(pool.run(train_rank, schedule, world=2))
     for losses, found in ranks:
         assert losses == [loss.item() for loss in expected]
         assert found.items() <= whole.items()
