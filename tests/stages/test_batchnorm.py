@@ -4,7 +4,7 @@ Deferred, they are as of one plain forward of the whole mini-batch.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,14 +15,45 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import gpipe
 from gpipe.stages.batchnorm import DeferredStatistics
-from tests.support.normalized import BUFFERS, M, assert_close, buffers_of, data, network, train
 from tests.support.plain_loop import (
     REMATS,
     assert_same_bits,
+    mini_batch,
     one_thread,
     run_layers,
     same_bits,
 )
+
+M = 4
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def network(norm: Callable[[], nn.Module]) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(3, 6), norm(), nn.Tanh(), norm(), nn.Dropout(0.2), nn.Linear(6, 2)]
+
+
+def data(rows: int = 14) -> tuple[Tensor, Tensor]:
+    return mini_batch(3, 2, rows)
+
+
+def train(pipe: gpipe.GPipe, way: str = "step", rows: int = 14) -> None:
+    x, y = data(rows)
+    if way == "step":
+        pipe.step(x, y, F.mse_loss)
+    else:
+        F.mse_loss(pipe(x), y).backward()
+
+
+def buffers_of(layers: Sequence[nn.Module] | nn.Module) -> dict[str, Tensor]:
+    module = layers if isinstance(layers, nn.Module) else nn.Sequential(*layers)
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def assert_close(one: nn.Module, other: nn.Module, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    for name in BUFFERS:
+        torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=rtol, atol=atol)
+
 
 # What deferring leaves as it was.
 
