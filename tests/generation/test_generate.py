@@ -170,13 +170,6 @@ class Greedy(nn.Module):
         return inputs
 
 
-def test_a_model_with_a_generate_of_its_own() -> None:
-    torch.manual_seed(0)
-    model, words = Greedy().eval(), torch.randint(11, (5, 4))
-    with gpipe.GPipe(model, 2, 2, sample=words) as pipe:
-        assert torch.equal(pipe.eval().generate(words, count=5), model.generate(words, count=5))
-
-
 class Kinder(Greedy):
     """Its `generate` names what it takes otherwise, and gives a dict."""
 
@@ -184,13 +177,13 @@ class Kinder(Greedy):
         return {"tokens": super().generate(ids, count), "kind": "greedy"}
 
 
-def test_a_generate_that_gives_a_dict() -> None:
+@pytest.mark.parametrize("make", [Greedy, Kinder])
+def test_a_model_with_a_generate_of_its_own(make: type[Greedy]) -> None:
     torch.manual_seed(0)
-    model, words = Kinder().eval(), torch.randint(11, (5, 4))
+    model, words = make().eval(), torch.randint(11, (5, 4))
     with gpipe.GPipe(model, 2, 2, sample=words) as pipe:
         found, expected = pipe.eval().generate(words, count=5), model.generate(words, count=5)
-    assert torch.equal(found.pop("tokens"), expected.pop("tokens"))
-    assert found == expected
+    assert str(found) == str(expected)  # of whole numbers
 
 
 def test_settings_are_not_cut_by_rows_and_no_prompt_is_one_row() -> None:

@@ -1,133 +1,16 @@
 """trl's trainers through a pipe leave what they leave by themselves: log, weights, the state of the optimizer."""
 
-import warnings
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
-from transformers import PreTrainedTokenizerFast, Trainer
 
-from tests.families.law import quiet
-from tests.integrations.trained import Outcome, apart, model_of, outcome
-from tests.support.jobs.training import Json
-from tests.support.plain_loop import one_thread
+from tests.integrations.trained import apart
+from tests.support.jobs import trl as jobs
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
-
-WORDS = 64
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = ["<pad>", "<eos>", *(f"w{at}" for at in range(2, WORDS))]
-    made = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<pad>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
-
-
-def rows(kind: str, number: int = 11) -> Any:
-    """A data set: texts of unequal lengths, or pairs of answers to a question."""
-    from datasets import Dataset
-
-    drawn = torch.Generator().manual_seed(5)
-
-    def text(words: int) -> str:
-        return " ".join(f"w{word}" for word in torch.randint(2, WORDS, (words,), generator=drawn).tolist())
-
-    if kind == "sft":
-        return Dataset.from_list([{"text": text(5 + at % 5)} for at in range(number)])
-    parts = {"prompt": 3, "chosen": 4, "rejected": 3}
-    return Dataset.from_list(
-        [{name: text(words + at % words) + " " for name, words in parts.items()} for at in range(number)]
-    )
-
-
-def made(kind: str, partitions: int, folder: str, how: Json) -> Any:
-    """A trainer, of no pipe where there are no partitions.
-
-    `how` has arguments of its configuration, and "lora", "adapted" (before), "reference" (the seed of one), "family"
-    and "pipe".
-    """
-    import datasets
-    import trl
-
-    from gpipe.integrations.trl import GPipeDPOTrainer, GPipeSFTTrainer
-
-    datasets.disable_progress_bars()
-    how = dict(how)
-    piped, plain, config = {
-        "sft": (GPipeSFTTrainer, trl.SFTTrainer, trl.SFTConfig),
-        "dpo": (GPipeDPOTrainer, trl.DPOTrainer, trl.DPOConfig),
-    }[kind]
-    make: Any = partial(piped, partitions=partitions, **how.pop("pipe", {})) if partitions else plain
-    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    if how.pop("lora", False):
-        make = partial(make, peft_config=lora)
-    family, reference = how.pop("family", "llama"), how.pop("reference", None)
-    trained: Any = get_peft_model(model(family, 0), lora) if how.pop("adapted", False) else model(family, 0)
-    if reference is not None:
-        make = partial(make, ref_model=model(family, reference))
-    given = {name: how.pop(name) for name in ("compute_metrics", "compute_loss_func", "peft_config") if name in how}
-    args = config(
-        folder,
-        **{
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 4,
-            "num_train_epochs": 2,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "eval_strategy": "steps",
-            "eval_steps": 2,
-            "save_strategy": "no",
-            "report_to": [],
-            "use_cpu": True,
-            "bf16": False,
-            "disable_tqdm": True,
-            "dataloader_pin_memory": False,
-            **how,
-        },
-    )
-    given |= {"train_dataset": rows(kind), "eval_dataset": rows(kind, 5), "processing_class": tokenizer()}
-    return make(model=trained, args=args, **given)
-
-
-def model(family: str, seed: int) -> nn.Module:
-    found = model_of(family, vocab_size=WORDS, pad_token_id=0, eos_token_id=1)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in found.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    return found
-
-
-def quietly(do: Callable[[], Any]) -> Any:
-    with quiet(), one_thread(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return do()
-
-
-def trained(kind: str, partitions: int, folder: str, how: Json) -> tuple[Trainer, Outcome]:
-    def train() -> tuple[Trainer, Outcome]:
-        trainer = made(kind, partitions, folder, how)
-        trainer.train()
-        return trainer, outcome(trainer)
-
-    found: tuple[Trainer, Outcome] = quietly(train)
-    return found
-
-
-def train(rank: int, world: int, kind: str, partitions: int, folder: str, how: Json) -> Json:
-    """Trains; tells the log, and saves the model."""
-    trainer, found = trained(kind, partitions, folder, how)
-    trainer.save_model(folder)
-    return found.log
-
 
 pytest.importorskip("trl", reason="the extra trl is not installed for tests: pip install -c constraints.txt '.[trl]'")
 
@@ -164,14 +47,14 @@ def test_a_training_leaves_the_same(name: str, tmp_path: Path) -> None:
     plain = {key: value for key, value in how.items() if key != "pipe"}
     piped = dict(how.get("pipe", {}))
     partitions = piped.pop("partitions", 2)
-    _, found = trained(kind, partitions, str(tmp_path / "piped"), {**how, "pipe": piped})
-    _, expected = trained(kind, 0, str(tmp_path / "plain"), plain)
+    _, found = jobs.trained(kind, partitions, str(tmp_path / "piped"), {**how, "pipe": piped})
+    _, expected = jobs.trained(kind, 0, str(tmp_path / "plain"), plain)
     assert any("entropy" in one for one in found.log)
     assert apart(found, expected) == 0.0
 
 
 def test_the_reference_model_is_a_frozen_pipe_of_its_own(tmp_path: Path) -> None:
-    trainer: Any = trained("dpo", 2, str(tmp_path), {"reference": 1})[0]
+    trainer: Any = jobs.trained("dpo", 2, str(tmp_path), {"reference": 1})[0]
     assert trainer.reference_pipe is not trainer.pipe
     assert trainer.reference_pipe.partitions == 2
     assert not any(parameter.requires_grad for parameter in trainer.reference_pipe.parameters())
@@ -192,8 +75,8 @@ def test_over_processes_a_training_leaves_the_same(name: str, pool: WorkerPool, 
     world, partitions, kind, how = WORLDS[name]
     plain = {key: value for key, value in how.items() if key != "pipe"}
     piped, by_itself = str(tmp_path / "piped"), str(tmp_path / "plain")
-    found = answers(pool.run(train, kind, partitions, piped, how, world=world))
-    expected = answers(pool.run(train, kind, 0, by_itself, plain, world=world // partitions))
+    found = answers(pool.run(jobs.train, kind, partitions, piped, how, world=world))
+    expected = answers(pool.run(jobs.train, kind, 0, by_itself, plain, world=world // partitions))
     assert found == [expected[0]] * world
     weights, others = (
         {key: value for file in Path(folder).glob("*.safetensors") for key, value in load_file(file).items()}
@@ -219,7 +102,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_what_a_pipe_cannot_do_is_refused(said: str, tmp_path: Path) -> None:
     kind, how = REFUSED[said]
     with pytest.raises(ValueError, match=said):
-        quietly(lambda: made(kind, 2, str(tmp_path), how))
+        jobs.quietly(lambda: jobs.made(kind, 2, str(tmp_path), how))
 
 
 def test_prompts_that_are_trained_need_a_reference_model(tmp_path: Path) -> None:
@@ -227,13 +110,13 @@ def test_prompts_that_are_trained_need_a_reference_model(tmp_path: Path) -> None
 
     how = {"peft_config": PromptTuningConfig(TaskType.CAUSAL_LM, num_virtual_tokens=2)}
     with pytest.raises(ValueError, match="give ref_model="):
-        trained("dpo", 2, str(tmp_path), how)
+        jobs.trained("dpo", 2, str(tmp_path), how)
 
 
 def test_predictions_are_losses(tmp_path: Path) -> None:
-    trainer: Any = trained("sft", 2, str(tmp_path), {"max_steps": 1})[0]
+    trainer: Any = jobs.trained("sft", 2, str(tmp_path), {"max_steps": 1})[0]
     with pytest.raises(ValueError, match="give prediction_loss_only=True"):
-        quietly(lambda: trainer.predict(trainer.eval_dataset))
+        jobs.quietly(lambda: trainer.predict(trainer.eval_dataset))
     trainer.args.prediction_loss_only = True
     expected = trainer.evaluate()["eval_loss"]
-    assert quietly(lambda: trainer.predict(trainer.eval_dataset)).metrics["test_loss"] == expected
+    assert jobs.quietly(lambda: trainer.predict(trainer.eval_dataset)).metrics["test_loss"] == expected
