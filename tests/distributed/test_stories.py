@@ -26,7 +26,7 @@ from tests.support.processes.faults import FaultError
 from tests.support.processes.launch import WorkerPool, run_ranks
 from tests.support.processes.marks import FOLDER, mark
 from tests.support.processes.outcome import answers, told_by
-from tests.support.said import said
+from tests.support.said import raised_by, said
 
 FEATURES, MICRO_BATCHES, ROWS = 4, 3, 7
 BIG = 5000
@@ -107,7 +107,7 @@ ODD: dict[str, Callable[[], BaseException]] = {
 
 def go_on(pipe: gpipe.GPipe, act: Callable[[], object]) -> Json:
     """What this rank raises in an act, and what the next step gives."""
-    failed = caught(act)
+    failed = raised_by(act)
     for layer in pipe.children():
         if isinstance(layer, Guarded):
             layer.countdown = -1  # a rank may have failed before it came to its deed
@@ -122,14 +122,6 @@ def go_on(pipe: gpipe.GPipe, act: Callable[[], object]) -> Json:
         text = ""
     told = "\n".join([text[:200] + text[200:][-2000:], *map(str, getattr(failed, "__notes__", []))])
     return {"error": type(failed).__name__, "told": told, "loss": loss}
-
-
-def caught(act: Callable[[], object]) -> BaseException | None:
-    try:
-        act()
-    except BaseException as error:
-        return error
-    return None
 
 
 def odd_exception(rank: int, world: int, name: str) -> Json:
@@ -244,7 +236,7 @@ def two_pipes(rank: int, world: int) -> Json:
     before = other.step(*data(0), squares).item()
     if rank == 0:
         own(one, rank).arm(1, throw(FaultError(code=1)))
-    failed = caught(lambda: one.step(*data(0), squares))
+    failed = raised_by(lambda: one.step(*data(0), squares))
     other.step_number = 0
     return [type(failed).__name__, other.step(*data(0), squares).item() == before]
 
@@ -253,7 +245,7 @@ def calls_otherwise(rank: int, world: int) -> Json:
     """One process calls as the others do not, which fails; then all call alike."""
     pipe = pipe_of(world)
     time.sleep(0.2 * (rank == 0))  # while the other begins
-    failed = caught(lambda: pipe(data(0)[0], gather=rank > 0))
+    failed = raised_by(lambda: pipe(data(0)[0], gather=rank > 0))
     pipe(data(0)[0], gather=True).sum().backward()
     return type(failed).__name__
 
@@ -277,7 +269,7 @@ def comes_late(rank: int, world: int, who: int) -> Json:
     for _ in range(2):
         if rank != who:
             with mock.patch("gpipe.distributed.rendezvous.timeout_of_world", return_value=0.1):
-                failed.append(str(caught(lambda: pipe_of(world))))
+                failed.append(str(raised_by(lambda: pipe_of(world))))
         dist.barrier()
     return [failed, [pipe_of(world).step(*data(0), squares).item() for _ in range(2)]]
 
@@ -288,7 +280,7 @@ def closes_early(rank: int, world: int, who: int) -> Json:
     pipe.step(*data(1), squares)
     if rank == who:
         pipe.close()
-    failed = [str(caught(lambda: pipe.step(*data(0), squares))) for _ in range(2) if rank != who]
+    failed = [str(raised_by(lambda: pipe.step(*data(0), squares))) for _ in range(2) if rank != who]
     dist.barrier()
     pipe.close()
     pipe.step_number = 0
@@ -314,9 +306,9 @@ class Interrupted:
 
 def interrupted_in_a_message(rank: int, world: int) -> str:
     if rank:
-        return repr(caught(lambda: pipe_of(world)))
+        return repr(raised_by(lambda: pipe_of(world)))
     with mock.patch.object(rendezvous, "gloo_group", return_value=Interrupted(rendezvous.gloo_group())):
-        return repr(caught(lambda: pipe_of(world)))
+        return repr(raised_by(lambda: pipe_of(world)))
 
 
 def interrupted_while_linking(rank: int, world: int) -> str:
@@ -331,14 +323,14 @@ def interrupted_while_linking(rank: int, world: int) -> str:
         return look(folder)
 
     with mock.patch.object(Status, "memory_in", memory_in), mock.patch.object(rendezvous, "REPORT_SECONDS", LIMIT):
-        return repr(caught(lambda: pipe_of(world)))
+        return repr(raised_by(lambda: pipe_of(world)))
 
 
 def dies_in_a_step(rank: int, world: int, who: int) -> Json:
     pipe = pipe_of(world)
     if rank == who:
         own(pipe, rank).arm(1, partial(os.kill, os.getpid(), signal.SIGKILL))
-    return [str(caught(lambda: pipe.step(*data(0), squares))) for _ in range(3)]
+    return [str(raised_by(lambda: pipe.step(*data(0), squares))) for _ in range(3)]
 
 
 def dies_in_save(rank: int, world: int, folder: str) -> None:

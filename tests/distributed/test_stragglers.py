@@ -7,32 +7,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import gpipe
 from gpipe.distributed.stragglers import NOTICEABLE, SLOW, WARMING_UP, WINDOW, Stragglers, ratios
-from tests.support.clock import Clock
+from tests.support.clock import Clock, Slow
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
 BUSY = 0.03
 
 
-class Slow(nn.Linear):
-    def __init__(self, seconds: float, clock: Clock) -> None:
-        super().__init__(4, 4)
-        self.seconds, self.clock = seconds, clock
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.clock.sleep(self.seconds)
-        return super().forward(x)
-
-
 def warned(rank: int, world: int, slow: int, times: float, measured: bool, steps: int) -> list[str]:
     """What a rank warns of when all layers of the rank `slow` take so many times as long; -1 for any."""
     with pytest.MonkeyPatch.context() as patch:
         seconds, clock = BUSY * (times if rank in (slow, -1) else 1), Clock(patch)
-        return warnings_of([Slow(seconds, clock) for _ in range(world)], measured, steps)
+        return warnings_of([Slow(4, seconds, clock) for _ in range(world)], measured, steps)
 
 
 def warnings_of(layers: Sequence[nn.Module], measured: bool, steps: int) -> list[str]:

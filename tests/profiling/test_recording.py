@@ -19,7 +19,7 @@ from gpipe.profiling.memory import OtherProcesses
 from gpipe.profiling.recording import Recording
 from gpipe.schedule.action import COMPUTE
 from gpipe.schedule.timeline import Timeline
-from tests.support.clock import Clock
+from tests.support.clock import Clock, Slow
 from tests.support.jobs import recorded
 from tests.support.plain_loop import squares, weights_of
 from tests.support.processes.launch import WorkerPool
@@ -31,18 +31,6 @@ CLOCKS_APART = 1.0
 """Seconds: one host has one clock, but what else runs on it may hold up what the clocks are compared by."""
 
 
-class Slow(nn.Linear):
-    """A layer that takes so many seconds."""
-
-    def __init__(self, seconds: float, clock: Clock) -> None:
-        super().__init__(3, 3)
-        self.seconds, self.clock = seconds, clock
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.clock.sleep(self.seconds)
-        return super().forward(x)
-
-
 def two_stages(driver: str = "threads") -> gpipe.GPipe:
     with weights_of(1):
         layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
@@ -52,7 +40,7 @@ def two_stages(driver: str = "threads") -> gpipe.GPipe:
 @DRIVERS
 def test_the_parts_sum_to_the_wall_time_of_the_loop(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    layers = [Slow(0.5, clock), Slow(0.25, clock)]
+    layers = [Slow(3, 0.5, clock), Slow(3, 0.25, clock)]
     with gpipe.GPipe(layers, 2, 4, remat="never", costs=[2, 1], driver=driver) as pipe:
         optimizer = torch.optim.Adam(pipe.parameters())
         pipe.step(X, Y, squares)
@@ -79,7 +67,7 @@ def test_each_part_is_what_took_the_time(monkeypatch: pytest.MonkeyPatch) -> Non
             clock.sleep(0.05)
             yield X, Y
 
-    layers = [Slow(1.0, clock), Slow(0.5, clock)]
+    layers = [Slow(3, 1.0, clock), Slow(3, 0.5, clock)]
     with gpipe.GPipe(layers, 2, 4, remat="always", driver="lockstep") as pipe, gpipe.record(pipe) as recording:
         optimizer = torch.optim.SGD(pipe.parameters())
         optimizer.register_step_pre_hook(lambda *_: clock.sleep(0.02))
@@ -166,7 +154,7 @@ def test_a_step_that_fails_is_between_steps(monkeypatch: pytest.MonkeyPatch) -> 
         clock.sleep(0.1)
         raise ZeroDivisionError
 
-    layers = [Slow(1.0, clock), Slow(1.0, clock)]
+    layers = [Slow(3, 1.0, clock), Slow(3, 1.0, clock)]
     with gpipe.GPipe(layers, 2, 4, remat="never") as pipe, gpipe.record(pipe) as recording:
         pipe.step(X, Y, squares)
         with pytest.raises(ZeroDivisionError):
@@ -188,7 +176,7 @@ def test_a_recording_that_is_never_stopped_keeps_no_pipe_alive() -> None:
 
 def test_evaluations_between_steps_are_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    layers = [Slow(1.0, clock), Slow(0.5, clock)]
+    layers = [Slow(3, 1.0, clock), Slow(3, 0.5, clock)]
     with gpipe.GPipe(layers, 2, 4, remat="always", driver="lockstep") as pipe, gpipe.record(pipe) as recording:
         for _ in range(3):
             pipe.step(X, Y, squares)
@@ -213,7 +201,7 @@ def test_what_is_loaded_ahead_and_what_updates_within_count_once(monkeypatch: py
             optimizer.step()
             yield X, Y
 
-    with gpipe.GPipe([Slow(1.0, clock), Slow(1.0, clock)], 2, 4, remat="never", driver="lockstep") as pipe:
+    with gpipe.GPipe([Slow(3, 1.0, clock), Slow(3, 1.0, clock)], 2, 4, remat="never", driver="lockstep") as pipe:
         optimizer = torch.optim.SGD(pipe.parameters())
         optimizer.register_step_pre_hook(lambda *_: clock.sleep(0.5))
         with gpipe.record(pipe) as recording:

@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from torch import Tensor, nn
 
 from gpipe.runtime.streams import RankStream
 
@@ -21,3 +22,15 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         with self._one_at_a_time:
             self._now += seconds
+
+
+class Slow(nn.Linear):
+    """A layer that takes so many seconds."""
+
+    def __init__(self, width: int, seconds: float, clock: Clock) -> None:
+        super().__init__(width, width)
+        self.seconds, self.clock = seconds, clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.sleep(self.seconds)
+        return super().forward(x)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
+from tests.support.said import raised_by
 
 W = 4
 
@@ -83,14 +84,6 @@ def test_an_error_on_a_path_that_is_recorded_ahead_is_raised_when_it_is_taken(er
     model.eval()
     with pytest.raises(UserError, match="mine"):
         traced.begin([x])
-
-
-def raised_by(run: Callable[[], object]) -> BaseException | None:
-    try:
-        run()
-    except BaseException as error:
-        return error
-    return None
 
 
 class Evaluates(nn.Linear):
