@@ -19,7 +19,7 @@ from gpipe.cli.doctor import CHECKS
 from gpipe.distributed import rendezvous
 from gpipe.distributed.codec import Damaged, Gone, encode
 from gpipe.distributed.connection import TcpConnection
-from gpipe.distributed.rendezvous import BY_TLS, STREAMS, Listener, dial, hello
+from gpipe.distributed.rendezvous import BY_TLS, Listener, dial, hello
 from gpipe.distributed.tls import CA, CERT, KEY, VARIABLES, identity
 from gpipe.errors import RemoteError
 from gpipe.stages.boundary import BoundaryValue
@@ -32,8 +32,6 @@ from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 from tests.support.progress import wait_until
 from tests.support.same_bits_stories import STORIES, maker
-from two_hosts.hosts import ADDRESSES, missing, two_hosts
-from two_hosts.relay import WIRE, enter
 
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 TOKEN = "0123456789abcdef" * 2
@@ -410,51 +408,3 @@ def test_both_ends_may_send_much_at_a_time() -> None:
         for own, peer in ((first, 1), (second, 0)):
             own.expect({label_of(number): 0 for number in range(12)}, [peer], lambda peer, seen: "")
         assert together(lambda: both(first, 1), lambda: both(second, 0)) == [None, None]
-
-
-@pytest.mark.skipif(bool(missing()), reason=missing())
-@pytest.mark.parametrize("tls", [False, True])
-def test_who_listens_on_the_wire_sees_all_in_the_clear_and_nothing_of_tls(tls: bool) -> None:
-    shown, streams = (known(), BY_TLS) if tls else (None, STREAMS)
-    seen, ready = bytearray(), threading.Event()
-    with two_hosts() as hosts, ThreadPoolExecutor(3) as threads, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MASTER_ADDR", ADDRESSES[0])
-
-        def watch() -> None:
-            enter(hosts.networks[0])
-            with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as wire:
-                wire.bind((WIRE, 0))
-                ready.set()
-                while b"the end of all" not in seen:
-                    seen.extend(wire.recv(2**17))
-
-        def answer() -> None:
-            enter(hosts.networks[0])
-            with rendezvous.listening(crosses_hosts=True) as own:
-                listener.append(own)
-                ready.set()
-                found = own.accept([(1, one) for one in streams], TOKEN, math.inf, lambda: None, shown)
-            with ExitStack() as ends:
-                first, *_ = [ends.enter_context(found[1, one]) for one in streams]
-                first.sendall(SECRET)
-                assert first.recv(100) == SECRET
-
-        def ask() -> None:
-            enter(hosts.networks[1])
-            own = listener[0]
-            with ExitStack() as ends:
-                said = [hello(TOKEN, 1, one) for one in streams]
-                dialled = [ends.enter_context(dial(own.address, one, LIMIT, local=False, tls=shown)) for one in said]
-                assert dialled[0].recv(100) == SECRET
-                dialled[0].sendall(SECRET)
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as last:
-                last.sendto(b"the end of all", (ADDRESSES[0], 9))
-
-        listener: list[Listener] = []
-        for work in (watch, answer):
-            begun = threads.submit(work)
-            ready.wait()
-            ready.clear()
-        threads.submit(ask).result()
-        begun.result()
-    assert (SECRET in seen, TOKEN.encode() in seen) == (not tls, not tls)
