@@ -1,4 +1,4 @@
-"""A pipe reads like an `nn.Sequential`, takes a scaler, carries None, and says each thing once."""
+"""A pipe reads like an `nn.Sequential`, takes a scaler, and says each thing once."""
 
 import logging
 import traceback
@@ -35,52 +35,6 @@ def test_a_pipe_has_the_layers_of_a_sequence() -> None:
     for wrong in (3, -4, "0"):
         with pytest.raises(IndexError, match=r"there is no layer .*; give 0 to 2"):
             pipe[wrong]  # type: ignore[index]
-
-
-# A stash of None.
-
-
-class Perhaps(nn.Linear):
-    """Stashes something or nothing."""
-
-    stash = ("e",)
-
-    def __init__(self, nothing: bool) -> None:
-        super().__init__(4, 4)
-        self.nothing = nothing
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), {"e": None if self.nothing else x}
-
-
-class Takes(nn.Module):
-    pop = ("e",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, e: Tensor | None) -> Tensor:
-        out: Tensor = self.linear(x)
-        return out * (2 if e is None else e)
-
-
-def skipping(nothing: bool) -> list[nn.Module]:
-    with weights_of(4):
-        return [Perhaps(nothing), nn.Dropout(0.2), Takes(), nn.ReLU(), Takes()]
-
-
-@pytest.mark.parametrize("nothing", [False, True])
-@pytest.mark.parametrize("cut", [[5], [1, 4], [1, 1, 1, 2]], ids=str)
-@pytest.mark.parametrize("remat", ["always", "except_last", "never"])
-@pytest.mark.parametrize("driver", ["threads", "lockstep"])
-def test_a_stash_of_none_comes_to_its_pops(driver: str, remat: str, cut: list[int], nothing: bool) -> None:
-    pipe, plain = gpipe.GPipe(skipping(nothing), cut, 3, seed=1, driver=driver, remat=remat), skipping(nothing)
-    for step in range(2):
-        loss = plain_loop(plain, X, Y, F.mse_loss, micro_batches=3, seed=1, step=step)
-        assert same_bits(pipe.step(X, Y, F.mse_loss), loss)
-        assert_same_bits(pipe, plain)
-    F.mse_loss(pipe(X), Y).backward()
 
 
 # A gradient scaler.

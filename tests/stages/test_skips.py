@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,13 @@ class Stash(nn.Module):
         return y, {self.stash[0]: y if self.output else x}
 
 
+class Nothing(Stash):
+    """Keeps None."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x), dict.fromkeys(self.stash)
+
+
 class Pop(nn.Module):
     """Uses what was kept, more than once, and its own input too."""
 
@@ -46,10 +54,10 @@ class Pop(nn.Module):
         self.pop = names
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, **popped: Tensor) -> Tensor:
+    def forward(self, x: Tensor, **popped: Tensor | None) -> Tensor:
         out: Tensor = self.linear(x)
         for tensor in popped.values():
-            out = out + tensor.sin() * x + tensor * 0.5
+            out = out * 2 if tensor is None else out + tensor.sin() * x + tensor * 0.5
         return out
 
 
@@ -97,6 +105,7 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
         Pop("again"),
     ],
     "without gradient": lambda: [linear(), Mask(), linear(), Pop("mask"), linear()],
+    "None": lambda: [Nothing("a"), nn.ReLU(), Pop("a"), Stash("b"), Pop("a", "b")],
     "with dropout": lambda: [linear(), Stash("a"), nn.Dropout(0.3), Pop("a"), nn.BatchNorm1d(WIDTH), Pop("a")],
 }
 
