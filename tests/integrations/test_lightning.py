@@ -535,7 +535,7 @@ STEPS: dict[str, tuple[Callable[[Classifier, Any, int], Any], str]] = {
     "autocast": (under_autocast, "under no_grad or an autocast"),
     "weights": (
         lambda module, batch, at: module(batch[0]).sum() + sum(one.sum() for one in module.net.parameters()),
-        "reaches .* which is not its own.* give the optimizer weight_decay=",
+        "reaches .* which another stage trains too.* use weight_decay=",
     ),
 }
 

@@ -244,6 +244,7 @@ class GPipeStrategy(SingleDeviceStrategy):
             pipe.step_number = self._trainer.global_step  # it keys dropout: resumed, it goes on where it was
             scaler = getattr(self._precision, "scaler", None)
             numbers = gpipe.MicroBatches(range(len(inputs)))
+            loss_of.runs_once = True  # type: ignore[attr-defined]  # a training step ends with its loss
             pipe.step(gpipe.MicroBatches(inputs), numbers, loss_of, reduction="sum", scaler=scaler)
 
     def _go_on(self, step: "_TrainingStep", output: Any = None) -> dict[Any, Any]:

@@ -368,11 +368,13 @@ class Pipelined(WholeCheckpoints):
         accelerator.weights = nn.ParameterList(pipe.parameters())
         before = self._check_alike() if self._apart else 0
         losses: list[Tensor] = []
+        loss_fn = partial(self._loss_of, inputs, count)
+        loss_fn.runs_once = True  # type: ignore[attr-defined]  # callbacks of a subclass must not hear of it twice
         with accelerator.autocast(), _in_words_of_trainer():
             pipe.step(
                 gpipe.MicroBatches(inputs),
                 gpipe.MicroBatches(range(len(inputs))),
-                partial(self._loss_of, inputs, count),
+                loss_fn,
                 reduction="sum",
                 scale=1 / accelerator.num_processes,  # gradients are means over replicas
                 scaler=accelerator.scaler,

@@ -249,6 +249,8 @@ def _run_layers(run: Run, rank: Rank, own: StageRun, ends: Connections, saved: S
     with run.thread_state.around_layers():
         for_loss = () if ends.outs else run.loss_pops
         made = stage.forward(entered[-1].value, call, ends.skips_out, for_loss, own.modes)
+    if run.record is not None:
+        run.record.check_hooks(stage)
     for crossing, arrived_value in zip(saved.given, entered, strict=True):
         if crossing.sharing and made.changed:
             given = tensors_in(arrived_value.value)
@@ -272,6 +274,8 @@ def _wanting(value: Tree) -> list[Tensor]:
 
 def _last_roots(run: Run, rank: Rank, saved: Saved, made: StageOutput, m: int) -> list[Tensor]:
     """What gradients come back to at the last stage: what of the output wants one, or the loss, computed once."""
+    if run.record is not None:
+        run.record.note_outputs(len(run.engine.stages) - 1, m, made.values[0])
     if run.loss_fn is None:
         return _wanting(made.values[0])
     target = run.targets[m]

@@ -195,6 +195,8 @@ def _run_ranks(run: Run, table: CompiledTable, *, in_threads: bool) -> None:
     with run.context.running(table, run.aliases):
         if run.verifies and run.verifier is not None and table is not run.compiled.backward:
             begin_record(run, run.verifier)
+        if run.record is not None and table is not run.compiled.forward:
+            run.record.begin_backwards(run)
         run.work = WORK if run.record is None else run.record.work
         if in_threads:
             variables = [copy_context() for _ in run.ranks]

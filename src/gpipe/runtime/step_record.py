@@ -11,7 +11,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
@@ -25,8 +26,8 @@ from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.boundary import BoundaryInput, BoundaryValue, Gradients, copy_boundary, leaves_of
 from gpipe.stages.messages import Message
 from gpipe.stages.recompute_check import Digest, differ, digest
-from gpipe.stages.stage import Layer, Stage
-from gpipe.stages.tree import Tree, copy_of, replace_tensors
+from gpipe.stages.stage import HOOKED_NODE, Layer, Stage
+from gpipe.stages.tree import Tree, copy_of, replace_tensors, tensors_in
 
 RECORDED = 2  # micro-batches of a step
 RECORDED_KINDS = {Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT, *BACKWARDS}
@@ -81,6 +82,10 @@ class StageRecord:
     written_inputs: list[Quantity] = field(default_factory=list)
     """Inputs that no longer hold the values received when their backward begins."""
     weights: WeightGradients | None = None
+    reached: dict[int, Tensor] = field(default_factory=dict)  # all leaves that its backwards reach
+    calls_backward: bool = False  # of a replay: whether a forward adds to gradients
+    beside_outputs: set[int] = field(default_factory=set)
+    """Ids of leaves that a loss uses directly, if the loss is not replayed: their gradients are not compared."""
     given: list[BoundaryValue] = field(default_factory=list)  # of a replay: the inputs of the last forward
     incomplete: list[Tensor] = field(default_factory=list)
     """Inputs of the last forward from which earlier stages computed other inputs: their gradient is partial here."""
@@ -96,7 +101,9 @@ class StageRecord:
                 different.append(quantity)
         if self.weights is not None and replay.weights is not None:
             for leaf, (replayed, *_) in replay.weights.after.items():
-                if all(differ(computed, replayed) for computed in self.weights.after[leaf]):
+                if leaf not in self.beside_outputs and all(
+                    differ(computed, replayed) for computed in self.weights.after[leaf]
+                ):
                     different.append(name_of(leaf))
         return different
 
@@ -114,12 +121,22 @@ class StageRecord:
 class StepRecord:
     """Records the stages of this process while a step runs, with its `work` in place of `WORK`."""
 
-    def __init__(self, stages: Sequence[Stage], micro_batches: int, slices: int, replays: "StepRecord | None" = None):
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        micro_batches: int,
+        slices: int,
+        *,
+        calls_loss: bool = True,
+        replays: "StepRecord | None" = None,
+    ) -> None:
         self._recorded = min(RECORDED, micro_batches // slices)
         self.count = self._recorded * slices
         self._last_forward, self._last_backward = self.count - 1, (self._recorded - 1) * slices
         self._replays = replays
+        self.calls_loss = calls_loss  # whether a replay calls the loss again: if not, it gets the recorded gradients
         self.stages = {stage.index: StageRecord() for stage in stages}
+        self._output_nodes: dict[int, list[Node]] = {}  # the nodes of the outputs, until their backward
         self.looks_for_writer = False
         self.writer: str | None = None  # the layer that writes the input of its stage
         self.order: list[CompiledAction] = []  # the recorded forwards and backwards, as they were performed
@@ -128,6 +145,11 @@ class StepRecord:
     def work(self) -> dict[Kind, Work]:
         """The work of each kind of action, recorded."""
         return WORK | {kind: partial(self._perform, WORK[kind]) for kind in RECORDED_KINDS}
+
+    def begin_backwards(self, run: Run) -> None:
+        """Copies what gradients there are, before the pass in which backwards add to them."""
+        for index, record in self.stages.items():
+            record.weights = WeightGradients.of(parameters_of(run, run.engine.stages[index]))
 
     def _perform(self, work: Work, run: Run, rank: Rank, todo: CompiledAction) -> None:
         if todo.micro_batch >= self.count:
@@ -158,24 +180,32 @@ class StepRecord:
         saved = rank.saved[todo.stage, m]
         if differ(record.input_digests[m], digest([crossing.value for crossing in saved.given])):
             record.written_inputs.append(Quantity(INPUT, m, self.writer))
-        self._note_order(record, todo)
         if self._replays is not None:
             before = self._replays.stages[todo.stage].weights
             if record.weights is None and before is not None:
                 record.weights = before._replace(after={})
+            self._note_order(record, todo)
             return
         given = rank.taken if todo.takes else [run.output_gradients[m]] if run.loss_fn is None else []
-        record.gradients[m] = [copy_gradients(gradients) for gradients in given if isinstance(gradients, list)]
+        received = [copy_gradients(gradients) for gradients in given if isinstance(gradients, list)]
+        record.gradients.setdefault(m, received)  # those of outputs come only now
         earlier = [] if saved.keys is None else saved.keys.earlier_leaves()
         boundary = {id(leaf) for leaf in chain(earlier, *(crossing.leaves for crossing in saved.given))}
         reached = {id(leaf): leaf for leaf in leaves_of(saved.roots) if id(leaf) not in boundary}
         parameters = parameters_of(run, run.engine.stages[todo.stage])
-        if record.weights is None:
-            record.weights = WeightGradients.of(parameters | reached)
+        if not self.calls_loss and not todo.takes:
+            record.beside_outputs.update(map(id, leaves_of(saved.roots, self._output_nodes.pop(m, ()))))
+        record.reached |= parameters | reached
+        if record.weights is not None and not any(kind in BACKWARDS for kind, _ in record.actions):
+            others = WeightGradients.of({key: leaf for key, leaf in reached.items() if key not in parameters})
+            before = {**record.weights.before, **others.before}
+            record.weights = WeightGradients({**record.weights.leaves, **others.leaves}, before, {})
         if m == self._last_backward:
-            # a leaf that only one micro-batch reaches may have been made by the forward
-            lasting = parameters | reached if self._recorded > 1 else parameters
-            record.weights = record.weights.only(lasting)
+            # a leaf that only one micro-batch reaches may have been made by the forward, unless it is a parameter
+            lasting = {key for key, leaf in reached.items() if self._recorded > 1 or isinstance(leaf, nn.Parameter)}
+            assert record.weights is not None
+            record.weights = record.weights.only(lasting | parameters.keys())
+        self._note_order(record, todo)
 
     def _note_order(self, record: StageRecord, todo: CompiledAction) -> None:
         kind = Kind.FORWARD if todo.action.kind is Kind.FORWARD else Kind.BACKWARD
@@ -184,17 +214,40 @@ class StepRecord:
 
     def _end(self, record: StageRecord, run: Run, rank: Rank, todo: CompiledAction) -> None:
         m, kind = todo.micro_batch, todo.action.kind
-        if kind is Kind.FORWARD:
-            self._refuse_hooks(record, run.engine.stages[todo.stage])
-        if kind in (Kind.FORWARD, Kind.RECOMPUTE) and todo.stage == len(run.engine.stages) - 1:
-            if m in run.losses:
-                record.results[Quantity("the loss", m)] = digest([run.losses[m]])
-            elif m in run.outputs:
-                record.results[Quantity("the output of the pipe", m)] = digest([run.outputs[m].value])
+        if self._replays is not None and record.weights is None:  # no backward has begun
+            weights = self._replays.stages[todo.stage].weights
+            pairs = weights.leaves.items() if weights is not None else ()
+            record.calls_backward |= any(leaf.grad is not None and weights.before[key] is None for key, leaf in pairs)
+        is_forward, is_last = kind in (Kind.FORWARD, Kind.RECOMPUTE), todo.stage == len(run.engine.stages) - 1
+        if is_forward and is_last and m in run.losses and self.calls_loss:
+            record.results[Quantity("the loss", m)] = digest([run.losses[m]])
         if kind is Kind.FORWARD and m == self._last_forward:
             record.results[Quantity("the buffers", m)] = digest([*buffers_of(run.engine.stages[todo.stage])])
         if kind not in (Kind.FORWARD, Kind.RECOMPUTE) and m == self._last_backward and record.weights is not None:
             record.weights.note()
+
+    def note_outputs(self, stage: int, micro_batch: int, output: Tree) -> None:
+        """Records the output of the last stage; and the gradient that comes back, for a replay without the loss."""
+        if micro_batch >= self.count:
+            return
+        record = self.stages[stage]
+        record.results[Quantity("the output of the pipe", micro_batch)] = digest([output])
+        if self.calls_loss:
+            return
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if self._replays is not None:  # an output may be computed from another one: it gets what it got, not the sum
+            ((*recorded,),) = self._replays.stages[stage].gradients[micro_batch]
+            for tensor, gradient in zip(outputs, recorded, strict=True):
+                if isinstance(gradient, Tensor):
+                    tensor.register_hook(partial(_give, copy_of(gradient)))
+            return
+        gradients: Gradients = [None] * len(outputs)
+        record.gradients[micro_batch] = [gradients]
+        self._output_nodes[micro_batch] = [
+            node for node in (tensor.grad_fn for tensor in outputs) if node is not None
+        ]
+        for at, tensor in enumerate(outputs):
+            tensor.register_hook(partial(_keep_copy, gradients, at))
 
     def note_sent(self, todo: CompiledAction, messages: Sequence[Message]) -> None:
         """Records what an action sends to other stages."""
@@ -226,8 +279,9 @@ class StepRecord:
         ]
         self.stages[stage.index].node_hooks = [hooks for value in entered for hooks in value.hooks]
 
-    def _refuse_hooks(self, record: StageRecord, stage: Stage) -> None:
+    def check_hooks(self, stage: Stage) -> None:
         """Raises if layers have put hooks where they would see a part of a gradient, or the wrong node."""
+        record = self.stages[stage.index]
         if any(alias.retains_grad or has_gradient_hooks(alias) for alias in record.incomplete):
             raise VerificationError(HOOKED.format(stage=stage))
         if any(len(hooks() or ()) > 1 for hooks in record.node_hooks):  # one is ours
@@ -283,10 +337,6 @@ HOOKED = (
     "was computed from it, so the hook would see a part of the gradient. Put the hook where the tensor is made, "
     "return a clone of the tensor for the layers that hook it, or keep these layers in one stage."
 )
-HOOKED_NODE = (
-    "puts a hook on the grad_fn of a tensor that it receives, which is not the node of the layer that computed the "
-    "tensor. Put the hook on the tensor (tensor.register_hook), or where the tensor is made."
-)
 
 
 def _is_one_of(leaf: Tensor, tensors: Sequence[Tensor]) -> bool:
@@ -295,6 +345,14 @@ def _is_one_of(leaf: Tensor, tensors: Sequence[Tensor]) -> bool:
         leaf.data_ptr() == tensor.data_ptr() and leaf.shape == tensor.shape and leaf.stride() == tensor.stride()
         for tensor in tensors
     )
+
+
+def _give(recorded: Tensor, gradient: Tensor) -> Tensor:
+    return recorded
+
+
+def _keep_copy(gradients: Gradients, at: int, gradient: Tensor) -> None:
+    gradients[at] = copy_of(gradient)
 
 
 def parameters_of(run: Run, stage: Stage) -> dict[int, Tensor]:

@@ -75,6 +75,10 @@ USES_FOREIGN_WEIGHTS = (
     "used (loss_fn.pop for a loss); a weight that several layers use must be a parameter of each; for a penalty on "
     "weights use weight_decay=."
 )
+CALLS_BACKWARD = (
+    "A layer calls backward() in its forward, which adds to gradients of weights before other micro-batches do. Give "
+    "that loss to loss_fn: stash it, and pop it there (loss_fn.pop)."
+)
 CHANGES_STATE = (
     "It depends on more than weights, buffers and inputs. The step changes {places}. Keep such state in a buffer "
     "(register_buffer), return it as part of the value, or stash it and pop it where it is used."
@@ -183,13 +187,18 @@ class Evidence:
     verifier: Verifier
     began: "StagesState"
     weights: dict[str, tuple[Tensor, Digest]]
+    calls_loss: bool  # whether the loss is replayed
     copied: Sequence[Tensor]
     """Weights of which `began` has copies, since earlier steps were seen to write them."""
 
     @classmethod
     def of(cls, run: Run, verifier: Verifier) -> "Evidence":
-        copied = [*verifier.written]
-        return cls(verifier, StagesState.of(run, copied), _digests_of_weights(run), copied)
+        copied, calls_loss = [*verifier.written], not getattr(run.loss_fn, "runs_once", False)
+        began = StagesState.of(run, copied, calls_loss=calls_loss)
+        if calls_loss and any(place.startswith(LOSS) for place in began.uncopyable):
+            calls_loss = False
+            began = StagesState.of(run, copied, calls_loss=False)
+        return cls(verifier, began, _digests_of_weights(run), calls_loss, copied)
 
     def written_weights(self, run: Run) -> dict[str, Tensor]:
         """The weights that the step has written, by name."""
@@ -205,7 +214,15 @@ class StagesState:
     states: dict[int, ReachableState]
 
     @classmethod
-    def of(cls, run: Run, parameters_too: Sequence[Tensor] = (), like: "StagesState | None" = None) -> "StagesState":
+    def of(
+        cls,
+        run: Run,
+        parameters_too: Sequence[Tensor] = (),
+        like: "StagesState | None" = None,
+        *,
+        calls_loss: bool = True,
+    ) -> "StagesState":
+        """Copies the state now; that of the loss only if replays call it."""
         hooks = {f"global module hook {number}": hook for number, hook in enumerate(global_hooks())}
         states = {}
         for stage in run.engine.own:
@@ -213,7 +230,7 @@ class StagesState:
             for layer in stage.layers:  # of a traced model not the model, which has the layers of all stages
                 is_part = "stands_for" in vars(layer.module)
                 roots[str(layer)] = layer.module._modules if is_part else layer.module
-            if run.loss_fn is not None and stage.index == len(run.engine.stages) - 1:
+            if calls_loss and run.loss_fn is not None and stage.index == len(run.engine.stages) - 1:
                 roots[LOSS] = run.loss_fn
             earlier = None if like is None else like.states[stage.index]
             states[stage.index] = ReachableState.of(roots, parameters_too=parameters_too, like=earlier)
@@ -274,7 +291,7 @@ def begin(run: Run, verifier: Verifier) -> None:
         _give_up(run, verifier, f"state cannot be copied: {_in_words(evidence.began.uncopyable)}")
         return
     run.evidence = evidence
-    run.record = StepRecord(stages, len(run.micro_batch_sizes), run.slices)
+    run.record = StepRecord(stages, len(run.micro_batch_sizes), run.slices, calls_loss=evidence.calls_loss)
     run.context.record_exchanges(run.record.count)
 
 
@@ -317,11 +334,13 @@ def verify(run: Run, *, in_threads: bool) -> None:
     assert record is not None
     assert evidence is not None
     run.record = run.evidence = None
-    weights = [each.weights for each in record.stages.values() if each.weights is not None]
-    leaves = {key: leaf for of_stage in weights for key, leaf in of_stage.leaves.items()}
+    leaves = {key: leaf for each in record.stages.values() for key, leaf in each.reached.items()}
     gradients = {key: leaf.grad for key, leaf in leaves.items()}
+    for leaf in leaves.values():
+        leaf.grad = None
     written = evidence.written_weights(run)
-    ended = StagesState.of(run, [*written.values(), *evidence.copied], like=evidence.began)
+    copied = [*written.values(), *evidence.copied]
+    ended = StagesState.of(run, copied, evidence.began, calls_loss=evidence.calls_loss)
     ended.leave_unused_generators(evidence.began)
     verification = _Verification(run, record, evidence, ended, written)
     try:
@@ -393,7 +412,7 @@ class _Verification:
             return NOT_REPRODUCIBLE.format(stage=self._stage(stage), quantity=quantity)
         if not self.written and (places := self._state_in_backward(stage)):
             return STATE_IN_BACKWARD.format(stage=self._stage(stage), places=places)
-        cause = self._cause(stage, quantity)
+        cause = self._cause(first.stages[stage])
         raise self._error(DIFFERS.format(stage=self._stage(stage), quantity=quantity, cause=cause))
 
     def _error(self, text: str) -> VerificationError:
@@ -413,10 +432,10 @@ class _Verification:
             before = saved.before()
             self._perform(replay, [forward])
             saved.after(before)
-            once = StagesState.of(self.run)
+            once = self._state()
             with saved.as_before(before):
                 self._perform(replay, [forward])
-            changes = StagesState.of(self.run).changed_since(once, except_for=buffers, by_value=True)
+            changes = self._state().changed_since(once, except_for=buffers, by_value=True)
             places.update(dict.fromkeys(changes))
         places = {place: None for place in places if not place.startswith(LOSS)}  # which is called only once
         return RECOMPUTED_CHANGES.format(places=_in_words(places)) if places else ""
@@ -455,6 +474,9 @@ class _Verification:
         replay.record.looks_for_writer = True
         self._perform(replay, self._reference_order([stage])[:1])
         return replay.record.writer
+
+    def _state(self) -> StagesState:
+        return StagesState.of(self.run, calls_loss=self.evidence.calls_loss)
 
     def _stage(self, index: int) -> Stage:
         return self.run.engine.stages[index]
@@ -543,15 +565,17 @@ class _Verification:
         replay = _run_of_replay(self.run, self.record)
         forward, backward, *_ = self._reference_order([stage])
         self._perform_only(replay, forward)
-        before = StagesState.of(self.run)
+        before = self._state()
         self._perform_only(replay, backward)
-        return _in_words(StagesState.of(self.run).changed_since(before))
+        return _in_words(self._state().changed_since(before))
 
     def _perform_only(self, replay: Run, action: CompiledAction) -> None:
         self._perform(replay, [action])
 
-    def _cause(self, stage: int, quantity: Quantity) -> str:
+    def _cause(self, replay: StageRecord) -> str:
         """The likely cause of a difference, and what to do about it."""
+        if replay.calls_backward:
+            return CALLS_BACKWARD
         if self.written:
             return WRITES_WEIGHTS.format(names=", ".join([*self.written][:MOST_PLACES]))
         places = _in_words(self.ended.changed_since(self.evidence.began))
@@ -584,7 +608,11 @@ def _run_of_replay(run: Run, record: StepRecord) -> Run:
     replay.connections = [ends._replace(recomputed=frozenset(), offloaded=frozenset()) for ends in run.connections]
     replay.losses, replay.metrics, replay.outputs, replay.input_gradients = {}, {}, {}, {}
     replay.ranks = [run.new_rank(rank.rank) for rank in run.ranks]
-    replay.record = StepRecord(run.engine.own, len(run.micro_batch_sizes), run.slices, replays=record)
+    replay.record = StepRecord(
+        run.engine.own, len(run.micro_batch_sizes), run.slices, calls_loss=record.calls_loss, replays=record
+    )
+    if not record.calls_loss:
+        replay.loss_fn = None
     replay.work = replay.record.work
     return replay
 

@@ -360,7 +360,7 @@ def _bits_of(tensor: Tensor) -> list[Tensor]:
 
 def _same_values(these: Tensor, those: Tensor) -> bool:
     """Whether tensors have the same bits."""
-    if (these.shape, these.dtype, these.layout) != (those.shape, those.dtype, those.layout):
+    if any(getattr(these, name) != getattr(those, name) for name in ("shape", "dtype", "layout", "device")):
         return False
     return all(map(torch.equal, _bits_of(these), _bits_of(those)))
 

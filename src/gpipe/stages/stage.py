@@ -49,8 +49,8 @@ BACKWARD_INSIDE = (
     "gradients by torch.autograd.grad, or of a detached copy"
 )
 HOOKED_NODE = (
-    "puts a hook on the grad_fn of a tensor that it is given, and behind the cut that is not the node of the layer "
-    "which made it. Put the hook on the tensor (tensor.register_hook), or where the tensor is made"
+    "puts a hook on the grad_fn of a tensor that it receives, which is not the node of the layer that computed the "
+    "tensor. Put the hook on the tensor (tensor.register_hook), or where the tensor is made."
 )
 SHARED_IN_PLACE = (
     "in place a tensor that shares its memory with another one that it is given, and behind a cut the other one does "
