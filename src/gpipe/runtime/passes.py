@@ -197,6 +197,9 @@ def _run_ranks(run: Run, table: CompiledTable, *, in_threads: bool) -> None:
             begin_record(run, run.verifier)
         if run.record is not None and table is not run.compiled.forward:
             run.record.begin_backwards(run)
+        if run.record is not None:
+            for rank in run.ranks:  # after the copies that were made here
+                rank.stream.begin([*rank.stream.called])
         run.work = WORK if run.record is None else run.record.work
         if in_threads:
             variables = [copy_context() for _ in run.ranks]

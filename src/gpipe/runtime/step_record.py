@@ -107,6 +107,16 @@ class StageRecord:
                     different.append(name_of(leaf))
         return different
 
+    def put_gradients_before(self) -> None:
+        """Has `.grad` of the stage's leaves be what it was before the step."""
+        for key, leaf in self.weights.leaves.items() if self.weights is not None else ():
+            before = self.weights.before[key] if self.weights is not None else None
+            leaf.grad = None if before is None else copy_of(before)
+
+    def drop_gradients(self) -> None:
+        for leaf in self.weights.leaves.values() if self.weights is not None else ():
+            leaf.grad = None
+
     def count_results(self) -> int:
         """How many results there are to compare."""
         return len(self.results) + (0 if self.weights is None else len(self.weights.leaves))
@@ -198,8 +208,8 @@ class StepRecord:
         record.reached |= parameters | reached
         if record.weights is not None and not any(kind in BACKWARDS for kind, _ in record.actions):
             others = WeightGradients.of({key: leaf for key, leaf in reached.items() if key not in parameters})
-            before = {**record.weights.before, **others.before}
-            record.weights = WeightGradients({**record.weights.leaves, **others.leaves}, before, {})
+            all_before = {**record.weights.before, **others.before}
+            record.weights = WeightGradients({**record.weights.leaves, **others.leaves}, all_before, {})
         if m == self._last_backward:
             # a leaf that only one micro-batch reaches may have been made by the forward, unless it is a parameter
             lasting = {key for key, leaf in reached.items() if self._recorded > 1 or isinstance(leaf, nn.Parameter)}
@@ -217,7 +227,8 @@ class StepRecord:
         if self._replays is not None and record.weights is None:  # no backward has begun
             weights = self._replays.stages[todo.stage].weights
             pairs = weights.leaves.items() if weights is not None else ()
-            record.calls_backward |= any(leaf.grad is not None and weights.before[key] is None for key, leaf in pairs)
+            before = weights.before if weights is not None else {}
+            record.calls_backward |= any(leaf.grad is not None and before[key] is None for key, leaf in pairs)
         is_forward, is_last = kind in (Kind.FORWARD, Kind.RECOMPUTE), todo.stage == len(run.engine.stages) - 1
         if is_forward and is_last and m in run.losses and self.calls_loss:
             record.results[Quantity("the loss", m)] = digest([run.losses[m]])

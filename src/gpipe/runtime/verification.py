@@ -324,6 +324,12 @@ class Playback(Context):
         """Drops it: its digest is in the record of the replay."""
 
 
+def _wait_for_ranks(run: Run) -> None:
+    """Orders what the calling thread queues on devices after what the ranks have queued."""
+    for rank in run.ranks:
+        rank.stream.end()
+
+
 def verify(run: Run, *, in_threads: bool) -> None:
     """Replays the recorded micro-batches of a step, and compares.
 
@@ -338,6 +344,7 @@ def verify(run: Run, *, in_threads: bool) -> None:
     gradients = {key: leaf.grad for key, leaf in leaves.items()}
     for leaf in leaves.values():
         leaf.grad = None
+    _wait_for_ranks(run)
     written = evidence.written_weights(run)
     copied = [*written.values(), *evidence.copied]
     ended = StagesState.of(run, copied, evidence.began, calls_loss=evidence.calls_loss)
@@ -349,6 +356,7 @@ def verify(run: Run, *, in_threads: bool) -> None:
         why = "there was not enough memory for the replay"
         findings = [NOT_REPLAYED.format(stages="this step", why=why)]
     finally:
+        _wait_for_ranks(run)
         ended.restore()
         for key, leaf in leaves.items():
             leaf.grad = gradients[key]
@@ -424,7 +432,7 @@ class _Verification:
         buffers = {id(buffer) for stage in again for buffer in buffers_of(self._stage(stage))}
         if not again or not self.ended.changed_since(self.evidence.began, except_for=buffers, by_value=True):
             return ""
-        self.evidence.began.restore()
+        self._restore()
         replay, places = _run_of_replay(self.run, self.record), dict[str, None]()
         for stage in again:
             forward, *_ = self._reference_order([stage])
@@ -468,12 +476,19 @@ class _Verification:
 
     def _writer(self, stage: int) -> str | None:
         """The layer that writes the input of its stage, as far as that can be seen."""
-        self.evidence.began.restore()
+        self._restore()
         replay = _run_of_replay(self.run, self.record)
         assert replay.record is not None
         replay.record.looks_for_writer = True
         self._perform(replay, self._reference_order([stage])[:1])
         return replay.record.writer
+
+    def _restore(self) -> None:
+        """Puts back the state that the step began with, before what ranks queue on devices from now on."""
+        _wait_for_ranks(self.run)
+        self.evidence.began.restore()
+        for rank in self.run.ranks:
+            rank.stream.begin([*rank.stream.called])
 
     def _state(self) -> StagesState:
         return StagesState.of(self.run, calls_loss=self.evidence.calls_loss)
@@ -495,14 +510,15 @@ class _Verification:
         """Replays each stage as if it were alone: it sees the state of the beginning, and only its own writes."""
         replay = _run_of_replay(self.run, self.record)
         if in_threads:
-            self.evidence.began.restore()
+            self._restore()
             jobs = [partial(copy_context().run, self._replay_rank, replay, rank) for rank in replay.ranks]
             self.run.engine.threads.run(jobs, partial(setattr, replay.context, "cancelled", True))
         else:
             for rank in replay.ranks:
                 for stage in rank.stages:
-                    self.evidence.began.restore()
+                    self._restore()
                     self._perform(replay, self._reference_order([stage]))
+        _wait_for_ranks(self.run)
         assert replay.record is not None
         return replay.record
 
@@ -511,9 +527,10 @@ class _Verification:
             self._perform(replay, self._reference_order([stage]), as_rank())
 
     def _replay_from_begin(self, order: Sequence[CompiledAction]) -> StepRecord:
-        self.evidence.began.restore()
+        self._restore()
         replay = _run_of_replay(self.run, self.record)
         self._perform(replay, order)
+        _wait_for_ranks(self.run)
         assert replay.record is not None
         return replay.record
 
@@ -522,11 +539,10 @@ class _Verification:
     ) -> None:
         """Performs recorded actions again, in this order, in this thread."""
         stages = {action.stage for action in order}
-        weights = [each.weights for stage, each in self.record.stages.items() if stage in stages and each.weights]
-        for of_stage in weights:
-            for key, leaf in of_stage.leaves.items():
-                before = of_stage.before[key]
-                leaf.grad = None if before is None else copy_of(before)
+        for rank in replay.ranks:
+            with rank.stream.enter():
+                for stage in stages & rank.stages.keys():
+                    self.record.stages[stage].put_gradients_before()
         for stage in stages:
             self._stage(stage).restart()
         ranks = {rank.rank: rank for rank in replay.ranks}
@@ -540,9 +556,8 @@ class _Verification:
                 with rank.stream.enter():
                     _perform_again(replay, rank, action, self.record.stages[action.stage])
                 rank.stream.keep_pace()
-        for of_stage in weights:
-            for leaf in of_stage.leaves.values():
-                leaf.grad = None
+        for stage in stages:
+            self.record.stages[stage].drop_gradients()
 
     def _differences(self, replay: StepRecord, step: StepRecord | None = None) -> list[tuple[int, Quantity]]:
         return [
@@ -561,7 +576,7 @@ class _Verification:
         """In words, the state that backwards of a stage write and forwards read, if that explains the result."""
         if self._differences(self._replay_from_begin(self.record.order)):
             return ""
-        self.evidence.began.restore()
+        self._restore()
         replay = _run_of_replay(self.run, self.record)
         forward, backward, *_ = self._reference_order([stage])
         self._perform_only(replay, forward)

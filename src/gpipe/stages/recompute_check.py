@@ -67,6 +67,8 @@ def differ(one: Digest, other: Digest) -> "bool | Tensor":
         return True
     doubts = []
     for a, b in zip(one.words, other.words, strict=True):
+        if a.device != b.device:  # the input of a step, and its copy on the device of the first stage
+            b = b.to(a.device)
         if not a.is_cpu:
             doubts.append((a != b).any())
         elif not torch.equal(a, b):
