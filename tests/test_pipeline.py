@@ -13,6 +13,7 @@ import gpipe
 from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, weights_of
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
+HALVES = slice(4), slice(4, 8)
 
 
 def layers() -> list[nn.Module]:
@@ -35,6 +36,44 @@ def test_a_pipe_has_the_layers_of_a_sequence() -> None:
     for wrong in (3, -4, "0"):
         with pytest.raises(IndexError, match=r"there is no layer .*; give 0 to 2"):
             pipe[wrong]  # type: ignore[index]
+
+
+# What a call passes by name.
+
+
+class Recalls(nn.Module):
+    """Its forward has arguments with the names that a pipe uses, and none of them is the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(layers())
+
+    def forward(self, memory: Tensor | None = None, inputs: Tensor | None = None, x: Tensor | None = None) -> Any:
+        value = sum(n * given for n, given in ((2, inputs), (3, memory), (5, x)) if given is not None)
+        for block in self.blocks:
+            value = block(value)
+        return value
+
+
+@pytest.mark.parametrize("names", [["inputs"], ["memory"], ["x", "inputs"], ["memory", "inputs", "x"]], ids=str)
+def test_a_call_passes_arguments_to_a_model_by_their_names(names: list[str]) -> None:
+    model, batch = Recalls(), {name: X + at for at, name in enumerate(names)}
+    pipe = gpipe.GPipe(model, 2, 2, sample=batch, costs="params").eval()
+    with torch.no_grad():
+        assert torch.equal(pipe(**batch), torch.cat([model(**{n: b[r] for n, b in batch.items()}) for r in HALVES]))
+        assert torch.equal(pipe(**batch), pipe(batch))
+
+
+def test_a_mini_batch_has_no_name() -> None:
+    model: Any = gpipe.GPipe(Recalls(), 2, 2, sample={"x": X}, costs="params")
+    of_layers: Any = gpipe.GPipe(layers(), 2, 2)
+    for pipe in (model, of_layers):
+        with pytest.raises(TypeError, match="there is no inputs=; give the mini-batch without a name"):
+            pipe.step(inputs=X, targets=Y, loss_fn=F.mse_loss)
+    with pytest.raises(TypeError, match="there is no inputs=; give the mini-batch without a name"):
+        of_layers(inputs=X)
+    with pytest.raises(TypeError, match=r"without a name and also inputs=, x=\. Pass all arguments"):
+        model(X, inputs=X, x=X)
 
 
 # A gradient scaler.

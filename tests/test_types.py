@@ -74,7 +74,7 @@ def test_a_step_with_metrics_gives_those_of_each_micro_batch(pipe: gpipe.GPipe) 
 
 def test_a_call_is_known_by_its_own_arguments(pipe: gpipe.GPipe) -> None:
     assert type(assert_type(pipe(ROWS), Any)) is Tensor
-    assert type(assert_type(pipe(inputs=ROWS, gather=False), Any)) is Tensor
+    assert type(assert_type(pipe(ROWS, gather=False), Any)) is Tensor
     of_each = assert_type(pipe(gpipe.MicroBatches([ROWS, ROWS]), gather=True), list[Any])
     assert [type(one) for one in of_each] == [Tensor, Tensor]
     with pytest.raises(TypeError, match="pipe takes one value"):

@@ -15,7 +15,7 @@ from gpipe.config.assemble import assemble
 from gpipe.config.check import ARGUMENTS, Arguments, Costs
 from gpipe.config.findings import Examination, summary
 from gpipe.config.reference import VerificationReport, verify
-from gpipe.config.unknown_arguments import checked_entrance, refuse_names
+from gpipe.config.unknown_arguments import check_names, checked_entrance
 from gpipe.distributed.norms import clip_grad_norm_
 from gpipe.generation.generate import cache_bytes, generate
 from gpipe.generation.paths import Path
@@ -251,27 +251,29 @@ class GPipe(Partitioned):
     def step(
         self,
         inputs: Tree,
+        /,
         targets: Tree = None,
         loss_fn: LossModule[Tensor] | None = None,
         **options: Unpack[StepOptions],
     ) -> Tensor: ...
     @overload
     def step(
-        self, inputs: Tree, targets: Tree, loss_fn: LossModule[tuple[Tensor, T]], **options: Unpack[StepOptions]
+        self, inputs: Tree, /, targets: Tree, loss_fn: LossModule[tuple[Tensor, T]], **options: Unpack[StepOptions]
     ) -> tuple[Tensor, list[T]]: ...
     @overload
     def step(
-        self, inputs: Tree, targets: Tree, loss_fn: Callable[..., Tensor], **options: Unpack[StepOptions]
+        self, inputs: Tree, /, targets: Tree, loss_fn: Callable[..., Tensor], **options: Unpack[StepOptions]
     ) -> Tensor: ...
     @overload
     def step(
-        self, inputs: Tree, targets: Tree, loss_fn: Callable[..., tuple[Tensor, T]], **options: Unpack[StepOptions]
+        self, inputs: Tree, /, targets: Tree, loss_fn: Callable[..., tuple[Tensor, T]], **options: Unpack[StepOptions]
     ) -> tuple[Tensor, list[T]]: ...
     @checked_entrance
     @untraced
     def step(
         self,
         inputs: Tree,
+        /,
         targets: Tree = None,
         loss_fn: Callable[..., object] | None = None,
         *,
@@ -414,7 +416,7 @@ class GPipe(Partitioned):
 
     @checked_entrance
     @untraced
-    def forward(self, inputs: Tree = None, *, gather: bool = False, **batch: Tree) -> Any:
+    def forward(self, inputs: Tree = None, /, *, gather: bool = False, **batch: Tree) -> Any:
         """Runs the pipelined forward; under grad, `backward()` of what comes of it runs the pipelined backward.
 
         Args:
@@ -422,7 +424,7 @@ class GPipe(Partitioned):
                 `gpipe.MicroBatches`, which are taken as they are.
             gather: Over processes: gives the output in every one. Under grad it must, and every process calls
                 `backward()` of a loss of it; what the last stage's loss gives counts.
-            **batch: In place of `inputs`, the arguments of a model's forward by name.
+            **batch: Instead of a mini-batch, the arguments of a model's forward by name.
 
         Returns:
             What the last layer returns, the rows of all micro-batches together, or a list with what it returns for
@@ -433,10 +435,9 @@ class GPipe(Partitioned):
             TypeError: An output does not have the rows of its micro-batch in its first dimension.
         """
         inputs = plain(inputs)
-        if batch and not self.is_model:
-            refuse_names(batch)
         if batch:
-            inputs = batch if inputs is None else {"inputs": inputs, **batch}
+            check_names(batch, is_model=self.is_model, has_inputs=inputs is not None)
+            inputs = batch
         refuse_transforms(inputs)
         returned: list[Tree] = []
         run, shapes = self._until_done(partial(self._call, inputs, returned, gather=gather))
@@ -482,9 +483,9 @@ class GPipe(Partitioned):
     if TYPE_CHECKING:  # else checkers and editors know it as nn.Module's, of any arguments
 
         @overload
-        def __call__(self, inputs: MicroBatches, *, gather: Literal[True]) -> list[Any]: ...
+        def __call__(self, inputs: MicroBatches, /, *, gather: Literal[True]) -> list[Any]: ...
         @overload
-        def __call__(self, inputs: Tree = None, *, gather: bool = False) -> Any: ...
+        def __call__(self, inputs: Tree = None, /, *, gather: bool = False) -> Any: ...
         @overload
         def __call__(self, **batch: Tree) -> Any: ...
         def __call__(self, *args: Any, **kwargs: Any) -> Any:

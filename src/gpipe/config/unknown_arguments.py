@@ -12,6 +12,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 HOW_MANY = "micro_batches= of GPipe, how many, not how many rows each has"
+NO_NAME = "the mini-batch without a name: pipe(x), or pipe.step(x, targets, loss_fn)"
+BESIDE_INPUTS = (
+    "a call of the pipe got a mini-batch without a name and also {names}. Pass all arguments of the model by name, "
+    "or all of them in one dict"
+)
 WORDS = {
     "chunks": "micro_batches= of GPipe, how many",
     "n_microbatches": "micro_batches= of GPipe, how many",
@@ -25,7 +30,8 @@ WORDS = {
     "loss_fn": "to each step: pipe.step(inputs, targets, loss_fn)",
     "criterion": "loss_fn= to each step",
     "optimizer": "none: make your own over pipe.parameters(), and step it after pipe.step(...)",
-    "x": "inputs=, or just pipe(x)",
+    "inputs": NO_NAME,
+    "x": NO_NAME,
     "input_ids": "all of the batch as one dict: pipe.step(batch)",
     "mask": "one value: pipe({'x': x, 'mask': mask})",
     "labels": "targets= to each step",
@@ -47,16 +53,19 @@ def checked_entrance(function: Callable[P, R]) -> Callable[P, R]:
 def _explain(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
     """What is wrong with arguments that a function does not take; None: Python says it as well."""
     parameters = inspect.signature(function).parameters.values()
-    known = [p.name for p in parameters]
+    known = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY]
     if unknown := [word for word in kwargs if word not in known]:
         return _instead_of(unknown, known)
-    positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    positional = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
     return TOO_MANY[function.__name__] if len(args) > positional else None
 
 
-def refuse_names(batch: Mapping[str, object]) -> None:
-    """Refuses arguments by name in a call of a pipe that is no model."""
-    raise TypeError(_instead_of(batch, ["inputs", "gather"]))
+def check_names(batch: Mapping[str, object], *, is_model: bool, has_inputs: bool) -> None:
+    """Rejects arguments by name in a call of a pipe of layers, and beside a mini-batch in a call of a model."""
+    if not is_model:
+        raise TypeError(_instead_of(batch, ["gather"]))
+    if has_inputs:
+        raise TypeError(BESIDE_INPUTS.format(names=", ".join(f"{name}=" for name in batch)))
 
 
 def _instead_of(unknown: Collection[str], known: Sequence[str]) -> str:
