@@ -1,7 +1,7 @@
 """A pipe is put together: settled in one process or, the same everywhere, in several, each with its own layers."""
 
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from gpipe.stages.buffers import Slot
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch, plain
 from gpipe.stages.recompute_check import checksum
 from gpipe.stages.sequence import Outline, cut_into_stages, outline, realize, release
-from gpipe.stages.shared_weights import find_ties, tie
+from gpipe.stages.shared_weights import find_shared, find_ties, tie
 from gpipe.stages.stage import Layer, Stage
 from gpipe.stages.tree import Tree
 from gpipe.tracing.layers_of import is_model, read_model
@@ -89,7 +89,39 @@ def _first(asked: Arguments) -> Tree:
     return first_micro_batch(asked.sample, asked.micro_batches, least=TWO_ROWS)
 
 
+SCALED = (
+    "{layer} scales its weight in each forward (max_norm={most}), and {why}. {fix}, or leave out max_norm and scale "
+    "the weight after optimizer.step(), under torch.no_grad(): weight.renorm_({p}, 0, {most})"
+)
+
+
+def find_scaled_weights(settings: Settings) -> Iterator[str]:
+    """Finds embeddings with `max_norm` that recompute, or share their weight with another stage; says what to do."""
+    layers = [*enumerate(settings.layers.items())]
+    stage_of = [stage for stage, count in enumerate(settings.layers_per_partition) for _ in range(count)]
+    shared = find_shared([*settings.layers.values()], settings.tied)
+    users = {slot: [*one.slots] for one in shared for slots in one.slots.values() for slot in slots}
+    words = [f"layer {at} ({name}: {vars(one).get('stands_for', type(one).__name__)})" for at, (name, one) in layers]
+    for at, (_, layer) in layers:
+        stage = stage_of[at]
+        for module in layer.modules():
+            if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or module.max_norm is None:
+                continue
+            wrong, remat = {}, settings.remat[stage]
+            others = [other for other in users.get((module, "weight"), ()) if stage_of[other] != stage]
+            if others:
+                wrong[f"{words[others[0]]}, in another stage, uses this weight too"] = (
+                    "Put both layers into one stage"
+                )
+            if remat not in ("never", "offload"):
+                why = f"stage {stage} recomputes its forwards (remat={remat!r})"
+                wrong[why] = "Pass remat='never' for this stage"
+            for why, fix in wrong.items():
+                yield SCALED.format(layer=words[at], most=module.max_norm, why=why, fix=fix, p=module.norm_type)
+
+
 def _engine(settings: Settings, position: Position | None) -> Engine:
+    Mistakes(find_scaled_weights(settings)).raise_all()
     row = None if position is None else position.row
     own = [stage for stage, rank in enumerate(settings.placement) if row in (None, rank)]
     devices = [settings.devices[rank] for rank in settings.placement]
