@@ -112,6 +112,11 @@ def writes_buffer(net: Net, x: Tensor, at: int) -> Tensor:
     return x
 
 
+def writes_data(net: Net, x: Tensor, at: int) -> Tensor:
+    net.mean.data.mul_(0.9).add_(x.detach().mean(0))
+    return x
+
+
 def drops(net: Net, x: Tensor, at: int) -> Tensor:
     return x if torch.rand([]) < net.layerdrop else x * 2
 
@@ -140,6 +145,7 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor, int], Tensor], str]] = {
     "numbers collected": (collects_numbers, "the Net changes Net.history each time .* count outside of the model"),
     "a count": (counts, "the Net changes Net.count each time"),
     "a buffer in place": (writes_buffer, "the Net changes the buffer mean between blocks"),
+    "a buffer by .data": (writes_data, "the Net changes the buffer mean between blocks"),
     "another buffer": (assigns_buffer, "the Net changes the buffer mean between blocks"),
     "made of nothing": (fills, r"is given a tensor .* then written into.*x.new_zeros"),
     "numpy": (by_numpy, "between blocks .mean needs a value .*an array of numpy.* Let blocks hand on tensors"),

@@ -181,7 +181,7 @@ def _changed(
     return new + [
         slot
         for slot, was, saved, copy, tensor in pairs
-        if slot in known or _is_changed(was, saved, copy, tensor, exact=exact)
+        if slot in known or is_changed(was, saved, copy, tensor, exact=exact)
     ]
 
 
@@ -194,7 +194,8 @@ def _is_small(buffer: Tensor | None) -> bool:
     return buffer.nbytes <= SMALL
 
 
-def _is_changed(was: Tensor | None, saved: int, copy: Tensor | None, now: Tensor | None, *, exact: bool) -> bool:
+def is_changed(was: Tensor | None, saved: int, copy: Tensor | None, now: Tensor | None, *, exact: bool) -> bool:
+    """Whether a buffer is another tensor than it `was`, of version `saved`, or no longer equals its copy."""
     if now is not was:
         return True
     if now is None or copy is None:
@@ -238,14 +239,16 @@ def untouched(layer: nn.Module) -> Iterator[None]:
             if parameter.device != data.device:
                 put_data(parameter, data)
             parameter.grad = gradient
-        for (
-            tensor,
-            before,
-        ) in tensors:  # neither raises a version: a backward that is to come may have saved the tensor
-            if tensor.layout is torch.strided and tensor.shape == before.shape:
-                without_repeats(tensor.data).copy_(without_repeats(before))
-            else:
-                tensor.data = before
+        for tensor, before in tensors:
+            put_back(tensor, before)
+
+
+def put_back(tensor: Tensor, before: Tensor) -> None:
+    """Gives a tensor the values of a copy; not its version, since a later backward may have saved the tensor."""
+    if tensor.layout is torch.strided and tensor.shape == before.shape:
+        without_repeats(tensor.data).copy_(without_repeats(before))
+    else:
+        tensor.data = before
 
 
 def _refill(dictionary: dict[str, Any], items: Mapping[str, object]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.dispatcher import is_fake
-from gpipe.stages.buffers import untouched
+from gpipe.stages.buffers import is_changed, put_back, untouched
 from gpipe.stages.tree import Tree, copy_of, replace_tensors, version
 from gpipe.tracing.shallow_copy import COLLECTING, COLLECTOR
 from gpipe.tracing.trace import CannotSplitError, is_carried
@@ -54,7 +54,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[dict[str, Tensor | None]]:
-    """Notes the buffers that what runs inside writes, with their new values, at its end; they are put back."""
+    """Collects the buffers that are written inside, with their new values, and puts the old values back at the end.
+
+    Values are compared too, since a write through `.data` does not change a tensor's version.
+    """
     before = {
         f"{path}.{key}".lstrip("."): (module._buffers, key, buffer, copy_of(buffer), version(buffer))
         for path, module in model.named_modules()
@@ -66,10 +69,10 @@ def watched(model: nn.Module) -> Iterator[dict[str, Tensor | None]]:
     with torch.no_grad():
         for name, (held, key, buffer, copy, was) in before.items():
             now = held.get(key)
-            if now is not buffer or version(buffer) != was:
+            if is_changed(buffer, was, copy, now, exact=True):
                 changed[name] = None if now is None else copy_of(now)
                 held[key] = buffer
-                buffer.copy_(copy)
+                put_back(buffer, copy)
 
 
 class ForwardArguments(NamedTuple):

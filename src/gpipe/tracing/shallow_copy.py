@@ -7,7 +7,7 @@ modules see none of it.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import wraps
 from types import MethodType
 from typing import Any, TypeAlias
@@ -124,15 +124,16 @@ class ShallowCopy:
             raise CannotSplitError(REPLACED.format(name=name))
         return {key: None if part is None else self._made[part] for key, part in parts}
 
-    def refuse_changed_buffers(self) -> None:
-        """Refuses what a forward did to buffers that every layer reads.
+    def refuse_changed_buffers(self, written: Collection[str] = ()) -> None:
+        """Rejects changes of buffers that every layer reads: those with a new version, and those that are `written`.
 
-        In a module that no block stands in, one may be replaced by the same values, or by a table that grew.
+        A module that contains no block may replace a buffer by the same values, or by a longer table.
         """
         for name, copy in self.copies.items():
             for key, buffer in copy._buffers.items():
                 before, was = self._buffers.get((name, key), (None, 0))
-                if buffer is before and (buffer is None or version(buffer) == was):
+                place = f"{name}.{key}".lstrip(".")
+                if buffer is before and (buffer is None or version(buffer) == was) and place not in written:
                     continue
                 may_be = (
                     before is None
@@ -141,8 +142,8 @@ class ShallowCopy:
                     or (before.device == buffer.device and torch.equal(before, buffer))
                 )
                 if buffer is before or name in self.parts.opened or not may_be:
-                    model, place = type(self.parts.model).__name__, f"{name}.{key}".lstrip(".")
-                    raise CannotSplitError(CHANGES_BUFFER.format(model=model, name=place), [name])
+                    text = CHANGES_BUFFER.format(model=type(self.parts.model).__name__, name=place)
+                    raise CannotSplitError(text, [name])
 
     def attributes(self) -> Attributes:
         """What the copies have now, but for buffers, to be compared with later."""

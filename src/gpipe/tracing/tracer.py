@@ -120,6 +120,7 @@ class Tracer(Interpreter):
         self._scope = rng_scope(0, 0, 0, 0)
         self._raw = {id(parameter): name for name, parameter in parts.model.named_parameters()}
         self._held = {id(buffer): name for name, buffer in parts.model.named_buffers()}
+        self._memory = {storage_address(buffer) for buffer in parts.model.buffers()}
         self._owned = {name: frozenset(map(id, unit.parameters())) for name, unit in parts.units.items()}
         self._buffers: set[str] = set()
         self._inputs: dict[int, int] = {}
@@ -252,8 +253,12 @@ class Tracer(Interpreter):
         for tensor, was in zip(call.tensors, before, strict=True):
             if (value_id := self.value_id_of(tensor)) is not None:
                 self._note(tensor, value_id)
-            elif version(tensor) != was and id(tensor) not in {*self._inputs, *self._held}:
-                self._filled[storage_address(tensor)] = layer, tensor
+            elif (  # changed buffers are looked for later
+                version(tensor) != was
+                and id(tensor) not in self._inputs
+                and (address := storage_address(tensor)) not in self._memory
+            ):
+                self._filled[address] = layer, tensor
         return made
 
     def _reached(self, call: OpCall, made: Any, until: Collection[Node]) -> list[str]:
@@ -377,7 +382,7 @@ def trace_forward(parts: Parts, given: ForwardArguments) -> TracerRun:
             if not stateful and not iterated:
                 break
         if dry is None:
-            _refuse_leftovers(tracer, given)
+            _refuse_leftovers(tracer, given, changed)
     return TracerRun(output, trace, parts, tracer.losses, tracer.doubtful())
 
 
@@ -412,10 +417,10 @@ def _traced(parts: Parts, given: ForwardArguments, dry: Dry | None) -> tuple[Tra
     return tracers[-1], output, trace
 
 
-def _refuse_leftovers(tracer: Tracer, given: ForwardArguments) -> None:
-    """Refuses what a forward leaves behind, if it is another each time; and in buffers, which every layer reads."""
+def _refuse_leftovers(tracer: Tracer, given: ForwardArguments, written: Collection[str]) -> None:
+    """Rejects state that differs after each forward, and `written` buffers of modules that every layer reads."""
     shallow_copy = tracer.shallow_copy
-    shallow_copy.refuse_changed_buffers()
+    shallow_copy.refuse_changed_buffers(written)
     if [*shallow_copy.changed_since(tracer.left)]:
         once = shallow_copy.attributes()
         with watched(tracer.parts.model):
