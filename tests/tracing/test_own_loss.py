@@ -215,6 +215,41 @@ def test_a_loss_that_no_weights_put_together_is_told_of() -> None:
         assert any("not put together" in finding for finding in pipe.findings)
 
 
+def refuses(x: Tensor) -> Tensor:
+    return x
+
+
+def scales(x: Tensor, **more: Tensor) -> Tensor:
+    return x * 1.5 if more else x
+
+
+def reads(x: Tensor, **more: Tensor) -> Tensor:
+    return x * (1 + sum(float(value) for value in more.values()))
+
+
+class HandsOn(Words):
+    """A model that hands unknown arguments on to a function."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(  # type: ignore[override]  # whatever a user writes
+        self, words: Tensor, labels: Tensor | None = None, **more: Tensor
+    ) -> dict[str, Tensor]:
+        return {"loss": self.head(self.function(self.states(words), **more), labels)}
+
+
+@pytest.mark.parametrize("function", [refuses, scales, reads])
+def test_a_model_gets_no_argument_that_the_user_did_not_pass(function: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    model, batch = HandsOn(function), ragged()
+    whole = copy.deepcopy(model)(**batch)["loss"]
+    with gpipe.GPipe(model, 2, 4, sample=batch, costs="params") as pipe:
+        torch.testing.assert_close(pipe.step(batch), whole.detach())
+        assert not any("loss" in finding for finding in pipe.findings)
+
+
 class Classes(nn.Module):
     """A model of blocks with a loss of one's own."""
 

@@ -15,7 +15,7 @@ from gpipe.stages.stage import RngKey
 from gpipe.stages.tree import Tree, replace_tensors
 from gpipe.tracing import runs
 from gpipe.tracing.meta_model import exchanged, give_values, lacks_values, on_cpu
-from gpipe.tracing.own_loss import COUNT, LossAverage, loss_in, tried
+from gpipe.tracing.own_loss import COUNT, LossAverage, loss_in, takes_count, tried
 from gpipe.tracing.parts import (
     Parts,
     check_blocks,
@@ -160,7 +160,7 @@ class TracedModel:
 
     def _may_count(self, value: Tree) -> bool:
         given = isinstance(value, Mapping) and "labels" in value and COUNT not in value
-        return given and runs.takes(self.model, COUNT)
+        return given and takes_count(self.model)
 
     @staticmethod
     def _with_count(value: Tree, count: float) -> Tree:

@@ -22,7 +22,7 @@ from gpipe.stages.losses import HALVES, OF_LABELS, OF_ROWS, LossCall, is_shifted
 from gpipe.stages.microbatch import CANNOT_MERGE, count_rows, merge, split
 from gpipe.stages.tree import Tree
 from gpipe.tracing.meta_model import lacks_values
-from gpipe.tracing.runs import arguments, lacks_memory, unchanged
+from gpipe.tracing.runs import arguments, lacks_memory, takes, unchanged
 
 COUNT = "num_items_in_batch"  # the keyword by which a forward is told the labels that count in the whole mini-batch
 NO_LABELS = "no label of the mini-batch counts (all are {ignored}): there is nothing to average; skip this mini-batch"
@@ -30,6 +30,20 @@ UNKNOWN = (
     "of the model's own loss it cannot be known how it averages, by the losses of torch that it calls ({seen}); "
     "micro-batches are weighed by rows. If it does otherwise, give step(inputs, targets, loss_fn, reduction=...)"
 )
+
+
+def takes_count(model: nn.Module) -> bool:
+    """Whether a forward uses `COUNT`: it names the parameter, or hands it on to the loss function of transformers.
+
+    Other forwards with `**kwargs` may do anything with a keyword that the user did not pass.
+    """
+    if takes(model.forward, COUNT, by_name=True):
+        return True
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # in an adapter of peft
+    loss_function = getattr(base, "_loss_function", None)  # set by the user
+    if not hasattr(type(base), "loss_function") or not takes(model.forward, COUNT):
+        return False
+    return loss_function is None or takes(loss_function, COUNT)
 
 
 @dataclass(frozen=True)

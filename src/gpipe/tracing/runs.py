@@ -189,7 +189,7 @@ def without_cache(model: nn.Module, value: Tree) -> Tree:
     config = getattr(model, "config", None)
     inner = vars(config).values() if hasattr(config, "__dict__") else ()  # of a text model within, or a decoder
     keeps = any(getattr(one, "use_cache", None) is not None for one in (config, *inner))
-    if not (keeps and takes(model, "use_cache")):
+    if not (keeps and takes(model.forward, "use_cache")):
         return value
     if isinstance(value, Mapping):
         return {"use_cache": False, **value}
@@ -197,7 +197,8 @@ def without_cache(model: nn.Module, value: Tree) -> Tree:
     return {first.name: value, "use_cache": False} if first.kind is first.POSITIONAL_OR_KEYWORD else value
 
 
-def takes(model: nn.Module, keyword: str) -> bool:
-    """Whether a forward takes a keyword, if only among others."""
-    parameters = inspect.signature(model.forward).parameters
-    return keyword in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+def takes(function: Callable[..., object], keyword: str, *, by_name: bool = False) -> bool:
+    """Whether a function has a parameter of this name or, if not `by_name`, `**kwargs`."""
+    parameters = inspect.signature(function).parameters
+    others = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return keyword in parameters or (others and not by_name)

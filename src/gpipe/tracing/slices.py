@@ -138,7 +138,7 @@ def check_takes_cache(model: nn.Module, slices: int, *, lacks_values: bool) -> N
     config = getattr(model, "config", None)
     is_decoder = hasattr(config, "get_text_config") and not getattr(config, "is_encoder_decoder", False)
     told = {"slices": slices, "model": type(model).__name__}
-    if lacks_values or not (is_decoder and takes(model, CACHE)):
+    if lacks_values or not (is_decoder and takes(model.forward, CACHE)):
         raise ValueError((NO_VALUES if lacks_values else NO_CACHE).format(**told))
     known: Any = config.get_text_config(decoder=True)  # type: ignore[union-attr]
     if getattr(known, "output_router_logits", False):
