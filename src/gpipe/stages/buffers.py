@@ -7,6 +7,7 @@ step. On a GPU to compare would halt it: there small ones count so from the star
 alone. A recompute works on a copy of what differs by then.
 """
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -220,7 +221,8 @@ def untouched(layer: nn.Module) -> Iterator[None]:
             f"{type(layer).__name__} is lazy: run it once on an example, so that its weights have shapes"
         )
     attributes = [(module, dict(vars(module))) for module in layer.modules()]
-    insides = [(inside, dict(inside)) for _, own in attributes for inside in own.values() if isinstance(inside, dict)]
+    dicts = [value for _, own in attributes for value in own.values() if isinstance(value, dict)]
+    insides = [(inside, dict(_base_of(inside).items(inside))) for inside in dicts]
     parameters = [(parameter, parameter.data, parameter.grad) for parameter in layer.parameters()]
     held = dict.fromkeys(each for _, own in attributes for each in own.values() if type(each) is Tensor)
     tensors = [(tensor, copy_of(tensor.detach())) for tensor in (*layer.buffers(), *held)]
@@ -251,6 +253,13 @@ def put_back(tensor: Tensor, before: Tensor) -> None:
         tensor.data = before
 
 
+def _base_of(dictionary: dict[str, Any]) -> Any:
+    """The class whose methods read and write a dict without running code of a class derived from it."""
+    return OrderedDict if isinstance(dictionary, OrderedDict) else dict
+
+
 def _refill(dictionary: dict[str, Any], items: Mapping[str, object]) -> None:
-    dictionary.clear()
-    dictionary.update(items)
+    base = _base_of(dictionary)
+    base.clear(dictionary)
+    for name, value in items.items():
+        base.__setitem__(dictionary, name, value)

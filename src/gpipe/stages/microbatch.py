@@ -5,6 +5,7 @@ Finds what in inputs and targets cannot be split by rows into micro-batches, and
 
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
@@ -186,27 +187,33 @@ def _seen_in(tree: Tree, what: str) -> Iterator[tuple[str, Any]]:
             leaves, _ = tree_flatten_with_path(value, is_leaf=partial(is_not, value))
             inner = [(keystr(at), one) for at, one in leaves]
         if len(inner) == 1 and inner[0][1] is value:  # an object
-            names: Any = getattr(value, "__dataclass_fields__", None) or getattr(value, "__dict__", ())
-            inner = [(f".{name}", getattr(value, name, None)) for name in names]
+            with suppress(Exception):  # some raise when they are asked for attributes
+                names: Any = getattr(value, "__dataclass_fields__", None) or getattr(value, "__dict__", ())
+                inner = [(f".{name}", getattr(value, name, None)) for name in names]
         todo += [(f"{path}{at}", one) for at, one in reversed(inner)]
 
 
 def _length(value: Any) -> int | None:
-    """How many entries a value has, none of which but a tensor's have rows of their own."""
+    """How many entries a value has, if none of them has rows of its own; None if it does not tell."""
     if isinstance(value, (str, bytes, torch.Size)):
         return None
     if hasattr(type(value), "__array__"):  # a tensor, or of numpy and the like
         return next(iter(getattr(value, "shape", ())), None)
     held = tree_leaves(value) if isinstance(value, Sequence) else []
     rows = any(isinstance(one, Whole) or (isinstance(one, Tensor) and one.dim()) for one in held)
-    return None if rows or all(one is None for one in held) else len(value)
+    with suppress(Exception):
+        return None if rows or all(one is None for one in held) else len(value)
+    return None
 
 
 def _rises_to(rows: int, value: Any) -> bool:
     """Whether a value has whole numbers in order, from 0 to so many, or tensors of them."""
     if isinstance(value, Tensor) and (value.is_meta or value.dim() != 1 or value.is_floating_point()):
         return False
-    numbers = [one.item() if isinstance(one, Tensor) else one for one in value]
+    try:
+        numbers = [one.item() if isinstance(one, Tensor) else one for one in value]
+    except Exception:  # of code of its class
+        return False
     whole = all(isinstance(one, Integral) for one in numbers)
     return whole and sorted(numbers) == numbers and (numbers[0], numbers[-1]) == (0, rows)
 

@@ -8,6 +8,7 @@ modules see none of it.
 
 import sys
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from functools import wraps
 from types import MethodType
 from typing import Any, TypeAlias
@@ -43,6 +44,13 @@ CHANGES_BUFFER = (
 
 
 Attributes: TypeAlias = dict[tuple[str, str], object]
+
+
+def _noted(value: object) -> object:
+    """What can be compared of an attribute; None if code of its class raises when it is read."""
+    with suppress(Exception):
+        return note(value)
+    return None
 
 
 class _Installer:
@@ -148,7 +156,7 @@ class ShallowCopy:
     def attributes(self) -> Attributes:
         """What the copies have now, but for buffers, to be compared with later."""
         return {
-            (name, key): note(value)
+            (name, key): _noted(value)
             for name, copy in self.copies.items()
             for key, value in vars(copy).items()
             if key != "_buffers"
