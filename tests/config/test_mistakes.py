@@ -174,6 +174,17 @@ def test_lazy_modules_may_be_called_before_the_first_step(driver: str, remat: st
     pipe.step(X, Y, F.mse_loss)
 
 
+@pytest.mark.parametrize("make_lazy", [nn.LazyBatchNorm1d, lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False))])
+def test_lazy_modules_with_buffers_are_rejected_until_they_have_shapes(make_lazy: Callable[[], nn.Module]) -> None:
+    text = r"layer 1 \(.*\) is lazy, and its buffers \((0\.)?running_mean, .* Run the layers once on an example"
+    found = [nn.Linear(4, 4), make_lazy(), nn.LazyLinear(2)]
+    for given in (found, [nn.Linear(4, 4), make_lazy, nn.LazyLinear(2)]):
+        with pytest.raises(ValueError, match=text):
+            make(given)
+    nn.Sequential(*found)(X)
+    make(found).step(X, Y, F.mse_loss)
+
+
 # What is given in another order, or is another thing.
 
 

@@ -122,6 +122,11 @@ def find_invalid_layers(named: Mapping[str, nn.Module]) -> Iterator[str]:
             )
         if any(isinstance(part, torch.jit.ScriptModule) for part in layer.modules()):
             yield f"{start} {OF_TORCHSCRIPT}"
+        if lazy := [path for path, buffer in layer.named_buffers() if is_lazy(buffer)]:
+            yield (
+                f"{start} is lazy, and its buffers ({', '.join(lazy)}) have no shapes. Run the layers once on an "
+                f"example mini-batch before you make the pipe"
+            )
         for part in _find_buried_skips(layer):
             yield (
                 f"{start}: its part {part}, which only a layer of the pipe itself can; give the parts of layer "
