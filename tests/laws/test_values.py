@@ -160,6 +160,28 @@ def test_views_of_one_memory_worked_on_in_place() -> None:
         compare([first, views, work, last], [2, 2])
 
 
+OTHER_LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "coo": lambda: torch.eye(6).to_sparse(),
+    "csr": lambda: torch.eye(6).to_sparse_csr(),
+    "mkldnn": lambda: torch.eye(6).to_mkldnn(),
+}
+
+
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@KINDS
+def test_a_tensor_beside_one_of_another_layout_may_be_worked_on_in_place(
+    driver: str, remat: str, layout: str
+) -> None:
+    other = OTHER_LAYOUTS[layout]()
+    (first,), (last,) = linears(6, 6), linears(6, 6)
+    pair = Apply(lambda x: (x * 2, other))
+    work = Apply(lambda v: (v[0].relu_(), v[1]))
+    take = Apply(lambda v: v[0])
+    for cut in ([5], [2, 3], [2, 1, 2]):
+        compare([first, pair, work, take, last], cut, driver=driver, remat=remat)
+
+
 def test_an_output_may_be_worked_on_in_place_and_inputs_are_left_alone() -> None:
     for micro_batches in (1, 3):
         x, layers, plain = X.clone(), linears(6, 6, 5), linears(6, 6, 5)

@@ -258,7 +258,7 @@ def _is_hooked_copy(tensor: Tensor, copied: Tensor) -> bool:
 
 
 def _share_storage(one: Tensor, other: Tensor) -> bool:
-    return one is not other and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
+    return one is not other and storage_address(one) == storage_address(other) != 0
 
 
 class StageRun:
