@@ -212,6 +212,27 @@ def again_and_again(rank: int, world: int, length: int) -> Json:
     return {"losses": losses, "failed": failed}
 
 
+def calls_within(rank: int, world: int, place: str) -> list[Json]:
+    """Calls a pipe within a step of it; what the step raises or returns, and what the next step returns."""
+    pipe, (inputs, targets) = pipe_of(world), data(0)
+    ways: dict[str, Callable[[], object]] = {
+        "exchange": lambda: pipe.exchange(b"n"),
+        "step": lambda: pipe.step(inputs, targets, squares),
+        "call": lambda: pipe(inputs, gather=True),
+        "clip": lambda: pipe.clip_grad_norm_(1.0),
+    }
+
+    def within(way: Callable[[], object]) -> object:
+        if place == "reduction":
+            return pipe.step(inputs, targets, squares, reduction=lambda target: (way(), 1.0)[1])
+        if place == "loss":
+            return pipe.step(inputs, targets, lambda *given: (way(), squares(*given))[1])
+        own(pipe, rank).arm(1, way if rank == world - 1 else lambda: None)
+        return pipe.step(inputs, targets, squares)
+
+    return [go_on(pipe, partial(within, way)) for way in ways.values()]
+
+
 def other_threads_call(rank: int, world: int) -> Json:
     """Other threads call a pipe while a layer of it runs; what each is told, and what the step gives."""
     pipe, told, (inputs, targets) = pipe_of(world), list[str](), data(0)
@@ -429,6 +450,16 @@ def test_another_threads_call_is_refused_in_that_thread_alone(pool: WorkerPool) 
         assert len(answer["told"]) == 3
         assert all("RuntimeError: a call of this pipe is under way already" in text for text in answer["told"])
     check_went_on(found)
+
+
+@pytest.mark.parametrize("place", ["reduction", "loss", "a layer"])
+def test_a_call_within_a_step_is_rejected_at_once(place: str, pool: WorkerPool) -> None:
+    """Bug story: in a function for reduction=, the processes waited for each other until the group's timeout."""
+    first, last = answers(pool.run(calls_within, place, world=2))
+    for remote, found in zip(first, last, strict=True):
+        assert (remote["error"], found["error"]) == ("RemoteError", "RuntimeError")
+        assert "a call of this pipe is under way already, in another thread or around this one" in found["told"]
+        check_went_on([remote, found])
 
 
 def test_another_pipe_of_the_same_processes_does_not_notice(pool: WorkerPool) -> None:

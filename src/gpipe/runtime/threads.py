@@ -43,8 +43,9 @@ WITHIN = (
     "recomputes by itself: leave that out, and give remat="
 )
 AT_ONCE = (
-    "a call of this pipe is under way already, in another thread or around this one, and over processes all must "
-    "call it in one order: call it in one thread, or have the threads take turns, the same in every process"
+    "a call of this pipe is under way already, in another thread or around this one: in a layer, a loss, or a "
+    "function for reduction=. Over processes, call the pipe again after it has returned, in the same order in every "
+    "process"
 )
 LOOK_SECONDS = 1.0  # a signal that comes as its thread is falling asleep does not wake it
 AT_EXIT = 2.0  # seconds to wait for threads to end: one that the interpreter ends inside of C++ aborts the process
@@ -134,7 +135,7 @@ class RankThreads:
 
     def unlock(self) -> None:
         self._turn, self._lock = threading.RLock(), threading.Lock()
-        self._runs = 0
+        self._runs, self._is_alone = 0, False
         self.left: Callable[[], None] | None = None  # waits for jobs that a second Ctrl-C has left at work
         self._in_backward: set[int] = set()  # the threads that are
 
@@ -178,12 +179,14 @@ class RankThreads:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Around a call over processes: refuses another meanwhile, before anything is exchanged for it."""
-        if self._runs or not self._turn.acquire(blocking=False):
+        """Around a call over processes: rejects another call meanwhile, before processes exchange anything for it."""
+        if self._runs or self._is_alone or not self._turn.acquire(blocking=False):
             raise RuntimeError(AT_ONCE)
         try:
+            self._is_alone = True  # the same thread could acquire the lock again
             yield
         finally:
+            self._is_alone = False
             self._turn.release()
 
     def close(self) -> None:
