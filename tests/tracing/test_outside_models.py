@@ -143,6 +143,15 @@ def with_adapters(model: nn.Module) -> nn.Module:
     return adapted.train()
 
 
+def with_adaption_prompts(model: nn.Module) -> nn.Module:
+    """The adapted model has the forward of the model inside, as an attribute."""
+    peft: Any = pytest.importorskip("peft")
+    config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
+    with weights_of(4):
+        adapted: nn.Module = peft.get_peft_model(model, config)
+    return adapted.train()
+
+
 WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], Around]] = {
     "as it is": (lambda model: model, nullcontext),
     "checkpointing": (partial(with_checkpointing, reentrant=False), nullcontext),
@@ -150,6 +159,7 @@ WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], Around]] = {
     "compiled blocks": (with_compiled_blocks, nullcontext),
     "autocast": (lambda model: model, partial(torch.autocast, "cpu", torch.bfloat16)),
     "adapters": (with_adapters, nullcontext),
+    "adaption prompts": (with_adaption_prompts, nullcontext),
 }
 
 

@@ -398,6 +398,12 @@ def test_a_forward_that_is_set_on_a_module_is_walked_through_if_it_is_a_method()
     model.forward = partial(forward, model)  # type: ignore[method-assign]  # as accelerate does
     with pytest.raises(ValueError, match=r"Net has a forward that was set on it .*accelerate.* or set it on blocks"):
         made(model)
+    model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+    for inner, names in ((model, [f"inner.layers.{at}" for at in range(5)]), (model.layers[1], ["block"])):
+        around = nn.Module()  # as peft has it
+        around.inner, around.block, around.forward = model, model.layers[1], inner.forward  # type: ignore[assignment]
+        loss = step(made(around, min(len(names), 2), blocks=names))
+        torch.testing.assert_close(loss, squared(inner(vectors(8)), torch.ones(8, W)).detach())
     block = Net(same)
     block.layers[1].forward = partial(type(block.layers[1]).forward, block.layers[1])
     step(made(block))
@@ -649,6 +655,26 @@ WAYS: dict[str, tuple[Callable[[Tensor], object], Callable[[], Any]]] = {
     "a number": (lambda x: SEEN.update(x=x.mean().item()), lambda: SEEN["x"]),
     "a context": (lambda x: LAST.set(x.detach()), LAST.get),
 }
+
+
+def test_an_object_with_tensors_of_an_earlier_layer_is_named() -> None:
+    """As with prefix tuning of peft, which computes a cache and gives it to all blocks."""
+
+    class Reads(nn.Linear):
+        def forward(self, x: Tensor, cache: Slotted) -> Tensor:
+            return super().forward(x + cache.value)
+
+    def forward(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        cache = Slotted()
+        cache.value = x = layers[0](x)
+        for layer in layers[1:]:
+            x = layer(x, cache=cache)
+        return x
+
+    with pytest.raises(
+        ValueError, match=r"layers.2 is given a Slotted \(argument cache\) that holds tensors of an ear"
+    ):
+        made(Written(forward, [nn.Linear(W, W), Reads(W, W), Reads(W, W)]))
 
 
 @pytest.mark.parametrize("way", WAYS)

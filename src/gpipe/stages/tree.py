@@ -70,12 +70,12 @@ HIDDEN = (
 )
 
 
-def hides_tensors(item: object) -> bool:
-    """Whether a tensor can be reached from an object, by what it refers to: attributes, slots, items, closures."""
+def hides_tensors(item: object, kind: type[Tensor] = Tensor) -> bool:
+    """Whether a tensor of a kind can be reached from an object: by attributes, slots, items and closures."""
     todo, seen = [item], {id(item)}
     while todo and len(seen) < MOST:
         found = todo.pop()
-        if isinstance(found, Tensor):
+        if isinstance(found, kind):
             return True
         if isinstance(found, OPAQUE):
             continue

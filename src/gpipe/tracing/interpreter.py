@@ -20,6 +20,7 @@ from gpipe._torch.modes import as_plain_tensors, paused
 from gpipe.stages.buffers import Slot
 from gpipe.stages.rng import PipeRngScope
 from gpipe.stages.stage import Layer, LayerProgress, RngKey
+from gpipe.stages.tree import hides_tensors
 from gpipe.tracing.meta_model import Dry
 from gpipe.tracing.parts import ModelPart
 from gpipe.tracing.shallow_copy import ShallowCopy
@@ -58,6 +59,12 @@ NOT_THERE = (
     "{name} needs a value that an earlier layer made, and that did not cross the cuts: on the sample it was not "
     "needed here, or it is of a kind that cannot cross ({kind}). Let blocks hand on tensors, in tuples, lists, "
     "dicts or dataclasses, or name other blocks: blocks=[...]"
+)
+
+HOLDS = (
+    "{name} is given a {kind} (argument {argument}) that holds tensors of an earlier layer. Only tensors in tuples, "
+    "lists, dicts and dataclasses cross the cuts. Pass these tensors to blocks as arguments. Prefix tuning of peft "
+    "keeps its prefixes in such a cache: use PromptTuningConfig, PromptEncoderConfig or LoraConfig"
 )
 
 
@@ -316,7 +323,15 @@ class StageInterpreter(Interpreter):
         with self._layer.aliased, self._rng_scope:
             if self._own and any(id(tensor) in self._own for tensor in call.tensors):
                 call = call.given(self._own_parameter)
-            return self.do(call)
+            try:
+                return self.do(call)
+            except CannotSplitError as error:
+                given = [*enumerate(call.args), *call.kwargs.items()] if call.unit is not None else []
+                for at, value in given:
+                    if hides_tensors(value, Placeholder):
+                        text = HOLDS.format(name=call.name, kind=type(value).__name__, argument=at)
+                        raise CannotSplitError(text, error.places) from error
+                raise
 
     def _enter(self, index: int) -> None:
         while self._to_enter and self._to_enter[0].index <= index:

@@ -112,8 +112,8 @@ class ShallowCopy:
                 raise CannotSplitError(HOOKED.format(name=shown))
             own = dict(vars(module))
             for key, value in own.items():
-                if isinstance(value, MethodType) and value.__self__ is module:  # a method that was set on it
-                    own[key] = MethodType(value.__func__, copy)
+                if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):  # that was set on it
+                    own[key] = self._method_of_copy(value)
             if name in self.parts.opened:
                 if own.get("forward") is not None and own["forward"] is vars(module)["forward"]:
                     raise CannotSplitError(OTHER_FORWARD.format(name=shown))
@@ -125,6 +125,14 @@ class ShallowCopy:
                     own["_buffers"][key] = buffer = buffer.to(self._device)
                 self._buffers[name, key] = buffer, 0 if buffer is None else version(buffer)
             object.__setattr__(copy, "__dict__", own)
+
+    def _method_of_copy(self, method: MethodType) -> MethodType:
+        """The method of what stands for a module, in place of one that is bound to the module."""
+        stands = self._made.get(method.__self__)  # type: ignore[call-overload]  # a module
+        if stands is None:
+            return method
+        is_copy = type(stands) is type(method.__self__)  # a stub has a forward of its own
+        return MethodType(method.__func__ if is_copy else getattr(type(stands), method.__name__), stands)
 
     def _parts_of(self, module: nn.Module, name: str) -> dict[str, nn.Module | None]:
         parts = module._modules.items()
