@@ -71,6 +71,43 @@ def test_the_first_tensor_with_dimensions_says_how_many_rows_there_are() -> None
     assert count_rows((None, 3, torch.tensor(1.0), {"x": torch.zeros(7, 2)}, torch.zeros(5))) == 7
 
 
+def mean_of_squares(output: Tensor, target: Tensor) -> Tensor:
+    return output.square().mean() + 0 * target.sum()
+
+
+class Positioned(nn.Module):
+    """Takes positions of three kinds, `[3, rows, words]`, as multimodal models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 6)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+    def forward(self, words: Tensor, position_ids: Tensor) -> Any:
+        first, second, third = position_ids[..., None]
+        value = self.embed(words) + first.sin() + second.cos() * third
+        for block in self.blocks:
+            value = block(value)
+        return value
+
+
+@pytest.mark.parametrize("rows", [3, 8])
+def test_the_advice_for_rows_in_a_later_dimension_works(rows: int) -> None:
+    model = Positioned().eval()
+    words, positions = torch.randint(10, (rows, 5)), torch.arange(15 * rows).view(3, rows, 5)
+    given = {"words": words, "position_ids": positions}
+    text = (
+        r"position_ids'\] has shape \(3, .*If the rows are its dimension 1, split all .*MicroBatches\(\[...\]\), also"
+    )
+    with pytest.raises(ValueError, match=text):
+        gpipe.GPipe(model, 2, 2, sample=given, costs="params").step(given, words, mean_of_squares)
+    parts = zip(words.tensor_split(2), positions.tensor_split(2, 1), strict=True)
+    ready = gpipe.MicroBatches([{"words": some, "position_ids": theirs} for some, theirs in parts])
+    pipe = gpipe.GPipe(model, 2, 2, sample=ready, costs="params").eval()
+    with torch.no_grad():
+        assert torch.equal(torch.cat(pipe(ready)), torch.cat([model(**part) for part in ready]))
+
+
 class Weighted(nn.Module):
     """Takes a table that all rows need, a number and nothing at all."""
 

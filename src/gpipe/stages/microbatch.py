@@ -122,6 +122,7 @@ def count_rows(inputs: Tree, at: int | None = None) -> int:
     )
 
 
+POSITIONS = "position_ids"  # of the name of what multimodal models take as [3, rows, tokens]
 OFFSETS = "cu_seq"  # of the name of what says where in packed rows each sequence begins: cu_seqlens, cu_seq_lens_q
 PACKED = (
     "{path} says where sequences begin that are packed behind one another, and {rows} rows of the mini-batch "
@@ -132,6 +133,15 @@ AS_LONG = (
     "{path} is a {kind} of {rows} values, as many as the mini-batch has rows, and only tensors are split by rows; "
     "make it a tensor, torch.tensor(...), or give each micro-batch its own, gpipe.MicroBatches([...]), or wrap it "
     "(or the object that has it) in gpipe.Whole if every micro-batch needs all of it"
+)
+
+NOT_ROWS = (
+    "{path} has shape {shape}, but the mini-batch has {rows} rows; split by rows, or wrap it in gpipe.Whole if every "
+    "micro-batch needs all of it"
+)
+TWICE = "{path} has shape {shape}, and its first or its second dimension may be the {rows} rows of the mini-batch"
+LATER = (
+    ". If the rows are its dimension {at}, split all tensors yourself: gpipe.MicroBatches([...]), also for sample="
 )
 
 
@@ -162,11 +172,12 @@ def _find_uncut(tree: Tree, rows: int, what: str, *, offsets: bool, strict: bool
         if length and (OFFSETS in path.lower() or ((length != rows or not of_tensor) and _rises_to(rows, value))):
             if offsets:
                 yield PACKED.format(path=path, rows=rows)
-        elif of_tensor and length not in (None, rows):
-            yield (
-                f"{path} has shape {tuple(value.shape)}, but the mini-batch has {rows} rows; split by rows, or wrap "
-                f"it in gpipe.Whole if every micro-batch needs all of it"
-            )
+        elif of_tensor and length is not None:
+            twice = offsets and POSITIONS in path and value.dim() == 3 and value.shape[:2] == (rows, rows)
+            if twice or length != rows:
+                later = LATER.format(at=[*value.shape].index(rows, 1)) if rows in value.shape[1:] else ""
+                text = (TWICE if twice else NOT_ROWS) + later
+                yield text.format(path=path, shape=tuple(value.shape), rows=rows)
         elif strict and length == rows and not of_tensor:
             yield AS_LONG.format(path=path, rows=rows, kind=type(value).__name__)
 
