@@ -362,6 +362,31 @@ class Constants(Layered):
         return self.plain(self.norm(x)) * self.std
 
 
+class Positions(nn.Module):
+    """Registers a table in the first forward, and again where one is too short."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = getattr(self, "table", None)
+        if table is None or len(table) < x.shape[1]:
+            table = torch.arange(x.shape[1], dtype=x.dtype)[:, None].sin()
+            self.register_buffer("table", table)
+        found: Tensor = table[: x.shape[1]]
+        return found
+
+
+class Registers(Layered):
+    """Blocks, and a module without parameters that registers a buffer; used in the first block alone, or in all."""
+
+    def __init__(self, *, all_blocks: bool) -> None:
+        super().__init__()
+        self.positions, self.all_blocks = Positions(), all_blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at, layer in enumerate(self.layers):
+            x = layer(x + self.positions(x) if self.all_blocks or not at else x)
+        return x
+
+
 class OtherMethods(Layered):
     """Modules that are used by other methods than a call."""
 
@@ -470,6 +495,8 @@ CASES: dict[str, Case] = {
     "one dict": Case(OneDict, pairs(x=vectors, y=targets), None, None),
     "late": Case(Late, pairs(x=vectors, c=targets, w=lambda r: drawn(r)), targets),
     "constants": Case(Constants, vectors, targets),
+    "registers a buffer": Case(lambda: Registers(all_blocks=False), sequences, target_words),
+    "registers a buffer for all": Case(lambda: Registers(all_blocks=True), sequences, target_words),
     "other methods": Case(OtherMethods, vectors, targets),
     "translator": Case(Translator, pairs(source=words, target=word_targets), word_targets, cross_entropy),
     "encoder": Case(Encoder, pairs(x=sequences, padded=lambda r: words(r) < 0), target_words),

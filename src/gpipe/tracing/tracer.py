@@ -377,7 +377,13 @@ def trace_forward(parts: Parts, given: ForwardArguments) -> TracerRun:
             with watched(parts.model) as changed:
                 tracer, output, trace = _traced(parts, given, dry)
             closed = {name: module for name, module in parts.copied.items() if name not in parts.opened}
-            stateful = {n for n, m in closed.items() if any(f"{n}.{leaf}" in changed for leaf in m._buffers)}
+            made = tracer.shallow_copy.copies
+            stateful = {
+                name
+                for name, module in closed.items()
+                if any(f"{name}.{leaf}" in changed for leaf in module._buffers)
+                or made[name]._buffers.keys() - module._buffers.keys()  # registered in this forward
+            }
             iterated = tracer.iterated
             if not stateful and not iterated:
                 break
