@@ -1,15 +1,19 @@
 """What layers cost by their rows: counted to the byte, without values."""
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import gpipe
 from gpipe.models import unet
 from gpipe.planner.profile import ADAM, count, profile_layers
 from gpipe.planner.search.profile import Line
+from tests.support.plain_loop import plain_loop, weights_of
 
 
 def profile(layers: list[nn.Module], *shape: int) -> list:  # type: ignore[type-arg]
@@ -119,16 +123,54 @@ def test_experts_are_counted_in_each_precision(dtype: torch.dtype) -> None:
     assert each.leaving == Experts()(x).nbytes
 
 
-def test_a_layer_that_needs_values_is_named() -> None:
-    class Looks(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x if x.sum().item() > 0 else -x
+class Branches(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
 
-    with pytest.raises(RuntimeError) as refused:
-        count([nn.Identity(), Looks()], torch.ones(2, 4))
-    assert "while layer 1 (Looks) was counted without values; if it needs them, to branch on" in str(
-        refused.value.__notes__
-    )
+
+class Selects(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[(x[:, 0] > -100).nonzero()[:, 0]])
+
+
+class Sparse(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.sparse.mm(x.to_sparse(), torch.eye(4)))
+
+
+class SparseGradient(nn.Module):
+    def __init__(self, given: int, made: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(given, made, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.embedding((x > 0).long()).sum(1)
+        return made
+
+
+UNCOUNTABLE = pytest.mark.parametrize("kind", [Branches, Selects, Sparse, SparseGradient])
+HOW: list[dict[str, Any]] = [{"remat": "auto"}, {"schedule": "auto"}, {"costs": "flops"}]
+
+
+@UNCOUNTABLE
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_a_layer_that_cannot_be_counted_is_named_with_what_to_do(how: Any, kind: Any) -> None:
+    text = rf"layer 1 \({kind.__name__}\) cannot be counted on tensors without values: .* Pass partitions="
+    with pytest.raises(ValueError, match=text):
+        gpipe.GPipe([nn.Linear(4, 4), kind(4, 4)], 2, 2, sample=torch.ones(4, 4), **how)
+
+
+@UNCOUNTABLE
+def test_it_is_offloaded_as_any_other(kind: Callable[..., nn.Module]) -> None:
+    with weights_of(3):
+        layers = [nn.Linear(4, 4), kind(4, 4), nn.Linear(4, 4)]
+    plain, x = copy.deepcopy(layers), torch.linspace(-1, 1, 32).view(8, 4)
+    expected = plain_loop(plain, x, x, F.mse_loss, micro_batches=2, seed=0)
+    pipe = gpipe.GPipe(layers, 2, 2, sample=x, remat="offload", seed=0)
+    assert torch.equal(pipe.step(x, x, F.mse_loss), expected)
+    for one, other in zip(nn.Sequential(*layers).parameters(), nn.Sequential(*plain).parameters(), strict=True):
+        pair = [parameter.grad for parameter in (one, other) if parameter.grad is not None]
+        assert not pair or torch.equal(*(grad.to_dense() for grad in pair))
 
 
 def test_seconds_are_measured_by_direction() -> None:

@@ -1,6 +1,7 @@
 """What a pipe is made of: arguments checked, defaults filled in, layers weighed and cut."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -13,7 +14,7 @@ from gpipe._torch.accelerator import memory_of
 from gpipe.config.check import UNSAID, Arguments, Checked, Costs, check
 from gpipe.distributed.mesh import Position
 from gpipe.planner.measure import as_in_training, measure_each, measure_host, measure_seconds
-from gpipe.planner.profile import count_flops, count_parameters, profile_layers
+from gpipe.planner.profile import UncountableError, count_flops, count_parameters, profile_layers
 from gpipe.planner.search.cuts import partition
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.fitting import fits, fitting_remat, offloading
@@ -113,7 +114,8 @@ def settle(
             remedy = "take more partitions, more micro-batches, other cuts, or more memory="
             raise ValueError(f"remat='auto': {error}; {remedy}") from None
     elif held is None and "offload" in remat and sample is not None:
-        held = _count_stages(layers, sample, cuts, parts=_splits(program))
+        with suppress(UncountableError):  # then the prediction has no moves to the host, as without a sample
+            held = _count_stages(layers, sample, cuts, parts=_splits(program))
     if asked.in_seconds and seconds is not None and held is not None:
         seconds = _with_moves(seconds, held, checked.devices[0])
         if asked.remat == AUTO:

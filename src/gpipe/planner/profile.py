@@ -21,7 +21,7 @@ from torch.utils.flop_counter import conv_flop_count, sdpa_backward_flop_count, 
 
 from gpipe._torch import modes
 from gpipe._torch.dispatcher import GROUPED_PRODUCT, Fakes
-from gpipe.planner.measure import Values, likeness_of, measure_seconds, named, roots_of, run_layer
+from gpipe.planner.measure import Values, likeness_of, measure_seconds, roots_of, run_layer
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.watch import Watch, storage_identity
 from gpipe.runtime.split_backward import backward_input, backward_weight
@@ -32,17 +32,23 @@ from gpipe.stages.quantized import is_quantized, numbers_in, stored_in
 from gpipe.stages.skips import skip_names
 from gpipe.stages.tree import Tree, parts_of, replace_tensors, tensors_in
 from gpipe.tracing.meta_model import exchanged
+from gpipe.tracing.runs import is_of_code
 from gpipe.tracing.stage import SingleLayer
 
 T = TypeVar("T")
 Storages: TypeAlias = MutableMapping[int, torch.UntypedStorage]  # by identity
 ADAM = 2  # numbers that the optimizer keeps of each that it trains: Adam keeps two
-IF_IT_NEEDS_VALUES = (
-    "if it needs them, to branch on, no plan, no schedule='auto', no remat='auto' or 'offload' and no costs='flops' "
-    "can be had: give partitions=, micro_batches= and remat='always' or 'never' to GPipe yourself"
+UNCOUNTABLE = (
+    "layer {index} ({kind}) cannot be counted on tensors without values: {error}. Pass partitions=, micro_batches=, "
+    "costs='time' or costs=[...], and remat='always', 'never' or 'offload'. gpipe.find_plan, schedule='auto', "
+    "remat='auto' and costs='flops' need the count"
 )
 COUNTED_BYTES = ("boundary", "inside", "keeps_input", "working", "leaving")
 _LEAST = 1e-9  # no layer costs nothing
+
+
+class UncountableError(ValueError):
+    """A layer cannot run on tensors without values: it branches on them, or makes sparse tensors."""
 
 
 @dataclass
@@ -148,13 +154,23 @@ def count(layers: Sequence[nn.Module], sample: Tree, *, parts: bool = False) -> 
     """Counts what each layer costs on what the layers before it make of a sample; nothing is computed.
 
     Of the two `parts` of its backward as well, if wanted.
+
+    Raises:
+        UncountableError: If a layer cannot run on tensors without values.
     """
     run = _Run(parts=parts)
     with torch.random.fork_rng([]), torch.inference_mode(False), torch.enable_grad():
         value = replace_tensors(sample, run.fake)
         for index, layer in enumerate(layers):
-            with named(index, layer, f"counted without values; {IF_IT_NEEDS_VALUES}"):
+            try:
                 value = run.layer(index, layer, value, is_last=index + 1 == len(layers))
+            except Exception as error:
+                name = type(layer).__name__
+                if not is_of_code(error):
+                    error.add_note(f"while layer {index} ({name}) was counted on tensors without values")
+                    raise
+                said = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+                raise UncountableError(UNCOUNTABLE.format(index=index, kind=name, error=said)) from error
     return run.counts
 
 
