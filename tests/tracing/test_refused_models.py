@@ -189,6 +189,21 @@ def test_a_function_of_autograd_whose_output_crosses_a_cut_is_refused(grad: bool
     step(made(kept(torch.tanh)))
 
 
+@pytest.mark.parametrize(
+    "between",
+    [lambda net, x, at: x.mul(2) if len(x) > 1 else x, lambda net, x, at: x.mul(2) if len(x) > 1 else x.add(x)],
+)
+def test_a_branch_on_a_size_of_one_is_rejected_with_the_size_and_advice_that_works(between: Any) -> None:
+    """As by einx, which x-transformers uses."""
+    model = Net(between)
+    with pytest.raises(ValueError, match=r"shape \[1, 6\], and had \[3, 6\] on the sample: .* size of 1") as raised:
+        step(made(model), M)
+    assert "fewer micro_batches=, or make the pipe with a sample that has it, sample=batch[:1]" in str(raised.value)
+    expected = sum(squared(model(row), torch.ones(1, W)) / M for row in vectors(M).split(1))
+    torch.testing.assert_close(step(made(model, sample=vectors(1)), M), expected.detach())  # type: ignore[union-attr]
+    step(made(model), 8)
+
+
 def test_a_branch_on_a_value_that_goes_another_way_is_refused() -> None:
     def branch(net: Net, x: Tensor, at: int) -> Tensor:
         return x.mul(2) if float(x.detach().abs().max()) < 50 else x.div(3)

@@ -49,6 +49,11 @@ OTHER_OPS = (
     "blocks=[...], with names as in model.named_modules(); or give a sample that takes the "
     "path of training, and one path alone"
 )
+OTHER_SIZE = (
+    "the forward takes another path than on the sample: {now} where {then} came. An input has shape {shape}, and had "
+    "{known} on the sample: the forward may treat a size of 1 differently. Avoid this size, for example by fewer "
+    "micro_batches=, or make the pipe with a sample that has it, sample=batch[:1]"
+)
 OTHER_VALUE = "{name} returns another structure than on the sample; let it return the same with every input"
 OTHER_OUTPUT = (
     "the model's output has other parts than it has by itself on the sample. Caches, and what blocks put elsewhere "
@@ -276,8 +281,19 @@ class StageInterpreter(Interpreter):
         at, self.at = self.at, self.at + 1
         then = self.trace.ops[at].name if at < len(self.trace.ops) else "the end"
         if then != name:
-            raise CannotSplitError(OTHER_OPS.format(now=name, then=then))
+            raise self._other_path(name, then)
         return at
+
+    def _other_path(self, now: str, then: str) -> CannotSplitError:
+        """Makes the error for an operation that the trace does not have; names an input whose size is or was 1."""
+        for at, described in enumerate(self.log[0]):
+            known, _ = self.trace.layouts.get(ValueId(-1, at), ((), None))
+            match described:
+                case [_, shape, _] if any(
+                    (one == 1) != (other == 1) for one, other in zip(shape, known, strict=False)
+                ):
+                    return CannotSplitError(OTHER_SIZE.format(now=now, then=then, shape=shape, known=[*known]))
+        return CannotSplitError(OTHER_OPS.format(now=now, then=then))
 
     def op(self, call: OpCall) -> Any:
         """Does an operation, or gives what it brought before."""
@@ -352,7 +368,7 @@ class StageInterpreter(Interpreter):
     def _refuse_unlike(self, output: Any) -> None:
         """Refuses another end than that of the trace, and an output that is not whole."""
         if self.at != len(self.trace.ops):
-            raise CannotSplitError(OTHER_OPS.format(now="the end", then=self.trace.ops[self.at].name))
+            raise self._other_path("the end", self.trace.ops[self.at].name)
         leaves, structure = take_apart(output)
         if structure != self.trace.output:
             raise CannotSplitError(OTHER_OUTPUT)

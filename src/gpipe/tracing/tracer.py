@@ -141,6 +141,8 @@ class Tracer(Interpreter):
         whole = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not is_carried(leaf)]
         versions = list(map(version, whole))
         self._inputs = {id(leaf): at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        for leaf in whole:
+            self._layouts[ValueId(-1, self._inputs[id(leaf)])] = tuple(leaf.shape), leaf.dtype
         given, named = inputs.filled(leaves)
         output = self.run(given, named)
         for leaf, before in zip(whole, versions, strict=True):
