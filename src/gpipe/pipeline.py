@@ -138,9 +138,10 @@ class GPipe(Partitioned):
         ties: Names of parameters that are one though the modules do not show it: `[("0.weight", "5.weight")]`.
         seed: Keys all randomness of the layers; None draws one number from torch's generator.
         intra_op_threads: CPU threads that one operation may use, the same in every rank; bits depend on it.
-        driver: `"threads"`, one for each partition, or `"lockstep"`, all in the calling thread, for debugging. By
-            default threads. `"process"`: this process runs one partition, others the others. All call the same then;
-            `reads_inputs` and `reads_targets` say who reads them. The bits are the same.
+        driver: `"threads"`, one for each partition, or `"lockstep"`, all in the calling thread, for debugging.
+            `"process"`: this process runs one partition, others the others. All call the same then; `reads_inputs`
+            and `reads_targets` say who reads them. The bits are the same. Default: threads; required if
+            torch.distributed is initialized with several processes and there is no `mesh`.
         mesh: For processes: where they are, a `DeviceMesh` with a dimension `"pp"` of K and perhaps one `"dp"` of
             replicas, whose gradients are added up. By default the world, K processes in a row to a replica. Over
             `mesh["dp"]` layers may be sharded by `fully_shard` once the pipe is built, and optimizers by

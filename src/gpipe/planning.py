@@ -245,7 +245,7 @@ def _race(plans: Sequence[Plan], layers: Sequence[nn.Module], sample: Tree, thre
     with _unheard(), as_in_training(CPU, threads), ExitStack() as stack:
         for layer in dict.fromkeys(layers):
             stack.enter_context(untouched(layer))
-        make = partial(GPipe, layers, seed=0, intra_op_threads=threads)
+        make = partial(GPipe, layers, seed=0, intra_op_threads=threads, driver="threads")
         pipes = [stack.enter_context(make(plan=plan)) for plan in plans]
         for pipe in pipes:
             _seconds_of_step(pipe, sample)  # the first looks more closely at what layers do

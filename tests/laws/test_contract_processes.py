@@ -147,6 +147,17 @@ NAMED: Mapping[str, str] = {
 """What every rank must be told."""
 
 
+def forget_driver(rank: int, world: int) -> Json:
+    """What a pipe without driver= says, and steps of pipes that each process has for itself, also from a plan."""
+    forgotten = said(lambda: gpipe.GPipe(network(), 2, 0))
+    plan = gpipe.find_plan(network(), data(0, 10)[0], 2, partitions=2, micro_batches=2, measure=True)
+    losses = []
+    for how in ({"driver": "threads"}, {"driver": "lockstep"}):
+        with gpipe.GPipe(network(), 2, 2, seed=rank, **how) as pipe:
+            losses.append(pipe.step(*data(0, 10 + rank), F.mse_loss).item())
+    return [forgotten, plan.partitions, losses]
+
+
 def differ(rank: int, world: int, name: str, odd: int) -> None:
     how = dict(ODD[name]) if rank == odd else {}
     layers = network()
@@ -374,6 +385,19 @@ def test_ranks_with_other_arguments_are_refused_on_all_ranks_by_name(name: str, 
     for outcome in outcomes:
         assert NAMED[name] in outcome.told, told_by(outcomes)
         assert f"rank {odd}" in outcome.told or outcome.rank == odd, told_by(outcomes)
+
+
+def test_a_pipe_in_several_processes_needs_a_driver(pool: WorkerPool) -> None:
+    """Bug story: without driver='process' each process trained a copy of its own, and nothing said so."""
+    found = answers(pool.run(forget_driver, world=2))
+    for rank, (forgotten, partitions, losses) in enumerate(found):
+        assert (
+            "driver= is not given, and torch.distributed has 2 processes. Pass driver='process' for one" in forgotten
+        )
+        assert "micro_batches=0; give M" in forgotten
+        assert partitions == 2
+        with gpipe.GPipe(network(), 2, 2, seed=rank) as pipe:
+            assert losses == [pipe.step(*data(0, 10 + rank), F.mse_loss).item()] * 2
 
 
 def test_a_mesh_that_leaves_a_rank_out_is_refused_on_all_ranks(pool: WorkerPool) -> None:

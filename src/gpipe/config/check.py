@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gpipe._torch.accelerator import CPU, accelerators, numbered
-from gpipe.distributed.mesh import Position
+from gpipe.distributed.mesh import Position, world_size
 from gpipe.errors import int_remedy, is_count
 from gpipe.planner.search.found import Plan
 from gpipe.planner.search.shapes import AUTO
@@ -228,6 +228,11 @@ def _check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
     m = asked.micro_batches
     number = m * (asked.slices if is_count(asked.slices) else 1) if is_count(m) else 0
     mistakes.check(number <= MOST_MICRO_BATCHES, too_many(number))
+    if asked.driver is None and asked.mesh is None and asked.survive is not True and (size := world_size()) > 1:
+        mistakes.append(
+            f"driver= is not given, and torch.distributed has {size} processes. Pass driver='process' for one pipe "
+            f"over all of them, or driver='threads' for a separate pipe in each"
+        )
     driver = "threads" if asked.driver is None else asked.driver
     for name, given, known in (("driver", driver, Driver), ("balance", asked.balance, Balance)):
         layers = isinstance(given, (list, tuple))  # torchgpipe's word for them is balance

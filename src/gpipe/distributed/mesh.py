@@ -60,6 +60,11 @@ def is_joined() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def world_size() -> int:
+    """How many processes are in the process group; 1 if there is none."""
+    return dist.get_world_size() if is_joined() else 1
+
+
 def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> tuple[Position | None, list[str]]:
     """Reads the mesh, or makes one of the world; gives the position, and what is wrong.
 
