@@ -102,9 +102,9 @@ class GPipe(Partitioned):
             sample input; `"time"`, seconds of forward, recompute and backward; `"flops"`, of layers, not of a model;
             or `"params"`. By default time if there is a sample, else parameters, at least 1. `pipe.costs` can be
             saved and given again, so that the cuts stay.
-        sample: An example mini-batch of inputs, for costs that must be measured; nothing of it remains, but what a
-            forward writes into parameters. On it the forward of a model is recorded, to be cut into layers; other
-            mini-batches may have other sizes.
+        sample: An example mini-batch of inputs, for costs that must be measured. Nothing of it remains, except what a
+            forward writes into parameters, files and what else cannot be copied, such as Python generators. On it the
+            forward of a model is recorded, to be cut into layers; other mini-batches may have other sizes.
         blocks: The names of the modules between which a model is cut; by default those that it says are not to be
             split, else the members of its lists of modules.
         balance: `"variance"`, the paper's: least sum of squared differences from the mean; or `"minmax"`, the fastest

@@ -243,8 +243,7 @@ def _race(plans: Sequence[Plan], layers: Sequence[nn.Module], sample: Tree, thre
     took: list[list[float]] = [[] for _ in plans]
     running, chance = list(range(len(plans))), random.Random(0)
     with _unheard(), as_in_training(CPU, threads), ExitStack() as stack:
-        for layer in dict.fromkeys(layers):
-            stack.enter_context(untouched(layer))
+        stack.enter_context(untouched(*layers))
         make = partial(GPipe, layers, seed=0, intra_op_threads=threads, driver="threads")
         pipes = [stack.enter_context(make(plan=plan)) for plan in plans]
         for pipe in pipes:

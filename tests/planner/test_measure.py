@@ -5,6 +5,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from gpipe.planner.search.device import lasts
 from gpipe.schedule.cost import LayerSeconds, StageCost
 from gpipe.schedule.simulate import simulate
 from tests.support.odd_layers import Drift, Fork, Join, Noise, Pop, Stash
+from tests.support.outside import drained
 from tests.support.plain_loop import same_bits
 
 SAMPLE = torch.linspace(-1, 1, 40).reshape(8, 5)
@@ -251,12 +253,13 @@ def test_a_measured_pipe_predicts_its_schedule_by_forward_and_backward(clock: Cl
 def test_layers_are_measured_in_the_company_that_they_will_have(driver: str | None, threads: int) -> None:
     class Seen(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
-            seen[threading.get_ident(), self] += 1
+            noted.put((threading.get_ident(), self))
             return super().forward(input)
 
-    seen: Counter[tuple[int, nn.Module]] = Counter()
+    noted = SimpleQueue[tuple[int, nn.Module]]()
     layers = [Seen(5, width) for width in (5, 5, 6)]
     gpipe.GPipe(layers, 2, 2, sample=SAMPLE, driver=driver)
+    seen = {*drained(noted)}
     assert len({thread for thread, _ in seen}) == threads
     for layer in layers:  # once in the calling thread, and then in that of its group
         assert len([None for _, own in seen if own is layer]) == min(threads, 2)
@@ -264,25 +267,26 @@ def test_layers_are_measured_in_the_company_that_they_will_have(driver: str | No
 
 def test_layers_are_timed_under_the_autocast_that_the_pipe_is_made_in() -> None:
     """Bug story: their threads had none, and the second layer was given bfloat16 for weights in float32."""
-    seen = list[torch.dtype]()
+    seen = SimpleQueue[torch.dtype]()
     layers = [nn.Linear(5, 5), nn.Linear(5, 5)]
     for layer in layers:
-        layer.register_forward_hook(lambda layer, given, made: seen.append(made.dtype))
+        layer.register_forward_hook(lambda layer, given, made: seen.put(made.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         pipe = gpipe.GPipe(layers, partitions=2, micro_batches=2, sample=SAMPLE, costs="time")
-    assert {*seen} == {torch.bfloat16}
+    assert {*drained(seen)} == {torch.bfloat16}
     assert all(cost > 0 for cost in pipe.costs)
 
 
 def test_of_layers_that_are_alike_each_rank_times_one_for_all() -> None:
     class Counted(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
-            runs[self] += 1
+            noted.put(self)
             return super().forward(input)
 
-    runs: Counter[nn.Module] = Counter()
+    noted = SimpleQueue[nn.Module]()
     layers = [Counted(5, 5, bias=bias) for bias in (True, True, True, True, False, True)]
     pipe = gpipe.GPipe(layers, 2, 2, sample=SAMPLE)
+    runs = Counter(drained(noted))
     assert [at for at, layer in enumerate(layers) if runs[layer] > 1] == [
         0,
         1,
@@ -333,18 +337,17 @@ def test_flops() -> None:
 def test_operations_have_the_threads_that_they_will_have() -> None:
     class Threads(nn.Identity):
         def forward(self, input: Tensor) -> Tensor:
-            seen.append(torch.get_num_threads())
+            seen.put(torch.get_num_threads())
             return input
 
-    seen: list[int] = []
+    seen = SimpleQueue[int]()
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         gpipe.GPipe([Threads()], 1, 1, sample=SAMPLE)
-        assert set(seen) == {1}
-        seen.clear()
+        assert set(drained(seen)) == {1}
         gpipe.GPipe([Threads()], 1, 1, sample=SAMPLE, intra_op_threads=2)
-        assert set(seen) == {2}
+        assert set(drained(seen)) == {2}
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -32,7 +32,7 @@ from gpipe.runtime.threads import ThreadState
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.cost import LayerSeconds
 from gpipe.stages.boundary import Gradients, detach_boundary, run_backward
-from gpipe.stages.buffers import Buffers, SavedBuffers, untouched
+from gpipe.stages.buffers import Buffers, SavedBuffers, parameters_kept, state_kept, untouched
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.skips import skip_names, unpack_stashes
 from gpipe.stages.tree import Tree, copy_of, moved, replace_tensors, tensors_in
@@ -52,12 +52,13 @@ def measure_each(layers: Sequence[nn.Module], sample: Tree, measure: Callable[["
     numbers: list[T] = []
     value: Tree = sample
     held: dict[str, Tensor | None] = {}
-    for index, layer in enumerate(layers):
-        run = LayerRun(index, layer, (value, {name: held[name] for name in skip_names(layer, "pop")}))
-        with named(index, layer), untouched(layer):
-            numbers.append(measure(run))
-            value, stashed = run.output()
-        held |= stashed
+    with state_kept(*layers):
+        for index, layer in enumerate(layers):
+            run = LayerRun(index, layer, (value, {name: held[name] for name in skip_names(layer, "pop")}))
+            with named(index, layer), parameters_kept(layer):
+                numbers.append(measure(run))
+                value, stashed = run.output()
+            held |= stashed
     return numbers
 
 
@@ -161,9 +162,7 @@ def measure_seconds(
     cuts = [len(runs) * at // count for at in range(count + 1)] if runs else []
     keys = [run.key() for run in runs]
     groups = [{keys[run.index]: run for run in reversed(runs[first:end])} for first, end in pairwise(cuts)]
-    with ExitStack() as stack:
-        for run in (run for group in groups for run in group.values()):
-            stack.enter_context(untouched(run.layer))
+    with untouched(*(run.layer for group in groups for run in group.values())):
         seconds = _time_in_company([[*group.values()] for group in groups], once)
     found: dict[object, list[LayerSeconds]] = {}
     for key, took in zip((key for group in groups for key in group), seconds, strict=True):

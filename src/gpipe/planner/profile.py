@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
 
 from gpipe._torch import modes
-from gpipe._torch.dispatcher import GROUPED_PRODUCT, Fakes
+from gpipe._torch.dispatcher import GROUPED_PRODUCT, NEEDS_VALUES, Fakes
 from gpipe.planner.measure import Values, likeness_of, measure_seconds, roots_of, run_layer
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.watch import Watch, storage_identity
@@ -32,7 +32,6 @@ from gpipe.stages.quantized import is_quantized, numbers_in, stored_in
 from gpipe.stages.skips import skip_names
 from gpipe.stages.tree import Tree, parts_of, replace_tensors, tensors_in
 from gpipe.tracing.meta_model import exchanged
-from gpipe.tracing.runs import is_of_code
 from gpipe.tracing.stage import SingleLayer
 
 T = TypeVar("T")
@@ -166,7 +165,7 @@ def count(layers: Sequence[nn.Module], sample: Tree, *, parts: bool = False) -> 
                 value = run.layer(index, layer, value, is_last=index + 1 == len(layers))
             except Exception as error:
                 name = type(layer).__name__
-                if not is_of_code(error):
+                if type(error) not in (RuntimeError, NotImplementedError, *NEEDS_VALUES):
                     error.add_note(f"while layer {index} ({name}) was counted on tensors without values")
                     raise
                 said = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")

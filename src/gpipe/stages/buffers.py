@@ -7,11 +7,10 @@ step. On a GPU to compare would halt it: there small ones count so from the star
 alone. A recompute works on a copy of what differs by then.
 """
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +18,12 @@ from torch.nn.parameter import is_lazy
 
 from gpipe._torch.accelerator import put_data
 from gpipe.stages.quantized import leave_unpacked
+from gpipe.stages.reachable_state import ReachableState
 from gpipe.stages.recompute_check import INTEGERS
 from gpipe.stages.tree import copy_of, parts_of, storage_address, version, without_repeats
 
 Slot: TypeAlias = tuple[nn.Module, str]  # where a parameter or a buffer stands: a module, and its name there
+OWN = "gpipe.tracing."  # how the modules begin whose classes stand for parts of a model, and lead to all of it
 SMALL = 2**20  # bytes up to which a buffer is copied for a forward though it may be as before
 
 
@@ -214,35 +215,48 @@ def _bits_of(tensor: Tensor) -> list[Tensor]:
 
 
 @contextmanager
-def untouched(layer: nn.Module) -> Iterator[None]:
-    """Puts back what running a layer may change: its device, gradients, attributes, and tensors but parameters."""
-    if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):  # what gives these values cannot be put back
-        raise ValueError(
-            f"{type(layer).__name__} is lazy: run it once on an example, so that its weights have shapes"
-        )
-    attributes = [(module, dict(vars(module))) for module in layer.modules()]
-    dicts = [value for _, own in attributes for value in own.values() if isinstance(value, dict)]
-    insides = [(inside, dict(_base_of(inside).items(inside))) for inside in dicts]
-    parameters = [(parameter, parameter.data, parameter.grad) for parameter in layer.parameters()]
-    held = dict.fromkeys(each for _, own in attributes for each in own.values() if type(each) is Tensor)
-    tensors = [(tensor, copy_of(tensor.detach())) for tensor in (*layer.buffers(), *held)]
-    for parameter, _, _ in parameters:
-        parameter.grad = None
-    leave_unpacked(layer)  # an attribute, which is put back
+def untouched(*layers: nn.Module) -> Iterator[None]:
+    """Puts back what running layers may change: their device, gradients, and state that they can reach.
+
+    What a forward writes into parameters stays, and what cannot be copied, such as Python generators and open files.
+    """
+    with state_kept(*layers), parameters_kept(*layers):
+        yield
+
+
+@contextmanager
+def state_kept(*layers: nn.Module) -> Iterator[None]:
+    """Puts back the state that layers can reach; neither gradients nor values of parameters."""
+    for layer in layers:
+        if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):  # what gives these values cannot be put back
+            raise ValueError(
+                f"{type(layer).__name__} is lazy: run it once on an example, so that its weights have shapes"
+            )
+    parts = enumerate(dict.fromkeys(part for layer in layers for part in layer.modules()))
+    state = ReachableState.of({str(at): part for at, part in parts if not type(part).__module__.startswith(OWN)})
+    for layer in layers:
+        leave_unpacked(layer)  # an attribute, which is put back
     try:
         yield
     finally:
-        for module, own in attributes:
-            _refill(vars(module), own)
-        for inside, items in insides:
-            _refill(inside, items)
+        state.restore()
+
+
+@contextmanager
+def parameters_kept(*layers: nn.Module) -> Iterator[None]:
+    """Puts back the device and the gradients of parameters; inside there are no gradients at first."""
+    every = dict.fromkeys(parameter for layer in layers for parameter in layer.parameters())
+    parameters = [(parameter, parameter.data, parameter.grad) for parameter in every]
+    for parameter in every:
+        parameter.grad = None
+    try:
+        yield
+    finally:
         for parameter, data, gradient in parameters:
             parameter.grad = None  # it may be on another device than the parameter will be
             if parameter.device != data.device:
                 put_data(parameter, data)
             parameter.grad = gradient
-        for tensor, before in tensors:
-            put_back(tensor, before)
 
 
 def put_back(tensor: Tensor, before: Tensor) -> None:
@@ -251,15 +265,3 @@ def put_back(tensor: Tensor, before: Tensor) -> None:
         without_repeats(tensor.data).copy_(without_repeats(before))
     else:
         tensor.data = before
-
-
-def _base_of(dictionary: dict[str, Any]) -> Any:
-    """The class whose methods read and write a dict without running code of a class derived from it."""
-    return OrderedDict if isinstance(dictionary, OrderedDict) else dict
-
-
-def _refill(dictionary: dict[str, Any], items: Mapping[str, object]) -> None:
-    base = _base_of(dictionary)
-    base.clear(dictionary)
-    for name, value in items.items():
-        base.__setitem__(dictionary, name, value)
