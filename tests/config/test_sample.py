@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -54,13 +54,13 @@ class Keeps(nn.Module):
         return made
 
     def kept(self) -> list[object]:
-        places = self.listed, self.by_name["calls"], self.queue, self.seen, self.hooked, OF_MODULE
+        places: list[Any] = [self.listed, self.by_name["calls"], self.queue, self.seen, self.hooked, OF_MODULE]
         numbers = self.calls, self.meter.calls, self.meter.peak, Meter.of_class["calls"], repr(self.numbers)
         return [*map(len, places), *numbers, *self.array.tolist(), *self.tensor.tolist()]
 
 
 class Net(nn.Module):
-    def __init__(self, blocks: list[nn.Module]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 

@@ -102,7 +102,7 @@ def test_the_advice_for_rows_in_a_later_dimension_works(rows: int) -> None:
     with pytest.raises(ValueError, match=text):
         gpipe.GPipe(model, 2, 2, sample=given, costs="params").step(given, words, mean_of_squares)
     parts = zip(words.tensor_split(2), positions.tensor_split(2, 1), strict=True)
-    ready = gpipe.MicroBatches([{"words": some, "position_ids": theirs} for some, theirs in parts])
+    ready: Any = gpipe.MicroBatches([{"words": some, "position_ids": theirs} for some, theirs in parts])
     pipe = gpipe.GPipe(model, 2, 2, sample=ready, costs="params").eval()
     with torch.no_grad():
         assert torch.equal(torch.cat(pipe(ready)), torch.cat([model(**part) for part in ready]))

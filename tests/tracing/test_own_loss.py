@@ -234,9 +234,7 @@ class HandsOn(Words):
         super().__init__()
         self.function = function
 
-    def forward(  # type: ignore[override]  # whatever a user writes
-        self, words: Tensor, labels: Tensor | None = None, **more: Tensor
-    ) -> dict[str, Tensor]:
+    def forward(self, words: Tensor, labels: Tensor | None = None, **more: Tensor) -> dict[str, Tensor]:
         return {"loss": self.head(self.function(self.states(words), **more), labels)}
 
 

@@ -416,7 +416,7 @@ def test_a_forward_that_is_set_on_a_module_is_walked_through_if_it_is_a_method()
     model.forward = MethodType(forward, model)  # type: ignore[method-assign]
     for inner, names in ((model, [f"inner.layers.{at}" for at in range(5)]), (model.layers[1], ["block"])):
         around = nn.Module()  # as peft has it
-        around.inner, around.block, around.forward = model, model.layers[1], inner.forward  # type: ignore[assignment]
+        around.inner, around.block, around.forward = model, model.layers[1], inner.forward
         loss = step(made(around, min(len(names), 2), blocks=names))
         torch.testing.assert_close(loss, squared(inner(vectors(8)), torch.ones(8, W)).detach())
     block = Net(same)
@@ -676,7 +676,7 @@ def test_an_object_with_tensors_of_an_earlier_layer_is_named() -> None:
     """As with prefix tuning of peft, which computes a cache and gives it to all blocks."""
 
     class Reads(nn.Linear):
-        def forward(self, x: Tensor, cache: Slotted) -> Tensor:
+        def forward(self, x: Tensor, cache: Slotted) -> Tensor:  # type: ignore[override]  # as users do
             return super().forward(x + cache.value)
 
     def forward(layers: nn.ModuleList, x: Tensor) -> Tensor:

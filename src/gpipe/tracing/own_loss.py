@@ -39,7 +39,7 @@ def takes_count(model: nn.Module) -> bool:
     """
     if takes(model.forward, COUNT, by_name=True):
         return True
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # in an adapter of peft
+    base: Any = getattr(model, "get_base_model", lambda: model)()  # without an adapter of peft
     loss_function = getattr(base, "_loss_function", None)  # set by the user
     if not hasattr(type(base), "loss_function") or not takes(model.forward, COUNT):
         return False
