@@ -227,7 +227,7 @@ def calls_within(rank: int, world: int, place: str) -> list[Json]:
             return pipe.step(inputs, targets, squares, reduction=lambda target: (way(), 1.0)[1])
         if place == "loss":
             return pipe.step(inputs, targets, lambda *given: (way(), squares(*given))[1])
-        own(pipe, rank).arm(1, way if rank == world - 1 else lambda: None)
+        own(pipe, rank).arm(1, (lambda: (way(), None)[1]) if rank == world - 1 else lambda: None)
         return pipe.step(inputs, targets, squares)
 
     return [go_on(pipe, partial(within, way)) for way in ways.values()]

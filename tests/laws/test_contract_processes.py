@@ -152,8 +152,8 @@ def forget_driver(rank: int, world: int) -> Json:
     forgotten = said(lambda: gpipe.GPipe(network(), 2, 0))
     plan = gpipe.find_plan(network(), data(0, 10)[0], 2, partitions=2, micro_batches=2, measure=True)
     losses = []
-    for how in ({"driver": "threads"}, {"driver": "lockstep"}):
-        with gpipe.GPipe(network(), 2, 2, seed=rank, **how) as pipe:
+    for driver in ("threads", "lockstep"):
+        with gpipe.GPipe(network(), 2, 2, seed=rank, driver=driver) as pipe:
             losses.append(pipe.step(*data(0, 10 + rank), F.mse_loss).item())
     return [forgotten, plan.partitions, losses]
 
