@@ -3,8 +3,11 @@
 import array
 import functools
 import itertools
+import multiprocessing
 import queue
 import random
+import threading
+import time
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -185,6 +188,14 @@ def hook_closure() -> Case:
     layer, calls = nn.Linear(2, 2), list[int]()
     layer.register_forward_hook(lambda module, given, made: calls.append(1))
     return Case({"a": layer}, lambda: layer(torch.ones(2)), lambda: calls.copy())
+
+
+@case
+def hook_of_a_parameter() -> Case:
+    layer, calls = nn.Linear(2, 2), list[int]()
+    layer.weight.register_post_accumulate_grad_hook(lambda weight: calls.append(1))
+    layer.bias.register_hook(lambda gradient: calls.append(2))
+    return Case(layer, lambda: layer(torch.ones(2)).sum().backward(), lambda: sorted(calls))
 
 
 @case
@@ -455,6 +466,7 @@ def generator() -> Iterator[int]:
     [
         generator, lambda: zip([1, 2], [3, 4], strict=True), lambda: map(str, [1]), lambda: enumerate("ab"),
         lambda: itertools.cycle([1]), queue.SimpleQueue, lambda: (iter([1]),),
+        lambda: multiprocessing.Value("i"),
     ],
 )  # fmt: skip
 def test_state_that_cannot_be_copied_is_reported_with_its_place(make: Callable[[], object]) -> None:
@@ -462,6 +474,23 @@ def test_state_that_cannot_be_copied_is_reported_with_its_place(make: Callable[[
     layer.meter.source = make()
     (place,) = ReachableState.of({"layer 1 (1: Layer)": layer}).uncopyable
     assert place.startswith("layer 1 (1: Layer), its attribute meter.source")
+
+
+def test_what_another_thread_may_change_is_reported_and_not_restored() -> None:
+    holder: Any = SimpleNamespace(queue=queue.Queue(1))
+    holder.thread = threading.Thread(target=lambda: [holder.queue.put(at) for at in range(3)], daemon=True)
+    holder.thread.start()
+    while not holder.queue.not_full._waiters:
+        time.sleep(0.001)
+    state = ReachableState.of({"loss_fn": holder})
+    assert sorted(state.uncopyable) == [
+        "loss_fn, its attribute queue (a Queue)", "loss_fn, its attribute thread (a Thread)"
+    ]  # fmt: skip
+    assert holder.queue.get() == 0
+    state.restore()
+    assert [holder.queue.get() for _ in range(2)] == [1, 2]
+    holder.thread.join()
+    assert not ReachableState.of({"loss_fn": holder}).uncopyable
 
 
 def test_places_are_named() -> None:

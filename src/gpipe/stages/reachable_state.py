@@ -13,9 +13,11 @@ import copy
 import dis
 import io
 import itertools
+import math
 import queue
 import random
 import sys
+import threading
 import types
 import warnings
 import weakref
@@ -58,6 +60,8 @@ FLAT_ITERATORS = (
 """Iterators that hold a position and no other iterator, so that `copy.copy` copies all their state."""
 OF_MODULES = frozenset(vars(nn.Module()))
 UNCOPYABLE = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, queue.SimpleQueue)
+UNCOPYABLE_LIBRARY = frozenset({"asyncio", "concurrent", "mmap", "multiprocessing", "socket", "subprocess"})
+"""Modules of the standard library whose objects have state outside of this interpreter, or in its other threads."""
 
 GLOBAL_GENERATORS: Mapping[str, object] = {
     "Python's random": random.seed.__self__,  # type: ignore[attr-defined]
@@ -429,16 +433,23 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 class _Walk:
     """One walk over the objects that can be reached."""
 
-    def __init__(self, like: "ReachableState | None", parameters_too: Collection[Tensor]) -> None:
+    def __init__(
+        self,
+        like: "ReachableState | None",
+        parameters_too: Collection[Tensor],
+        parameters_except: Collection[Tensor] | None,
+        most_bytes: float,
+    ) -> None:
         self.records: dict[Key, Record] = {}
         self.uncopyable: list[str] = []
         self.iterators: dict[int, tuple[Any, Any, Path]] = {}
         self.nbytes = 0
         self._like = {} if like is None else like._records
-        self._copied = set(map(id, parameters_too))
+        self._copied, self._most_bytes = set(map(id, parameters_too)), most_bytes
+        self._not_copied = None if parameters_except is None else set(map(id, parameters_except))
         self._queue: deque[tuple[Any, Path]] = deque()
         self._seen: dict[int, object] = {}  # which keeps them alive, so that no id is used again
-        self._names = {"forward"}  # which code that was reached uses
+        self.names = {"forward"}  # which code that was reached uses
         self._waiting: dict[str, list[tuple[Any, Path]]] = {}  # methods, by name, that no code has used so far
 
     def run(self, roots: Mapping[str, object]) -> None:
@@ -448,8 +459,9 @@ class _Walk:
             self._reach(root, Path(None, words))
         while self._queue:
             value, path = self._queue.popleft()
-            if len(self._seen) > MOST:
-                self.uncopyable.append(f"{path} (more than {MOST} objects are reachable)")
+            if len(self._seen) > MOST or self.nbytes > self._most_bytes:
+                most = f"{MOST} objects" if len(self._seen) > MOST else f"{self._most_bytes:.0f} bytes"
+                self.uncopyable.append(f"{path} (more than {most} are reachable)")
                 return
             with suppress(Exception):  # what cannot be looked into is left alone
                 self._visit(value, path)
@@ -532,9 +544,8 @@ class _Walk:
             case io.IOBase():
                 if not value.closed and not value.writable():  # What is written twice changes no result.
                     self.uncopyable.append(f"{path} (a {type(value).__name__})")
-            case _ if isinstance(value, UNCOPYABLE) or _is_builtin_iterator(value):
-                if getattr(value, "gi_frame", True) is not None:  # Otherwise it has ended.
-                    self.uncopyable.append(f"{path} (a {type(value).__name__})")
+            case _ if _is_uncopyable(value):
+                self.uncopyable.append(f"{path} (a {type(value).__name__})")
             case _:
                 for base, kind in CONTAINERS:
                     if isinstance(value, base):
@@ -580,7 +591,7 @@ class _Walk:
         for name, member in vars(kind).items():
             if not isinstance(member, CODE):
                 continue
-            if name in self._names or (name.startswith("__") and name.endswith("__")):
+            if name in self.names or (name.startswith("__") and name.endswith("__")):
                 self._visit_member(member, path)
             else:
                 self._waiting.setdefault(name, []).append((member, path))
@@ -621,8 +632,8 @@ class _Walk:
                 self._visit_variable(variables, name, path, name, assigned=name in assigned)
 
     def _use_names(self, names: Collection[str]) -> None:
-        for name in names - self._names:  # type: ignore[operator]  # frozensets
-            self._names.add(name)
+        for name in names - self.names:  # type: ignore[operator]  # frozensets
+            self.names.add(name)
             for member, path in self._waiting.pop(name, ()):
                 self._visit_member(member, path)
 
@@ -640,8 +651,9 @@ class _Walk:
         self._visit_object(tensor, path)
         for hooks in gradient_hooks_of(tensor):
             self._reach(hooks, Path(path, ".hooks"))
-        is_kept = isinstance(tensor, nn.Parameter) and id(tensor) not in self._copied
-        if is_kept or is_lazy(tensor) or tensor.is_meta or is_wrapper(tensor) or tensor.grad_fn is not None:
+        if isinstance(tensor, nn.Parameter) and not self._copies(tensor):
+            return
+        if is_lazy(tensor) or tensor.is_meta or is_wrapper(tensor) or tensor.grad_fn is not None:
             return
         with as_plain_tensors(), torch.no_grad():
             keys, (memory, gradient, values) = _read_tensor(tensor)
@@ -653,6 +665,10 @@ class _Walk:
             )
         self.nbytes += 0 if shared else sum(part.nbytes for part in parts_of(values))
         self._reach(gradient, Path(path, ".grad"))
+
+    def _copies(self, parameter: Tensor) -> bool:
+        others = self._not_copied is not None and id(parameter) not in self._not_copied
+        return others or id(parameter) in self._copied
 
     def _visit_array(self, held: Any, path: Path) -> None:
         self._visit_object(held, path)
@@ -671,14 +687,18 @@ class _Walk:
                 self._reach(item, Path(path, "[...]"))
 
 
-def _is_builtin_iterator(value: object) -> bool:
-    """Whether a value is an iterator that is not written in Python, so that its state cannot be seen."""
-    step = getattr(type(value), "__next__", None)
-    return (
-        step is not None
-        and not isinstance(step, types.FunctionType)
-        and not isinstance(value, (dict, list, nn.Module))
-    )
+def _is_uncopyable(value: Any) -> bool:
+    """Whether a value has state that cannot be copied, or that another thread may change meanwhile."""
+    if isinstance(value, types.GeneratorType):
+        return value.gi_frame is not None  # Otherwise it has ended.
+    if isinstance(value, threading.Thread):
+        return value.is_alive()
+    if isinstance(value, queue.Queue) and (value.not_empty._waiters or value.not_full._waiters):  # type: ignore[attr-defined]
+        return True
+    kind = type(value)
+    step = getattr(kind, "__next__", None)  # An iterator that is not written in Python does not show its state.
+    is_iterator = step is not None and not isinstance(step, types.FunctionType)
+    return is_iterator or isinstance(value, UNCOPYABLE) or kind.__module__.partition(".")[0] in UNCOPYABLE_LIBRARY
 
 
 class ReachableState:
@@ -688,6 +708,7 @@ class ReachableState:
         uncopyable: The places that hold state which cannot be copied, such as Python generators and open files, and
             after `restore` the places that it could not write.
         nbytes: The bytes of the copies of tensors and arrays.
+        names: The names that the code of the reachable functions uses, of globals and of attributes.
 
     Example:
         >>> from types import SimpleNamespace
@@ -702,7 +723,7 @@ class ReachableState:
 
     def __init__(self, walk: _Walk) -> None:
         self._records, self._iterators = walk.records, walk.iterators
-        self.uncopyable, self.nbytes = walk.uncopyable, walk.nbytes
+        self.uncopyable, self.nbytes, self.names = walk.uncopyable, walk.nbytes, frozenset(walk.names)
 
     @classmethod
     def of(
@@ -711,6 +732,8 @@ class ReachableState:
         *,
         like: "ReachableState | None" = None,
         parameters_too: Collection[Tensor] = (),
+        parameters_except: Collection[Tensor] | None = None,
+        most_bytes: float = math.inf,
     ) -> "ReachableState":
         """Copies the state that modules and functions can reach now.
 
@@ -719,8 +742,10 @@ class ReachableState:
             like: An earlier state. Copies of tensors and arrays that have not changed since are shared with it.
             parameters_too: Parameters to copy. Other parameters are not copied, except those of modules with
                 `max_norm`, whose forward writes them.
+            parameters_except: If given, all parameters are copied except these.
+            most_bytes: The bytes of copies after which the walk ends, with an entry in `uncopyable`.
         """
-        walk = _Walk(like, parameters_too)
+        walk = _Walk(like, parameters_too, parameters_except, most_bytes)
         walk.run(roots)
         return cls(walk)
 
@@ -737,12 +762,18 @@ class ReachableState:
         """Whether the roots reach an object, by its key."""
         return key in self._records
 
-    def restore(self) -> None:
-        """Writes the recorded contents back, in place, wherever they differ."""
+    def restore(self, *, generators: bool = True) -> None:
+        """Writes the recorded contents back, in place, wherever they differ.
+
+        Args:
+            generators: Whether to restore the states of generators of random numbers too.
+        """
         moved = {
             id(it): _copy_iterator(saved) for it, saved, _ in self._iterators.values() if not _stand_alike(it, saved)
         }
         for kind, holder, path, contents in self._records.values():
+            if kind is GENERATOR and not generators:
+                continue
             if moved:
                 contents = contents._replace(values=tuple(moved.get(id(value), value) for value in contents.values))
             try:
