@@ -43,15 +43,15 @@ from gpipe.schedule.program import Program, in_cell
 from gpipe.schedule.schedules.by_name import Maker
 from gpipe.schedule.simulate import Prediction, predict
 from gpipe.stages.boundary import BoundaryValue, detach_boundary
+from gpipe.stages.loss_check import LossWatch
 from gpipe.stages.losses import (
     LossModule,
-    call_watched_loss,
     check_weights_of_rows,
     find_contradiction,
-    find_reduction,
     own_loss,
+    read_average,
 )
-from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights, merge, plain
+from gpipe.stages.microbatch import MicroBatches, Reduction, merge, plain
 from gpipe.stages.replica_state import beginning_of, state_of, take_state, undo_of
 from gpipe.stages.sequence import Layers
 from gpipe.stages.skips import find_loss_pops, skip_names
@@ -338,6 +338,7 @@ class GPipe(Partitioned):
                 run.context.agree(run, Request.STEP)
                 self._weigh(run, targets, parts, reduction, factor)
                 run_step(run)
+                run.tell(run.check_loss())
                 return run.context.finish(run, run.result(), trains=run.trains)
 
         run, results = self._until_done(do)
@@ -391,29 +392,25 @@ class GPipe(Partitioned):
         """Gives a run its targets and what each micro-batch counts for, where the last stage is."""
         if not self._engine.reads_targets:
             return
+        run.scale = scale
         keyed: dict[str, object] = {"pipe.seed": run.seed, "autocast": run.thread_state.autocasts}
         if run.loss_fn is own_loss:
             run.context.check_same(reduction="the model's own", scale=scale, **keyed)
             run.targets = [None] * len(run.micro_batch_sizes)
-            run.weigh(run.own_weights, scale)
+            run.set_weights(run.own_weights)
             return
-        found = find_reduction(run.loss_fn, ready_made=run.ready_made) if reduction is None else reduction
-        told = "weights of the targets" if callable(found) else str(found or "mean")
-        run.context.check_same(reduction=told, scale=scale, **keyed)
         run.targets = parts or split_targets(targets, run.micro_batch_sizes, ready_made=run.ready_made)
-        over_replicas = run.context.sum_over_replicas
-
-        def weigh(reduction: Reduction) -> None:
-            run.weigh(loss_weights(reduction, run.micro_batch_sizes, run.targets, over_replicas), scale)
-
-        if found is None:  # only a call of the loss will show it
-            run.call_loss = partial(
-                call_watched_loss, targets=list(run.targets), weigh=weigh, tell=run.tell, tries=run.verifies
-            )
-            return
         if reduction is None:
-            check_weights_of_rows(run.loss_fn, run.targets, run.micro_batch_sizes)
-        weigh(found)
+            rows = run.micro_batch_sizes
+            average = read_average(run.loss_fn, run.targets[0], rows[0], ready_made=run.ready_made)
+            run.watch = LossWatch(average, is_of_torch=average is not None, checks=run.verifies)
+            if average is not None:
+                check_weights_of_rows(run.loss_fn, run.targets, rows)
+                reduction = average.reduction
+        told = "weights of the targets" if callable(reduction) else str(reduction or "mean")
+        run.context.check_same(reduction=told, scale=scale, **keyed)
+        if reduction is not None:  # Otherwise the first call of the loss function decides.
+            run.weigh(reduction)
 
     @checked_entrance
     @untraced

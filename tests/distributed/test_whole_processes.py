@@ -26,7 +26,7 @@ def test_the_loss_is_that_of_the_whole_mini_batch(world: int, stages: int, pool:
             assert all(torch.allclose(one, other, rtol=1e-11) for one, other in zip(gradients, expected, strict=True))
 
 
-def test_ignored_labels_are_told_where_targets_are_read(pool: WorkerPool) -> None:
+def test_a_loss_that_leaves_labels_out_is_reported_where_targets_are_read(pool: WorkerPool) -> None:
     first, last = answers(pool.run(jobs.ignored, world=2))
     assert first == []
     assert len(last) == 1

@@ -1,16 +1,20 @@
 """Micro-batches are weighed as torch's own losses average: the step's loss is that of the whole mini-batch."""
 
+import re
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.stages.losses import find_reduction
+from gpipe.stages.losses import read_average, read_loss
 from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, weights_of
 
 ROWS, CLASSES, PIXELS = 7, 3, 2
@@ -160,9 +164,9 @@ def test_given_the_weights_the_bits_are_those_of_the_plain_loop(driver: str, rem
     x, y = torch.randn(ROWS, 4, dtype=torch.float64), targets()
     pipe = gpipe.GPipe(build_for(name), 2, 3, seed=0, driver=driver, remat=remat)
     plain = build_for(name)
-    reduction = find_reduction(loss_fn)
-    assert reduction is not None
-    expected = plain_loop(plain, x, y, loss_fn, micro_batches=3, seed=0, reduction=reduction)
+    average = read_average(loss_fn, y, ROWS, ready_made=False)
+    assert average is not None
+    expected = plain_loop(plain, x, y, loss_fn, micro_batches=3, seed=0, reduction=average.reduction)
     assert same_bits(pipe.step(x, y, loss_fn), expected)
     assert_same_bits(pipe, plain)
 
@@ -203,16 +207,11 @@ def test_the_losses_of_micro_batches_are_as_the_loss_gave_them(driver: str, trai
     assert not any(one.requires_grad for one in losses)
 
 
-def test_a_loss_for_each_row_is_refused_before_anything_runs() -> None:
-    for loss_fn in (
-        nn.MSELoss(reduction="none"),
-        partial(F.cross_entropy, reduction="none"),
-        partial(F.mse_loss, reduce=False),
-    ):
+def test_a_loss_for_each_row_is_rejected() -> None:
+    for loss_fn in (nn.MSELoss(reduction="none"), partial(F.cross_entropy, reduction="none")):
         pipe = gpipe.GPipe(build(None), 2, 2)
-        with pytest.raises(ValueError, match=r"reduction='none', .* add \.mean\(\)"):
+        with pytest.raises(TypeError, match=r"add \.mean\(\)"):
             pipe.step(torch.randn(4, 4).double(), torch.rand(4, CLASSES).double(), loss_fn)
-        assert pipe.step_number == 0
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
@@ -246,9 +245,11 @@ UNREAD: list[Callable[..., Any]] = [
 
 
 def test_what_torch_wrote_is_read_though_compiled_and_nothing_else() -> None:
-    assert find_reduction(torch.compile(nn.MSELoss(reduction="sum"), backend="eager")) == "sum"
-    assert find_reduction(torch.compile(F.mse_loss, backend="eager")) == "mean"
-    assert [find_reduction(loss_fn) for loss_fn in UNREAD] == [None] * len(UNREAD)
+    for whole, reduction in ((nn.MSELoss(reduction="sum"), "sum"), (F.mse_loss, "mean")):
+        loss = read_loss(torch.compile(whole, backend="eager"))
+        assert loss is not None
+        assert (loss.name, loss.reduction) == ("mse_loss", reduction)
+    assert [read_loss(loss_fn) for loss_fn in UNREAD] == [None] * len(UNREAD)
 
 
 class Wraps(nn.Module):
@@ -297,65 +298,6 @@ def test_labels_of_the_next_word_are_counted_from_the_second_on() -> None:
     assert close(pipe.step(x, {"words": y}, lambda output, target: loss_fn(output, target["words"])), expected)
 
 
-def findings_on_losses(loss_fn: Callable[..., Any], y: Tensor) -> list[str]:
-    pipe = gpipe.GPipe(build(None), 2, 2)
-    for _ in range(2):
-        pipe.step(torch.randn(len(y), 4, dtype=torch.float64), y, loss_fn)
-    return [text for text in pipe.findings if "loss_fn" in text]
-
-
-def test_what_cannot_be_read_of_a_loss_is_told() -> None:
-    y = labels()
-    (told,) = findings_on_losses(lambda o, t: -o.log_softmax(1).gather(1, t.clamp(0)[:, None])[t >= 0].mean(), y)
-    assert "reduction=lambda target: (target != -100).sum()" in told
-    (told,) = findings_on_losses(lambda o, t: F.cross_entropy(o[1:], t[1:].flip(0), ignore_index=0), y.clamp(0))
-    assert told.startswith("loss_fn calls cross_entropy on labels")
-    assert not findings_on_losses(
-        lambda o, t: F.cross_entropy(o, t, reduction="none", ignore_index=0).mean(), y.clamp(0)
-    )
-    y = torch.tensor([0, 1, 2, 0, 1, 0, 2, 0])  # as many labels count in the halves of each micro-batch
-    for masked in (
-        lambda o, t: F.cross_entropy(o, t, reduction="none", ignore_index=0).sum() / (t != 0).sum(),
-        lambda o, t: F.cross_entropy(o[t != 0], t[t != 0]),
-    ):
-        (told,) = findings_on_losses(masked, y)
-        assert told.startswith("loss_fn calls cross_entropy on labels")
-
-
-MORE: dict[str, Callable[..., Any]] = {
-    "squares of all rows": lambda o, t: F.cross_entropy(o, t) + F.mse_loss(o, torch.zeros_like(o)),
-    "a little of them": lambda o, t: F.cross_entropy(o, t) + 0.1 * o.pow(2).mean(),
-    "their entropy": lambda o, t: F.cross_entropy(o, t) + 0.5 * (o.softmax(1) * o.log_softmax(1)).sum(1).mean(),
-    "weighed": lambda o, t: F.cross_entropy(o, t, weight=WEIGHT) + F.mse_loss(o, torch.zeros_like(o)),
-}
-ALONE: dict[str, Callable[..., Any]] = {
-    "alone": lambda o, t: F.cross_entropy(o, t),
-    "halved": lambda o, t: 0.5 * F.cross_entropy(o, t) + 1,
-    "smoothed": lambda o, t: F.cross_entropy(o, t, label_smoothing=0.2),
-    "weighed": lambda o, t: F.cross_entropy(o, t, weight=WEIGHT),
-    "twice": lambda o, t: F.cross_entropy(o, t) + 0.1 * F.cross_entropy(o.sin(), t),
-    "squares of the rows that count": lambda o, t: (
-        F.cross_entropy(o, t) + (o.pow(2).mean(1) * (t >= 0)).sum() / (t >= 0).sum()
-    ),
-}
-
-
-@pytest.mark.parametrize("rows", [4, 7, 16])
-def test_bug_what_averages_over_rows_beside_a_mean_over_labels_is_told_of(rows: int) -> None:
-    """It was weighed by labels in silence: the first micro-batch was tried on halves that count alike."""
-    some = (torch.arange(rows) % CLASSES).where(torch.arange(rows) != rows - 1, -100)
-    for micro_batches in (2, 4):
-        for y, told in ((some, MORE), (torch.ones_like(some), {})):
-            for name, loss_fn in (MORE | {f"right: {name}": one for name, one in ALONE.items()}).items():
-                pipe = gpipe.GPipe(build(None), 2, micro_batches)
-                x, expected = torch.randn(len(y), 4, dtype=torch.float64), name in told
-                for _ in range(2):
-                    loss = pipe.step(x, y, loss_fn)
-                whole = loss_fn(nn.Sequential(*build(None))(x), y).detach()
-                assert close(loss, whole) != expected, name
-                assert len([text for text in pipe.findings if "labels that count" in text]) == expected, name
-
-
 def test_sums_divided_by_numbers_of_the_mini_batch_are_put_together() -> None:
     """What the finding says to do."""
 
@@ -369,30 +311,6 @@ def test_sums_divided_by_numbers_of_the_mini_batch_are_put_together() -> None:
     o = nn.Sequential(*build(None))(x)
     assert close(found, (F.cross_entropy(o, y) + o.pow(2).mean()).detach())
     assert not [text for text in pipe.findings if "loss" in text]
-
-
-def test_a_criterion_that_sums_is_told_of_and_one_that_averages_is_not() -> None:
-    y = torch.rand(8, CLASSES, dtype=torch.float64)
-    assert not findings_on_losses(lambda o, t: (o - t).pow(2).mean(), y)
-    (told,) = findings_on_losses(lambda o, t: (o - t).pow(2).sum(), y)
-    assert "step(..., reduction='sum'), or have it end in .mean()" in told
-    (told,) = findings_on_losses(lambda o, t: F.mse_loss(o, t, reduction="sum"), y[:2])  # of one row each
-    assert "step(..., reduction='sum'), or have it end in .mean()" in told
-    assert not findings_on_losses(lambda o, t: F.mse_loss(o, t), y[:2])
-    (told,) = findings_on_losses(lambda o, t: (o - t).pow(2).mean().sqrt() + o.std(), y)
-    assert "a function of the target that gives the weight of a micro-batch" in told
-
-
-def test_a_loss_of_ready_made_micro_batches_of_several_lengths_is_told_of() -> None:
-    def told(lengths: tuple[int, int], **how: Any) -> list[str]:
-        parts = [torch.rand(2, length, 4) for length in lengths]
-        pipe = gpipe.GPipe([nn.Linear(4, 4)], 1, 2)
-        pipe.step(gpipe.MicroBatches(parts), gpipe.MicroBatches(parts), lambda o, t: (o - t).pow(2).mean(), **how)
-        return [text for text in pipe.findings if "several lengths" in text]
-
-    assert "target.numel()" in told((3, 5))[0]
-    assert not told((3, 5), reduction="mean")
-    assert not told((4, 4))
 
 
 @pytest.mark.parametrize("driver", ["lockstep", "threads"])
@@ -425,51 +343,6 @@ def test_in_lockstep_a_loss_may_call_its_own_pipe() -> None:
         assert torch.allclose(loss, F.mse_loss(pipe(x), pipe(y)))
 
 
-def test_a_loss_that_counts_its_calls_is_called_once_for_each_micro_batch() -> None:
-    calls: list[int] = []
-
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, output: Tensor, target: Tensor) -> Tensor:
-            self.get_buffer("calls").data.add_(1)
-            return (output - target).pow(2).sum()
-
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        calls.append(len(output))
-        return (output - target).pow(2).sum()
-
-    y, counts = torch.rand(8, CLASSES, dtype=torch.float64), Counts()
-    findings_on_losses(loss_fn, y)
-    findings_on_losses(lambda output, target: counts(output, target), y)
-    assert calls == [4] * 4
-    assert float(counts.get_buffer("calls")) == 4
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "out"),
-    [(nn.CrossEntropyLoss(), "labels"), (nn.CrossEntropyLoss(), "probabilities"), (nn.MSELoss(), "")],
-)
-def test_ready_made_micro_batches_count_by_what_the_loss_averages_over(loss_fn: Callable[..., Any], out: str) -> None:
-    x = [torch.randn(2, CLASSES, length, dtype=torch.float64) for length in (2, 5)]
-    y = [torch.randint(CLASSES, (2, part.shape[-1])) for part in x]
-    targets: list[Tensor] = {
-        "labels": y,
-        "probabilities": [F.one_hot(part, CLASSES).movedim(-1, 1).double() for part in y],
-        "": [torch.rand_like(part) for part in x],
-    }[out]
-    pipe = gpipe.GPipe([nn.Identity()], 1, 2)
-    with torch.no_grad():
-        found = pipe.step(gpipe.MicroBatches(x), gpipe.MicroBatches(targets), loss_fn)
-    flat = [
-        torch.cat([part.movedim(1, -1).reshape(-1, CLASSES) for part in parts])
-        for parts in (x, targets if out != "labels" else x)
-    ]
-    assert close(found, loss_fn(flat[0], torch.cat([part.flatten() for part in y]) if out == "labels" else flat[1]))
-
-
 def test_weights_of_rows_that_the_loss_holds_are_refused() -> None:
     x, y, wide, narrow = torch.randn(4, 4).double(), *torch.rand(3, 4, CLASSES).double()
     by_rows: Any = partial(F.mse_loss, weight=wide)  # type: ignore[call-arg]  # newer than its types
@@ -486,3 +359,377 @@ def test_a_loss_that_averages_otherwise_than_the_step_is_told_of() -> None:
             how: Any = {"reduction": given}
             pipe.step(torch.randn(ROWS, 3), torch.zeros(ROWS).long(), nn.CrossEntropyLoss(reduction=own), **how)
         assert sum(f"reduction={own!r} and step was given" in text for text in pipe.findings) == (own != given)
+
+
+# Whether the loss of the step is that of the mini-batch is checked in the first step.
+
+
+def findings_of(pipe: gpipe.GPipe) -> list[str]:
+    return [text for text in pipe.findings if text.startswith("loss_fn: ")]
+
+
+def ccc(o: Tensor, t: Tensor) -> Tensor:
+    apart = (o.mean() - t.mean()) ** 2
+    return 1 - 2 * ((o - o.mean()) * (t - t.mean())).mean() / (o.var(unbiased=False) + t.var(unbiased=False) + apart)
+
+
+def barlow(o: Tensor, t: Tensor) -> Tensor:
+    o, t = ((z - z.mean(0)) / z.std(0) for z in (o, t))
+    return (o.T @ t / len(o) - torch.eye(o.shape[1])).pow(2).sum()
+
+
+def contrastive(o: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(F.normalize(o) @ F.normalize(t).T, torch.arange(len(o)))
+
+
+def masked_entropy(o: Tensor, t: Tensor) -> Tensor:
+    counted = t[:, 0] > 0
+    return (F.cross_entropy(o, t.argmax(1), reduction="none") * counted).sum() / counted.sum()
+
+
+def of_kept_rows(o: Tensor, t: Tensor) -> Tensor:
+    return F.mse_loss(o[t[:, 0] > 0], t[t[:, 0] > 0])
+
+
+WRONG: dict[str, Callable[..., Any]] = {
+    "ccc": ccc,
+    "pearson": lambda o, t: 1 - torch.corrcoef(torch.stack([o.flatten(), t.flatten()]))[0, 1],
+    "barlow": barlow,
+    "variance": lambda o, t: F.mse_loss(o, t) + F.relu(1 - o.std(0)).mean(),
+    "root": lambda o, t: F.mse_loss(o, t).sqrt(),
+    "dice": lambda o, t: 1 - 2 * (o.sigmoid() * (t > 0)).sum() / (o.sigmoid().sum() + (t > 0).sum()),
+    "of positives": lambda o, t: (o - t).pow(2).sum() / (t > 0).sum(),
+    "contrastive": contrastive,
+    "sum": lambda o, t: (o - t).pow(2).sum(),
+    "sum, twice": lambda o, t: 2 * F.mse_loss(o, t, reduction="sum"),
+    "masked mean": lambda o, t: ((o - t).pow(2) * (t > 0)).sum() / (t > 0).sum(),
+    "masked mean beside a mean": lambda o, t: F.l1_loss(o, t) + masked_entropy(o, t),
+    "masked entropy": masked_entropy,
+    "kept rows": of_kept_rows,
+    "maximum": lambda o, t: (o - t).abs().max(),
+    "all pairs": lambda o, t: F.l1_loss(o[:, :1], t[:, 0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("name", WRONG)
+def test_a_loss_that_is_not_made_of_those_of_micro_batches_is_reported(name: str) -> None:
+    for seed in range(12):
+        with weights_of(seed):
+            layers, x, y = [nn.Linear(4, CLASSES)], torch.randn(32, 4), torch.randn(32, CLASSES)
+        pipe = gpipe.GPipe(layers, 1, 4)
+        loss, whole = pipe.step(x, y, WRONG[name]), WRONG[name](layers[0](x), y)
+        assert not torch.isclose(loss, whole, rtol=1e-4)
+        (finding,) = findings_of(pipe)
+        numbers = [float(number) for number in re.findall(r"(?:have the loss|returns) (-?[\d.e+-]+\d)", finding)]
+        torch.testing.assert_close(torch.tensor(numbers), torch.stack([loss, whole.detach()]), rtol=1e-4, atol=0)
+        pipe.step(x, y, WRONG[name])
+        assert findings_of(pipe) == [finding]
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.1])
+def test_a_mean_over_rows_beside_a_mean_over_labels_is_reported_where_these_are_uneven(weight: float) -> None:
+    def loss_fn(o: Tensor, t: Tensor) -> Tensor:
+        return 0.5 * F.cross_entropy(o, t, label_smoothing=0.1) + weight * o.pow(2).mean()
+
+    for count in range(4):
+        x, y = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % CLASSES
+        y[:count] = -100
+        pipe = gpipe.GPipe(build(None), 2, 4)
+        loss = pipe.step(x, y, loss_fn)
+        is_right = not weight or not count
+        assert close(loss, loss_fn(nn.Sequential(*build(None))(x), y).detach()) == is_right
+        assert bool(findings_of(pipe)) != is_right
+
+
+def test_a_micro_batch_without_anything_to_average_is_reported() -> None:
+    def loss_fn(o: Tensor, t: Tensor) -> Tensor:
+        return ((o - t).pow(2).sum(1) * (t[:, 0] > 0)).sum() / (t[:, 0] > 0).sum()
+
+    y = torch.rand(8, CLASSES)
+    y[2:4] = -1
+    pipe = gpipe.GPipe([nn.Linear(4, CLASSES)], 1, 4)
+    assert pipe.step(torch.randn(8, 4), y, loss_fn).isnan()
+    (finding,) = findings_of(pipe)
+    assert "have the loss nan" in finding
+
+
+def near_zero(o: Tensor, t: Tensor) -> Tensor:
+    return (o - o.detach()).mean() + 1e-5 * (t + 100).mean() - 1e-5 * t.mean() - 1e-3
+
+
+RIGHT: dict[str, Callable[..., Any]] = {
+    "mean": lambda o, t: (o - t).pow(2).mean(),
+    "of torch": lambda o, t: F.smooth_l1_loss(o, t),
+    "halved, plus one": lambda o, t: 0.5 * F.mse_loss(o, t) + 1,
+    "sum of torch": lambda o, t: F.mse_loss(o, t, reduction="sum"),
+    "sum by rows": lambda o, t: F.mse_loss(o, t, reduction="sum") / len(o),
+    "autoencoder": lambda o, t: (
+        F.binary_cross_entropy_with_logits(o, t.sigmoid(), reduction="sum") / len(o)
+        - 0.5 * (1 + o - o**2 - o.exp()).sum(1).mean()
+    ),
+    "dropout": lambda o, t: F.mse_loss(F.dropout(o), t),
+    "noise": lambda o, t: (o + torch.randn_like(o) - t).pow(2).mean(),
+    "numpy's noise": lambda o, t: (o + torch.from_numpy(np.random.randn(*o.shape)).float() - t).pow(2).mean(),
+    "near zero": near_zero,
+    "class weights": lambda o, t: F.cross_entropy(o, t.argmax(1), weight=WEIGHT.float(), reduction="none").mean(),
+    "half precision": lambda o, t: F.mse_loss(o.bfloat16(), t.bfloat16()),
+    "changes in place": lambda o, t: o.sub_(t).pow(2).mean(),
+    "metrics": lambda o, t: (F.l1_loss(o, t), {"rows": len(o)}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("rows", [7, 64])
+def test_a_loss_that_is_made_of_those_of_micro_batches_is_not_reported(rows: int, name: str) -> None:
+    for seed in range(4):
+        with weights_of(seed):
+            layers, x, y = [nn.Linear(4, CLASSES), nn.Identity()], torch.randn(rows, 4), torch.randn(rows, CLASSES)
+        pipe = gpipe.GPipe(layers, 1, 4)
+        pipe.step(x, y, RIGHT[name])
+        assert not findings_of(pipe)
+
+
+def test_outputs_of_half_precision_are_compared_without_their_rounding() -> None:
+    x, y = torch.randn(256, 4).bfloat16(), torch.randn(256, CLASSES).bfloat16()
+    for loss_fn, reported in ((RIGHT["mean"], False), (lambda o, t: F.mse_loss(o, t), False), (WRONG["root"], True)):
+        pipe = gpipe.GPipe([nn.Linear(4, CLASSES).bfloat16()], 1, 8)
+        pipe.step(x, y, loss_fn)
+        assert bool(findings_of(pipe)) == reported
+
+
+# The call of the loss on several micro-batches leaves no trace.
+
+
+class Centred(nn.Module):
+    """A loss with a centre, as of DINO."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(CLASSES))
+        self.momentum = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        centre = self.get_buffer("centre")
+        loss = (output - target - centre - self.momentum).pow(2).mean()
+        centre.mul_(0.9).add_(0.1 * target.mean(0))
+        self.momentum.data += 0.25
+        return loss
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.rows, self.total, self.last = 0, torch.zeros(()), deque([0.0], maxlen=2)
+        self.seen, self.counts, self.noise = set[int](), np.zeros(2), np.random.default_rng(3)
+
+    def update(self, value: Tensor, rows: int) -> None:
+        self.rows, self.total = self.rows + rows, self.total + value.detach()
+        self.last.append(value.item())
+        self.seen.add(len(self.seen))
+        self.counts[0] += self.noise.random()
+
+
+class OfTrainer:
+    """A trainer that holds its criteria in a dict, meters, and a counter for all of its objects."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        self.criteria, self.meters = {"main": Centred()}, SimpleNamespace(train=Meter())
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = self.criteria["main"](output, target)
+        self.meters.train.update(loss, len(output))
+        OfTrainer.calls += 1
+        return loss
+
+    def state(self) -> str:
+        meter = {name: repr(value) for name, value in vars(self.meters.train).items() if name != "noise"}
+        noise = self.meters.train.noise.bit_generator.state
+        return repr((self.criteria["main"].state_dict(), meter, noise, self.calls))
+
+
+HOLDERS: dict[str, Callable[[OfTrainer], Callable[..., Any]]] = {
+    "bound method": lambda trainer: trainer.loss,
+    "partial": lambda trainer: partial(lambda held, o, t: held["trainer"].loss(o, t), {"trainer": trainer}),
+    "closure": lambda trainer: lambda o, t: trainer.loss(o, t),
+    "nested": lambda trainer: partial(SimpleNamespace(held=[trainer]).held[0].loss),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_the_state_of_a_loss_is_that_of_the_reference_loop(name: str) -> None:
+    def train(step: Callable[[Callable[..., Any], Tensor, Tensor], object]) -> str:
+        trainer, OfTrainer.calls = OfTrainer(), 0
+        with weights_of(3):
+            step(HOLDERS[name](trainer), torch.randn(8, 4), torch.rand(8, CLASSES))
+        return trainer.state()
+
+    def reference(loss_fn: Callable[..., Any], x: Tensor, y: Tensor) -> None:
+        layer = nn.Linear(4, CLASSES)
+        for some, targets in zip(x.split(2), y.split(2), strict=True):
+            loss_fn(layer(some), targets)
+
+    def piped(loss_fn: Callable[..., Any], x: Tensor, y: Tensor) -> None:
+        pipe = gpipe.GPipe([nn.Linear(4, CLASSES)], 1, 4)
+        pipe.step(x, y, loss_fn)
+        assert not findings_of(pipe)
+
+    assert train(piped) == train(reference)
+
+
+def test_a_loss_with_state_that_cannot_be_copied_is_called_for_each_micro_batch_only() -> None:
+    calls, weights = list[int](), (1.0 for _ in range(4))
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(len(output))
+        return next(weights) * (output - target).pow(2).mean()
+
+    pipe = gpipe.GPipe([nn.Linear(4, CLASSES)], 1, 4)
+    pipe.step(torch.randn(8, 4), torch.rand(8, CLASSES), loss_fn)
+    assert calls == [2] * 4
+    (finding,) = findings_of(pipe)
+    assert "closure variable weights (a generator)" in finding
+
+
+def test_one_micro_batch_and_large_losses_of_torch_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        print(len(output), end=" ")  # what a list would note is restored
+        return F.mse_loss(output, target)
+
+    x, y = torch.randn(8, 4), torch.rand(8, CLASSES)
+    for micro_batches, enough, expected in ((1, 2**26, "8 "), (4, 2**26, "2 2 2 2 8 4 "), (4, 0, "2 2 2 2 ")):
+        monkeypatch.setattr("gpipe.stages.loss_check.ENOUGH_BYTES", enough)
+        pipe = gpipe.GPipe([nn.Linear(4, CLASSES)], 1, micro_batches)
+        monkeypatch.setattr("gpipe.runtime.passes.begin_record", lambda *_: None)  # a replay would print too
+        pipe.step(x, y, loss_fn)
+        assert capsys.readouterr().out == expected
+        assert not findings_of(pipe)
+
+
+# Ready-made micro-batches, whose rows have different lengths.
+
+
+def flat(parts: list[Tensor]) -> Tensor:
+    return torch.cat([part.flatten() for part in parts])
+
+
+lengths = (2, 12, 5)
+xs = [(1 + at) * torch.linspace(-1, 1, 2 * length).view(2, length).cos() for at, length in enumerate(lengths)]
+signs = [torch.where(x.sin() > 0.6, 1.0, -1.0) for x in xs]
+units = [x.sin().abs() for x in xs]
+OF_ELEMENTS: dict[str, tuple[Any, Callable[..., Any], list[Tensor]]] = {
+    "mse": (nn.MSELoss(), F.mse_loss, units),
+    "l1": (nn.L1Loss(), F.l1_loss, units),
+    "smooth l1": (nn.SmoothL1Loss(), F.smooth_l1_loss, units),
+    "huber": (nn.HuberLoss(), F.huber_loss, units),
+    "bce with logits": (nn.BCEWithLogitsLoss(), F.binary_cross_entropy_with_logits, units),
+    "soft margin": (nn.SoftMarginLoss(), F.soft_margin_loss, signs),
+    "poisson": (nn.PoissonNLLLoss(), F.poisson_nll_loss, units),
+    "hinge": (nn.HingeEmbeddingLoss(), F.hinge_embedding_loss, signs),
+    "kl": (nn.KLDivLoss(reduction="mean"), F.kl_div, units),
+    "sum": (nn.MSELoss(reduction="sum"), partial(F.mse_loss, reduction="sum"), units),
+}
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class WithLoss(nn.Module):
+    """A model that computes its own loss."""
+
+    def __init__(self, loss_fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(2))
+        self.loss_fn = loss_fn
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": self.loss_fn(x, y)}
+
+
+@pytest.mark.filterwarnings("ignore:reduction")
+@pytest.mark.parametrize("name", OF_ELEMENTS)
+def test_ready_made_micro_batches_are_weighted_by_elements(name: str) -> None:
+    module, function, ys = OF_ELEMENTS[name]
+    whole = function(flat(xs), flat(ys))
+    for loss_fn in (module, function, lambda o, t: function(o, t), lambda o, t: module(o, t)):
+        pipe = gpipe.GPipe([Scaled()], 1, 3)
+        torch.testing.assert_close(pipe.step(gpipe.MicroBatches(xs), gpipe.MicroBatches(ys), loss_fn), whole)
+        assert not findings_of(pipe)
+    parts = gpipe.MicroBatches([{"x": x, "y": y} for x, y in zip(xs, ys, strict=True)])
+    pipe = gpipe.GPipe(WithLoss(function), 2, 3, sample=parts, costs="params")
+    torch.testing.assert_close(pipe.step(parts), whole)
+
+
+def pooled(x: Tensor) -> Tensor:
+    """The means of three rows each."""
+    return x.view(-1, 3, CLASSES).mean(1)
+
+
+OF_ROWS: dict[str, tuple[Callable[..., Any], Callable[[int], Any]]] = {
+    "multi-margin": (nn.MultiMarginLoss(), lambda rows: torch.arange(rows) % CLASSES),
+    "multi-label margin": (
+        nn.MultiLabelMarginLoss(),
+        lambda rows: torch.tensor([[2, 0, -1]] * rows).where(torch.arange(rows)[:, None] > 0, -1),
+    ),
+    "multi-label soft margin": (
+        nn.MultiLabelSoftMarginLoss(),
+        lambda rows: torch.eye(CLASSES).repeat(rows, 1)[:rows],
+    ),
+    "batchmean": (nn.KLDivLoss(reduction="batchmean"), lambda rows: torch.rand(rows, CLASSES)),
+    "entropy": (nn.CrossEntropyLoss(), lambda rows: torch.arange(rows) % CLASSES),
+    "gaussian": (partial(F.gaussian_nll_loss, var=1.5), lambda rows: torch.rand(rows, CLASSES)),
+    "cosine": (
+        lambda o, t: F.cosine_embedding_loss(o, t[0], t[1]),
+        lambda rows: (torch.rand(rows, CLASSES), torch.ones(rows)),
+    ),
+    "triplet": (
+        lambda o, t: F.triplet_margin_loss(o, *t),
+        lambda rows: (torch.rand(rows, CLASSES), torch.rand(rows, CLASSES)),
+    ),
+    "ranking": (
+        lambda o, t: F.margin_ranking_loss(o[:, 0], *t),
+        lambda rows: (torch.rand(rows), torch.ones(rows)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_ready_made_micro_batches_are_weighted_by_rows_of_targets(name: str) -> None:
+    """Their inputs have several rows for each row of the target, and not as many in each micro-batch."""
+    loss_fn, target = OF_ROWS[name]
+    x, y = [torch.rand(3 * rows, CLASSES) for rows in (2, 5)], [target(rows) for rows in (2, 5)]
+    x[1] = x[1].repeat_interleave(4, 0)
+
+    class Graphs(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(pooled(x if len(x) < 12 else x[::4]))
+
+    joined = tuple(map(torch.cat, zip(*y, strict=True))) if isinstance(y[0], tuple) else torch.cat(y)
+    whole = loss_fn(torch.cat([pooled(x[0]), pooled(x[1][::4])]), joined)
+    for called in (loss_fn, lambda o, t: loss_fn(o, t)):
+        pipe = gpipe.GPipe([Graphs()], 1, 2)
+        torch.testing.assert_close(pipe.step(gpipe.MicroBatches(x), gpipe.MicroBatches(y), called), whole)
+        assert not findings_of(pipe)
+
+
+def test_what_cannot_be_joined_and_is_not_a_loss_of_torch_is_reported() -> None:
+    for loss_fn, reduction, why in (
+        (lambda o, t: (o - t).pow(2).mean(), None, "cannot be joined by rows"),
+        (lambda o, t: (o - t).pow(2).mean(), "mean", ""),
+        (lambda o, t: F.mse_loss(o, t), None, ""),
+        (lambda o, t: F.mse_loss(o[t > 0.5], t[t > 0.5]), None, "cannot be joined by rows"),
+    ):
+        pipe, how = gpipe.GPipe([Scaled()], 1, 3), dict[str, Any](reduction=reduction)
+        pipe.step(gpipe.MicroBatches(xs), gpipe.MicroBatches(units), loss_fn, **how)
+        assert [why in text for text in findings_of(pipe)] == [True] * bool(why)

@@ -36,13 +36,17 @@ saved_tensor_hooks: Callable[[], tuple[Callable[[Tensor], object], Callable[[obj
 """The innermost `torch.autograd.graph.saved_tensors_hooks` of this thread."""
 
 
-def modes_here(*but: type) -> tuple[torch.device | None, list[object]]:
+class OwnMode(torch.overrides.TorchFunctionMode):
+    """A mode of ours that only watches: pipes may be called inside it."""
+
+
+def modes_here() -> tuple[torch.device | None, list[object]]:
     """The default device of this thread, if one is set, and its modes: `torch.get_default_device` has one, too."""
     device, others = None, list[object]()
     for mode in torch.overrides._get_current_function_mode_stack():
         if isinstance(mode, torch.utils._device.DeviceContext):
             device = mode.device
-        elif not isinstance(mode, but):
+        elif not isinstance(mode, OwnMode):
             others.append(mode)
     return device, [*others, *torch.utils._python_dispatch._get_current_dispatch_mode_stack()]
 

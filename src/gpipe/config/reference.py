@@ -13,7 +13,7 @@ from gpipe._torch.modules import AnyBatchNorm, global_hooks
 from gpipe.errors import VerificationError
 from gpipe.runtime.inputs import split_alike
 from gpipe.runtime.verification import Verifier
-from gpipe.stages.losses import call_loss, find_reduction, own_loss
+from gpipe.stages.losses import call_loss, own_loss, read_average
 from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights
 from gpipe.stages.reachable_state import ReachableState
 from gpipe.stages.recompute_check import differ, digest
@@ -182,8 +182,8 @@ def _reference_loop(
         begun = traced.begin(values, float if is_own else None)
         values, weights = list(begun.values), begun.shares
     if not is_own:
-        ready_made = isinstance(inputs, MicroBatches)
-        weights = loss_weights(reduction or find_reduction(loss_fn, ready_made=ready_made) or "mean", rows, goals)
+        average = read_average(loss_fn, goals[0], rows[0], ready_made=isinstance(inputs, MicroBatches))
+        weights = loss_weights(reduction or (average.reduction if average else "mean"), rows, goals)
     expected: dict[str, Tree] = {}
     for m, (value, goal, weight) in enumerate(zip(values, goals, weights, strict=True)):
         if traced is None:

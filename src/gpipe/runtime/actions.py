@@ -16,7 +16,7 @@ from gpipe.runtime.steps import CompiledAction, Connections
 from gpipe.schedule.action import MOVES, Action, Kind
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.boundary import Gradients, attach_boundary, failed_node, run_backward, set_apart
-from gpipe.stages.losses import NO_GRADIENT, NO_METRICS, call_loss
+from gpipe.stages.losses import NO_GRADIENT, NO_METRICS
 from gpipe.stages.messages import Message, ReadyEvent
 from gpipe.stages.recompute_check import Fingerprint, recompute_error
 from gpipe.stages.side_effects import tensors_left_on
@@ -282,10 +282,9 @@ def _last_roots(run: Run, rank: Rank, saved: Saved, made: StageOutput, m: int) -
     saved.progress.enter()
     if not rank.stream.alone:
         target = replace_tensors(target, lambda tensor: rank.stream.bring(tensor, None))
-    call, run.call_loss = run.call_loss, call_loss
     rank.scope.go_to(len(run.engine.layers), run.first + m)
     with run.thread_state.around_layers():
-        loss, metrics = call(run.loss_fn, made.values[0], target, made.for_loss)
+        loss, metrics = run.call_loss_fn(m, made.values[0], target, made.for_loss)
     _refuse_gradients(saved, rank.stages[len(run.engine.stages) - 1].stage, "loss_fn")
     if run.trains and run.loss_gradients[m] is not None and not loss.requires_grad:
         raise ValueError(NO_GRADIENT)

@@ -29,7 +29,6 @@ from gpipe.runtime.threads import ThreadState
 from gpipe.runtime.verification import begin as begin_record
 from gpipe.runtime.verification import verify
 from gpipe.schedule.action import Kind
-from gpipe.stages.losses import call_loss
 from gpipe.stages.messages import Cancelled
 from gpipe.stages.recompute_check import recompute_error
 from gpipe.stages.rng import RankScope, unseeded
@@ -249,7 +248,7 @@ def _finish(run: Run) -> None:
 
 def _clear(run: Run) -> None:
     """Lets go of all that a run holds that has failed: what first called its loss refers to the run."""
-    run.call_loss = call_loss
+    run.watch = None
     run.record = run.evidence = None
     run.inputs, run.targets, run.outputs = (), (), {}
     for rank in run.ranks:

@@ -28,8 +28,10 @@ from gpipe.schedule.action import Kind
 from gpipe.stages.batchnorm import DeferredStatistics
 from gpipe.stages.boundary import BoundaryValue, Gradients, detached
 from gpipe.stages.buffers import SavedBuffers
-from gpipe.stages.losses import call_loss
+from gpipe.stages.loss_check import LossWatch
+from gpipe.stages.losses import call_loss, runs_once
 from gpipe.stages.messages import Label, Message
+from gpipe.stages.microbatch import Reduction, loss_weights
 from gpipe.stages.recompute_check import Fingerprint
 from gpipe.stages.rng import RankScope
 from gpipe.stages.shared_weights import WeightAliases
@@ -128,8 +130,9 @@ class Run:
     inputs: Sequence[BoundaryValue] = ()
     targets: Sequence[Tree] = ()
     loss_fn: Callable[..., object] | None = None  # None: the loss is computed outside
-    call_loss: Callable[..., tuple[Tensor, object]] = call_loss  # of the first micro-batch: perhaps watches it
+    watch: LossWatch | None = None  # of the loss function, if `step` was not passed a reduction
     loss_pops: Sequence[Pop] = ()
+    scale: float = 1.0  # of the gradients
     loss_weights: Sequence[float] = ()  # what each micro-batch counts for in the loss
     loss_gradients: Sequence[float | None] = ()  # None: it has no say
     outputs: dict[int, Output] = field(default_factory=dict)
@@ -180,11 +183,51 @@ class Run:
     def rng_key(self, micro_batch: int) -> RngKey:
         return RngKey(self.seed, self.step_number, self.first + micro_batch)
 
-    def weigh(self, weights: Sequence[float], scale: float) -> None:
-        """Says what each micro-batch counts for in the loss, and by what gradients are scaled."""
+    def weigh(self, reduction: Reduction) -> None:
+        """Sets the weights of the micro-batches as a reduction says."""
+        over_replicas = self.context.sum_over_replicas
+        self.set_weights(loss_weights(reduction, self.micro_batch_sizes, self.targets, over_replicas))
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        """Sets the weights of the micro-batches in the loss, and with them the gradients of their losses."""
         self.loss_weights = weights
         awaited = self.context.awaits_backwards
-        self.loss_gradients = [weight * scale if weight or awaited else None for weight in weights]
+        self.loss_gradients = [weight * self.scale if weight or awaited else None for weight in weights]
+
+    def call_loss_fn(self, m: int, output: Tree, target: Tree, popped: Mapping[str, object]) -> tuple[Tensor, object]:
+        """Calls the loss function for a micro-batch; the first call decides the weights, unless they are known."""
+        assert self.loss_fn is not None
+        if self.watch is None:
+            return call_loss(self.loss_fn, output, target, popped)
+        rows = self.micro_batch_sizes[m]
+        made = self.watch.call(m, self.loss_fn, (output, target, popped), rows, ready_made=self.ready_made)
+        if not self.loss_weights:
+            self.weigh("mean" if self.watch.average is None else self.watch.average.reduction)
+        return made
+
+    def check_loss(self) -> list[str]:
+        """Compares the losses of the micro-batches with the loss of the mini-batch; returns findings."""
+        if self.watch is None or self.loss_fn is None or not self.verifies or runs_once(self.loss_fn):
+            return []
+        last, layers = len(self.engine.stages) - 1, len(self.engine.layers)
+        stream = next(rank.stream for rank in self.ranks if last in rank.stages)
+        parameters = [
+            weight for stage in self.engine.own for layer in stage.layers for weight in layer.module.parameters()
+        ]
+        scope = RankScope(self.seed, self.step_number)
+        stream.begin(())
+        with (
+            stream.enter(),
+            self.thread_state.rank_thread(),
+            scope,
+            self.thread_state.around_layers(),
+            torch.no_grad(),
+        ):
+            found = self.watch.find_mistakes(
+                self.loss_fn, self.losses, self.loss_weights, self.targets, parameters, partial(scope.go_to, layers)
+            )
+        stream.end()
+        return found
 
     def take_outputs(self) -> list[Output]:
         """The outputs of all micro-batches, which the run then forgets."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from gpipe._torch.autograd import has_gradient_hooks
+from gpipe._torch.modes import OwnMode
 from gpipe.errors import VerificationError
 from gpipe.runtime.actions import WORK, Work
 from gpipe.runtime.run import Rank, Run
@@ -319,7 +319,7 @@ INPUT_GRADIENT = "the gradient sent to the stage before"
 INPUT = "its input"
 
 
-class GradientCalls(TorchFunctionMode):
+class GradientCalls(OwnMode):
     """Rejects calls of `torch.autograd.grad` that would compute a partial derivative, since a graph is cut."""
 
     def __init__(self, record: StageRecord, stage: Stage) -> None:

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from gpipe._torch.accelerator import kinds
 from gpipe._torch.modes import modes_here, saved_tensor_hooks
-from gpipe.stages.losses import LossReader
 from gpipe.stages.messages import Cancelled
 
 Task: TypeAlias = tuple[Callable[[], None], Callable[[], None], list[BaseException | None], SimpleQueue[None]]
@@ -68,7 +67,7 @@ class ThreadState:
 
     @classmethod
     def here(cls) -> "ThreadState":
-        device, unsupported = modes_here(LossReader)  # which is ours, around a loss that calls a pipe
+        device, unsupported = modes_here()
         casting = tuple(filter(torch.is_autocast_enabled, kinds()))
         return cls(
             torch.is_grad_enabled(),

@@ -43,6 +43,7 @@ from gpipe.runtime.steps import CompiledAction
 from gpipe.schedule.action import Kind
 from gpipe.stages.boundary import copy_boundary
 from gpipe.stages.buffers import Buffers
+from gpipe.stages.losses import runs_once
 from gpipe.stages.messages import Cancelled, Label, Message, ReadyEvent
 from gpipe.stages.reachable_state import GLOBAL_GENERATORS, ReachableState
 from gpipe.stages.recompute_check import Digest, differ, digest
@@ -53,6 +54,7 @@ from gpipe.stages.tree import Tree, copy_of, is_sharded, replace_tensors
 Combination: TypeAlias = tuple[object, ...]
 """What a verified step stands for: later steps with an equal combination are not verified again."""
 MOST_ATTEMPTS = 3  # steps of one combination that are recorded, if none of them is verified
+MOST_BYTES = 2**30  # of state that is copied for a replay of one stage, besides its parameters
 MOST_PLACES = 3  # that an error names
 _ANY_THREAD = nullcontext()
 
@@ -193,7 +195,7 @@ class Evidence:
 
     @classmethod
     def of(cls, run: Run, verifier: Verifier) -> "Evidence":
-        copied, calls_loss = [*verifier.written], not getattr(run.loss_fn, "runs_once", False)
+        copied, calls_loss = [*verifier.written], not runs_once(run.loss_fn)
         began = StagesState.of(run, copied, calls_loss=calls_loss)
         if calls_loss and any(place.startswith(LOSS) for place in began.uncopyable):
             calls_loss = False
@@ -224,6 +226,11 @@ class StagesState:
     ) -> "StagesState":
         """Copies the state now; that of the loss only if replays call it."""
         hooks = {f"global module hook {number}": hook for number, hook in enumerate(global_hooks())}
+        parameters: list[Tensor] = [
+            p for stage in run.engine.own for layer in stage.layers for p in layer.module.parameters()
+        ]
+        parameters += [leaf for leaves in run.aliases.leaves.values() for leaf in leaves.values()]
+        parameters += run.aliases.sources.values()
         states = {}
         for stage in run.engine.own:
             roots: dict[str, object] = {**hooks, "saved-tensor hooks": run.thread_state.hooks}
@@ -233,7 +240,13 @@ class StagesState:
             if calls_loss and run.loss_fn is not None and stage.index == len(run.engine.stages) - 1:
                 roots[LOSS] = run.loss_fn
             earlier = None if like is None else like.states[stage.index]
-            states[stage.index] = ReachableState.of(roots, parameters_too=parameters_too, like=earlier)
+            states[stage.index] = ReachableState.of(
+                roots,
+                parameters_too=parameters_too,
+                parameters_except=parameters,
+                most_bytes=MOST_BYTES,
+                like=earlier,
+            )
         return cls(states)
 
     def restore(self) -> None:
@@ -621,6 +634,7 @@ def _run_of_replay(run: Run, record: StepRecord) -> Run:
     replay = copy.copy(run)
     replay.context, replay.recorder, replay.findings = Playback(run.context), None, []
     replay.connections = [ends._replace(recomputed=frozenset(), offloaded=frozenset()) for ends in run.connections]
+    replay.watch = None
     replay.losses, replay.metrics, replay.outputs, replay.input_gradients = {}, {}, {}, {}
     replay.ranks = [run.new_rank(rank.rank) for rank in run.ranks]
     replay.record = StepRecord(

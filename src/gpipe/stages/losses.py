@@ -1,30 +1,27 @@
-"""Calls losses, and finds how they average, by which the losses of micro-batches make that of the mini-batch.
+"""Calls losses, and decides what the micro-batches of a run count for in the loss of the mini-batch.
 
-Most divide by a number that grows with the rows. Losses of labels divide by the labels that count, each times the
-weight of its class, so a micro-batch has a share in the mini-batch's loss as it has in these. A loss of torch says so
-itself. One that wraps a loss of torch is watched in its first call of a run; in the first run it is also tried on
-parts of a micro-batch: what does not add up is told.
+Most losses are means, and the number that a mean divides by is what a micro-batch counts for: its rows, the elements
+of its target, or the labels that are not ignored, each times the weight of its class. `find_average` decides it from
+the calls of torch's losses: a loss of torch that is passed to `step`, calls inside the user's loss function, which
+`LossReader` observes, and calls inside a model. `gpipe.stages.loss_check` compares the result with the mini-batch.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import repeat
 from types import MethodType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from gpipe._torch.modes import without_compiler
+from gpipe._torch.modes import OwnMode, without_compiler
 from gpipe._torch.trees import tree_leaves
-from gpipe.stages.buffers import untouched
-from gpipe.stages.microbatch import IGNORED, Reduction, count_rows, loss_weights, merge, split
-from gpipe.stages.side_effects import note, read_by_called
-from gpipe.stages.tree import Tree, copy_of, replace_tensors, tensors_in
+from gpipe.stages.microbatch import IGNORED, Reduction
+from gpipe.stages.tree import Tree, replace_tensors
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -41,97 +38,104 @@ class LossModule(Protocol[T_co]):
 
 
 NO_METRICS = object()
-OF_LABELS = ("cross_entropy", "nll_loss")
-OF_ELEMENTS = {
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss",
-    "binary_cross_entropy_with_logits", "MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BCELoss",
-    "SoftMarginLoss", "BCEWithLogitsLoss",
-}  # fmt: skip
-"""What averages over all elements of its target: functions, and classes."""
-OF_ROWS = OF_ELEMENTS | {
-    "kl_div", "gaussian_nll_loss", "poisson_nll_loss", "multilabel_soft_margin_loss", "ctc_loss"
-}  # fmt: skip
+LABELS = frozenset({"cross_entropy", "nll_loss", "linear_cross_entropy"})
+"""The losses of torch whose mean is over the labels that are not ignored."""
+ELEMENTS = frozenset({
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "gaussian_nll_loss", "hinge_embedding_loss",
+    "huber_loss", "kl_div", "l1_loss", "margin_ranking_loss", "mse_loss", "poisson_nll_loss", "smooth_l1_loss",
+    "soft_margin_loss",
+})  # fmt: skip
+"""Those whose mean is over all elements."""
+ROWS = frozenset({
+    "cosine_embedding_loss", "ctc_loss", "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss",
+    "triplet_margin_loss", "triplet_margin_with_distance_loss",
+})  # fmt: skip
+"""Those whose mean is over rows, however many elements a row has."""
+WEIGHTED = ("mse_loss", "l1_loss")  # divide by the sum of their `weight`, if it is passed
 PER_ROW = ("weight", "pos_weight", "var")  # what a loss of torch may hold for each row, or for each class
 
 NO_GRADIENT = (
     "the loss needs no gradient: it depends on no parameter that requires one; "
     "return a loss computed from the output, or call step() under torch.no_grad()"
 )
-IGNORED_LABELS = (
-    f"targets hold labels {IGNORED}, and loss_fn is none of torch's own, so it cannot be known whether it ignores "
-    f"them; micro-batches are weighed by their rows. If it averages over the other labels, give "
-    f"step(..., reduction=lambda target: (target != {IGNORED}).sum()), else reduction='mean'"
-)
-OF_SEVERAL_LENGTHS = (
-    "ready-made micro-batches have targets of several lengths, and it cannot be seen how loss_fn averages over "
-    "them; micro-batches are weighed by their rows. Give step(..., reduction='mean') if that is meant, or a function "
-    "of the target that gives the weight of a micro-batch: of a mean over elements lambda target: target.numel()"
-)
-APART = (
-    "losses of micro-batches, taken for means over rows or labels that count, do not make that of the mini-batch: of "
-    "two halves loss_fn would be {together:.6g}, and of the whole it is {whole:.6g}. {remedy}"
-)
-SUMS = "It sums over rows: give step(..., reduction='sum'), or have it end in .mean()"
-WEIGHS = (
-    "Give step(..., reduction=...): 'mean' if the mean of the losses of micro-batches is what is meant, a function "
-    "of the target that gives the weight of a micro-batch, or 'sum' with a loss_fn that divides by numbers of the "
-    "whole mini-batch, handed over among the targets"
-)
-UNREAD = (
-    "loss_fn calls {names} on labels of which some count for more or less than others, and it cannot be seen how "
-    f"they come of its target; micro-batches are weighed by their rows. {WEIGHS}"
-)
-HALVES = 2
-_nearly = partial(math.isclose, rel_tol=1e-2, abs_tol=1e-4)
 
 
 class LossCall(NamedTuple):
-    """A loss of torch, by the name of its function or class, and what it averages over; of a call also the target."""
+    """A loss of torch: its name, its reduction, and what its mean divides by."""
 
     name: str
-    reduction: object
-    ignored: object
-    weight: Tensor | None
-    target: Tensor | None = None
-    of_rows: Mapping[str, Tensor] = {}  # what may have a row for each of the target's
+    reduction: str | None
+    ignored: object = None
+    weight: Tensor | None = None  # of each class
+    labels: Tensor | None = None  # the targets of a loss in LABELS
+    divisor: float | None = None  # of the mean of any other loss
+    is_loss: bool = False  # whether the loss function returned the result of this call
+    of_rows: Mapping[str, Tensor] = {}  # arguments that may have a row for each row of the target
 
     @classmethod
     def of(cls, name: str, arguments: Mapping[str, Any]) -> "LossCall":
-        """Reads arguments by name, those that were not given among them."""
+        """Reads the arguments of a loss, by name, with their defaults."""
         reduction, weight, target = arguments.get("reduction"), arguments.get("weight"), arguments.get("target")
-        average, reduce = arguments.get("size_average"), arguments.get("reduce")  # older, and they overrule it
+        ignored = arguments.get("ignore_index")
+        average, reduce = arguments.get("size_average"), arguments.get("reduce")  # deprecated, and take precedence
         if average is not None or reduce is not None:
             reduction = "none" if reduce is False else "sum" if average is False else "mean"
         return cls(
             name,
             reduction,
-            arguments.get("ignore_index"),
+            IGNORED if ignored is None and name in LABELS else ignored,
             weight.detach() if isinstance(weight, Tensor) else None,
-            target.detach().clone() if isinstance(target, Tensor) else None,
-            {key: value for key, value in arguments.items() if key in PER_ROW and isinstance(value, Tensor)},
+            target.detach().clone() if isinstance(target, Tensor) and name in LABELS else None,
+            _divisor(name, reduction, arguments),
+            of_rows={key: value for key, value in arguments.items() if key in PER_ROW and isinstance(value, Tensor)},
         )
+
+    @property
+    def denominator(self) -> float | None:
+        """What the result of this call was divided by, in proportion to other micro-batches."""
+        if self.reduction == "sum":
+            return 1.0
+        if self.reduction == "none" or self.name not in LABELS:
+            return None if self.reduction == "none" else self.divisor
+        return None if self.labels is None else float(sum_of_weights(self.labels, self.ignored, self.weight))
+
+
+def _divisor(name: str, reduction: object, arguments: Mapping[str, Any]) -> float | None:
+    """What the mean of a loss divides by, as far as the shapes of its arguments say it."""
+    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+    target, weight = arguments.get("target"), arguments.get("weight")
+    if name in LABELS or not tensors:
+        return None
+    first = tensors[0]
+    if name == "ctc_loss":
+        return float(len(arguments["target_lengths"]))
+    if reduction == "batchmean":
+        return float(len(first))
+    if name in ROWS:
+        return float(len(first) if first is target else first.shape[:-1].numel())
+    if name in WEIGHTED and isinstance(weight, Tensor):
+        return float(weight.sum())
+    return float(torch.broadcast_shapes(first.shape, first.shape if target is None else target.shape).numel())
 
 
 _signature = lru_cache(inspect.signature)
 
 
 def read_loss_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LossCall | None:
-    """What a function of torch averages over, if it is a loss, by its name."""
-    return _read_arguments(name, args, kwargs) if name in OF_LABELS or name in OF_ROWS else None
-
-
-def _read_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LossCall | None:
+    """Reads a call of a function of torch, by its name; None if the function is not a loss."""
+    if name not in LABELS | ELEMENTS | ROWS:
+        return None
     try:
         given = _signature(getattr(functional, name)).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # calling it will raise
+        given.apply_defaults()
+        return LossCall.of(name, given.arguments)
+    except (TypeError, ValueError, RuntimeError):  # The call itself will raise.
         return None
-    given.apply_defaults()
-    return LossCall.of(name, given.arguments)
 
 
-def read_loss(loss_fn: object) -> LossCall | None:
-    """A loss of torch, also in a `functools.partial`; None of what is not torch's, or does more than torch's."""
-    keywords: dict[str, object] = {}
+def read_loss(loss_fn: object, target: Tree = None) -> LossCall | None:
+    """Reads a loss of torch, also in a `functools.partial`, as its call on a target; None of any other function."""
+    keywords: dict[str, Any] = {}
     if isinstance(loss_fn, partial) and not loss_fn.args:
         keywords, loss_fn = loss_fn.keywords, loss_fn.func
     if isinstance(loss_fn, MethodType) and loss_fn.__name__ in ("forward", "__call__", nn.Module.__call__.__name__):
@@ -142,10 +146,12 @@ def read_loss(loss_fn: object) -> LossCall | None:
         own = "forward" in vars(function) or kind.__call__ is not nn.Module.__call__
         if keywords or own or not is_loss_of_torch(function):
             return None
-        name = next((base.__name__ for base in kind.__mro__ if base.__name__ in OF_ELEMENTS), "")
-        return LossCall.of(name, {at: getattr(function, at, None) for at in ("reduction", "ignore_index", *PER_ROW)})
+        called = next((name for name in kind.forward.__code__.co_names if name in LABELS | ELEMENTS | ROWS), "")
+        held = {name: getattr(function, name, None) for name in ("reduction", "ignore_index", *PER_ROW)}
+        return LossCall.of(called, {"target": target} | held)._replace(is_loss=True)
     name = getattr(function, "__name__", "")
-    return _read_arguments(name, (None, None), keywords) if getattr(functional, name, None) is function else None
+    call = read_loss_call(name, (None, target), keywords) if getattr(functional, name, None) is function else None
+    return None if call is None else call._replace(is_loss=True)
 
 
 def is_loss_of_torch(module: nn.Module) -> bool:
@@ -165,25 +171,6 @@ def find_contradiction(loss_fn: object, reduction: Reduction) -> list[str]:
     ]
 
 
-def find_reduction(loss_fn: object, *, ready_made: bool = False) -> Reduction | None:
-    """How a loss of torch.nn or torch.nn.functional averages, also in a `functools.partial`; None of any other."""
-    loss = read_loss(loss_fn)
-    if loss is None or loss.reduction is None:
-        return None
-    if loss.reduction == "none":
-        raise ValueError(
-            "loss_fn gives a loss for each row, by reduction='none', and step() needs one of each micro-batch: add "
-            ".mean(), as in loss_fn=lambda output, target: loss(output, target).mean(), or leave reduction='none' out"
-        )
-    if loss.reduction == "sum":
-        return "sum"
-    if loss.ignored is not None:
-        return partial(sum_of_weights, ignored=loss.ignored, weight=loss.weight)
-    if ready_made and loss.name in OF_ELEMENTS:  # each may have another length, and a mean counts elements
-        return lambda target: target.numel() if isinstance(target, Tensor) else 1.0
-    return "mean"
-
-
 def check_weights_of_rows(loss_fn: object, targets: Sequence[Tree], rows: Sequence[int]) -> None:
     """Checks that a loss of torch holds nothing that has a row for each of the mini-batch's."""
     target, loss = targets[0], read_loss(loss_fn) if len(rows) > 1 else None
@@ -198,7 +185,79 @@ def check_weights_of_rows(loss_fn: object, targets: Sequence[Tree], rows: Sequen
             )
 
 
-def sum_of_weights(target: Tree, ignored: object, weight: object) -> object:
+@dataclass(frozen=True)
+class LossAverage:
+    """What the mean of a loss divides by, as a function of the target of a micro-batch."""
+
+    by: Literal["labels", "elements", "rows of the target", "rows", "sum"] = "rows"
+    leaf: int = 0  # which leaf of the target is counted
+    shifted: bool = False  # whether the first label of each row is left out, as in predicting the next token
+    ignored: object = None
+    weight: Tensor | None = None
+
+    @property
+    def reduction(self) -> Reduction:
+        """The same as `step` takes it."""
+        return "sum" if self.by == "sum" else "mean" if self.by == "rows" else self.count
+
+    def count(self, target: Tree) -> float:
+        """What the mean divides by."""
+        counted: Any = tree_leaves(target)[self.leaf]
+        if self.by != "labels":
+            return float(counted.numel() if self.by == "elements" else len(counted))
+        labels = counted[..., 1:] if self.shifted else counted
+        return float(sum_of_weights(labels, self.ignored, self.weight))
+
+
+def find_average(calls: Sequence[LossCall], target: Tree, rows: int, *, ready_made: bool) -> LossAverage | None:
+    """Finds what a loss divides by, from the losses of torch that it called; None if they do not show it.
+
+    Args:
+        calls: The calls.
+        target: The target of the micro-batch, or whatever else the labels can be found in.
+        rows: The rows of the micro-batch.
+        ready_made: Whether the rows of other micro-batches may have different numbers of elements.
+    """
+    if any(call.reduction == "sum" and call.is_loss for call in calls):
+        return LossAverage("sum")
+    means = [call for call in calls if call.reduction in ("mean", "batchmean")]
+    labels = [call for call in means if call.name in LABELS]
+    found = [_locate(call, target, rows, ready_made=ready_made) for call in labels or means]
+    if not found or None in found or len({call.denominator for call in labels}) > 1:
+        return None
+    return found[0]
+
+
+def read_average(loss_fn: object, target: Tree, rows: int, *, ready_made: bool) -> LossAverage | None:
+    """Finds what a loss of torch divides by, without calling it; None of any other function."""
+    call = read_loss(loss_fn, target)
+    return None if call is None else find_average([call], target, rows, ready_made=ready_made)
+
+
+def _locate(call: LossCall, target: Tree, rows: int, *, ready_made: bool) -> LossAverage | None:
+    """Finds the leaf of a target that has what a call divides by, and how to count it."""
+    each = tree_leaves(target)
+    names = map(str, target) if isinstance(target, Mapping) and len(target) == len(each) else repeat("")
+    leaves = [
+        (at, name, leaf)
+        for at, (name, leaf) in enumerate(zip(names, each, strict=False))
+        if isinstance(leaf, Tensor) and leaf.dim()
+    ]
+    if call.name in LABELS:
+        shifts = ((at, name, is_shifted(call.labels, leaf)) for at, name, leaf in leaves)
+        found = sorted(("label" not in name, shifted, at) for at, name, shifted in shifts if shifted is not None)
+        return LossAverage("labels", found[0][2], found[0][1], call.ignored, call.weight) if found else None
+    if not ready_made:
+        return LossAverage()
+    for at, _, leaf in leaves:
+        if leaf.numel() == call.divisor and call.name in ELEMENTS and call.reduction == "mean":
+            return LossAverage("elements", at)
+        if len(leaf) == call.divisor:
+            return LossAverage("rows of the target", at)
+    return LossAverage() if call.divisor == rows else None
+
+
+def sum_of_weights(target: Tree, ignored: object, weight: object) -> Any:
     """The labels that count, each times the weight of its class; of probabilities, the positions."""
     if not isinstance(target, Tensor):
         return 1.0  # the loss itself will say that it takes none
@@ -234,7 +293,7 @@ def call_loss(
     """The loss of a micro-batch, and metrics or `NO_METRICS`; the function may work in place on what it is given."""
     # changes in place are counted apart from those of other micro-batches, which are views of one tensor
     target = replace_tensors(target, lambda tensor: tensor if tensor.requires_grad else tensor.data)
-    loss = loss_fn(replace_tensors(output, _clone_of_leaf_view), target, **popped)
+    loss = loss_fn(output, target, **popped)
     metrics = NO_METRICS
     if isinstance(loss, tuple) and len(loss) == 2 and not hasattr(loss, "loss"):
         loss, metrics = loss
@@ -260,10 +319,9 @@ def _found_and_remedy(loss: object) -> str:
     return f"a {type(loss).__name__}: {remedy}"
 
 
-def _clone_of_leaf_view(output: Tensor) -> Tensor:
-    """An output for the loss to work on in place: one that a stage only passed on is a view of a leaf."""
-    base = output._base
-    return copy_of(output) if base is not None and base.is_leaf and base.requires_grad else output
+def runs_once(loss_fn: object) -> bool:
+    """Whether a loss function says, by an attribute `runs_once`, that it must not be called again for a check."""
+    return bool(getattr(loss_fn, "runs_once", False))
 
 
 def own_loss(output: Tree, target: Tree = None) -> Tensor:
@@ -284,134 +342,17 @@ def own_loss(output: Tree, target: Tree = None) -> Tensor:
     )
 
 
-class LossReader(TorchFunctionMode):
-    """Notes the calls of torch's losses in what runs inside."""
+class LossReader(OwnMode):
+    """Observes the calls of torch's losses inside the context, and what they return."""
 
     def __init__(self, calls: list[LossCall]) -> None:
         super().__init__()
-        self.calls = calls
+        self.calls, self.results = calls, list[object]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (loss := read_loss_call(getattr(func, "__name__", ""), args, kwargs or {})) is not None:
-            self.calls.append(loss)
-        return func(*args, **(kwargs or {}))
-
-
-def call_watched_loss(
-    loss_fn: Callable[..., object],
-    output: Tree,
-    target: Tree,
-    popped: Mapping[str, object],
-    *,
-    targets: Sequence[Tree],
-    weigh: Callable[[Reduction], None],
-    tell: Callable[[Sequence[str]], object],
-    tries: bool,
-) -> tuple[Tensor, object]:
-    """The loss of the first micro-batch of a run, as `call_loss` gives it, where the loss is none of torch's own.
-
-    `weigh` is told by what micro-batches are to be weighed, of which `targets` are those of all, and `tell` what is
-    to be said of the loss. It is called on parts of the micro-batch too if it `tries`.
-    """
-    calls: list[LossCall] = []
-    kept: Any = replace_tensors((output, target), lambda t: t.detach().clone()) if tries and not popped else None
-    before = _state_of(loss_fn) if tries else None
-    with LossReader(calls):
-        loss, metrics = call_loss(loss_fn, output, target, popped)
-    reduction = _find_reduction_in_calls(calls, target)
-    weigh(reduction or "mean")
-    unread = [] if reduction else _find_unread(calls, target, targets)
-    lengths = {tuple(leaf.shape[1:]) for one in targets for leaf in tree_leaves(one)[:1] if isinstance(leaf, Tensor)}
-    if tries and not reduction and not unread and len(lengths) > 1:
-        tell([OF_SEVERAL_LENGTHS])
-    of_rows = bool(unread and calls) and all(call.reduction == "none" for call in calls)  # so its rows say it
-    if kept is not None and before == _state_of(loss_fn):
-        apart = _find_apart(loss_fn, kept[0], [kept[1], *targets[1:]], reduction or "mean", by_rows=of_rows)
-        unread = (unread if apart else []) if of_rows else apart or unread
-    elif of_rows and not tries:  # it was tried in the first run
-        unread = []
-    tell(unread)
-    return loss, metrics
-
-
-def _find_reduction_in_calls(calls: Sequence[LossCall], target: Tree) -> Reduction | None:
-    """What micro-batches weigh by labels of the target that torch's losses were called on, if all do so alike."""
-    found = list[Callable[[Tree], float] | None]()
-    for call in calls:
-        if call.name in OF_LABELS and call.reduction == "mean" and call.target is not None:
-            shifts = ((at, is_shifted(call.target, leaf)) for at, leaf in enumerate(tree_leaves(target)))
-            read = (partial(_count_labels, call, at, shifted) for at, shifted in shifts if shifted is not None)
-            found.append(next(read, None))
-    return None if not found or None in found or len({one(target) for one in found if one}) > 1 else found[0]
-
-
-def _count_labels(call: LossCall, at: int, shifted: bool, target: Tree) -> float:
-    labels: Any = tree_leaves(target)[at]
-    return float(sum_of_weights(labels[..., 1:] if shifted else labels, call.ignored, call.weight))  # type: ignore[arg-type]
-
-
-def _find_unread(calls: Sequence[LossCall], target: Tree, targets: Sequence[Tree]) -> list[str]:
-    """Tells of labels that count for more or less than others, in a loss of which it is not known how it averages."""
-    everywhere = _labels_in(targets)
-    unread = [
-        call.name
-        for call in calls
-        if call.name in OF_LABELS and (given := call.target) is not None
-        if call.weight is not None
-        or any(bool(leaf.eq(call.ignored).any()) for leaf in [given, *everywhere])  # type: ignore[call-overload]  # a number
-        or any(leaf.numel() > given.numel() and is_shifted(given, leaf) is None for leaf in _labels_in(target))
-    ]
-    if unread:
-        return [UNREAD.format(names=", ".join(dict.fromkeys(unread)))]
-    ignored = not calls and any(bool((leaf == IGNORED).any()) for leaf in everywhere)
-    return [IGNORED_LABELS] if ignored else []
-
-
-def _labels_in(target: Tree) -> list[Tensor]:
-    return [leaf for leaf in tensors_in(target) if leaf.dtype in (torch.int64, torch.int32, torch.int16)]
-
-
-def _state_of(loss_fn: object) -> object:
-    """What a loss reads, to be compared with later: a loss that writes is not tried."""
-    return note([*read_by_called(loss_fn), ("self", getattr(loss_fn, "__self__", None))])
-
-
-def _find_apart(
-    loss_fn: Callable[..., object], output: Tree, targets: Sequence[Tree], reduction: Reduction, *, by_rows: bool
-) -> list[str]:
-    """Tells of a loss that the halves of a micro-batch, or its rows, do not make; a single row is doubled."""
-    modules = [value for _, value in (*read_by_called(loss_fn), ("", loss_fn)) if isinstance(value, nn.Module)]
-    target, uneven = targets[0], False
-    try:
-        if (rows := count_rows(output)) == 1:
-            rows, (output, target) = HALVES, [merge([value] * HALVES, [1] * HALVES) for value in (output, target)]
-        if callable(reduction) and len({float(reduction(one)) / count_rows(one) for one in targets}) > 1:  # type: ignore[arg-type]
-            with suppress(Exception):  # targets of several lengths, say
-                target, uneven = _most_and_least(targets, reduction, rows), True
-                first, second = split(output, rows, HALVES, "output")  # which are to differ
-                second = replace_tensors(second, lambda leaf: leaf / HALVES if leaf.is_floating_point() else leaf)
-                output = merge([first, second], [rows - rows // HALVES, rows // HALVES])
-        parts = rows if by_rows else HALVES
-        outputs, targets = split(output, rows, parts, "output"), split(target, rows, parts, "target")
-        with torch.no_grad(), ExitStack() as stack:
-            for module in modules:
-                stack.enter_context(untouched(module))
-            whole, *losses = (
-                float(call_loss(loss_fn, o, t, {})[0])
-                for o, t in zip([output, *outputs], [target, *targets], strict=True)
-            )
-        weights = loss_weights(reduction, [count_rows(part) for part in outputs], targets)
-    except Exception:  # it takes no parts: there is nothing to compare
-        return []
-    together = sum(one * weight for one, weight in zip(losses, weights, strict=True) if weight)
-    exact = uneven and all(leaf.dtype not in (torch.float16, torch.bfloat16) for leaf in tensors_in(output))
-    if not math.isfinite(whole) or _nearly(together, whole, rel_tol=1e-4 if exact else 1e-2):
-        return []
-    return [APART.format(together=together, whole=whole, remedy=SUMS if _nearly(sum(losses), whole) else WEIGHS)]
-
-
-def _most_and_least(targets: Sequence[Tree], weigh: Callable[[Tree], Any], rows: int) -> Tree:
-    """So many rows of all targets: those that count most, then those that count least."""
-    there = [replace_tensors(target, lambda leaf: leaf.to(tensors_in(targets[0])[0].device)) for target in targets]
-    found = sorted((row for one in there for row in split(one, count_rows(one), count_rows(one), "")), key=weigh)
-    return merge([*found[rows // HALVES - rows :], *found[: rows // HALVES]], [1] * rows)
+        call = read_loss_call(getattr(func, "__name__", ""), args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        if call is not None:
+            self.calls.append(call)
+            self.results.append(result)
+        return result

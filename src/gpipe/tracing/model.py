@@ -15,7 +15,7 @@ from gpipe.stages.stage import RngKey
 from gpipe.stages.tree import Tree, replace_tensors
 from gpipe.tracing import runs
 from gpipe.tracing.meta_model import exchanged, give_values, lacks_values, on_cpu
-from gpipe.tracing.own_loss import COUNT, LossAverage, loss_in, takes_count, tried
+from gpipe.tracing.own_loss import COUNT, OwnLoss, loss_in, takes_count, tried
 from gpipe.tracing.parts import (
     Parts,
     check_blocks,
@@ -79,7 +79,7 @@ class TracedModel:
         self.lacks_values = lacks_values(model)
         self.parameter_names = [name for name, _ in model.named_parameters()]  # in their order, of all processes
         self.traces: list[Trace] = []  # that the model is known to take, the sample's first
-        self._averages: list[LossAverage] = []
+        self._averages: list[OwnLoss] = []
         self._numbers: dict[TraceKey, int] = {}
         self._proven: set[tuple[TraceKey, tuple[bool, ...]]] = set()  # with the mode, as for what is refused
         self._refused: dict[tuple[TraceKey, tuple[bool, ...]], Exception] = {}
@@ -168,8 +168,7 @@ class TracedModel:
         return {**value, COUNT: torch.tensor(int(count))}
 
     def _keep(self, key: TraceKey, found: TracerRun, value: Tree) -> None:
-        given = value if isinstance(value, Mapping) else {}
-        self._averages.append(LossAverage.of(found.losses, given, counts=self._counts))
+        self._averages.append(OwnLoss.of(found.losses, value, counts=self._counts))
         self._numbers[key] = len(self.traces)
         self.traces.append(found.trace)
 

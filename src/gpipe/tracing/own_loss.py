@@ -17,18 +17,24 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gpipe._torch.trees import keystr, tree_flatten_with_path, tree_map
-from gpipe.stages.losses import HALVES, OF_LABELS, OF_ROWS, LossCall, is_shifted, own_loss, sum_of_weights
-from gpipe.stages.microbatch import CANNOT_MERGE, count_rows, merge, split
-from gpipe.stages.tree import Tree
+from gpipe._torch.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from gpipe.stages.losses import ELEMENTS, LABELS, ROWS, LossAverage, LossCall, find_average, own_loss
+from gpipe.stages.microbatch import CANNOT_MERGE, IGNORED, count_rows, merge, split
+from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.meta_model import lacks_values
 from gpipe.tracing.runs import arguments, lacks_memory, takes, unchanged
 
+HALVES = 2
 COUNT = "num_items_in_batch"  # the keyword by which a forward is told the labels that count in the whole mini-batch
 NO_LABELS = "no label of the mini-batch counts (all are {ignored}): there is nothing to average; skip this mini-batch"
 UNKNOWN = (
     "of the model's own loss it cannot be known how it averages, by the losses of torch that it calls ({seen}); "
     "micro-batches are weighed by rows. If it does otherwise, give step(inputs, targets, loss_fn, reduction=...)"
+)
+UNEVEN = (
+    "the model's own loss: the rows of the micro-batches have different sizes, and the loss is not that of {seen} "
+    "alone. gpipe weights the micro-batches by {by}. If it averages over something else, call step(inputs, targets, "
+    "loss_fn, reduction=...)."
 )
 
 
@@ -47,56 +53,73 @@ def takes_count(model: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class LossAverage:
-    """What the loss of a micro-batch is divided by: the labels that count, rows, or nothing, if losses are sums."""
+class OwnLoss:
+    """How the losses that a model returns for micro-batches are averaged.
 
-    by: Literal["labels", "rows", "sum"] = "rows"
-    labels: str = "labels"  # the name of the input that holds them
-    shifted: bool = False  # whether the first label of each row is none, as where the next word is to be found
-    ignored: object = -100  # the label that does not count
-    weight: Tensor | None = None  # what labels of each class count; by default 1
-    finding: str | None = None  # what is to be told of it
-    uneven: str | None = None  # likewise, where not as many labels count in each micro-batch
+    Attributes:
+        average: What a loss divides by, as a function of the inputs of the model.
+        finding: What to report of it.
+        uneven: What to report if the rows of some micro-batches are larger, or have more labels that are not ignored.
+        is_certain: Whether the loss is the result of one of torch's losses, so that there is nothing to try.
+    """
+
+    average: LossAverage
+    finding: str | None = None
+    uneven: str | None = None
+    is_certain: bool = False
 
     @classmethod
-    def of(cls, calls: Sequence[LossCall], given: Mapping[str, Any], *, counts: bool) -> "LossAverage":
-        """Finds it in the losses that a forward called; `counts` is whether it used the labels of the mini-batch."""
-        of_labels = [call for call in calls if call.name in OF_LABELS and call.target is not None]
-        for call in of_labels if len(of_labels) == 1 or counts else ():
-            for name, labels in sorted(given.items(), key=lambda item: "label" not in item[0]):
-                shifted = is_shifted(call.target, labels)
-                if shifted is not None:
-                    by: Literal["labels", "sum"] = "sum" if call.reduction == "sum" and not counts else "labels"
-                    return cls(by, name, shifted, call.ignored, call.weight)
-        if counts and "labels" in given:
-            return cls("labels")
-        if calls and all(call.reduction == "sum" for call in calls):
-            return cls("sum")
-        names = [call.name for call in calls]
-        known = names and OF_ROWS.issuperset(names)
-        return cls("rows", finding=None if known else UNKNOWN.format(seen=", ".join(names) or "none"))
+    def of(cls, calls: Sequence[LossCall], given: Tree, *, counts: bool) -> "OwnLoss":
+        """Finds it in the losses of torch that a forward called.
 
-    def count(self, part: Mapping[str, Any] | Tree) -> float:
-        labels = part.get(self.labels) if isinstance(part, Mapping) else None
-        if self.by != "labels" or not isinstance(labels, Tensor):
-            return float(count_rows(part))
-        if isinstance(part, Mapping) and isinstance(part.get("shift_labels"), Tensor):
-            labels = part["shift_labels"]
-        elif self.shifted:
-            labels = labels[..., 1:]
-        return float(sum_of_weights(labels, self.ignored, self.weight))  # type: ignore[arg-type]  # a number
+        Args:
+            calls: The calls.
+            given: The inputs of the model.
+            counts: Whether the forward used `num_items_in_batch`.
+        """
+        labels = [call._replace(reduction="mean") for call in calls if call.name in LABELS]
+        sums = bool(calls) and all(call.reduction == "sum" for call in calls)
+        is_certain = any(call.is_loss for call in calls)
+        for some in ([call] for call in labels) if counts else [labels]:
+            found = find_average(some, given, 0, ready_made=True)
+            if found is not None:
+                return cls(found if counts or not sums else replace(found, by="sum"), is_certain=is_certain or counts)
+        if counts and isinstance(given, Mapping) and "labels" in given:
+            names = [name for name in ("shift_labels", "labels") if name in given]
+            return cls(LossAverage("labels", _leaf_of(given[names[0]], given), ignored=IGNORED))
+        if sums:
+            return cls(LossAverage("sum"), is_certain=is_certain)
+        average = find_average(calls, given, count_rows(given), ready_made=True)
+        seen = ", ".join(call.name for call in calls) or "none"
+        if not calls or {call.name for call in calls} - ELEMENTS - ROWS:
+            return cls(LossAverage(), UNKNOWN.format(seen=seen))
+        if average is not None and is_certain:
+            return cls(average, is_certain=True)
+        average = average or LossAverage()
+        return cls(average, uneven=UNEVEN.format(seen=seen, by=average.by))
+
+    def count(self, part: Tree) -> float:
+        """What the loss of a micro-batch divides by."""
+        return float(count_rows(part)) if self.average.by in ("rows", "sum") else self.average.count(part)
 
     def find(self, parts: Sequence[Tree], counts: Sequence[float]) -> list[str]:
-        """What is to be told of it, in micro-batches that count so much."""
-        uneven = len({count / count_rows(part) for count, part in zip(counts, parts, strict=True)}) > 1
+        """Returns what to report, for micro-batches whose losses divide by these numbers."""
+        shares = {count / count_rows(part) for count, part in zip(counts, parts, strict=True)}
+        shapes = {tuple(leaf.shape[1:] for leaf in tensors_in(part)) for part in parts}
+        uneven = len(shares) > 1 or len(shapes) > 1
         return [found for found in (self.finding, self.uneven if uneven else None) if found is not None]
 
     def shares(self, counts: Sequence[float], total: float) -> list[float]:
-        if self.by == "sum":
+        """Returns the weight of each micro-batch."""
+        if self.average.by == "sum":
             return [1.0] * len(counts)
         if not total:
-            raise ValueError(NO_LABELS.format(ignored=self.ignored))
+            raise ValueError(NO_LABELS.format(ignored=self.average.ignored))
         return [count / total for count in counts]
+
+
+def _leaf_of(value: object, given: Tree) -> int:
+    return next(at for at, leaf in enumerate(tree_leaves(given)) if leaf is value)
 
 
 NOT_TOGETHER = (
@@ -109,14 +132,16 @@ NOT_TRIED = (
     "in evaluation, the model did not run on the sample and its halves ({kind}: {error}): it was not tried whether "
     "losses of micro-batches make the mini-batch's; if not, give step(inputs, targets, loss_fn, reduction=...)"
 )
+ONE_ROW = (
+    "the model's own loss: the sample has one row, so gpipe cannot try whether the losses of micro-batches make the "
+    "loss of the mini-batch. Pass a sample with two rows or more."
+)
 
 
 Run: TypeAlias = Callable[[Sequence[Tree]], Iterable[Any]]  # gives the outputs of the sample and of its parts
 
 
-def tried(
-    average: LossAverage, model: nn.Module, sample: Tree, *, counts: bool, last: Run | None = None
-) -> LossAverage:
+def tried(average: OwnLoss, model: nn.Module, sample: Tree, *, counts: bool, last: Run | None = None) -> OwnLoss:
     """How the losses of micro-batches make that of the mini-batch, as those of the sample's halves show it.
 
     That is as was read in the forward; of a sum, which the forward may divide by something itself, by labels or rows
@@ -130,7 +155,7 @@ def tried(
         with suppress(Exception), unchanged(model), torch.no_grad():  # it may go another way: then the model tells
             model.train(False)
             found = _tried(average, model, sample, counts, last)
-            if (found.finding, found.uneven) == (average.finding, None):
+            if (found.finding, found.uneven) == (average.finding, average.uneven):
                 return found
     with unchanged(model), torch.no_grad():
         model.train(False)
@@ -138,13 +163,13 @@ def tried(
 
 
 def _tried(
-    average: LossAverage, model: nn.Module, sample: Mapping[str, Any], counts: bool, last: Run | None = None
-) -> LossAverage:
+    average: OwnLoss, model: nn.Module, sample: Mapping[str, Any], counts: bool, last: Run | None = None
+) -> OwnLoss:
     """How the losses of the model make that of the sample, or those of its last layer, which may raise."""
     try:
         halves = split(sample, max(count_rows(sample), HALVES), HALVES, "sample")
-    except ValueError:  # it has no rows, or one
-        return average
+    except ValueError:
+        return average if average.is_certain else replace(average, finding=average.finding or ONE_ROW)
     parts = [sample, *halves]
     try:
         outputs = [arguments(model, part).call(model) for part in parts] if last is None else last(parts)
@@ -156,21 +181,23 @@ def _tried(
     losses = [float(loss) for loss in found if loss is not None]
     if len(losses) < len(found):
         return average
-    others: list[Literal["labels", "rows"]] = ["labels", "rows"] if average.by == "sum" and not counts else []
+    others: list[Literal["labels", "rows"]] = ["labels", "rows"] if average.average.by == "sum" and not counts else []
     halved = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
     sums, near = [], 1e-2 if halved else 1e-4
-    for one in (average, *(replace(average, by=other) for other in others)):
+    for one in (average, *(replace(average, average=replace(average.average, by=other)) for other in others)):
         some = [one.count(half) for half in halves]
         if not sum(some):  # no label of the sample counts
             return average
         shares = [1.0] * HALVES if counts else one.shares(some, sum(some))
         sums.append(sum(loss * share for loss, share in zip(losses[1:], shares, strict=True) if share))
         if math.isclose(sums[-1], losses[0], rel_tol=near, abs_tol=near):
-            if one.by != "labels" or counts or not all(some):
+            if one.average.by != "labels" or counts or not all(some):
                 return one
-            labels = {name: sample[name].clone() for name in (one.labels, "shift_labels") if name in sample}
-            for tensor in labels.values():  # those of one half count alone: a mean over them does not feel the rest
-                tensor[-(len(tensor) // HALVES) :] = one.ignored
+            counted = tree_leaves(sample)[one.average.leaf]
+            names = [name for name, value in sample.items() if value is counted or name == "labels"]
+            labels = {name: sample[name].clone() for name in names}
+            for tensor in labels.values():  # A mean over labels then depends on those of one half only.
+                tensor[-(len(tensor) // HALVES) :] = one.average.ignored
             return replace(one, uneven=_tried(one, model, {**sample, **labels}, False, last).finding)
     return replace(average, finding=NOT_TOGETHER.format(together=sums[0], whole=losses[0]))
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from gpipe.stages.microbatch import IGNORED, rows_of_parts
 from gpipe.stages.slices import SliceKeys
 from gpipe.stages.tree import Tree, tensors_in
-from gpipe.tracing.own_loss import LossAverage, loss_in
+from gpipe.tracing.own_loss import OwnLoss, loss_in
 from gpipe.tracing.runs import arguments, lacks_memory, takes, unchanged, without_cache
 from gpipe.tracing.trace import take_apart
 
@@ -148,7 +148,7 @@ def check_takes_cache(model: nn.Module, slices: int, *, lacks_values: bool) -> N
             raise ValueError(WHOLE_LENGTH.format(kind=kind, **told))
 
 
-def prove_slices(model: nn.Module, value: Tree, slices: int, average: LossAverage) -> None:
+def prove_slices(model: nn.Module, value: Tree, slices: int, loss_of_model: OwnLoss) -> None:
     """Compares what a model gives in slices with what it gives for the whole, in evaluation, within rounding.
 
     Raises:
@@ -170,10 +170,10 @@ def prove_slices(model: nn.Module, value: Tree, slices: int, average: LossAverag
             what = f"fails with {type(error).__name__}: {error}"
             raise ValueError(OTHERWISE.format(what=what, **told)) from error
     losses = [loss for output in (whole, *found) if (loss := loss_in(output)) is not None]
-    if len(losses) <= slices or average.by == "rows":
+    if len(losses) <= slices or loss_of_model.average.by == "rows":
         raise ValueError(OTHERWISE.format(what="has no loss that is a mean over labels", **told))
-    counts = [average.count(part) for part in parts]
-    shares = average.shares(counts, sum(counts))
+    counts = [loss_of_model.count(part) for part in parts]
+    shares = loss_of_model.shares(counts, sum(counts))
     said = [loss * share for loss, share in zip(losses[1:], shares, strict=True) if share]
     following, mask = torch.cat([part["shift_labels"] for part in parts], 1), parts[-1].get(MASK)
     real = torch.ones_like(following, dtype=torch.bool) if mask is None else mask.bool()

@@ -23,6 +23,7 @@ from gpipe.stages.rng import rng_scope
 from gpipe.stages.tree import copy_of, hides_tensors, storage_address, tensors_in, version
 from gpipe.tracing.interpreter import RANDOM, SAMPLE_KEY, Interpreter
 from gpipe.tracing.meta_model import Dry, lacks_values
+from gpipe.tracing.own_loss import loss_in
 from gpipe.tracing.parts import Parts
 from gpipe.tracing.runs import ForwardArguments, failing_apart, watched
 from gpipe.tracing.shallow_copy import ShallowCopy, own_hooks
@@ -109,6 +110,7 @@ class Tracer(Interpreter):
         super().__init__(shallow_copy, dry)
         self.parts = parts = shallow_copy.parts
         self.losses: list[LossCall] = []
+        self.loss_results: list[object] = []  # what these calls returned
         # of values: where, behind how many operations, whether of numbers
         self.reads: list[tuple[str, int, bool]] = []
         self.iterated: set[str] = set()  # sequences whose members are called, and they are not
@@ -243,13 +245,16 @@ class Tracer(Interpreter):
 
     def _done(self, call: OpCall, layer: int) -> Any:
         """What the operation makes; notes the losses that it calls and the tensors that it changes in place."""
-        if call.unit is None and (loss := read_loss_call(call.name, call.args, call.kwargs)) is not None:
-            self.losses.append(loss)
+        loss = read_loss_call(call.name, call.args, call.kwargs) if call.unit is None else None
         may_have_loss = call.unit is not None and not self._behind_block
         before = list(map(version, call.tensors))
         behind = {tensor.grad_fn for tensor in call.tensors if tensor.grad_fn is not None}
-        with self._scope, LossReader(self.losses) if may_have_loss else nullcontext():
+        reader = LossReader(self.losses)
+        with self._scope, reader if may_have_loss else nullcontext():
             made = self.do(call)
+        if loss is not None:
+            self.losses.append(loss)
+        self.loss_results += reader.results if loss is None else [made]
         if call.unit is not None:
             self._inner += self._reached(call, made, behind)
         for tensor, was in zip(call.tensors, before, strict=True):
@@ -391,7 +396,9 @@ def trace_forward(parts: Parts, given: ForwardArguments) -> TracerRun:
                 break
         if dry is None:
             _refuse_leftovers(tracer, given, changed)
-    return TracerRun(output, trace, parts, tracer.losses, tracer.doubtful())
+    loss, results = loss_in(output), tracer.loss_results
+    losses = [call._replace(is_loss=result is loss) for call, result in zip(tracer.losses, results, strict=True)]
+    return TracerRun(output, trace, parts, losses, tracer.doubtful())
 
 
 def _traced(parts: Parts, given: ForwardArguments, dry: Dry | None) -> tuple[Tracer, Any, Trace]:
