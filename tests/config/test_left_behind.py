@@ -140,7 +140,7 @@ def test_what_each_thread_has_for_itself_and_context_variables_that_layers_set_a
         pipe.step(X, Y, F.mse_loss)
         return pipe.findings
 
-    text = "layer 1 (1: Reads), here, which it reads: a threading.local"
+    text = "layer 1 (1: Reads), global here: rank threads do not see"
     assert any(finding.startswith(text) for finding in train(Reads())) == (driver == "threads")
     findings = contextvars.copy_context().run(train, Sets())
     assert any("set the context variables mask" in text for text in findings) == (driver == "threads")

@@ -45,6 +45,11 @@ def hooks_of(module: nn.Module) -> list[object]:
     return [hook for hooks in held for hook in hooks.values()]
 
 
+def count_forward_hooks(module: nn.Module) -> int:
+    """How many hooks a module calls around its forward."""
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+
+
 def global_hooks() -> list[object]:
     """The hooks that every module calls (`torch.nn.modules.module.register_module_forward_hook` and its like)."""
     held = (value for name, value in vars(nn.modules.module).items() if name.startswith("_global_"))

@@ -4,8 +4,7 @@ Each finding is told once, with what to do.
 """
 
 import logging
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -19,21 +18,6 @@ from gpipe.schedule.action import Kind
 from gpipe.schedule.program import Program
 from gpipe.schedule.simulate import Prediction, equal_bubble
 from gpipe.stages.quantized import numbers_in, pieces_of
-from gpipe.stages.side_effects import references
-
-THREAD_LOCALS = (
-    "{places}: a threading.local, and rank threads do not see what the caller's thread has set there. Use a "
-    "contextvars.ContextVar, which they do see, or driver='lockstep'"
-)
-
-
-def find_thread_locals(layers: Mapping[str, nn.Module]) -> list[str]:
-    """Reports layers that refer to a `threading.local`."""
-    places = [
-        f"{layer}, {where}" for (layer, where), value in references(layers) if isinstance(value, threading.local)
-    ]
-    return [THREAD_LOCALS.format(places="; ".join(dict.fromkeys(places)))] if places else []
-
 
 DWARFS = 1.5  # a stage this many times the mean sets the pace for all
 SMALL = 0.1  # a bubble that is not worth a word
@@ -117,7 +101,7 @@ class Examination:
         self.findings = [*examine_settings(settings), *processes.findings()]
         self._is_first = True  # whether no mini-batch has been trained yet
         self._layers = {str(layer): layer.module for stage in engine.own for layer in stage.layers}
-        self._deferred, self._threaded = engine.deferred_batch_norm, engine.threaded
+        self._deferred = engine.deferred_batch_norm
         self._few_rows = FEW_ROWS  # per micro-batch: fewer may be a finding
         for finding in self.findings:
             logger.info(finding)
@@ -128,7 +112,6 @@ class Examination:
         if self._is_first:
             self._is_first = False
             self.tell(find_unused_parameters(whole) if whole is not None else [])
-            self.tell(find_thread_locals(self._layers) if self._threaded else [])
         if (rows := min(run.micro_batch_sizes)) < self._few_rows:
             few = find_few_rows(self._layers.values(), rows, self._deferred)
             self._few_rows = 0 if few else rows

@@ -68,7 +68,7 @@ def verify(
     if against_model:
         _check_is_here(pipe)
     differences, losses = list[str](), list[Tensor]()
-    with _sandbox(pipe, loss_fn) as reset:
+    with torch.inference_mode(False), torch.enable_grad(), _sandbox(pipe, loss_fn) as reset:
         try:
             step: Callable[..., object] = pipe.step
             step(*_copies(inputs, targets), loss_fn, reduction=reduction, losses=losses)

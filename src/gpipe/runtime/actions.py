@@ -18,8 +18,7 @@ from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.boundary import Gradients, attach_boundary, failed_node, run_backward, set_apart
 from gpipe.stages.losses import NO_GRADIENT, NO_METRICS
 from gpipe.stages.messages import Message, ReadyEvent
-from gpipe.stages.recompute_check import Fingerprint, recompute_error
-from gpipe.stages.side_effects import tensors_left_on
+from gpipe.stages.recompute_check import Fingerprint, recompute_error, tensors_left_on
 from gpipe.stages.slices import SliceKeys
 from gpipe.stages.stage import BACKWARD_INSIDE, SHARED_IN_PLACE, Stage, StageCall, StageOutput, StageRun
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in

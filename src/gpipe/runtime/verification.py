@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipe._torch.modes import as_rank, is_compiled
-from gpipe._torch.modules import global_hooks
+from gpipe._torch.modules import count_forward_hooks, global_hooks
 from gpipe.errors import VerificationError
 from gpipe.runtime.context import Context
 from gpipe.runtime.run import Rank, Run
@@ -109,6 +109,10 @@ NOT_REPRODUCIBLE = (
     "nondeterministic operation, the time, or random numbers that no seed reaches). See "
     "torch.use_deterministic_algorithms."
 )
+THREAD_LOCALS = (
+    "{places}: rank threads do not see what the calling thread has set in a threading.local. Use a "
+    "contextvars.ContextVar, which they see, or driver='lockstep'."
+)
 NOT_REPLAYED = "{stages} could not be verified: {why}"
 WRITTEN_WEIGHTS = (
     "a step writes the weights {names}, so its results could not be verified yet; the next step will be. If that "
@@ -153,10 +157,7 @@ class Verifier:
         if not self._parts or self._children != self._children_now():
             self._parts = list(dict.fromkeys(chain.from_iterable(root.modules() for root in roots)))
             self._children = self._children_now()
-        model = tuple(
-            (id(part), part.training, len(part._forward_hooks), len(part._forward_pre_hooks), _flags(part))
-            for part in self._parts
-        )
+        model = tuple((id(part), part.training, count_forward_hooks(part), _flags(part)) for part in self._parts)
         program = len(run.micro_batch_sizes), run.slices, run.path, run.thread_state.autocasts
         loss = getattr(run.loss_fn, "__code__", type(run.loss_fn))
         inputs = tuple(_kind(crossing.value) for crossing in run.inputs[:2])
@@ -271,9 +272,15 @@ class StagesState:
         return list(dict.fromkeys(chain.from_iterable(places)))
 
     def several_reach_changes(self, earlier: "StagesState") -> bool:
-        """Whether several stages reach an object that differs from an earlier state."""
+        """Whether several stages reach an object that differs from an earlier state, or code that reads `.grad`."""
+        if any("grad" in state.names for state in self.states.values()):
+            return True
         changed = set[Any]().union(*(now.changed_keys(earlier.states[stage]) for stage, now in self.states.items()))
         return any(sum(state.has(key) for state in self.states.values()) > 1 for key in changed)
+
+    @property
+    def thread_locals(self) -> list[str]:
+        return list(chain.from_iterable(state.thread_locals for state in self.states.values()))
 
     @property
     def uncopyable(self) -> list[str]:
@@ -300,6 +307,8 @@ def begin(run: Run, verifier: Verifier) -> None:
     if any(is_lazy(p) for stage in stages for layer in stage.layers for p in layer.module.parameters()):
         return  # the next step begins with their values
     evidence = Evidence.of(run, verifier)
+    if run.engine.threaded and (places := evidence.began.thread_locals):
+        run.findings.append(THREAD_LOCALS.format(places=_in_words(places)))
     if evidence.began.uncopyable:
         _give_up(run, verifier, f"state cannot be copied: {_in_words(evidence.began.uncopyable)}")
         return
@@ -458,7 +467,8 @@ class _Verification:
                 self._perform(replay, [forward])
             changes = self._state().changed_since(once, except_for=buffers, by_value=True)
             places.update(dict.fromkeys(changes))
-        places = {place: None for place in places if not place.startswith(LOSS)}  # which is called only once
+        # the loss is called only once; other threads may draw from global generators
+        places = {place: None for place in places if not place.startswith((LOSS, "the global generator"))}
         return RECOMPUTED_CHANGES.format(places=_in_words(places)) if places else ""
 
     def _raise_if_leaves_are_shared(self) -> None:

@@ -11,6 +11,8 @@ others. Without this rule, one layer of a large library would reach most of the 
 import array
 import copy
 import dis
+import functools
+import gc
 import io
 import itertools
 import math
@@ -442,6 +444,7 @@ class _Walk:
     ) -> None:
         self.records: dict[Key, Record] = {}
         self.uncopyable: list[str] = []
+        self.thread_locals: list[str] = []
         self.iterators: dict[int, tuple[Any, Any, Path]] = {}
         self.nbytes = 0
         self._like = {} if like is None else like._records
@@ -520,6 +523,9 @@ class _Walk:
                 self._visit_object(value, path)
             case types.ModuleType():
                 pass
+            case functools._lru_cache_wrapper():
+                for held in gc.get_referents(value):  # also what it has cached
+                    self._reach(held, Path(path, "[cached]"))
             case weakref.ref():
                 referent = value()
                 if getattr(referent, "grad_fn", None) is None:  # A record would keep the graph alive.
@@ -539,6 +545,8 @@ class _Walk:
                 self._visit_object(value, path)
             case np.ndarray():
                 self._visit_array(value, path)
+            case threading.local():
+                self.thread_locals.append(str(path))
             case io.StringIO() | io.BytesIO():
                 self._record(STREAM, value, path)
             case io.IOBase():
@@ -591,7 +599,8 @@ class _Walk:
         for name, member in vars(kind).items():
             if not isinstance(member, CODE):
                 continue
-            if name in self.names or (name.startswith("__") and name.endswith("__")):
+            is_called = name in self.names or issubclass(kind, torch.autograd.Function)
+            if is_called or (name.startswith("__") and name.endswith("__")):
                 self._visit_member(member, path)
             else:
                 self._waiting.setdefault(name, []).append((member, path))
@@ -707,6 +716,7 @@ class ReachableState:
     Attributes:
         uncopyable: The places that hold state which cannot be copied, such as Python generators and open files, and
             after `restore` the places that it could not write.
+        thread_locals: The places that hold a `threading.local`, which is not walked.
         nbytes: The bytes of the copies of tensors and arrays.
         names: The names that the code of the reachable functions uses, of globals and of attributes.
 
@@ -723,6 +733,7 @@ class ReachableState:
 
     def __init__(self, walk: _Walk) -> None:
         self._records, self._iterators = walk.records, walk.iterators
+        self.thread_locals = walk.thread_locals
         self.uncopyable, self.nbytes, self.names = walk.uncopyable, walk.nbytes, frozenset(walk.names)
 
     @classmethod

@@ -140,3 +140,16 @@ def recompute_error(layer: str, left: str = "") -> RecomputeError:
     if left:
         error.add_note(LEFT.format(left=left))
     return error
+
+
+def tensors_left_on(stages: "Iterable[Stage]") -> str:
+    """In words, the attributes of modules where forwards left tensors."""
+    found = [
+        f"{name} of {layer}"
+        for stage in stages
+        for layer in stage.layers
+        for module in layer.module.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and not (value.is_leaf and value.requires_grad)
+    ]
+    return ", ".join(dict.fromkeys(found))

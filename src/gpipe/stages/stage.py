@@ -285,7 +285,10 @@ class StageRun:
             held = tensors_in(crossing.value)
             if len(crossing.leaves) < len(held):
                 crossing.value = replace_tensors(crossing.value, self._apart)
-                held = tensors_in(crossing.value)
+                made, held = held, tensors_in(crossing.value)
+                crossing.sharing = frozenset(
+                    at for at, (a, b) in enumerate(zip(made, held, strict=True)) if a is not b
+                )
             crossing.ancestors, crossing.versions = _NONE, versions(held)
             crossings.append(crossing)
             roots.append(some)
@@ -305,7 +308,7 @@ class StageRun:
         used = Counter(address for address in addresses.values() if address)
         for crossing, some, held in zip(crossings, roots, tensors, strict=True):
             crossing.ancestors = frozenset(at - first for at in self._ancestors[len(flat)] if at >= first)
-            crossing.sharing = frozenset(at for at, one in enumerate(held) if used[addresses[id(one)]] > 1)
+            crossing.sharing |= {at for at, one in enumerate(held) if used[addresses[id(one)]] > 1}
             first += len(some)
 
     def _apart(self, tensor: Tensor) -> Tensor:

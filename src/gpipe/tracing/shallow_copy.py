@@ -9,6 +9,7 @@ modules see none of it.
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
 from typing import Any, TypeAlias
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.modules import hooks_of, is_called_by_forward
-from gpipe.stages.side_effects import note
 from gpipe.stages.tree import version
 from gpipe.tracing.parts import Parts
 from gpipe.tracing.trace import CannotSplitError
@@ -44,12 +44,43 @@ CHANGES_BUFFER = (
 
 
 Attributes: TypeAlias = dict[tuple[str, str], object]
+DEPTH = 3  # containers and objects around a value that are compared
 
 
 def _noted(value: object) -> object:
     """What can be compared of an attribute; None if code of its class raises when it is read."""
     with suppress(Exception):
         return note(value)
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class TensorVersion:
+    """A tensor, and how often it had been changed in place."""
+
+    tensor: Tensor | None
+    version: int
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorVersion) and self.tensor is other.tensor and self.version == other.version
+
+
+def note(value: object, depth: int = DEPTH) -> object:
+    """What can be compared of a value: numbers, versions of tensors, and both in containers and objects."""
+    match value:
+        case nn.Parameter() | nn.Module() | type():
+            return None
+        case Tensor():
+            return TensorVersion(value, version(value))
+        case bool() | int() | float() | complex() | str():
+            return type(value), value
+        case list() | tuple() if depth:
+            return [note(item, depth - 1) for item in list(value)]  # other ranks' layers may change it meanwhile
+        case dict() if depth:
+            return {key: note(item, depth - 1) for key, item in list(value.items())}
+        case _ if depth and type(value).__module__ not in ("builtins", "torch"):
+            held = getattr(value, "__dict__", None)
+            return note(held, depth - 1) if isinstance(held, dict) else None
     return None
 
 
