@@ -338,7 +338,8 @@ class GPipe(Partitioned):
                 run.context.agree(run, Request.STEP)
                 self._weigh(run, targets, parts, reduction, factor)
                 run_step(run)
-                run.tell(run.check_loss())
+                if run.verifies:
+                    run.tell(run.check_loss())
                 return run.context.finish(run, run.result(), trains=run.trains)
 
         run, results = self._until_done(do)
@@ -403,7 +404,8 @@ class GPipe(Partitioned):
         if reduction is None:
             rows = run.micro_batch_sizes
             average = read_average(run.loss_fn, run.targets[0], rows[0], ready_made=run.ready_made)
-            run.watch = LossWatch(average, is_of_torch=average is not None, checks=run.verifies)
+            if average is None or run.verifies:
+                run.watch = LossWatch(average, is_of_torch=average is not None, checks=run.verifies)
             if average is not None:
                 check_weights_of_rows(run.loss_fn, run.targets, rows)
                 reduction = average.reduction

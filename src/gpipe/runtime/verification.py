@@ -153,22 +153,23 @@ class Verifier:
         self._verified.add(run.combination)
 
     def _combination(self, run: Run) -> Combination:
-        roots = [layer.module for stage in run.engine.own for layer in stage.layers]
-        if not self._parts or self._children != self._children_now():
+        children = [*chain.from_iterable(part._modules.values() for part in self._parts)]
+        if not self._parts or self._children != children:
+            roots = (layer.module for stage in run.engine.own for layer in stage.layers)
             self._parts = list(dict.fromkeys(chain.from_iterable(root.modules() for root in roots)))
-            self._children = self._children_now()
-        model = tuple((id(part), part.training, count_forward_hooks(part), _flags(part)) for part in self._parts)
+            self._children = [*chain.from_iterable(part._modules.values() for part in self._parts)]
+        model = [
+            (
+                id(part),
+                part.training,
+                count_forward_hooks(part),
+                [p is not None and p.requires_grad for p in part._parameters.values()],
+            )
+            for part in self._parts
+        ]
         program = len(run.micro_batch_sizes), run.slices, run.path, run.thread_state.autocasts
         loss = getattr(run.loss_fn, "__code__", type(run.loss_fn))
-        inputs = tuple(_kind(crossing.value) for crossing in run.inputs[:2])
-        return model, program, loss, inputs
-
-    def _children_now(self) -> list[nn.Module | None]:
-        return [*chain.from_iterable(part._modules.values() for part in self._parts)]
-
-
-def _flags(module: nn.Module) -> tuple[bool, ...]:
-    return tuple(p.requires_grad for p in module._parameters.values() if p is not None)
+        return repr(model), program, loss, tuple([_kind(crossing.value) for crossing in run.inputs[:2]])
 
 
 def _kind(value: Tree) -> object:
