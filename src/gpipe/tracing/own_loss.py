@@ -46,10 +46,8 @@ def takes_count(model: nn.Module) -> bool:
     if takes(model.forward, COUNT, by_name=True):
         return True
     base: Any = getattr(model, "get_base_model", lambda: model)()  # without an adapter of peft
-    loss_function = getattr(base, "_loss_function", None)  # set by the user
-    if not hasattr(type(base), "loss_function") or not takes(model.forward, COUNT):
-        return False
-    return loss_function is None or takes(loss_function, COUNT)
+    is_handed_on = hasattr(type(base), "loss_function") and takes(model.forward, COUNT)
+    return is_handed_on and takes(base.loss_function, COUNT)
 
 
 @dataclass(frozen=True)
