@@ -49,7 +49,7 @@ from gpipe.stages.reachable_state import GLOBAL_GENERATORS, ReachableState
 from gpipe.stages.recompute_check import Digest, differ, digest
 from gpipe.stages.rng import RankScope
 from gpipe.stages.stage import LOSS, Stage
-from gpipe.stages.tree import Tree, copy_of, is_sharded, replace_tensors
+from gpipe.stages.tree import Tree, copy_of, is_sharded, replace_tensors, tensors_in
 
 Combination: TypeAlias = tuple[object, ...]
 """What a verified step stands for: later steps with an equal combination are not verified again."""
@@ -174,14 +174,14 @@ class Verifier:
 
 def _kind(value: Tree) -> object:
     """The structure of a value, with dtype, device and number of dimensions of its tensors, not their sizes."""
-    match value:
-        case Tensor():
-            return value.dtype, value.device, value.dim(), value.requires_grad
-        case dict():
-            return tuple((key, _kind(item)) for key, item in value.items())
-        case list() | tuple():
-            return type(value), *map(_kind, value)
-    return type(value)
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return value.dtype, value.device, value.dim(), value.requires_grad
+    if kind is dict:
+        return tuple((key, _kind(item)) for key, item in value.items())  # type: ignore[attr-defined]  # a dict
+    if kind is list or kind is tuple:
+        return kind, *map(_kind, value)  # type: ignore[call-overload]  # one of these
+    return kind, *map(_kind, tensors_in(value))  # runs no code of other classes
 
 
 @dataclass
