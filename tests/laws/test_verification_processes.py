@@ -1,5 +1,6 @@
 """The first step is verified over processes too: all raise what one finds, and none waits for one that is lost."""
 
+import ctypes
 import os
 from typing import Any
 
@@ -26,11 +27,11 @@ class Writes(nn.Module):
 class Dies(nn.Module):
     """Ends its process when it is called for the first time after the step: in the replay."""
 
-    calls = 0
+    calls = ctypes.c_long()  # which a replay does not put back
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls > M:
+        self.calls.value += 1
+        if self.calls.value > M:
             os._exit(7)
         return x * 2
 
