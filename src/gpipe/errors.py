@@ -110,6 +110,20 @@ class VerificationError(RuntimeError):
     `step` and `backward` raise it after the first step of each new combination of modes, inputs and program, if a
     replay of two micro-batches in the order of the reference loop gives different results. The message names the
     stage, the result that differs, and the likely cause. `.grad` is undefined afterwards.
+
+    Example:
+        >>> import torch, gpipe
+        >>> class Clip(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         x.data.clamp_(-0.1, 0.1)  # PyTorch does not notice
+        ...         return x * 2
+        >>> layers = [torch.nn.Linear(4, 4), torch.nn.Tanh(), Clip(), torch.nn.Linear(4, 1)]
+        >>> pipe = gpipe.GPipe(layers, [2, 2], micro_batches=2, remat="never", seed=0)
+        >>> try:
+        ...     loss = pipe.step(torch.ones(4, 4), torch.ones(4, 1), torch.nn.functional.mse_loss)
+        ... except gpipe.VerificationError as error:
+        ...     print(str(error)[:64])
+        stage 1, from layer 2 (2: Clip) to layer 3 (3: Linear), layer 2
     """
 
 

@@ -37,6 +37,13 @@ class VerificationReport:
         compared: The number of values that were compared: losses, outputs, gradients and buffers.
         differences: What differs, in the order in which it was computed. Empty if everything is bitwise identical.
         findings: What could not be verified, and other findings of the replay.
+
+    Example:
+        >>> import torch, gpipe
+        >>> pipe = gpipe.GPipe([torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)], partitions=2, micro_batches=2)
+        >>> report = pipe.verify(torch.ones(4, 4), torch.ones(4, 1), torch.nn.functional.mse_loss)
+        >>> report.equal, report.differences
+        (True, ())
     """
 
     compared: int
