@@ -15,9 +15,8 @@ LATER = 3  # steps after the first, of each pipe
 
 def pipe_of(work: Workload, remat: str, driver: str, *, verify: bool) -> gpipe.GPipe:
     cuts = work.cuts(work.partitions) or work.partitions
-    costs = None if isinstance(cuts, tuple) else "params"
     return gpipe.GPipe(
-        work.layers(), cuts, MICRO_BATCHES, remat=remat, driver=driver, costs=costs, seed=0, verify=verify
+        work.layers(), cuts, MICRO_BATCHES, remat=remat, driver=driver, costs="params", seed=0, verify=verify
     )
 
 
