@@ -236,7 +236,7 @@ def test_what_a_node_saved_lies_in_another_storage_as_it_did_before() -> None:
         assert one.is_as_saved
         storage = one.tensor.untyped_storage().clone()
         one.let_go()
-        with pytest.raises(RuntimeError, match="comes back for its backward alone"):
+        with pytest.raises(RuntimeError, match="have been offloaded to the host"):
             autograd.unpack(one)
         one.lay_in(storage)
         y.sum().backward()
@@ -588,6 +588,12 @@ def test_nodes_are_numbered_as_they_are_made() -> None:
 
 
 def test_hooks_on_tensors_are_seen() -> None:
+    with relied_on("gradient_hooks_of", "puts back what hooks of gradients have changed"):
+        leaf = torch.ones(2, requires_grad=True)
+        heard: list[str] = []
+        leaf.register_hook(lambda _: heard.append("gradient"))
+        leaf.register_post_accumulate_grad_hook(lambda _: heard.append("accumulated"))
+        assert [len(hooks) for hooks in autograd.gradient_hooks_of(leaf)] == [1, 1]
     with relied_on("has_gradient_hooks", "sees that somebody looks at what crosses"):
         one = torch.ones(1, requires_grad=True) * 1
         assert not autograd.has_gradient_hooks(one)
@@ -691,6 +697,11 @@ def test_what_is_set_in_a_thread_is_seen() -> None:
         with saved_tensors_hooks(pack, pack):
             assert modes.saved_tensor_hooks() == (pack, pack)
         assert modes.saved_tensor_hooks() is None
+    with (
+        relied_on("OwnMode", "watches what a loss or a layer calls, and is none of the modes of users"),
+        modes.OwnMode(),
+    ):
+        assert modes.modes_here() == (None, [])
     with relied_on("modes_here", "carries the default device into rank threads, and refuses other modes"):
         assert modes.modes_here() == (None, [])
         counter, listener = FlopCounterMode(display=False), TorchFunctionMode()
@@ -908,8 +919,6 @@ def test_norms_have_the_classes_that_they_had() -> None:
     with relied_on("AnyBatchNorm", "finds the BatchNorms of a model"):
         assert all(isinstance(norm, modules.AnyBatchNorm) for norm in norms)
         assert not isinstance(nn.LayerNorm(2), modules.AnyBatchNorm)
-    with relied_on("NormWithStatistics", "finds norms that several partitions would write to"):
-        assert all(isinstance(norm, modules.NormWithStatistics) for norm in (*norms, nn.InstanceNorm2d(2)))
     with relied_on("check_dimensions", "refuses what a BatchNorm does not take"):
         modules.check_dimensions(nn.BatchNorm2d(2), torch.ones(1, 2, 3, 3))
         with pytest.raises(ValueError, match="4D"):
@@ -957,9 +966,13 @@ def test_hooks_of_modules_are_seen() -> None:
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of torch.jit, by dynamo
             compiled.compile()
         assert [*map(modules.is_called_by_forward, (plain, hooked, compiled))] == [True, False, False]
-    with relied_on("hooks_before_forward", "knows the weights that torch's weight norm sets"):
-        normed = nn.utils.spectral_norm(nn.Linear(2, 2))
-        assert [getattr(hook, "name", "") for hook in modules.hooks_before_forward(normed)] == ["weight"]
+    with relied_on("count_forward_hooks", "describes a model, so that a changed one is verified again"):
+        assert [*map(modules.count_forward_hooks, (plain, hooked))] == [0, 1]
+    with relied_on("global_hooks", "puts back what hooks of all modules have changed"):
+        handle = nn.modules.module.register_module_forward_hook(hook)
+        assert hook in modules.global_hooks()
+        handle.remove()
+        assert hook not in modules.global_hooks()
 
 
 class Wrapper(Tensor):

@@ -368,7 +368,7 @@ def test_layers_of_different_stages_run_at_the_same_time(way: str, phase: str) -
     # in the backward it is one behind, and so the other way round
     first, last = (1, 3) if phase == "forward" else (3, 1)
     layers = [Together(3, phase, barrier, alone=first), Together(3, phase, barrier, alone=last)]
-    pipe = gpipe.GPipe(layers, 2, 3, remat="never")
+    pipe = gpipe.GPipe(layers, 2, 3, remat="never", verify=False)  # in a replay a stage would wait for the other
     if way == "step":
         pipe.step(X, X, squares)
     else:

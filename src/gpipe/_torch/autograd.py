@@ -49,7 +49,7 @@ next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next node of this thread will have."""
 
 
-def gradient_hooks_of(tensor: Tensor) -> list[object]:
+def gradient_hooks_of(tensor: Tensor) -> list[Any]:
     """The dicts of hooks that see the gradient of a tensor, or that it has been accumulated."""
     return [getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 AnyBatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm
 """What every BatchNorm of torch is, of whatever dimensions, lazy or synchronized."""
-NormWithStatistics: TypeAlias = nn.modules.batchnorm._NormBase
-"""What every norm of torch is that may have running statistics: a BatchNorm or an InstanceNorm."""
 
 
 def refresh_weights_of_rnn(module: nn.Module) -> None:
@@ -26,11 +24,6 @@ def reset_of(module: nn.Module) -> Callable[[], object] | None:
     """What gives a module's parameters and buffers their initial values anew, where it has that by torch's names."""
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return reset if callable(reset) else None
-
-
-def hooks_before_forward(module: nn.Module) -> list[object]:
-    """The hooks that a module calls before its forward."""
-    return list(module._forward_pre_hooks.values())
 
 
 def hold_state_of(module: nn.Module, other: nn.Module) -> None:
