@@ -192,13 +192,7 @@ def _begin(run: Run, *, backward: bool) -> None:
 def _run_ranks(run: Run, table: CompiledTable, *, in_threads: bool) -> None:
     """Has each rank do its actions in its own thread, or all in this one."""
     with run.context.running(table, run.aliases):
-        if run.verifies and run.verifier is not None and table is not run.compiled.backward:
-            begin_record(run, run.verifier)
-        if run.record is not None and table is not run.compiled.forward:
-            run.record.begin_backwards(run)
-        if run.record is not None:
-            for rank in run.ranks:  # after the copies that were made here
-                rank.stream.begin([*rank.stream.called])
+        _begin_record(run, table)
         run.work = WORK if run.record is None else run.record.work
         if in_threads:
             variables = [copy_context() for _ in run.ranks]
@@ -211,12 +205,28 @@ def _run_ranks(run: Run, table: CompiledTable, *, in_threads: bool) -> None:
             lockstep(run, table)
         else:
             run_rank(run, run.ranks[0], table)
-        if run.record is not None and table is not run.compiled.forward:
+        if run.record is not None and table is run.compiled.forward:
+            run.record.check_gradients(run)
+        elif run.record is not None:
             verify(run, in_threads=in_threads)
     for rank in run.ranks:
         if rank.host is not None:
             rank.host.finish()
     _share_commits(run)
+
+
+def _begin_record(run: Run, table: CompiledTable) -> None:
+    """Starts the record of a verified pass, and notes the gradients that there are before it."""
+    if run.verifies and run.verifier is not None and table is not run.compiled.backward:
+        begin_record(run, run.verifier)
+    if run.record is None:
+        return
+    if table is run.compiled.forward:
+        run.record.note_gradients(run)
+    else:
+        run.record.begin_backwards(run)
+    for rank in run.ranks:  # after the copies that were made here
+        rank.stream.begin([*rank.stream.called])
 
 
 def _share_commits(run: Run) -> None:

@@ -147,6 +147,7 @@ class StepRecord:
         self.calls_loss = calls_loss  # whether a replay calls the loss again: if not, it gets the recorded gradients
         self.stages = {stage.index: StageRecord() for stage in stages}
         self._output_nodes: dict[int, list[Node]] = {}  # the nodes of the outputs, until their backward
+        self._gradients: dict[int, Digest] = {}
         self.looks_for_writer = False
         self.writer: str | None = None  # the layer that writes the input of its stage
         self.order: list[CompiledAction] = []  # the recorded forwards and backwards, as they were performed
@@ -155,6 +156,22 @@ class StepRecord:
     def work(self) -> dict[Kind, Work]:
         """The work of each kind of action, recorded."""
         return WORK | {kind: partial(self._perform, WORK[kind]) for kind in RECORDED_KINDS}
+
+    def note_gradients(self, run: Run) -> None:
+        """Notes what gradients there are before the forward of a call."""
+        self._gradients = self._digests_of_gradients(run)
+
+    def check_gradients(self, run: Run) -> None:
+        """Raises if the forward of a call has added to gradients: its backward would begin with them."""
+        for index, now in self._digests_of_gradients(run).items():
+            if differ(now, self._gradients[index]):
+                raise VerificationError(
+                    f"{run.engine.stages[index]} differs from the reference loop. {CALLS_BACKWARD}"
+                )
+
+    def _digests_of_gradients(self, run: Run) -> dict[int, Digest]:
+        stages = run.engine.stages
+        return {at: digest([*map(gradient_of, parameters_of(run, stages[at]).values())]) for at in self.stages}
 
     def begin_backwards(self, run: Run) -> None:
         """Copies what gradients there are, before the pass in which backwards add to them."""
@@ -338,6 +355,10 @@ class GradientCalls(OwnMode):
         return func(*args, **kwargs)
 
 
+CALLS_BACKWARD = (
+    "A layer calls backward() in its forward, which adds to gradients of weights before other micro-batches do. Give "
+    "that loss to loss_fn: stash it, and pop it there (loss_fn.pop)."
+)
 PARTIAL = (
     "{stage} calls torch.autograd.grad with respect to a tensor that an earlier stage computed, and other inputs of "
     "the stage were computed from that tensor. The graph is cut between stages, so the result would lack their part. "

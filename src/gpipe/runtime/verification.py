@@ -30,6 +30,7 @@ from gpipe.errors import VerificationError
 from gpipe.runtime.context import Context
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.step_record import (
+    CALLS_BACKWARD,
     INPUT,
     GradientCalls,
     Quantity,
@@ -76,10 +77,6 @@ USES_FOREIGN_WEIGHTS = (
     "summed depends on the schedule. Pass what is needed as part of the value, or stash it and pop it where it is "
     "used (loss_fn.pop for a loss); a weight that several layers use must be a parameter of each; for a penalty on "
     "weights use weight_decay=."
-)
-CALLS_BACKWARD = (
-    "A layer calls backward() in its forward, which adds to gradients of weights before other micro-batches do. Give "
-    "that loss to loss_fn: stash it, and pop it there (loss_fn.pop)."
 )
 CHANGES_STATE = (
     "It depends on more than weights, buffers and inputs. The step changes {places}. Keep such state in a buffer "
