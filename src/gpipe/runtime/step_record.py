@@ -192,7 +192,7 @@ class StepRecord:
 
     def _begin_forward(self, record: StageRecord, run: Run, rank: Rank, todo: CompiledAction) -> None:
         m = todo.micro_batch
-        received = rank.taken if todo.stage else [run.inputs[m]]
+        received = rank.taken if todo.stage else [rank.stream.take_value(run.inputs[m], None)]
         values = [crossing for crossing in received if isinstance(crossing, BoundaryValue)]
         record.input_digests[m] = digest([crossing.value for crossing in values])
         record.given = [] if self._replays is None else values
@@ -200,7 +200,9 @@ class StepRecord:
         if self._replays is None:
             record.inputs[m] = [*map(copy_boundary, values)]
             if todo.stage == len(run.engine.stages) - 1 and run.loss_fn is not None:
-                record.targets[m] = replace_tensors(run.targets[m], copy_of)
+                record.targets[m] = replace_tensors(
+                    run.targets[m], lambda target: copy_of(rank.stream.bring(target, None))
+                )
 
     def _begin_backward(self, record: StageRecord, run: Run, rank: Rank, todo: CompiledAction) -> None:
         m = todo.micro_batch
@@ -213,7 +215,9 @@ class StepRecord:
                 record.weights = before._replace(after={})
             self._note_order(record, todo)
             return
-        given = rank.taken if todo.takes else [run.output_gradients[m]] if run.loss_fn is None else []
+        given = rank.taken if todo.takes else []
+        if not todo.takes and run.loss_fn is None:
+            given = [rank.stream.take_gradients(run.output_gradients[m], None)]
         received = [copy_gradients(gradients) for gradients in given if isinstance(gradients, list)]
         record.gradients.setdefault(m, received)  # those of outputs come only now
         earlier = [] if saved.keys is None else saved.keys.earlier_leaves()

@@ -457,11 +457,13 @@ class _Verification:
         for stage in again:
             forward, *_ = self._reference_order([stage])
             saved = Buffers([layer.module for layer in self._stage(stage).layers])
-            before = saved.before()
-            self._perform(replay, [forward])
-            saved.after(before)
+            stream = next(rank.stream for rank in replay.ranks if stage in rank.stages)
+            with stream.enter():
+                before = saved.before()
+                self._perform(replay, [forward])
+                saved.after(before)
             once = self._state()
-            with saved.as_before(before):
+            with stream.enter(), saved.as_before(before):
                 self._perform(replay, [forward])
             changes = self._state().changed_since(once, except_for=buffers, by_value=True)
             places.update(dict.fromkeys(changes))
@@ -508,11 +510,17 @@ class _Verification:
         """Puts back the state that the step began with, before what ranks queue on devices from now on."""
         _wait_for_ranks(self.run)
         self.evidence.began.restore()
+        self._queue_ranks_behind()
+
+    def _queue_ranks_behind(self) -> None:
         for rank in self.run.ranks:
             rank.stream.begin([*rank.stream.called])
 
     def _state(self) -> StagesState:
-        return StagesState.of(self.run, calls_loss=self.evidence.calls_loss)
+        _wait_for_ranks(self.run)
+        state = StagesState.of(self.run, calls_loss=self.evidence.calls_loss)
+        self._queue_ranks_behind()
+        return state
 
     def _stage(self, index: int) -> Stage:
         return self.run.engine.stages[index]
@@ -658,9 +666,10 @@ def _perform_again(replay: Run, rank: Rank, action: CompiledAction, record: Stag
     m = action.micro_batch
     replay.context.begin_replay(action.action)
     if action.action.kind is Kind.FORWARD:
-        rank.taken = [*map(copy_boundary, record.inputs[m])]
+        crossings = [*map(copy_boundary, record.inputs[m])]
+        rank.taken = [*crossings]
         if not action.stage:
-            replay.inputs = {m: rank.taken[0]}  # type: ignore[assignment]
+            replay.inputs = {m: crossings[0]}  # type: ignore[assignment]
         if m in record.targets:
             replay.targets = {m: replace_tensors(record.targets[m], copy_of)}  # type: ignore[assignment]
     else:
