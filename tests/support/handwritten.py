@@ -368,7 +368,7 @@ class Positions(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         table = getattr(self, "table", None)
         if table is None or len(table) < x.shape[1]:
-            table = torch.arange(x.shape[1], dtype=x.dtype)[:, None].sin()
+            table = torch.arange(x.shape[1], dtype=x.dtype, device=x.device)[:, None].sin()
             self.register_buffer("table", table)
         found: Tensor = table[: x.shape[1]]
         return found
