@@ -37,7 +37,7 @@ from gpipe.runtime.passes import run_step
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.run import Run
 from gpipe.runtime.threads import ThreadState
-from gpipe.runtime.verification import Verifier
+from gpipe.runtime.verifier import Verifier
 from gpipe.schedule.partition import Balance
 from gpipe.schedule.program import Program, in_cell
 from gpipe.schedule.schedules.by_name import Maker

@@ -20,7 +20,7 @@ from gpipe.runtime.actions import WORK
 from gpipe.runtime.context import Context
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import CompiledAction
-from gpipe.runtime.verification import Verifier
+from gpipe.runtime.verifier import Verifier
 from gpipe.schedule.action import Kind
 from gpipe.schedule.rules import linearize
 from gpipe.schedule.schedules import SCHEDULES

@@ -307,7 +307,7 @@ def test_a_layer_that_the_schedule_does_not_change_is_no_finding(kind: str, sche
 def test_an_optimizer_in_the_backward_of_one_micro_batch_is_that_of_the_reference_loop() -> None:
     pipe = train(layers_around(partial(StepsOptimizer, 4, 4)), 3, micro_batches=1)
     (finding,) = pipe._verifier.findings
-    assert "could not be verified yet" in finding
+    assert "so it could not be verified" in finding
 
 
 # State that is reported.
@@ -343,7 +343,7 @@ def test_state_that_a_backward_writes_and_a_forward_reads_is_a_finding(kind: str
     layers = [nn.Linear(4, 4), Scaled(kind), *layers_around()]
     pipe = train(layers, schedule=schedule)
     (finding,) = [text for text in pipe.findings if "amax" in text]
-    assert finding.startswith("the backward of stage 0")
+    assert finding.startswith("The backward of stage 0")
 
 
 def test_state_that_a_recomputation_changes_once_more_is_a_finding() -> None:
@@ -411,6 +411,12 @@ def test_a_step_is_verified_once_for_each_combination_of_modes_and_inputs() -> N
     assert verified(pipe, lambda: squares(pipe(x.double()), y.double()).backward())
     with torch.no_grad():
         assert not verified(pipe, lambda: pipe(x.double()[:8]))
+
+
+def test_a_call_whose_forward_adds_to_gradients_is_rejected_before_its_backward() -> None:
+    pipe = gpipe.GPipe(layers_around(partial(CallsBackward, 4, 4)), partitions=2, micro_batches=4)
+    with pytest.raises(gpipe.VerificationError, match=r"calls backward\(\) in its forward"):
+        pipe(torch.ones(8, 4))
 
 
 def test_verify_false_verifies_nothing() -> None:

@@ -41,9 +41,10 @@ from gpipe.stages.stage import LayerProgress, RngKey, StageRun
 from gpipe.stages.tree import Tree, tensors_in
 
 if TYPE_CHECKING:
+    from gpipe.runtime.evidence import Evidence
     from gpipe.runtime.recorder import Recorder
     from gpipe.runtime.step_record import StepRecord
-    from gpipe.runtime.verification import Evidence, Verifier
+    from gpipe.runtime.verifier import Verifier
 
 _NO_ALIASES = WeightAliases((), ())
 

@@ -34,7 +34,7 @@ RECORDED_KINDS = {Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT, *BACKWARDS
 
 
 class Quantity(NamedTuple):
-    """A result of a stage: what it is, and the micro-batch that it was computed for."""
+    """A result that a stage computed for one micro-batch."""
 
     text: str
     micro_batch: int
@@ -45,7 +45,7 @@ class Quantity(NamedTuple):
 
 
 class WeightGradients(NamedTuple):
-    """The `.grad` of a stage's leaf tensors: what it was before the first backward, and digests after the last."""
+    """The `.grad` of a stage's leaf tensors: copies from before the first backward, digests from after the last."""
 
     leaves: Mapping[int, Tensor]  # by id
     before: Mapping[int, Tensor | None]
@@ -58,19 +58,19 @@ class WeightGradients(NamedTuple):
         return cls(leaves, copies, {})
 
     def only(self, lasting: Collection[int]) -> "WeightGradients":
-        """The same of fewer leaves."""
+        """Returns the same record for fewer leaves."""
         leaves = {key: leaf for key, leaf in self.leaves.items() if key in lasting}
         return self._replace(leaves=leaves, before={key: self.before[key] for key in leaves})
 
     def note(self) -> None:
-        """Adds digests of what `.grad` is now."""
+        """Adds digests of the current `.grad`."""
         for key, leaf in self.leaves.items():
             self.after.setdefault(key, []).append(digest([gradient_of(leaf)]))
 
 
 @dataclass(slots=True)
 class StageRecord:
-    """What one stage received and computed in the recorded micro-batches."""
+    """The inputs, gradients and results of one stage in the recorded micro-batches."""
 
     actions: dict[tuple[Kind, int], CompiledAction] = field(default_factory=dict)
     inputs: dict[int, list[BoundaryValue]] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class StageRecord:
         return different
 
     def put_gradients_before(self) -> None:
-        """Has `.grad` of the stage's leaves be what it was before the step."""
+        """Sets `.grad` of the stage's leaves to its value before the step."""
         for key, leaf in self.weights.leaves.items() if self.weights is not None else ():
             before = self.weights.before[key] if self.weights is not None else None
             leaf.grad = None if before is None else copy_of(before)
@@ -118,12 +118,12 @@ class StageRecord:
             leaf.grad = None
 
     def count_results(self) -> int:
-        """How many results there are to compare."""
+        """Returns the number of results to compare."""
         return len(self.results) + (0 if self.weights is None else len(self.weights.leaves))
 
     @property
     def written(self) -> list[Quantity]:
-        """What was written that other stages hold: inputs, and values that were returned."""
+        """The inputs and returned values of the stage that it has written, although other stages hold them."""
         returned = [quantity for quantity, value, before in self.sent if differ(digest([value]), before)]
         return [*self.written_inputs, *returned]
 
@@ -154,11 +154,11 @@ class StepRecord:
 
     @property
     def work(self) -> dict[Kind, Work]:
-        """The work of each kind of action, recorded."""
+        """The work of each kind of action, which records what it does."""
         return WORK | {kind: partial(self._perform, WORK[kind]) for kind in RECORDED_KINDS}
 
     def note_gradients(self, run: Run) -> None:
-        """Notes what gradients there are before the forward of a call."""
+        """Records digests of `.grad` before the forward of a call."""
         self._gradients = self._digests_of_gradients(run)
 
     def check_gradients(self, run: Run) -> None:
@@ -174,7 +174,7 @@ class StepRecord:
         return {at: digest([*map(gradient_of, parameters_of(run, stages[at]).values())]) for at in self.stages}
 
     def begin_backwards(self, run: Run) -> None:
-        """Copies what gradients there are, before the pass in which backwards add to them."""
+        """Copies the existing gradients, before backwards add to them."""
         for index, record in self.stages.items():
             record.weights = WeightGradients.of(parameters_of(run, run.engine.stages[index]))
 
@@ -232,7 +232,7 @@ class StepRecord:
             all_before = {**record.weights.before, **others.before}
             record.weights = WeightGradients({**record.weights.leaves, **others.leaves}, all_before, {})
         if m == self._last_backward:
-            # a leaf that only one micro-batch reaches may have been made by the forward, unless it is a parameter
+            # If only one micro-batch reaches a leaf, the forward may have created it, unless it is a parameter.
             lasting = {key for key, leaf in reached.items() if self._recorded > 1 or isinstance(leaf, nn.Parameter)}
             assert record.weights is not None
             record.weights = record.weights.only(lasting | parameters.keys())
@@ -259,7 +259,7 @@ class StepRecord:
             record.weights.note()
 
     def note_outputs(self, stage: int, micro_batch: int, output: Tree) -> None:
-        """Records the output of the last stage; and the gradient that comes back, for a replay without the loss."""
+        """Records the output of the last stage, and its gradient if replays do not call the loss."""
         if micro_batch >= self.count:
             return
         record = self.stages[stage]
@@ -267,7 +267,9 @@ class StepRecord:
         if self.calls_loss:
             return
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if self._replays is not None:  # an output may be computed from another one: it gets what it got, not the sum
+        if (
+            self._replays is not None
+        ):  # One output may be computed from another: each receives its own recorded gradient, not the sum.
             ((*recorded,),) = self._replays.stages[stage].gradients[micro_batch]
             for tensor, gradient in zip(outputs, recorded, strict=True):
                 if isinstance(gradient, Tensor):
@@ -300,7 +302,7 @@ class StepRecord:
     def note_boundary(
         self, stage: Stage, ends: Connections, entered: Sequence[BoundaryInput], given: Sequence[BoundaryValue]
     ) -> None:
-        """Records the inputs of a forward or recompute as its layers see them."""
+        """Records the inputs that the layers of a forward or recomputation receive."""
         pairs = zip(entered[: len(ends.ins)], given, strict=False)  # the inputs of a call come from outside
         several = sum(len(value.aliases) for value in entered) > 1
         self.stages[stage.index].incomplete = [
@@ -312,7 +314,7 @@ class StepRecord:
         self.stages[stage.index].node_hooks = [hooks for value in entered for hooks in value.hooks]
 
     def check_hooks(self, stage: Stage) -> None:
-        """Raises if layers have put hooks where they would see a part of a gradient, or the wrong node."""
+        """Raises if layers have registered hooks that would receive a partial gradient, or the wrong node."""
         record = self.stages[stage.index]
         if any(alias.retains_grad or has_gradient_hooks(alias) for alias in record.incomplete):
             raise VerificationError(HOOKED.format(stage=stage))
@@ -320,7 +322,7 @@ class StepRecord:
             raise VerificationError(f"{stage} {HOOKED_NODE}")
 
     def watch(self, stage: int, micro_batch: int) -> Callable[[Layer, Tree], None] | None:
-        """What a stage calls after each of its layers, with the layer's output."""
+        """Returns the function that a stage calls after each layer with the output, or None if it is not recorded."""
         if micro_batch >= self.count:
             return None
         record = self.stages[stage]
@@ -366,7 +368,7 @@ CALLS_BACKWARD = (
 PARTIAL = (
     "{stage} calls torch.autograd.grad with respect to a tensor that an earlier stage computed, and other inputs of "
     "the stage were computed from that tensor. The graph is cut between stages, so the result would lack their part. "
-    "Keep the layers from where the tensor is made to this call in one stage (partitions=[...])."
+    "Put the layer that computes the tensor, this layer, and all layers between them in one stage (partitions=[...])."
 )
 HOOKED = (
     "{stage} puts a hook on a tensor that it receives (or calls retain_grad), and another tensor that it receives "
