@@ -56,7 +56,7 @@ WRITES_WEIGHTS = (
 USES_FOREIGN_WEIGHTS = (
     "The backward of {stage} reaches {name}, which another stage trains too, so the order in which its gradient is "
     "summed depends on the schedule. Return the weight as part of the value, or stash it and pop it in the "
-    "layer that uses it (loss_fn.pop in a loss). If several layers use the weight, make it a parameter of each layer. "
+    "layer that uses it (loss_fn.pop in a loss). If several layers use the weight, make it a parameter of each. "
     "For a penalty on weights, use weight_decay=."
 )
 CHANGES_STATE = (

@@ -1,11 +1,10 @@
-"""Copies the mutable state that modules and functions can reach, and puts it back in place.
+"""Copies the mutable state that modules and functions can reach, and restores it in place.
 
-The walk reads each kind of object through its builtin base class (`dict.values(x)`, not `x.values()`), so it never
-runs the code of user classes. A record holds the contents of one object: references to other objects, or a copy of
-numbers. Objects are therefore restored in place and keep their identity; only iterators are replaced by copies.
+A walk visits each reachable object and records its contents: references to other objects, or a copy of numbers.
+Objects are restored in place and keep their identity, except iterators, which are replaced by copies.
 
-Of a class, the walk follows the methods whose names occur in the code that it has reached, as a call could reach no
-others. Without this rule, one layer of a large library would reach most of the library.
+The walk follows a method only if its name occurs in code that the walk has reached, because only such a method can be
+called. Without this rule, one layer of a large library would reach most of the library.
 """
 
 import array
@@ -24,9 +23,9 @@ import types
 import warnings
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from functools import cache, cached_property, lru_cache, partial, partialmethod
+from functools import cache, lru_cache, partial
 from pathlib import PurePath
 from typing import Any, NamedTuple, TypeAlias
 
@@ -38,12 +37,39 @@ from torch.nn.parameter import is_lazy
 from gpipe._torch.autograd import gradient_hooks_of
 from gpipe._torch.modes import as_plain_tensors
 from gpipe._torch.modules import is_wrapper
-from gpipe.stages.recompute_check import INTEGERS
-from gpipe.stages.tree import copy_of, parts_of, without_repeats
+from gpipe.stages.object_contents import (
+    ARRAY,
+    ATOMS,
+    ATTRIBUTES,
+    BYTES,
+    CELL,
+    CLASS,
+    CODE,
+    CONTAINERS,
+    DICT,
+    EMPTY,
+    GENERATOR,
+    NAMED,
+    ORDERED,
+    SET,
+    SLOTS,
+    STREAM,
+    TENSOR,
+    VARIABLE,
+    Contents,
+    Kind,
+    attributes_of,
+    differs,
+    read_array,
+    read_tensor,
+    same,
+    same_or_equal,
+    same_values,
+    slots_of,
+)
+from gpipe.stages.tree import copy_of, parts_of
 
 MOST = 200_000  # objects that a walk visits
-ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(...), torch.dtype, torch.device})
-"""Types without mutable state. Two values of one of these types are compared by value."""
 WITHOUT_ATTRIBUTES = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deque, tuple, frozenset})
 """Types whose objects have no attributes, unlike those of their subclasses."""
 WALKED_LIBRARY = frozenset({"builtins", "collections", "functools", "types", "random", "queue", "weakref"})
@@ -96,21 +122,6 @@ class Path(NamedTuple):
         return f"{path.label}, {words}" if words else path.label
 
 
-class Contents(NamedTuple):
-    """The contents of an object: values, and their keys if it has any."""
-
-    keys: tuple[Any, ...]
-    values: tuple[Any, ...]
-
-
-class Kind(NamedTuple):
-    """How objects of one kind are read and written."""
-
-    read: Callable[[Any], Contents]
-    write: Callable[[Any, Contents], object]
-    label: Callable[[Any], str] = lambda key: f"[{key!r}]" if type(key) in ATOMS else f"[{type(key).__name__}]"
-
-
 class Record(NamedTuple):
     """An object and its contents at one moment."""
 
@@ -118,273 +129,6 @@ class Record(NamedTuple):
     holder: Any
     path: Path
     contents: Contents
-
-
-def _write_items(base: Any) -> Callable[[Any, Contents], None]:
-    def write(holder: Any, contents: Contents) -> None:
-        if not _all_same(tuple(base.keys(holder)), contents.keys):
-            base.clear(holder)
-        for key, value in zip(*contents, strict=True):
-            base.__setitem__(holder, key, value)
-
-    return write
-
-
-def _read_items(base: Any) -> Callable[[Any], Contents]:
-    return lambda holder: Contents(tuple(base.keys(holder)), tuple(base.values(holder)))
-
-
-def _attributes_of(holder: object) -> dict[str, Any]:
-    found: dict[str, Any] = object.__getattribute__(holder, "__dict__")
-    return found
-
-
-def _read_cell(cell: types.CellType) -> Contents:
-    try:
-        return Contents((), (cell.cell_contents,))
-    except ValueError:  # It is empty.
-        return Contents((), ())
-
-
-def _write_cell(cell: types.CellType, contents: Contents) -> None:
-    if contents.values:
-        (cell.cell_contents,) = contents.values
-    else:
-        del cell.cell_contents
-
-
-def _read_variable(holder: tuple[dict[str, Any], str]) -> Contents:
-    variables, name = holder
-    return Contents((), (variables[name],) if name in variables else ())
-
-
-def _write_variable(holder: tuple[dict[str, Any], str], contents: Contents) -> None:
-    variables, name = holder
-    if contents.values:
-        (variables[name],) = contents.values
-    else:
-        variables.pop(name, None)
-
-
-CODE = (types.FunctionType, staticmethod, classmethod, property, cached_property, partialmethod)
-
-
-def _read_class(kind: type) -> Contents:
-    data = {
-        name: value
-        for name, value in vars(kind).items()
-        if not isinstance(value, CODE) and not (name.startswith("__") and name.endswith("__"))
-        if not hasattr(type(value), "__get__") and name != "_abc_impl"
-    }
-    return Contents(tuple(data), tuple(data.values()))
-
-
-def _write_class(kind: type, contents: Contents) -> None:
-    for name in set(_read_class(kind).keys) - set(contents.keys):
-        type.__delattr__(kind, name)
-    for name, value in zip(*contents, strict=True):
-        if vars(kind).get(name) is not value:
-            type.__setattr__(kind, name, value)
-
-
-def _slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
-    bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
-    return tuple(
-        slot for base in bases for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)
-    )
-
-
-def _read_slots(holder: object) -> Contents:
-    filled = {}
-    for slot in _slots_of(type(holder)):
-        with suppress(AttributeError):  # It is empty.
-            filled[slot.__name__, slot] = slot.__get__(holder)
-    return Contents(tuple(filled), tuple(filled.values()))
-
-
-def _write_slots(holder: object, contents: Contents) -> None:
-    for _, slot in set(_read_slots(holder).keys) - set(contents.keys):
-        slot.__delete__(holder)
-    for (_, slot), value in zip(*contents, strict=True):
-        slot.__set__(holder, value)
-
-
-def _write_set(holder: set[Any], contents: Contents) -> None:
-    set.clear(holder)
-    set.update(holder, contents.values)
-
-
-def _write_deque(holder: deque[Any], contents: Contents) -> None:
-    deque.clear(holder)
-    deque.extend(holder, contents.values)
-
-
-def _write_bytes(holder: Any, contents: Contents) -> None:
-    (value,) = contents.values
-    if isinstance(holder, bytearray):
-        bytearray.__setitem__(holder, slice(None), value)
-    else:
-        array.array.__setitem__(holder, slice(None), array.array(holder.typecode, value))
-
-
-def _write_stream(holder: Any, contents: Contents) -> None:
-    value, position = contents.values
-    holder.seek(0)
-    holder.truncate()
-    holder.write(value)
-    holder.seek(position)
-
-
-def _read_generator(holder: Any) -> Contents:
-    match holder:
-        case torch.Generator():
-            state: Any = bytes(holder.get_state().numpy())
-        case np.random.RandomState():
-            state = holder.get_state(legacy=False)
-        case np.random.Generator():
-            state = holder.bit_generator.state
-        case np.random.BitGenerator():
-            state = holder.state
-        case _:
-            state = random.Random.getstate(holder)
-    return Contents((_frozen(state),), (state,))
-
-
-def _frozen(state: object) -> object:
-    """A state of a generator as a value that `==` compares."""
-    if isinstance(state, dict):
-        return tuple((key, _frozen(value)) for key, value in state.items())
-    return state.tobytes() if isinstance(state, np.ndarray) else state
-
-
-def _write_generator(holder: Any, contents: Contents) -> None:
-    (state,) = contents.values
-    match holder:
-        case torch.Generator():
-            holder.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        case np.random.RandomState():
-            holder.set_state(state)
-        case np.random.Generator():
-            holder.bit_generator.state = state
-        case np.random.BitGenerator():
-            holder.state = state
-        case _:
-            random.Random.setstate(holder, state)
-
-
-def _read_tensor(tensor: Tensor) -> Contents:
-    """The memory and the gradient, which are references, and the values, which the walk copies."""
-    lies = (
-        tensor.shape,
-        tensor.stride() if tensor.layout is torch.strided else (),
-        tensor.dtype,
-        tensor.requires_grad,
-    )
-    return Contents(lies, (tensor.data, tensor.grad if tensor.is_leaf else None, tensor.data))
-
-
-def _write_tensor(tensor: Tensor, contents: Contents) -> None:
-    memory, gradient, values = contents.values
-    if tensor.layout is not torch.strided:
-        tensor.data = values.clone()
-    else:
-        if (tensor.data_ptr(), tensor.shape, tensor.stride()) != (memory.data_ptr(), memory.shape, memory.stride()):
-            tensor.data = memory
-        if not _same_values(memory, values):
-            with torch.inference_mode(memory.is_inference()):
-                without_repeats(memory).copy_(without_repeats(values))  # does not change the version of the tensor
-    if tensor.is_leaf:
-        tensor.requires_grad_(contents.keys[-1])
-        if tensor.grad is not gradient:
-            tensor.grad = gradient
-
-
-def _read_array(held: Any) -> Contents:
-    return Contents((held.shape, held.dtype.str), (held,))
-
-
-def _write_array(held: Any, contents: Contents) -> None:
-    np.copyto(held, contents.values[0])
-
-
-DICT = Kind(_read_items(dict), _write_items(dict))
-ORDERED = Kind(_read_items(OrderedDict), _write_items(OrderedDict))
-NAMED = DICT._replace(label=lambda key: f".{key}")  # of a module: its parts, parameters and buffers
-ATTRIBUTES = Kind(
-    lambda holder: DICT.read(_attributes_of(holder)),
-    lambda holder, contents: DICT.write(_attributes_of(holder), contents),
-    lambda key: f".{key}",
-)
-EMPTY = Kind(  # of a module: its dicts and sets that are empty, most of them for hooks
-    lambda holder: Contents((), tuple(held for held in holder if not held)),
-    lambda holder, contents: [held.clear() for held in holder],
-)
-SLOTS = Kind(_read_slots, _write_slots, lambda key: f".{key[0]}")
-CLASS = Kind(_read_class, _write_class, lambda key: f".{key}")
-LIST = Kind(
-    lambda holder: Contents((), tuple(list.__iter__(holder))),
-    lambda holder, contents: list.__setitem__(holder, slice(None), contents.values),
-)
-SET = Kind(lambda holder: Contents((), tuple(set.__iter__(holder))), _write_set)
-DEQUE = Kind(lambda holder: Contents((), tuple(deque.__iter__(holder))), _write_deque)
-BYTES = Kind(lambda holder: Contents((), (bytes(holder),)), _write_bytes)
-CELL = Kind(_read_cell, _write_cell)
-VARIABLE = Kind(_read_variable, _write_variable)
-GENERATOR = Kind(_read_generator, _write_generator)
-STREAM = Kind(lambda stream: Contents((), (stream.getvalue(), stream.tell())), _write_stream)
-TENSOR = Kind(_read_tensor, _write_tensor)
-ARRAY = Kind(_read_array, _write_array)
-
-CONTAINERS = ((OrderedDict, ORDERED), (dict, DICT), (list, LIST), (set, SET), (deque, DEQUE))
-
-
-def _same(a: object, b: object) -> bool:
-    """Whether two values are one object, or equal numbers, strings or dtypes."""
-    if a is b:
-        return True
-    if type(a) is not type(b) or type(a) not in ATOMS:
-        return isinstance(a, tuple) and isinstance(b, tuple) and type(a) is type(b) is tuple and _all_same(a, b)
-    return repr(a) == repr(b) if isinstance(a, (float, complex)) else a == b
-
-
-def _same_or_equal(a: object, b: object) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.device == b.device:
-        return _same_values(a.detach(), b.detach())
-    return _same(a, b)
-
-
-def _all_same(these: tuple[Any, ...], those: tuple[Any, ...]) -> bool:
-    return len(these) == len(those) and all(map(_same, these, those))
-
-
-def _bits_of(tensor: Tensor) -> list[Tensor]:
-    parts = [part.resolve_conj().resolve_neg() for part in parts_of(tensor)]
-    parts = [part.int_repr() if part.is_quantized else part for part in parts]
-    parts = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
-    return [part.view(INTEGERS[part.itemsize]) if part.is_floating_point() else part for part in parts]
-
-
-def _same_values(these: Tensor, those: Tensor) -> bool:
-    """Whether tensors have the same bits."""
-    if any(getattr(these, name) != getattr(those, name) for name in ("shape", "dtype", "layout", "device")):
-        return False
-    return all(map(torch.equal, _bits_of(these), _bits_of(those)))
-
-
-def _differs(kind: Kind, was: Contents, now: Contents) -> bool:
-    if kind is TENSOR:
-        (memory, gradient, values), (memory_now, gradient_now, values_now) = was.values, now.values
-        moved = memory.layout is torch.strided and memory.data_ptr() != memory_now.data_ptr()
-        apart = was.keys != now.keys or gradient is not gradient_now or moved
-        return apart or not _same_values(values, values_now)
-    if kind is ARRAY:
-        (before,), (held,) = was.values, now.values
-        return was.keys != now.keys or (before.tobytes() != held.tobytes())
-    if kind is GENERATOR:
-        return was.keys != now.keys
-    if kind is SET:
-        return set(map(id, was.values)) != set(map(id, now.values)) and not _all_same(was.values, now.values)
-    return not (_all_same(was.keys, now.keys) and _all_same(was.values, now.values))
 
 
 @cache
@@ -566,13 +310,13 @@ class _Walk:
         if kind in WITHOUT_ATTRIBUTES or (_is_skipped(kind.__module__) and not isinstance(value, nn.Module)):
             return
         with suppress(AttributeError):
-            attributes = _attributes_of(value)
+            attributes = attributes_of(value)
             if isinstance(value, nn.Module):
                 self._visit_parts(value, attributes, path)
                 if getattr(value, "max_norm", None) is not None:  # Its forward writes its weight.
                     self._copied.update(map(id, value._parameters.values()))
             self._hold(ATTRIBUTES, value, path)
-        if _slots_of(kind):
+        if slots_of(kind):
             self._hold(SLOTS, value, path)
         self._reach(kind, path)
 
@@ -665,9 +409,9 @@ class _Walk:
         if is_lazy(tensor) or tensor.is_meta or is_wrapper(tensor) or tensor.grad_fn is not None:
             return
         with as_plain_tensors(), torch.no_grad():
-            keys, (memory, gradient, values) = _read_tensor(tensor)
+            keys, (memory, gradient, values) = read_tensor(tensor)
             earlier = self._like.get((TENSOR, id(tensor)))
-            shared = earlier is not None and _same_values(earlier.contents.values[2], values)
+            shared = earlier is not None and same_values(earlier.contents.values[2], values)
             values = earlier.contents.values[2] if earlier is not None and shared else copy_of(values)
             self.records[TENSOR, id(tensor)] = Record(
                 TENSOR, tensor, path, Contents(keys, (memory, gradient, values))
@@ -685,9 +429,9 @@ class _Walk:
             self._reach(held.base, path)
         if not held.flags.writeable:
             return
-        keys, _ = _read_array(held)
+        keys, _ = read_array(held)
         earlier = self._like.get((ARRAY, id(held)))
-        shared = earlier is not None and not _differs(ARRAY, earlier.contents, Contents(keys, (held,)))
+        shared = earlier is not None and not differs(ARRAY, earlier.contents, Contents(keys, (held,)))
         values = earlier.contents.values[0] if earlier is not None and shared else held.copy()
         self.records[ARRAY, id(held)] = Record(ARRAY, held, path, Contents(keys, (values,)))
         self.nbytes += 0 if shared else held.nbytes
@@ -767,7 +511,7 @@ class ReachableState:
     def changed_keys(self, earlier: "ReachableState") -> set[Key]:
         """Returns keys of the objects whose contents differ from those in an earlier state of the same roots."""
         pairs = ((key, earlier._records.get(key), now) for key, now in self._records.items())
-        return {key for key, was, now in pairs if was and _differs(now.kind, was.contents, now.contents)}
+        return {key for key, was, now in pairs if was and differs(now.kind, was.contents, now.contents)}
 
     def has(self, key: Key) -> bool:
         """Whether the roots reach an object, by its key."""
@@ -789,7 +533,7 @@ class ReachableState:
                 contents = contents._replace(values=tuple(moved.get(id(value), value) for value in contents.values))
             try:
                 with as_plain_tensors(), torch.no_grad():
-                    if _differs(kind, contents, kind.read(holder)):
+                    if differs(kind, contents, kind.read(holder)):
                         kind.write(holder, contents)
             except Exception:  # whatever code of a class raises, the other places are to be written
                 self.uncopyable.append(str(path))
@@ -805,10 +549,10 @@ class ReachableState:
             by_value: Whether a tensor may be replaced by another one with the same values.
         """
         places = dict[str, None]()
-        same = _same_or_equal if by_value else _same
+        are_same = same_or_equal if by_value else same
         for key, (kind, holder, path, now) in self._records.items():
             was = earlier._records[key].contents if key in earlier._records else None
-            if was is None or id(holder) in except_for or not _differs(kind, was, now):
+            if was is None or id(holder) in except_for or not differs(kind, was, now):
                 continue
             if kind in (TENSOR, ARRAY, GENERATOR) or not (was.keys or now.keys):
                 places[str(path)] = None
@@ -817,7 +561,7 @@ class ReachableState:
             apart = [
                 name
                 for name in {**before, **after}
-                if name not in before or name not in after or not same(before[name], after[name])
+                if name not in before or name not in after or not are_same(before[name], after[name])
             ]
             inner = [str(Path(path, kind.label(key))) for _, key in apart]
             if inner or not by_value:  # Without `inner`, only the order differs.
