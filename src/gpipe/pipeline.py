@@ -491,6 +491,7 @@ class GPipe(Partitioned):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             """Runs `forward`."""
 
+    @checked_entrance
     @untraced
     def verify(
         self,

@@ -118,6 +118,7 @@ def test_all_mistakes_come_in_one_error_and_nothing_was_drawn() -> None:
         ({"survive": True}, ["needs torch.distributed", "driver='lockstep' is for one process, and mesh= and"]),
         ({"survive": True, "driver": "x"}, ["needs torch.distributed", "driver='x'; known are"]),
         ({"survive": 1, "driver": "x"}, ["driver='x'; known are", "survive=1; give True or False"]),
+        ({"verify": "no", "driver": "x"}, ["driver='x'; known are", "verify='no'; give True or False"]),
     ],
     ids=str,
 )

@@ -62,6 +62,7 @@ class Arguments:
     driver: str | None
     mesh: "DeviceMesh | None"
     survive: bool = False
+    verify: bool = True
     slices: int = 1
     plan: Plan | None = None
     memory: object = None
@@ -239,7 +240,7 @@ def _check_numbers_and_names(asked: Arguments, mistakes: Mistakes) -> None:
         told = "; give the layers of each partition as partitions=" if layers and name == "balance" else ""
         words = ", ".join(map(repr, get_args(known)))
         mistakes.check(given in get_args(known), f"{name}={given!r}; known are {words}{told}")
-    for name in ("deferred_batch_norm", "sync_batch_norm", "survive"):
+    for name in ("deferred_batch_norm", "sync_batch_norm", "survive", "verify"):
         value = getattr(asked, name)
         mistakes.check(isinstance(value, bool), f"{name}={value!r}; give True or False")
     remedy = "with the second they are those of all replicas already, so leave out the first"

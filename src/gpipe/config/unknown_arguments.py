@@ -40,6 +40,7 @@ WORDS = {
 """Words of other libraries, and of other entrances of a pipe."""
 TOO_MANY = {
     "__init__": "give the layers as one: GPipe([layer, layer, ...], partitions, micro_batches), the rest by name",
+    "verify": "verify() takes (inputs, targets, loss_fn) by position. Pass the other arguments by name",
     "step": "step takes (inputs, targets, loss_fn), the rest by name; several inputs are a tuple or a dict",
     "forward": "a pipe takes one value, as its first layer does; give several as a tuple, pipe((x, mask)), or a dict",
 }
