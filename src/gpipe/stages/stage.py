@@ -303,7 +303,8 @@ class StageRun:
         """Tells crossings of the leaves from which others were made, and which of their tensors share memory."""
         flat: list[Tensor] = list(chain.from_iterable(roots))
         if len(flat) not in self._ancestors:
-            self._ancestors[len(flat)] = find_ancestors(flat)
+            # Without gradients, relations do not matter, and a view may lack the node that its base had.
+            self._ancestors[len(flat)] = find_ancestors(flat) if torch.is_grad_enabled() else set()
         first, addresses = 0, {id(tensor): storage_address(tensor) for some in tensors for tensor in some}
         used = Counter(address for address in addresses.values() if address)
         for crossing, some, held in zip(crossings, roots, tensors, strict=True):
