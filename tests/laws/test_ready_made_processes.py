@@ -24,9 +24,9 @@ def forwards(layers: Sequence[nn.Module], replica: int, step: int) -> list[Any]:
 
 
 def losses(layers: Sequence[nn.Module], replica: int, step: int) -> Tensor:
-    """The losses of a replica, each with its share in the loss of both, after all backwards if there is grad."""
-    rows = [[n for n, _ in sizes] for sizes in SIZES]
-    shares = [n / sum(map(sum, rows)) for n in rows[replica]]
+    """The losses of a replica, each weighted by its elements; after all backwards if there is grad."""
+    positions = [[rows * length for rows, length in sizes] for sizes in SIZES]
+    shares = [count / sum(map(sum, positions)) for count in positions[replica]]
     outputs, targets = forwards(layers, replica, step), data(SIZES[replica], 2 + replica)
     found = [squares(output, target) for output, target in zip(outputs, targets, strict=True)]
     for loss, share in zip(found, shares, strict=True):

@@ -191,7 +191,7 @@ DIFFERENT: dict[str, tuple[Layers, str]] = {
     "a number that two stages change": (partial(shared, "number"), "attribute calls"),
     "a buffer that two stages change": (partial(shared, "buffer"), "differs from the reference loop"),
     "a view that two stages change": (partial(shared, "view"), "differs from the reference loop"),
-    "statistics that two stages collect": (partial(shared, "statistics"), "the buffers"),
+    "statistics that two stages collect": (partial(shared, "statistics"), "its buffers"),
     "a tensor that two stages train": (one_leaf, "another stage trains too"),
     "a weight of another stage": (foreign_weight, r"reaches 0\.weight"),
 }

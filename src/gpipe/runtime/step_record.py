@@ -254,7 +254,8 @@ class StepRecord:
         if is_forward and is_last and m in run.losses and self.calls_loss:
             record.results[Quantity("the loss", m)] = digest([run.losses[m]])
         if kind is Kind.FORWARD and m == self._last_forward:
-            record.results[Quantity("the buffers", m)] = digest([*buffers_of(run.engine.stages[todo.stage])])
+            buffers = [*buffers_of(run.engine.stages[todo.stage])]
+            record.results[Quantity("the value of its buffers", m)] = digest(buffers)
         if kind not in (Kind.FORWARD, Kind.RECOMPUTE) and m == self._last_backward and record.weights is not None:
             record.weights.note()
 

@@ -206,7 +206,8 @@ class Stage:
         return value
 
     def __str__(self) -> str:
-        return f"stage {self.index}, from {self.layers[0]} to {self.layers[-1]},"
+        first, last = self.layers[0], self.layers[-1]
+        return f"stage {self.index}, {first}," if first is last else f"stage {self.index}, from {first} to {last},"
 
     def _run_layer(self, layer: Layer, value: Tree, call: StageCall) -> Tree:
         if layer.aliased is _OWN and not (layer.pop or layer.stash):  # as most
