@@ -277,7 +277,9 @@ class PinnedHost(_Moves):
         return ended
 
     def close(self) -> None:
-        """Lets the stream end by itself."""
+        """Waits for copies that a step that failed has left under way: their memory is freed next."""
+        if self.last is not None:
+            self._copies.synchronize()
 
 
 def host_of(stream: RankStream) -> Host:

@@ -262,12 +262,12 @@ def _clear(run: Run) -> None:
     run.record = run.evidence = None
     run.inputs, run.targets, run.outputs = (), (), {}
     for rank in run.ranks:
+        if rank.host is not None:
+            rank.host.close()  # before what it moves is freed
         rank.saved.clear()
         rank.waiting.clear()
         rank.handed.clear()
         rank.taken = []
-        if rank.host is not None:
-            rank.host.close()
 
 
 def _variables_set(variables: Sequence[Context]) -> list[str]:

@@ -268,9 +268,8 @@ class StepRecord:
         if self.calls_loss:
             return
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if (
-            self._replays is not None
-        ):  # One output may be computed from another: each receives its own recorded gradient, not the sum.
+        if self._replays is not None:
+            # One output may be computed from another: each receives its own recorded gradient, not the sum.
             ((*recorded,),) = self._replays.stages[stage].gradients[micro_batch]
             for tensor, gradient in zip(outputs, recorded, strict=True):
                 if isinstance(gradient, Tensor):
