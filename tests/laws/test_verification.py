@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.runtime import actions, passes
+from gpipe.runtime import actions, evidence, passes, replay, step_record
 from gpipe.runtime.verification import verify
+from gpipe.stages import loss_check
+from gpipe.stages.reachable_state import ReachableState
 from tests.support.plain_loop import assert_same_bits, plain_loop, squares
 
 Layers = Callable[[], list[nn.Module]]
@@ -442,6 +444,55 @@ def test_a_fault_of_the_runtime_is_caught(name: str, fault: Any, monkeypatch: py
     pipe = gpipe.GPipe(layers_around(nn.Tanh), 2, 4, costs="params", driver="lockstep")
     with pytest.raises(gpipe.VerificationError, match="gradient"):
         pipe.step(*batch(), squares)
+
+
+# Memory.
+
+
+def fail_from(first: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Makes all copies and digests of verification fail, from call number `first` on; returns the names of calls."""
+    calls: list[str] = []
+
+    def counted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        calls.append(function.__name__)
+        if len(calls) > first:
+            raise MemoryError
+        return function(*args, **kwargs)
+
+    for module in (step_record, evidence, replay, loss_check):
+        for name in ("copy_of", "copy_boundary", "digest", "replace_tensors"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, partial(counted, getattr(module, name)))
+    monkeypatch.setattr(ReachableState, "of", partial(counted, ReachableState.of))
+    return calls
+
+
+@DRIVERS
+@pytest.mark.parametrize("way", ["step", "call"])
+def test_without_memory_for_its_proof_a_step_has_the_same_results_and_a_finding(
+    way: str, driver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(first: float) -> tuple[gpipe.GPipe, list[str], int]:
+        with monkeypatch.context() as patch:
+            calls = fail_from(first, patch)  # type: ignore[arg-type]  # infinity, too
+            pipe = gpipe.GPipe(layers_around(MovingMean), 2, 4, costs="params", seed=3, driver=driver)
+            before = len(calls)
+            inputs, targets = batch()
+            if way == "step":
+                pipe.step(inputs, targets, squares)
+            else:
+                squares(pipe(inputs), targets).backward()
+            return pipe, calls, before
+
+    right, calls, before = run(float("inf"))
+    assert not any("verified" in text for text in right.findings)
+    most = len(calls)
+    ends = most - 1 - calls[::-1].index("of") if way == "step" else most  # then the loss is checked
+    for first in [*range(before, most, 7), most - 1]:
+        pipe, calls, _ = run(first)
+        assert_same_bits(pipe, [*right])
+        found = any("could not be verified: there is not enough memory" in text for text in pipe.findings)
+        assert found == (first < ends)
 
 
 # What a replay leaves.

@@ -6,9 +6,9 @@ Inputs and incoming gradients are kept as copies, for the replay. Results are ke
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from gpipe.stages.recompute_check import Digest, differ, digest
 from gpipe.stages.stage import HOOKED_NODE, Layer, Stage
 from gpipe.stages.tree import Tree, copy_of, replace_tensors, tensors_in
 
+P = ParamSpec("P")
+OUT_OF_MEMORY = torch.OutOfMemoryError, MemoryError
 RECORDED = 2  # micro-batches of a step
 RECORDED_KINDS = {Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT, *BACKWARDS}
 
@@ -128,6 +130,24 @@ class StageRecord:
         return [*self.written_inputs, *returned]
 
 
+def records(method: "Callable[Concatenate[StepRecord, P], None]") -> "Callable[Concatenate[StepRecord, P], None]":
+    """Drops the record of a step if there is not enough memory for it. The step goes on, and is not verified."""
+
+    @wraps(method)
+    def recording(record: "StepRecord", /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if record.is_dropped:
+            return
+        try:
+            method(record, *args, **kwargs)
+        except Exception as error:
+            is_dropped = record.is_dropped  # by another rank meanwhile, which has freed what this one needs
+            if record.is_replay or not (is_dropped or isinstance(error, OUT_OF_MEMORY)):
+                raise
+            record.drop()
+
+    return recording
+
+
 class StepRecord:
     """Records the stages of this process while a step runs, with its `work` in place of `WORK`."""
 
@@ -148,6 +168,7 @@ class StepRecord:
         self.stages = {stage.index: StageRecord() for stage in stages}
         self._output_nodes: dict[int, list[Node]] = {}  # the nodes of the outputs, until their backward
         self._gradients: dict[int, Digest] = {}
+        self.is_dropped = False
         self.looks_for_writer = False
         self.writer: str | None = None  # the layer that writes the input of its stage
         self.order: list[CompiledAction] = []  # the recorded forwards and backwards, as they were performed
@@ -157,10 +178,24 @@ class StepRecord:
         """The work of each kind of action, which records what it does."""
         return WORK | {kind: partial(self._perform, WORK[kind]) for kind in RECORDED_KINDS}
 
+    @property
+    def is_replay(self) -> bool:
+        return self._replays is not None
+
+    def drop(self) -> None:
+        """Frees what was recorded, and records no more."""
+        self.is_dropped, self.count = True, 0
+        for record in self.stages.values():
+            for copies in (record.inputs, record.targets, record.gradients):
+                copies.clear()
+            record.weights = None
+
+    @records
     def note_gradients(self, run: Run) -> None:
         """Records digests of `.grad` before the forward of a call."""
         self._gradients = self._digests_of_gradients(run)
 
+    @records
     def check_gradients(self, run: Run) -> None:
         """Raises if the forward of a call has added to gradients: its backward would begin with them."""
         for index, now in self._digests_of_gradients(run).items():
@@ -173,6 +208,7 @@ class StepRecord:
         stages = run.engine.stages
         return {at: digest([*map(gradient_of, parameters_of(run, stages[at]).values())]) for at in self.stages}
 
+    @records
     def begin_backwards(self, run: Run) -> None:
         """Copies the existing gradients, before backwards add to them."""
         for index, record in self.stages.items():
@@ -190,6 +226,7 @@ class StepRecord:
         work(run, rank, todo)
         self._end(record, run, rank, todo)
 
+    @records
     def _begin_forward(self, record: StageRecord, run: Run, rank: Rank, todo: CompiledAction) -> None:
         m = todo.micro_batch
         received = rank.taken if todo.stage else [rank.stream.take_value(run.inputs[m], None)]
@@ -204,6 +241,7 @@ class StepRecord:
                     run.targets[m], lambda target: copy_of(rank.stream.bring(target, None))
                 )
 
+    @records
     def _begin_backward(self, record: StageRecord, run: Run, rank: Rank, todo: CompiledAction) -> None:
         m = todo.micro_batch
         saved = rank.saved[todo.stage, m]
@@ -243,6 +281,7 @@ class StepRecord:
         record.actions[kind, todo.micro_batch] = todo
         self.order.append(todo)
 
+    @records
     def _end(self, record: StageRecord, run: Run, rank: Rank, todo: CompiledAction) -> None:
         m, kind = todo.micro_batch, todo.action.kind
         if self._replays is not None and record.weights is None:  # no backward has begun
@@ -259,6 +298,7 @@ class StepRecord:
         if kind not in (Kind.FORWARD, Kind.RECOMPUTE) and m == self._last_backward and record.weights is not None:
             record.weights.note()
 
+    @records
     def note_outputs(self, stage: int, micro_batch: int, output: Tree) -> None:
         """Records the output of the last stage, and its gradient if replays do not call the loss."""
         if micro_batch >= self.count:
@@ -281,8 +321,13 @@ class StepRecord:
             node for node in (tensor.grad_fn for tensor in outputs) if node is not None
         ]
         for at, tensor in enumerate(outputs):
-            tensor.register_hook(partial(_keep_copy, gradients, at))
+            tensor.register_hook(partial(self._keep_copy, gradients, at))
 
+    @records
+    def _keep_copy(self, gradients: Gradients, at: int, gradient: Tensor) -> None:
+        gradients[at] = copy_of(gradient)
+
+    @records
     def note_sent(self, todo: CompiledAction, messages: Sequence[Message]) -> None:
         """Records what an action sends to other stages."""
         if todo.micro_batch >= self.count:
@@ -325,16 +370,15 @@ class StepRecord:
         """Returns the function that a stage calls after each layer with the output, or None if it is not recorded."""
         if micro_batch >= self.count:
             return None
-        record = self.stages[stage]
+        return partial(self._note_layer, self.stages[stage], micro_batch)
 
-        def note(layer: Layer, value: Tree) -> None:
-            quantity = Quantity(f"the output of {layer}", micro_batch, str(layer))
-            record.results.setdefault(quantity, digest([value]))
-            if self.looks_for_writer and self.writer is None:
-                given = digest([crossing.value for crossing in record.given])
-                self.writer = str(layer) if differ(given, record.input_digests[micro_batch]) else None
-
-        return note
+    @records
+    def _note_layer(self, record: StageRecord, micro_batch: int, layer: Layer, value: Tree) -> None:
+        quantity = Quantity(f"the output of {layer}", micro_batch, str(layer))
+        record.results.setdefault(quantity, digest([value]))
+        if self.looks_for_writer and self.writer is None:
+            given = digest([crossing.value for crossing in record.given])
+            self.writer = str(layer) if differ(given, record.input_digests[micro_batch]) else None
 
 
 OUTPUT = "the value sent to the next stage"
@@ -387,10 +431,6 @@ def _is_one_of(leaf: Tensor, tensors: Sequence[Tensor]) -> bool:
 
 def _give(recorded: Tensor, gradient: Tensor) -> Tensor:
     return recorded
-
-
-def _keep_copy(gradients: Gradients, at: int, gradient: Tensor) -> None:
-    gradients[at] = copy_of(gradient)
 
 
 def parameters_of(run: Run, stage: Stage) -> dict[int, Tensor]:

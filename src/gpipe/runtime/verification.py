@@ -15,7 +15,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -27,6 +26,7 @@ from gpipe.runtime.run import Run
 from gpipe.runtime.step_record import (
     CALLS_BACKWARD,
     INPUT,
+    OUT_OF_MEMORY,
     Quantity,
     StageRecord,
     StepRecord,
@@ -91,6 +91,7 @@ THREAD_LOCALS = (
     "{places}: rank threads do not see what the calling thread has set in a threading.local. Use a "
     "contextvars.ContextVar, which they see, or driver='lockstep'."
 )
+NO_MEMORY = "there is not enough memory"
 NOT_REPLAYED = "{stages} could not be verified: {why}"
 WRITTEN_WEIGHTS = (
     "The step itself writes the weights {names}, so it could not be verified. The next step will be. If that step "
@@ -107,7 +108,11 @@ def begin(run: Run, verifier: Verifier) -> None:
         return
     if any(is_lazy(p) for stage in stages for layer in stage.layers for p in layer.module.parameters()):
         return  # The next step begins with their values, and is verified.
-    evidence = Evidence.of(run, verifier)
+    try:
+        evidence = Evidence.of(run, verifier)
+    except OUT_OF_MEMORY:
+        _give_up(run, verifier, NO_MEMORY)
+        return
     if run.engine.threaded and (places := evidence.began.thread_locals):
         run.findings.append(THREAD_LOCALS.format(places=_in_words(places)))
     if evidence.began.uncopyable:
@@ -122,7 +127,8 @@ def _give_up(run: Run, verifier: Verifier, why: str) -> None:
     finding = NOT_REPLAYED.format(stages="this step", why=why)
     run.findings.append(finding)
     verifier.findings.append(finding)
-    verifier.finish(run)
+    if why != NO_MEMORY:  # The next step may have enough.
+        verifier.finish(run)
 
 
 def _reason_against(stages: Sequence[Stage]) -> str:
@@ -143,25 +149,29 @@ def verify(run: Run, *, in_threads: bool) -> None:
     assert record is not None
     assert evidence is not None
     run.record = run.evidence = None
+    if record.is_dropped:
+        _give_up(run, evidence.verifier, NO_MEMORY)
+        return
     leaves = {key: leaf for each in record.stages.values() for key, leaf in each.reached.items()}
     gradients = {key: leaf.grad for key, leaf in leaves.items()}
     for leaf in leaves.values():
         leaf.grad = None
     wait_for_ranks(run)
-    written = evidence.written_weights(run)
-    copied = [*written.values(), *evidence.copied]
-    ended = StagesState.of(run, copied, evidence.began, calls_loss=evidence.calls_loss)
-    ended.leave_unused_generators(evidence.began)
-    replays = Replays(run, record, evidence.began)
-    verification = _Verification(run, record, evidence, ended, written, replays)
+    ended = None
     try:
+        written = evidence.written_weights(run)
+        copied = [*written.values(), *evidence.copied]
+        ended = StagesState.of(run, copied, evidence.began, calls_loss=evidence.calls_loss)
+        ended.leave_unused_generators(evidence.began)
+        replays = Replays(run, record, evidence.began)
+        verification = _Verification(run, record, evidence, ended, written, replays)
         findings = verification.find(in_threads=in_threads)
-    except (torch.OutOfMemoryError, MemoryError):
-        why = "there was not enough memory for the replay"
-        findings = [NOT_REPLAYED.format(stages="this step", why=why)]
+    except OUT_OF_MEMORY:
+        findings = [NOT_REPLAYED.format(stages="this step", why=NO_MEMORY)]
     finally:
         wait_for_ranks(run)
-        ended.restore()
+        if ended is not None:
+            ended.restore()
         for key, leaf in leaves.items():
             leaf.grad = gradients[key]
     evidence.verifier.compared += sum(map(StageRecord.count_results, record.stages.values()))
@@ -193,7 +203,7 @@ class _Verification:
             replay = self.replays.stages_alone(in_threads=in_threads and not shared)
             self._raise_if_written(replay)
             alone = self._differences(replay)
-        except (torch.OutOfMemoryError, MemoryError, VerificationError):
+        except (*OUT_OF_MEMORY, VerificationError):
             raise
         except Exception as error:  # Stages that are replayed in order may not raise it.
             alone = [(next(iter(self.record.stages)), Quantity(f"a replay raises {type(error).__name__}", 0))]
@@ -207,7 +217,7 @@ class _Verification:
         try:
             order = self.replays.reference_order([*self.record.stages])
             first, again = self.replays.all_stages(order), self.replays.all_stages(order)
-        except (torch.OutOfMemoryError, MemoryError):
+        except OUT_OF_MEMORY:
             raise
         except Exception as error:
             return NOT_REPLAYED.format(stages="this step", why=f"a replay raised {type(error).__name__}: {error}")

@@ -76,8 +76,13 @@ class LossWatch:
             return call_loss(loss_fn, *given)
         size = sum(tensor.nbytes for tensor in tensors_in(given))
         if self._checks and (len(self._kept) < LEAST or self._bytes + size <= ENOUGH_BYTES):
-            self._kept[m] = replace_tensors(given, lambda tensor: tensor.detach().clone())  # type: ignore[assignment]
-            self._bytes += size
+            try:
+                copies: Any = replace_tensors(given, lambda tensor: tensor.detach().clone())
+            except (torch.OutOfMemoryError, MemoryError):
+                self._checks = False
+            else:
+                self._kept[m] = copies
+                self._bytes += size
         reader = LossReader([])
         with nullcontext() if self._is_of_torch else reader:
             loss, metrics = call_loss(loss_fn, *given)
@@ -129,8 +134,12 @@ class LossWatch:
                             APART.format(first=chosen[0], last=chosen[-1], how=how, together=together, whole=whole)
                         ]
         except CannotCheckError as error:
-            return [] if self._is_certain(weights) else [UNCHECKED.format(how=how, why=error)]
-        return []
+            why = str(error)
+        except (torch.OutOfMemoryError, MemoryError):
+            why = "there is not enough memory"
+        else:
+            return []
+        return [] if self._is_certain(weights) else [UNCHECKED.format(how=how, why=why)]
 
     def _is_certain(self, weights: Sequence[float]) -> bool:
         """Whether the loss function is a loss of torch whose means divide by what the micro-batches count for."""
