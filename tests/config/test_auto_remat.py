@@ -161,6 +161,17 @@ def test_the_peak_of_each_partition_is_foretold_where_bytes_were_counted() -> No
     assert gpipe.GPipe(layers(), plan=plan).prediction.peak_bytes == plan.peak_bytes
 
 
+def test_the_peak_of_a_verified_step_has_two_micro_batches_more_of_what_each_stage_receives() -> None:
+    with pipe(10**6) as made:
+        peaks, verified = made.prediction.peak_bytes, made.prediction.verified_peak_bytes
+        assert peaks is not None
+        assert verified is not None
+        micro_batch = X.nbytes // 8
+        assert verified[0] - peaks[0] == 2 * 2 * micro_batch  # inputs, and gradients of outputs
+        assert verified[1] - peaks[1] == 2 * (1 + 3) * micro_batch  # targets, and what the loss check copies
+        assert gpipe.GPipe(layers(), 2, 8, sample=X).prediction.verified_peak_bytes is None
+
+
 # Over processes.
 
 

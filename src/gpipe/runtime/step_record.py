@@ -22,6 +22,7 @@ from gpipe.runtime.actions import WORK, Work
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.steps import CompiledAction, Connections
 from gpipe.schedule.action import Kind
+from gpipe.schedule.cost import VERIFIED
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.boundary import BoundaryInput, BoundaryValue, Gradients, copy_boundary, leaves_of
 from gpipe.stages.messages import Message
@@ -31,7 +32,6 @@ from gpipe.stages.tree import Tree, copy_of, replace_tensors, tensors_in
 
 P = ParamSpec("P")
 OUT_OF_MEMORY = torch.OutOfMemoryError, MemoryError
-RECORDED = 2  # micro-batches of a step
 RECORDED_KINDS = {Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT, *BACKWARDS}
 
 
@@ -160,7 +160,7 @@ class StepRecord:
         calls_loss: bool = True,
         replays: "StepRecord | None" = None,
     ) -> None:
-        self._recorded = min(RECORDED, micro_batches // slices)
+        self._recorded = min(VERIFIED, micro_batches // slices)
         self.count = self._recorded * slices
         self._last_forward, self._last_backward = self.count - 1, (self._recorded - 1) * slices
         self._replays = replays

@@ -6,6 +6,8 @@ from typing import NamedTuple, assert_never
 
 from gpipe.schedule.action import Action, Kind
 
+VERIFIED = 2  # micro-batches of a verified step that are recorded and replayed
+
 
 @dataclass(frozen=True)
 class StageCost:
@@ -16,7 +18,8 @@ class StageCost:
     both; `handed_on` and `handed_back` what its forward and its backward send to others; `state` the weights,
     gradients and optimizer state, whatever the micro-batches, and of sharded ones no more than the shards: `gathered`
     are those when they are gathered, and so many bytes have their gradients too. Of a backward in two parts `late` is
-    what the first leaves for the second, `working_input` and `working_weight` what they need beside.
+    what the first leaves for the second, `working_input` and `working_weight` what they need beside. `recorded` is
+    what a verified step copies for its replay, and `gradients` the gradients of the weights, which that needs anew.
 
     >>> StageCost(1.0, 2.0, backward_input=1.0, backward_weight=3.0).weight_share
     0.75
@@ -43,6 +46,8 @@ class StageCost:
     late: int | None = None  # None: boundary and inside
     working_input: int | None = None  # None: as much as working
     working_weight: int = 0
+    recorded: int = 0
+    gradients: int = 0
 
     def shared_by(self, slices: float) -> "StageCost":
         """What each of so many slices of the micro-batch costs, as if tokens cost the same wherever they stand.

@@ -357,6 +357,9 @@ class Prediction:
         timeline: When, if each rank has a device or a core of its own and all micro-batches are of one size.
         unit: Of costs and timeline: seconds where they were measured; else only proportions have a meaning.
         peak_bytes: The most that each rank holds; None where no bytes were counted.
+        verified_peak_bytes: The most that each rank holds in a step that is verified: the first one, above all. The
+            step copies what two micro-batches bring to each stage. Its replay computes the gradients of one stage at
+            a time, beside those of the step.
 
     >>> from gpipe.schedule.partition import given
     >>> from gpipe.schedule.schedules import fill_drain
@@ -370,6 +373,7 @@ class Prediction:
     timeline: Timeline
     unit: Literal["seconds", "relative"]
     peak_bytes: tuple[int, ...] | None
+    verified_peak_bytes: tuple[int, ...] | None = None
 
     @property
     def bubble(self) -> float:
@@ -406,8 +410,20 @@ def predict(
     54.0
     """
     timeline = simulate(program, stage_costs(partition) if costs is None else costs).timeline
-    peak_bytes = None if held is None else simulate(program, held).peak_bytes
-    return Prediction(partition, program, timeline, "seconds" if in_seconds else "relative", peak_bytes)
+    peaks = None if held is None else simulate(program, held).peak_bytes
+    verified = None if held is None or peaks is None else _verified_peaks(program, held, peaks)
+    return Prediction(partition, program, timeline, "seconds" if in_seconds else "relative", peaks, verified)
+
+
+def _verified_peaks(program: Program, held: Costs, peaks: Sequence[int]) -> tuple[int, ...]:
+    """The most that each rank holds in a step that is verified and in its replay, which recomputes nothing."""
+    found = []
+    for rank, peak in enumerate(peaks):
+        own = [cost for cost, other in zip(held, program.rank_of, strict=True) if other == rank]
+        state, recorded = sum(cost.state for cost in own), sum(cost.recorded for cost in own)
+        replay = max((cost.gradients + cost.boundary + cost.inside + cost.working for cost in own), default=0)
+        found.append(max(peak, state + replay) + recorded)
+    return tuple(found)
 
 
 def stage_costs(partition: Partition) -> tuple[StageCost, ...]:

@@ -75,7 +75,8 @@ class LossWatch:
         if self._is_decided and not self._checks:
             return call_loss(loss_fn, *given)
         size = sum(tensor.nbytes for tensor in tensors_in(given))
-        if self._checks and (len(self._kept) < LEAST or self._bytes + size <= ENOUGH_BYTES):
+        fits = not self._is_of_torch and self._bytes + size <= ENOUGH_BYTES
+        if self._checks and (len(self._kept) < LEAST or fits):
             try:
                 copies: Any = replace_tensors(given, lambda tensor: tensor.detach().clone())
             except (torch.OutOfMemoryError, MemoryError):

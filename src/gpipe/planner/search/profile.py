@@ -8,7 +8,7 @@ from operator import add
 from typing import Literal
 
 from gpipe.planner.search.device import Device
-from gpipe.schedule.cost import StageCost
+from gpipe.schedule.cost import VERIFIED, StageCost
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class LayerProfile:
     leaving: Line = NOTHING  # of what it gives and does not keep: behind a stage's last layer the graph or loss does
     # that the first part of its backward leaves for the second; that each needs
     halves: tuple[Line, ...] | None = None
+    gradients: float = 0.0  # of its weights
     buffers: float = 0.0  # of its buffers, of which each micro-batch that is recomputed has a copy
 
 
@@ -135,6 +136,8 @@ class SizedProfile:
         known, counted = (all(layer.parts for layer in own), all(layer.halves for layer in own))
         inputs, weights = (sum(part) / speed if known else None for part in zip(*self.parts[run], strict=True))
         late, beside, then = map(round, self.halves(first, end))
+        buffers, entering = sum(layer.buffers for layer in own), self.entering(first, end)
+        handed_on = 0 if end == len(self.layers) else self.layers[end].boundary.at(self.rows)
         inside = sum(self.kept[run]) - own[0].keeps_input.at(self.rows) + own[-1].leaving.at(self.rows)
         return StageCost(
             sum(self.forward[run]) / speed,
@@ -142,15 +145,18 @@ class SizedProfile:
             inputs,
             weights,
             sum((layer.recompute or layer.forward).at(self.rows) for layer in own) / speed,
-            boundary=round(self.entering(first, end) + sum(layer.buffers for layer in own)),
+            boundary=round(entering + buffers),
             inside=round(inside),
             working=round(self.working(first, end)),
             state=round(sum(layer.state for layer in own)),
-            handed_on=0 if end == len(self.layers) else round(self.layers[end].boundary.at(self.rows)),
-            handed_back=round(self.entering(first, end)) if first else 0,
+            handed_on=round(handed_on),
+            handed_back=round(entering) if first else 0,
             late=late if counted else None,
             working_input=beside if counted else None,
             working_weight=then,
+            # A loss is given copies of outputs and targets once more, when it is checked.
+            recorded=round(VERIFIED * (entering + buffers + max(handed_on, 3 * self._loss(end)))),
+            gradients=round(sum(layer.gradients for layer in own)),
         )
 
 
