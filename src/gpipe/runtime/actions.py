@@ -21,7 +21,7 @@ from gpipe.stages.messages import Message, ReadyEvent
 from gpipe.stages.recompute_check import Fingerprint, recompute_error, tensors_left_on
 from gpipe.stages.slices import SliceKeys
 from gpipe.stages.stage import BACKWARD_INSIDE, SHARED_IN_PLACE, Stage, StageCall, StageOutput, StageRun
-from gpipe.stages.tree import Tree, replace_tensors, tensors_in
+from gpipe.stages.tree import Tree, replace_tensors, tensors_in, version
 
 Work: TypeAlias = Callable[[Run, Rank, CompiledAction], None]
 _NOTHING = nullcontext()
@@ -315,10 +315,15 @@ def _refuse_recompute(
     """Refuses a recompute that differs, and says which layer is to blame, if it does so again."""
     arrived = {name: crossing.value for name, crossing in zip(ends.skips_in, saved.given, strict=False)}
     call, layer = StageCall(arrived, run.rng_key(m), saved.progress), None
+    weights = {
+        part.full_name(name): weight for part in own.stage.layers for name, weight in part.module.named_parameters()
+    }
+    versions = {name: version(weight) for name, weight in weights.items()}
     if not run.context.awaits_backwards:  # else BatchNorm would wait for what the replicas do not send again
         with run.thread_state.around_layers():
             layer = own.stage.find_unsteady(saved.given[-1].value, call, as_before)
+    written = [name for name, weight in weights.items() if version(weight) != versions[name]]
     if layer is None:
-        raise recompute_error("a layer of this partition", tensors_left_on(run.engine.own))
+        raise recompute_error("a layer of this partition", tensors_left_on(run.engine.own), written)
     saved.progress.found = str(layer)
-    raise recompute_error(str(layer))
+    raise recompute_error(str(layer), written=written)

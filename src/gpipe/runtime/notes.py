@@ -61,8 +61,8 @@ TOO_FEW_VALUES = (
 )
 CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 OF_ANOTHER = (
-    "\nif that is a buffer, which each micro-batch's forward writes, this backward needs what it was before "
-    "another's: let the forward compute with a copy, x * self.mean.clone(), or run anew, remat='always'"
+    "\nIf a forward writes this tensor (a buffer or a frozen weight), a later micro-batch has changed it "
+    "before this backward. Compute with a clone: x * self.mean.clone(). For a buffer, remat='always' also helps."
 )
 
 

@@ -96,16 +96,21 @@ def _words(tensor: Tensor, *, copied: bool) -> list[Tensor]:
     return [table.sum(0), table.sum(1), memory[rows * 8 * COLUMNS :].clone()]
 
 
-OTHERWISE = (
-    "a recompute gave other values than its forward, and the gradients would be wrong: {layer} depends on what no "
-    "key reaches (numpy's or Python's random, a count of its own, the time, what another layer has left somewhere), "
-    "or was changed between a call and its backward (requires_grad, an attribute, a weight by .data); draw by "
-    "torch's functions, keep what changes in buffers, stash and pop what layers leave for each other, or use "
-    "remat='never' for this partition"
+DIFFERS = (
+    "The recomputation of {layer} gave different values than its forward, so gradients would be wrong. The layer "
+    "depends on state that has changed in between: random numbers of numpy or Python, a counter, the time, a value "
+    "that another layer left on a module, or an attribute or weight that was changed before backward(). Draw with "
+    "torch, keep state that changes in buffers (register_buffer), stash and pop values for other layers, or pass "
+    "remat='never' for this stage."
+)
+WRITES_WEIGHTS = (
+    "The recomputation of {layer} gave different values than its forward, so gradients would be wrong. Its forward "
+    "writes the weights {names}, and the recomputation reads the written values. Pass remat='never' for this stage, "
+    "or update these weights after pipe.step(...)."
 )
 LEFT = (
-    "perhaps it reads a tensor that was left on a module ({left}), which is by now that of another micro-batch: have "
-    "the layer that makes it stash it, and pop it where it is used"
+    "A layer left a tensor on a module ({left}), which may belong to a later micro-batch by now. Stash the tensor in "
+    "the layer that makes it, and pop it where it is used."
 )
 
 
@@ -134,9 +139,17 @@ class Fingerprint(NamedTuple):
         return differ(self.digest, other.digest)
 
 
-def recompute_error(layer: str, left: str = "") -> RecomputeError:
-    """The error of a recompute that did otherwise; `left` are tensors that layers left on modules."""
-    error = RecomputeError(OTHERWISE.format(layer=layer))
+def recompute_error(layer: str, left: str = "", written: Sequence[str] = ()) -> RecomputeError:
+    """Returns the error for a recomputation that differs from its forward.
+
+    Args:
+        layer: A description of the layer.
+        left: Tensors that layers left on modules.
+        written: Names of weights that the forward of the layer writes.
+    """
+    if written:
+        return RecomputeError(WRITES_WEIGHTS.format(layer=layer, names=", ".join(written)))
+    error = RecomputeError(DIFFERS.format(layer=layer))
     if left:
         error.add_note(LEFT.format(left=left))
     return error
