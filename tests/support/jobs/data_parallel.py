@@ -135,7 +135,7 @@ class _Waiting(torch.autograd.Function):
 
 
 def overlap(rank: int, world: int) -> Json:
-    """The last backward of the first stage waits until the last stages have reduced; gives the timeline."""
+    """The last backward of the first stage waits until the last stages have reduced; returns the loss."""
     real = collectives.add_over_replicas
 
     def add_and_say_so(*args: Any) -> Any:
@@ -153,11 +153,9 @@ def overlap(rank: int, world: int) -> Json:
         def loss_of(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
             return F.mse_loss(output * target[1][:, None], target[0] * target[1][:, None])
 
-        with gpipe.record(pipe) as recording:
-            pipe.step(x, (y, first), loss_of)
+        return pipe.step(x, (y, first), loss_of).item()
     finally:
         vars(context)["add_over_replicas"] = real
-    return [(span.rank, str(span.action), span.start, span.end) for span in recording.timelines[-1].spans]
 
 
 class Marks(nn.Module):
