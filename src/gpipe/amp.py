@@ -8,7 +8,7 @@ import torch.distributed as dist
 from gpipe._torch.modules import LocalGradScaler, awaits_unscale, found_infinite, note_infinite
 from gpipe.distributed.agree import agree
 from gpipe.pipeline import GPipe
-from gpipe.runtime.inputs import scaler_device
+from gpipe.stages.inputs import scaler_device
 
 
 class GradScaler(LocalGradScaler):

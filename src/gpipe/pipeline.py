@@ -24,15 +24,6 @@ from gpipe.planner.search.found import Plan
 from gpipe.runtime.autograd import pipelined
 from gpipe.runtime.context import Request
 from gpipe.runtime.engine import Wanted
-from gpipe.runtime.inputs import (
-    check_loss_fn,
-    check_numbers,
-    read_scale,
-    refuse_gradients_of_inputs,
-    refuse_transforms,
-    split_alike,
-    split_targets,
-)
 from gpipe.runtime.passes import run_step
 from gpipe.runtime.recorder import Recorder
 from gpipe.runtime.run import Run
@@ -43,6 +34,15 @@ from gpipe.schedule.program import Program, in_cell
 from gpipe.schedule.schedules.by_name import Maker
 from gpipe.schedule.simulate import Prediction, predict
 from gpipe.stages.boundary import BoundaryValue, detach_boundary
+from gpipe.stages.inputs import (
+    check_loss_fn,
+    check_numbers,
+    read_scale,
+    refuse_gradients_of_inputs,
+    refuse_transforms,
+    split_alike,
+    split_targets,
+)
 from gpipe.stages.loss_check import LossWatch
 from gpipe.stages.losses import (
     LossModule,

@@ -11,8 +11,8 @@ from torch import Tensor
 from gpipe._torch.modes import intra_op_threads
 from gpipe._torch.modules import AnyBatchNorm, global_hooks
 from gpipe.errors import VerificationError
-from gpipe.runtime.inputs import split_alike
 from gpipe.runtime.verifier import Verifier
+from gpipe.stages.inputs import split_alike
 from gpipe.stages.losses import call_loss, own_loss, read_average
 from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights
 from gpipe.stages.reachable_state import ReachableState

@@ -29,11 +29,11 @@ from gpipe.generation.loops import Loop, loops_of, said_once
 from gpipe.generation.paths import KEY, Passing, Path, cache_in, find_path, foretell
 from gpipe.runtime.context import Context
 from gpipe.runtime.engine import Engine
-from gpipe.runtime.inputs import split_alike
 from gpipe.runtime.threads import ThreadState
 from gpipe.schedule.action import Action
 from gpipe.schedule.schedules import forward_only_table
 from gpipe.stages.boundary import BoundaryValue
+from gpipe.stages.inputs import split_alike
 from gpipe.stages.messages import Cancelled, Control, Label
 from gpipe.stages.microbatch import merge
 from gpipe.stages.stage import LayerProgress
