@@ -25,10 +25,11 @@ from bench.report import describe, table, write
 from bench.run import setup_for
 from bench.setup import Setup
 from bench.workloads import WORKLOADS
-from gpipe.runtime.recorder import Recorder
+from gpipe.features.recorder import Recorder
+from gpipe.runtime.compiled_table import CompiledAction
+from gpipe.runtime.feature import Work
 from gpipe.runtime.run import Rank
 from gpipe.runtime.run import Run as MiniBatch
-from gpipe.runtime.steps import CompiledAction
 from gpipe.schedule.action import COMPUTE, Action
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.simulate import simulate
@@ -53,10 +54,10 @@ class Watch(Recorder):
         super().__init__(keep=1)
         self.cells: dict[Action, tuple[float, ...]] = {}
 
-    def work(self, run: MiniBatch, rank: Rank, step: CompiledAction) -> None:
-        """Does an action of a rank between two readings."""
+    def perform(self, perform: Work, run: MiniBatch, rank: Rank, step: CompiledAction) -> None:
+        """Performs an action of a rank between two readings."""
         before, start = resource.getrusage(resource.RUSAGE_THREAD), time.perf_counter()
-        super().work(run, rank, step)
+        super().perform(perform, run, rank, step)
         seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_THREAD)
         self.cells[step.action] = (
             seconds,

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -18,8 +17,8 @@ from torch.nn.functional import mse_loss
 import gpipe
 from bench.machine import facts
 from bench.report import describe, interval, table, write
-from gpipe.runtime.actions import WORK
-from gpipe.runtime.recorder import Recorder
+from gpipe.features.recorder import Recorder
+from gpipe.runtime.feature import Work
 from gpipe.runtime.streams import RankStream
 from gpipe.schedule.action import Kind, parse_action
 
@@ -28,29 +27,33 @@ DRIVERS = ("threads", "lockstep")
 
 
 class Nothing:
-    """A rank that does nothing."""
+    """A rank, and a run, that do nothing."""
 
     stream = RankStream(torch.device("cpu"))
+
+    def feature(self, kind: type) -> None:
+        """Has none."""
 
 
 class Step:
     """A step of a table."""
 
-    action, rank, takes = parse_action("0F0"), 0, ()
+    action, rank = parse_action("0F0"), 0
 
 
 def price(events: int = 20_000) -> float:
     """Seconds for each event."""
     recorder, step = Recorder(keep=1), Step()
-    given: Any = None, Nothing(), step  # as much of them as it uses
-    with mock.patch.dict(WORK, {Kind.FORWARD: lambda *_: None}):
-        start = time.perf_counter()
-        for _ in range(events):
-            WORK[Kind.FORWARD](*given)
-        without = time.perf_counter() - start
-        start = time.perf_counter()
-        for _ in range(events):
-            recorder.do(*given)
+    given: Any = Nothing(), Nothing(), step  # as much of them as it uses
+    work: dict[Kind, Work] = {Kind.FORWARD: lambda *_: None}
+    start = time.perf_counter()
+    for _ in range(events):
+        work[Kind.FORWARD](*given)
+    without = time.perf_counter() - start
+    recorder.perform_actions(given[0], work)
+    start = time.perf_counter()
+    for _ in range(events):
+        work[Kind.FORWARD](*given)
     return (time.perf_counter() - start - without) / events
 
 

@@ -80,8 +80,8 @@ ALLOWED = {
 """Private names, of torch or others, that modules beside `_torch` may use."""
 UNDOCUMENTED = {
     "redispatch": {"stages/rng.py"},
-    "autocast_increment_nesting": {"runtime/threads.py"},
-    "autocast_decrement_nesting": {"runtime/threads.py"},
+    "autocast_increment_nesting": {"stages/thread_state.py"},
+    "autocast_decrement_nesting": {"stages/thread_state.py"},
     "BackwardCFunction": {"stages/boundary.py", "stages/rng.py"},
     "conv_flop_count": {"planner/profile.py"},
     "sdpa_flop_count": {"planner/profile.py"},

@@ -13,7 +13,7 @@ from gpipe._torch.modules import hold_state_of
 from gpipe.config.settings import Settings
 from gpipe.distributed.norms import find_tied_names, guard_part
 from gpipe.distributed.processes import OneProcess
-from gpipe.runtime.recorder import Recorder
+from gpipe.features.recorder import Recorder
 from gpipe.stages.inputs import NO_GRAPH
 from gpipe.stages.skips import Sequential
 

@@ -44,7 +44,7 @@ def detect_nonfinite(pipe: GPipe) -> Iterator[None]:
         for layer in stage.layers:
             for module in modules_run(layer.module):
                 layers.setdefault(module, []).append(layer.name)
-    last, is_over = pipe._engine.stages[-1].layers[-1].module, False
+    last, is_over = pipe._engine.all[-1].layers[-1].module, False
 
     def look(words: str, module: nn.Module, *seen: Any) -> None:
         if not is_over:  # as it is where an interrupt came before there was a handle to remove this hook by

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.optim import Optimizer
 
-from gpipe.runtime.offload import give_back, room_for
+from gpipe.features.offload import give_back, room_for
 
 SMALL = 4096  # bytes of state that stays where it is: counts of steps
 

@@ -17,18 +17,20 @@ from gpipe.config.findings import Examination, summary
 from gpipe.config.reference import VerificationReport, verify
 from gpipe.config.unknown_arguments import check_names, checked_entrance
 from gpipe.distributed.norms import clip_grad_norm_
+from gpipe.features.chosen import new_features
+from gpipe.features.loss_check import LossWatch
+from gpipe.features.recorder import Recorder
+from gpipe.features.sharding import reject_sharded
+from gpipe.features.verification.feature import Verification
+from gpipe.features.verification.verifier import Verifier
 from gpipe.generation.generate import cache_bytes, generate
 from gpipe.generation.paths import Path
 from gpipe.module import Partitioned
 from gpipe.planner.search.found import Plan
 from gpipe.runtime.autograd import pipelined
-from gpipe.runtime.context import Request
-from gpipe.runtime.engine import Wanted
-from gpipe.runtime.passes import run_step
-from gpipe.runtime.recorder import Recorder
+from gpipe.runtime.executor import run_step
 from gpipe.runtime.run import Run
-from gpipe.runtime.threads import ThreadState
-from gpipe.runtime.verifier import Verifier
+from gpipe.schedule.lowering import ProgramKey
 from gpipe.schedule.partition import Balance
 from gpipe.schedule.program import Program, in_cell
 from gpipe.schedule.schedules.by_name import Maker
@@ -43,7 +45,6 @@ from gpipe.stages.inputs import (
     split_alike,
     split_targets,
 )
-from gpipe.stages.loss_check import LossWatch
 from gpipe.stages.losses import (
     LossModule,
     check_weights_of_rows,
@@ -51,10 +52,12 @@ from gpipe.stages.losses import (
     own_loss,
     read_average,
 )
+from gpipe.stages.messages import Request
 from gpipe.stages.microbatch import MicroBatches, Reduction, merge, plain
 from gpipe.stages.replica_state import beginning_of, state_of, take_state, undo_of
 from gpipe.stages.sequence import Layers
 from gpipe.stages.skips import find_loss_pops, skip_names
+from gpipe.stages.thread_state import ThreadState
 from gpipe.stages.tree import Tree, is_sharded, tensors_in
 from gpipe.tracing.layers_of import ModelLayers
 from gpipe.tracing.own_loss import join
@@ -226,7 +229,7 @@ class GPipe(Partitioned):
     def program(self) -> Program:
         """The table that a training step of M micro-batches runs."""
         slices = self._settings.slices
-        return self._engine.compiled(Wanted(self.micro_batches * slices, trains=True, slices=slices)).program
+        return self._engine.compiled(ProgramKey(self.micro_batches * slices, trains=True, slices=slices)).program
 
     @property
     def prediction(self) -> Prediction:
@@ -244,7 +247,7 @@ class GPipe(Partitioned):
         if costs is not None and known.slices > 1:  # which were measured of whole micro-batches
             costs = tuple(cost.shared_by(known.slices) for cost in costs)
         if held is not None:
-            sharded, replicas = self._engine.sharded, self._engine.replicas
+            sharded, replicas = self._engine.gathered, self._engine.replicas
             held = tuple(sharded[at].cost(cost, replicas) if at in sharded else cost for at, cost in enumerate(held))
         return predict(known.partition, self.program, costs, in_seconds=known.in_seconds, held=held)
 
@@ -328,18 +331,20 @@ class GPipe(Partitioned):
         def do(run: Run) -> list[Any]:
             run.slices = slices
             run.loss_fn = own_loss if is_own else loss_fn
-            with run.context.entered(self.recorder is not None):
+            with run.context.run_scope():
                 if not isinstance(losses, list | None):
                     raise TypeError(f"losses is a {type(losses).__name__}; give a list, which will hold each")
-                devices = [stage.device for stage in self._engine.stages]
+                devices = [stage.device for stage in self._engine.all]
                 factor = read_scale(scale, scaler, devices, processes=self._processes.size)
                 parts = self._split(run, plain(inputs), targets, reduction)
-                run.verifies = self._verifier.wants(run)
+                verification = run.feature(Verification)
+                assert verification is not None
+                verification.decide(run)
                 run.context.agree(run, Request.STEP)
-                self._weigh(run, targets, parts, reduction, factor)
+                watch = self._weigh(run, targets, parts, reduction, factor, checks=verification.wanted)
                 run_step(run)
-                if run.verifies:
-                    run.tell(run.check_loss())
+                if watch is not None and verification.wanted:
+                    run.report_findings(watch.check(run))
                 return run.context.finish(run, run.result(), trains=run.trains)
 
         run, results = self._until_done(do)
@@ -361,7 +366,7 @@ class GPipe(Partitioned):
         if self._engine.reads_targets:
             check_loss_fn(run.loss_fn)
             if reduction is not None:
-                run.tell(find_contradiction(run.loss_fn, reduction))
+                run.report_findings(find_contradiction(run.loss_fn, reduction))
         values, parts = list[Tree](), list[list[Tree]]()
         if self._engine.reads_inputs:
             both = self._engine.reads_targets and run.loss_fn is not own_loss
@@ -385,27 +390,34 @@ class GPipe(Partitioned):
             else:
                 begun = traced.begin(values, over_replicas, for_output=for_output)
             run.path, run.own_weights = begun.trace, tuple(begun.shares)
-            run.tell(begun.findings)
+            run.report_findings(begun.findings)
             values = begun.states
         return [values, *others]
 
-    def _weigh(self, run: Run, targets: Tree, parts: list[Tree], reduction: Reduction | None, scale: float) -> None:
-        """Gives a run its targets and what each micro-batch counts for, where the last stage is."""
+    def _weigh(
+        self, run: Run, targets: Tree, parts: list[Tree], reduction: Reduction | None, scale: float, *, checks: bool
+    ) -> LossWatch | None:
+        """Sets the targets of a run and the weights of micro-batches, where the last stage is.
+
+        Returns the watch of the loss function, unless its average is known and need not be checked.
+        """
+        watch: LossWatch | None = None
         if not self._engine.reads_targets:
-            return
+            return watch
         run.scale = scale
         keyed: dict[str, object] = {"pipe.seed": run.seed, "autocast": run.thread_state.autocasts}
         if run.loss_fn is own_loss:
             run.context.check_same(reduction="the model's own", scale=scale, **keyed)
             run.targets = [None] * len(run.micro_batch_sizes)
             run.set_weights(run.own_weights)
-            return
+            return watch
         run.targets = parts or split_targets(targets, run.micro_batch_sizes, ready_made=run.ready_made)
         if reduction is None:
             rows = run.micro_batch_sizes
             average = read_average(run.loss_fn, run.targets[0], rows[0], ready_made=run.ready_made)
-            if average is None or run.verifies:
-                run.watch = LossWatch(average, is_of_torch=average is not None, checks=run.verifies)
+            if average is None or checks:
+                watch = LossWatch(average, is_of_torch=average is not None, checks=checks)
+                run.call_loss = watch.call_loss
             if average is not None:
                 check_weights_of_rows(run.loss_fn, run.targets, rows)
                 reduction = average.reduction
@@ -413,6 +425,7 @@ class GPipe(Partitioned):
         run.context.check_same(reduction=told, scale=scale, **keyed)
         if reduction is not None:  # Otherwise the first call of the loss function decides.
             run.weigh(reduction)
+        return watch
 
     @checked_entrance
     @untraced
@@ -454,7 +467,7 @@ class GPipe(Partitioned):
                 "survive=True: a step is done again without a lost replica, and a call with a backward to come "
                 "cannot be; use step(), or torch.no_grad()"
             )
-        with run.context.entered(self.recorder is not None):
+        with run.context.run_scope():
             if run.trains and not gather and self._processes.position is not None:
                 why = "under grad every process needs the output, to call backward()"
                 raise ValueError(f"{why}: use pipe(inputs, gather=True), or torch.no_grad()")
@@ -465,7 +478,9 @@ class GPipe(Partitioned):
                 (values,) = self._cut(run, {"inputs": inputs}, for_output=True)
                 cuts = list(map(detach_boundary, values))
                 run.inputs, leaves = [crossing for crossing, _ in cuts], [roots for _, roots in cuts]
-            run.verifies = self._verifier.wants(run)
+            verification = run.feature(Verification)
+            assert verification is not None
+            verification.decide(run)
             run.context.agree(run, Request.CALL)
             if not self._engine.reads_inputs:
                 run.inputs = [BoundaryValue(None, [])] * len(run.micro_batch_sizes)
@@ -603,23 +618,26 @@ class GPipe(Partitioned):
         if run.ready_made:
             return outputs
         rows = run.micro_batch_sizes
-        return join(outputs, rows, run.own_weights) if self.is_model else merge(outputs, rows, run.tell)
+        return join(outputs, rows, run.own_weights) if self.is_model else merge(outputs, rows, run.report_findings)
 
     def _new_run(self) -> Run:
         """A mini-batch that begins here."""
         given, layers = self._given or (None, [])
         if given is not None and (model := given()) is not None and list(map(id, model._modules.values())) != layers:
             raise ValueError(REPLACED)
+        if self._processes.position is None:
+            reject_sharded(self._engine.own)
+        context = self._processes.context()
+        context.notes_messages = self.recorder is not None
         return Run(
             self._engine,
-            self._processes.context(),
+            context,
             ThreadState.here(),
             self._settings.seed,
             self.step_number,
             self.training,
-            self.recorder,
-            tell=self._examination.tell,
-            verifier=self._verifier,
+            new_features(Verification(self._verifier), self.recorder),
+            report_findings=self._examination.tell,
         )
 
     def _until_done(self, do: Callable[[Run], list[Any]]) -> tuple[Run, list[Any]]:
@@ -631,7 +649,9 @@ class GPipe(Partitioned):
             return do(begun[0])
 
         def late(gathered: list[Any]) -> list[Any]:  # it has ended well for others, and so for this process
-            begun[0].settle()
+            if self.recorder is not None:
+                self.recorder.ended = None  # the other processes have recorded nothing of it
+            begun[0].hooks.complete(begun[0])
             return [theirs for theirs, *_ in gathered]
 
         grad = torch.is_grad_enabled()

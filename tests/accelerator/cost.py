@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.runtime import passes
+from gpipe.runtime import executor
+from gpipe.runtime.compiled_table import CompiledAction
 from gpipe.runtime.run import Rank, Run
-from gpipe.runtime.steps import CompiledAction
 from tests.accelerator.placing import CPU, DEVICES, FIRST, SIMULATOR, moved
 
 RANKS, M, STEPS, ROUNDS = 4, 16, 4, 15
@@ -56,12 +56,12 @@ class Timed:
 
     def __init__(self) -> None:
         self.seconds = defaultdict[str, list[float]](list)
-        self._do = passes.do
+        self._perform = executor.perform
 
-    def do(self, run: Run, rank: Rank, todo: CompiledAction) -> None:
+    def perform(self, run: Run, rank: Rank, task: CompiledAction) -> None:
         began = process_time()
-        self._do(run, rank, todo)
-        self.seconds[str(todo.action.kind.value)].append(process_time() - began)
+        self._perform(run, rank, task)
+        self.seconds[str(task.action.kind.value)].append(process_time() - began)
 
 
 def step_seconds(pipe: gpipe.GPipe, x: Tensor) -> float:
@@ -92,9 +92,9 @@ def main() -> None:
             found[place, way, driver].append(step_seconds(pipe, inputs[place]))
             if driver == "lockstep":
                 timed = Timed()
-                passes.do = timed.do
+                executor.perform = timed.perform
                 pipe.step(inputs[place], inputs[place], loss)
-                passes.do = timed._do
+                executor.perform = timed._perform
                 for kind, each in timed.seconds.items():
                     found[place, way, kind].append(median(each))
     us = {key: median(each) * 1e6 for key, each in found.items()}

@@ -35,7 +35,7 @@ ELSEWHERE = {
 }
 """Orders that the detector cannot miss, and why; by their module or function."""
 NOTICED = ("reported", "differs", "failed")  # torch itself refuses times of events that are not over
-OVER_PROCESSES = {"_share_commits": "replicas"}
+OVER_PROCESSES = {"DeferredBatchNorm.around_pass": "replicas"}
 """Functions whose orders are needed where there are several processes alone, and what of `processes` shows it."""
 
 

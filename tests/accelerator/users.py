@@ -12,7 +12,7 @@ from collections import Counter
 
 import torch
 
-from gpipe.stages.recompute_check import RecomputeError
+from gpipe.features.recompute import RecomputeError
 from tests.accelerator.placing import DEVICES, FIRST, SIMULATOR, moved, onto
 from tests.soak.judge import FAILED, judge
 from tests.soak.piped import Piped

@@ -13,8 +13,8 @@ SOURCE = ROOT / "src" / "gpipe"
 BELOW = tuple(  # some of what they refuse is of models
     SOURCE / f"{name}.py"
     for name in (
-        "stages/tree", "stages/losses", "stages/loss_check", "stages/microbatch", "stages/sequence",
-        "runtime/context", "runtime/notes",
+        "stages/tree", "stages/losses", "stages/microbatch", "stages/sequence",
+        "features/error_notes", "features/loss_check",
     )
 )  # fmt: skip
 PAGE = (ROOT / "docs" / "when-refused.md").read_text()

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.distributed import processes
-from gpipe.runtime import steps
+from gpipe.features.verification.verifier import Verifier
+from gpipe.runtime import compiled_table
 from gpipe.runtime.actions import WORK
+from gpipe.runtime.compiled_table import CompiledAction
 from gpipe.runtime.context import Context
 from gpipe.runtime.run import Rank, Run
-from gpipe.runtime.steps import CompiledAction
-from gpipe.runtime.verifier import Verifier
 from gpipe.schedule.action import Kind
 from gpipe.schedule.rules import linearize
 from gpipe.schedule.schedules import SCHEDULES
@@ -110,7 +110,7 @@ def test_threads_and_any_legal_order_give_the_same_bits(draw: Random, order: int
     task, way = cut(draw, draw.randint(1, 4))
     threads = run_pipe(task, replace(way, driver="threads"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "linearize", partial(linearize, rng=Random(order)))
+        patch.setattr(compiled_table, "linearize", partial(linearize, rng=Random(order)))
         assert differences(run_pipe(task, replace(way, driver="lockstep")), threads) == []
 
 
@@ -243,9 +243,9 @@ def poisoned_boundaries() -> Iterator[None]:
     """Fills what came from another rank with NaN, values and gradients, as soon as the backward has used it."""
 
     def backward(run: Run, rank: Rank, step: CompiledAction) -> None:
-        cell = rank.saved[step.stage, step.micro_batch]
+        cell = rank.states[step.stage, step.micro_batch]
         came = [tensor for crossing in cell.given for tensor in tensors_in(crossing.value)] if step.stage else []
-        came += [g for gradients in rank.taken for g in gradients if isinstance(g, Tensor)]  # type: ignore[union-attr]
+        came += [g for gradients in rank.inbox for g in gradients if isinstance(g, Tensor)]  # type: ignore[union-attr]
         own_backward(run, rank, step)
         for tensor in came:
             with torch.no_grad():
@@ -255,7 +255,7 @@ def poisoned_boundaries() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "Context", Copies)
         patch.setitem(WORK, Kind.BACKWARD, backward)
-        patch.setattr(Verifier, "wants", lambda self, run: False)  # a replay may see values that were sent on
+        patch.setattr(Verifier, "is_new", lambda *_: False)  # a replay may see values that were sent on
         yield
 
 

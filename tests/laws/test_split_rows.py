@@ -6,11 +6,10 @@ import pytest
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.runtime.actions import WORK
-from gpipe.runtime.context import Context
+from gpipe import pipeline
+from gpipe.features.split_backward import SplitBackward
+from gpipe.runtime.compiled_table import CompiledAction
 from gpipe.runtime.run import Rank, Run
-from gpipe.runtime.steps import CompiledAction
-from gpipe.schedule.action import Kind
 from tests.support.plain_loop import mini_batch, squares, weights_of
 from tests.support.split_rows import split
 
@@ -25,15 +24,15 @@ def network() -> list[nn.Module]:
 def held() -> Iterator[list[tuple[int, int, int]]]:
     """Notes what a rank keeps when the weights of a micro-batch are to come."""
     found: list[tuple[int, int, int]] = []
-    backward_of_weights = WORK[Kind.BACKWARD_WEIGHT]
+    backward_weight = SplitBackward._backward_weight
 
-    def do(run: Run, rank: Rank, step: CompiledAction) -> None:
-        saved = rank.saved[step.stage, step.micro_batch]
-        found.append((len(saved.given), len(saved.gradients), len(saved.roots)))
-        backward_of_weights(run, rank, step)
+    def do(split: SplitBackward, run: Run, rank: Rank, step: CompiledAction) -> None:
+        state = rank.states[step.stage, step.micro_batch]
+        found.append((len(state.given), len(state.gradients), len(state.roots)))
+        backward_weight(split, run, rank, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(WORK, Kind.BACKWARD_WEIGHT, do)
+        patch.setattr(SplitBackward, "_backward_weight", do)
         yield found
 
 
@@ -68,17 +67,17 @@ def test_stages_under_fully_shard_run_their_backwards_at_once(held: list[tuple[i
     early: dict[int, bool] = {}
     with weights_of(1):
         layers: list[nn.Module] = [Spread(6, 5), nn.Linear(5, 4)]
-    backward_of_inputs = WORK[Kind.BACKWARD_INPUT]
+    backward_input = SplitBackward._backward_input
 
-    def do(run: Run, rank: Rank, step: CompiledAction) -> None:
-        backward_of_inputs(run, rank, step)
+    def do(split: SplitBackward, run: Run, rank: Rank, step: CompiledAction) -> None:
+        backward_input(split, run, rank, step)
         early.setdefault(step.stage, layers[step.stage].weight.grad is not None)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(WORK, Kind.BACKWARD_INPUT, do)
+        patch.setattr(SplitBackward, "_backward_input", do)
         with split("weights last"), gpipe.GPipe(layers, 2, 2, driver="lockstep", remat="never") as pipe:
             with pytest.raises(ValueError, match="layers under fully_shard are gathered and freed by processes"):
                 pipe.step(x, y, squares)
-            patch.setattr(Context, "agree", lambda *_: None)
+            patch.setattr(pipeline, "reject_sharded", lambda *_: None)
             pipe.step(x, y, squares)
     assert early == {1: False, 0: True}

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.runtime import actions, evidence, passes, replay, step_record
-from gpipe.runtime.verification import verify
-from gpipe.stages import loss_check
+from gpipe.features import loss_check
+from gpipe.features.verification import evidence, replay, step_record
+from gpipe.features.verification.feature import Verification
+from gpipe.runtime import actions
 from gpipe.stages.reachable_state import ReachableState
 from tests.support.plain_loop import assert_same_bits, plain_loop, squares
 
@@ -431,16 +432,18 @@ def halved(gradients: Any, kept: Any = ()) -> None:
         some[:] = [gradient / 2 for gradient in some]
 
 
-@pytest.mark.parametrize(("name", "fault"), [("set_apart", halved), ("run_backward", lambda *_: None)])
+@pytest.mark.parametrize(("name", "fault"), [("clone_shared_gradients", halved), ("run_backward", lambda *_: None)])
 def test_a_fault_of_the_runtime_is_caught(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step runs with the fault, the replay without."""
 
-    def verify_without_fault(run: Any, *, in_threads: bool) -> None:
+    verify = Verification._verify
+
+    def verify_without_fault(verification: Verification, run: Any) -> None:
         monkeypatch.undo()
-        verify(run, in_threads=in_threads)
+        verify(verification, run)
 
     monkeypatch.setattr(actions, name, fault)
-    monkeypatch.setattr(passes, "verify", verify_without_fault)
+    monkeypatch.setattr(Verification, "_verify", verify_without_fault)
     pipe = gpipe.GPipe(layers_around(nn.Tanh), 2, 4, costs="params", driver="lockstep")
     with pytest.raises(gpipe.VerificationError, match="gradient"):
         pipe.step(*batch(), squares)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.runtime.run import Rank, Run, Saved
+from gpipe.runtime.run import MicroBatchState, Rank, Run
 from gpipe.stages.boundary import BoundaryValue
 
 M = 4
@@ -66,7 +66,7 @@ def no_collector() -> Iterator[Callable[..., int]]:
     """Without the collector; gives what counts the objects made since."""
     gc.collect()
     gc.disable()
-    before = {kind: objects_of(kind) for kind in (Run, Rank, Saved, BoundaryValue)}
+    before = {kind: objects_of(kind) for kind in (Run, Rank, MicroBatchState, BoundaryValue)}
     try:
         yield lambda *kinds: objects_of(*kinds) - sum(before[kind] for kind in kinds)
     finally:
@@ -148,7 +148,7 @@ def test_nothing_is_left_behind(way: Callable[[gpipe.GPipe], None], driver: str)
     with network(driver=driver) as pipe, no_collector() as made:
         way(pipe)
         assert inside(pipe) == 0
-        assert made(Run, Rank, Saved, BoundaryValue) == 0
+        assert made(Run, Rank, MicroBatchState, BoundaryValue) == 0
 
 
 @pytest.mark.parametrize("driver", ["threads", "lockstep"])
@@ -159,19 +159,19 @@ def test_a_forward_keeps_what_its_backward_needs_until_its_output_is_dropped(
     with network(remat, driver) as pipe, no_collector() as made:
         first, second = pipe(X), pipe(X)
         assert inside(pipe) == 2 * kept
-        assert made(Saved) == 2 * 3 * M
+        assert made(MicroBatchState) == 2 * 3 * M
         del first
         assert inside(pipe) == kept
-        assert made(Saved) == 3 * M
+        assert made(MicroBatchState) == 3 * M
         second.sum().backward()
-        assert inside(pipe) == made(Saved, Run, Rank) == 0
+        assert inside(pipe) == made(MicroBatchState, Run, Rank) == 0
         assert second.shape == X.shape  # it may live on
 
 
 def test_an_output_without_its_graph_keeps_nothing_else_alive() -> None:
     with network("never") as pipe, no_collector() as made:
         output = pipe(X).detach()
-        assert inside(pipe) == made(Saved, Run, Rank) == 0
+        assert inside(pipe) == made(MicroBatchState, Run, Rank) == 0
         assert output.shape == X.shape
 
 

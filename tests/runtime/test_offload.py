@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.runtime import offload
-from gpipe.runtime.offload import FileHost, Inside
+from gpipe.features import offload
+from gpipe.features.offload import FileHost, OffloadedActivations
 from gpipe.runtime.streams import RankStream
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.schedules.by_name import program_of
@@ -70,8 +70,8 @@ def same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(map(torch.equal, some, others)) and len(some) == len(others)
 
 
-def inside_of(layer: nn.Module, x: Tensor) -> tuple[Inside, Tensor]:
-    inside = Inside()
+def inside_of(layer: nn.Module, x: Tensor) -> tuple[OffloadedActivations, Tensor]:
+    inside = OffloadedActivations()
     with inside.watched():
         out = layer(x)
     return inside, out
@@ -278,7 +278,7 @@ def test_what_is_away_and_what_came_back_and_was_used_are_no_memory_of_the_proce
     host = FileHost(RankStream(torch.device("cpu"), alone=True))
 
     def resident() -> int:
-        host.offload(Action(Kind.OFFLOAD, 0, 1), Inside())  # a move has what is free given back
+        host.offload(Action(Kind.OFFLOAD, 0, 1), OffloadedActivations())  # a move has what is free given back
         host.finish()
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 

@@ -4,14 +4,14 @@ import pytest
 from torch import nn
 
 import gpipe
-from gpipe.runtime.steps import CompiledAction, CompiledProgram
+from gpipe.runtime.compiled_table import CompiledAction, CompiledProgram
 from gpipe.schedule.action import TRANSFERS, Action
 from gpipe.schedule.schedules import SCHEDULES
 from tests.support.odd_layers import Pop, Stash
 
 
 def actions_of(step: CompiledAction) -> list[Action]:
-    transfers = [transfer.action for transfer in (*step.takes, *step.gives) if transfer.action is not None]
+    transfers = [transfer.action for transfer in (*step.receives, *step.sends) if transfer.action is not None]
     return [*transfers, step.action]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import gpipe
-from gpipe.stages.batchnorm import DeferredStatistics
+from gpipe.features.batch_norm import DeferredStatistics
 from tests.support.plain_loop import (
     REMATS,
     assert_same_bits,

@@ -601,9 +601,12 @@ def test_one_micro_batch_and_large_losses_of_torch_are_not_compared(
 
     x, y = torch.randn(8, 4), torch.rand(8, CLASSES)
     for micro_batches, enough, expected in ((1, 2**26, "8 "), (4, 2**26, "2 2 2 2 8 4 "), (4, 0, "2 2 2 2 ")):
-        monkeypatch.setattr("gpipe.stages.loss_check.ENOUGH_BYTES", enough)
+        monkeypatch.setattr("gpipe.features.loss_check.ENOUGH_BYTES", enough)
         pipe = gpipe.GPipe([nn.Linear(4, CLASSES)], 1, micro_batches)
-        monkeypatch.setattr("gpipe.runtime.passes.begin_record", lambda *_: None)  # a replay would print too
+        # A replay would print too.
+        monkeypatch.setattr(
+            "gpipe.features.verification.feature.Verification._begin", lambda *_: None
+        )  # a replay would print too
         pipe.step(x, y, loss_fn)
         assert capsys.readouterr().out == expected
         assert not findings_of(pipe)

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe.runtime.split_backward import PendingWeights, backward_input, backward_weight
+from gpipe.features.split_backward import PendingWeights, backward_input, backward_weight
 from gpipe.stages.boundary import UNDEFINED, BoundaryValue, Gradients, attach_boundary, run_backward
 from tests.support.plain_loop import one_thread, same_bits
 

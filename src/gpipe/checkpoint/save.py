@@ -38,8 +38,8 @@ from gpipe.checkpoint.manifest import MANIFEST, Encoder, Group, Manifest, Optimi
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of, differences
 from gpipe.distributed.reduce import reduces_itself
 from gpipe.errors import RemoteError
+from gpipe.stages.digest import checksum
 from gpipe.stages.quantized import is_quantized
-from gpipe.stages.recompute_check import checksum
 from gpipe.stages.tree import full_tensor
 
 if TYPE_CHECKING:

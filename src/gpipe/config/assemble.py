@@ -22,12 +22,13 @@ from gpipe.distributed.survivors import Meeting, Survivors, variables
 from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.errors import is_count
 from gpipe.planner.search.shapes import AUTO
-from gpipe.runtime.engine import Engine
+from gpipe.runtime.pipeline_stages import PipelineStages
 from gpipe.schedule.cost import StageCost
+from gpipe.schedule.lowering import Lowering
 from gpipe.schedule.schedules.by_name import from_json
 from gpipe.stages.buffers import Slot
+from gpipe.stages.digest import checksum
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch, plain
-from gpipe.stages.recompute_check import checksum
 from gpipe.stages.sequence import Outline, cut_into_stages, outline, realize, release
 from gpipe.stages.shared_weights import find_shared, find_ties, tie
 from gpipe.stages.stage import Layer, Stage
@@ -72,9 +73,9 @@ def assemble(asked: Arguments) -> tuple[Settings, OneProcess]:
             )
             processes.link(rendezvous)
         if settings.traced is None:
-            release(engine.stages, engine.own)
+            release(engine.all, engine.own)
         else:
-            release(engine.stages, engine.own, settings.traced.buffers_between())
+            release(engine.all, engine.own, settings.traced.buffers_between())
             settings.traced.let_go()
         return settings, processes
 
@@ -120,7 +121,7 @@ def find_scaled_weights(settings: Settings) -> Iterator[str]:
                 yield SCALED.format(layer=words[at], most=module.max_norm, why=why, fix=fix, p=module.norm_type)
 
 
-def _engine(settings: Settings, position: Position | None) -> Engine:
+def _engine(settings: Settings, position: Position | None) -> PipelineStages:
     Mistakes(find_scaled_weights(settings)).raise_all()
     row = None if position is None else position.row
     own = [stage for stage, rank in enumerate(settings.placement) if row in (None, rank)]
@@ -132,18 +133,20 @@ def _engine(settings: Settings, position: Position | None) -> Engine:
     stages = cut_into_stages(settings.layers, settings.layers_per_partition, devices, own, make)
     if settings.sync_batch_norm:
         find_norms([layer for stage in stages for layer in stage.layers])  # refused everywhere alike
-    return Engine(
+    return PipelineStages(
         stages,
-        settings.placement,
         settings.micro_batches,
-        settings.schedule,
-        settings.remat,
-        unsplit=settings.unsplit,
+        Lowering(
+            settings.placement,
+            settings.schedule,
+            settings.remat,
+            unsplit=settings.unsplit,
+            deferred_batch_norm=settings.deferred_batch_norm,
+        ),
         traced=traced,
         tied=settings.tied,
         threaded=position is None and settings.driver != "lockstep",
         intra_op_threads=settings.intra_op_threads,
-        deferred_batch_norm=settings.deferred_batch_norm,
         row=row,
         replicas=1 if position is None else position.replicas,
     )

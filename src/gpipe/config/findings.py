@@ -101,7 +101,7 @@ class Examination:
         self.findings = [*examine_settings(settings), *processes.findings()]
         self._is_first = True  # whether no mini-batch has been trained yet
         self._layers = {str(layer): layer.module for stage in engine.own for layer in stage.layers}
-        self._deferred = engine.deferred_batch_norm
+        self._deferred = engine.lowering.deferred_batch_norm
         self._few_rows = FEW_ROWS  # per micro-batch: fewer may be a finding
         for finding in self.findings:
             logger.info(finding)

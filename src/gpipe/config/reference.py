@@ -11,12 +11,12 @@ from torch import Tensor
 from gpipe._torch.modes import intra_op_threads
 from gpipe._torch.modules import AnyBatchNorm, global_hooks
 from gpipe.errors import VerificationError
-from gpipe.runtime.verifier import Verifier
+from gpipe.features.verification.verifier import Verifier
+from gpipe.stages.digest import differ, digest
 from gpipe.stages.inputs import split_alike
 from gpipe.stages.losses import call_loss, own_loss, read_average
 from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights
 from gpipe.stages.reachable_state import ReachableState
-from gpipe.stages.recompute_check import differ, digest
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.skips import Stashed, run_layer
 from gpipe.stages.stage import LOSS
@@ -103,7 +103,7 @@ def verify(
 
 
 def _check_is_here(pipe: "GPipe") -> None:
-    devices = {stage.device for stage in pipe._engine.stages}
+    devices = {stage.device for stage in pipe._engine.all}
     if pipe._processes.position is not None:
         raise ValueError("against='model' needs the whole model in one process. Use verify() without it.")
     if len(devices) > 1:
@@ -154,7 +154,7 @@ def _copies(*values: Tree) -> Any:
 
 def _results(pipe: "GPipe") -> dict[str, Tree]:
     """The gradients and buffers of a pipe, by what they are called in messages."""
-    deferred = pipe._engine.deferred_batch_norm
+    deferred = pipe._engine.lowering.deferred_batch_norm
     statistics = {
         id(buffer)
         for module in pipe.modules()

@@ -18,20 +18,22 @@ from gpipe.distributed.failures import Status
 from gpipe.distributed.mesh import host_name
 from gpipe.distributed.reduce import Shards, add_over_replicas, add_over_stages, goes_over_replicas, reduces_itself
 from gpipe.distributed.sync_batchnorm import LOCKSTEP, Synced, find_norms
-from gpipe.runtime.context import Context, Request
-from gpipe.runtime.engine import Engine, Sharded
-from gpipe.runtime.notes import in_words
-from gpipe.runtime.recorder import Recorder, RemoteRecord
-from gpipe.runtime.run import Output, Run
-from gpipe.runtime.steps import CompiledTable
+from gpipe.features.error_notes import in_words
+from gpipe.features.recorder import Recorder, RemoteRecord
+from gpipe.features.sharding import any_sharded
+from gpipe.features.verification.feature import Verification
+from gpipe.runtime.compiled_table import CompiledTable
+from gpipe.runtime.context import Context
+from gpipe.runtime.pipeline_stages import PipelineStages
+from gpipe.runtime.run import Run
 from gpipe.schedule.action import Action, Kind, parse_action
+from gpipe.schedule.cost import GatheredWeights
 from gpipe.schedule.program import Program
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.schedule.timeline import Span, Timeline
-from gpipe.stages.batchnorm import DeferredStatistics
-from gpipe.stages.boundary import Gradients
+from gpipe.stages.boundary import Gradients, Output
 from gpipe.stages.losses import own_loss
-from gpipe.stages.messages import Control, Label, Message, ReadyEvent, Traffic
+from gpipe.stages.messages import Control, Label, Message, ReadyEvent, Request, Traffic
 from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.stage import LayerProgress, layer_at
 from gpipe.stages.tree import Tree, is_sharded, tensors_in
@@ -51,21 +53,24 @@ class ProcessContext(Context):
     def __init__(self, processes: "Processes") -> None:
         self.processes, self.engine, self.position = processes, processes.engine, processes.position
         self.replica, self.replicas = self.position.replica, self.position.replicas
-        self.awaits_backwards = processes.sync_batch_norm and self.replicas > 1
+        self.runs_every_backward = processes.sync_batch_norm and self.replicas > 1
         self.first, self.last = (self.position.rank_of(self.engine.placement[stage]) for stage in (0, -1))
         self._sync: Synced | None = None
 
     @contextmanager
-    def entered(self, notes: bool, /) -> Iterator[None]:
-        """Around a step, a call or a backward: whoever fails inside has all fail. `notes` what crosses."""
-        with self.engine.threads.alone(), self.processes.linked().in_run(notes=notes) as self.endpoint:
+    def run_scope(self) -> Iterator[None]:
+        """Around a step, a call or a backward: if it fails in one process, it fails in all."""
+        processes = self.processes
+        with self.engine.threads.alone(), processes.linked().in_run(notes=self.notes_messages) as self.endpoint:
             self._began, self._waited = time.perf_counter(), self.endpoint.waited
             yield
 
     def agree(self, run: Run, request: Request) -> None:
+        verification = run.feature(Verification)
+        assert verification is not None
         found = self._find_sharded() if self.replicas > 1 else {}
         self._sharded = [(stage, *each) for stage, each in found.items()]
-        self.engine.shard(found)
+        self.engine.gather(found)
         same = {
             CALLED: request,
             "the step number": run.step_number,
@@ -81,18 +86,19 @@ class ProcessContext(Context):
         def take(
             rows: Sequence[int], path: int, own_weights: Sequence[float], ready_made: bool, verifies: bool
         ) -> int:
-            run.micro_batch_sizes, run.path, run.verifies = tuple(rows), path, run.verifies or verifies
+            run.micro_batch_sizes, run.path = tuple(rows), path
+            verification.wanted |= verifies
             run.own_weights, run.ready_made = tuple(own_weights), ready_made
             return run.compiled_program().checksum
 
-        given = run.micro_batch_sizes, run.path, run.own_weights, run.ready_made, run.verifies
+        given = run.micro_batch_sizes, run.path, run.own_weights, run.ready_made, verification.wanted
         follow_first(self.endpoint, self.position, self.first, same, given, take)
 
     def check_same(self, **settings: object) -> None:
         if self.replicas == 1:
             return
         texts = {name: repr(value) for name, value in settings.items()}
-        gathered = self._of_replicas(Control.REDUCTION, texts)
+        gathered = self.of_replicas(Control.REDUCTION, texts)
         if mistakes := differences(dict(zip(self.position.ranks_of_row, gathered, strict=True))):
             raise ValueError(
                 f"the replicas were given different things: {'; '.join(mistakes)}. Give step the same loss_fn, "
@@ -100,10 +106,9 @@ class ProcessContext(Context):
             )
 
     def sum_over_replicas(self, number: float) -> float:
-        return float(sum(self._of_replicas(Control.WEIGHT, number)))
+        return float(sum(self.of_replicas(Control.WEIGHT, number)))
 
-    def _of_replicas(self, kind: Control, value: Tree, number: int = 0) -> list[Any]:
-        """Gathers a value from each replica, by replica; once a run for each kind and number."""
+    def of_replicas(self, kind: Control, value: Tree, number: int = 0) -> list[Any]:
         label = Label(kind, number, gradient=False)
         return self.endpoint.swap(label, dict.fromkeys(self.position.ranks_of_row, value))
 
@@ -132,7 +137,7 @@ class ProcessContext(Context):
         return list(self.endpoint.spread(self.first, peers, Label(Control.INPUT_GRADIENTS, 0, gradient=False), value))
 
     def finish(self, run: Run, value: Tree = None, *, trains: bool = False) -> list[Any]:
-        endpoint, recorder = self.endpoint, run.recorder
+        endpoint, recorder = self.endpoint, run.feature(Recorder)
         busy = time.perf_counter() - self._began - (endpoint.waited - self._waited)
         seconds = torch.tensor(busy, dtype=torch.float64, device="cpu")  # a number would make the layout a new one
         record = None if recorder is None else _recorded(recorder, run, endpoint)
@@ -141,12 +146,11 @@ class ProcessContext(Context):
         except TypeError as error:
             error.add_note(f"rank {endpoint.rank} was telling the others the metrics that loss_fn returned")
             raise
-        run.settle()
         for _, _, _, sharded in gathered:
-            self.engine.shard({stage: Sharded(*each) for stage, *each in sharded})
+            self.engine.gather({stage: GatheredWeights(*each) for stage, *each in sharded})
         if recorder is not None:
             _join_records(recorder, endpoint.rank, [text for _, _, text, _ in gathered], run.slices)
-            recorder.keep()
+        run.hooks.complete(run)
         if trains and not endpoint.rank:
             for finding in self.processes.stragglers.note([float(theirs) for _, theirs, _, _ in gathered]):
                 logger.warning(finding)
@@ -210,7 +214,7 @@ class ProcessContext(Context):
 
     def begin(self, action: Action) -> None:
         """Begins an UNSHARD or REDUCE, which goes on beside what this rank does next."""
-        if not (self.awaits_backwards or self._shards.goes_beyond):  # else others have messages meanwhile
+        if not (self.runs_every_backward or self._shards.goes_beyond):  # else others have messages meanwhile
             self._begin(action)
 
     def close(self, action: Action) -> None:
@@ -238,28 +242,23 @@ class ProcessContext(Context):
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         yield from self._shards.reduce(stage)
 
-    def record_exchanges(self, micro_batches: int) -> None:
+    def keep_exchanges(self, micro_batches: int) -> None:
         if self._sync is not None:
             self._sync.recorded_micro_batches = micro_batches
 
-    def begin_replay(self, action: Action) -> None:
+    def repeat(self, action: Action) -> None:
         if self._sync is not None:
             self._sync.replay(action)
-
-    def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:
-        if self.position.replicas > 1:
-            for stage, one in deferred.items():
-                one.merge_replicas(self._of_replicas(Control.DEFERRED_STATISTICS, one.to_tree(), stage))
 
     def _meet_replicas(self, program: Program) -> AbstractContextManager[object]:
         """Prepares what replicas do together while they run: layers of `fully_shard`, and BatchNorm if asked."""
         layers = [layer for stage in self.engine.own for layer in stage.layers]
-        own = self.engine.own if self.engine.is_sharded else ()
+        own = self.engine.own if any_sharded(self.engine.own) else ()
         spread = {stage.index: [*filter(is_sharded, stage.modules)] for stage in own}
-        norms = find_norms(layers) if self.awaits_backwards else []
+        norms = find_norms(layers) if self.runs_every_backward else []
         reasons = [SPREAD] * any(spread.values()) + [LOCKSTEP] * any(norm.training for norm in norms)
         if reasons:
-            counts = self._of_replicas(Control.MICRO_BATCHES, program.micro_batches)
+            counts = self.of_replicas(Control.MICRO_BATCHES, program.micro_batches)
             if len(set(counts)) > 1:
                 raise ValueError(
                     f"{' and '.join(reasons)}, but the replicas have {counts} of them; give each replica at least M "
@@ -279,7 +278,7 @@ class ProcessContext(Context):
         row = program.table[self.position.row]
         return self._sync.in_place(self.endpoint, norms, lambda: row[self.endpoint.at])
 
-    def _find_sharded(self) -> dict[int, Sharded]:
+    def _find_sharded(self) -> dict[int, GatheredWeights]:
         """What is spread over the replicas of the weights of the stages of this process, where anything is."""
         found = {}
         for stage in self.engine.own:
@@ -287,7 +286,7 @@ class ProcessContext(Context):
             sizes = {p: p.nbytes for module in own for p in module.parameters() if reduces_itself(p)}
             if sizes:
                 every = {p: p.nbytes for layer in stage.layers for p in layer.module.parameters() if not is_lazy(p)}
-                found[stage.index] = Sharded(sum(sizes.values()), sum(sizes.values()) / sum(every.values()))
+                found[stage.index] = GatheredWeights(sum(sizes.values()), sum(sizes.values()) / sum(every.values()))
         return found
 
     def _set_gradients_aside(self, row: Sequence[Action]) -> dict[int, list[tuple[Tensor, Tensor | None]]]:
@@ -314,13 +313,13 @@ def _in_words(value: object) -> str:
     return type(value).__name__ if " at 0x" in (text := repr(value)) else text
 
 
-def describe_peer(engine: Engine, program: Program, peer: int, seen: Status) -> str:
+def describe_peer(engine: PipelineStages, program: Program, peer: int, seen: Status) -> str:
     """In words, where another process of this host was last seen."""
     rank = peer % program.ranks
     row = program.table[rank]
     if not 0 <= seen.at < len(row):
         return "in a row of its own"
-    layers = engine.stages[row[seen.at].stage].layers
+    layers = engine.all[row[seen.at].stage].layers
     layer = layer_at(layers, seen.layers - 1) or f"one of {', '.join(map(str, layers))}"
     return in_words(program, rank, seen.at, layer, f"rank {peer}")
 

@@ -12,8 +12,8 @@ from gpipe.distributed.agree import differences
 from gpipe.distributed.processes import OneProcess, Processes
 from gpipe.distributed.reduce import reduces_itself
 from gpipe.errors import innermost_code
-from gpipe.runtime.context import Request
-from gpipe.runtime.engine import Engine
+from gpipe.runtime.pipeline_stages import PipelineStages
+from gpipe.stages.messages import Request
 from gpipe.stages.tree import full_tensor, local
 
 NORMS = (nn.utils.clip_grad_norm_, nn.utils.get_total_norm)
@@ -42,7 +42,7 @@ def clip_grad_norm_(
             raise ValueError(f"all ranks must be given the same: {'; '.join(mistakes)}")
         ranks = processes.position.ranks_of_replica
         found = {name: norm for rank in ranks for name, norm in zip(*gathered[rank][1:], strict=True)}
-        layers = [layer.name for stage in processes.engine.stages for layer in stage.layers]
+        layers = [layer.name for stage in processes.engine.all for layer in stage.layers]
         order = {name: at for at, name in enumerate(layers)}
         names = parameter_names or sorted(found, key=lambda name: order[name.partition(".")[0]])
         norms = [found[name] for name in names if name in found]
@@ -93,11 +93,11 @@ def _refuse_part(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
 register_optimizer_step_pre_hook(_refuse_part)
 
 
-def find_tied_names(engine: Engine) -> dict[str, str]:
+def find_tied_names(engine: PipelineStages) -> dict[str, str]:
     """The name of each parameter that has an earlier name, and that name."""
     names = {
         (layer.index, id(module), leaf): layer.full_name(f"{path}.{leaf}" if path else leaf)
-        for stage in engine.stages
+        for stage in engine.all
         for layer in stage.layers
         for path, module in layer.module.named_modules()
         for leaf in module._parameters

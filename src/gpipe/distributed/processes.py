@@ -11,9 +11,11 @@ from gpipe.distributed.mesh import Position
 from gpipe.distributed.nccl import groups_for
 from gpipe.distributed.rendezvous import LINKING, Rendezvous, connect
 from gpipe.distributed.stragglers import Stragglers
-from gpipe.runtime.context import Context, Request
-from gpipe.runtime.engine import Engine
-from gpipe.stages.batchnorm import find_replica_drift
+from gpipe.features.batch_norm import find_replica_drift
+from gpipe.runtime.context import Context
+from gpipe.runtime.pipeline_stages import PipelineStages
+from gpipe.stages.messages import Request
+from gpipe.stages.skips import find_loss_pops
 from gpipe.stages.tree import Tree
 
 T = TypeVar("T")
@@ -27,7 +29,7 @@ class OneProcess(Communicator):
     position: Position | None = None
     survives = False  # whether it goes on when a replica is lost
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: PipelineStages) -> None:
         self.engine = engine
         self.context: Callable[[], Context] = partial(Context, max(engine.placement) + 1)
         """Makes what a mini-batch shares with other processes: here nothing."""
@@ -64,7 +66,7 @@ class Processes(OneProcess):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: PipelineStages,
         position: Position,
         *,
         sync_batch_norm: bool = False,
@@ -84,14 +86,14 @@ class Processes(OneProcess):
         return {**vars(self), "_endpoint": None}
 
     def findings(self) -> list[str]:
-        if self.engine.deferred_batch_norm or self.sync_batch_norm or self.position.replicas == 1:
+        if self.engine.lowering.deferred_batch_norm or self.sync_batch_norm or self.position.replicas == 1:
             return []
         return find_replica_drift([layer.module for stage in self.engine.own for layer in stage.layers])
 
     def link(self, rendezvous: Rendezvous) -> None:
         """Connects with the other processes, who do so at the same time; the last that the rendezvous is for."""
         plain = rendezvous.tls is None or len({*rendezvous.hosts}) == 1
-        groups = groups_for(self.position, self.engine.crossings(), plain=plain)
+        groups = groups_for(self.position, _pairs_of_ranks(self.engine), plain=plain)
         self._endpoint = connect(rendezvous, self.position, groups)
 
     def linked(self) -> Endpoint:
@@ -130,3 +132,17 @@ class Processes(OneProcess):
             runs = self._endpoint.detector.run
             self._endpoint.close(f"rank {self.rank} closed its pipe, after {runs} run{'s' * (runs != 1)}")
             self._endpoint = None
+
+
+def _pairs_of_ranks(stages: PipelineStages) -> set[tuple[int, int]]:
+    """The pairs of ranks that send each other values, or gradients of what they share, the lower one first."""
+    every = find_loss_pops(stages.layers, stages.stashes)  # a loss may pop any of them
+    sharing, placement = stages.stages_that_share(), stages.placement
+    paths = 1 if stages.traced is None else len(stages.traced.traces)
+    pairs = [
+        *((stage - 1, stage) for stage in range(1, len(stages.all))),
+        *((route.source, route.target) for path in range(paths) for route in stages.skip_routes(every, path)),
+        *((one, other) for one in sharing for other in sharing),
+    ]
+    ranks = [sorted((placement[one], placement[other])) for one, other in pairs]
+    return {(low, high) for low, high in ranks if low != high}

@@ -35,9 +35,8 @@ from gpipe.distributed.rendezvous import connect
 from gpipe.distributed.stragglers import Stragglers
 from gpipe.distributed.tls import check_authorities, identity
 from gpipe.errors import RemoteError, is_count, received
-from gpipe.runtime.context import Request
-from gpipe.runtime.engine import Engine
-from gpipe.stages.messages import Control, Label
+from gpipe.runtime.pipeline_stages import PipelineStages
+from gpipe.stages.messages import Control, Label, Request
 from gpipe.stages.tree import Tree
 
 T = TypeVar("T")
@@ -262,7 +261,7 @@ class Survivors(Processes):
     survives = True
 
     def __init__(
-        self, meeting: Meeting, engine: Engine, position: Position, *, costs: Sequence[float], measured: bool
+        self, meeting: Meeting, engine: PipelineStages, position: Position, *, costs: Sequence[float], measured: bool
     ) -> None:
         super().__init__(engine, position, costs=costs, measured=measured)
         self.meeting = meeting

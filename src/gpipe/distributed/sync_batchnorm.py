@@ -18,8 +18,8 @@ from gpipe._torch.modes import is_compiled
 from gpipe._torch.modules import AnyBatchNorm, check_dimensions
 from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.mesh import Position
+from gpipe.features.batch_norm import Statistics, update_running_statistics
 from gpipe.schedule.action import Action, Kind
-from gpipe.stages.batchnorm import Statistics, update_running_statistics
 from gpipe.stages.messages import Control, Label
 from gpipe.stages.stage import Layer
 

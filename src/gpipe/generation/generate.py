@@ -28,8 +28,7 @@ from gpipe.generation.caches import Place, bytes_of, grow, layers_in, marks
 from gpipe.generation.loops import Loop, loops_of, said_once
 from gpipe.generation.paths import KEY, Passing, Path, cache_in, find_path, foretell
 from gpipe.runtime.context import Context
-from gpipe.runtime.engine import Engine
-from gpipe.runtime.threads import ThreadState
+from gpipe.runtime.pipeline_stages import PipelineStages
 from gpipe.schedule.action import Action
 from gpipe.schedule.schedules import forward_only_table
 from gpipe.stages.boundary import BoundaryValue
@@ -37,6 +36,7 @@ from gpipe.stages.inputs import split_alike
 from gpipe.stages.messages import Cancelled, Control, Label
 from gpipe.stages.microbatch import merge
 from gpipe.stages.stage import LayerProgress
+from gpipe.stages.thread_state import ThreadState
 from gpipe.stages.tree import tensors_in
 from gpipe.tracing.meta_model import zeros
 from gpipe.tracing.model import TracedModel
@@ -71,12 +71,17 @@ class Generation:
     """One call of `generate` in one process."""
 
     def __init__(
-        self, engine: Engine, traced: TracedModel, context: Context, paths: dict[object, Path], loops: Sequence[Loop]
+        self,
+        engine: PipelineStages,
+        traced: TracedModel,
+        context: Context,
+        paths: dict[object, Path],
+        loops: Sequence[Loop],
     ) -> None:
         self._engine, self._traced, self._context, self._paths, self._loops = engine, traced, context, paths, loops
         self._one_process = engine.row is None
         in_turn = self._one_process and not engine.threaded
-        self._placement = (0,) * len(engine.stages) if in_turn else tuple(engine.placement)
+        self._placement = (0,) * len(engine.all) if in_turn else tuple(engine.placement)
         self._table = forward_only_table(self._placement, len(loops))
         self._around = ThreadState.here()
         self._passing: dict[int, Passing | None] = {}  # the forward that each loop asks for; None: it has ended
@@ -139,7 +144,7 @@ class Generation:
 
     def _forward(self, rank: int, action: Action) -> bool:
         """Does the forward of a stage and hands it on; False if the micro-batch has ended."""
-        m, at, stage = _of(action), action.stage, self._engine.stages[action.stage]
+        m, at, stage = _of(action), action.stage, self._engine.all[action.stage]
         arrived = self._receive(rank, self._placement[at - 1], Control.DECODED, m) if at else None
         # the driver may be at the next forward of this micro-batch by now, where one is handed on as it is
         passing: Passing | None = arrived if at and self._one_process else self._passing[m]
@@ -193,7 +198,7 @@ class Generation:
                 while self._busy:
                     self._quiet.wait()
                 fills = {place: layer for path in self._paths.values() for place, layer in path.fills.items()}
-                self._paths[known] = find_path(self._traced, given, self._engine.stages, fills)
+                self._paths[known] = find_path(self._traced, given, self._engine.all, fills)
         return self._paths[known]
 
     def _own(self, path: Path) -> frozenset[Place]:
@@ -280,7 +285,7 @@ def check_generates(
 
 
 def generate(
-    engine: Engine,
+    engine: PipelineStages,
     traced: TracedModel | None,
     context: Context,
     paths: dict[object, Path],
@@ -289,7 +294,7 @@ def generate(
     training: bool,
 ) -> Any:
     """See `GPipe.generate`; `paths` are those that are known."""
-    with torch.no_grad(), context.entered(False):
+    with torch.no_grad(), context.run_scope():
         traced = check_generates(traced, given, training=training, processes=engine.row is not None)
         parts, rows, settings = _cut(traced.model, engine.micro_batches, context.begin_to_generate(given))
         loops = loops_of(traced.model, parts, rows, settings, engine.intra_op_threads)
@@ -300,7 +305,9 @@ def generate(
 
 
 @torch.no_grad()
-def cache_bytes(engine: Engine, traced: TracedModel | None, given: Mapping[str, Any], *, training: bool) -> list[int]:
+def cache_bytes(
+    engine: PipelineStages, traced: TracedModel | None, given: Mapping[str, Any], *, training: bool
+) -> list[int]:
     """See `GPipe.cache_bytes`."""
     traced = check_generates(traced, given, training=training, processes=engine.row is not None)
     new, length = (_setting(traced.model, given, name) for name in ("max_new_tokens", "max_length"))

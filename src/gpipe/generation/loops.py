@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gpipe.runtime.threads import NAME, ThreadState
+from gpipe.runtime.threads import NAME
 from gpipe.stages.messages import Cancelled
+from gpipe.stages.thread_state import ThreadState
 from gpipe.tracing.runs import ForwardArguments
 
 PARTLY = (

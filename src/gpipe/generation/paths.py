@@ -17,7 +17,7 @@ from gpipe._torch.dispatcher import is_fake
 from gpipe._torch.trees import map_tensors
 from gpipe.generation import caches
 from gpipe.generation.caches import Layout, Place, copy_of_cache, is_cache, layers_in, marks
-from gpipe.stages.recompute_check import differ, digest
+from gpipe.stages.digest import differ, digest
 from gpipe.stages.stage import Layer, LayerProgress, RngKey, Stage
 from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.interpreter import StageInterpreter, describe

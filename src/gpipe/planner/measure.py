@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from gpipe._torch.accelerator import keep_parameters, queues, synchronize
 from gpipe._torch.dispatcher import is_fake
 from gpipe._torch.modes import intra_op_threads
-from gpipe.runtime.offload import Inside, host_of
-from gpipe.runtime.split_backward import backward_input, backward_weight
+from gpipe.features.offload import OffloadedActivations, host_of
+from gpipe.features.split_backward import backward_input, backward_weight
 from gpipe.runtime.streams import DeviceStream, RankStream
-from gpipe.runtime.threads import ThreadState
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.cost import LayerSeconds
 from gpipe.stages.boundary import Gradients, detach_boundary, run_backward
 from gpipe.stages.buffers import Buffers, SavedBuffers, parameters_kept, state_kept, untouched
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.skips import skip_names, unpack_stashes
+from gpipe.stages.thread_state import ThreadState
 from gpipe.stages.tree import Tree, copy_of, moved, replace_tensors, tensors_in
 from gpipe.tracing.stage import Essence, SingleLayer
 
@@ -103,7 +103,7 @@ class LayerRun:
 
 @contextmanager
 def named(index: int, layer: nn.Module, doing: str = "run on the sample, for its cost") -> Iterator[None]:
-    """Inside, an exception says what was done to which layer."""
+    """OffloadedActivations, an exception says what was done to which layer."""
     try:
         yield
     except Exception as error:
@@ -265,7 +265,7 @@ def _recompute(run: LayerRun, given: Values, buffers: Buffers, before: SavedBuff
 def measure_host(device: torch.device) -> float:
     """Bytes a second to where a rank on such a device puts what it offloads, and as many back."""
     stream = DeviceStream(device) if queues(device) else RankStream(device)
-    host, inside = host_of(stream), Inside()
+    host, inside = host_of(stream), OffloadedActivations()
     with inside.watched(), torch.enable_grad():
         kept = torch.zeros(MOVED_NUMBERS, device=device, requires_grad=True).exp().exp()
     start = _now(device)

@@ -21,10 +21,10 @@ from torch.utils.flop_counter import conv_flop_count, sdpa_backward_flop_count, 
 
 from gpipe._torch import modes
 from gpipe._torch.dispatcher import GROUPED_PRODUCT, NEEDS_VALUES, Fakes
+from gpipe.features.split_backward import backward_input, backward_weight
 from gpipe.planner.measure import Values, likeness_of, measure_seconds, roots_of, run_layer
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.watch import Watch, storage_identity
-from gpipe.runtime.split_backward import backward_input, backward_weight
 from gpipe.schedule.cost import LayerSeconds
 from gpipe.stages.boundary import run_backward
 from gpipe.stages.buffers import untouched

@@ -32,7 +32,7 @@ from gpipe.schedule.simulate import equal_bubble, simulate
 from gpipe.schedule.timeline import Span, Timeline
 
 if TYPE_CHECKING:  # the table is printed without torch
-    from gpipe.runtime.recorder import Interval, RecordedRun
+    from gpipe.features.recorder import Interval, RecordedRun
 
     Marks: TypeAlias = Sequence[Interval]
 

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from gpipe._torch.trees import tree_leaves
+from gpipe.features.offload import Offload
+from gpipe.features.split_backward import SplitBackward
 from gpipe.planner.watch import Watch
+from gpipe.runtime.compiled_table import CompiledAction
 from gpipe.runtime.run import Rank, Run
-from gpipe.runtime.steps import CompiledAction
 from gpipe.schedule.action import Kind
 from gpipe.schedule.rules import BACKWARD_PARTS
 from gpipe.stages.boundary import BoundaryValue
@@ -77,7 +79,7 @@ class Watches:
 
     def taken(self, rank: Rank, step: CompiledAction) -> None:
         """Counts what a step was brought where it is now, and where it was made no longer if it is not kept there."""
-        values = [message.value if isinstance(message, BoundaryValue) else message for message in rank.taken]
+        values = [message.value if isinstance(message, BoundaryValue) else message for message in rank.inbox]
         tensors = tensors_in(values)
         others = [watch for other, watch in list(self.by_rank.items()) if other != step.rank]
         for tensor in tensors:
@@ -95,17 +97,19 @@ class Watches:
     def worked(self, run: Run, rank: Rank, step: CompiledAction) -> None:
         """Notes what a rank needs no longer itself: what a forward made that is to be recomputed, and gradients."""
         watch, kind = self.by_rank[step.rank], step.action.kind
-        keeps = kind is Kind.FORWARD and step.micro_batch not in run.connections[step.stage].recomputed
+        keeps = kind is Kind.FORWARD and step.micro_batch not in run.routes[step.stage].micro_batches[Kind.RECOMPUTE]
         watch.mark(loose=not keeps)
         if kind is Kind.UNSHARD:
             for weight in _under_fully_shard(rank, step):
                 watch.add(weight)
-        if kind is Kind.FETCH and (inside := rank.saved[step.stage, step.micro_batch].inside) is not None:
-            watch.see((), [one.saved[0].tensor for one in inside.moved])
+        if kind is Kind.FETCH and (offload := run.feature(Offload)) is not None:
+            moved = offload.activations[step.stage, step.micro_batch].moved
+            watch.see((), [one.saved[0].tensor for one in moved])
         if kind in BACKWARD_PARTS:
             at = rank.rank, step.stage, step.micro_batch
-            waiting = rank.waiting[step.stage].get(step.micro_batch)
-            used = {_address(one.product.x) for one in waiting.products} if waiting else ()
+            split = run.feature(SplitBackward)
+            pending = split.pending[step.stage].get(step.micro_batch) if split is not None else None
+            used = {_address(one.product.x) for one in pending.products} if pending else ()
             arrived = self._arrived.pop(at, [])
             for tensor in arrived:
                 if _address(tensor) in used:

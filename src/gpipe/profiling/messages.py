@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe.distributed.reduce import MOST
-from gpipe.runtime.recorder import RecordedRun
+from gpipe.features.recorder import RecordedRun
 from gpipe.schedule.action import parse_route
 from gpipe.stages.messages import Control, Crossed, Label, Traffic
 

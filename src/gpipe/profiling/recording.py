@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gpipe.errors import is_count
+from gpipe.features.recorder import Interval, Recorder
 from gpipe.planner.watch import Watch
 from gpipe.profiling import Report, report_html, trace_json, typical_svg, write_picture
 from gpipe.profiling.advice import SOME_CORES, Advice, RecordedSteps, advise, compare, explain, shared_lock
 from gpipe.profiling.breakdown import MEANING, NOTHING, Breakdown, breakdown, windows
 from gpipe.profiling.memory import Held, Meter, OtherProcesses, Watches, held
 from gpipe.profiling.messages import Message, messages_of, write_messages
-from gpipe.runtime.recorder import Interval, Recorder
+from gpipe.runtime.compiled_table import CompiledAction
+from gpipe.runtime.feature import Work
 from gpipe.runtime.run import Rank, Run
-from gpipe.runtime.steps import CompiledAction
 from gpipe.schedule.action import COMPUTE
 from gpipe.schedule.program import in_cell
 from gpipe.schedule.timeline import Timeline, steps_among
@@ -178,18 +179,18 @@ class Recording(Recorder):
         if self._watches is not None:
             self._watches.end(self._layers())
 
-    def take(self, run: Run, rank: Rank, step: CompiledAction) -> None:
-        super().take(run, rank, step)
+    def receive(self, receive: Work, run: Run, rank: Rank, step: CompiledAction) -> None:
+        super().receive(receive, run, rank, step)
         if self._watches is not None:
             self._watches.taken(rank, step)
 
-    def work(self, run: Run, rank: Rank, step: CompiledAction) -> None:
+    def perform(self, perform: Work, run: Run, rank: Rank, step: CompiledAction) -> None:
         if self._watches is None:
-            super().work(run, rank, step)
+            super().perform(perform, run, rank, step)
             return
         self._watches.works(rank, step)
         with self._watches.by_rank[step.rank]:
-            super().work(run, rank, step)
+            super().perform(perform, run, rank, step)
         self._watches.worked(run, rank, step)
 
     def _layers(self) -> dict[int, list[nn.Module]]:

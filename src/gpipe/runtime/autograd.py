@@ -16,10 +16,10 @@ from torch.autograd.graph import get_gradient_edge
 from gpipe._torch.accelerator import current_stream, queues
 from gpipe._torch.autograd import will_run
 from gpipe.errors import entrance
-from gpipe.runtime.context import Request
-from gpipe.runtime.passes import run_backward, run_forward
-from gpipe.runtime.run import Output, Run
-from gpipe.stages.boundary import UNDEFINED, Gradients
+from gpipe.runtime.executor import run_backward, run_forward
+from gpipe.runtime.run import Run
+from gpipe.stages.boundary import UNDEFINED, Gradients, Output
+from gpipe.stages.messages import Request
 from gpipe.stages.tree import Tree, moved, replace_tensors, tensors_in
 
 CREATE_GRAPH = (
@@ -45,7 +45,7 @@ def pipelined(run: Run, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:
     """
     # one on each device: autograd keeps the node though no parameter is its input, and has its caller's streams wait
     # for what comes back to each, behind which the gradients of parameters are
-    anchors = [torch.empty(0, requires_grad=True, device=device) for device in run.engine.devices]
+    anchors = [torch.empty(0, requires_grad=True, device=device) for device in run.stages.devices]
     outputs: list[Output] = []
     tensors = iter(_Pipelined.apply(run, outputs, len(anchors), *anchors, *chain.from_iterable(leaves)))  # type: ignore[no-untyped-call]  # untyped in torch
     return [replace_tensors(output.value, lambda _: next(tensors)) for output in outputs]
@@ -59,7 +59,7 @@ class _Pipelined(torch.autograd.Function):
         outputs += run.context.gather_outputs(run.take_outputs(), len(run.micro_batch_sizes))
         tensors = [tensor for output in outputs for tensor in tensors_in(output.value)]
         ctx.wants = [output.wants_gradient for output in outputs]
-        ctx.run, ctx.context, ctx.notes = run, run.context, run.recorder is not None
+        ctx.run, ctx.context = run, run.context
         ctx.devices = [leaf.device for leaf in leaves]
         ctx.anchor = get_gradient_edge(given[0]).node
         ctx.anchored = [anchor.device for anchor in given[:anchors]]
@@ -80,18 +80,18 @@ class _Pipelined(torch.autograd.Function):
             raise RuntimeError(CREATE_GRAPH)
         if not will_run(ctx.anchor):
             raise RuntimeError(ONLY_SOME)
-        with ctx.context.entered(ctx.notes):
+        with ctx.context.run_scope():
             run: Run | None
             run, ctx.run = ctx.run, None
             if run is None:
                 raise RuntimeError(SECOND_BACKWARD)
-            with run.engine.threads.backward():
+            with run.stages.threads.backward():
                 run.context.agree(run, Request.BACKWARD)
-                run.output_gradients = _parted(ctx.wants, gradients, runs_all=run.context.awaits_backwards)
+                run.output_gradients = _parted(ctx.wants, gradients, runs_all=run.context.runs_every_backward)
                 run_backward(run)
             for rank in run.ranks:
                 rank.stream.end(in_backward=True)
-            run.tell(run.findings)
+            run.report_findings(run.findings)
             found = [gradient for m in range(len(run.inputs)) for gradient in run.input_gradients[m]]
             found = run.context.share_input_gradients(found, run.input_shapes)
             run.context.finish(run)

@@ -9,39 +9,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from enum import StrEnum
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from gpipe.runtime.steps import CompiledTable
+from gpipe.runtime.compiled_table import CompiledTable
 from gpipe.schedule.action import Action
-from gpipe.stages.batchnorm import DeferredStatistics
-from gpipe.stages.boundary import Gradients
-from gpipe.stages.messages import Cancelled, Label, Message, ReadyEvent
+from gpipe.stages.boundary import Gradients, Output
+from gpipe.stages.messages import Cancelled, Control, Label, Message, ReadyEvent, Request
 from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.stage import LayerProgress
 from gpipe.stages.tree import Tree
 
 if TYPE_CHECKING:
-    from gpipe.runtime.run import Output, Run
-
-
-class Request(StrEnum):
-    """What the user called."""
-
-    STEP = "step"
-    CALL = "the pipe itself"
-    BACKWARD = "backward"
-    NORMS = "clip_grad_norm_"
-    EXCHANGE = "saving or the like"
-    GENERATE = "generate"
+    from gpipe.runtime.run import Run
 
 
 class Context:
     """One process alone, in one mini-batch."""
 
     replica, replicas = 0, 1  # the number of this one, and how many there are
-    awaits_backwards = False  # whether other replicas wait for each backward of this one, also of what has no say
+    runs_every_backward = False  # whether other replicas wait for each backward of this one, also of weight 0
+    notes_messages = False  # whether to note what crosses between processes, and when
 
     def __init__(self, ranks: int) -> None:
         self._queues = [SimpleQueue[tuple[Label, Message, ReadyEvent] | None]() for _ in range(ranks)]
@@ -50,20 +38,11 @@ class Context:
 
     # Between processes, before and after a pass over the micro-batches.
 
-    entered: Callable[[bool], AbstractContextManager[object]] = nullcontext
-    """Around a step, a call or a backward: whoever fails inside has all fail. Given: whether to note crossings."""
+    run_scope: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Around a step, a call or a backward: if it fails in one process, it fails in all."""
 
     def agree(self, run: Run, request: Request) -> None:
-        """Has all processes do the same, and know of the mini-batch what that of the first stage knows.
-
-        Raises:
-            ValueError: There are layers under `fully_shard`, which the ranks of one process do not gather or free.
-        """
-        if run.engine.is_sharded:
-            raise ValueError(
-                'layers under fully_shard are gathered and freed by processes: make the pipe with driver="process" '
-                "in each that a launcher starts (one will do: torchrun --nproc-per-node 1), or leave fully_shard out"
-            )
+        """Checks that all processes do the same, and tells them what that of the first stage knows."""
 
     def check_same(self, **settings: object) -> None:
         """Checks that all replicas were given the same."""
@@ -83,9 +62,7 @@ class Context:
 
     def finish(self, run: Run, value: Tree = None, *, trains: bool = False) -> list[Any]:
         """Ends a pass once all processes have come to its end; gathers a value from each."""
-        run.settle()
-        if run.recorder is not None:
-            run.recorder.keep()
+        run.hooks.complete(run)
         return [value]
 
     def begin_to_generate(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -134,19 +111,20 @@ class Context:
         for queue in self._queues:
             queue.put(None)
 
-    def record_exchanges(self, micro_batches: int) -> None:
-        """Records what replicas exchange within the forwards and backwards of these micro-batches, for a replay."""
+    def keep_exchanges(self, micro_batches: int) -> None:
+        """Keeps what replicas exchange within the forwards and backwards of these micro-batches, to repeat them."""
 
-    def begin_replay(self, action: Action) -> None:
-        """Begins to replay an action: what was exchanged in it is played back from now on."""
+    def repeat(self, action: Action) -> None:
+        """Begins an action once more: what was exchanged in it comes from what was kept."""
 
     def begin(self, action: Action) -> None:
-        """Begins an UNSHARD or REDUCE, which goes on beside what its rank does next."""
+        """Begins an exchange, which goes on beside the next actions of its rank."""
         raise AssertionError(action)
 
     def close(self, action: Action) -> None:
-        """Does a TIE or RESHARD, or ends an UNSHARD or REDUCE, which are for several processes."""
+        """Performs an exchange, or ends one that was begun."""
         raise AssertionError(action)
 
-    def share(self, deferred: Mapping[int, DeferredStatistics]) -> None:
-        """Has statistics, by stage, be those of all replicas."""
+    def of_replicas(self, kind: Control, value: Tree, number: int = 0) -> list[Any]:
+        """Gathers a value from each replica, by replica; once a run for each kind and number."""
+        return [value]

@@ -1,126 +1,104 @@
-"""One mini-batch: all that is known and held of it. A `step` or a call makes it, and it ends with them.
+"""One mini-batch: everything that is known and kept of it. A `step` or a call makes it, and it ends with them.
 
-Stages, engine and pipe hold nothing of it, so that several may be alive: a call waits for its backward while others
-begin and end.
+Stages and pipe keep nothing of it, so that several may be alive: a call waits for its backward while others begin
+and end.
 """
 
 from __future__ import annotations
 
-import contextvars
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from gpipe.runtime.compiled_table import CompiledProgram, StageRoutes
 from gpipe.runtime.context import Context
-from gpipe.runtime.engine import Engine, Wanted
-from gpipe.runtime.offload import Host, Inside, host_of
-from gpipe.runtime.split_backward import PendingWeights
-from gpipe.runtime.steps import CompiledAction, CompiledProgram, Connections
+from gpipe.runtime.feature import Feature, Hooks, Work
+from gpipe.runtime.pipeline_stages import PipelineStages
 from gpipe.runtime.streams import RankStream
-from gpipe.runtime.threads import ThreadState
 from gpipe.schedule.action import Kind
-from gpipe.stages.batchnorm import DeferredStatistics
-from gpipe.stages.boundary import BoundaryValue, Gradients, detached
-from gpipe.stages.buffers import SavedBuffers
-from gpipe.stages.loss_check import LossWatch
-from gpipe.stages.losses import call_loss, runs_once
+from gpipe.schedule.lowering import ProgramKey
+from gpipe.stages.boundary import BoundaryValue, Gradients, Output
+from gpipe.stages.losses import call_loss
 from gpipe.stages.messages import Label, Message
 from gpipe.stages.microbatch import Reduction, loss_weights
-from gpipe.stages.recompute_check import Fingerprint
 from gpipe.stages.rng import RankScope
 from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.skips import Pop
-from gpipe.stages.slices import SliceKeys
 from gpipe.stages.stage import LayerProgress, RngKey, StageRun
-from gpipe.stages.tree import Tree, tensors_in
+from gpipe.stages.thread_state import ThreadState
+from gpipe.stages.tree import Tree
 
-if TYPE_CHECKING:
-    from gpipe.runtime.evidence import Evidence
-    from gpipe.runtime.recorder import Recorder
-    from gpipe.runtime.step_record import StepRecord
-    from gpipe.runtime.verifier import Verifier
+F = TypeVar("F", bound=Feature)
 
 _NO_ALIASES = WeightAliases((), ())
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What the last stage made of a micro-batch, cut from its graph; `wants_gradient` says it of each tensor."""
-
-    value: Tree
-    wants_gradient: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, value: Tree) -> Output:
-        wants = tuple(tensor.requires_grad for tensor in tensors_in(value))
-        return cls(detached(value), wants)
-
-
 @dataclass(slots=True)
-class Saved:
-    """What a stage keeps of one micro-batch between its forward and its backward.
+class MicroBatchState:
+    """The state of one micro-batch at one stage, from its forward to its backward.
 
-    `given` is what came by each connection into the stage, `gradients` where those of its leaves will be; `roots` are
-    the tensors of the graph whose gradients will come back, by one connection out of the stage after another (at the
-    last one, the loss or those of the output). With rematerialization both are of the recompute: until then only
-    `given` is kept.
+    Attributes:
+        given: The inputs that the stage received, one for each route into it, the main one last.
+        gradients: The gradients of the leaves of each input, once the backward has run.
+        roots: The tensors at which the backward begins: the outputs, route by route, or the loss.
     """
 
+    micro_batch: int
+    stage_run: StageRun
+    routes: StageRoutes
     given: list[BoundaryValue]
     progress: LayerProgress
     gradients: list[Gradients] = field(default_factory=list)
     roots: list[Tensor] = field(default_factory=list)
-    inside: Inside | None = None  # what is offloaded, until it is back
-    snapshot: SavedBuffers | None = None
-    fingerprint: Fingerprint | None = None  # of the forward: the recompute must have the same
-    keys: SliceKeys | None = None  # of a slice of a micro-batch
 
 
 @dataclass(eq=False)
 class Rank:
-    """One rank of this process in one mini-batch: its stages by number, and what it holds between its actions."""
+    """One rank of this process in one mini-batch: its stages, and what it keeps between its actions.
+
+    Attributes:
+        states: By stage and micro-batch. Empty at the end.
+        local_messages: What its stages send to each other. Empty at the end.
+        inbox: The messages that the current action has received.
+        outbox: The messages that the current action is about to send.
+        scope: The random numbers of its layers. With `driver="lockstep"` all ranks have the same.
+    """
 
     rank: int
     stream: RankStream
     stages: dict[int, StageRun]
-    host: Host | None = None  # if it offloads
-    saved: dict[tuple[int, int], Saved] = field(default_factory=dict)  # by stage and micro-batch; empty at the end
-    waiting: dict[int, dict[int, PendingWeights]] = field(default_factory=partial(defaultdict, dict))
-    """What I left for W, by stage and micro-batch; empty likewise."""
-    handed: dict[Label, Message] = field(default_factory=dict)
-    """What its stages have for each other, by what a message would be labelled; empty likewise."""
-    taken: list[Message] = field(default_factory=list)  # what the action that is being done was brought
-    deferred: dict[int, DeferredStatistics] = field(default_factory=dict)  # of BatchNorm, to be committed, by stage
-    commits: list[int] = field(default_factory=list)
-    """The stages whose statistics are whole: committed at the end, since a failed run changes none."""
-    doubts: list[Tensor] = field(default_factory=list)  # on a GPU, whether recomputes differ from their forwards
-    scope: RankScope = field(init=False)  # what its layers draw from; in lockstep all ranks have one
+    states: dict[tuple[int, int], MicroBatchState] = field(default_factory=dict)
+    local_messages: dict[Label, Message] = field(default_factory=dict)
+    inbox: list[Message] = field(default_factory=list)
+    outbox: Sequence[Message] = ()
+    scope: RankScope = field(init=False)
+
+
+def call_loss_fn(run: Run, m: int, output: Tree, target: Tree, popped: Mapping[str, object]) -> tuple[Tensor, object]:
+    """Calls the loss function of a run for a micro-batch; returns the loss and metrics."""
+    assert run.loss_fn is not None
+    return call_loss(run.loss_fn, output, target, popped)
 
 
 @dataclass(eq=False)
 class Run:
     """One mini-batch."""
 
-    engine: Engine
+    stages: PipelineStages
     context: Context
     thread_state: ThreadState  # of the caller
     seed: int
     step_number: int  # keys randomness, together with the seed
     training: bool  # whether the pipe is in training mode
-    recorder: Recorder | None = None
-    combination: object = None  # what the step stands for if it is verified (see `Verifier`)
-    verifier: Verifier | None = None
-    verifies: bool = False  # whether this mini-batch is to be verified
-    record: StepRecord | None = None
-    evidence: Evidence | None = None
-    work: Mapping[Kind, Callable[[Run, Rank, CompiledAction], None]] = field(default_factory=dict)
-    tell: Callable[[Sequence[str]], object] = len  # says what was found: the backward of a call comes when it comes
+    features: Sequence[Feature] = ()  # later ones are around earlier ones
+    hooks: Hooks = field(default_factory=Hooks)
+    work: Mapping[Kind, Work] = field(default_factory=dict)  # what performs each kind of action
+    ranks: Sequence[Rank] = ()
+    report_findings: Callable[[Sequence[str]], object] = len
     call: int = 0  # its number, if it is a call
     gathers: bool = False  # whether every process gets the output
     micro_batch_sizes: tuple[int, ...] = ()  # in rows
@@ -131,7 +109,7 @@ class Run:
     inputs: Sequence[BoundaryValue] = ()
     targets: Sequence[Tree] = ()
     loss_fn: Callable[..., object] | None = None  # None: the loss is computed outside
-    watch: LossWatch | None = None  # of the loss function, if `step` was not passed a reduction
+    call_loss: Callable[[Run, int, Tree, Tree, Mapping[str, object]], tuple[Tensor, object]] = call_loss_fn
     loss_pops: Sequence[Pop] = ()
     scale: float = 1.0  # of the gradients
     loss_weights: Sequence[float] = ()  # what each micro-batch counts for in the loss
@@ -143,9 +121,7 @@ class Run:
     input_shapes: Sequence[object] = ()  # of a call's inputs that want a gradient, in each process
     input_gradients: dict[int, Gradients] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)
-    versions: object = None  # what a recompute depends on, as it was behind the forward of a call
     began: float = field(default_factory=time.perf_counter)
-    variables: contextvars.Context | None = None  # of a call, if its backward runs in autograd's thread of a device
 
     def __post_init__(self) -> None:
         self.trains = self.thread_state.grad  # whether there is a backward
@@ -153,33 +129,24 @@ class Run:
     @property
     def first(self) -> int:
         """The number of the first micro-batch, or slice, of this replica, by which randomness is keyed."""
-        return self.context.replica * self.engine.micro_batches * self.slices
+        return self.context.replica * self.stages.micro_batches * self.slices
 
     def compiled_program(self) -> CompiledProgram:
         """The checked table of such a mini-batch, compiled."""
         halved, pops = self.loss_fn is None, tuple(self.loss_pops)
         number = len(self.micro_batch_sizes)
-        return self.engine.compiled(Wanted(number, self.trains, halved, pops, self.path, self.slices))
+        return self.stages.compiled(ProgramKey(number, self.trains, halved, pops, self.path, self.slices))
 
-    def prepare(self) -> None:
-        """Compiles the table, and makes what the ranks and shared weights need."""
-        engine = self.engine
+    def compile(self) -> None:
+        """Compiles the table of the mini-batch, and makes the aliases of shared weights."""
+        stages = self.stages
         self.compiled = self.compiled_program()
-        self.connections: Sequence[Connections] = self.compiled.connections
-        self.aliases = WeightAliases(engine.shared, engine.own) if engine.shared else _NO_ALIASES
-        self.ranks = [self.new_rank(number) for number in engine.streams]
+        self.routes: Sequence[StageRoutes] = self.compiled.routes
+        self.aliases = WeightAliases(stages.shared, stages.own) if stages.shared else _NO_ALIASES
 
-    def new_rank(self, number: int) -> Rank:
-        """A rank of this process as it begins a mini-batch."""
-        stages, stream = self.engine.stages_of[number], self.engine.streams[number]
-        offloads = any(self.connections[stage.index].offloaded for stage in stages)
-        rank = Rank(number, stream, {stage.index: StageRun(stage) for stage in stages})
-        if offloads:
-            rank.host = host_of(stream)
-        if self.engine.deferred_batch_norm:
-            for index, stage_run in rank.stages.items():
-                rank.deferred[index] = DeferredStatistics.of(stage_run.buffers.modules)
-        return rank
+    def feature(self, kind: type[F]) -> F | None:
+        """The feature of a class, if the run has it."""
+        return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def rng_key(self, micro_batch: int) -> RngKey:
         return RngKey(self.seed, self.step_number, self.first + micro_batch)
@@ -192,43 +159,8 @@ class Run:
     def set_weights(self, weights: Sequence[float]) -> None:
         """Sets the weights of the micro-batches in the loss, and with them the gradients of their losses."""
         self.loss_weights = weights
-        awaited = self.context.awaits_backwards
-        self.loss_gradients = [weight * self.scale if weight or awaited else None for weight in weights]
-
-    def call_loss_fn(self, m: int, output: Tree, target: Tree, popped: Mapping[str, object]) -> tuple[Tensor, object]:
-        """Calls the loss function for a micro-batch; the first call decides the weights, unless they are known."""
-        assert self.loss_fn is not None
-        if self.watch is None:
-            return call_loss(self.loss_fn, output, target, popped)
-        rows = self.micro_batch_sizes[m]
-        made = self.watch.call(m, self.loss_fn, (output, target, popped), rows, ready_made=self.ready_made)
-        if not self.loss_weights:
-            self.weigh("mean" if self.watch.average is None else self.watch.average.reduction)
-        return made
-
-    def check_loss(self) -> list[str]:
-        """Compares the losses of the micro-batches with the loss of the mini-batch; returns findings."""
-        if self.watch is None or self.loss_fn is None or not self.verifies or runs_once(self.loss_fn):
-            return []
-        last, layers = len(self.engine.stages) - 1, len(self.engine.layers)
-        stream = next(rank.stream for rank in self.ranks if last in rank.stages)
-        parameters = [
-            weight for stage in self.engine.own for layer in stage.layers for weight in layer.module.parameters()
-        ]
-        scope = RankScope(self.seed, self.step_number)
-        stream.begin(())
-        with (
-            stream.enter(),
-            self.thread_state.rank_thread(),
-            scope,
-            self.thread_state.around_layers(),
-            torch.no_grad(),
-        ):
-            found = self.watch.find_mistakes(
-                self.loss_fn, self.losses, self.loss_weights, self.targets, parameters, partial(scope.go_to, layers)
-            )
-        stream.end()
-        return found
+        runs_all = self.context.runs_every_backward
+        self.loss_gradients = [weight * self.scale if weight or runs_all else None for weight in weights]
 
     def take_outputs(self) -> list[Output]:
         """The outputs of all micro-batches, which the run then forgets."""
@@ -245,14 +177,3 @@ class Run:
         each = range(len(self.loss_weights))
         losses = torch.stack([self.losses[m] for m in each]) if each else None
         return loss, list(map(self.metrics.get, each)) if self.metrics else None, losses
-
-    def settle(self) -> None:
-        """Commits the statistics of BatchNorm, once the run has ended well in all processes."""
-        for rank in self.ranks:
-            if rank.commits:
-                rank.stream.begin(())
-                with rank.stream.enter():
-                    for stage in rank.commits:
-                        rank.deferred[stage].commit()
-                rank.stream.end()
-                rank.commits.clear()

@@ -1,13 +1,8 @@
-"""A thread for each rank, and what surrounds a call in its thread, carried into them: modes that they do not inherit.
+"""A thread for each rank.
 
 A thread knows its queue of jobs and nothing else. Threads are made at the first run and kept. A pipe that is dropped
 can be collected, and its threads end; so they do before the interpreter does. A notebook keeps what a cell has shown:
 there the pipe of a cell that is run again is not dropped, and its threads end at the first run of the next pipe.
-
-Note "Casts". Autocast keeps the casts of weights, for all threads together, and forgets them all when any thread
-leaves its outermost autocast: another rank's weight that is used twice would be cast twice, and its gradients added
-up in another precision. So a rank is run as if inside an autocast, and a run forgets before and after, lest a cast
-outlive its weight's value. Autocasts of the layers' own are kept apart by `gpipe._torch.modes`.
 
 Note "Interrupts". Ctrl-C, or what the handler of another signal raises, reaches the main thread behind a call or at
 a turn of a loop, and nowhere else: what must not be torn apart is one call of C, or assignments without a call among
@@ -19,18 +14,15 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from gpipe._torch.accelerator import kinds
-from gpipe._torch.modes import modes_here, saved_tensor_hooks
 from gpipe.stages.messages import Cancelled
 
 Task: TypeAlias = tuple[Callable[[], None], Callable[[], None], list[BaseException | None], SimpleQueue[None]]
@@ -46,79 +38,12 @@ AT_ONCE = (
     "function for reduction=. Over processes, call the pipe again after it has returned, in the same order in every "
     "process"
 )
+LEFT = (
+    "ranks went on with a mini-batch that was interrupted twice, and .grad has something of it, which may have come "
+    "behind a zero_grad(): call that now, and then step() again"
+)
 LOOK_SECONDS = 1.0  # a signal that comes as its thread is falling asleep does not wake it
 AT_EXIT = 2.0  # seconds to wait for threads to end: one that the interpreter ends inside of C++ aborts the process
-
-_NOTHING = nullcontext()
-
-
-@dataclass(frozen=True)
-class ThreadState:
-    """The caller's modes: grad and inference mode, autocast, default device, saved-tensor hooks, denormal numbers."""
-
-    grad: bool
-    inference: bool
-    autocasts: tuple[tuple[str, torch.dtype], ...]
-    caches_casts: bool
-    device: torch.device | None
-    hooks: tuple[Callable[[Tensor], object], Callable[[object], Tensor]] | None
-    flushes: bool
-    unsupported: list[object]
-
-    @classmethod
-    def here(cls) -> "ThreadState":
-        device, unsupported = modes_here()
-        casting = tuple(filter(torch.is_autocast_enabled, kinds()))
-        return cls(
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            tuple(zip(casting, map(torch.get_autocast_dtype, casting), strict=True)),
-            torch.is_autocast_cache_enabled(),
-            device,
-            saved_tensor_hooks(),
-            flushes_denormals(),
-            unsupported,
-        )
-
-    def refuse_unsupported(self, why: str) -> None:
-        """Refuses modes that cannot be carried to where layers will run."""
-        if self.unsupported:
-            raise ValueError(f"{', '.join(type(mode).__name__ for mode in self.unsupported)} is active{why}")
-
-    @contextmanager
-    def rank_thread(self) -> Iterator[None]:
-        """For all actions of a rank: grad and inference mode, and no autocast, which is for layers alone."""
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), ExitStack() as stack:
-            if self.autocasts:  # note "Casts"
-                torch.autocast_increment_nesting()
-                stack.callback(torch.autocast_decrement_nesting)
-            for kind in filter(torch.is_autocast_enabled, kinds()):  # the calling thread's
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            if (own := flushes_denormals()) != self.flushes:
-                torch.set_flush_denormal(self.flushes)
-                stack.callback(torch.set_flush_denormal, own)
-            yield
-
-    def around_layers(self) -> AbstractContextManager[object]:
-        """What layers, and they alone, must be run in: a recompute may be far from the call."""
-        if not self.autocasts and self.device is None and self.hooks is None:
-            return _NOTHING
-        stack = ExitStack()
-        for kind, dtype in self.autocasts:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.caches_casts))
-        if self.device is not None:
-            stack.enter_context(self.device)
-        if self.hooks is not None:
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
-        return stack
-
-
-def flushes_denormals() -> bool:
-    """Whether this thread takes numbers too small to be normal for 0, as `torch.set_flush_denormal` has it."""
-    return _SMALLEST * 1.0 == 0.0
-
-
-_SMALLEST = 5e-324
 
 
 class RankThreads:
@@ -158,6 +83,15 @@ class RankThreads:
                 yield
             finally:
                 self._runs -= 1
+
+    def follow_interrupted(self, layers: Iterable[nn.Module]) -> None:
+        """Waits for a mini-batch that was interrupted twice; rejects gradients that it may have left."""
+        if self.left is not None:
+            self.left()
+            gradients = (weight.grad for layer in layers for weight in layer.parameters())
+            if any(gradient is not None and gradient.to_dense().any() for gradient in gradients):
+                raise RuntimeError(LEFT)
+            self.left = None
 
     @contextmanager
     def backward(self) -> Iterator[None]:

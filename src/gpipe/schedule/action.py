@@ -36,6 +36,10 @@ CLOSING = frozenset({Kind.REDUCE, Kind.TIE, Kind.COMMIT})
 MOVES = frozenset({Kind.OFFLOAD, Kind.FETCH})
 """What a rank begins and, while it goes on, is done beside: one at a time, each when the one before is done."""
 SHARDS = frozenset({Kind.UNSHARD, Kind.RESHARD})
+EXCHANGES = SHARDS | {Kind.REDUCE, Kind.TIE}
+"""Performed by several processes together, without SEND and RECEIVE."""
+OVERLAPPED = frozenset({Kind.UNSHARD, Kind.REDUCE})
+"""Exchanges that a rank starts, and waits for before the next action of their stage, or at the end of its actions."""
 COMPUTE = frozenset(Kind) - TRANSFERS - CLOSING - MOVES - SHARDS
 
 NAMES = {

@@ -148,3 +148,18 @@ def seconds(action: Action, costs: Costs) -> float:
             return 0.0
         case _:
             assert_never(action.kind)
+
+
+class GatheredWeights(NamedTuple):
+    """What is sharded over the replicas of the weights of a stage: the bytes of all of it, and its share of them."""
+
+    bytes: int
+    share: float
+
+    def cost(self, whole: StageCost, replicas: int) -> StageCost:
+        """Returns the cost of such a stage, from its cost if each replica has all of it.
+
+        Shards of gradients are there when the whole ones no longer are.
+        """
+        state = whole.state * (1 - self.share * (1 - 1 / replicas)) - self.bytes / replicas
+        return replace(whole, state=round(state), gathered=self.bytes)

@@ -106,6 +106,19 @@ def detached(value: Tree) -> Tree:
     return replace_tensors(value, lambda tensor: carry_attributes(tensor, tensor.detach()))
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the last stage made of a micro-batch, cut from its graph; `wants_gradient` says it of each tensor."""
+
+    value: Tree
+    wants_gradient: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, value: Tree) -> "Output":
+        wants = tuple(tensor.requires_grad for tensor in tensors_in(value))
+        return cls(detached(value), wants)
+
+
 def carry_attributes(tensor: Tensor, other: Tensor) -> Tensor:
     """Gives another tensor the attributes that somebody's code has put on this one; none may hold tensors."""
     for name, attribute in vars(tensor).items():
@@ -191,7 +204,7 @@ def known_roots(roots: Sequence[Tensor], gradients: Gradients) -> tuple[Sequence
     return known, values
 
 
-def set_apart(gradients: Iterable[list[Any]], kept: Iterable[Tensor] = ()) -> None:
+def clone_shared_gradients(gradients: Iterable[list[Any]], kept: Iterable[Tensor] = ()) -> None:
     """Puts a copy in place of each gradient that shares memory: with another, with what is kept, with a `.grad`.
 
     Autograd hands one gradient to several nodes, and has a leaf without `.grad` take a view of one for its own, to

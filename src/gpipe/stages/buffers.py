@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipe._torch.accelerator import put_data
+from gpipe.stages.digest import INTEGERS
 from gpipe.stages.quantized import leave_unpacked
 from gpipe.stages.reachable_state import ReachableState
-from gpipe.stages.recompute_check import INTEGERS
 from gpipe.stages.tree import copy_of, parts_of, storage_address, version, without_repeats
 
 Slot: TypeAlias = tuple[nn.Module, str]  # where a parameter or a buffer stands: a module, and its name there

@@ -3,7 +3,7 @@
 Most losses are means, and the number that a mean divides by is what a micro-batch counts for: its rows, the elements
 of its target, or the labels that are not ignored, each times the weight of its class. `find_average` decides it from
 the calls of torch's losses: a loss of torch that is passed to `step`, calls inside the user's loss function, which
-`LossReader` observes, and calls inside a model. `gpipe.stages.loss_check` compares the result with the mini-batch.
+`LossReader` observes, and calls inside a model. `gpipe.features.loss_check` compares the result with the mini-batch.
 """
 
 import inspect

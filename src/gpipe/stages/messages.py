@@ -3,7 +3,7 @@
 What crossed between processes in one run, as data: each end notes for itself which tensors, and when.
 """
 
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
@@ -34,6 +34,17 @@ class Control(IntEnum):
     STATE = -14  # of a replica, for one that comes back
     SHARDS = -15  # of weights that `fully_shard` spreads over replicas, and of their gradients
     BATCHNORM = -16  # statistics of a micro-batch at the stage's first BatchNorm; those of others follow below
+
+
+class Request(StrEnum):
+    """What the user called."""
+
+    STEP = "step"
+    CALL = "the pipe itself"
+    BACKWARD = "backward"
+    NORMS = "clip_grad_norm_"
+    EXCHANGE = "saving or the like"
+    GENERATE = "generate"
 
 
 class Label(NamedTuple):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpipe.stages.recompute_check import INTEGERS
+from gpipe.stages.digest import INTEGERS
 from gpipe.stages.tree import parts_of, without_repeats
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(...), torch.dtype, torch.device})

@@ -76,7 +76,8 @@ WALKED_LIBRARY = frozenset({"builtins", "collections", "functools", "types", "ra
 """Modules of the standard library whose objects are walked."""
 SKIPPED = (
     "numpy.", "torch._", "torch.fx", "torch.distributed", "torch.jit", "torch.export", "torch.multiprocessing",
-    "gpipe.config", "gpipe.distributed", "gpipe.planner", "gpipe.profiling", "gpipe.runtime", "gpipe.schedule",
+    "gpipe.config", "gpipe.distributed", "gpipe.features", "gpipe.planner", "gpipe.profiling", "gpipe.runtime",
+    "gpipe.schedule",
 )  # fmt: skip
 """How the modules begin whose objects are left alone."""
 FLAT_ITERATORS = (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gpipe.stages.recompute_check import checksum
+from gpipe.stages.digest import checksum
 from gpipe.stages.tree import copy_of
 
 

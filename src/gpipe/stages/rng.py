@@ -277,7 +277,7 @@ class rng_scope:  # noqa: N801  # it reads as a function at every use, like torc
         else:
             dispatcher.stash(outer)
 
-    def go_on(self, layer: int) -> None:
+    def set_layer(self, layer: int) -> None:
         """Draws for another layer from now on."""
         self._layer, self._generators = layer, {}
 
@@ -314,12 +314,12 @@ class RankScope(PipeRngScope):
         super().__init__(seed, step, 0, 0)
         self._maker: Callable[[int | None], str | None] = repr
 
-    def go_to(self, layer: int, micro_batch: int) -> None:
+    def begin_forward(self, layer: int, micro_batch: int) -> None:
         """Goes on to the forward of a layer, or of the loss behind the last."""
         self._micro_batch, self.in_backward = micro_batch, False
-        self.go_on(layer)
+        self.set_layer(layer)
 
-    def go_back(self, maker: Callable[[int | None], str | None]) -> None:
+    def begin_backward(self, maker: Callable[[int | None], str | None]) -> None:
         """Goes on to a backward; `maker` says in words which layer made the node with a sequence number."""
         self.in_backward, self._maker = True, maker
 

@@ -153,6 +153,11 @@ class WeightAliases:
             hook.remove()
         self._own, self._hooks = [], []
 
+    @property
+    def replaced(self) -> list[Tensor]:
+        """The parameters in whose places aliases are now."""
+        return [parameter for _, _, parameter in self._own if parameter is not None]
+
     def _refuse(self, gradient: Tensor) -> None:
         """Refuses a gradient that comes to a shared parameter itself, not to an alias."""
         if self._own and not self._adds:

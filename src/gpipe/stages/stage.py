@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, compress
 from operator import ne
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from gpipe._torch.autograd import has_node_hooks, next_node_number
 from gpipe.stages.boundary import BoundaryValue, carry_attributes, detach_boundary, find_ancestors, leaves_of
 from gpipe.stages.buffers import Buffers, Slot
-from gpipe.stages.recompute_check import differ, digest
+from gpipe.stages.digest import differ, digest
 from gpipe.stages.rng import PipeRngScope
 from gpipe.stages.skips import Pop, Stashed, alias, keep_stashes
-from gpipe.stages.slices import SliceKeys
 from gpipe.stages.tree import (
     Tree,
     copy_of,
@@ -33,6 +32,9 @@ from gpipe.stages.tree import (
     tensors_in,
     versions,
 )
+
+if TYPE_CHECKING:
+    from gpipe.features.slices import SliceKeys
 
 LOSS = "loss_fn"  # what stands behind the last layer, in words
 
@@ -121,10 +123,11 @@ class StageCall:
     arrived: Mapping[str, Tensor | None]  # what skip routes bring, by route name
     rng_key: RngKey
     progress: LayerProgress
-    go_on: Callable[[int], object] = id  # told before each layer, by its index: from there on it draws
+    set_layer: Callable[[int], object] = id  # told before each layer, by its index: from there on it draws
     held: dict[str, Stashed] = field(default_factory=dict)  # what its layers have stashed
-    keys: SliceKeys | None = None  # of a slice of a sequence
+    keys: "SliceKeys | None" = None  # of a slice of a sequence
     watch: Callable[[Layer, Tree], None] | None = None  # called after each layer, with its output
+    output: "StageOutput | None" = None  # once the layers have run
 
 
 class StageOutput(NamedTuple):
@@ -196,10 +199,10 @@ class Stage:
         return StageOutput(values, popped, frozenset(map(id, changed)) if changed else _NONE)
 
     def _run(self, value: Tree, call: StageCall) -> Tree:
-        numbers, go_on, watch = call.progress.numbers, call.go_on, call.watch
+        numbers, set_layer, watch = call.progress.numbers, call.set_layer, call.watch
         for layer in self.layers:
             numbers.append(next_node_number())
-            go_on(layer.index)
+            set_layer(layer.index)
             value = self._run_layer(layer, value, call)
             if watch is not None:
                 watch(layer, value)
@@ -222,7 +225,7 @@ class Stage:
         own = pop.source >= self.first
         return call.held[pop.name].pop(pop.name) if own else alias(call.arrived[pop.route_name])
 
-    def find_unsteady(
+    def find_nondeterministic_layer(
         self, value: Tree, call: StageCall, as_before: Callable[[], AbstractContextManager[None]]
     ) -> Layer | None:
         """A layer that gives something else when it is given the same, and buffers `as_before`; None if none does."""

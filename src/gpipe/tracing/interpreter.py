@@ -353,7 +353,7 @@ class StageInterpreter(Interpreter):
         while self._to_enter and self._to_enter[0].index <= index:
             layer = self._layer = self._to_enter.pop(0)
             self._progress.enter()
-            self._rng_scope.go_on(layer.index)
+            self._rng_scope.set_layer(layer.index)
             self._own = layer.module.own_parameters() if isinstance(layer.module, ModelPart) else {}
 
     def _own_parameter(self, tensor: Tensor) -> Tensor:

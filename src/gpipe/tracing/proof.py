@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from gpipe._torch.dispatcher import ASKS_HOW_A_MASK_LIES, is_fake
 from gpipe._torch.trees import keystr, map_tensors, tree_flatten_with_path
 from gpipe.stages.buffers import untouched
+from gpipe.stages.digest import differ, digest
 from gpipe.stages.microbatch import count_rows
-from gpipe.stages.recompute_check import differ, digest
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.stage import Layer
 from gpipe.stages.tree import Tree, copy_of, replace_tensors

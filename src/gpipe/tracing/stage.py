@@ -145,7 +145,7 @@ class TracedStage(Stage):
             self._shallow_copy, trace, self.layers, values, log, wanted, self.device, key, progress
         )
 
-    def find_unsteady(self, value: Tree, call: StageCall, as_before: object) -> Layer | None:
+    def find_nondeterministic_layer(self, value: Tree, call: StageCall, as_before: object) -> Layer | None:
         """None: one interpretation does all layers."""
         return None
 

@@ -33,8 +33,12 @@ from torch import Tensor, UntypedStorage
 
 from gpipe._torch.accelerator import queued_on, queues
 from gpipe._torch.autograd import SavedTensor, memory_users, unpack
+from gpipe.runtime.compiled_table import CompiledAction, CompiledTable
+from gpipe.runtime.feature import Feature, Work
+from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.streams import DeviceStream, RankStream, Stamp, event_on
-from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.action import MOVES, Action, Kind
+from gpipe.schedule.rules import BACKWARDS
 
 Host: TypeAlias = "FileHost | PinnedHost"
 NAME = "gpipe moves"  # of the thread that moves
@@ -47,7 +51,7 @@ POPULATE_READ = 22
 
 
 @dataclass(slots=True, eq=False)
-class Moved:
+class OffloadedStorage:
     """A storage that is moved, and the tensors of it that autograd saved."""
 
     storage: UntypedStorage | None  # None: it is away
@@ -78,11 +82,11 @@ class Moved:
 
 
 @dataclass(eq=False)
-class Inside:
+class OffloadedActivations:
     """What autograd keeps of one micro-batch at one stage: all that it saved there, and what of that is moved."""
 
     saved: list[SavedTensor] = field(default_factory=list)
-    moved: list[Moved] = field(default_factory=list)
+    moved: list[OffloadedStorage] = field(default_factory=list)
     there: Any = None  # where it is with the host
 
     def watched(self) -> AbstractContextManager[object]:
@@ -105,7 +109,7 @@ class Inside:
             storage = some[0].tensor.untyped_storage()
             alone = memory_users(some[0].tensor) == len(some) and storage.resizable()  # nor is it another library's
             if alone and all(one.is_as_saved for one in some):
-                self.moved.append(Moved(storage, storage.nbytes(), some))
+                self.moved.append(OffloadedStorage(storage, storage.nbytes(), some))
         self.saved.clear()
 
     def arrive(self) -> None:
@@ -114,11 +118,11 @@ class Inside:
 
 
 @dataclass(eq=False)
-class Move:
+class HostCopy:
     """A move under way: since when, of what, and what to wait for."""
 
     action: Action
-    inside: Inside
+    inside: OffloadedActivations
     began: Stamp
     wait: Callable[[], Stamp]  # gives when it was done
     ended: Stamp | None = None
@@ -127,12 +131,12 @@ class Move:
 class _Moves:
     """The moves of a rank, one at a time."""
 
-    last: Move | None = None
+    last: HostCopy | None = None
 
     def __init__(self, stream: RankStream) -> None:
         self.stream, self._process = stream, os.getpid()
 
-    def finish(self, inside: Inside | None = None) -> None:
+    def finish(self, inside: OffloadedActivations | None = None) -> None:
         """Waits until the move under way is done, if there is one: perhaps only that of what is given."""
         if os.getpid() != self._process:
             raise RuntimeError("what was offloaded comes back in its own process, of which this one is a fork")
@@ -149,6 +153,67 @@ class _Moves:
                 one.free()
 
 
+class Offload(Feature):
+    """Copies what autograd keeps to the host and back, on all ranks of this process."""
+
+    kinds = MOVES
+
+    def __init__(self) -> None:
+        self.hosts: dict[int, Host] = {}  # by rank
+        self.activations: dict[tuple[int, int], OffloadedActivations] = {}  # by stage and micro-batch
+
+    def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
+        work[Kind.FORWARD] = partial(self._forward, work[Kind.FORWARD])
+        work[Kind.OFFLOAD], work[Kind.FETCH] = self._offload, self._fetch
+        work |= {kind: partial(self._backward, work[kind]) for kind in BACKWARDS if kind in work}
+        for rank, stages in run.stages.stages_of.items():
+            if any(run.routes[stage.index].micro_batches[Kind.OFFLOAD] for stage in stages):
+                self.hosts[rank] = host_of(run.stages.streams[rank])
+
+    @contextmanager
+    def around_pass(self, run: Run, table: CompiledTable) -> Iterator[None]:
+        try:
+            yield
+            for host in self.hosts.values():
+                host.finish()
+        except BaseException:
+            self._close()
+            raise
+        if table is not run.compiled.forward:
+            self._close()
+
+    def wait(self, rank: Rank, task: CompiledAction) -> None:
+        """Waits until what the backward of a micro-batch needs is back."""
+        activations = self.activations.pop((task.stage, task.micro_batch), None)
+        if activations is not None:
+            self.hosts[rank.rank].finish(activations)
+            activations.arrive()
+
+    def _close(self) -> None:
+        for host in self.hosts.values():
+            host.close()
+
+    def _forward(self, forward: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
+        if task.micro_batch not in run.routes[task.stage].micro_batches[Kind.OFFLOAD]:
+            forward(run, rank, task)
+            return
+        activations = self.activations[task.stage, task.micro_batch] = OffloadedActivations()
+        with activations.watched():
+            forward(run, rank, task)
+
+    def _backward(self, backward: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
+        self.wait(rank, task)
+        backward(run, rank, task)
+
+    def _offload(self, run: Run, rank: Rank, task: CompiledAction) -> None:
+        """OFFLOAD: begins to copy to the host."""
+        self.hosts[rank.rank].offload(task.action, self.activations[task.stage, task.micro_batch])
+
+    def _fetch(self, run: Run, rank: Rank, task: CompiledAction) -> None:
+        """FETCH: begins to copy back."""
+        self.hosts[rank.rank].fetch(task.action, self.activations[task.stage, task.micro_batch])
+
+
 class FileHost(_Moves):
     """Of a rank on a CPU: for each micro-batch a file of no name in the folder for temporary ones; and a thread.
 
@@ -159,7 +224,7 @@ class FileHost(_Moves):
         super().__init__(stream)
         self._thread = ThreadPoolExecutor(1, NAME)
 
-    def offload(self, action: Action, inside: Inside) -> None:
+    def offload(self, action: Action, inside: OffloadedActivations) -> None:
         """Begins to write what a micro-batch keeps."""
         self.finish()
         inside.leave()
@@ -168,23 +233,25 @@ class FileHost(_Moves):
         weakref.finalize(inside, inside.there.close)  # if it never is
         self._begin(action, inside, _write)
 
-    def fetch(self, action: Action, inside: Inside) -> None:
+    def fetch(self, action: Action, inside: OffloadedActivations) -> None:
         """Begins to read it back."""
         self.finish()
         for start, one in _placed(inside.moved):
             one.lay_in(_mapped(inside.there.fileno(), start, one.size))
         self._begin(action, inside, _read)
 
-    def _begin(self, action: Action, inside: Inside, work: Callable[[Inside], float]) -> None:
+    def _begin(
+        self, action: Action, inside: OffloadedActivations, work: Callable[[OffloadedActivations], float]
+    ) -> None:
         done: Future[float] = self._thread.submit(work, inside)
-        self.last = Move(action, inside, self.stream.stamp(), done.result)
+        self.last = HostCopy(action, inside, self.stream.stamp(), done.result)
 
     def close(self) -> None:
         """Ends the thread."""
         self._thread.shutdown(cancel_futures=True)
 
 
-def _placed(moved: Sequence[Moved]) -> Iterator[tuple[int, Moved]]:
+def _placed(moved: Sequence[OffloadedStorage]) -> Iterator[tuple[int, OffloadedStorage]]:
     """Each storage, and where it begins in the file: at a page, since it is mapped from there."""
     start = 0
     for one in moved:
@@ -216,7 +283,7 @@ def room_for(size: int) -> Iterator[None]:
         raise
 
 
-def _write(inside: Inside) -> float:
+def _write(inside: OffloadedActivations) -> float:
     give_back(0)
     with room_for(sum(one.size for one in inside.moved)):
         for start, one in _placed(inside.moved):
@@ -226,7 +293,7 @@ def _write(inside: Inside) -> float:
     return time.perf_counter()
 
 
-def _read(inside: Inside) -> float:
+def _read(inside: OffloadedActivations) -> float:
     give_back(0)
     for one in inside.moved:
         LIBC.madvise(ctypes.c_void_p(one.address()), ctypes.c_size_t(one.size), POPULATE_READ)
@@ -243,14 +310,14 @@ class PinnedHost(_Moves):
         super().__init__(stream)
         self._copies = torch.Stream(stream.device)
 
-    def offload(self, action: Action, inside: Inside) -> None:
+    def offload(self, action: Action, inside: OffloadedActivations) -> None:
         """Queues the copies of what a micro-batch keeps."""
         self.finish()
         inside.leave()
         inside.there = [torch.empty(one.size, dtype=torch.uint8, pin_memory=True) for one in inside.moved]
         self._queue(action, inside)
 
-    def fetch(self, action: Action, inside: Inside) -> None:
+    def fetch(self, action: Action, inside: OffloadedActivations) -> None:
         """Queues the copies back."""
         self.finish()
         for one in inside.moved:
@@ -258,7 +325,7 @@ class PinnedHost(_Moves):
             one.lay_in(memory.untyped_storage())
         self._queue(action, inside)
 
-    def _queue(self, action: Action, inside: Inside) -> None:
+    def _queue(self, action: Action, inside: OffloadedActivations) -> None:
         self._copies.wait_event(self.stream.mark())  # type: ignore[arg-type]  # an event, on a device
         with queued_on(self._copies):
             began = event_on(self._copies, enable_timing=True)
@@ -267,7 +334,7 @@ class PinnedHost(_Moves):
                 pair[0].copy_(pair[1], non_blocking=True)
             ended = event_on(self._copies, enable_timing=True)
 
-        self.last = Move(action, inside, began, partial(self._wait, action.kind, ended))
+        self.last = HostCopy(action, inside, began, partial(self._wait, action.kind, ended))
 
     def _wait(self, kind: Kind, ended: torch.Event) -> Stamp:
         if kind is Kind.OFFLOAD:  # what is freed then may be of any stream

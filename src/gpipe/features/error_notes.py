@@ -1,14 +1,18 @@
-"""What an exception of a layer is told before it reaches the user: where in the pipeline it was, and what to do."""
+"""Adds notes to an exception before it reaches the user: where in the pipeline it was raised, and what to do."""
 
 import torch
 
 from gpipe._torch.autograd import WITH_THE_HOST
-from gpipe.errors import frames_of, innermost_code
-from gpipe.runtime.actions import layer_of
+from gpipe.errors import RemoteError, frames_of, innermost_code
+from gpipe.runtime.compiled_table import CompiledTable
+from gpipe.runtime.feature import Feature
 from gpipe.runtime.run import Rank, Run
-from gpipe.schedule.action import NAMES, Kind
+from gpipe.schedule.action import MOVES, NAMES, Action, Kind
 from gpipe.schedule.program import Program
+from gpipe.schedule.rules import BACKWARDS
+from gpipe.stages.boundary import failed_node
 from gpipe.stages.losses import own_loss
+from gpipe.stages.messages import Cancelled
 from gpipe.stages.stage import LOSS
 
 PHASES = NAMES | {
@@ -66,8 +70,17 @@ OF_ANOTHER = (
 )
 
 
+class ErrorNotes(Feature):
+    """Adds a note to each exception of an action."""
+
+    def note_error(self, run: Run, rank: Rank, table: CompiledTable, at: int, error: BaseException) -> None:
+        is_of_another = isinstance(error, RemoteError) and error.received
+        if not is_of_another and not isinstance(error, Cancelled):
+            add_note(error, run, rank, table.program, at)
+
+
 def add_note(error: BaseException, run: Run, rank: Rank, program: Program, at: int) -> None:
-    """Tells an exception where it was raised."""
+    """Adds a note to an exception: where it was raised, and what to do."""
     if not isinstance(getattr(error, "__notes__", []), list):
         del error.__notes__  # something of the user's own, where Python wants a list
     action = program.table[rank.rank][at]
@@ -75,10 +88,25 @@ def add_note(error: BaseException, run: Run, rank: Rank, program: Program, at: i
     where = in_words(program, rank.rank, at, layer, run.context.name(rank.rank))
     lacks_targets = layer == LOSS and run.loss_fn is not own_loss and all(target is None for target in run.targets)
     wants_no_hooks = frames_of(error)[-1].tb_frame.f_code is DISABLES_HOOKS
-    offloads = action.micro_batch in run.connections[action.stage].offloaded
+    offloads = action.micro_batch in run.routes[action.stage].micro_batches[Kind.OFFLOAD]
     error.add_note(
         where + advice(error, layer) + NO_TARGETS * lacks_targets + NO_HOOKS * (wants_no_hooks and offloads)
     )
+
+
+def layer_of(rank: Rank, action: Action, error: BaseException) -> str | None:
+    """Describes the layer in which an action failed, as far as that can be known."""
+    at, m = action.stage, action.micro_batch
+    if m is None or (at, m) not in rank.states or action.kind in MOVES:
+        return None
+    layers, progress = rank.stages[at].stage.layers, rank.states[at, m].progress
+    if action.kind in BACKWARDS:
+        layer = progress.maker_of(failed_node(error), layers)
+    elif action.kind is Kind.BACKWARD_WEIGHT:
+        layer = progress.found
+    else:
+        layer = progress.last_of(layers)
+    return layer or f"one of {', '.join(map(str, layers))}"
 
 
 def advice(error: BaseException, layer: str | None) -> str:

@@ -8,7 +8,7 @@ Over replicas the mini-batch is that of all of them: each merges its own, and al
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import zip_longest
@@ -19,6 +19,13 @@ from torch import Tensor, nn
 
 from gpipe._torch.modes import is_compiled
 from gpipe._torch.modules import AnyBatchNorm
+from gpipe.runtime.compiled_table import CompiledAction, CompiledTable
+from gpipe.runtime.feature import Feature, Work
+from gpipe.runtime.run import MicroBatchState, Rank, Run
+from gpipe.schedule.action import Kind
+from gpipe.stages.boundary import BoundaryInput
+from gpipe.stages.messages import Control
+from gpipe.stages.stage import StageCall
 from gpipe.stages.tree import allocate_like
 
 
@@ -90,6 +97,55 @@ class DeferredStatistics:
             for seen in forwards:
                 update_running_statistics(norm, seen)
         self.seen.clear()
+
+
+class DeferredBatchNorm(Feature):
+    """Collects the statistics of BatchNorms, and commits them once the mini-batch has succeeded."""
+
+    kinds = (Kind.COMMIT,)
+    alters_layers = True
+
+    def __init__(self) -> None:
+        self._statistics: dict[int, DeferredStatistics] = {}  # by stage
+        self._collected: set[tuple[int, int]] = set()
+        self._complete: list[int] = []  # the stages whose last forward has run
+
+    def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
+        for stage in run.stages.own:
+            self._statistics[stage.index] = DeferredStatistics.of([layer.module for layer in stage.layers])
+        work[Kind.COMMIT] = self._commit
+
+    @contextmanager
+    def around_pass(self, run: Run, table: CompiledTable) -> Iterator[None]:
+        yield
+        for rank in run.ranks if run.context.replicas > 1 else ():
+            for stage in sorted(rank.stages.keys() & self._complete):
+                with rank.stream.enter():
+                    of_replica = self._statistics[stage].to_tree()
+                    of_all = run.context.of_replicas(Control.DEFERRED_STATISTICS, of_replica, stage)
+                    self._statistics[stage].merge_replicas(of_all)
+
+    def around_layers(
+        self, run: Run, rank: Rank, state: MicroBatchState, entered: Sequence[BoundaryInput], call: StageCall
+    ) -> AbstractContextManager[object]:
+        stage, m = state.stage_run.stage.index, state.micro_batch
+        is_first = (stage, m) not in self._collected  # The layers may run again for a backward.
+        self._collected.add((stage, m))
+        return self._statistics[stage].collect(m if is_first else None)
+
+    def complete(self, run: Run) -> None:
+        for rank in run.ranks:
+            if stages := rank.stages.keys() & self._complete:
+                rank.stream.begin(())
+                with rank.stream.enter():
+                    for stage in sorted(stages):
+                        self._statistics[stage].commit()
+                rank.stream.end()
+        self._complete.clear()
+
+    def _commit(self, run: Run, rank: Rank, task: CompiledAction) -> None:
+        """COMMIT: the statistics are complete. A failed run commits none."""
+        self._complete.append(task.stage)
 
 
 def find_replica_drift(modules: Sequence[nn.Module]) -> list[str]:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from gpipe._torch.modes import as_rank, is_compiled
+from gpipe.features.verification.evidence import StagesState
+from gpipe.features.verification.step_record import GradientCalls, StageRecord, StepRecord, copy_gradients
+from gpipe.runtime.compiled_table import CompiledAction
 from gpipe.runtime.context import Context
-from gpipe.runtime.evidence import StagesState
-from gpipe.runtime.run import Rank, Run
-from gpipe.runtime.step_record import GradientCalls, StageRecord, StepRecord, copy_gradients
-from gpipe.runtime.steps import CompiledAction
+from gpipe.runtime.executor import begin_ranks
+from gpipe.runtime.run import Rank, Run, call_loss_fn
 from gpipe.schedule.action import Kind
 from gpipe.stages.boundary import copy_boundary
 from gpipe.stages.messages import Cancelled, Label, Message, ReadyEvent
@@ -31,12 +32,19 @@ class Playback(Context):
     def __init__(self, context: Context) -> None:
         super().__init__(0)
         self.replica, self.replicas = context.replica, context.replicas
-        self.awaits_backwards = context.awaits_backwards
-        self.begin_replay = context.begin_replay  # type: ignore[method-assign]
+        self.runs_every_backward = context.runs_every_backward
+        self.repeat = context.repeat  # type: ignore[method-assign]
         self.name = context.name  # type: ignore[method-assign]
 
     def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
         """Drops the message. The record of the replay has its digest."""
+
+
+def record_of(replay: Run) -> StepRecord:
+    """Returns the record that a replay makes."""
+    record = replay.feature(StepRecord)
+    assert record is not None
+    return record
 
 
 def wait_for_ranks(run: Run) -> None:
@@ -54,22 +62,17 @@ class Replays:
     began: StagesState
 
     def new_run(self) -> Run:
-        """Returns a run that performs recorded actions without recomputation, offload or communication."""
+        """Returns a run that performs recorded actions, only with features that layers depend on."""
         run, record = self.run, self.record
         replay = copy.copy(run)
-        replay.context, replay.recorder, replay.findings = Playback(run.context), None, []
-        replay.connections = [
-            ends._replace(recomputed=frozenset(), offloaded=frozenset()) for ends in run.connections
-        ]
-        replay.watch = None
+        replay.context, replay.findings, replay.call_loss = Playback(run.context), [], call_loss_fn
         replay.losses, replay.metrics, replay.outputs, replay.input_gradients = {}, {}, {}, {}
-        replay.ranks = [run.new_rank(rank.rank) for rank in run.ranks]
-        replay.record = StepRecord(
-            run.engine.own, len(run.micro_batch_sizes), run.slices, calls_loss=record.calls_loss, replays=record
-        )
         if not record.calls_loss:
             replay.loss_fn = None
-        replay.work = replay.record.work
+        features = [type(feature)() for feature in run.features if feature.alters_layers]
+        own, micro_batches = run.stages.own, len(run.micro_batch_sizes)
+        replays = StepRecord(own, micro_batches, run.slices, calls_loss=record.calls_loss, replays=record)
+        begin_ranks(replay, [*features, replays])
         return replay
 
     def restore(self) -> None:
@@ -105,15 +108,14 @@ class Replays:
         if in_threads:
             self.restore()
             jobs = [partial(copy_context().run, self._replay_rank, replay, rank) for rank in replay.ranks]
-            self.run.engine.threads.run(jobs, partial(setattr, replay.context, "cancelled", True))
+            self.run.stages.threads.run(jobs, partial(setattr, replay.context, "cancelled", True))
         else:
             for rank in replay.ranks:
                 for stage in rank.stages:
                     self.restore()
                     self.perform(replay, self.reference_order([stage]))
         wait_for_ranks(self.run)
-        assert replay.record is not None
-        return replay.record
+        return record_of(replay)
 
     def _replay_rank(self, replay: Run, rank: Rank) -> None:
         for stage in rank.stages:
@@ -125,8 +127,7 @@ class Replays:
         replay = self.new_run()
         self.perform(replay, order)
         wait_for_ranks(self.run)
-        assert replay.record is not None
-        return replay.record
+        return record_of(replay)
 
     def perform(
         self, replay: Run, order: Sequence[CompiledAction], thread: AbstractContextManager[object] = _ANY_THREAD
@@ -138,7 +139,7 @@ class Replays:
                 for stage in stages & rank.stages.keys():
                     self.record.stages[stage].put_gradients_before()
         for stage in stages:
-            self.run.engine.stages[stage].restart()
+            self.run.stages.all[stage].restart()
         ranks = {rank.rank: rank for rank in replay.ranks}
         state = self.run.thread_state
         with state.rank_thread(), thread, RankScope(replay.seed, replay.step_number) as scope:
@@ -156,23 +157,22 @@ class Replays:
 
 def _perform_again(replay: Run, rank: Rank, action: CompiledAction, record: StageRecord) -> None:
     m = action.micro_batch
-    replay.context.begin_replay(action.action)
+    replay.context.repeat(action.action)
     if action.action.kind is Kind.FORWARD:
         crossings = [*map(copy_boundary, record.inputs[m])]
-        rank.taken = [*crossings]
+        rank.inbox = [*crossings]
         if not action.stage:
             replay.inputs = {m: crossings[0]}  # type: ignore[assignment]
         if m in record.targets:
             replay.targets = {m: replace_tensors(record.targets[m], copy_of)}  # type: ignore[assignment]
     else:
         received = [copy_gradients(gradients) for gradients in record.gradients[m]]
-        rank.taken = [*received]
-        if not action.takes and received:
+        rank.inbox = [*received] if action.receives else []
+        if not action.receives and received:
             replay.output_gradients = {m: received[0]}  # type: ignore[assignment]
         action = action._replace(action=action.action._replace(kind=Kind.BACKWARD))
-    gives = tuple(transfer._replace(peer=rank.rank) for transfer in action.gives)
-    assert replay.record is not None
-    stage = replay.engine.stages[action.stage]
+    sends = tuple(transfer._replace(peer=rank.rank) for transfer in action.sends)
+    stage = replay.stages.all[action.stage]
     watched = action.action.kind is Kind.FORWARD and not any(map(is_compiled, stage.modules))
-    with GradientCalls(replay.record.stages[action.stage], stage) if watched else nullcontext():
-        replay.work[action.action.kind](replay, rank, action._replace(gives=gives))
+    with GradientCalls(record_of(replay).stages[action.stage], stage) if watched else nullcontext():
+        replay.work[action.action.kind](replay, rank, action._replace(sends=sends))

@@ -5,10 +5,11 @@ Inputs and incoming gradients are kept as copies, for the replay. Results are ke
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from itertools import chain
-from typing import Any, Concatenate, NamedTuple, ParamSpec
+from typing import Any, ClassVar, Concatenate, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +19,21 @@ from torch.nn.parameter import is_lazy
 from gpipe._torch.autograd import has_gradient_hooks
 from gpipe._torch.modes import OwnMode
 from gpipe.errors import VerificationError
-from gpipe.runtime.actions import WORK, Work
-from gpipe.runtime.run import Rank, Run
-from gpipe.runtime.steps import CompiledAction, Connections
+from gpipe.features.slices import Slices
+from gpipe.runtime.compiled_table import CompiledAction
+from gpipe.runtime.feature import Feature, Work
+from gpipe.runtime.run import MicroBatchState, Rank, Run
 from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import VERIFIED
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.boundary import BoundaryInput, BoundaryValue, Gradients, copy_boundary, leaves_of
+from gpipe.stages.digest import Digest, differ, digest
 from gpipe.stages.messages import Message
-from gpipe.stages.recompute_check import Digest, differ, digest
-from gpipe.stages.stage import HOOKED_NODE, Layer, Stage
+from gpipe.stages.stage import HOOKED_NODE, Layer, Stage, StageCall
 from gpipe.stages.tree import Tree, copy_of, replace_tensors, tensors_in
 
 P = ParamSpec("P")
 OUT_OF_MEMORY = torch.OutOfMemoryError, MemoryError
-RECORDED_KINDS = {Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT, *BACKWARDS}
 
 
 class Quantity(NamedTuple):
@@ -148,8 +149,14 @@ def records(method: "Callable[Concatenate[StepRecord, P], None]") -> "Callable[C
     return recording
 
 
-class StepRecord:
-    """Records the stages of this process while a step runs, with its `work` in place of `WORK`."""
+class StepRecord(Feature):
+    """Records the stages of this process while a step runs.
+
+    Attributes:
+        kinds: The kinds of action that it records, besides what they send.
+    """
+
+    kinds: ClassVar = frozenset({Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT, *BACKWARDS})
 
     def __init__(
         self,
@@ -173,10 +180,21 @@ class StepRecord:
         self.writer: str | None = None  # the layer that writes the input of its stage
         self.order: list[CompiledAction] = []  # the recorded forwards and backwards, as they were performed
 
-    @property
-    def work(self) -> dict[Kind, Work]:
-        """The work of each kind of action, which records what it does."""
-        return WORK | {kind: partial(self._perform, WORK[kind]) for kind in RECORDED_KINDS}
+    def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
+        work |= {kind: partial(self.perform, work[kind]) for kind in self.kinds & work.keys()}
+        work[Kind.SEND] = partial(self.send, work[Kind.SEND])
+
+    @contextmanager
+    def around_layers(
+        self, run: Run, rank: Rank, state: MicroBatchState, entered: Sequence[BoundaryInput], call: StageCall
+    ) -> Iterator[None]:
+        stage, m = state.stage_run.stage, state.micro_batch
+        self._note_boundary(stage, state, entered)
+        call.watch = partial(self._note_layer, self.stages[stage.index], m) if m < self.count else None
+        yield
+        self._check_hooks(stage)
+        if not state.routes.outs and call.output is not None:
+            self._note_outputs(stage.index, m, call.output.values[0])
 
     @property
     def is_replay(self) -> bool:
@@ -191,78 +209,82 @@ class StepRecord:
             record.weights = None
 
     @records
-    def note_gradients(self, run: Run) -> None:
-        """Records digests of `.grad` before the forward of a call."""
-        self._gradients = self._digests_of_gradients(run)
+    def begin_pass(self, run: Run, *, only_forward: bool) -> None:
+        """Records `.grad` as it is before a pass: digests before the forward of a call, otherwise copies."""
+        if only_forward:
+            self._gradients = self._digests_of_gradients(run)
+            return
+        for index, record in self.stages.items():
+            record.weights = WeightGradients.of(parameters_of(run, run.stages.all[index]))
 
     @records
     def check_gradients(self, run: Run) -> None:
         """Raises if the forward of a call has added to gradients: its backward would begin with them."""
         for index, now in self._digests_of_gradients(run).items():
             if differ(now, self._gradients[index]):
-                raise VerificationError(
-                    f"{run.engine.stages[index]} differs from the reference loop. {CALLS_BACKWARD}"
-                )
+                raise VerificationError(f"{run.stages.all[index]} differs from the reference loop. {CALLS_BACKWARD}")
 
     def _digests_of_gradients(self, run: Run) -> dict[int, Digest]:
-        stages = run.engine.stages
+        stages = run.stages.all
         return {at: digest([*map(gradient_of, parameters_of(run, stages[at]).values())]) for at in self.stages}
 
-    @records
-    def begin_backwards(self, run: Run) -> None:
-        """Copies the existing gradients, before backwards add to them."""
-        for index, record in self.stages.items():
-            record.weights = WeightGradients.of(parameters_of(run, run.engine.stages[index]))
-
-    def _perform(self, work: Work, run: Run, rank: Rank, todo: CompiledAction) -> None:
-        if todo.micro_batch >= self.count:
-            work(run, rank, todo)
+    def perform(self, perform: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
+        """Performs an action, and records it."""
+        if task.micro_batch >= self.count:
+            perform(run, rank, task)
             return
-        record, kind = self.stages[todo.stage], todo.action.kind
+        record, kind = self.stages[task.stage], task.action.kind
         if kind is Kind.FORWARD:
-            self._begin_forward(record, run, rank, todo)
+            self._begin_forward(record, run, rank, task)
         elif kind in BACKWARDS:
-            self._begin_backward(record, run, rank, todo)
-        work(run, rank, todo)
-        self._end(record, run, rank, todo)
+            self._begin_backward(record, run, rank, task)
+        perform(run, rank, task)
+        self._end(record, run, rank, task)
+
+    def send(self, send: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
+        """Records the messages that an action is about to send."""
+        if task.micro_batch < self.count:
+            self._note_sent(task, rank.outbox)
+        send(run, rank, task)
 
     @records
-    def _begin_forward(self, record: StageRecord, run: Run, rank: Rank, todo: CompiledAction) -> None:
-        m = todo.micro_batch
-        received = rank.taken if todo.stage else [rank.stream.take_value(run.inputs[m], None)]
+    def _begin_forward(self, record: StageRecord, run: Run, rank: Rank, task: CompiledAction) -> None:
+        m = task.micro_batch
+        received = rank.inbox if task.stage else [rank.stream.take_value(run.inputs[m], None)]
         values = [crossing for crossing in received if isinstance(crossing, BoundaryValue)]
         record.input_digests[m] = digest([crossing.value for crossing in values])
         record.given = [] if self._replays is None else values
-        self._note_order(record, todo)
+        self._note_order(record, task)
         if self._replays is None:
             record.inputs[m] = [*map(copy_boundary, values)]
-            if todo.stage == len(run.engine.stages) - 1 and run.loss_fn is not None:
+            if task.stage == len(run.stages.all) - 1 and run.loss_fn is not None:
                 record.targets[m] = replace_tensors(
                     run.targets[m], lambda target: copy_of(rank.stream.bring(target, None))
                 )
 
     @records
-    def _begin_backward(self, record: StageRecord, run: Run, rank: Rank, todo: CompiledAction) -> None:
-        m = todo.micro_batch
-        saved = rank.saved[todo.stage, m]
+    def _begin_backward(self, record: StageRecord, run: Run, rank: Rank, task: CompiledAction) -> None:
+        m = task.micro_batch
+        saved = rank.states[task.stage, m]
         if differ(record.input_digests[m], digest([crossing.value for crossing in saved.given])):
             record.written_inputs.append(Quantity(INPUT, m, self.writer))
         if self._replays is not None:
-            before = self._replays.stages[todo.stage].weights
+            before = self._replays.stages[task.stage].weights
             if record.weights is None and before is not None:
                 record.weights = before._replace(after={})
-            self._note_order(record, todo)
+            self._note_order(record, task)
             return
-        given = rank.taken if todo.takes else []
-        if not todo.takes and run.loss_fn is None:
+        given = rank.inbox if task.receives else []
+        if not task.receives and run.loss_fn is None:
             given = [rank.stream.take_gradients(run.output_gradients[m], None)]
         received = [copy_gradients(gradients) for gradients in given if isinstance(gradients, list)]
         record.gradients.setdefault(m, received)  # those of outputs come only now
-        earlier = [] if saved.keys is None else saved.keys.earlier_leaves()
+        slices = run.feature(Slices)
+        earlier = [] if slices is None else slices.earlier_leaves(task.stage, m)
         boundary = {id(leaf) for leaf in chain(earlier, *(crossing.leaves for crossing in saved.given))}
         reached = {id(leaf): leaf for leaf in leaves_of(saved.roots) if id(leaf) not in boundary}
-        parameters = parameters_of(run, run.engine.stages[todo.stage])
-        if not self.calls_loss and not todo.takes:
+        parameters = parameters_of(run, run.stages.all[task.stage])
+        if not self.calls_loss and not task.receives:
             record.beside_outputs.update(map(id, leaves_of(saved.roots, self._output_nodes.pop(m, ()))))
         record.reached |= parameters | reached
         if record.weights is not None and not any(kind in BACKWARDS for kind, _ in record.actions):
@@ -274,32 +296,32 @@ class StepRecord:
             lasting = {key for key, leaf in reached.items() if self._recorded > 1 or isinstance(leaf, nn.Parameter)}
             assert record.weights is not None
             record.weights = record.weights.only(lasting | parameters.keys())
-        self._note_order(record, todo)
+        self._note_order(record, task)
 
-    def _note_order(self, record: StageRecord, todo: CompiledAction) -> None:
-        kind = Kind.FORWARD if todo.action.kind is Kind.FORWARD else Kind.BACKWARD
-        record.actions[kind, todo.micro_batch] = todo
-        self.order.append(todo)
+    def _note_order(self, record: StageRecord, task: CompiledAction) -> None:
+        kind = Kind.FORWARD if task.action.kind is Kind.FORWARD else Kind.BACKWARD
+        record.actions[kind, task.micro_batch] = task
+        self.order.append(task)
 
     @records
-    def _end(self, record: StageRecord, run: Run, rank: Rank, todo: CompiledAction) -> None:
-        m, kind = todo.micro_batch, todo.action.kind
+    def _end(self, record: StageRecord, run: Run, rank: Rank, task: CompiledAction) -> None:
+        m, kind = task.micro_batch, task.action.kind
         if self._replays is not None and record.weights is None:  # no backward has begun
-            weights = self._replays.stages[todo.stage].weights
+            weights = self._replays.stages[task.stage].weights
             pairs = weights.leaves.items() if weights is not None else ()
             before = weights.before if weights is not None else {}
             record.calls_backward |= any(leaf.grad is not None and before[key] is None for key, leaf in pairs)
-        is_forward, is_last = kind in (Kind.FORWARD, Kind.RECOMPUTE), todo.stage == len(run.engine.stages) - 1
+        is_forward, is_last = kind in (Kind.FORWARD, Kind.RECOMPUTE), task.stage == len(run.stages.all) - 1
         if is_forward and is_last and m in run.losses and self.calls_loss:
             record.results[Quantity("the loss", m)] = digest([run.losses[m]])
         if kind is Kind.FORWARD and m == self._last_forward:
-            buffers = [*buffers_of(run.engine.stages[todo.stage])]
+            buffers = [*buffers_of(run.stages.all[task.stage])]
             record.results[Quantity("the value of its buffers", m)] = digest(buffers)
         if kind not in (Kind.FORWARD, Kind.RECOMPUTE) and m == self._last_backward and record.weights is not None:
             record.weights.note()
 
     @records
-    def note_outputs(self, stage: int, micro_batch: int, output: Tree) -> None:
+    def _note_outputs(self, stage: int, micro_batch: int, output: Tree) -> None:
         """Records the output of the last stage, and its gradient if replays do not call the loss."""
         if micro_batch >= self.count:
             return
@@ -328,14 +350,11 @@ class StepRecord:
         gradients[at] = copy_of(gradient)
 
     @records
-    def note_sent(self, todo: CompiledAction, messages: Sequence[Message]) -> None:
-        """Records what an action sends to other stages."""
-        if todo.micro_batch >= self.count:
-            return
-        is_value = todo.action.kind is Kind.FORWARD
-        quantity = Quantity(OUTPUT if is_value else INPUT_GRADIENT, todo.micro_batch)
+    def _note_sent(self, task: CompiledAction, messages: Sequence[Message]) -> None:
+        is_value = task.action.kind is Kind.FORWARD
+        quantity = Quantity(OUTPUT if is_value else INPUT_GRADIENT, task.micro_batch)
         values = [message.value if isinstance(message, BoundaryValue) else message for message in messages]
-        record = self.stages[todo.stage]
+        record = self.stages[task.stage]
         for message in messages:
             if isinstance(message, BoundaryValue) and record.incomplete:  # which a layer may have passed on
                 passed_on = {at for at, leaf in enumerate(message.leaves) if _is_one_of(leaf, record.incomplete)}
@@ -344,11 +363,11 @@ class StepRecord:
         if self._replays is not None:
             record.sent.append((quantity, values, digest(values)))
 
-    def note_boundary(
-        self, stage: Stage, ends: Connections, entered: Sequence[BoundaryInput], given: Sequence[BoundaryValue]
-    ) -> None:
+    def _note_boundary(self, stage: Stage, state: MicroBatchState, entered: Sequence[BoundaryInput]) -> None:
         """Records the inputs that the layers of a forward or recomputation receive."""
-        pairs = zip(entered[: len(ends.ins)], given, strict=False)  # the inputs of a call come from outside
+        pairs = zip(
+            entered[: len(state.routes.ins)], state.given, strict=False
+        )  # the inputs of a call come from outside
         several = sum(len(value.aliases) for value in entered) > 1
         self.stages[stage.index].incomplete = [
             alias
@@ -358,19 +377,13 @@ class StepRecord:
         ]
         self.stages[stage.index].node_hooks = [hooks for value in entered for hooks in value.hooks]
 
-    def check_hooks(self, stage: Stage) -> None:
+    def _check_hooks(self, stage: Stage) -> None:
         """Raises if layers have registered hooks that would receive a partial gradient, or the wrong node."""
         record = self.stages[stage.index]
         if any(alias.retains_grad or has_gradient_hooks(alias) for alias in record.incomplete):
             raise VerificationError(HOOKED.format(stage=stage))
         if any(len(hooks() or ()) > 1 for hooks in record.node_hooks):  # one is ours
             raise VerificationError(f"{stage} {HOOKED_NODE}")
-
-    def watch(self, stage: int, micro_batch: int) -> Callable[[Layer, Tree], None] | None:
-        """Returns the function that a stage calls after each layer with the output, or None if it is not recorded."""
-        if micro_batch >= self.count:
-            return None
-        return partial(self._note_layer, self.stages[stage], micro_batch)
 
     @records
     def _note_layer(self, record: StageRecord, micro_batch: int, layer: Layer, value: Tree) -> None:

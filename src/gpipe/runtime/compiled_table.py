@@ -1,4 +1,4 @@
-"""A table, compiled: actions that compute, each with the RECEIVE of what it takes and the SEND of what it gives.
+"""A table, compiled: actions that compute, each with the RECEIVEs of what it needs and the SENDs of its results.
 
     rank 1 of the table    RECEIVE0  RECEIVE1  F0  F1  R0  B0  SEND0  R1  B1  SEND1
     compiled               RECEIVE0+F0  RECEIVE1+F1  R0  B0+SEND0  R1  B1+SEND1
@@ -21,8 +21,8 @@ from gpipe.schedule.rules import BACKWARDS, fed_by, feeds, linearize
 from gpipe.stages.messages import Label
 
 
-class Connections(NamedTuple):
-    """The routes into and out of one stage, the main line last, and the micro-batches it recomputes or offloads.
+class StageRoutes(NamedTuple):
+    """The routes into and out of one stage, the main line last, and the micro-batches of each kind of its actions.
 
     Skips out of the stage are in the order in which their gradients are added: the last layer's pop first (note
     "Sums" in skips.py). `skips_in` and `skips_out` are the names of skip routes, and for these those of the stashes.
@@ -32,12 +32,14 @@ class Connections(NamedTuple):
     outs: tuple[Route, ...]
     skips_in: tuple[str, ...]
     skips_out: tuple[tuple[str, str], ...]
-    recomputed: frozenset[int]
-    offloaded: frozenset[int]
+    micro_batches: Mapping[Kind, Collection[int]]
 
     @classmethod
-    def of(cls, program: Program, stage: int) -> "Connections":
-        row = [action for action in program.table[program.rank_of[stage]] if action.stage == stage]
+    def of(cls, program: Program, stage: int) -> "StageRoutes":
+        micro_batches: dict[Kind, set[int]] = {kind: set() for kind in Kind}
+        for action in program.table[program.rank_of[stage]]:
+            if action.stage == stage:
+                micro_batches[action.kind].add(action.micro_batch or 0)
         both = (program.routes_into, program.routes_from)
         ins, outs = (tuple(sorted(routes[stage], key=_order)) for routes in both)
         return cls(
@@ -45,8 +47,7 @@ class Connections(NamedTuple):
             outs,
             tuple(route.name for route in ins[:-1]),
             tuple((route.name, route.name.rpartition("/")[0]) for route in outs[:-1]),
-            frozenset(a.micro_batch or 0 for a in row if a.kind is Kind.RECOMPUTE),
-            frozenset(a.micro_batch or 0 for a in row if a.kind is Kind.OFFLOAD),
+            micro_batches,
         )
 
 
@@ -55,7 +56,7 @@ def _order(route: Route) -> tuple[bool, int]:
 
 
 class Transfer(NamedTuple):
-    """A message that an action takes or gives: the rank at the other end, the label, and its SEND or RECEIVE.
+    """A message of an action: the rank at the other end, the label, and its SEND or RECEIVE.
 
     Where the other end is this rank itself, there is no rank and no action: the table has none either.
     """
@@ -66,23 +67,23 @@ class Transfer(NamedTuple):
 
 
 class CompiledAction(NamedTuple):
-    """An action that computes, or closes: what it takes from other stages, and gives to them."""
+    """An action that computes, or closes, with the messages that it receives from other stages and sends to them."""
 
     rank: int
     at: int  # its place among the rank's actions
     action: Action
     stage: int
     micro_batch: int
-    takes: tuple[Transfer, ...]
-    gives: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+    sends: tuple[Transfer, ...]
 
 
 @dataclass(frozen=True)
 class CompiledTable:
-    """A program or half of one, as it is walked."""
+    """A program, or half of one, as ranks perform it."""
 
     program: Program
-    connections: Sequence[Connections]
+    routes: Sequence[StageRoutes]
 
     @cached_property
     def actions(self) -> tuple[CompiledAction, ...]:
@@ -106,18 +107,18 @@ class CompiledTable:
         found = []
         for row, actions in zip(self.program.table, self.rows, strict=True):
             place = {action: at for at, action in enumerate(row)}
-            takes = [taken for action in actions for taken in action.takes if taken.peer is not None]
-            due = {label: place[action] for _, label, action in takes if action is not None}
-            found.append((due, {peer for peer, _, _ in takes if peer is not None}))
+            receives = [each for action in actions for each in action.receives if each.peer is not None]
+            due = {label: place[action] for _, label, action in receives if action is not None}
+            found.append((due, {peer for peer, _, _ in receives if peer is not None}))
         return found
 
     def _transfers(self, action: Action) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-        """What an action takes and gives: values down the routes, gradients up. A recompute waits for nothing."""
-        ends, takes, gives = self.connections[action.stage], fed_by(action, self.program), feeds(action, self.program)
+        """What an action receives and sends: values down the routes, gradients up."""
+        ends, receives, sends = self.routes[action.stage], fed_by(action, self.program), feeds(action, self.program)
         routes = (*ends.ins, *ends.outs)
         return (
-            tuple(self._transfer(Kind.RECEIVE, action, route) for route in routes if route in takes),
-            tuple(self._transfer(Kind.SEND, action, route) for route in routes if route in gives),
+            tuple(self._transfer(Kind.RECEIVE, action, route) for route in routes if route in receives),
+            tuple(self._transfer(Kind.SEND, action, route) for route in routes if route in sends),
         )
 
     def _transfer(self, kind: Kind, action: Action, route: Route) -> Transfer:
@@ -131,31 +132,31 @@ class CompiledTable:
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A program with its halves, and how its stages are connected."""
+    """A program with its halves, and the routes of its stages."""
 
     whole: CompiledTable
     forward: CompiledTable
     backward: CompiledTable
-    connections: tuple[Connections, ...]
+    routes: tuple[StageRoutes, ...]
 
     @property
     def program(self) -> Program:
         return self.whole.program
 
     @cached_property
-    def ties(self) -> bool:
-        """Whether it adds up the gradients of shared weights itself."""
-        return any(action.kind is Kind.TIE for action in self.program.actions)
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of its actions."""
+        return frozenset(action.kind for action in self.program.actions)
 
     @cached_property
     def checksum(self) -> int:
-        """The same for the same program, whatever is sharded: that processes with other stages may not know yet."""
+        """The same for the same program, whatever is gathered: processes with other stages may not know that yet."""
         return zlib.crc32(self.program.only({*Kind} - SHARDS).to_text().encode())
 
     @classmethod
-    def of(cls, program: Program, sharded: Collection[int] = ()) -> "CompiledProgram":
-        """Compiles a program that keeps the laws, with what gathers and frees the weights of sharded stages."""
-        connections = tuple(Connections.of(program, stage) for stage in range(program.stages))
-        every = (place_shards(each, sharded) for each in (program, *halves(program)))
-        whole, forward, backward = (CompiledTable(each, connections) for each in every)
-        return cls(whole, forward, backward, connections)
+    def of(cls, program: Program, gathered: Collection[int] = ()) -> "CompiledProgram":
+        """Compiles a program that keeps the laws; some stages gather their weights from replicas, and free them."""
+        routes = tuple(StageRoutes.of(program, stage) for stage in range(program.stages))
+        every = (place_shards(each, gathered) for each in (program, *halves(program)))
+        whole, forward, backward = (CompiledTable(each, routes) for each in every)
+        return cls(whole, forward, backward, routes)

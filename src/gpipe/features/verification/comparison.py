@@ -1,4 +1,4 @@
-"""Verifies a step: replays each stage in the order of the reference loop, and compares the results bit by bit.
+"""Compares a step with replays of each stage in the order of the reference loop, bit by bit.
 
 A stage that depends only on its weights, buffers, inputs and random keys computes the same in a replay as in the
 step, whatever the schedule was. If a result differs, the stage depends on more: on the order in which micro-batches
@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from gpipe._torch.modes import is_compiled
 from gpipe.errors import VerificationError
-from gpipe.runtime.evidence import Evidence, StagesState
-from gpipe.runtime.replay import Replays, wait_for_ranks
-from gpipe.runtime.run import Run
-from gpipe.runtime.step_record import (
+from gpipe.features.verification.evidence import Evidence, StagesState
+from gpipe.features.verification.replay import Replays, record_of
+from gpipe.features.verification.step_record import (
     CALLS_BACKWARD,
     INPUT,
     OUT_OF_MEMORY,
@@ -33,10 +31,10 @@ from gpipe.runtime.step_record import (
     buffers_of,
     parameters_of,
 )
-from gpipe.runtime.verifier import Verifier
+from gpipe.runtime.run import Run
+from gpipe.schedule.action import Kind
 from gpipe.stages.buffers import Buffers
 from gpipe.stages.stage import LOSS, Stage
-from gpipe.stages.tree import is_sharded
 
 MOST_PLACES = 3  # The most places that one message names.
 
@@ -87,11 +85,6 @@ NOT_REPRODUCIBLE = (
     "nondeterministic operation, the time, or random numbers that no seed reaches). See "
     "torch.use_deterministic_algorithms."
 )
-THREAD_LOCALS = (
-    "{places}: rank threads do not see what the calling thread has set in a threading.local. Use a "
-    "contextvars.ContextVar, which they see, or driver='lockstep'."
-)
-NO_MEMORY = "there is not enough memory"
 NOT_REPLAYED = "{stages} could not be verified: {why}"
 WRITTEN_WEIGHTS = (
     "The step itself writes the weights {names}, so it could not be verified. The next step will be. If that step "
@@ -99,101 +92,27 @@ WRITTEN_WEIGHTS = (
 )
 
 
-def begin(run: Run, verifier: Verifier) -> None:
-    """Starts the record of a step, after the aliases of shared weights have been made."""
-    stages = run.engine.own
-    verifier.count_attempt(run)
-    if reason := _reason_against(stages):
-        _give_up(run, verifier, reason)
-        return
-    if any(is_lazy(p) for stage in stages for layer in stage.layers for p in layer.module.parameters()):
-        return  # The next step begins with their values, and is verified.
-    try:
-        evidence = Evidence.of(run, verifier)
-    except OUT_OF_MEMORY:
-        _give_up(run, verifier, NO_MEMORY)
-        return
-    if run.engine.threaded and (places := evidence.began.thread_locals):
-        run.findings.append(THREAD_LOCALS.format(places=_in_words(places)))
-    if evidence.began.uncopyable:
-        _give_up(run, verifier, f"state cannot be copied: {_in_words(evidence.began.uncopyable)}")
-        return
-    run.evidence = evidence
-    run.record = StepRecord(stages, len(run.micro_batch_sizes), run.slices, calls_loss=evidence.calls_loss)
-    run.context.record_exchanges(run.record.count)
-
-
-def _give_up(run: Run, verifier: Verifier, why: str) -> None:
-    finding = NOT_REPLAYED.format(stages="this step", why=why)
-    run.findings.append(finding)
-    verifier.findings.append(finding)
-    if why != NO_MEMORY:  # The next step may have enough.
-        verifier.finish(run)
-
-
-def _reason_against(stages: Sequence[Stage]) -> str:
-    modules = [module for stage in stages for module in stage.modules]
-    parameters = (p for module in modules for p in module._parameters.values() if p is not None)
-    if any(map(is_sharded, modules)) or any(hasattr(p, "device_mesh") for p in parameters):
-        return "its weights are sharded (fully_shard, parallelize_module), and a replay would communicate"
-    return ""
-
-
-def verify(run: Run, *, in_threads: bool) -> None:
-    """Replays the recorded micro-batches of a step, and compares.
-
-    Raises:
-        VerificationError: If the numbers of the step may differ from those of the reference loop.
-    """
-    record, evidence = run.record, run.evidence
-    assert record is not None
-    assert evidence is not None
-    run.record = run.evidence = None
-    if record.is_dropped:
-        _give_up(run, evidence.verifier, NO_MEMORY)
-        return
-    leaves = {key: leaf for each in record.stages.values() for key, leaf in each.reached.items()}
-    gradients = {key: leaf.grad for key, leaf in leaves.items()}
-    for leaf in leaves.values():
-        leaf.grad = None
-    wait_for_ranks(run)
-    ended = None
-    try:
-        written = evidence.written_weights(run)
-        copied = [*written.values(), *evidence.copied]
-        ended = StagesState.of(run, copied, evidence.began, calls_loss=evidence.calls_loss)
-        ended.leave_unused_generators(evidence.began)
-        replays = Replays(run, record, evidence.began)
-        verification = _Verification(run, record, evidence, ended, written, replays)
-        findings = verification.find(in_threads=in_threads)
-    except OUT_OF_MEMORY:
-        findings = [NOT_REPLAYED.format(stages="this step", why=NO_MEMORY)]
-    finally:
-        wait_for_ranks(run)
-        if ended is not None:
-            ended.restore()
-        for key, leaf in leaves.items():
-            leaf.grad = gradients[key]
-    evidence.verifier.compared += sum(map(StageRecord.count_results, record.stages.values()))
-    evidence.verifier.findings += findings
-    run.findings += findings
-
-
 @dataclass
-class _Verification:
+class Comparison:
+    """Compares the record of a step with replays.
+
+    Attributes:
+        is_conclusive: Whether the step is verified; otherwise a later one will be.
+        writing: The weights that the step writes, if that is why it is not verified.
+    """
+
     run: Run
     record: StepRecord
     evidence: Evidence
     ended: StagesState
     written: dict[str, Tensor]
     replays: Replays
-    _is_conclusive: bool = True
+    is_conclusive: bool = True
+    writing: Sequence[Tensor] = ()
 
     def find(self, *, in_threads: bool) -> list[str]:
         """Replays the step, raises an error if it differs, and returns findings."""
         finding = self._compare(in_threads=in_threads)
-        if self._is_conclusive:
-            self.evidence.verifier.finish(self.run)
         return [text for text in (finding, self._recomputed_changes()) if text]
 
     def _compare(self, *, in_threads: bool) -> str:
@@ -211,8 +130,7 @@ class _Verification:
             return ""
         written = {name: weight for name, weight in self.written.items() if not _is_in(weight, self.evidence.copied)}
         if alone and written:
-            self.evidence.verifier.written += written.values()
-            self._is_conclusive = False
+            self.writing, self.is_conclusive = [*written.values()], False
             return WRITTEN_WEIGHTS.format(names=", ".join([*written][:MOST_PLACES]))
         try:
             order = self.replays.reference_order([*self.record.stages])
@@ -243,7 +161,7 @@ class _Verification:
 
     def _recomputed_changes(self) -> str:
         """Reports Python state that a forward changes, and that its recomputation changes once more."""
-        again = [stage for stage in self.record.stages if self.run.connections[stage].recomputed]
+        again = [stage for stage in self.record.stages if self.run.routes[stage].micro_batches[Kind.RECOMPUTE]]
         buffers = {id(buffer) for stage in again for buffer in buffers_of(self._stage(stage))}
         if not again or not self.ended.changed_since(self.evidence.began, except_for=buffers, by_value=True):
             return ""
@@ -264,7 +182,7 @@ class _Verification:
             places.update(dict.fromkeys(changes))
         # A recomputation does not call the loss, and other threads may draw from global generators.
         places = {place: None for place in places if not place.startswith((LOSS, "the global generator"))}
-        return RECOMPUTED_CHANGES.format(places=_in_words(places)) if places else ""
+        return RECOMPUTED_CHANGES.format(places=in_words(places)) if places else ""
 
     def _raise_if_leaves_are_shared(self) -> None:
         """Raises if backwards of two stages add to the `.grad` of one tensor."""
@@ -296,13 +214,13 @@ class _Verification:
         """Returns the layer that writes the input of its stage, or None if no single layer was found."""
         self.replays.restore()
         replay = self.replays.new_run()
-        assert replay.record is not None
-        replay.record.looks_for_writer = True
+        record = record_of(replay)
+        record.looks_for_writer = True
         self.replays.perform(replay, self.replays.reference_order([stage])[:1])
-        return replay.record.writer
+        return record.writer
 
     def _stage(self, index: int) -> Stage:
-        return self.run.engine.stages[index]
+        return self.run.stages.all[index]
 
     def _differences(self, replay: StepRecord, step: StepRecord | None = None) -> list[tuple[int, Quantity]]:
         return [
@@ -327,7 +245,7 @@ class _Verification:
         self.replays.perform(replay, [forward])
         before = self.replays.state()
         self.replays.perform(replay, [backward])
-        return _in_words(self.replays.state().changed_since(before))
+        return in_words(self.replays.state().changed_since(before))
 
     def _cause(self, replay: StageRecord) -> str:
         """Returns the likely cause of a difference and its fix."""
@@ -335,11 +253,12 @@ class _Verification:
             return CALLS_BACKWARD
         if self.written:
             return WRITES_WEIGHTS.format(names=", ".join([*self.written][:MOST_PLACES]))
-        places = _in_words(self.ended.changed_since(self.evidence.began))
+        places = in_words(self.ended.changed_since(self.evidence.began))
         return CHANGES_STATE.format(places=places) if places else UNKNOWN
 
 
-def _in_words(places: Collection[str]) -> str:
+def in_words(places: Collection[str]) -> str:
+    """Lists some of several places in a message."""
     shown = "; ".join([*places][:MOST_PLACES])
     return f"{shown}; and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else shown
 
@@ -350,7 +269,7 @@ def _is_in(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
 
 def _name_of(run: Run, leaf: Tensor) -> tuple[str, str | None]:
     """Returns the name of a parameter in the pipe, and a description of its layer."""
-    for stage in run.engine.own:
+    for stage in run.stages.own:
         for layer in stage.layers:
             for name, parameter in layer.module.named_parameters():
                 if parameter is leaf:

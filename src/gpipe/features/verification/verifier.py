@@ -39,24 +39,25 @@ class Verifier:
         """Copies and pickles as a new verifier: the modules of the copy are different objects."""
         return Verifier, (self.enabled,)
 
-    def wants(self, run: Run) -> bool:
-        """Whether a step should be verified, as far as this process knows."""
-        run.combination = self._combination(run) if self.enabled and run.trains else None
-        return run.combination is not None and self._is_new(run.combination)
+    def is_new(self, combination: Combination | None) -> bool:
+        """Whether a step of this combination should be verified, as far as this process knows."""
+        if combination is None or combination in self._verified:
+            return False
+        return self._attempts.get(combination, 0) < MOST_ATTEMPTS
 
-    def _is_new(self, combination: object) -> bool:
-        return combination not in self._verified and self._attempts.get(combination, 0) < MOST_ATTEMPTS
+    def count_attempt(self, combination: Combination | None) -> None:
+        self._attempts[combination] = self._attempts.get(combination, 0) + 1
 
-    def count_attempt(self, run: Run) -> None:
-        self._attempts[run.combination] = self._attempts.get(run.combination, 0) + 1
+    def finish(self, combination: Combination | None) -> None:
+        self._verified.add(combination)
 
-    def finish(self, run: Run) -> None:
-        self._verified.add(run.combination)
-
-    def _combination(self, run: Run) -> Combination:
+    def combination_of(self, run: Run) -> Combination | None:
+        """Returns the combination that a step stands for, or None if no such step is verified."""
+        if not self.enabled or not run.trains:
+            return None
         children = [*chain.from_iterable(part._modules.values() for part in self._parts)]
         if not self._parts or self._children != children:
-            roots = (layer.module for stage in run.engine.own for layer in stage.layers)
+            roots = (layer.module for stage in run.stages.own for layer in stage.layers)
             self._parts = list(dict.fromkeys(chain.from_iterable(root.modules() for root in roots)))
             self._children = [*chain.from_iterable(part._modules.values() for part in self._parts)]
         model = [

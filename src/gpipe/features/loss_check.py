@@ -12,6 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from statistics import fmean, stdev
 from typing import Any, Self, TypeAlias
 
@@ -20,8 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpipe._torch.trees import tree_flatten, tree_leaves, tree_unflatten
-from gpipe.stages.losses import LossAverage, LossReader, call_loss, find_average
+from gpipe.runtime.run import Run
+from gpipe.stages.losses import LossAverage, LossReader, call_loss, find_average, runs_once
 from gpipe.stages.reachable_state import ReachableState
+from gpipe.stages.rng import RankScope
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 
 LossArguments: TypeAlias = tuple[Tree, Tree, Mapping[str, object]]
@@ -68,10 +71,18 @@ class LossWatch:
         self._counts: dict[int, float | None] = {}  # what the mean that the loss function returned divided by
         self._bytes = 0
 
-    def call(
-        self, m: int, loss_fn: Callable[..., object], given: LossArguments, rows: int, *, ready_made: bool
+    def call_loss(
+        self, run: Run, m: int, output: Tree, target: Tree, popped: Mapping[str, object]
     ) -> tuple[Tensor, object]:
-        """Calls the loss function for micro-batch `m`, as `call_loss` does; the first call decides the average."""
+        """Calls the loss function of a run; the first call decides the weights, unless they are known."""
+        returned = self._call(run, m, (output, target, popped))
+        if not run.loss_weights:
+            run.weigh("mean" if self.average is None else self.average.reduction)
+        return returned
+
+    def _call(self, run: Run, m: int, given: LossArguments) -> tuple[Tensor, object]:
+        loss_fn = run.loss_fn
+        assert loss_fn is not None
         if self._is_decided and not self._checks:
             return call_loss(loss_fn, *given)
         size = sum(tensor.nbytes for tensor in tensors_in(given))
@@ -90,45 +101,45 @@ class LossWatch:
         made = zip(reader.calls, reader.results, strict=True)
         calls = [call._replace(is_loss=result is loss) for call, result in made]
         if not self._is_decided:
-            self.average, self._is_decided = find_average(calls, given[1], rows, ready_made=ready_made), True
+            self._is_decided = True
+            self.average = find_average(calls, given[1], run.micro_batch_sizes[m], ready_made=run.ready_made)
         self._counts[m] = next((call.denominator for call in calls if call.is_loss), None)
         if self._bytes > ENOUGH_BYTES and (self._is_of_torch or self._counts[m] is not None):
             self._kept.pop(m, None)  # What it divides by is known, which is enough for a large one.
         return loss, metrics
 
-    def find_mistakes(
-        self,
-        loss_fn: Callable[..., object],
-        losses: Mapping[int, Tensor],
-        weights: Sequence[float],
-        targets: Sequence[Tree],
-        parameters: Collection[Tensor],
-        draw: Callable[[int], object],
-    ) -> list[str]:
-        """Compares the weighted losses with the loss of several micro-batches in one call.
+    def check(self, run: Run) -> list[str]:
+        """Compares the losses of the micro-batches with the loss of the mini-batch; returns findings."""
+        if run.loss_fn is None or runs_once(run.loss_fn):
+            return []
+        last, layers = len(run.stages.all) - 1, len(run.stages.layers)
+        stream = next(rank.stream for rank in run.ranks if last in rank.stages)
+        state, scope = run.thread_state, RankScope(run.seed, run.step_number)
+        stream.begin(())
+        with stream.enter(), state.rank_thread(), scope, state.around_layers(), torch.no_grad():
+            found = self._find_mistakes(run, partial(scope.begin_forward, layers))
+        stream.end()
+        return found
 
-        Args:
-            loss_fn: The loss function.
-            losses: What it returned for each micro-batch.
-            weights: The weight of each micro-batch.
-            targets: The targets of all micro-batches.
-            parameters: Parameters of the pipe, which the loss function does not change.
-            draw: Keys the random numbers that the next call draws.
-        """
+    def _find_mistakes(self, run: Run, draw: Callable[[int], object]) -> list[str]:
+        """Compares the weighted losses with the loss of several micro-batches in one call; `draw` keys the calls."""
+        assert run.loss_fn is not None
+        losses, weights = run.losses, run.loss_weights
+        parameters = [p for stage in run.stages.own for layer in stage.layers for p in layer.module.parameters()]
         given, self._kept = dict(sorted(self._kept.items())), {}
         if len(given) < LEAST:
             return []
         how = f"weighted by {'rows' if self.average is None else self.average.by}"
         sums = self.average is not None and self.average.by == "sum"
         try:
-            with FurtherCalls(loss_fn, parameters, draw) as call:
+            with FurtherCalls(run.loss_fn, parameters, draw) as call:
                 for chosen in dict.fromkeys([tuple(given), tuple(given)[:LEAST]]):  # One may agree by chance.
                     total = 1.0 if sums else sum(weights[m] for m in chosen)
                     if not total:
                         continue
                     shares = [weights[m] / total for m in chosen]
                     together = _add_up(shares, [losses[m] for m in chosen])
-                    apart = _compare(call, [given[m] for m in chosen], shares, together, _shared(targets))
+                    apart = _compare(call, [given[m] for m in chosen], shares, together, _shared(run.targets))
                     if apart is not None:
                         how, (together, whole) = "added up" if sums else how, apart
                         return [

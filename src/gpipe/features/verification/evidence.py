@@ -11,10 +11,9 @@ from torch.nn.parameter import is_lazy
 
 from gpipe._torch.modules import global_hooks
 from gpipe.runtime.run import Run
-from gpipe.runtime.verifier import Verifier
+from gpipe.stages.digest import Digest, differ, digest
 from gpipe.stages.losses import runs_once
 from gpipe.stages.reachable_state import GLOBAL_GENERATORS, ReachableState
-from gpipe.stages.recompute_check import Digest, differ, digest
 from gpipe.stages.stage import LOSS
 
 MOST_BYTES = 2**30  # The most state that is copied for a replay of one stage, besides its parameters.
@@ -24,7 +23,6 @@ MOST_BYTES = 2**30  # The most state that is copied for a replay of one stage, b
 class Evidence:
     """The state and the weights from before a verified step."""
 
-    verifier: Verifier
     began: "StagesState"
     weights: dict[str, tuple[Tensor, Digest]]
     calls_loss: bool  # whether the loss is replayed
@@ -32,13 +30,14 @@ class Evidence:
     """Weights that earlier steps have written: `began` has copies of them."""
 
     @classmethod
-    def of(cls, run: Run, verifier: Verifier) -> "Evidence":
-        copied, calls_loss = [*verifier.written], not runs_once(run.loss_fn)
+    def of(cls, run: Run, written: Sequence[Tensor]) -> "Evidence":
+        """Copies the state of this process; of parameters only those that earlier steps have written."""
+        copied, calls_loss = [*written], not runs_once(run.loss_fn)
         began = StagesState.of(run, copied, calls_loss=calls_loss)
         if calls_loss and any(place.startswith(LOSS) for place in began.uncopyable):
             calls_loss = False
             began = StagesState.of(run, copied, calls_loss=False)
-        return cls(verifier, began, _digests_of_weights(run), calls_loss, copied)
+        return cls(began, _digests_of_weights(run), calls_loss, copied)
 
     def written_weights(self, run: Run) -> dict[str, Tensor]:
         """The weights that the step has written, by name."""
@@ -65,17 +64,17 @@ class StagesState:
         """Copies the current state. The state of the loss is copied only if replays call the loss."""
         hooks = {f"global module hook {number}": hook for number, hook in enumerate(global_hooks())}
         parameters: list[Tensor] = [
-            p for stage in run.engine.own for layer in stage.layers for p in layer.module.parameters()
+            p for stage in run.stages.own for layer in stage.layers for p in layer.module.parameters()
         ]
         parameters += [leaf for leaves in run.aliases.leaves.values() for leaf in leaves.values()]
         parameters += run.aliases.sources.values()
         states = {}
-        for stage in run.engine.own:
+        for stage in run.stages.own:
             roots: dict[str, object] = {**hooks, "saved-tensor hooks": run.thread_state.hooks}
             for layer in stage.layers:  # Not the whole model of a traced layer: it holds the layers of all stages.
                 is_part = "stands_for" in vars(layer.module)
                 roots[str(layer)] = layer.module._modules if is_part else layer.module
-            if calls_loss and run.loss_fn is not None and stage.index == len(run.engine.stages) - 1:
+            if calls_loss and run.loss_fn is not None and stage.index == len(run.stages.all) - 1:
                 roots[LOSS] = run.loss_fn
             earlier = None if like is None else like.states[stage.index]
             states[stage.index] = ReachableState.of(
@@ -127,7 +126,7 @@ class StagesState:
 def _digests_of_weights(run: Run) -> dict[str, tuple[Tensor, Digest]]:
     return {
         layer.full_name(name): (parameter, digest([parameter.detach()]))
-        for stage in run.engine.own
+        for stage in run.stages.own
         for layer in stage.layers
         for name, parameter in layer.module.named_parameters()
         if not is_lazy(parameter) and not parameter.is_meta

@@ -15,7 +15,7 @@ Nothing is computed twice, and the graph is gone behind I: what is kept of a pro
 kept.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +38,11 @@ from gpipe._torch.autograd import (
     node_number,
     read_product,
 )
+from gpipe.runtime.actions import accumulate_all, backward
+from gpipe.runtime.compiled_table import CompiledAction
+from gpipe.runtime.feature import Feature, Work
+from gpipe.runtime.run import Rank, Run
+from gpipe.schedule.action import Kind
 from gpipe.stages.boundary import Gradients, known_roots
 from gpipe.stages.tree import copy_of, storage_address, version
 
@@ -47,6 +52,60 @@ CHANGED = (
     "later micro-batch, or by a hook that changes gradients in place. Return a clone instead, or use a schedule that "
     "does not split the backward"
 )
+
+
+class SplitBackward(Feature):
+    """Runs backwards in two parts, on all ranks of this process."""
+
+    kinds = (Kind.BACKWARD_WEIGHT,)
+
+    def __init__(self) -> None:
+        self.pending = defaultdict[int, dict[int, PendingWeights]](dict)  # by stage and micro-batch
+
+    def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
+        work[Kind.BACKWARD] = self._backward
+        work[Kind.BACKWARD_INPUT] = self._backward_input
+        work[Kind.BACKWARD_WEIGHT] = self._backward_weight
+
+    def _backward(self, run: Run, rank: Rank, task: CompiledAction) -> None:
+        """B: after what earlier micro-batches have left."""
+
+        def accumulate(roots: Sequence[Tensor], gradients: Gradients) -> Iterable[Tensor]:
+            for earlier in self.pending[task.stage].values():
+                backward_weight(earlier)
+            return accumulate_all(roots, gradients)
+
+        backward(run, rank, task, accumulate)
+
+    def _backward_input(self, run: Run, rank: Rank, task: CompiledAction) -> None:
+        """I: keeps the state of the micro-batch for its W."""
+        state = rank.states[task.stage, task.micro_batch]
+        pending = self.pending[task.stage]
+
+        def accumulate(roots: Sequence[Tensor], gradients: Gradients) -> Iterable[Tensor]:
+            leaves = [leaf for crossing in state.given for leaf in crossing.leaves]
+            pending[task.micro_batch] = backward_input(roots, gradients, leaves, list(pending.values()))
+            return pending[task.micro_batch].gradients
+
+        if state.stage_run.is_sharded:
+            self._backward(run, rank, task)
+        else:
+            backward(run, rank, task, accumulate)
+        rank.states[task.stage, task.micro_batch] = state
+
+    def _backward_weight(self, run: Run, rank: Rank, task: CompiledAction) -> None:
+        """W: adds up the gradients of weights that waited."""
+        state, pending = rank.states[task.stage, task.micro_batch], self.pending[task.stage]
+        if task.micro_batch in pending:
+            maker_of = partial(state.progress.maker_of, layers=state.stage_run.stage.layers)
+            rank.scope.begin_backward(maker_of)
+            try:
+                backward_weight(pending[task.micro_batch])
+            except BaseException:
+                state.progress.found = maker_of(pending[task.micro_batch].next_node) or ""
+                raise
+            del pending[task.micro_batch]
+        del rank.states[task.stage, task.micro_batch]
 
 
 class WaitingProduct(NamedTuple):

@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -11,12 +12,13 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from gpipe.runtime.actions import await_fetch, receive
-from gpipe.runtime.offload import Move
+from gpipe.features.offload import HostCopy, Offload
+from gpipe.runtime.compiled_table import CompiledAction, CompiledTable
+from gpipe.runtime.feature import Feature, Work
 from gpipe.runtime.run import Rank, Run
-from gpipe.runtime.steps import CompiledAction
 from gpipe.runtime.streams import RankStream, Stamp
-from gpipe.schedule.action import MOVES, Action
+from gpipe.schedule.action import MOVES, Action, Kind
+from gpipe.schedule.rules import BACKWARDS
 from gpipe.schedule.timeline import Span, Timeline, offsets
 from gpipe.stages.messages import Traffic
 
@@ -41,7 +43,7 @@ class RemoteRecord(NamedTuple):
     traffic: Traffic
 
 
-class Recorder:
+class Recorder(Feature):
     """Collects the timelines of runs, of the last so many."""
 
     def __init__(self, keep: int) -> None:
@@ -49,41 +51,55 @@ class Recorder:
         self.inside: deque[Interval] = deque(maxlen=keep)  # when the caller was inside of a step or call that did
         self.losses: deque[Tensor] = deque(maxlen=keep)  # of training steps that did
         self.ended: RecordedRun | None = None  # its actions are done; it may still fail
-        self._moves: list[tuple[int, Move]] = []  # which are done beside others
+        self._copies: list[tuple[int, HostCopy]] = []  # while the ranks go on
         self._stamps: list[tuple[int, Action, Stamp, Stamp]] = []
         self._streams: Mapping[int, RankStream] = {}
         self._origins: dict[int, Stamp] = {}
         self.began = self._cpu = 0.0
 
     def begin(self, streams: Mapping[int, RankStream]) -> None:
-        self._streams, self._stamps, self._moves, self.ended = streams, [], [], None
+        self._streams, self._stamps, self._copies, self.ended = streams, [], [], None
         self.began, self._cpu = time.perf_counter(), time.process_time()
         self._origins = {rank: stream.stamp() for rank, stream in streams.items()}
 
-    def do(self, run: Run, rank: Rank, todo: CompiledAction) -> None:
-        """Does one action of a rank, and records it from when the rank has what it needs until it is done."""
-        if todo.takes:
-            self.take(run, rank, todo)
-        await_fetch(rank, todo)
-        self.work(run, rank, todo)
+    def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
+        for kind, perform in work.items():
+            if kind is Kind.RECEIVE:
+                work[kind] = partial(self.receive, perform)
+            elif kind is not Kind.SEND:
+                work[kind] = partial(self.perform, perform)
 
-    def take(self, run: Run, rank: Rank, todo: CompiledAction) -> None:
-        """Waits for what an action needs; what of it was already on its way counts as a RECEIVE."""
+    @contextmanager
+    def around_pass(self, run: Run, table: CompiledTable) -> Iterator[None]:
+        self.begin(run.stages.streams)
+        yield
+        self.end()
+
+    def complete(self, run: Run) -> None:
+        """Keeps the run that has ended, unless other processes did not record it."""
+        if self.ended is not None:
+            self.runs.append(self.ended)
+
+    def receive(self, receive: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
+        """Receives what an action needs, and records a RECEIVE from when both ends were ready."""
         called = rank.stream.stamp()
-        sent = receive(run, rank, todo)
-        received = [transfer.action for transfer in todo.takes if transfer.action is not None]
+        sent = receive(run, rank, task)
+        received = [transfer.action for transfer in task.receives if transfer.action is not None]
         if received and isinstance(sent, float) and isinstance(called, float):
-            self._stamps.append((todo.rank, received[-1], max(called, sent), rank.stream.stamp()))
+            self._stamps.append((task.rank, received[-1], max(called, sent), rank.stream.stamp()))
 
-    def work(self, run: Run, rank: Rank, todo: CompiledAction) -> None:
+    def perform(self, perform: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
+        """Performs an action, and records it from when the rank has what it needs until it is done."""
+        if (offload := run.feature(Offload)) is not None and task.action.kind in BACKWARDS:
+            offload.wait(rank, task)
         start = rank.stream.stamp()
-        run.work[todo.action.kind](run, rank, todo)
-        if todo.action.kind in MOVES:
-            assert rank.host is not None
-            assert rank.host.last is not None
-            self._moves.append((todo.rank, rank.host.last))
+        perform(run, rank, task)
+        if offload is not None and task.action.kind in MOVES:
+            copy = offload.hosts[rank.rank].last
+            assert copy is not None
+            self._copies.append((task.rank, copy))
             return
-        self._stamps.append((todo.rank, todo.action, start, rank.stream.stamp()))
+        self._stamps.append((task.rank, task.action, start, rank.stream.stamp()))
 
     def join(self, rank: int, records: Sequence[RemoteRecord]) -> None:
         """Makes one run of what each process has recorded of it, by rank, by the clock of this one of them."""
@@ -102,18 +118,15 @@ class Recorder:
     def end(self) -> None:
         since = {rank: partial(stream.seconds, self._origins[rank]) for rank, stream in self._streams.items()}
         seconds = max(since[rank](stream.stamp()) for rank, stream in self._streams.items())
-        moves = [(rank, move.action, move.began, move.ended) for rank, move in self._moves if move.ended is not None]
-        stamps = [*self._stamps, *moves]
+        copies = [
+            (rank, copy.action, copy.began, copy.ended) for rank, copy in self._copies if copy.ended is not None
+        ]
+        stamps = [*self._stamps, *copies]
         spans = [Span(rank, action, since[rank](a), since[rank](b)) for rank, action, a, b in stamps]
         spans.sort(key=attrgetter("start", "rank"))
         timeline = Timeline(len(self._streams), tuple(spans), seconds)
         cpu = time.process_time() - self._cpu
         self.ended = RecordedRun(timeline, (self.began, time.perf_counter()), cpu=cpu)
-
-    def keep(self) -> None:
-        """Adds the run that has ended, unless others were in it that do not record."""
-        if self.ended is not None:
-            self.runs.append(self.ended)
 
 
 def _moved(timeline: Timeline, by: float) -> Timeline:

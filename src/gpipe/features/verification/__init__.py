@@ -1,0 +1,1 @@
+"""Verifies steps against the reference loop: records, replays and compares."""

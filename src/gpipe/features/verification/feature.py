@@ -1,0 +1,199 @@
+"""Verifies steps: records one while it runs, and compares the record with replays at its end."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import Context, copy_context
+from functools import partial
+from threading import get_ident
+
+from torch.nn.parameter import is_lazy
+
+from gpipe._torch.modes import variables_of_torch
+from gpipe.features.verification.comparison import NOT_REPLAYED, Comparison, in_words
+from gpipe.features.verification.evidence import Evidence, StagesState
+from gpipe.features.verification.replay import Replays, wait_for_ranks
+from gpipe.features.verification.step_record import OUT_OF_MEMORY, StageRecord, StepRecord
+from gpipe.features.verification.verifier import Combination, Verifier
+from gpipe.runtime.compiled_table import CompiledAction, CompiledTable
+from gpipe.runtime.feature import Feature, Work
+from gpipe.runtime.run import MicroBatchState, Rank, Run
+from gpipe.schedule.action import Kind
+from gpipe.stages.boundary import BoundaryInput
+from gpipe.stages.stage import Stage, StageCall
+from gpipe.stages.tree import is_sharded
+
+THREAD_LOCALS = (
+    "{places}: rank threads do not see what the calling thread has set in a threading.local. Use a "
+    "contextvars.ContextVar, which they see, or driver='lockstep'."
+)
+NO_MEMORY = "there is not enough memory"
+ABSENT = object()
+OF_PYTHON_AND_COMPILERS = ("decimal_context", "torch.")  # prefixes of names
+SETS_VARIABLES = (
+    "layers set the context variables {names}, and layers of other partitions do not see that, nor which micro-batch "
+    "it was for; hand it on as part of the value instead"
+)
+
+_NOTHING = nullcontext()
+
+
+class Verification(Feature):
+    """Verifies a step, if it is the first of its combination.
+
+    Attributes:
+        wanted: Whether to verify this step. All processes agree on it.
+        combination: What the step stands for.
+        record: The record of the step, while there is one.
+    """
+
+    def __init__(self, verifier: Verifier) -> None:
+        self.verifier, self.wanted = verifier, False
+        self.combination: Combination | None = None
+        self.record: StepRecord | None = None
+        self._evidence: Evidence | None = None
+        self._caller = 0, copy_context()
+        self._variables: list[Context] = []  # of rank threads
+
+    def decide(self, run: Run) -> None:
+        """Decides whether to verify a step, as far as this process knows."""
+        self.combination = self.verifier.combination_of(run)
+        self.wanted = self.verifier.is_new(self.combination)
+
+    def takes_part(self, run: Run) -> bool:
+        return self.wanted
+
+    def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
+        work |= {kind: partial(self._perform, work[kind]) for kind in StepRecord.kinds & work.keys()}
+        work[Kind.SEND] = partial(self._send, work[Kind.SEND])
+
+    def _perform(self, perform: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
+        if self.record is None:
+            perform(run, rank, task)
+            return
+        self.record.perform(perform, run, rank, task)
+        if get_ident() != self._caller[0]:
+            self._variables.append(copy_context())
+
+    def _send(self, send: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
+        if self.record is None:
+            send(run, rank, task)
+        else:
+            self.record.send(send, run, rank, task)
+
+    @contextmanager
+    def around_pass(self, run: Run, table: CompiledTable) -> Iterator[None]:
+        self._caller, self._variables = (get_ident(), copy_context()), []
+        try:
+            if table is not run.compiled.backward:
+                self._begin(run)
+            if self.record is not None:
+                self.record.begin_pass(run, only_forward=table is run.compiled.forward)
+                for rank in run.ranks:  # after the copies that were made here
+                    rank.stream.begin([*rank.stream.called])
+            yield
+            run.findings += self._variables_set()
+            if self.record is not None and table is run.compiled.forward:
+                self.record.check_gradients(run)
+            elif self.record is not None:
+                self._verify(run)
+        except BaseException:
+            self.record = self._evidence = None
+            raise
+
+    def around_layers(
+        self, run: Run, rank: Rank, state: MicroBatchState, entered: Sequence[BoundaryInput], call: StageCall
+    ) -> AbstractContextManager[object]:
+        record = self.record
+        return _NOTHING if record is None else record.around_layers(run, rank, state, entered, call)
+
+    def _begin(self, run: Run) -> None:
+        """Starts the record of a step, after the aliases of shared weights have been made."""
+        stages = run.stages.own
+        self.verifier.count_attempt(self.combination)
+        if reason := _reason_against(stages):
+            self._give_up(run, reason)
+            return
+        if any(is_lazy(p) for stage in stages for layer in stage.layers for p in layer.module.parameters()):
+            return  # The next step begins with their values, and is verified.
+        try:
+            evidence = Evidence.of(run, self.verifier.written)
+        except OUT_OF_MEMORY:
+            self._give_up(run, NO_MEMORY)
+            return
+        if run.stages.threaded and (places := evidence.began.thread_locals):
+            run.findings.append(THREAD_LOCALS.format(places=in_words(places)))
+        if evidence.began.uncopyable:
+            self._give_up(run, f"state cannot be copied: {in_words(evidence.began.uncopyable)}")
+            return
+        self._evidence = evidence
+        self.record = StepRecord(stages, len(run.micro_batch_sizes), run.slices, calls_loss=evidence.calls_loss)
+        run.context.keep_exchanges(self.record.count)
+
+    def _give_up(self, run: Run, why: str) -> None:
+        finding = NOT_REPLAYED.format(stages="this step", why=why)
+        run.findings.append(finding)
+        self.verifier.findings.append(finding)
+        if why != NO_MEMORY:  # The next step may have enough.
+            self.verifier.finish(self.combination)
+
+    def _verify(self, run: Run) -> None:
+        """Replays the recorded micro-batches of a step, and compares.
+
+        Raises:
+            VerificationError: If the numbers of the step may differ from those of the reference loop.
+        """
+        record, evidence = self.record, self._evidence
+        assert record is not None
+        assert evidence is not None
+        self.record = self._evidence = None
+        if record.is_dropped:
+            self._give_up(run, NO_MEMORY)
+            return
+        leaves = {key: leaf for each in record.stages.values() for key, leaf in each.reached.items()}
+        gradients = {key: leaf.grad for key, leaf in leaves.items()}
+        for leaf in leaves.values():
+            leaf.grad = None
+        wait_for_ranks(run)
+        ended = None
+        try:
+            written = evidence.written_weights(run)
+            copied = [*written.values(), *evidence.copied]
+            ended = StagesState.of(run, copied, evidence.began, calls_loss=evidence.calls_loss)
+            ended.leave_unused_generators(evidence.began)
+            replays = Replays(run, record, evidence.began)
+            comparison = Comparison(run, record, evidence, ended, written, replays)
+            findings = comparison.find(in_threads=bool(self._variables))
+            self.verifier.written += comparison.writing
+            if comparison.is_conclusive:
+                self.verifier.finish(self.combination)
+        except OUT_OF_MEMORY:
+            findings = [NOT_REPLAYED.format(stages="this step", why=NO_MEMORY)]
+        finally:
+            wait_for_ranks(run)
+            if ended is not None:
+                ended.restore()
+            for key, leaf in leaves.items():
+                leaf.grad = gradients[key]
+        self.verifier.compared += sum(map(StageRecord.count_results, record.stages.values()))
+        self.verifier.findings += findings
+        run.findings += findings
+
+    def _variables_set(self) -> list[str]:
+        """Reports context variables that layers have set in rank threads."""
+        (_, own), of_torch = self._caller, variables_of_torch()
+        theirs = (pair for context in self._variables for pair in context.items())
+        fresh = [variable for variable, value in theirs if own.get(variable, ABSENT) is not value]
+        names = [
+            variable.name
+            for variable in fresh
+            if variable not in of_torch and not variable.name.startswith(OF_PYTHON_AND_COMPILERS)
+        ]
+        return [SETS_VARIABLES.format(names=", ".join(dict.fromkeys(names)))] if names else []
+
+
+def _reason_against(stages: Sequence[Stage]) -> str:
+    modules = [module for stage in stages for module in stage.modules]
+    parameters = (p for module in modules for p in module._parameters.values() if p is not None)
+    if any(map(is_sharded, modules)) or any(hasattr(p, "device_mesh") for p in parameters):
+        return "its weights are sharded (fully_shard, parallelize_module), and a replay would communicate"
+    return ""
