@@ -626,7 +626,7 @@ class GPipe(Partitioned):
         if given is not None and (model := given()) is not None and list(map(id, model._modules.values())) != layers:
             raise ValueError(REPLACED)
         if self._processes.position is None:
-            reject_sharded(self._engine.own)
+            reject_sharded(self._engine.modules)
         context = self._processes.context()
         context.notes_messages = self.recorder is not None
         return Run(

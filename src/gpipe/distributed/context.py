@@ -253,7 +253,7 @@ class ProcessContext(Context):
     def _meet_replicas(self, program: Program) -> AbstractContextManager[object]:
         """Prepares what replicas do together while they run: layers of `fully_shard`, and BatchNorm if asked."""
         layers = [layer for stage in self.engine.own for layer in stage.layers]
-        own = self.engine.own if any_sharded(self.engine.own) else ()
+        own = self.engine.own if any_sharded(self.engine.modules) else ()
         spread = {stage.index: [*filter(is_sharded, stage.modules)] for stage in own}
         norms = find_norms(layers) if self.runs_every_backward else []
         reasons = [SPREAD] * any(spread.values()) + [LOCKSTEP] * any(norm.training for norm in norms)

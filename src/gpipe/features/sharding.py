@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from gpipe.stages.stage import Stage
+from torch import nn
+
 from gpipe.stages.tree import is_sharded
 
 NEEDS_PROCESSES = (
@@ -11,12 +12,12 @@ NEEDS_PROCESSES = (
 )
 
 
-def any_sharded(stages: Iterable[Stage]) -> bool:
-    """Whether `fully_shard` was applied to layers of these stages; it gives modules classes of its own."""
-    return any(map(is_sharded, {type(module): module for stage in stages for module in stage.modules}.values()))
+def any_sharded(modules: Iterable[nn.Module]) -> bool:
+    """Whether `fully_shard` was applied to some of these modules; it gives them classes of its own."""
+    return any(map(is_sharded, {type(module): module for module in modules}.values()))
 
 
-def reject_sharded(stages: Iterable[Stage]) -> None:
-    """Rejects layers under `fully_shard`, which the ranks of one process do not gather or free."""
-    if any_sharded(stages):
+def reject_sharded(modules: Iterable[nn.Module]) -> None:
+    """Rejects modules under `fully_shard`, which the ranks of one process do not gather or free."""
+    if any_sharded(modules):
         raise ValueError(NEEDS_PROCESSES)

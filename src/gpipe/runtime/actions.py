@@ -31,7 +31,7 @@ def receive(run: Run, rank: Rank, task: CompiledAction) -> ReadyEvent:
             inbox.append(rank.local_messages.pop(label))
         else:
             message, mark = run.context.receive(rank.rank, peer, label)
-            inbox.append(rank.stream.take(message, mark))
+            inbox.append(message if rank.stream.alone else rank.stream.take(message, mark))
     return mark
 
 
@@ -121,7 +121,7 @@ def run_layers(run: Run, rank: Rank, state: MicroBatchState) -> StageOutput:
         crossing.check(stage)
     entered = [*map(attach_boundary, given)]
     state.gradients = [each.gradients for each in entered]
-    arrived = {name: each.value for name, each in zip(routes.skips_in, entered, strict=False)}
+    arrived = dict(zip(routes.skips_in, [each.value for each in entered], strict=False)) if routes.skips_in else {}
     key = run.rng_key(state.micro_batch)
     rank.scope.begin_forward(stage.first, key.micro_batch)
     call = StageCall(arrived, key, state.progress, rank.scope.set_layer)
@@ -181,5 +181,7 @@ def _last_gradients(run: Run, rank: Rank, state: MicroBatchState) -> Gradients:
 
 def _reject_gradients(state: MicroBatchState, what: str) -> None:
     """Rejects gradients that came before the backward: it would overwrite them."""
-    if any(gradient is not None for gradients in state.gradients for gradient in gradients):
-        raise RuntimeError(f"{what} {BACKWARD_INSIDE.format(stage=state.stage_run.stage)}")
+    for gradients in state.gradients:
+        for gradient in gradients:
+            if gradient is not None:
+                raise RuntimeError(f"{what} {BACKWARD_INSIDE.format(stage=state.stage_run.stage)}")

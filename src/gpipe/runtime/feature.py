@@ -58,12 +58,13 @@ class Hooks:
     """The hooks of several features, only those that they override. Later features are around earlier ones."""
 
     def __init__(self, features: Sequence[Feature] = ()) -> None:
-        self._around_pass, self._around_layers, self._complete, self._note_error = (
-            [getattr(one, name) for one in features if getattr(type(one), name) is not getattr(Feature, name)]
-            for name in ("around_pass", "around_layers", "complete", "note_error")
-        )
-        self._around_pass.reverse()
-        self._around_layers.reverse()
+        outermost = features[::-1]
+        self._around_pass = [f.around_pass for f in outermost if type(f).around_pass is not Feature.around_pass]
+        self._around_layers = [
+            f.around_layers for f in outermost if type(f).around_layers is not Feature.around_layers
+        ]
+        self._complete = [f.complete for f in features if type(f).complete is not Feature.complete]
+        self._note_error = [f.note_error for f in features if type(f).note_error is not Feature.note_error]
 
     def around_pass(self, *args: Any) -> AbstractContextManager[object]:
         return _entered(self._around_pass, args) if self._around_pass else _NOTHING

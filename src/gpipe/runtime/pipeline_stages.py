@@ -53,6 +53,7 @@ class PipelineStages:
         shared = frozenset(slot for one in self.shared for slots in one.slots.values() for slot in slots)
         for stage in stages:
             stage.shared = shared
+        self.modules = [module for stage in self.own for module in stage.modules]
         self.gathered: dict[int, GatheredWeights] = {}  # by stage, as far as this process knows
         self._reset()
 
