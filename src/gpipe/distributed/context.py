@@ -66,8 +66,7 @@ class ProcessContext(Context):
             yield
 
     def agree(self, run: Run, request: Request) -> None:
-        verification = run.feature(Verification)
-        assert verification is not None
+        verification = run.feature(Verification)  # perhaps None in a backward: its forward has decided
         found = self._find_sharded() if self.replicas > 1 else {}
         self._sharded = [(stage, *each) for stage, each in found.items()]
         self.engine.gather(found)
@@ -87,11 +86,13 @@ class ProcessContext(Context):
             rows: Sequence[int], path: int, own_weights: Sequence[float], ready_made: bool, verifies: bool
         ) -> int:
             run.micro_batch_sizes, run.path = tuple(rows), path
-            verification.wanted |= verifies
+            if verification is not None:
+                verification.wanted |= verifies
             run.own_weights, run.ready_made = tuple(own_weights), ready_made
             return run.compiled_program().checksum
 
-        given = run.micro_batch_sizes, run.path, run.own_weights, run.ready_made, verification.wanted
+        wanted = verification is not None and verification.wanted
+        given = run.micro_batch_sizes, run.path, run.own_weights, run.ready_made, wanted
         follow_first(self.endpoint, self.position, self.first, same, given, take)
 
     def check_same(self, **settings: object) -> None:

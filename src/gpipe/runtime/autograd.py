@@ -40,11 +40,11 @@ SECOND_BACKWARD = (
 def pipelined(run: Run, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:
     """Runs the forward of a call as one autograd node; gives the output of each micro-batch, in every process.
 
-    `leaves` are the tensors that each micro-batch's leaves were cut from. Autograd adds up what comes back to one
-    tensor in the order of the node's inputs: that of the micro-batches.
+    `leaves` are the tensors that each micro-batch's leaves were cut from. Autograd adds up the gradients of one
+    tensor in the order of the inputs of the node: that of the micro-batches.
     """
-    # one on each device: autograd keeps the node though no parameter is its input, and has its caller's streams wait
-    # for what comes back to each, behind which the gradients of parameters are
+    # One anchor on each device: autograd keeps the node though no parameter is its input, and makes the streams of
+    # the caller wait for the gradients of the anchors, and so for those of parameters.
     anchors = [torch.empty(0, requires_grad=True, device=device) for device in run.stages.devices]
     outputs: list[Output] = []
     tensors = iter(_Pipelined.apply(run, outputs, len(anchors), *anchors, *chain.from_iterable(leaves)))  # type: ignore[no-untyped-call]  # untyped in torch
@@ -71,10 +71,10 @@ class _Pipelined(torch.autograd.Function):
     @staticmethod
     @entrance
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Runs all backwards; gives the gradients of the leaves, micro-batch after micro-batch.
+        """Runs all backwards; returns the gradients of the leaves, micro-batch after micro-batch.
 
-        Over processes the gradients of the output count that the one with the last stage has, and those of the
-        inputs come to all whose inputs have a graph.
+        Over processes only the output gradients of the last stage count. Input gradients reach all processes whose
+        inputs have a graph.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(CREATE_GRAPH)
@@ -105,11 +105,7 @@ class _Pipelined(torch.autograd.Function):
 def _parted(
     wants: Sequence[Sequence[bool]], gradients: Sequence[Tensor | None], *, runs_all: bool
 ) -> list[Gradients]:
-    """The gradients of those tensors of each output that want one; of an output that has none, perhaps undefined.
-
-    So it is where other replicas wait for its backward; or where there are none at all: autograd came here all the
-    same.
-    """
+    """The gradients of each output. Undefined for an output without any, if its backward must run all the same."""
     remaining = iter(gradients)
     parted: list[Gradients] = [[g for wanted, g in zip(some, remaining, strict=False) if wanted] for some in wants]
     unused = [all(gradient is None for gradient in some) for some in parted]

@@ -121,13 +121,9 @@ def _prepare(run: Run) -> None:
 
 
 def _run_table(run: Run, table: CompiledTable) -> None:
-    """Performs the actions of this process in a table, or in half of one.
-
-    The backward of a call runs on devices with streams in this thread: it is autograd's thread of the device, and
-    backwards in other threads would wait for it forever.
-    """
-    stages = run.stages
-    is_backward = table is run.compiled.backward
+    """Performs the actions of this process in a table, or in half of one."""
+    stages, is_backward = run.stages, table is run.compiled.backward
+    # On a device, the backward of a call is in the thread of the device in autograd: other threads would wait for it.
     in_threads = stages.threaded and not (is_backward and stages.queues)
     _begin(run, backward=is_backward)
     if in_threads:

@@ -139,10 +139,10 @@ class Run:
 
     def compile(self) -> None:
         """Compiles the table of the mini-batch, and makes the aliases of shared weights."""
-        stages = self.stages
         self.compiled = self.compiled_program()
         self.routes: Sequence[StageRoutes] = self.compiled.routes
-        self.aliases = WeightAliases(stages.shared, stages.own) if stages.shared else _NO_ALIASES
+        shared = self.stages.shared
+        self.aliases = WeightAliases(shared, self.stages.own) if shared else _NO_ALIASES
 
     def feature(self, kind: type[F]) -> F | None:
         """The feature of a class, if the run has it."""
