@@ -17,7 +17,7 @@ from gpipe.config.findings import Examination, summary
 from gpipe.config.reference import VerificationReport, verify
 from gpipe.config.unknown_arguments import check_names, checked_entrance
 from gpipe.distributed.norms import clip_grad_norm_
-from gpipe.features.chosen import new_features
+from gpipe.features.chosen import choose_features
 from gpipe.features.loss_check import LossWatch
 from gpipe.features.recorder import Recorder
 from gpipe.features.sharding import reject_sharded
@@ -636,7 +636,8 @@ class GPipe(Partitioned):
             self._settings.seed,
             self.step_number,
             self.training,
-            new_features(Verification(self._verifier), self.recorder),
+            [Verification(self._verifier), *([] if self.recorder is None else [self.recorder])],
+            choose_features,
             report_findings=self._examination.tell,
         )
 

@@ -102,7 +102,6 @@ class DeferredStatistics:
 class DeferredBatchNorm(Feature):
     """Collects the statistics of BatchNorms, and commits them once the mini-batch has succeeded."""
 
-    kinds = (Kind.COMMIT,)
     alters_layers = True
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Lists the features of a mini-batch."""
+"""Says which features take part in a mini-batch."""
 
 from gpipe.features.batch_norm import DeferredBatchNorm
 from gpipe.features.error_notes import ErrorNotes
@@ -9,10 +9,24 @@ from gpipe.features.slices import Slices
 from gpipe.features.split_backward import SplitBackward
 from gpipe.features.verification.feature import Verification
 from gpipe.runtime.feature import Feature
+from gpipe.runtime.run import Run
+from gpipe.schedule.action import Kind
 
 
-def new_features(verification: Verification, recorder: Recorder | None) -> list[Feature]:
-    """Returns the features that may take part in a mini-batch. Later ones are around earlier ones."""
-    recording = [] if recorder is None else [recorder]
-    around_layers = [Slices(), DeferredBatchNorm(), Recompute()]
-    return [SplitBackward(), *around_layers, verification, Offload(), *recording, ErrorNotes()]
+def choose_features(run: Run) -> list[Feature]:
+    """Returns the features of a mini-batch, once its table is compiled. Later ones are around earlier ones."""
+    kinds, verification, recorder = run.compiled.kinds, run.feature(Verification), run.feature(Recorder)
+    takes_part: dict[type[Feature], bool] = {
+        SplitBackward: Kind.BACKWARD_WEIGHT in kinds,
+        Slices: run.slices > 1,
+        DeferredBatchNorm: Kind.COMMIT in kinds,
+        Recompute: Kind.RECOMPUTE in kinds,
+    }
+    features = [feature() for feature, is_needed in takes_part.items() if is_needed]
+    if verification is not None and verification.wanted:
+        features.append(verification)
+    if Kind.OFFLOAD in kinds:
+        features.append(Offload())
+    if recorder is not None:
+        features.append(recorder)
+    return [*features, ErrorNotes()]

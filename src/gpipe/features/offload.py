@@ -37,7 +37,7 @@ from gpipe.runtime.compiled_table import CompiledAction, CompiledTable
 from gpipe.runtime.feature import Feature, Work
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.streams import DeviceStream, RankStream, Stamp, event_on
-from gpipe.schedule.action import MOVES, Action, Kind
+from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.rules import BACKWARDS
 
 Host: TypeAlias = "FileHost | PinnedHost"
@@ -155,8 +155,6 @@ class _Moves:
 
 class Offload(Feature):
     """Copies what autograd keeps to the host and back, on all ranks of this process."""
-
-    kinds = MOVES
 
     def __init__(self) -> None:
         self.hosts: dict[int, Host] = {}  # by rank

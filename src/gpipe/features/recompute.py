@@ -84,8 +84,6 @@ class _Kept(NamedTuple):
 class Recompute(Feature):
     """Recomputes what forwards dropped, on all ranks of this process."""
 
-    kinds = (Kind.RECOMPUTE,)
-
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._deferred_mismatches = defaultdict[int, list[Tensor]](list)  # by rank, on a GPU: reading halts it

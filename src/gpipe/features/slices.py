@@ -71,9 +71,6 @@ class Slices(Feature):
     def __init__(self) -> None:
         self._keys: dict[tuple[int, int], SliceKeys] = {}  # by stage and slice
 
-    def takes_part(self, run: Run) -> bool:
-        return run.slices > 1
-
     def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
         work |= {kind: partial(self._backward, work[kind]) for kind in BACKWARDS if kind in work}
 

@@ -57,8 +57,6 @@ CHANGED = (
 class SplitBackward(Feature):
     """Runs backwards in two parts, on all ranks of this process."""
 
-    kinds = (Kind.BACKWARD_WEIGHT,)
-
     def __init__(self) -> None:
         self.pending = defaultdict[int, dict[int, PendingWeights]](dict)  # by stage and micro-batch
 

@@ -117,7 +117,7 @@ def perform(run: Run, rank: Rank, task: CompiledAction) -> None:
 
 def _prepare(run: Run) -> None:
     run.compile()
-    begin_ranks(run, [feature for feature in run.features if feature.takes_part(run)])
+    begin_ranks(run, run.choose_features(run))
 
 
 def _run_table(run: Run, table: CompiledTable) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -25,14 +25,8 @@ class Feature:
     A feature overrides the hooks that it needs. It gets the run and the rank as arguments, and keeps neither.
     """
 
-    kinds: ClassVar[Collection[Kind]] = ()
-    """The kinds of action that it performs: it takes no part in a mini-batch whose table has none of them."""
     alters_layers: ClassVar[bool] = False
     """Whether layers compute something else with it, so that a repetition of their actions needs it, too."""
-
-    def takes_part(self, run: Run) -> bool:
-        """Whether the mini-batch needs it, once its table is compiled."""
-        return not self.kinds or not run.compiled.kinds.isdisjoint(self.kinds)
 
     def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
         """Adds the functions that perform its kinds of action to `work`, or wraps those of other features."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -95,6 +96,7 @@ class Run:
     step_number: int  # keys randomness, together with the seed
     training: bool  # whether the pipe is in training mode
     features: Sequence[Feature] = ()  # later ones are around earlier ones
+    choose_features: Callable[[Run], Sequence[Feature]] = attrgetter("features")  # once the table is compiled
     hooks: Hooks = field(default_factory=Hooks)
     work: Mapping[Kind, Work] = field(default_factory=dict)  # what performs each kind of action
     ranks: Sequence[Rank] = ()

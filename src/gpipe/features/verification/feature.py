@@ -59,9 +59,6 @@ class Verification(Feature):
         self.combination = self.verifier.combination_of(run)
         self.wanted = self.verifier.is_new(self.combination)
 
-    def takes_part(self, run: Run) -> bool:
-        return self.wanted
-
     def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
         work |= {kind: partial(self._perform, work[kind]) for kind in StepRecord.kinds & work.keys()}
         work[Kind.SEND] = partial(self._send, work[Kind.SEND])
