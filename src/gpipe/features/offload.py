@@ -180,7 +180,7 @@ class Offload(Feature):
         if table is not run.compiled.forward:
             self._close()
 
-    def wait(self, rank: Rank, task: CompiledAction) -> None:
+    def await_fetch(self, rank: Rank, task: CompiledAction) -> None:
         """Waits until what the backward of a micro-batch needs is back."""
         activations = self.activations.pop((task.stage, task.micro_batch), None)
         if activations is not None:
@@ -200,7 +200,7 @@ class Offload(Feature):
             forward(run, rank, task)
 
     def _backward(self, backward: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
-        self.wait(rank, task)
+        self.await_fetch(rank, task)
         backward(run, rank, task)
 
     def _offload(self, run: Run, rank: Rank, task: CompiledAction) -> None:

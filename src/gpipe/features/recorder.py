@@ -91,7 +91,7 @@ class Recorder(Feature):
     def perform(self, perform: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
         """Performs an action, and records it from when the rank has what it needs until it is done."""
         if (offload := run.feature(Offload)) is not None and task.action.kind in BACKWARDS:
-            offload.wait(rank, task)
+            offload.await_fetch(rank, task)
         start = rank.stream.stamp()
         perform(run, rank, task)
         if offload is not None and task.action.kind in MOVES:
