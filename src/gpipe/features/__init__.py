@@ -1,1 +1,1 @@
-"""What a mini-batch may do besides forwards and backwards: each feature is one file, with its state."""
+"""Everything in a mini-batch besides forwards and backwards: each feature is one file, with its state."""

@@ -2,9 +2,9 @@
 
 A BatchNorm in training is lent empty buffers and a momentum of 1, so that its own forward leaves the mean and the
 variance of the micro-batch in them. At the end of the mini-batch's forward these are merged in micro-batch order, by
-count, mean and sum of squared differences from the mean (Chan, Golub & LeVeque 1979): E[x^2] - E[x]^2 would lose
-everything where the mean is large. The real buffers then change once, as in one forward of the whole mini-batch.
-Over replicas the mini-batch is that of all of them: each merges its own, and all merge these in the replicas' order.
+count, mean and sum of squared differences from the mean (Chan, Golub & LeVeque 1979). E[x^2] - E[x]^2 would lose all
+precision if the mean is large. The real buffers then change once, as in one forward of the whole mini-batch.
+Replicas merge their own statistics first, then the statistics of all replicas, in the order of the replicas.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ from gpipe.stages.tree import allocate_like
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What one forward of a BatchNorm saw in each channel, in float64."""
+    """The statistics of one forward of a BatchNorm for each channel, in float64."""
 
     count: int
     mean: Tensor
@@ -47,7 +47,7 @@ class Statistics:
 
 @dataclass
 class DeferredStatistics:
-    """The statistics of one mini-batch: for each micro-batch and BatchNorm, those of each forward."""
+    """The statistics of one mini-batch: for each micro-batch and BatchNorm, one for each forward."""
 
     norms: Sequence[AnyBatchNorm]
     seen: dict[int, list[list[Statistics]]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class DeferredStatistics:
 
     @contextmanager
     def collect(self, micro_batch: int | None = None) -> Iterator[None]:
-        """Keeps the real buffers as they are, and the statistics of the forwards inside; not those of a recompute."""
+        """Keeps the real buffers as they are. Collects statistics for a micro-batch, none in a recomputation."""
         with ExitStack() as stack:
             seen = [stack.enter_context(_lend(norm)) for norm in self.norms]
             yield
@@ -73,7 +73,7 @@ class DeferredStatistics:
             self.seen[micro_batch] = seen
 
     def merged(self) -> list[list[Statistics]]:
-        """The statistics of the whole mini-batch, for each BatchNorm those of each of its forwards in it."""
+        """The statistics of the whole mini-batch: for each BatchNorm, one for each of its forwards."""
         by_norm = zip(*(self.seen[micro_batch] for micro_batch in sorted(self.seen)), strict=True)
         return [
             [reduce(Statistics.merge, filter(None, forward)) for forward in zip_longest(*some)]  # one may lack some
@@ -85,7 +85,7 @@ class DeferredStatistics:
         return [[(seen.count, seen.mean, seen.squares) for seen in forwards] for forwards in self.merged()]
 
     def merge_replicas(self, by_replica: Sequence[Sequence[Sequence[tuple[int, Tensor, Tensor]]]]) -> None:
-        """Has the mini-batch be that of all replicas, each of which sent its statistics."""
+        """Replaces the statistics of this replica by those that all replicas sent."""
         self.seen = {
             replica: [[Statistics(*sent) for sent in forwards] for forwards in norms]
             for replica, norms in enumerate(by_replica)
@@ -164,7 +164,7 @@ def _defers(module: nn.Module) -> TypeGuard[AnyBatchNorm]:
 
 @contextmanager
 def _lend(norm: AnyBatchNorm) -> Iterator[list[Statistics]]:
-    """Lends a BatchNorm empty buffers for each of its forwards; gives what these have left in them, once it ends."""
+    """Lends a BatchNorm empty buffers for each of its forwards; yields the list of their statistics."""
     own = {name: norm._buffers[name] for name in ("running_mean", "running_var", "num_batches_tracked")}
     lent: list[tuple[int, Tensor, Tensor]] = []
     momenta: dict[nn.Module, float | None] = {}
@@ -198,7 +198,7 @@ def _lend(norm: AnyBatchNorm) -> Iterator[list[Statistics]]:
 
 @torch.no_grad()
 def update_running_statistics(norm: AnyBatchNorm, batch: Statistics) -> None:
-    """What a plain forward of the whole mini-batch does to the buffers, unbiased variance and all."""
+    """Updates the buffers like a plain forward of the whole mini-batch, with the unbiased variance."""
     factor = norm.momentum
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)

@@ -1,16 +1,14 @@
-"""OFFLOAD and FETCH: what autograd keeps of a micro-batch goes to the host, and is back for its backward.
+"""OFFLOAD and FETCH: copies the activations that autograd saves to host memory, and back for the backward.
 
-All that autograd saves in a forward is known here. Of its memory that goes to which nothing else refers: not weights,
-buffers and what crosses a boundary, nor what a layer or the caller holds on to; these have tensors of it elsewhere.
-What is saved twice, and views of one another, are moved once and share memory again; shapes, strides and alignment
-are what they were: so are all bits.
+Hooks see everything that autograd saves in a forward. A storage is offloaded only if nothing else refers to it. So
+weights, buffers, boundary tensors, and tensors that a layer or the caller keeps stay. A storage that is saved twice,
+or has views, is copied once and shared again. Shapes, strides and alignment are kept, and so are all bits.
 
-A rank's moves are done one at a time, and the rank goes on beside the last one. It waits when it comes to the next,
-by when memory that was moved is free, or to the backward for which something comes back: on a device its stream does.
+A rank has one copy in flight, and runs other actions while it lasts. It waits for the copy before the next
+copy, or before the backward that needs it. On a device, only its stream waits.
 
-What is freed on a CPU glibc keeps, and backwards wander over what was offloaded: the process would grow to what all
-micro-batches need. So it is made to give free pages back with each move; and what is fetched is the file itself,
-mapped: no copy, no allocator's, and the system's again as soon as its node has run.
+On a CPU, glibc keeps freed memory, and the process would grow to the activations of all micro-batches. So each copy
+returns free pages to the system, and FETCH maps the file into memory: the system frees it as soon as its node has run.
 """
 
 import ctypes
@@ -52,7 +50,7 @@ POPULATE_READ = 22
 
 @dataclass(slots=True, eq=False)
 class OffloadedStorage:
-    """A storage that is moved, and the tensors of it that autograd saved."""
+    """A storage that is offloaded, and the tensors of it that autograd saved."""
 
     storage: UntypedStorage | None  # None: it is away
     size: int
@@ -64,7 +62,7 @@ class OffloadedStorage:
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
 
     def address(self) -> int:
-        """Where it lies. Of what numpy saw torch resizes nothing, so that it gets a view of none."""
+        """Its address. No numpy view is taken, because torch does not resize storages that numpy has seen."""
         assert self.storage is not None
         return self.storage.data_ptr()
 
@@ -75,7 +73,7 @@ class OffloadedStorage:
             one.let_go()
 
     def lay_in(self, storage: UntypedStorage) -> None:
-        """Has what was saved lie in this one as it did in the one before."""
+        """Puts the saved tensors into a new storage, in the same layout."""
         self.storage = storage
         for one in self.saved:
             one.lay_in(storage)
@@ -83,14 +81,14 @@ class OffloadedStorage:
 
 @dataclass(eq=False)
 class OffloadedActivations:
-    """What autograd keeps of one micro-batch at one stage: all that it saved there, and what of that is moved."""
+    """The tensors that autograd saves for one micro-batch at one stage, and the storages that are offloaded."""
 
     saved: list[SavedTensor] = field(default_factory=list)
     moved: list[OffloadedStorage] = field(default_factory=list)
     there: Any = None  # where it is with the host
 
     def watched(self) -> AbstractContextManager[object]:
-        """Has autograd save here what is done inside."""
+        """Collects what autograd saves inside this context."""
         saved = self.saved  # and no more than that: the graph keeps the hooks
 
         def pack(tensor: Tensor) -> SavedTensor:
@@ -100,7 +98,7 @@ class OffloadedActivations:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def leave(self) -> None:
-        """Finds the storages to which nothing refers but what autograd saved; of the others nothing more is known."""
+        """Finds the storages to which only saved tensors refer."""
         alike = defaultdict[int, list[SavedTensor]](list)
         for one in self.saved:
             alike[one.address].append(one)
@@ -113,13 +111,13 @@ class OffloadedActivations:
         self.saved.clear()
 
     def arrive(self) -> None:
-        """What was moved is there again, and in the graph alone: each is let go of as soon as its node has run."""
+        """Drops the references to fetched storages. Only the graph keeps them, until each node has run."""
         self.moved, self.there = [], None
 
 
 @dataclass(eq=False)
 class HostCopy:
-    """A move under way: since when, of what, and what to wait for."""
+    """A copy in flight: its start, its storages, and what to wait for."""
 
     action: Action
     inside: OffloadedActivations
@@ -129,7 +127,7 @@ class HostCopy:
 
 
 class _Moves:
-    """The moves of a rank, one at a time."""
+    """The copies of a rank, one at a time."""
 
     last: HostCopy | None = None
 
@@ -137,7 +135,7 @@ class _Moves:
         self.stream, self._process = stream, os.getpid()
 
     def finish(self, inside: OffloadedActivations | None = None) -> None:
-        """Waits until the move under way is done, if there is one: perhaps only that of what is given."""
+        """Waits until the copy in flight is done, or only if it is of these activations."""
         if os.getpid() != self._process:
             raise RuntimeError("what was offloaded comes back in its own process, of which this one is a fork")
         if self.last is None or inside not in (None, self.last.inside):
@@ -213,9 +211,9 @@ class Offload(Feature):
 
 
 class FileHost(_Moves):
-    """Of a rank on a CPU: for each micro-batch a file of no name in the folder for temporary ones; and a thread.
+    """The host storage of a rank on a CPU: an unnamed temporary file for each micro-batch, and a thread.
 
-    What is in a file is no memory of the process, and what the system keeps of it in its cache it gives up for want.
+    The file does not count as memory of the process, and the system can drop it from its cache.
     """
 
     def __init__(self, stream: RankStream) -> None:
@@ -300,7 +298,7 @@ def _read(inside: OffloadedActivations) -> float:
 
 
 class PinnedHost(_Moves):
-    """Of a rank on a device: pinned memory, and a stream to copy on."""
+    """The host storage of a rank on a device: pinned memory, and a stream to copy on."""
 
     stream: DeviceStream
 
@@ -309,7 +307,7 @@ class PinnedHost(_Moves):
         self._copies = torch.Stream(stream.device)
 
     def offload(self, action: Action, inside: OffloadedActivations) -> None:
-        """Queues the copies of what a micro-batch keeps."""
+        """Queues the copies to pinned memory."""
         self.finish()
         inside.leave()
         inside.there = [torch.empty(one.size, dtype=torch.uint8, pin_memory=True) for one in inside.moved]

@@ -1,7 +1,7 @@
 """R: drops what a forward computed, and computes it again for the backward, with bitwise identical results.
 
-The forward keeps the inputs of the stage, its buffers as they were, and a digest of its outputs, with which those of
-the recomputation are compared.
+The forward keeps the inputs of the stage, a copy of its buffers, and a digest of its outputs. The outputs of the
+recomputation must have the same digest.
 """
 
 from collections import defaultdict
@@ -75,7 +75,7 @@ class Fingerprint(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a forward keeps for its recomputation, besides its inputs."""
+    """The state that a forward keeps for its recomputation, besides its inputs."""
 
     buffers: SavedBuffers
     fingerprint: Fingerprint

@@ -35,7 +35,7 @@ class RecordedRun(NamedTuple):
 
 
 class RemoteRecord(NamedTuple):
-    """What one process has recorded of a run: its host, when the run began by the clock there, and what since."""
+    """The record of one process: its host, when the run began by the clock there, its timeline and messages."""
 
     host: str
     began: float
@@ -44,7 +44,7 @@ class RemoteRecord(NamedTuple):
 
 
 class Recorder(Feature):
-    """Collects the timelines of runs, of the last so many."""
+    """Collects the timelines of the last runs."""
 
     def __init__(self, keep: int) -> None:
         self.runs: deque[RecordedRun] = deque(maxlen=keep)  # that ended well
@@ -102,7 +102,7 @@ class Recorder(Feature):
         self._stamps.append((task.rank, task.action, start, rank.stream.stamp()))
 
     def join(self, rank: int, records: Sequence[RemoteRecord]) -> None:
-        """Makes one run of what each process has recorded of it, by rank, by the clock of this one of them."""
+        """Joins the records of all processes, by rank, by the clock of this process."""
         own = [_moved(record.timeline, record.began) for record in records]
         ahead = offsets([record.host for record in records], own)
         starts = [record.began + more - ahead[rank] for record, more in zip(records, ahead, strict=True)]

@@ -1,9 +1,8 @@
-"""The keys and values of a sequence that is run in slices, one after another through the same stage.
+"""Slices of a sequence, which run one after another through the same stage and attend to earlier slices.
 
-A slice attends to what the slices before it have made. Their keys and values are leaves to it, cut from the graphs
-that made them, as what crosses a boundary between stages is; autograd adds to `.grad` of these in the backwards of
-later slices, the last first, and the backward of a slice begins also at the keys and values that it made itself, with
-the sums. A recompute attends to the same leaves as the forward.
+The keys and values of earlier slices are leaves, detached from their graphs like tensors at a stage boundary. The
+backwards of later slices run first, the last slice first, and add to `.grad` of these leaves. The backward of a slice
+begins also at its own keys and values, with those sums. A recomputation attends to the same leaves as its forward.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,18 +35,18 @@ class SliceKeys:
     leaves: dict[int, Pair] = field(default_factory=dict)  # the same, for the slices behind
 
     def add(self, block: int, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> Pair:
-        """Takes those of this slice; gives those of all up to it, as `update` of a layer of a cache does."""
+        """Adds keys and values of this slice; returns those of all slices up to it, like `update` of a cache."""
         values = values.to(torch.promote_types(keys.dtype, values.dtype))  # as in transformers' cache, under autocast
         self.made[block] = keys, values
         each = [*(one.leaves[block] for one in self.earlier), (keys, values)]
         return tuple(torch.cat(parts, dim=-2) for parts in zip(*each, strict=True))
 
     def earlier_leaves(self) -> list[Tensor]:
-        """What the slices before have made, as this one attends to it."""
+        """The keys and values of earlier slices."""
         return [leaf for one in self.earlier for pair in one.leaves.values() for leaf in pair]
 
     def keep(self, *, drops_graph: bool = False) -> None:
-        """Detaches what was made, for later slices."""
+        """Detaches the keys and values of this slice, for later slices."""
         self.leaves = {
             block: tuple(one.detach().requires_grad_(one.requires_grad) for one in pair)
             for block, pair in self.made.items()
@@ -56,7 +55,7 @@ class SliceKeys:
             self.made = {}
 
     def take_gradients(self) -> tuple[list[Tensor], Gradients]:
-        """What was made that wants a gradient, and what came back to each from the slices behind."""
+        """Returns the keys and values that require a gradient, and their gradients from later slices."""
         made, leaves = (list(chain.from_iterable(some.values())) for some in (self.made, self.leaves))
         pairs = [(one, leaf.grad) for one, leaf in zip(made, leaves, strict=True) if one.requires_grad]
         self.made, self.leaves = {}, {}

@@ -1,18 +1,17 @@
-"""A backward in two parts: I, the gradients of what a stage was given, at once; W, those of its weights, later.
+"""A backward in two parts: I computes the gradients of the inputs of a stage, W later the gradients of its weights.
 
-What can wait is the gradient of a weight that the graph reaches once, as an operand of a product: `mm`, `addmm`,
-`bmm`, a convolution. I runs every node, as a whole backward does, but has the products compute their inputs'
-gradients alone, and keeps what the weights' are made of: the gradient that came to the product, and the product's
-input. All else is done in I: norms, embeddings, functions of the user's own, weights used twice.
+W computes the gradient of each weight that the graph reaches once, as an operand of a product: `mm`, `addmm`, `bmm`,
+a convolution. I runs every node, as a whole backward does, but in products it computes only the gradients of inputs.
+For W it keeps the gradient that reached the product, and the input of the product. Everything else is computed in I:
+norms, embeddings, autograd functions of users, weights that are used twice.
 
-The bits are those of a whole backward, because
+The results are bitwise identical to a whole backward, because
 - nothing is computed by other formulas than torch's (`gpipe._torch.autograd`), nor on other values;
 - a leaf that waits has one use in a graph, so there is no sum within one whose order could change;
 - the sums over micro-batches are in their order: where a backward comes to a leaf for which the weights of an
   earlier one are still pending, these are done first.
 
-Nothing is computed twice, and the graph is gone behind I: what is kept of a product is about as much as its forward
-kept.
+Nothing is computed twice, and I frees the graph. The memory kept for a product is about the same as in its forward.
 """
 
 from collections import defaultdict, deque
@@ -129,7 +128,7 @@ class PendingProduct(NamedTuple):
 
 @dataclass(slots=True)
 class PendingWeights:
-    """What one I left for its W: products, in the order in which autograd came to them, and the leaves that wait."""
+    """The products that one I left for its W, in the order in which autograd reached them, and their leaves."""
 
     products: deque[PendingProduct] = field(default_factory=deque)
     leaves: set[Node] = field(default_factory=set)
@@ -150,7 +149,7 @@ def backward_input(
     boundary: Iterable[Tensor],
     pending: Collection[PendingWeights] = (),
 ) -> PendingWeights:
-    """Runs I: adds to `.grad` of all leaves, as `run_backward` does, but of those that can wait; gives what W needs.
+    """Runs I: adds to `.grad` of all leaves except those that can wait; returns the products for W.
 
     I is for the gradients of the `boundary`, leaves cut from other stages' graphs; `pending` is what earlier
     micro-batches left, in their order.
@@ -199,7 +198,7 @@ def _settle(others: Collection[Node] | None, pending: Iterable[PendingWeights]) 
 
 @torch.no_grad()
 def backward_weight(deferred: PendingWeights) -> None:
-    """Runs W: adds to `.grad` of the leaves that waited; what it needs is given up product by product."""
+    """Runs W: adds to `.grad` of the leaves that waited, and frees product after product."""
     while deferred.products:
         product, slots, ends, _, dy, versions = deferred.products[0]
         if versions != (version(product.x), version(dy)):

@@ -140,7 +140,7 @@ def run_layers(run: Run, rank: Rank, state: MicroBatchState) -> StageOutput:
 
 
 def send_outputs(run: Run, rank: Rank, task: CompiledAction, state: MicroBatchState, output: StageOutput) -> None:
-    """Sends the outputs of a stage, cut from their graph; those of the last stage stay in the run."""
+    """Sends the outputs of a stage, cut from their graph. The run keeps the outputs of the last stage."""
     if state.routes.outs:
         rank.outbox, roots = state.stage_run.detach_boundary(output.values)
         state.roots = [*chain.from_iterable(roots)]

@@ -1,8 +1,7 @@
 """A call of the pipe under grad: one autograd node whose forward and backward are pipelined.
 
-The graph is cut at stage boundaries, so the node's backward can hand each stage's part to its rank's thread. What a
-forward leaves for its backward hangs on the node: several forwards may precede their backwards, and an output that
-is dropped takes everything with it.
+The graph is cut at stage boundaries, so the backward of the node can run each stage in the thread of its rank. The
+node holds the state of its forward: several forwards may precede their backwards, and a dropped output frees it.
 """
 
 from collections.abc import Sequence
@@ -38,7 +37,7 @@ SECOND_BACKWARD = (
 
 
 def pipelined(run: Run, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:
-    """Runs the forward of a call as one autograd node; gives the output of each micro-batch, in every process.
+    """Runs the forward of a call as one autograd node; returns the output of each micro-batch, in every process.
 
     `leaves` are the tensors that each micro-batch's leaves were cut from. Autograd adds up the gradients of one
     tensor in the order of the inputs of the node: that of the micro-batches.

@@ -1,11 +1,11 @@
-"""A table, compiled: actions that compute, each with the RECEIVEs of what it needs and the SENDs of its results.
+"""Joins each SEND and RECEIVE of a table to the action that it is for.
 
     rank 1 of the table    RECEIVE0  RECEIVE1  F0  F1  R0  B0  SEND0  R1  B1  SEND1
     compiled               RECEIVE0+F0  RECEIVE1+F1  R0  B0+SEND0  R1  B1+SEND1
 
-Every action of the table is in one of these, and ranks do them in the order of the table. A RECEIVE may stand there
-before what it is for: a message may come sooner than it is used. Where both ends of a route are on one rank, the
-table sends nothing, and the rank hands the value over to itself.
+Every action of the table is in one compiled action, and ranks perform them in the order of the table. A RECEIVE may
+come earlier in the table than the action that uses its message. If both ends of a route are on one rank, the table
+has no SEND, and the rank keeps the value.
 """
 
 import zlib
@@ -25,7 +25,7 @@ class StageRoutes(NamedTuple):
     """The routes into and out of one stage, the main line last, and the micro-batches of each kind of its actions.
 
     Skips out of the stage are in the order in which their gradients are added: the last layer's pop first (note
-    "Sums" in skips.py). `skips_in` and `skips_out` are the names of skip routes, and for these those of the stashes.
+    "Sums" in skips.py). `skips_in` has the names of skip routes, `skips_out` the names of routes and stashes.
     """
 
     ins: tuple[Route, ...]
@@ -58,7 +58,7 @@ def _order(route: Route) -> tuple[bool, int]:
 class Transfer(NamedTuple):
     """A message of an action: the rank at the other end, the label, and its SEND or RECEIVE.
 
-    Where the other end is this rank itself, there is no rank and no action: the table has none either.
+    Both are None if the other end is on the same rank.
     """
 
     peer: int | None
@@ -87,7 +87,7 @@ class CompiledTable:
 
     @cached_property
     def actions(self) -> tuple[CompiledAction, ...]:
-        """What all ranks do, in one legal total order; any gives the same bits."""
+        """The actions of all ranks, in one legal total order. Every legal order has the same results."""
         return tuple(
             CompiledAction(rank, at, action, action.stage, action.micro_batch or 0, *self._transfers(action))
             for rank, at, action in linearize(self.program)
@@ -103,7 +103,7 @@ class CompiledTable:
 
     @cached_property
     def inbound(self) -> Sequence[tuple[Mapping[Label, int], Collection[int]]]:
-        """What each rank receives from others: the place of each message's RECEIVE in the row, and who sends any."""
+        """For each rank, the place of the RECEIVE of each message in its row, and the ranks that send any."""
         found = []
         for row, actions in zip(self.program.table, self.rows, strict=True):
             place = {action: at for at, action in enumerate(row)}
@@ -113,7 +113,7 @@ class CompiledTable:
         return found
 
     def _transfers(self, action: Action) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-        """What an action receives and sends: values down the routes, gradients up."""
+        """Returns the messages that an action receives and sends."""
         ends, receives, sends = self.routes[action.stage], fed_by(action, self.program), feeds(action, self.program)
         routes = (*ends.ins, *ends.outs)
         return (

@@ -1,7 +1,7 @@
-"""What the ranks of this process share with others in one mini-batch: messages, agreement, reductions, progress.
+"""Connects the ranks of this process with each other and with other processes, in one mini-batch.
 
-`Context` is for one process, whose ranks hand messages over by reference; `gpipe.distributed` has the other
-implementation, for one of several processes.
+`Context` is for one process, whose ranks pass messages by reference. `gpipe.distributed` has the implementation for
+one of several processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Context:
-    """One process alone, in one mini-batch."""
+    """A process without others, in one mini-batch."""
 
     replica, replicas = 0, 1  # the number of this one, and how many there are
     runs_every_backward = False  # whether other replicas wait for each backward of this one, also of weight 0
@@ -42,7 +42,7 @@ class Context:
     """Around a step, a call or a backward: if it fails in one process, it fails in all."""
 
     def agree(self, run: Run, request: Request) -> None:
-        """Checks that all processes do the same, and tells them what that of the first stage knows."""
+        """Checks that all processes do the same, and sends them the settings of the process of the first stage."""
 
     def check_same(self, **settings: object) -> None:
         """Checks that all replicas were given the same."""
@@ -50,27 +50,27 @@ class Context:
     sum_over_replicas: Callable[[float], float] = staticmethod(float)  # adds up a number of each replica
 
     def gather_outputs(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
-        """Gives every process of the replica the outputs that the last stage made."""
+        """Sends the outputs of the last stage to every process of the replica."""
         return list(outputs)
 
     def check_inputs(self, shapes: Sequence[Any]) -> None:
         """Checks that the inputs of a call have a graph in all processes alike, or none; by the shapes in each."""
 
     def share_input_gradients(self, gradients: Gradients, shapes: Sequence[Any]) -> Gradients:
-        """Gives the gradients of a call's inputs to every process whose inputs have a graph."""
+        """Sends the gradients of a call's inputs to every process whose inputs have a graph."""
         return gradients
 
     def finish(self, run: Run, value: Tree = None, *, trains: bool = False) -> list[Any]:
-        """Ends a pass once all processes have come to its end; gathers a value from each."""
+        """Ends a pass after all processes have reached its end; gathers a value from each."""
         run.hooks.complete(run)
         return [value]
 
     def begin_to_generate(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Has all processes generate from what that of the first stage was given, and draw alike."""
+        """Sends the prompts and the random state of the process of the first stage to all processes."""
         return settings
 
     def end_generation(self) -> None:
-        """Ends it once all processes have come to its end."""
+        """Ends it after all processes have reached its end."""
 
     # Of ranks, in a pass.
 
@@ -79,7 +79,7 @@ class Context:
         return f"rank {rank}"
 
     new_progress: Callable[[], LayerProgress] = staticmethod(LayerProgress)
-    """Makes where a stage notes which layer it is at, for whoever looks."""
+    """Makes the record of the layers that a stage has begun."""
 
     def running(self, table: CompiledTable, aliases: WeightAliases) -> AbstractContextManager[object]:
         """Around the actions of all ranks of this process."""
@@ -89,7 +89,7 @@ class Context:
         """Notes which of its actions a rank is at."""
 
     def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
-        """Hands a message to a rank, without waiting for it."""
+        """Sends a message to a rank, without waiting for it."""
         self._queues[rank].put((label, message, mark))
 
     def receive(self, rank: int, sender: int, label: Label) -> tuple[Message, ReadyEvent]:
@@ -102,7 +102,7 @@ class Context:
             if other == label:
                 return message, mark
             early[other] = (message, mark)
-        self._queues[rank].put(None)  # for whoever asks next
+        self._queues[rank].put(None)  # for the next call
         raise Cancelled
 
     def cancel(self) -> None:
@@ -115,10 +115,10 @@ class Context:
         """Keeps what replicas exchange within the forwards and backwards of these micro-batches, to repeat them."""
 
     def repeat(self, action: Action) -> None:
-        """Begins an action once more: what was exchanged in it comes from what was kept."""
+        """Begins an action again, with the messages that were kept of it."""
 
     def begin(self, action: Action) -> None:
-        """Begins an exchange, which goes on beside the next actions of its rank."""
+        """Begins an exchange that overlaps the next actions of its rank."""
         raise AssertionError(action)
 
     def close(self, action: Action) -> None:

@@ -29,7 +29,7 @@ class Feature:
     """Whether layers compute something else with it, so that a repetition of their actions needs it, too."""
 
     def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
-        """Adds the functions that perform its kinds of action to `work`, or wraps those of other features."""
+        """Adds the functions that perform its kinds of action to `work`, or wraps other functions there."""
 
     def around_pass(self, run: Run, table: CompiledTable) -> AbstractContextManager[object]:
         """Returns a context around the actions of all ranks of this process."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class PipelineStages:
-    """The stages of a pipe, as its settings say, and what runs those of this process: one `row`, or all ranks."""
+    """The stages of a pipe, with the threads and streams of the ranks in this process: one `row`, or all ranks."""
 
     all: Sequence[Stage]
     micro_batches: int
@@ -62,7 +62,7 @@ class PipelineStages:
         self._compiled: dict[ProgramKey, CompiledProgram] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle leaves threads, streams and what can be made again behind."""
+        """Copies and pickles without threads, streams and compiled programs."""
         return {k: v for k, v in vars(self).items() if k not in {"threads", "streams", "_compiled"}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ class PipelineStages:
 
     @property
     def stage_of(self) -> list[int]:
-        """The stage of each layer and, behind the last, of the loss."""
+        """The stage of each layer and, after the last, of the loss."""
         found = stage_of_layers(self.all)
         return [*found, found[-1]]
 
@@ -85,12 +85,12 @@ class PipelineStages:
         }
 
     def among(self, replicas: int) -> None:
-        """Goes on as one of so many replicas."""
+        """Sets the number of replicas."""
         self.replicas = replicas
         self._compiled.clear()
 
     def gather(self, stages: Mapping[int, GatheredWeights]) -> None:
-        """Goes on with these stages gathered from the replicas, too."""
+        """Notes that the weights of these stages are gathered from the replicas."""
         if not stages.items() <= self.gathered.items():
             self.gathered |= stages
             self._compiled.clear()
@@ -110,7 +110,7 @@ class PipelineStages:
         return place_reduces(program, range(len(self.all))) if self.replicas > 1 else program
 
     def skip_routes(self, loss_pops: Sequence[Pop], path: int) -> list[Route]:
-        """The routes of stashes between stages. The loss is behind the last layer, and in its stage."""
+        """The routes of stashes between stages. The loss is in the stage of the last layer."""
         stage_of = self.stage_of
         if self.traced is None:
             own = [pop for stage in self.all for layer in stage.layers for pop in layer.pop]

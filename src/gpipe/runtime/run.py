@@ -59,11 +59,11 @@ class MicroBatchState:
 
 @dataclass(eq=False)
 class Rank:
-    """One rank of this process in one mini-batch: its stages, and what it keeps between its actions.
+    """One rank of this process in one mini-batch, with its state between actions.
 
     Attributes:
         states: By stage and micro-batch. Empty at the end.
-        local_messages: What its stages send to each other. Empty at the end.
+        local_messages: Messages between its stages. Empty at the end.
         inbox: The messages that the current action has received.
         outbox: The messages that the current action is about to send.
         scope: The random numbers of its layers. With `driver="lockstep"` all ranks have the same.
@@ -98,15 +98,15 @@ class Run:
     features: Sequence[Feature] = ()  # later ones are around earlier ones
     choose_features: Callable[[Run], Sequence[Feature]] = attrgetter("features")  # once the table is compiled
     hooks: Hooks = field(default_factory=Hooks)
-    work: Mapping[Kind, Work] = field(default_factory=dict)  # what performs each kind of action
+    work: Mapping[Kind, Work] = field(default_factory=dict)  # the function for each kind of action
     ranks: Sequence[Rank] = ()
     report_findings: Callable[[Sequence[str]], object] = len
     call: int = 0  # its number, if it is a call
     gathers: bool = False  # whether every process gets the output
     micro_batch_sizes: tuple[int, ...] = ()  # in rows
     ready_made: bool = False  # whether the micro-batches were given as such
-    slices: int = 1  # of each micro-batch: what is numbered here as micro-batches are these
-    path: int = 0  # the number of that which a traced model takes
+    slices: int = 1  # of each micro-batch; they count as micro-batches here
+    path: int = 0  # the path that a traced model takes
     own_weights: tuple[float, ...] = ()  # of each micro-batch in the model's own loss, if it gives one
     inputs: Sequence[BoundaryValue] = ()
     targets: Sequence[Tree] = ()
@@ -114,12 +114,12 @@ class Run:
     call_loss: Callable[[Run, int, Tree, Tree, Mapping[str, object]], tuple[Tensor, object]] = call_loss_fn
     loss_pops: Sequence[Pop] = ()
     scale: float = 1.0  # of the gradients
-    loss_weights: Sequence[float] = ()  # what each micro-batch counts for in the loss
-    loss_gradients: Sequence[float | None] = ()  # None: it has no say
+    loss_weights: Sequence[float] = ()  # of each micro-batch in the loss
+    loss_gradients: Sequence[float | None] = ()  # None: weight 0
     outputs: dict[int, Output] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     metrics: dict[int, object] = field(default_factory=dict)
-    output_gradients: Sequence[Gradients] = ()  # what comes back to the tensors of each output that want one
+    output_gradients: Sequence[Gradients] = ()  # of the tensors of each output that require one
     input_shapes: Sequence[object] = ()  # of a call's inputs that want a gradient, in each process
     input_gradients: dict[int, Gradients] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)
@@ -165,12 +165,12 @@ class Run:
         self.loss_gradients = [weight * self.scale if weight or runs_all else None for weight in weights]
 
     def take_outputs(self) -> list[Output]:
-        """The outputs of all micro-batches, which the run then forgets."""
+        """Returns the outputs of all micro-batches, and drops them."""
         made, self.outputs = self.outputs, {}
         return [made[m] for m in range(len(made))]
 
     def result(self) -> tuple[Tensor | None, list[object] | None, Tensor | None]:
-        """The loss of this replica; of each micro-batch the metrics, where there are any, and the loss."""
+        """Returns the loss of this replica, and the metrics (if there are any) and losses of micro-batches."""
         loss: Tensor | None = None
         for m, weight in enumerate(self.loss_weights):
             if weight:

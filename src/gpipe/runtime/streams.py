@@ -35,13 +35,13 @@ class RankStream:
         self.called: dict[torch.device, torch.Event] = {}  # what the caller has queued on each device
 
     def begin(self, devices: Iterable[torch.device]) -> None:
-        """Orders what follows behind what the calling thread has queued, on these devices and this one."""
+        """Makes this stream wait for the calling thread's streams, on these devices and this one."""
         self.called = {
             device: event_on(current_stream(device)) for device in {self.device, *devices} if queues(device)
         }
 
     def end(self, *, in_backward: bool = False) -> None:
-        """Orders what the calling thread queues from now on behind what was queued here.
+        """Makes the calling thread's stream wait for this one.
 
         In a backward of autograd that thread is the engine's, whose own stream is of whichever device it serves.
         """
@@ -100,9 +100,9 @@ class RankStream:
 class DeviceStream(RankStream):
     """A rank's queue of work on a device with streams.
 
-    A copy between devices runs on a stream of its source and arrives on one of its target. Both are there for copies
-    alone, so that no device's computing waits for more than what it needs. What arrives is allocated on the stream of
-    arrivals: were it on the computing one, a copy would wait for all that is computed before.
+    A copy between devices runs on a stream of its source and arrives on one of its target. Both are only for copies,
+    so that a device waits only for the copies it needs. A copy is allocated on the stream of arrivals: on the
+    computing stream it would wait for all that is computed before.
 
         source  compute   ==F0==+==F1==
                 out             +-copy-+

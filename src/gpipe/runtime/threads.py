@@ -1,12 +1,12 @@
 """A thread for each rank.
 
-A thread knows its queue of jobs and nothing else. Threads are made at the first run and kept. A pipe that is dropped
-can be collected, and its threads end; so they do before the interpreter does. A notebook keeps what a cell has shown:
-there the pipe of a cell that is run again is not dropped, and its threads end at the first run of the next pipe.
+Threads are made at the first run and kept. They refer only to their queues of jobs, so that a pipe can be collected.
+They end then, and before the interpreter ends. A notebook keeps the pipe of a cell that runs again: its threads end
+at the first run of the next pipe.
 
-Note "Interrupts". Ctrl-C, or what the handler of another signal raises, reaches the main thread behind a call or at
-a turn of a loop, and nowhere else: what must not be torn apart is one call of C, or assignments without a call among
-them. A result that is taken out of a queue may be lost so; one that stands in a list is not. Rank threads hear none.
+Note "Interrupts". Python raises KeyboardInterrupt (or the exception of another signal handler) only in the main
+thread, after a call or between iterations of a loop. So an update that must not be interrupted is one call of a C
+function, or assignments without calls. A result taken out of a queue may be lost; a result in a list is not.
 """
 
 import atexit
@@ -64,7 +64,7 @@ class RankThreads:
         self._in_backward: set[int] = set()  # the threads that are
 
     def begin(self) -> None:
-        """Begins without threads: once they were ended, or in a forked process, where they stayed behind."""
+        """Begins without threads, after they have ended, or in a forked process, which does not have them."""
         jobs, threads = list[SimpleQueue[Task | None]](), list[threading.Thread]()
         end = weakref.finalize(self, _tell_to_end, jobs)  # whoever drops them
         end.atexit = False  # then all threads are waited for
@@ -72,7 +72,7 @@ class RankThreads:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Lets the runs of several callers take turns: meanwhile aliases of shared weights stand in the modules."""
+        """Lets the runs of several callers take turns, because modules hold aliases of shared weights in a run."""
         if threading.current_thread() in (*self._threads, *self.loops):
             raise RuntimeError(WITHIN)
         with self._turn:
@@ -112,7 +112,7 @@ class RankThreads:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Around a call over processes: rejects another call meanwhile, before processes exchange anything for it."""
+        """Around a call over processes: rejects a second call before processes exchange anything for it."""
         if self._runs or self._is_alone or not self._turn.acquire(blocking=False):
             raise RuntimeError(AT_ONCE)
         try:
@@ -233,7 +233,7 @@ def _serve(jobs: SimpleQueue[Task | None], intra_op_threads: int, ready: SimpleQ
 
 
 def _await(ended: Sequence[object], woken: SimpleQueue[None], jobs: int) -> None:
-    """Sleeps until so many jobs have ended."""
+    """Sleeps until this number of jobs has ended."""
     while len(ended) < jobs:
         with suppress(Empty):
             woken.get(timeout=LOOK_SECONDS)
