@@ -8,7 +8,7 @@ A rank has one copy in flight, and runs other actions while it lasts. It waits f
 copy, or before the backward that needs it. On a device, only its stream waits.
 
 On a CPU, glibc keeps freed memory, and the process would grow to the activations of all micro-batches. So each copy
-returns free pages to the system, and FETCH maps the file into memory: the system frees it as soon as its node has run.
+returns free pages to the system, and FETCH maps the file into memory, which is freed as soon as its node has run.
 """
 
 import ctypes
