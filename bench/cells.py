@@ -345,7 +345,7 @@ def blocks(rounds: int, blocks: int, rows: int, length: int) -> tuple[list[Seque
     cuts = [blocks // 2 + 1, blocks - blocks // 2 + 1]
     pipes = {
         "by hand": gpipe.GPipe(by_hand, cuts, 8, seed=0),
-        "the model": gpipe.GPipe(model, cuts, 8, sample=words[:8], seed=0, costs="params"),
+        "the model": gpipe.GPipe(gpipe.layers_of(model, words[:2]), cuts, 8, seed=0),
     }
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:

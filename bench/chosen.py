@@ -53,7 +53,6 @@ def pipe_by_hand(network: Network, tried: Configuration) -> gpipe.GPipe:
         schedule=tried.schedule,
         remat=tried.remat,
         sample=network.batch()[0],
-        intra_op_threads=1,
     )
 
 
@@ -62,7 +61,7 @@ def pipes_of(name: str) -> tuple[dict[str, gpipe.GPipe], gpipe.Plan]:
     network = NETWORKS[name]
     plan = gpipe.find_plan(network.build(), network.batch()[0], 2, measure=True, intra_op_threads=1)
     pipes = {str(tried): pipe_by_hand(network, tried) for tried in by_hand(name)}
-    pipes["chosen"] = gpipe.GPipe(network.build(), plan=plan, intra_op_threads=1)
+    pipes["chosen"] = gpipe.GPipe(network.build(), plan=plan)
     return pipes, plan
 
 

@@ -116,7 +116,7 @@ def by_all(model: Any, rows: int, rounds: int) -> dict[tuple[int, int], list[Run
     how: dict[str, Any] = {"attention_mask": torch.ones_like(words), "pad_token_id": 0, "eos_token_id": None}
     generate: dict[tuple[int, int], Any] = dict.fromkeys(ALONE, model.generate)
     for case in COMPUTING:
-        pipe = gpipe.GPipe(model, *case, sample={"input_ids": words, "labels": words}, costs="params").eval()
+        pipe = gpipe.GPipe(gpipe.layers_of(model, {"input_ids": words, "labels": words}), *case).eval()
         pipe.generate(words, max_new_tokens=2, **how)  # in which it learns the way
         generate[case] = pipe.generate
     found: dict[tuple[int, int], list[Run]] = {case: [] for case in generate}

@@ -81,7 +81,7 @@ def main() -> None:
     made: list[gpipe.GPipe] = []
 
     def build() -> None:
-        made.append(gpipe.GPipe(Blocks(), 2, 4, sample=X, costs="params", seed=1, driver="lockstep"))
+        made.append(gpipe.GPipe(gpipe.layers_of(Blocks(), X), 2, 4, seed=1, driver="lockstep"))
 
     build()
     rows.append(["building a traced model", *count(build)])

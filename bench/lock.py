@@ -91,7 +91,7 @@ def alone(held: float) -> float:
 def piped(held: float, ranks: int, driver: Any) -> float:
     """What a mini-batch takes in a pipe of so many such stages."""
     layers = [Launches(held) for _ in range(ranks)]
-    pipe = gpipe.GPipe(layers, ranks, M, driver=driver, costs="params", remat="never", seed=0)
+    pipe = gpipe.GPipe(layers, ranks, M, driver=driver, remat="never", seed=0)
     rows = torch.ones(M, 4)
     return seconds(lambda: pipe.step(rows, rows, mse_loss))
 

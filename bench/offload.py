@@ -64,7 +64,9 @@ def train(remat: str, given: int) -> dict[str, Any]:
         torch.optim.Adam(pipe.parameters()).step()
     before = resident("VmRSS")
     x = torch.randn(ROWS, WIDTH)
-    pipe = gpipe.GPipe(network(WIDTH), PARTITIONS, MICRO_BATCHES, remat=remat, sample=x, costs=[1.0] * BLOCKS, seed=0)
+    layers, costs = network(WIDTH), [1.0] * BLOCKS
+    how: Any = {"micro_batches": MICRO_BATCHES, "remat": remat, "costs": costs, "balance": "variance"}
+    pipe = gpipe.GPipe(layers, plan=gpipe.find_plan(layers, x, PARTITIONS, **how), seed=0)
     optimizer = torch.optim.Adam(pipe.parameters())
     for parameter in pipe.parameters():
         parameter.grad = torch.zeros_like(parameter)

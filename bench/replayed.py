@@ -85,7 +85,7 @@ def walks(rounds: int) -> tuple[list[Sequence[str]], dict[str, object]]:
             parts = [{key: value[at : at + 2] for key, value in batch.items()} for at in range(0, 2 * m, 2)]
             runs: dict[str, Callable[[], object]] = {"own": partial(run_alone, model, parts)}
             for k in STAGES:
-                pipe = gpipe.GPipe(model, k, m, sample=batch, driver="lockstep", costs="params", seed=1)
+                pipe = gpipe.GPipe(gpipe.layers_of(model, parts[0]), k, m, driver="lockstep", seed=1)
                 runs[str(k)] = partial(pipe.step, batch)
             found: dict[str, list[float]] = {k: [] for k in runs}
             with torch.no_grad():

@@ -81,9 +81,9 @@ def cases() -> list[Case]:
 
 def pipe_of(case: Case, schedule: str, memory: float | None, driver: str) -> gpipe.GPipe:
     """A pipe by a schedule, of costs that are measured, within memory."""
-    limits: dict[str, Any] = {} if memory is None else {"memory": memory}
-    if schedule != "auto":
-        limits["remat"] = "never" if memory is None else "auto"
+    limits: dict[str, Any] = {} if memory is None else {"remat": gpipe.Remat(memory)}
+    if memory is None and schedule != "auto":
+        limits["remat"] = "never"
     torch.manual_seed(0)
     layers, (inputs, _) = case.build(), case.batch()
     return gpipe.GPipe(
@@ -109,7 +109,7 @@ def timed(case: Case, rounds: int, driver: str) -> list[Timed]:
     for schedule, pipe in pipes.items():
         held = max(pipe.prediction.peak_bytes or (0,))
         words = f"{schedule}, layers {'+'.join(map(str, pipe.layers_per_partition))}"
-        again = [remat for remat in pipe.arguments["remat"] if remat != "never"]
+        again = [remat for remat in pipe.plan.remat if remat != "never"]
         words += f", remat of {len(again)} stages" if again else ""
         told.append(Timed(words, pipe.prediction.timeline.seconds, held, found[schedule]))
         pipe.close()

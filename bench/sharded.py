@@ -59,9 +59,9 @@ def pipe_of(width: int, stages: int, micro_batches: int, rows: int, mesh: Any, *
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(LAYERS)]
     sample = torch.zeros(rows, width)
-    pipe = gpipe.GPipe(
-        layers, 1, micro_batches, mesh=mesh, sample=sample, remat="auto", stages_per_rank=stages, costs=[1] * LAYERS
-    )
+    how: Any = {"micro_batches": micro_batches, "remat": "auto", "costs": [1] * LAYERS, "balance": "variance"}
+    plan = gpipe.find_plan(layers, sample, 1, schedule=gpipe.Interleaved(stages, "gpipe"), **how)
+    pipe = gpipe.GPipe(layers, plan=plan, mesh=mesh)
     for layer in pipe.children() if sharded else ():
         fully_shard(layer, mesh=mesh["dp"])
     return pipe

@@ -38,7 +38,8 @@ def piped(schedule: str, slices: int, remat: str, batch: dict[str, Tensor]) -> g
         max_position_embeddings=TOKENS,
     )
     model = transformers.LlamaForCausalLM(config)
-    return gpipe.GPipe(model, K, M, schedule=schedule, slices=slices, remat=remat, costs="params", sample=batch)
+    layers = gpipe.layers_of(model, batch)
+    return gpipe.GPipe(layers, K, M, schedule=gpipe.Sliced(schedule, slices), remat=remat, sample=batch)
 
 
 def main() -> None:

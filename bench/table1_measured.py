@@ -18,6 +18,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,9 +102,9 @@ def _train(order: Order) -> int:
         _loss(network(words), words).backward()
     else:
         driver = "process" if order.world > 1 else "lockstep"
-        network = pipe = gpipe.GPipe(
-            builders, order.world, ROWS, costs=[1] * len(builders), remat="always", seed=0, driver=driver
-        )
+        how: Any = {"micro_batches": ROWS, "costs": [1] * len(builders), "balance": "variance"}
+        plan = gpipe.find_plan(builders, None, order.world, **how)
+        network = pipe = gpipe.GPipe(builders, plan=plan, seed=0, driver=driver)
         optimizer = _optimizer(network)
         pipe.step(words, words, _loss)
     optimizer.step()

@@ -122,7 +122,9 @@ def measure(network: Network, seconds: float, rounds: int) -> list[Cell]:
     cells, pipes = [], []
     for micro_batches in MICRO_BATCHES:
         for partitions in PARTITIONS:
-            pipe = gpipe.GPipe(work.layers(), partitions, micro_batches, costs=network.costs, remat="always", seed=0)
+            layers, how = work.layers(), {"micro_batches": micro_batches, "balance": "variance"}
+            plan = gpipe.find_plan(layers, None, partitions, costs=network.costs, **how)  # type: ignore[arg-type]
+            pipe = gpipe.GPipe(layers, plan=plan, seed=0)
             cells.append(Cell(partitions, micro_batches, pipe.layers_per_partition, ideal(times, pipe)))
             pipes.append(pipe)
     for _ in range(rounds):

@@ -54,7 +54,7 @@ def main() -> None:
     torch.manual_seed(0)
     images, classes = torch.randn(options.rows, 3, 64, 64), torch.randint(10, (options.rows,))
     m, layers = options.micro_batches, amoebanet_d(6, 48, 10)
-    with gpipe.GPipe(layers, 2, m, sample=images, remat="always", intra_op_threads=1) as pipe:
+    with gpipe.GPipe(layers, 2, m, sample=images, remat="always") as pipe:
         optimizer = torch.optim.RMSprop(pipe.parameters())
         pipe.step(images, classes, cross_entropy)
         with gpipe.record(pipe) as recording:

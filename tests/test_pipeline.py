@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import gpipe
 from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, weights_of
+from tests.support.planned import pipe_by_costs
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
 HALVES = slice(4), slice(4, 8)
@@ -58,14 +59,14 @@ class Recalls(nn.Module):
 @pytest.mark.parametrize("names", [["inputs"], ["memory"], ["x", "inputs"], ["memory", "inputs", "x"]], ids=str)
 def test_a_call_passes_arguments_to_a_model_by_their_names(names: list[str]) -> None:
     model, batch = Recalls(), {name: X + at for at, name in enumerate(names)}
-    pipe = gpipe.GPipe(model, 2, 2, sample=batch, costs="params").eval()
+    pipe = pipe_by_costs(model, 2, 2, sample=batch, costs="params").eval()
     with torch.no_grad():
         assert torch.equal(pipe(**batch), torch.cat([model(**{n: b[r] for n, b in batch.items()}) for r in HALVES]))
         assert torch.equal(pipe(**batch), pipe(batch))
 
 
 def test_a_mini_batch_has_no_name() -> None:
-    model: Any = gpipe.GPipe(Recalls(), 2, 2, sample={"x": X}, costs="params")
+    model: Any = pipe_by_costs(Recalls(), 2, 2, sample={"x": X}, costs="params")
     of_layers: Any = gpipe.GPipe(layers(), 2, 2)
     for pipe in (model, of_layers):
         with pytest.raises(TypeError, match="there is no inputs=; give the mini-batch without a name"):
@@ -121,7 +122,7 @@ def test_a_pipe_without_replicas_lives_alone_and_joins_none() -> None:
 
 
 def test_a_finding_of_a_later_step_is_told_once_and_stays(caplog: pytest.LogCaptureFixture) -> None:
-    pipe = gpipe.GPipe([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)], 1, 4, costs=[1, 1, 1])
+    pipe = pipe_by_costs([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)], 1, 4, costs=[1, 1, 1])
     targets = torch.randint(3, (64,))
 
     def train(rows: int) -> list[str]:

@@ -119,8 +119,9 @@ def test_a_pipe_predicts_what_its_measured_plan_does() -> None:
     assert drained(rows) == []
     assert (pipe.prediction.unit, pipe.prediction.timeline.seconds) == ("seconds", plan.seconds)
     assert pipe.costs == plan.work
-    other = gpipe.GPipe(layers, plan=plan, micro_batches=2)  # other micro-batches than those of the plan
-    assert (other.prediction.unit, other.costs) == ("relative", (72, 72, 72))
+    other = gpipe.GPipe(layers, plan=plan, micro_batches=2)  # of twice the rows
+    assert (other.prediction.unit, other.prediction.peak_bytes) == ("seconds", None)
+    assert other.costs == pytest.approx([2 * work for work in plan.work])
 
 
 def test_what_is_fastest_in_turns_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,10 +163,10 @@ def test_a_plan_that_was_counted_gives_proportions() -> None:
     pipe = gpipe.GPipe(layers, plan=plan)
     assert pipe.prediction.unit == "relative"
     assert pipe.prediction.timeline.idle_share() == pytest.approx(plan.bubble)
-    timed = gpipe.GPipe(layers, plan=plan, sample=sample).prediction
-    assert timed.unit == "seconds"  # measured, since it can be
-    assert timed.peak_bytes == pipe.prediction.peak_bytes == plan.simulation.peak_bytes
-    assert gpipe.GPipe(layers, plan=plan, sample=sample, micro_batches=4).prediction.peak_bytes is None
+    assert pipe.prediction.peak_bytes == plan.simulation.peak_bytes
+    with_sample = gpipe.GPipe(layers, plan=plan, sample=sample)  # nothing is measured beside a plan
+    assert with_sample.plan == pipe.plan
+    assert gpipe.GPipe(layers, plan=plan, micro_batches=4).prediction.peak_bytes is None
 
 
 def test_a_default_that_is_given_beside_a_plan_has_no_say() -> None:

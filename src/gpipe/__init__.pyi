@@ -7,6 +7,10 @@ from gpipe.checkpoint.save import save as save
 from gpipe.checkpoint.sigterm import catch_sigterm as catch_sigterm
 from gpipe.checkpoint.weights import load_weights as load_weights
 from gpipe.checkpoint.weights import save_weights as save_weights
+from gpipe.config.options import Lockstep as Lockstep
+from gpipe.config.options import Processes as Processes
+from gpipe.config.options import Remat as Remat
+from gpipe.config.options import Threads as Threads
 from gpipe.config.reference import VerificationReport as VerificationReport
 from gpipe.errors import RemoteError as RemoteError
 from gpipe.errors import VerificationError as VerificationError
@@ -18,6 +22,8 @@ from gpipe.planner.search.found import Plan as Plan
 from gpipe.planning import find_plan as find_plan
 from gpipe.profiling.recording import Recording as Recording
 from gpipe.profiling.recording import record as record
+from gpipe.schedule.schedules.by_name import Interleaved as Interleaved
+from gpipe.schedule.schedules.by_name import Sliced as Sliced
 from gpipe.stages.microbatch import MicroBatches as MicroBatches
 from gpipe.stages.microbatch import Whole as Whole
 from gpipe.stages.rng import rng_scope as rng_scope

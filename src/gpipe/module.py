@@ -14,6 +14,7 @@ from gpipe.config.settings import Settings
 from gpipe.distributed.norms import find_tied_names, guard_part
 from gpipe.distributed.processes import OneProcess
 from gpipe.features.recorder import Recorder
+from gpipe.planner.search.found import Plan
 from gpipe.stages.inputs import NO_GRAPH
 from gpipe.stages.skips import Sequential
 
@@ -27,9 +28,9 @@ class Partitioned(nn.Module):
     _given: tuple[weakref.ref[nn.Module], list[int]] | None = None
     """The `nn.Sequential` that it was given, and the ids of its layers, as they were."""
 
-    def __init__(self, settings: Settings, processes: OneProcess) -> None:
+    def __init__(self, settings: Settings, plan: Plan, processes: OneProcess) -> None:
         super().__init__()
-        self._settings = settings
+        self._settings, self._plan = settings, plan
         self._processes, self._engine = processes, processes.engine
         self._foreign: frozenset[str] = frozenset()  # what other processes hold of a model
         guard_part(self, processes)
@@ -112,22 +113,24 @@ class Partitioned(nn.Module):
     @property
     def layers_per_partition(self) -> tuple[int, ...]:
         """The number of layers of each stage: of each partition, where that is one."""
-        return self._settings.layers_per_partition
+        return self._plan.layers_per_partition
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """What makes a pipe of the same cuts, schedule, M and remat, whatever was searched for, in JSON."""
-        return self._settings.arguments
+    def plan(self) -> Plan:
+        """The plan that the pipe follows: its cuts, schedule, M and remat, and what they cost."""
+        if not self._plan.seconds:
+            self._plan = self._plan.timed()
+        return self._plan
 
     @property
     def costs(self) -> tuple[float, ...]:
         """What each layer was taken to cost."""
-        return self._settings.costs
+        return self._plan.partition.chain.costs
 
     @property
     def micro_batches(self) -> int:
         """M."""
-        return self._settings.micro_batches
+        return self._plan.micro_batches
 
     @property
     def devices(self) -> tuple[torch.device, ...]:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from gpipe._torch.modes import untraced
 from gpipe.config.assemble import assemble
-from gpipe.config.check import ARGUMENTS, Arguments, Costs
+from gpipe.config.check import Arguments
 from gpipe.config.findings import Examination, summary
+from gpipe.config.options import BatchNorm, Driver, Remat
 from gpipe.config.reference import VerificationReport, verify
 from gpipe.config.unknown_arguments import check_names, checked_entrance
 from gpipe.distributed.norms import clip_grad_norm_
@@ -31,9 +32,8 @@ from gpipe.runtime.autograd import pipelined
 from gpipe.runtime.executor import run_step
 from gpipe.runtime.run import Run
 from gpipe.schedule.lowering import ProgramKey
-from gpipe.schedule.partition import Balance
 from gpipe.schedule.program import Program, in_cell
-from gpipe.schedule.schedules.by_name import Maker
+from gpipe.schedule.schedules.by_name import Maker, Named
 from gpipe.schedule.simulate import Prediction, predict
 from gpipe.stages.boundary import BoundaryValue, detach_boundary
 from gpipe.stages.inputs import (
@@ -95,67 +95,55 @@ class GPipe(Partitioned):
 
     Args:
         model: The network: any module, with a `sample`; or an `nn.Sequential`, or a sequence of modules or of
-            callables that build one.
+            callables that build one. Or the layers that `gpipe.layers_of` shows, which need no `sample`.
         partitions: K, the number of ranks, or the number of layers of each stage.
         micro_batches: M. A mini-batch of fewer rows makes as many micro-batches as it has rows. Of ready-made ones,
             `gpipe.MicroBatches`, at most so many are taken.
-        plan: What `gpipe.find_plan` gave, for the cuts, the schedule and `remat`, which are left out beside it: one
-            that is given is refused, unless it is the default, which has no say. And for M, if that is not given.
-        costs: What each layer costs: one number a layer, of its forward and backward; a function of a layer and its
-            sample input; `"time"`, seconds of forward, recompute and backward; `"flops"`, of layers, not of a model;
-            or `"params"`. By default time if there is a sample, else parameters, at least 1. `pipe.costs` can be
-            saved and given again, so that the cuts stay.
-        sample: An example mini-batch of inputs, for costs that must be measured. Nothing of it remains, except what a
-            forward writes into parameters, files and what else cannot be copied, such as Python generators. On it the
-            forward of a model is recorded, to be cut into layers; other mini-batches may have other sizes.
-        blocks: The names of the modules between which a model is cut; by default those that it says are not to be
-            split, else the members of its lists of modules.
-        balance: `"variance"`, the paper's: least sum of squared differences from the mean; or `"minmax"`, the fastest
-            slowest partition. Both exact.
-        devices: One for each partition, or one for all; by default this host's accelerators in turn, else the CPU.
+        sample: An example mini-batch of inputs, on which layers are timed, so that stages take as long; without one
+            they have as many parameters. Nothing of it remains, except what a forward writes into parameters, files
+            and what else cannot be copied, such as Python generators. On it the forward of a model is recorded, to be
+            cut into layers; other mini-batches may have other sizes.
+        plan: What `gpipe.find_plan` returned, or `GPipe.plan` of another pipe, for the cuts, the schedule and
+            `remat`, which are left out beside it: one that is given is refused, unless it is the default, which has
+            no say. And for M, if that is not given.
         schedule: In which order ranks work, and which stages they hold; the bits are the same. By name: `"gpipe"`,
             all forwards, then all backwards; `"1f1b"`; `"interleaved"`; with backwards split in two `"zb_h1"`,
             `"zb_h2"`, `"interleaved_zb"`, `"zb_v"`, `"v_half"`, `"v_min"`; or `"dualpipe_v"`, for M of at least 2K.
-            Or a `Program` of forwards and backwards alone, or a function of K and M that gives one. Or `"auto"`:
-            cuts, stages of a rank, table and what to recompute are searched for together, by `costs` and within
-            `memory`, in three to five seconds of a core, given K for `partitions`, no `stages_per_rank` and no
-            `remat`; `pipe.summary()` tells how near it came. A mini-batch of fewer micro-batches for which there
-            is no such table goes by fill-drain; of a program, by what it has of them.
-        stages_per_rank: How many stages each rank holds; by default what the schedule has, 2 if it leaves it open.
-            Where it is more than 1, `partitions` as a list has the layers of each stage.
+            Or `gpipe.Interleaved(4)`, with so many stages on each rank; or `gpipe.Sliced("1f1b", 4)`, which cuts each
+            micro-batch of a step into slices along its tokens, for a causal language model of transformers, a
+            `sample` with labels, and the model's own loss (docs/schedules.md): another run than without, as of
+            another M. Or a `Program` of forwards and backwards alone, or a function of K and M that gives one. Or
+            `"auto"`: cuts, stages of a rank, table and what to recompute are searched for together, in three to five
+            seconds of a core, given K for `partitions`; `pipe.summary()` tells how near it came. A mini-batch of
+            fewer micro-batches for which there is no such table goes by fill-drain; of a program, by what it has of
+            them. Where a rank has several stages, `partitions` as a list has the layers of each stage.
         remat: Which micro-batches are run again in the backward pass so that nothing inside a partition is kept:
             `"always"`, `"except_last"` (torchgpipe's word: micro-batch 0, whose backward comes first, keeps its
             inside, at the price of one inside more), or `"never"`; or a number, how many micro-batches at once
             may keep theirs; or `"offload"`: nothing is run again, and what is inside goes to the host, from a CPU to
             a file (docs/offload.md); or one of these for each stage. Where a backward follows its forward at once,
-            nothing is recomputed. Or `"auto"`, with a `sample`: where, and as often as, `memory` demands.
-        memory: For `remat="auto"` and `schedule="auto"`, bytes that each partition may hold, one number or one for
-            each: of weights, gradients, an optimizer as Adam, and activations, if ranks take as long as predicted:
-            messages that come sooner wait beside that. By default its device's, shared evenly.
-        deferred_batch_norm: Running statistics of BatchNorm are those of the whole mini-batch, as in one plain
-            forward of it (paper, section 2.2), also over replicas; by default those of one micro-batch after
-            another, of each replica its own. Either way a micro-batch is normalized by its own.
-        sync_batch_norm: With replicas, BatchNorm in training normalizes a micro-batch together with the same one of
-            all other replicas, as `torch.nn.SyncBatchNorm` does, and running statistics are those of both; all must
-            have as many micro-batches. Not with `deferred_batch_norm`.
-        ties: Names of parameters that are one though the modules do not show it: `[("0.weight", "5.weight")]`.
-        seed: Keys all randomness of the layers; None draws one number from torch's generator.
-        intra_op_threads: CPU threads that one operation may use, the same in every rank; bits depend on it.
-        driver: `"threads"`, one for each partition, or `"lockstep"`, all in the calling thread, for debugging.
-            `"process"`: this process runs one partition, others the others. All call the same then; `reads_inputs`
-            and `reads_targets` say who reads them. The bits are the same. Default: threads; required if
-            torch.distributed is initialized with several processes and there is no `mesh`.
+            nothing is recomputed. Or `"auto"`, with a `sample`: where, and as often as, the memory of the device
+            demands; `gpipe.Remat(memory=...)` within so many bytes a rank, also for `schedule="auto"`.
+        devices: One for each partition, or one for all; by default this host's accelerators in turn, else the CPU.
         mesh: For processes: where they are, a `DeviceMesh` with a dimension `"pp"` of K and perhaps one `"dp"` of
             replicas, whose gradients are added up. By default the world, K processes in a row to a replica. Over
             `mesh["dp"]` layers may be sharded by `fully_shard` once the pipe is built, and optimizers by
             `ZeroRedundancyOptimizer`; over a further dimension by `parallelize_module` before. What these do is
             collective: that a rank failed in it is only noticed when the time of its process group is up.
-        survive: Each replica has a launcher of its own, and one that is lost does not end the others: the step under
-            way is done again without its rows, and it may come back (docs/survive.md). All call `join`.
-        slices: S, into which each micro-batch of a step is cut along its tokens, for a causal language model of
-            transformers, a `sample` with labels, and the model's own loss: the bubble and what is held are as of M
-            times S micro-batches. Forwards go in order, backwards in reverse; each rank keeps keys and values of the
-            slices before. Another run than without, as of another M (docs/schedules.md). With `"gpipe"` and `"1f1b"`.
+        batch_norm: The statistics of BatchNorm in training. `"micro"`: each micro-batch is normalized by its own, and
+            running statistics are those of one micro-batch after another, of each replica its own. `"deferred"`:
+            running statistics are those of the whole mini-batch, as in one plain forward of it (paper, section 2.2),
+            also over replicas. `"synchronized"`: a micro-batch is normalized together with the same one of all other
+            replicas, as `torch.nn.SyncBatchNorm` does, and running statistics are those of both; all must have as
+            many micro-batches.
+        ties: Names of parameters that are one though the modules do not show it: `[("0.weight", "5.weight")]`.
+        seed: Keys all randomness of the layers; None draws one number from torch's generator.
+        driver: `"threads"`, one for each partition, or `"lockstep"`, all in the calling thread, for debugging.
+            `"process"`: this process runs one partition, others the others. All call the same then; `reads_inputs`
+            and `reads_targets` say who reads them. The bits are the same. Default: threads; required if
+            torch.distributed is initialized with several processes and there is no `mesh`. Or `gpipe.Threads`,
+            `gpipe.Lockstep` or `gpipe.Processes`, with what only that reads: how many CPU threads an operation uses,
+            and whether training survives the loss of a replica.
 
     Raises:
         ValueError: Something above cannot be; the error lists all mistakes that can be seen together.
@@ -177,39 +165,37 @@ class GPipe(Partitioned):
         partitions: int | Sequence[int] | None = None,
         micro_batches: int | None = None,
         *,
-        plan: Plan | None = None,
-        costs: Costs = None,
         sample: Tree = None,
-        blocks: Sequence[str] | None = None,
-        balance: Balance = "variance",
+        plan: Plan | None = None,
+        schedule: Named | Program | Maker = "gpipe",
+        remat: str | int | Remat | Sequence[str | int] = "always",
         devices: object = None,
-        schedule: str | Program | Maker = "gpipe",
-        stages_per_rank: int | None = None,
-        remat: str | int | Sequence[str | int] = "always",
-        memory: float | Sequence[float] | None = None,
-        deferred_batch_norm: bool = False,
-        sync_batch_norm: bool = False,
+        mesh: "DeviceMesh | None" = None,
+        batch_norm: BatchNorm = "micro",
         ties: Sequence[Sequence[str]] = (),
         seed: int | None = None,
-        intra_op_threads: int = 1,
-        driver: str | None = None,
-        mesh: "DeviceMesh | None" = None,
-        survive: bool = False,
-        slices: int = 1,
-        verify: bool = True,
+        driver: str | Driver | None = None,
     ) -> None:
-        given = locals()
-        settings, processes = assemble(Arguments(**{name: given[name] for name in ARGUMENTS}))
-        super().__init__(settings, processes)
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__(*assemble(Arguments(**given)))
         self.step_number = 0
         self._calls = 0  # that have ended well
         self._paths: dict[object, Path] = {}  # in generation
         self.recorder: Recorder | None = None
-        self._examination = Examination(settings, processes)
-        self._verifier = Verifier(verify)
+        self._examination = Examination(self._settings, self._plan, self._processes)
+        self._verifier = Verifier()
         self._hold_layers()
         if isinstance(model, nn.Sequential):
             self._given = weakref.ref(model), list(map(id, model._modules.values()))
+
+    @property
+    def verify_steps(self) -> bool:
+        """Whether the first step of each new combination of modes, inputs and program is verified; settable."""
+        return self._verifier.enabled
+
+    @verify_steps.setter
+    def verify_steps(self, verify_steps: bool) -> None:
+        self._verifier.enabled = verify_steps
 
     @property
     def findings(self) -> list[str]:
@@ -228,7 +214,7 @@ class GPipe(Partitioned):
     @property
     def program(self) -> Program:
         """The table that a training step of M micro-batches runs."""
-        slices = self._settings.slices
+        slices = self._plan.slices
         return self._engine.compiled(ProgramKey(self.micro_batches * slices, trains=True, slices=slices)).program
 
     @property
@@ -238,18 +224,17 @@ class GPipe(Partitioned):
         Of layers under `fully_shard` it knows from the first step on.
 
         >>> import gpipe, torch
-        >>> pipe = gpipe.GPipe([torch.nn.Identity()] * 4, partitions=2, micro_batches=4, costs=[1, 1, 1, 1])
+        >>> pipe = gpipe.GPipe([torch.nn.Identity()] * 4, partitions=2, micro_batches=4)
         >>> round(pipe.prediction.bubble, 3)
         0.158
         """
-        known = self._settings
-        costs, held = known.stage_costs, known.stage_bytes
-        if costs is not None and known.slices > 1:  # which were measured of whole micro-batches
-            costs = tuple(cost.shared_by(known.slices) for cost in costs)
-        if held is not None:
-            sharded, replicas = self._engine.gathered, self._engine.replicas
-            held = tuple(sharded[at].cost(cost, replicas) if at in sharded else cost for at, cost in enumerate(held))
-        return predict(known.partition, self.program, costs, in_seconds=known.in_seconds, held=held)
+        plan, sharded, replicas = self._plan, self._engine.gathered, self._engine.replicas
+        costs = tuple(cost.shared_by(plan.slices) for cost in plan.costs)  # which are those of whole micro-batches
+        each = enumerate(plan.costs)
+        held = tuple(sharded[stage].cost(cost, replicas) if stage in sharded else cost for stage, cost in each)
+        return predict(
+            plan.partition, self.program, costs, in_seconds=plan.measured, held=held if plan.counted else None
+        )
 
     @overload
     def step(
@@ -323,7 +308,7 @@ class GPipe(Partitioned):
         is_own = targets is None and loss_fn is None and self.is_model
         if is_own and reduction is not None:
             raise ValueError("reduction= is for loss_fn; the model's own loss says by itself how it averages")
-        slices = self._settings.slices
+        slices = self._plan.slices
         if slices > 1 and not is_own:
             raise ValueError(OWN_LOSS.format(slices=slices))
         self._processes.let_in()
@@ -520,8 +505,8 @@ class GPipe(Partitioned):
         """Compares a training step with the reference loop, bit by bit, and leaves the pipe as it was.
 
         Replays two micro-batches of the step, stage by stage, in the order of the reference loop. The first step of
-        each new combination of modes, inputs and program does the same by itself, unless the pipe was made with
-        `verify=False`. Weights, `.grad`, buffers, random generators and counters are left as they were.
+        each new combination of modes, inputs and program does the same by itself, unless `verify_steps` is False.
+        Weights, `.grad`, buffers, random generators and counters are left as they were.
 
         Args:
             inputs: A mini-batch, as for `step`.
@@ -604,7 +589,7 @@ class GPipe(Partitioned):
         >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2)
         >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=3)).eval()
         >>> prompts = torch.randint(3, 32, (4, 5))
-        >>> pipe = GPipe(model, partitions=2, micro_batches=2, sample=prompts, costs="params")
+        >>> pipe = GPipe(model, partitions=2, micro_batches=2, sample=prompts)
         >>> pipe.cache_bytes(prompts, max_new_tokens=3)  # 4 rows, 7 tokens, 16 keys and 16 values of 4 bytes a layer
         [7168, 3584]
         """
@@ -673,7 +658,7 @@ class GPipe(Partitioned):
             self.recorder.inside.append((run.began, time.perf_counter()))
 
     def join(self, *stateful: Any) -> int:
-        """Links this replica with all others, of `survive=True`; gives the number of the step that comes next.
+        """Links this replica with all others, which survive each other; gives the number of the step that comes next.
 
         Every process calls it once before the first step. A replica that comes back waits here until it is let in
         between two steps, and then has what the others have: weights, buffers, gradients, `seed`, `step_number`.
@@ -732,7 +717,7 @@ class GPipe(Partitioned):
 
     def summary(self) -> str:
         """The partitions, what they cost, the bubble, and `findings`: what to do for speed or numbers."""
-        return summary(self._settings, self.prediction, self.findings)
+        return summary(self._settings, self._plan, self.prediction, self.findings)
 
     def _repr_html_(self) -> str | None:
         return in_cell("pipe", self)

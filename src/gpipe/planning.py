@@ -18,6 +18,10 @@ from torch import Tensor, nn
 
 from gpipe._torch.accelerator import CPU, accelerators, memory_of, name_of
 from gpipe._torch.modules import AnyBatchNorm
+from gpipe.config.assemble import read
+from gpipe.config.check import Arguments, Costs
+from gpipe.config.make_plan import make_plan, read_profile
+from gpipe.config.options import Remat, Threads
 from gpipe.errors import int_remedy, is_count
 from gpipe.pipeline import GPipe
 from gpipe.planner.measure import as_in_training, measure_host, measure_seconds
@@ -26,6 +30,9 @@ from gpipe.planner.search.device import Device
 from gpipe.planner.search.found import Plan
 from gpipe.planner.search.search import search
 from gpipe.planner.search.shapes import AUTO, Choices, splits
+from gpipe.schedule.partition import Balance
+from gpipe.schedule.program import Program
+from gpipe.schedule.schedules.by_name import Named
 from gpipe.stages.buffers import untouched
 from gpipe.stages.microbatch import TWO_ROWS, count_rows, first_micro_batch, plain
 from gpipe.stages.sequence import build_layers, outline
@@ -52,10 +59,12 @@ def find_plan(
     devices: int | Sequence[Device],
     global_batch: int | None = None,
     *,
-    partitions: int | None = None,
+    partitions: int | Sequence[int] | None = None,
     micro_batches: int | None = None,
-    schedule: str | None = None,
-    blocks: Sequence[str] | None = None,
+    schedule: Named | Program | None = None,
+    remat: str | int | Remat | Sequence[str | int] | None = None,
+    costs: Costs = None,
+    balance: Balance | None = None,
     measure: bool = False,
     intra_op_threads: int = 1,
     optimizer_numbers: float = ADAM,
@@ -68,14 +77,23 @@ def find_plan(
 
     Args:
         model: What `gpipe.GPipe` takes: layers, callables that build one, or any module.
-        sample: An example mini-batch of inputs; 4 rows or more tell fixed costs from those of each row.
+        sample: An example mini-batch of inputs; 4 rows or more tell fixed costs from those of each row. None if the
+            `costs` need none.
         devices: In the order in which they are linked; or how many of this machine: its accelerators, else CPU cores
             that share its memory.
         global_batch: The rows of a mini-batch; by default those of the sample.
-        partitions: K, if it is settled.
+        partitions: K, if it is settled; with `balance`, also the number of layers of each stage.
         micro_batches: M, if it is settled; else a micro-batch has at least 2 rows where there is a BatchNorm.
         schedule: By name, if it is settled; or `"auto"`: beside those by name, tables are searched for.
-        blocks: The modules between which a model is cut, as `gpipe.GPipe` takes them.
+        remat: What to recompute, as `gpipe.GPipe` takes it, with `balance`; else it is found.
+        costs: What each layer costs, for M micro-batches that are settled: one number a layer, of its forward and
+            backward; a function of a layer and its sample input; `"time"`, seconds of forward, recompute and
+            backward; `"flops"`, of layers, not of a model; or `"params"`. `pipe.costs` of another pipe gives the
+            same cuts.
+        balance: Cuts by what layers cost, and searches for nothing else, as `gpipe.GPipe` does without a plan: K and
+            M are settled, and so are the schedule, by default `"gpipe"`, and `remat`, by default `"always"`.
+            `"variance"`, the paper's: least sum of squared differences from the mean; or `"minmax"`, the fastest
+            slowest partition. Both exact. Default: None, all of this is searched for.
         measure: Take the seconds of each layer on this machine for those on the first device, and on others by
             `flops` in proportion. Where `devices` is a number of CPU cores, so many threads are measured at once, or
             K, if it is settled; and of layers, if the sample is a whole mini-batch, steps of the plans that should be
@@ -99,21 +117,61 @@ def find_plan(
     >>> plan.partitions, plan.micro_batches, plan.layers_per_partition, plan.remat
     (2, 8, (2, 2), ('never', 'never'))
     """
+    if balance is not None or costs is not None:
+        asked = Arguments(
+            model,
+            partitions,
+            micro_batches,
+            plain(sample),
+            schedule=schedule or "gpipe",
+            remat="always" if remat is None else remat,
+            seed=0,
+            driver=Threads(intra_op_threads),
+            costs=costs,
+        )
+        return _plan_by_costs(asked, devices, balance, schedule)
+    settled: tuple[Any, Any] = partitions, schedule  # which are one number and a name, or a mistake
+    return _plan_by_work(
+        model,
+        sample,
+        devices,
+        global_batch,
+        Choices(_only(settled[0]), _only(micro_batches), _only(settled[1])),
+        measure=measure,
+        threads=intra_op_threads,
+        optimizer_numbers=optimizer_numbers,
+        remat=remat,
+    )
+
+
+def _plan_by_work(
+    model: Any,
+    sample: Tree,
+    devices: int | Sequence[Device],
+    global_batch: int | None,
+    choices: Choices,
+    *,
+    measure: bool,
+    threads: int,
+    optimizer_numbers: float,
+    remat: object,
+) -> Plan:
+    """Searches for a plan by operations that are counted, or seconds that are measured."""
     rows = count_rows(sample)
     batch = rows if global_batch is None else global_batch
-    choices = Choices(_only(partitions), _only(micro_batches), _only(schedule))
     count = len(devices) if isinstance(devices, Sequence) else devices if is_count(devices) else math.inf
     wrong = [
         *_wrong_devices(devices),
         *choices.mistakes(count, batch),
-        *_wrong_others(measure, intra_op_threads, optimizer_numbers),
+        *_wrong_others(measure, threads, optimizer_numbers, remat),
         *(_unmeasurable(model, sample) if measure is True else ()),
     ]
     if wrong:
         raise ValueError("\n".join(wrong))
     here = devices if isinstance(devices, Sequence) else _devices_here(devices)
     sample = plain(sample)
-    layers, names, taken = _read(model, sample, blocks, measure)
+    layers, names, taken = _read(model, sample, measure)
+    (micro_batches,), (schedule,) = choices.micro_batches or (None,), choices.schedules or (None,)
     some = [_about(size, sample) for size in _sizes(rows, batch, micro_batches, measure)]
     samples = {count_rows(part): taken(part) for part in some}
     parts = schedule in (None, AUTO) or splits(schedule)
@@ -124,18 +182,43 @@ def find_plan(
     device = (accelerators() or [CPU])[0]
     if isinstance(devices, int):
         here = list(map(partial(replace, host=measure_host(device)), here))
-    at_once = (partitions or len(here)) if isinstance(devices, int) else 1
-    with as_in_training(device, intra_op_threads):
+    at_once = (choices.partitions or (len(here),))[0] if isinstance(devices, int) else 1
+    with as_in_training(device, threads):
         profile = profiled(measured_on=device, at_once=at_once)
     plan = search(profile, here, batch, choices)
     if device != CPU or not isinstance(devices, int):
         return plan
     if taken is _as_it_is and batch == rows:
         rivals = _rivals(plan, choices, partial(search, profile, here, batch))
-        plan = _race(rivals, layers, sample, intra_op_threads)
-    with as_in_training(device, at_once * intra_op_threads):
+        plan = _race(rivals, layers, sample, threads)
+    with as_in_training(device, at_once * threads):
         took = measure_seconds(layers, taken(sample), device)
     return replace(plan, plain_seconds=batch / rows * sum(layer.forward + layer.backward for layer in took))
+
+
+def _plan_by_costs(asked: Arguments, devices: int | Sequence[Device], balance: Balance | None, schedule: Any) -> Plan:
+    """Cuts, or searches for a plan, by what layers cost where M is settled."""
+    if wrong := [*_wrong_devices(devices)]:
+        raise ValueError("\n".join(wrong))
+    count = devices if isinstance(devices, int) else len(devices)
+    asked = replace(asked, partitions=count if asked.partitions is None else asked.partitions)
+    if balance is not None:
+        asked = replace(asked, balance=balance)
+    builds = asked.in_seconds or callable(asked.costs)
+    settings, placement, remat = read(asked, builds=builds)
+    if balance is not None:
+        _, plan = make_plan(asked, settings, placement, remat)
+        return plan.timed()
+    here = _devices_here(devices) if isinstance(devices, int) else devices
+    paper = [replace(device, flops=device.flops / here[0].flops) for device in here]  # seconds are those of the first
+    choices = Choices(_only(asked.partitions), (asked.micro_batches,), _only(schedule))
+    if wrong := [*choices.mistakes(count, asked.micro_batches)]:
+        raise ValueError("\n".join(wrong))
+    try:
+        plan = search(read_profile(asked, settings), paper, asked.micro_batches, choices)
+    except OverflowError:
+        raise ValueError("costs= in seconds exceed the largest number: take larger units") from None
+    return replace(plan, counted=asked.sample is not None)
 
 
 def _only(settled: T | None) -> tuple[T, ...] | None:
@@ -153,7 +236,9 @@ def _wrong_devices(devices: object) -> Iterator[str]:
         yield f"devices={devices!r}; {DEVICES}{int_remedy(devices)}"
 
 
-def _wrong_others(measure: object, threads: object, optimizer_numbers: object) -> Iterator[str]:
+def _wrong_others(measure: object, threads: object, optimizer_numbers: object, remat: object) -> Iterator[str]:
+    if remat is not None:
+        yield f"remat={remat!r} is for cuts by balance=; leave it out, and it is found"
     if not isinstance(measure, bool):
         yield f"measure={measure!r}; give True or False"
     if not is_count(threads):
@@ -196,14 +281,12 @@ def _about(size: int, sample: Tree) -> Tree:
     return first_micro_batch(sample, max(1, count_rows(sample) // size))
 
 
-def _read(
-    model: Any, sample: Tree, blocks: Sequence[str] | None, measure: bool
-) -> tuple[Sequence[nn.Module], list[str], Callable[[Tree], Tree]]:
+def _read(model: Any, sample: Tree, measure: bool) -> tuple[Sequence[nn.Module], list[str], Callable[[Tree], Tree]]:
     """The layers, their names, and what the first takes of a micro-batch."""
-    traced = read_model(model, _about(TWO_ROWS, sample), blocks)
+    traced = read_model(model, _about(TWO_ROWS, sample))
     if traced is not None:
         return traced.alone(), list(traced.layers), traced.first_state
-    if wrong := why_not_layers(model, blocks):
+    if wrong := why_not_layers(model):
         raise ValueError("\n".join(wrong))
     if measure:
         named, wrong = build_layers(model, seed=0)
@@ -244,7 +327,7 @@ def _race(plans: Sequence[Plan], layers: Sequence[nn.Module], sample: Tree, thre
     running, chance = list(range(len(plans))), random.Random(0)
     with _unheard(), as_in_training(CPU, threads), ExitStack() as stack:
         stack.enter_context(untouched(*layers))
-        make = partial(GPipe, layers, seed=0, intra_op_threads=threads, driver="threads")
+        make = partial(GPipe, layers, seed=0, driver=Threads(threads))
         pipes = [stack.enter_context(make(plan=plan)) for plan in plans]
         for pipe in pipes:
             _seconds_of_step(pipe, sample)  # the first looks more closely at what layers do

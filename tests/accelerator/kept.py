@@ -16,6 +16,7 @@ import gpipe
 from tests.accelerator.placing import CPU, DEVICES, FIRST, SIMULATOR
 from tests.support.odd_layers import Apply
 from tests.support.plain_loop import same_bits, weights_of
+from tests.support.planned import pipe_by_costs
 
 X, Y = (torch.randn(8, 6, generator=torch.Generator().manual_seed(at)) for at in range(2))
 
@@ -41,7 +42,7 @@ def on_parameters() -> None:
     hooks: list[Any] = [parameters[2].register_hook(lambda gradient: called.append("gradient"))]
     hooks.append(parameters[2].register_post_accumulate_grad_hook(lambda parameter: called.append("accumulated")))
     held = (parameters[0] * 2).sum()  # a graph, as a trial run leaves one
-    pipe = gpipe.GPipe(own, 4, 2, devices=[*DEVICES[:3], CPU], costs="params")
+    pipe = gpipe.GPipe(own, 4, 2, devices=[*DEVICES[:3], CPU])
     assert [*map(id, pipe.parameters())] == [*map(id, parameters)]
     assert [vars(parameter)["at"] for parameter in parameters] == [*range(8)]
     assert type(parameters[2]) is Own
@@ -117,7 +118,7 @@ def measured() -> None:
     own = layers()
     weight = own[0].get_parameter("weight")
     before = weight.detach().clone()
-    pipe = gpipe.GPipe(own, 2, 2, sample=X, costs="time", devices=[FIRST, CPU])
+    pipe = gpipe.GPipe(own, 2, 2, sample=X, devices=[FIRST, CPU])
     assert next(pipe.parameters()) is weight
     assert same_bits(weight.cpu(), before)
 
@@ -150,7 +151,7 @@ def evaluated() -> None:
             for sample in (batch, {"ids": batch["ids"]}):
                 with weights_of(1):
                     model = Reader().to(where)
-                pipe = gpipe.GPipe(model, 2, 4, sample=sample, devices=devices, costs="params").eval()
+                pipe = pipe_by_costs(model, 2, 4, sample=sample, devices=devices, costs="params").eval()
                 with torch.no_grad():
                     loss, found, logits = pipe.step(batch), pipe(batch), pipe({"ids": batch["ids"]})
                 with weights_of(1):

@@ -148,7 +148,7 @@ def recorded(draw: Random) -> tuple[list[str], str]:
     expected |= {name: tensor.detach() for name, tensor in model.state_dict().items()}
     found: Outcome = {}
     with on_streams(draw), tempfile.TemporaryDirectory() as folder:
-        pipe, said = some_pipe(draw, network(), deferred_batch_norm=deferred)
+        pipe, said = some_pipe(draw, network(), batch_norm="deferred" if deferred else "micro")
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
         scaler = gpipe.GradScaler(pipe, init_scale=1024.0)
         for step in range(3):
@@ -170,7 +170,7 @@ def recorded(draw: Random) -> tuple[list[str], str]:
         found |= {name: tensor.detach() for name, tensor in pipe.state_dict().items()}
         found = on_cpu(found)
         pipe.close()
-        again, _ = some_pipe(draw, network(), deferred_batch_norm=deferred)
+        again, _ = some_pipe(draw, network(), batch_norm="deferred" if deferred else "micro")
         late = torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9)
         gpipe.load(folder, again, late)
         with cast():

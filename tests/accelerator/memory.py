@@ -20,6 +20,7 @@ from gpipe.runtime import streams
 from gpipe.schedule.schedules import SCHEDULES
 from tests.accelerator.placing import CPU, DEVICES, SIMULATOR
 from tests.support.plain_loop import REMATS
+from tests.support.planned import pipe_by_costs
 
 WIDTH, ROWS, RANKS, M = 64, 512, 3, 8
 FORWARD = 4 * ROWS * WIDTH * 4  # bytes that the forward of a stage makes: of two layers, each two tensors
@@ -31,7 +32,7 @@ def pipe_of(schedule: str, remat: str, devices: list[torch.device], micro_batche
     stages = RANKS * SCHEDULES[schedule].stages_per_rank
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(2 * stages)]
     how: dict[str, Any] = {"schedule": schedule, "remat": remat, "devices": devices, "costs": [1.0] * len(layers)}
-    return gpipe.GPipe(layers, RANKS, micro_batches, **how)
+    return pipe_by_costs(layers, RANKS, micro_batches, **how)
 
 
 def stated(schedule: str, remat: str) -> list[int]:

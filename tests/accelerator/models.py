@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import gpipe
 from gpipe.schedule.schedules import SCHEDULES
 from gpipe.stages.losses import own_loss
 from gpipe.tracing.model import TracedModel
@@ -23,6 +22,7 @@ from tests.support.drawn_models import IDS, drawn_model
 from tests.support.open_models import batch_of, model_of
 from tests.support.outcomes import Outcome, differences, noted
 from tests.support.plain_loop import REMATS, Tree, accumulated, one_thread, parts_of, same_bits, weights_of
+from tests.support.planned import pipe_by_costs
 
 FAMILIES = ("llama", "gpt2", "bert", "t5", "vit")
 ON_CPU = "dropped", "whole numbers", "translator", "encoder"
@@ -155,7 +155,7 @@ def told(draw: Random) -> tuple[list[str], str]:
     plain = [Own(vector_model(name)) for name in names]
     expected = [tensor.cpu() for tensor in runs_alive.tell(story, plain)]
     with on_streams(draw):
-        pipes = [gpipe.GPipe(vector_model(name), 2, runs_alive.M, **settings) for name in names]
+        pipes = [pipe_by_costs(vector_model(name), 2, runs_alive.M, **settings) for name in names]
         sides = list(map(runs_alive.Piped, pipes))
         for side in sides:
             side.device = draw.choice(DEVICES)

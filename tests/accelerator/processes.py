@@ -105,7 +105,11 @@ def mixed(rank: int, world: int, schedule: str) -> list[Digests]:
 def replicas(rank: int, world: int, story: runs_alive.Story, deferred: bool) -> list[Digests]:
     """Two replicas in which several runs are alive at once."""
     sides = runs_alive.pipes(
-        world // 2, driver="process", mesh=mesh_of(world, 2), deferred_batch_norm=deferred, schedule="1f1b"
+        world // 2,
+        driver="process",
+        mesh=mesh_of(world, 2),
+        batch_norm="deferred" if deferred else "micro",
+        schedule="1f1b",
     )
     for side in sides:
         side.device = torch.device(NAME, rank)

@@ -63,7 +63,7 @@ class Run:
     [
         ({"partitions": 3}, {"partitions": 1, "seed": None}),
         ({"partitions": 1}, {"partitions": [1, 2, 2, 1], "remat": "never", "seed": None}),
-        ({"partitions": 2, "deferred_batch_norm": True}, {"partitions": 5, "deferred_batch_norm": True}),
+        ({"partitions": 2, "batch_norm": "deferred"}, {"partitions": 5, "batch_norm": "deferred"}),
         ({"partitions": 4, "driver": "threads"}, {"partitions": 2, "driver": "threads", "remat": "except_last"}),
         ({"partitions": 3, "schedule": "zb_h1"}, {"partitions": 1, "schedule": "dualpipe_v", "seed": None}),
         ({"partitions": 2, "schedule": "interleaved"}, {"partitions": 2, "schedule": "v_min", "seed": None}),
@@ -109,23 +109,23 @@ def test_a_run_killed_twice_in_one_epoch_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_table_that_was_searched_for_is_found_again_without_a_search(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"costs": [1, 3, 1, 2, 2, 1, 1, 2], "seed": 1}
-
     def layers() -> list[nn.Module]:
         torch.manual_seed(0)
         return [nn.Linear(4, 4) for _ in range(8)]
 
-    with gpipe.GPipe(layers(), 2, 3, schedule="auto", **options) as pipe:
+    costs = [1, 3, 1, 2, 2, 1, 1, 2]
+    plan = gpipe.find_plan(layers(), None, 2, micro_batches=3, schedule="auto", costs=costs)
+    with gpipe.GPipe(layers(), plan=plan) as pipe:
         gpipe.save(tmp_path, pipe)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gpipe.config.settings.search", None)
-            arguments = gpipe.load(tmp_path).arguments
-            with gpipe.GPipe(layers(), **arguments, **options) as again:
+            patch.setattr("gpipe.config.make_plan.search", None)
+            stored = gpipe.load(tmp_path).plan
+            with gpipe.GPipe(layers(), plan=stored) as again:
                 assert again.program == pipe.program
                 assert again.layers_per_partition == pipe.layers_per_partition
-                assert again.arguments == pipe.arguments
+                assert again.plan.to_json() == pipe.plan.to_json()
                 gpipe.save(tmp_path, again)
-        assert gpipe.load(tmp_path).arguments == arguments
+        assert gpipe.load(tmp_path).plan == stored
 
 
 @pytest.mark.parametrize(
@@ -134,5 +134,5 @@ def test_a_table_that_was_searched_for_is_found_again_without_a_search(tmp_path:
 def test_a_checkpoint_says_what_its_pipe_was_made_of(options: dict[str, Any], tmp_path: Path) -> None:
     with gpipe.GPipe([nn.Linear(4, 4) for _ in range(4)], 2, 4, **options) as pipe:
         gpipe.save(tmp_path, pipe)
-        with gpipe.GPipe([nn.Linear(4, 4) for _ in range(4)], **gpipe.load(tmp_path).arguments) as again:
+        with gpipe.GPipe([nn.Linear(4, 4) for _ in range(4)], plan=gpipe.load(tmp_path).plan) as again:
             assert again.program == pipe.program

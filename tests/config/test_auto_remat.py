@@ -9,11 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.config import settings
-from gpipe.config.assemble import memory_by_row
+from gpipe.config import make_plan
+from gpipe.config.agreement import memory_by_row
 from gpipe.distributed.mesh import Position
 from tests.support.jobs import automatic as jobs
 from tests.support.plain_loop import plain_loop, weights_of
+from tests.support.planned import pipe_by_costs
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
@@ -27,11 +28,11 @@ def layers() -> list[nn.Module]:
 
 
 def pipe(memory: float | list[float], **given: object) -> gpipe.GPipe:
-    return gpipe.GPipe(layers(), 2, 8, sample=X, costs=[1] * 6, remat="auto", memory=memory, seed=1, **given)  # type: ignore[arg-type]
+    return pipe_by_costs(layers(), 2, 8, sample=X, costs=[1] * 6, remat=gpipe.Remat(memory=memory), seed=1, **given)
 
 
 def remats(made: gpipe.GPipe) -> tuple[object, ...]:
-    return made._settings.remat
+    return made.plan.remat
 
 
 class Between(nn.Module):
@@ -48,7 +49,7 @@ class Between(nn.Module):
 
 
 def test_alike_blocks_of_a_model_are_counted_with_what_stands_between_them() -> None:
-    made = gpipe.GPipe(Between(), 2, 2, sample=torch.ones(4, 4), costs="params", remat="auto", memory=10**6)
+    made = pipe_by_costs(Between(), 2, 2, sample=torch.ones(4, 4), costs="params", remat=gpipe.Remat(memory=10**6))
     assert remats(made) == ("never", "never")
 
 
@@ -74,8 +75,8 @@ def test_what_is_predicted_fits(schedule: str) -> None:
 
 @pytest.mark.parametrize("memory", [290_000, 310_000])
 def test_backwards_stay_split_where_they_do_not_fit_whole(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "unsplit_stages", lambda program, costs: frozenset(range(program.stages)))
-    made = gpipe.GPipe(layers(), [2, 2, 1, 1], 8, sample=X, remat="auto", memory=memory, schedule="zb_v")
+    monkeypatch.setattr(make_plan, "unsplit_stages", lambda program, costs: frozenset(range(program.stages)))
+    made = gpipe.GPipe(layers(), [2, 2, 1, 1], 8, sample=X, remat=gpipe.Remat(memory=memory), schedule="zb_v")
     assert made.prediction.peak_bytes is not None
     assert max(made.prediction.peak_bytes) <= memory
 
@@ -83,7 +84,7 @@ def test_backwards_stay_split_where_they_do_not_fit_whole(memory: int, monkeypat
 def test_each_partition_has_its_own_memory_or_that_of_the_machine_and_what_does_not_fit_is_refused() -> None:
     first, last = remats(pipe([300_000, 10**6]))
     assert last == "never" != first
-    assert remats(gpipe.GPipe(layers(), 2, 8, sample=X, costs=[1] * 6, remat="auto")) == ("never", "never")
+    assert remats(pipe_by_costs(layers(), 2, 8, sample=X, costs=[1] * 6, remat="auto")) == ("never", "never")
     with pytest.raises(ValueError, match=r"remat='auto': rank 0 needs .* KiB of 97.66 KiB, all recomputed"):
         pipe(100_000)
 
@@ -92,9 +93,8 @@ def test_each_partition_has_its_own_memory_or_that_of_the_machine_and_what_does_
     ("given", "text"),
     [
         ({"remat": "auto"}, "remat='auto' needs sample="),
-        ({"memory": 5}, "memory= is for remat='auto'"),
-        ({"remat": "auto", "sample": X, "memory": [1, 2, 3]}, "memory has 3 entries for 2 partitions; give one"),
-        ({"remat": "auto", "sample": X, "memory": 0}, "memory=0; give bytes"),
+        ({"remat": gpipe.Remat([1, 2, 3]), "sample": X}, "memory has 3 entries for 2 partitions; give one"),
+        ({"remat": gpipe.Remat(0), "sample": X}, "memory=0; give bytes"),
     ],
 )
 def test_mistakes_are_told(given: dict[str, object], text: str) -> None:
@@ -108,8 +108,8 @@ def test_where_seconds_are_measured_a_stage_offloads_if_that_takes_no_longer(mon
 
     found = {}
     for speed in (1.0, 1e15):
-        monkeypatch.setattr(settings, "measure_host", lambda device, speed=speed: speed)
-        with gpipe.GPipe(deep(), 2, 8, sample=X, remat="auto", memory=250_000) as made:
+        monkeypatch.setattr(make_plan, "measure_host", lambda device, speed=speed: speed)
+        with gpipe.GPipe(deep(), 2, 8, sample=X, remat=gpipe.Remat(memory=250_000)) as made:
             found[speed] = remats(made)
             assert made.prediction.peak_bytes is not None
             assert max(made.prediction.peak_bytes) <= 250_000

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
+from tests.support.planned import pipe_by_costs
 
 
 def linears(count: int = 8) -> list[nn.Module]:
@@ -25,7 +26,7 @@ def about(pipe: gpipe.GPipe, *words: str) -> list[str]:
 
 def healthy() -> gpipe.GPipe:
     layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4)]
-    return gpipe.GPipe(layers, [2, 2], 8, costs=[1, 1, 1, 1])
+    return pipe_by_costs(layers, [2, 2], 8, costs=[1, 1, 1, 1])
 
 
 def test_a_healthy_pipe_has_no_findings_before_or_after_a_step() -> None:
@@ -45,7 +46,7 @@ def test_few_micro_batches_are_found_with_the_bubble_that_they_cost() -> None:
 
 def test_a_partition_without_parameters_is_found_by_number() -> None:
     layers = [nn.Linear(4, 4), nn.Tanh(), nn.ReLU(), nn.Linear(4, 4)]
-    pipe = gpipe.GPipe(layers, [1, 2, 1], 12, costs=[1, 0.5, 0.5, 1])
+    pipe = pipe_by_costs(layers, [1, 2, 1], 12, costs=[1, 0.5, 0.5, 1])
     (finding,) = pipe.findings
     assert finding.startswith("stage 1 has no parameters")
     assert "partitions=[...]" in finding
@@ -53,23 +54,25 @@ def test_a_partition_without_parameters_is_found_by_number() -> None:
 
 def test_a_partition_that_dwarfs_the_others_is_found_with_its_largest_layer() -> None:
     layers = [*linears(3), nn.Linear(4, 400), nn.Linear(400, 4)]
-    (finding,) = gpipe.GPipe(layers, [2, 2, 1], 12, costs=[1, 1, 1, 20, 1]).findings
+    (finding,) = pipe_by_costs(layers, [2, 2, 1], 12, costs=[1, 1, 1, 20, 1]).findings
     assert finding.startswith("stage 1 costs 2.6 times the mean")
     assert "largest layer is 3 with 95% of it" in finding
-    assert not gpipe.GPipe(linears(4), [2, 1, 1], 12, costs=[1, 1, 1.5, 1]).findings
-    assert not gpipe.GPipe(linears(4), [1, 3], 8, costs=[0, 0, 0, 0]).findings
+    assert not pipe_by_costs(linears(4), [2, 1, 1], 12, costs=[1, 1, 1.5, 1]).findings
+    assert not pipe_by_costs(linears(4), [1, 3], 8, costs=[0, 0, 0, 0]).findings
 
 
 @pytest.mark.parametrize("deferred_batch_norm", [False, True])
 def test_a_batch_norm_of_tiny_micro_batches_is_found_behind_the_first_step(deferred_batch_norm: bool) -> None:
     layers = [nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4)), nn.Linear(4, 4)]
-    pipe = gpipe.GPipe(layers, [2, 1], 8, costs=[1, 0, 1], deferred_batch_norm=deferred_batch_norm)
+    pipe = pipe_by_costs(
+        layers, [2, 1], 8, costs=[1, 0, 1], batch_norm="deferred" if deferred_batch_norm else "micro"
+    )
     assert pipe.findings == []
     train(pipe, 127)
     (finding,) = pipe.findings
     assert "BatchNorm normalizes micro-batches of 15 rows" in finding
     assert "fewer micro-batches or a larger mini-batch" in finding
-    assert ("deferred_batch_norm=True" in finding) is not deferred_batch_norm
+    assert ("batch_norm='deferred'" in finding) is not deferred_batch_norm
     train(pipe, 127)
     assert pipe.findings == [finding]
 
@@ -123,7 +126,7 @@ def test_findings_are_logged_when_found(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_the_summary_shows_partitions_bubble_and_findings() -> None:
     layers = [nn.Linear(256, 256, bias=False), nn.ReLU(), nn.Linear(256, 256, bias=False), nn.Tanh()]
-    pipe = gpipe.GPipe(layers, [1, 3], 2, costs=[1, 1, 1, 1], remat=["always", "never"], devices="cpu")
+    pipe = pipe_by_costs(layers, [1, 3], 2, costs=[1, 1, 1, 1], remat=["always", "never"], devices="cpu")
     lines = pipe.summary().splitlines()
     assert lines[0].split() == ["stage", "rank", "layers", "device", "remat", "parameters", "MiB", "cost", "W"]
     assert lines[1].split() == ["0", "0", "0", "cpu", "always", "65,536", "0.2", "25.0%", "-"]

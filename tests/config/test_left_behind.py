@@ -150,7 +150,7 @@ def test_what_each_thread_has_for_itself_and_context_variables_that_layers_set_a
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at what is no leaf
 def test_what_a_compiler_keeps_is_no_finding(driver: str) -> None:
     layers = [torch.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="aot_eager") for _ in range(2)]
-    pipe = gpipe.GPipe(layers, 2, 8, driver=driver, costs="params")
+    pipe = gpipe.GPipe(layers, 2, 8, driver=driver)
     pipe.step(torch.ones(32, 4), torch.ones(32, 4), F.mse_loss)
     assert not pipe.findings
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import gpipe
 from tests.support.plain_loop import plain_loop, weights_of
+from tests.support.planned import pipe_by_costs
 
 X, Y = torch.arange(24).view(8, 3) % 5, torch.arange(8) % 4
 
@@ -76,7 +77,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 def test_a_scaled_weight_that_another_stage_uses_is_rejected_when_the_pipe_is_made(what: str, remat: str) -> None:
     make, how, text = OTHERS[what]
     with pytest.raises(ValueError, match="GPipe cannot be built:") as refusal:
-        gpipe.GPipe(make(), 2, 2, costs="params", remat=remat, **how)
+        pipe_by_costs(make(), 2, 2, costs="params", remat=remat, **how)
     assert text in str(refusal.value)
     assert "and stage 0 recomputes its forwards (remat='always')" in str(refusal.value) or remat == "never"
 
@@ -85,13 +86,13 @@ def test_a_scaled_weight_that_another_stage_uses_is_rejected_when_the_pipe_is_ma
 @pytest.mark.parametrize("make", [layers, lambda: layers(nn.EmbeddingBag), lambda: nn.Sequential(*layers())])
 def test_a_scaled_weight_in_a_stage_that_recomputes_is_rejected_when_the_pipe_is_made(make: Any, remat: Any) -> None:
     with pytest.raises(ValueError, match=r"stage 0 recomputes its forwards \(remat=.*Pass remat='never'") as refusal:
-        gpipe.GPipe(make(), 2, 2, costs="params", remat=remat)
+        gpipe.GPipe(make(), 2, 2, remat=remat)
     assert "weight.renorm_(2.0, 0, 1.5)" in str(refusal.value)
 
 
 def test_of_a_model_too() -> None:
     with pytest.raises(ValueError, match=r"layer 0 \(embed: Embedding\) scales its weight .* recomputes"):
-        gpipe.GPipe(Model(tied=False), 2, 2, sample=X, costs="params")
+        pipe_by_costs(Model(tied=False), 2, 2, sample=X, costs="params")
 
 
 @pytest.mark.parametrize("driver", ["threads", "lockstep"])
@@ -99,7 +100,7 @@ def test_of_a_model_too() -> None:
 @pytest.mark.parametrize("remat", ["never", "offload", ["never", "always"]], ids=str)
 def test_elsewhere_it_trains_as_in_the_plain_loop(remat: Any, kind: Any, driver: str) -> None:
     ours, theirs = layers(kind), layers(kind)
-    pipe = gpipe.GPipe(ours, 2, 4, costs="params", remat=remat, driver=driver, seed=1)
+    pipe = gpipe.GPipe(ours, 2, 4, remat=remat, driver=driver, seed=1)
     for step in range(4):
         expected = plain_loop(theirs, X, Y, F.cross_entropy, micro_batches=4, seed=1, step=step)
         assert torch.equal(pipe.step(X, Y, F.cross_entropy), expected)

@@ -137,6 +137,9 @@ def test_skips_below_a_layer_are_refused_unless_something_runs_them() -> None:
         ({"remats": "never"}, "there is no remats=; give remat="),
         ({"wings": 2}, "there is no wings=; leave it out\nknown are model, partitions"),
         ({"chunks": 8, "num_stages": 2}, "there is no num_stages=; give partitions="),
+        ({"balance": [2, 1]}, "there is no balance=; give the layers of each stage as partitions=[...]"),
+        ({"costs": [1, 2]}, "there is no costs=; give plan=gpipe.find_plan(..., costs=...)"),
+        ({"verify": False}, "there is no verify=; give pipe.verify_steps = False"),
     ],
 )
 def test_words_of_other_libraries_are_refused_with_ours(given: dict[str, Any], text: str) -> None:
@@ -152,9 +155,8 @@ def test_words_of_other_libraries_are_refused_with_ours(given: dict[str, Any], t
         ({"micro_batches": np.int64(8)}, "as an int: int(...), not a int64"),
         ({"partitions": np.array([2, 1])}, "or the layers of each partition, as a list of ints"),
         ({"ties": ("0.weight", "2.weight")}, "give groups of names: [('0.weight', '5.weight')]"),
-        ({"balance": [2, 1]}, "known are 'variance', 'minmax'; give the layers of each partition as partitions="),
-        ({"deferred_batch_norm": "no"}, "deferred_batch_norm='no'; give True or False"),
-        ({"sync_batch_norm": 1}, "sync_batch_norm=1; give True or False"),
+        ({"batch_norm": True}, "batch_norm=True; known are 'micro', 'deferred', 'synchronized'"),
+        ({"driver": gpipe.Threads(0)}, "intra_op_threads=0; give a whole number"),
         ({"sample": X.numpy()}, "sample is a numpy array; give a tensor"),
     ],
 )

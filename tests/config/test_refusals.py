@@ -44,15 +44,6 @@ def make(**changes: Any) -> gpipe.GPipe:
         ({"micro_batches": 2.5}, "micro_batches=2.5; give M"),
         ({"micro_batches": None}, "micro_batches=None; give M"),
         ({"micro_batches": 10**9}, "micro_batches=1000000000; give at most 100,000"),
-        ({"costs": [1, 2]}, "costs has 2 numbers for 3 layers; give one for each"),
-        ({"costs": [1, -2, 1]}, "costs[1]=-2; a cost is a finite number of at least 0"),
-        ({"costs": [1, float("nan"), 1]}, "costs[1]=nan; a cost is a finite number"),
-        ({"costs": [1, float("inf"), 1]}, "costs[1]=inf; a cost is a finite number"),
-        ({"costs": [1, 10**400, 1]}, "costs[1] exceeds the largest number: take larger units"),
-        ({"costs": [1, "2", 1]}, "costs[1]='2'; a cost is a finite number"),
-        ({"costs": "cheap"}, "costs='cheap'; give one number a layer"),
-        ({"costs": 3}, "costs=3; give one number a layer"),
-        ({"balance": "even"}, "balance='even'; known are 'variance', 'minmax'"),
         ({"schedule": "zigzag"}, "schedule='zigzag'; known are 'gpipe'"),
         ({"schedule": ["gpipe"]}, "schedule=['gpipe']; known are 'gpipe'"),
         ({"remat": "sometimes"}, "remat='sometimes'; known are 'always', 'except_last', 'never'"),
@@ -76,8 +67,9 @@ def make(**changes: Any) -> gpipe.GPipe:
         ({"seed": 1.5}, "seed=1.5; give a whole number of 64 bits"),
         ({"seed": 2**63}, f"seed={2**63}; give a whole number of 64 bits"),
         ({"seed": "7"}, "seed='7'; give a whole number of 64 bits"),
-        ({"intra_op_threads": 0}, "intra_op_threads=0; give a whole number of at least 1"),
-        ({"intra_op_threads": None}, "intra_op_threads=None; give a whole number of at least 1"),
+        ({"driver": gpipe.Lockstep(0)}, "intra_op_threads=0; give a whole number of at least 1"),
+        ({"driver": gpipe.Threads(-3)}, "intra_op_threads=-3; give a whole number of at least 1"),
+        ({"batch_norm": "even"}, "batch_norm='even'; known are 'micro', 'deferred', 'synchronized'"),
         ({"model": []}, "layers is empty; give at least one layer"),
         ({"model": nn.Sequential()}, "layers is empty; give at least one layer"),
         ({"model": nn.Linear(1, 1)}, "a Linear is no sequence of layers; give sample=, an example mini-batch"),
@@ -93,14 +85,34 @@ def test_a_wrong_argument_is_refused_with_what_to_do(changes: dict[str, Any], te
     assert text in str(refusal.value)
 
 
-def test_all_mistakes_come_in_one_error_and_nothing_was_drawn() -> None:
-    wrong = dict.fromkeys(["balance", "devices", "schedule", "remat", "driver", "seed"], "no")
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"costs": [1, 2]}, "costs has 2 numbers for 3 layers; give one for each"),
+        ({"costs": [1, -2, 1]}, "costs[1]=-2; a cost is a finite number of at least 0"),
+        ({"costs": [1, float("nan"), 1]}, "costs[1]=nan; a cost is a finite number"),
+        ({"costs": [1, float("inf"), 1]}, "costs[1]=inf; a cost is a finite number"),
+        ({"costs": [1, 10**400, 1]}, "costs[1] exceeds the largest number: take larger units"),
+        ({"costs": [1, "2", 1]}, "costs[1]='2'; a cost is a finite number"),
+        ({"costs": "cheap"}, "costs='cheap'; give one number a layer"),
+        ({"costs": 3}, "costs=3; give one number a layer"),
+        ({"balance": "even"}, "balance='even'; known are 'variance', 'minmax'"),
+    ],
+)
+def test_costs_that_cannot_be_are_refused_by_find_plan(how: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match="GPipe cannot be built:") as refusal:
-        make(partitions=9, micro_batches=0, costs=[1.0], intra_op_threads=-3, **wrong)
+        gpipe.find_plan(layers(), None, 2, micro_batches=2, **{"balance": "variance", **how})
+    assert text in str(refusal.value)
+
+
+def test_all_mistakes_come_in_one_error_and_nothing_was_drawn() -> None:
+    wrong = dict.fromkeys(["batch_norm", "devices", "schedule", "remat", "driver", "seed"], "no")
+    with pytest.raises(ValueError, match="GPipe cannot be built:") as refusal:
+        make(partitions=9, micro_batches=0, **wrong)
     lines = str(refusal.value).splitlines()[1:]
-    for word in (*wrong, "partitions", "micro_batches", "costs", "intra_op_threads"):
+    for word in (*wrong, "partitions", "micro_batches"):
         assert sum(line.startswith(f"- {word.removesuffix('s')}") for line in lines) == 1, word
-    assert len(lines) == 10
+    assert len(lines) == 8
     mine = layers()
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match="cannot be built"):
@@ -111,21 +123,19 @@ def test_all_mistakes_come_in_one_error_and_nothing_was_drawn() -> None:
 @pytest.mark.parametrize(
     ("changes", "texts"),
     [
-        ({"model": [*layers(), 3]}, ["layer 3 is a int", "costs has 1 numbers for 4 layers", "only 4 layers"]),
-        ({"blocks": ["0"]}, ["blocks= names the modules", "there are only 3 layers"]),
+        ({"model": [*layers(), 3]}, ["layer 3 is a int", "only 4 layers"]),
         ({"devices": [2**70, "hpu"]}, [f"device {2**70} cannot be used", "device 'hpu' cannot be used"]),
         ({"mesh": "none", "driver": None}, ["driver='process' needs torch.distributed", "there are only 3 layers"]),
-        ({"survive": True}, ["needs torch.distributed", "driver='lockstep' is for one process, and mesh= and"]),
-        ({"survive": True, "driver": "x"}, ["needs torch.distributed", "driver='x'; known are"]),
-        ({"survive": 1, "driver": "x"}, ["driver='x'; known are", "survive=1; give True or False"]),
-        ({"verify": "no", "driver": "x"}, ["driver='x'; known are", "verify='no'; give True or False"]),
+        ({"mesh": "none"}, ["driver='lockstep' is for one process, and mesh= for several"]),
+        ({"driver": gpipe.Processes(survive=True)}, ["needs torch.distributed", "there are only 3 layers"]),
+        ({"driver": gpipe.Processes(survive=1)}, ["needs torch.distributed", "survive=1; give True or False"]),  # type: ignore[arg-type]
     ],
     ids=str,
 )
 def test_no_mistake_hides_others(changes: dict[str, Any], texts: list[str]) -> None:
     with pytest.raises(ValueError, match="GPipe cannot be built:") as refusal:
-        make(**{"partitions": 9, "micro_batches": 0, "costs": [1.0], **changes})
-    for text in (*texts, "costs has 1 numbers", "micro_batches=0", "partitions=9"):
+        make(**{"partitions": 9, "micro_batches": 0, **changes})
+    for text in (*texts, "micro_batches=0", "partitions=9"):
         assert text in str(refusal.value), text
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
+from tests.support.planned import pipe_by_costs
 
 X = torch.linspace(-1, 1, 32).view(8, 4)
 OF_MODULE: list[int] = []
@@ -70,20 +71,20 @@ class Net(nn.Module):
         return x
 
 
-def of_layers(**how: Any) -> Callable[[list[nn.Module]], object]:
-    return lambda blocks: gpipe.GPipe(blocks, 2, 4, sample=X, **how)
+def of_layers(build: Any = gpipe.GPipe, **how: Any) -> Callable[[list[nn.Module]], object]:
+    return lambda blocks: build(blocks, 2, 4, sample=X, **how)
 
 
-def of_a_model(**how: Any) -> Callable[[list[nn.Module]], object]:
-    return lambda blocks: gpipe.GPipe(Net(blocks), 2, 4, sample=X, **how)
+def of_a_model(build: Any = gpipe.GPipe, **how: Any) -> Callable[[list[nn.Module]], object]:
+    return lambda blocks: build(Net(blocks), 2, 4, sample=X, **how)
 
 
 RUNS: dict[str, Callable[[list[nn.Module]], object]] = {
     "layers, measured": of_layers(),
-    "layers, by a function": of_layers(costs=lambda layer, x: float(layer(x).numel())),
-    "layers, remat='auto'": of_layers(remat="auto", costs="params"),
+    "layers, by a function": of_layers(pipe_by_costs, costs=lambda layer, x: float(layer(x).numel())),
+    "layers, remat='auto'": of_layers(pipe_by_costs, remat="auto", costs="params"),
     "a model, measured": of_a_model(),
-    "a model, costs='params'": of_a_model(costs="params"),
+    "a model, costs='params'": of_a_model(pipe_by_costs, costs="params"),
     "layers_of": lambda blocks: gpipe.layers_of(Net(blocks), X),
     "find_plan": lambda blocks: gpipe.find_plan(blocks, X, 2, partitions=2, micro_batches=4, measure=True),
 }
@@ -105,7 +106,7 @@ def test_runs_on_a_sample_leave_nothing_behind(name: str) -> None:
 
 def test_a_path_that_is_learned_in_a_step_leaves_what_one_run_leaves() -> None:
     model = Net(blocks := [Keeps() for _ in range(2)])
-    pipe = gpipe.GPipe(model, 2, 1, sample=X, costs="params", remat="never").eval()
+    pipe = pipe_by_costs(model, 2, 1, sample=X, costs="params", remat="never").eval()
     with torch.no_grad():
         pipe(X)
         first = blocks[0].kept()

@@ -1,5 +1,8 @@
 """`schedule="auto"`: what is searched for trains to the same bits, within memory, and says how near it came."""
 
+from math import inf
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -22,10 +25,15 @@ def _layers() -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2)) for _ in range(7)]
 
 
-def _trained(**options: object) -> tuple[gpipe.GPipe, list[torch.Tensor]]:
+def _trained(**options: Any) -> tuple[gpipe.GPipe, list[torch.Tensor]]:
     torch.manual_seed(1)
     inputs, targets = torch.randn(24, 16), torch.randn(24, 16)
-    pipe = gpipe.GPipe(_layers(), micro_batches=6, seed=3, **options)  # type: ignore[arg-type]
+    costs, memory = options.pop("costs", None), options.pop("memory", inf)
+    if costs is not None:
+        layers, devices = _layers(), [gpipe.Device(memory, 1.0)] * 2
+        how: Any = {"costs": costs, "schedule": options.pop("schedule"), "partitions": options.pop("partitions")}
+        options["plan"] = gpipe.find_plan(layers, options.pop("sample", None), devices, micro_batches=6, **how)
+    pipe = gpipe.GPipe(_layers(), micro_batches=6, seed=3, **options)
     losses = [pipe.step(inputs[:rows], targets[:rows], mse_loss) for rows in (24, 24, 4)]
     return pipe, [*losses, *(p.grad for p in pipe.parameters() if p.grad is not None)]
 
@@ -54,7 +62,8 @@ def test_it_has_the_bits_of_one_rank(options: dict[str, object]) -> None:
 @pytest.mark.parametrize("memory", [21_500, 24_000, 25_500])
 def test_what_is_predicted_fits(memory: int) -> None:
     """Where an I and its W stand together in what was searched, a B is run, which holds more at once."""
-    made = gpipe.GPipe(_layers(), 2, 6, schedule="auto", sample=torch.zeros(24, 16), costs="params", memory=memory)
+    devices, how = [gpipe.Device(memory, 1.0)] * 2, {"schedule": "auto", "costs": "params", "micro_batches": 6}
+    made = gpipe.GPipe(_layers(), plan=gpipe.find_plan(_layers(), torch.zeros(24, 16), devices, **how))  # type: ignore[arg-type]
     assert made.prediction.peak_bytes is not None
     assert max(made.prediction.peak_bytes) <= memory
 
@@ -83,16 +92,16 @@ def test_replicas_go_by_one_table_to_the_bits_of_one_rank(built: bool, pool: Wor
     ("options", "told"),
     [
         ({"partitions": [3, 4]}, "schedule='auto' finds the cuts"),
-        ({"partitions": 2, "stages_per_rank": 2}, "finds how many stages a rank holds"),
         ({"partitions": 2, "remat": "never"}, "finds what to recompute"),
-        ({"partitions": 2, "memory": 10**6}, "memory= needs sample="),
-        ({"partitions": 2, "memory": 10, "sample": torch.zeros(6, 16)}, "schedule='auto': nothing fits"),
-        (
-            {"partitions": 2, "costs": [1e308] * 7},
-            "schedule='auto': seconds exceed the largest number: take larger units",
-        ),
+        ({"partitions": 2, "remat": gpipe.Remat(10**6)}, "needs sample="),
+        ({"partitions": 2, "remat": gpipe.Remat(10), "sample": torch.zeros(6, 16)}, "schedule='auto': nothing fits"),
     ],
 )
 def test_what_it_finds_is_not_given(options: dict[str, object], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         gpipe.GPipe(_layers(), micro_batches=6, schedule="auto", **options)  # type: ignore[arg-type]
+
+
+def test_costs_that_are_too_large_are_refused() -> None:
+    with pytest.raises(ValueError, match="seconds exceed the largest number: take larger units"):
+        gpipe.find_plan(_layers(), None, 2, micro_batches=6, schedule="auto", costs=[1e308] * 7)

@@ -130,8 +130,8 @@ def test_who_is_left_and_who_comes_back_go_by_one_table_that_was_searched(
     assert [fleet.end(0), fleet.end(1)] == [[0, 0]] * 2
     assert_gone_and_back(fleet)
     every = [record for at in product((0, 1), (0, 1), (0, 1)) for record in fleet.records(*at)]
-    first, *others = [record["arguments"] for record in every if "arguments" in record]
-    assert isinstance(first["schedule"], list)  # a table
+    first, *others = [record["plan"] for record in every if "plan" in record]
+    assert first["table"]
     assert all(other == first for other in others)
 
 
@@ -288,8 +288,8 @@ def test_who_comes_back_when_the_others_are_through_is_told_so(tmp_path: Path, f
 WRONG: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({}, {"GPIPE_REPLICAS": ""}, "give each of them GPIPE_REPLICAS"),
     ({}, {"GPIPE_REPLICA": "2"}, "they are 1, 2 and"),
-    ({"sync_batch_norm": True}, {}, "survive=True: sync_batch_norm=True"),
-    ({"costs": "time"}, {}, "would cut each replica elsewhere"),
+    ({"batch_norm": "synchronized"}, {}, "survive=True: batch_norm='synchronized'"),
+    ({"sample": torch.ones(4, 4)}, {}, "would cut each replica elsewhere"),
     ({"seed": None}, {}, "survive=True: give seed="),
     ({}, {"GPIPE_MEETING": "open"}, "is open to others"),
     ({}, {"GPIPE_MEETING": "file"}, "is no folder nor can be one"),
@@ -305,7 +305,7 @@ def alone(rank: int, world: int, folder: str, settings: dict[str, Any], variable
     made: list[gpipe.GPipe] = []
 
     def make() -> None:
-        given: Any = {"driver": "process", "survive": True, "seed": 1, **settings}
+        given: Any = {"driver": gpipe.Processes(survive=True), "seed": 1, **settings}
         made.append(gpipe.GPipe([nn.Linear(4, 4)], 1, 2, **given))
 
     told = [said(make)]

@@ -23,6 +23,7 @@ from gpipe.tracing.trace import CannotSplitError
 from tests.families.batches import IGNORED, batch
 from tests.families.family import Family, build
 from tests.support.plain_loop import accumulated, one_thread, same_bits
+from tests.support.planned import pipe_by_costs
 
 MICRO_BATCHES, CUTS, SEED = 4, (1, 2, 4), 7
 NEAR = 2e-6  # of what several layers use: the parts of a gradient are added up in another order
@@ -127,8 +128,8 @@ def sample_of(family: Family) -> Batch:
 
 def pipe_of(model: nn.Module, sample: Batch, partitions: int, **settings: Any) -> gpipe.GPipe:
     """A pipe that is cut by parameters: by time, it might be cut in another way each time."""
-    settings = {"micro_batches": MICRO_BATCHES, "seed": SEED, "costs": "params", **settings}
-    return gpipe.GPipe(model, partitions, sample=dict(sample), **settings)
+    settings = {"micro_batches": MICRO_BATCHES, "seed": SEED, **settings}
+    return pipe_by_costs(model, partitions, sample=dict(sample), **settings)
 
 
 def parts_of(given: Batch, micro_batches: int = MICRO_BATCHES) -> list[Batch]:

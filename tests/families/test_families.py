@@ -30,6 +30,7 @@ from tests.families.law import (
     state_of,
 )
 from tests.support.plain_loop import REMATS, one_thread, same_bits
+from tests.support.planned import pipe_by_costs
 
 FIVE = ("llama", "gpt2", "t5", "swin", "bert")
 OF_OTHER_TASKS = (
@@ -97,8 +98,8 @@ def test_models_with_experts_are_planned_and_offloaded() -> None:
         model, given = build(family, dropout=False), batch(family)
         plan = gpipe.find_plan(model, given, [gpipe.Device(flops=1e9)] * 2, micro_batches=2, schedule="1f1b")
         assert plan.partitions == 2
-        for settings in ({"remat": "auto", "memory": 2**30}, {"remat": "offload"}, {"schedule": "auto"}):
-            with gpipe.GPipe(model, 2, 2, sample=given, costs="params", **settings) as pipe:
+        for settings in ({"remat": gpipe.Remat(2**30)}, {"remat": "offload"}, {"schedule": "auto"}):
+            with pipe_by_costs(model, 2, 2, sample=given, **settings) as pipe:
                 assert pipe.prediction.peak_bytes
 
 
@@ -134,7 +135,7 @@ def test_schedule_remat_and_driver_change_no_bit(name: str, schedule: str, other
     at = FIVE.index(name) + [*SCHEDULES].index(schedule) + other
     for remat, driver in ((remat, DRIVERS[(at + one) % 2]) for one, remat in enumerate(REMATS)):
         settings: dict[str, Any] = {"schedule": schedule, "remat": remat, "driver": driver}
-        with quiet(), gpipe.GPipe(layers, 2, MICRO_BATCHES, seed=SEED, costs="params", **settings) as pipe:
+        with quiet(), pipe_by_costs(layers, 2, MICRO_BATCHES, seed=SEED, costs="params", **settings) as pipe:
             trained = state_of(model, pipe.step(given))
         model.zero_grad()
         assert not compare(expected, trained, Verdict(name, "")), (remat, driver)

@@ -124,7 +124,7 @@ class _Raising(_Other):
 MOST = ["greedy", "sampled", "beams", "sampled beams", "ending early", "without a cache"]
 CASES: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {
     ("llama", "line"): (3, {}),
-    ("llama", "loop"): (2, {"schedule": "interleaved", "stages_per_rank": 2}),
+    ("llama", "loop"): (2, {"schedule": "interleaved"}),
     ("gemma3_text", "vee"): (2, {"schedule": "zb_v"}),
     ("t5", "line"): (2, {}),
     ("mixtral", "line"): (2, {"micro_batches": 1}),

@@ -191,9 +191,10 @@ def beside_graphs(device: torch.device, width: int, graphed: Callable[..., Any])
         if wrapped:
             samples = [torch.ones(16, width, device=device, requires_grad=at > 0) for at in range(4)]
             layers = [Fresh(graphed(layer, (one,))) for layer, one in zip(layers, samples, strict=True)]
-        verify = remat != "never"  # without remat the bits differ, which the first step would report
-        how: Any = {"schedule": schedule, "remat": remat, "verify": verify}
-        return gpipe.GPipe(layers, [2, 2], M, devices=[device] * 2, seed=3, **how)
+        how: Any = {"schedule": schedule, "remat": remat}
+        pipe = gpipe.GPipe(layers, [2, 2], M, devices=[device] * 2, seed=3, **how)
+        pipe.verify_steps = remat != "never"  # without remat the bits differ, which the first step would report
+        return pipe
 
     for schedule, remat in (("gpipe", "always"), ("1f1b", "always"), ("1f1b", "never")):
         steps, left = {}, []

@@ -8,6 +8,7 @@ import gpipe
 from gpipe._torch.accelerator import CPU, accelerators
 from tests.families.catalogue import batch, build, named
 from tests.support.plain_loop import same_bits
+from tests.support.planned import pipe_by_costs
 
 THERE = accelerators()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not THERE, reason="needs an accelerator")]
@@ -20,7 +21,7 @@ def test_a_model_trains_and_evaluates_on_devices(name: str, devices: list[torch.
     family = named(name)
     model: nn.Module = build(family, dropout=True)
     given = batch(family)
-    pipe = gpipe.GPipe(model, 2, 4, sample=given, devices=devices, seed=7, costs="params")
+    pipe = pipe_by_costs(model, 2, 4, sample=given, devices=devices, seed=7, costs="params")
     losses = [pipe.step(given) for _ in range(2)]
     assert all(loss.isfinite() for loss in losses)
     assert {parameter.device for parameter in pipe.parameters()} == set(devices)
@@ -33,7 +34,7 @@ def test_a_model_on_a_device_has_the_bits_of_the_model_itself() -> None:
     family = named("llama")
     model, other = (build(family, dropout=True).to(DEVICE) for _ in range(2))
     given = {name: tensor.to(DEVICE) for name, tensor in batch(family).items()}
-    pipe = gpipe.GPipe(model, 2, 4, sample=given, devices=DEVICE, seed=7, costs="params")
+    pipe = pipe_by_costs(model, 2, 4, sample=given, devices=DEVICE, seed=7, costs="params")
     layers = gpipe.layers_of(other, {name: tensor[:2] for name, tensor in given.items()})
     loss = pipe.step(given)
     count = (given["labels"][..., 1:] != -100).sum()

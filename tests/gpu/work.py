@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import gpipe
 from gpipe.cli.gpu.bits import devices
 from gpipe.cli.gpu.page import Finding
+from tests.support.planned import pipe_by_costs
 
 LAYERS, M = 16, 8
 PRODUCT_SECONDS = 3e-4  # of a matrix product, at most: layers are as wide as it allows
@@ -77,8 +78,9 @@ def layers_of(width: int) -> list[nn.Module]:
 
 def step_of(there: Sequence[torch.device], width: int, micro_batches: int, **how: Any) -> Callable[[], object]:
     """A step of a pipe, whose gradients are dropped."""
-    cuts: dict[str, Any] = {} if "plan" in how else {"partitions": len(there), "costs": [1] * LAYERS}
-    pipe = gpipe.GPipe(layers_of(width), micro_batches=micro_batches, devices=list(there), **cuts, **how)
+    cuts: dict[str, Any] = {"partitions": len(there), "costs": [1] * LAYERS}
+    make: Any = gpipe.GPipe if "plan" in how else partial(pipe_by_costs, **cuts)
+    pipe = make(layers_of(width), micro_batches=micro_batches, devices=list(there), **how)
     x, y = (torch.ones(micro_batches * width, width, device=device) for device in (there[0], there[-1]))
 
     def step() -> None:

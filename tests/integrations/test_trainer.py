@@ -73,7 +73,7 @@ def test_what_trainer_can_be_told_it_does_as_by_itself(name: str, tmp_path: Path
 WAYS: list[dict[str, Any]] = [
     {"schedule": "1f1b", "remat": "never"},
     {"schedule": "zb_v", "remat": 1},
-    {"driver": "lockstep", "remat": "except_last", "costs": "params"},
+    {"driver": "lockstep", "remat": "except_last"},
     {"partitions": [2, 2, 2]},
 ]
 
@@ -627,6 +627,8 @@ def test_adapters_of_experts_are_refused_in_threads_alone(tmp_path: Path, monkey
 
 def test_arguments_that_cannot_be_had_are_refused_all_at_once(tmp_path: Path) -> None:
     with pytest.raises(
-        TypeError, match=r"micro_batches=: M is gradient_accumulation_steps=.*; slices=: compute_loss "
+        TypeError, match=r"micro_batches=: M is gradient_accumulation_steps=.*; mesh=: the processes "
     ):
-        trainer_of(partial(TWO, micro_batches=4, slices=2), model_of("llama"), "llama", tmp_path)
+        trainer_of(partial(TWO, micro_batches=4, mesh=object()), model_of("llama"), "llama", tmp_path)
+    with pytest.raises(TypeError, match="compute_loss has losses of whole sequences"):
+        trainer_of(partial(TWO, schedule=gpipe.Sliced("1f1b", 2)), model_of("llama"), "llama", tmp_path)

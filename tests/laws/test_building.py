@@ -21,6 +21,7 @@ from tests.families.batches import batch
 from tests.families.catalogue import named
 from tests.families.family import build
 from tests.support.handwritten import Block, Layered, W, vectors
+from tests.support.planned import pipe_by_costs
 
 RUNS, DEPTH = 4, 12
 SETTLED_LATE = {"vit"}
@@ -78,7 +79,7 @@ def test_a_block_runs_four_times_while_a_pipe_is_built(name: str) -> None:
     model, sample = MODELS[name]()
     layers = gpipe.layers_of(model, sample)
     for costs in ("params", [1.0] * len(layers)):
-        with counted(layers) as runs, gpipe.GPipe(model, 2, 4, sample=sample, costs=costs, seed=1):
+        with counted(layers) as runs, pipe_by_costs(model, 2, 4, sample=sample, costs=costs, seed=1):
             pass
         assert {*runs.values()} == {RUNS + (name in SETTLED_LATE)}, costs
 

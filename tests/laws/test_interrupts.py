@@ -39,7 +39,13 @@ def normalized() -> list[nn.Module]:
 def make(layers: Callable[[], list[nn.Module]], driver: str, remat: str) -> gpipe.GPipe:
     with weights_of(1):
         return gpipe.GPipe(
-            layers(), 3, 4, seed=0, driver=driver, remat=remat, deferred_batch_norm=layers is normalized
+            layers(),
+            3,
+            4,
+            seed=0,
+            driver=driver,
+            remat=remat,
+            batch_norm="deferred" if layers is normalized else "micro",
         )
 
 

@@ -27,6 +27,7 @@ from tests.support.plain_loop import (
     tensors_in,
     weights_of,
 )
+from tests.support.planned import pipe_by_costs
 
 LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 SEED, MOST = 7, 5
@@ -116,7 +117,7 @@ def test_statistics_of_batch_norm(deferred: bool) -> None:
     inputs, targets = (gpipe.MicroBatches([x.flatten(0, 1) for x in tensors_in(p.parts)]) for p in (
         parts([(3, 2), (2, 1), (5, 1)]), parts([(3, 2), (2, 1), (5, 1)], 1)
     ))  # fmt: skip
-    pipe, plain = make(normed(), deferred_batch_norm=deferred), normed()
+    pipe, plain = make(normed(), batch_norm="deferred" if deferred else "micro"), normed()
     loss = pipe.step(inputs, targets, squares)
     assert same_bits(loss, plain_loop(plain, inputs, targets, squares, micro_batches=MOST, seed=SEED))
     if not deferred:
@@ -195,7 +196,8 @@ def test_outputs_and_metrics_come_for_each_and_a_sample_may_be_ready_made() -> N
             return x.mean()
 
     inputs = parts([(3, 2), (1, 4)])
-    pipe, plain = make([*network(), Mean()], sample=inputs, costs="flops"), nn.Sequential(*network(), Mean())
+    pipe = pipe_by_costs([*network(), Mean()], 2, MOST, sample=inputs, costs="flops", seed=SEED)
+    plain = nn.Sequential(*network(), Mean())
     with torch.no_grad():
         outputs = pipe.eval()(inputs)
         assert [output.item() for output in outputs] == [plain.eval()(part).item() for part in inputs]

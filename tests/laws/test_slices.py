@@ -14,6 +14,7 @@ import gpipe
 from gpipe.profiling.stored import Report, read_report, report_json
 from gpipe.schedule.action import Kind
 from tests.support.plain_loop import one_thread
+from tests.support.planned import pipe_by_costs
 from tests.support.processes.digests import Digests, digests
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
@@ -60,14 +61,9 @@ def batch_of(rows: int = 5, tokens: int = 14, seed: int = 1) -> dict[str, Tensor
 
 
 def piped(model: nn.Module, partitions: int, slices: int, micro_batches: int = 2, **how: object) -> gpipe.GPipe:
-    settings: dict[str, Any] = {
-        "micro_batches": micro_batches,
-        "costs": "params",
-        "seed": SEED,
-        "slices": slices,
-        **how,
-    }
-    return gpipe.GPipe(model, partitions, sample=batch_of(4, 11, seed=9), **settings)
+    settings: dict[str, Any] = {"micro_batches": micro_batches, "seed": SEED, **how}
+    settings["schedule"] = gpipe.Sliced(settings.get("schedule", "gpipe"), slices)
+    return pipe_by_costs(model, partitions, sample=batch_of(4, 11, seed=9), **settings)
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
@@ -139,7 +135,7 @@ def train_rank(rank: int, world: int, name: str, partitions: int, how: dict[str,
 FAMILIES = ("llama", "gpt2", "qwen2", "mixtral")
 WAYS: dict[str, dict[str, Any]] = {
     "fill-drain": {},
-    "fill-drain, two stages a rank": {"stages_per_rank": 2, "remat": "never"},
+    "fill-drain, two stages a rank": {"schedule": gpipe.Interleaved(2, "gpipe"), "remat": "never"},
     "Seq1F1B": {"schedule": "1f1b"},
     "Seq1F1B, lockstep": {"schedule": "1f1b", "remat": "except_last", "driver": "lockstep"},
     "Seq1F1B, one kept": {"schedule": "1f1b", "remat": 1},
@@ -371,13 +367,13 @@ def test_a_window_is_proven_by_a_sample_that_is_longer() -> None:
 def test_labels_predicted_from_padding_are_refused_and_padding_itself_may_be_otherwise() -> None:
     model = model_of("llama")
     model.set_attn_implementation("eager")  # type: ignore[operator]  # of transformers
-    how: dict[str, Any] = {"costs": "params", "slices": 3}
+    how: dict[str, Any] = {"schedule": gpipe.Sliced("gpipe", 3)}
     batch = batch_of()
     with pytest.raises(ValueError, match=r"predicted from padding.*the first token behind it be -100"):
-        gpipe.GPipe(model, 2, 2, sample=batch, **how)
+        pipe_by_costs(model, 2, 2, sample=batch, **how)
     behind = batch["attention_mask"].diff(dim=1, prepend=batch["attention_mask"][:, :1]) == 1
     batch["labels"][behind] = -100
-    with gpipe.GPipe(model, 2, 2, sample=batch, **how) as pipe:
+    with pipe_by_costs(model, 2, 2, sample=batch, **how) as pipe:
         loss, found = stepped(pipe, batch)
     whole = model(**batch).loss
     whole.backward()
@@ -389,11 +385,11 @@ def test_labels_predicted_from_padding_are_refused_and_padding_itself_may_be_oth
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"schedule": "zb_h1"}, "schedule='zb_h1' has no table for slices"),
-        ({"schedule": "auto"}, "knows of none"),
-        ({"slices": 0}, "slices=0; give S"),
-        ({"deferred_batch_norm": True}, "BatchNorm"),
-        ({"slices": 12}, "11 tokens cannot be cut"),
+        ({"schedule": gpipe.Sliced("zb_h1", 3)}, "schedule='zb_h1' has no table for slices"),
+        ({"remat": "auto"}, "what slices keep is not counted"),
+        ({"schedule": gpipe.Sliced("1f1b", 0)}, "slices=0; give a whole number"),
+        ({"batch_norm": "deferred"}, "BatchNorm"),
+        ({"schedule": gpipe.Sliced("gpipe", 12)}, "11 tokens cannot be cut"),
         ({"sample": {"input_ids": torch.ones(4, 6, dtype=torch.long)}}, "with such a sample"),
         ({"sample": None}, "with a sample"),
         ({"sample": {**batch_of(4, 11), "attention_mask": torch.zeros(4, 11)}}, "mask has the .* of integers or"),
@@ -401,7 +397,7 @@ def test_labels_predicted_from_padding_are_refused_and_padding_itself_may_be_oth
     ],
 )
 def test_settings_that_cannot_be_are_refused(how: dict[str, Any], said: str) -> None:
-    settings = {"micro_batches": 2, "costs": "params", "slices": 3, "sample": batch_of(4, 11), **how}
+    settings = {"micro_batches": 2, "schedule": gpipe.Sliced("gpipe", 3), "sample": batch_of(4, 11), **how}
     model: Any = model_of("llama")
     if how.get("sample", model) is None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

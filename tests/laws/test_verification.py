@@ -18,6 +18,7 @@ from gpipe.features.verification.feature import Verification
 from gpipe.runtime import actions
 from gpipe.stages.reachable_state import ReachableState
 from tests.support.plain_loop import assert_same_bits, plain_loop, squares
+from tests.support.planned import pipe_by_costs
 
 Layers = Callable[[], list[nn.Module]]
 DRIVERS = pytest.mark.parametrize("driver", ["lockstep", "threads"])
@@ -35,7 +36,7 @@ def layers_around(*inner: Callable[[], nn.Module]) -> list[nn.Module]:
 
 def train(layers: list[nn.Module], steps: int = 2, micro_batches: int = 4, **options: Any) -> gpipe.GPipe:
     options = {"remat": "never", "costs": "params", "seed": 3, **options}
-    with gpipe.GPipe(layers, [2, len(layers) - 2], micro_batches, **options) as pipe:
+    with pipe_by_costs(layers, [2, len(layers) - 2], micro_batches, **options) as pipe:
         for _ in range(steps):
             pipe.zero_grad()
             pipe.step(*batch(), squares)
@@ -218,7 +219,7 @@ def test_whatever_the_schedule_a_layer_gives_the_bits_of_the_reference_loop_or_i
     kind: str, remat: str, schedule: str
 ) -> None:
     make, _ = DIFFERENT[kind]
-    layers, options = make(), dict[str, Any](remat=remat, schedule=schedule, costs="params", seed=3)
+    layers, options = make(), dict[str, Any](remat=remat, schedule=schedule, seed=3)
     reference = copy.deepcopy(layers)
     np.random.seed(0)
     expected = [
@@ -227,7 +228,7 @@ def test_whatever_the_schedule_a_layer_gives_the_bits_of_the_reference_loop_or_i
     np.random.seed(0)
     stages = [2, len(layers) - 2]
     if schedule == "interleaved":
-        stages, options["stages_per_rank"] = [1, 1, 1, len(layers) - 3], 2
+        stages = [1, 1, 1, len(layers) - 3]
     with gpipe.GPipe(layers, stages, 4, **options) as pipe:
         try:
             losses = [pipe.step(*batch(), squares).item() for _ in range(2)]
@@ -398,7 +399,7 @@ def verified(pipe: gpipe.GPipe, step: Callable[[], object]) -> bool:
 
 def test_a_step_is_verified_once_for_each_combination_of_modes_and_inputs() -> None:
     layers = layers_around(nn.Tanh)
-    pipe = gpipe.GPipe(layers, 2, 4, costs="params")
+    pipe = gpipe.GPipe(layers, 2, 4)
     x, y = batch()
     step = partial(pipe.step, x, y, squares)
     assert verified(pipe, step)
@@ -422,9 +423,12 @@ def test_a_call_whose_forward_adds_to_gradients_is_rejected_before_its_backward(
         pipe(torch.ones(8, 4))
 
 
-def test_verify_false_verifies_nothing() -> None:
-    layers = layers_around(partial(CallsBackward, 4, 4))
-    assert train(layers, verify=False)._verifier.compared == 0
+def test_no_step_is_verified_if_verify_steps_is_false() -> None:
+    pipe = gpipe.GPipe(layers_around(partial(CallsBackward, 4, 4)), 2, 4, remat="never")
+    assert pipe.verify_steps
+    pipe.verify_steps = False
+    pipe.step(*batch(), squares)
+    assert pipe._verifier.compared == 0
 
 
 def halved(gradients: Any, kept: Any = ()) -> None:
@@ -444,7 +448,7 @@ def test_a_fault_of_the_runtime_is_caught(name: str, fault: Any, monkeypatch: py
 
     monkeypatch.setattr(actions, name, fault)
     monkeypatch.setattr(Verification, "_verify", verify_without_fault)
-    pipe = gpipe.GPipe(layers_around(nn.Tanh), 2, 4, costs="params", driver="lockstep")
+    pipe = gpipe.GPipe(layers_around(nn.Tanh), 2, 4, driver="lockstep")
     with pytest.raises(gpipe.VerificationError, match="gradient"):
         pipe.step(*batch(), squares)
 
@@ -478,7 +482,7 @@ def test_without_memory_for_its_proof_a_step_has_the_same_results_and_a_finding(
     def run(first: float) -> tuple[gpipe.GPipe, list[str], int]:
         with monkeypatch.context() as patch:
             calls = fail_from(first, patch)  # type: ignore[arg-type]  # infinity, too
-            pipe = gpipe.GPipe(layers_around(MovingMean), 2, 4, costs="params", seed=3, driver=driver)
+            pipe = gpipe.GPipe(layers_around(MovingMean), 2, 4, seed=3, driver=driver)
             before = len(calls)
             inputs, targets = batch()
             if way == "step":
@@ -528,7 +532,7 @@ def test_a_replay_leaves_state_as_the_step_left_it() -> None:
         losses.append(len(output))
         return squares(output, target)
 
-    with gpipe.GPipe(layers, 2, 4, costs="params", remat="never") as pipe:
+    with gpipe.GPipe(layers, 2, 4, remat="never") as pipe:
         np.random.seed(3)
         torch.manual_seed(3)
         pipe.step(*batch(), loss_fn)
@@ -550,7 +554,7 @@ def test_a_replay_leaves_state_as_the_step_left_it() -> None:
 @pytest.mark.parametrize("driver", ["threads", "lockstep"])
 def test_verify_compares_with_the_whole_reference_loop_and_leaves_the_pipe_as_it_was(driver: str) -> None:
     layers = [*layers_around(nn.Dropout, partial(nn.BatchNorm1d, 4))]
-    with gpipe.GPipe(layers, 2, 4, costs="params", driver=driver) as pipe:
+    with gpipe.GPipe(layers, 2, 4, driver=driver) as pipe:
         before = copy.deepcopy(pipe.state_dict())
         pipe.step(*batch(), squares)
         gradients = [parameter.grad for parameter in pipe.parameters()]
@@ -564,7 +568,7 @@ def test_verify_compares_with_the_whole_reference_loop_and_leaves_the_pipe_as_it
 
 
 def test_verify_reports_what_differs() -> None:
-    with gpipe.GPipe(layers_around(WritesByData), [2, 2], 4, costs="params", remat="never") as pipe:
+    with gpipe.GPipe(layers_around(WritesByData), [2, 2], 4, remat="never") as pipe:
         report = pipe.verify(*batch(), squares)
         assert not report.equal
         assert "writes the input" in str(report)

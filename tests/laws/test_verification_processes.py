@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
+from tests.support.planned import pipe_by_costs
 from tests.support.processes.launch import WorkerPool, run_ranks
 from tests.support.processes.outcome import answers
 
@@ -55,21 +56,21 @@ def outcomes(pipe: gpipe.GPipe, steps: int = 2) -> list[Any]:
 
 
 def verified(rank: int, world: int, how: dict[str, Any]) -> Any:
-    pipe = gpipe.GPipe(network(nn.Dropout(0.2)), [3, 2], M, driver="process", costs="params", seed=0, **how)
+    pipe = pipe_by_costs(network(nn.Dropout(0.2)), [3, 2], M, driver="process", costs="params", seed=0, **how)
     return outcomes(pipe), pipe._verifier.compared, pipe._verifier.findings
 
 
 def writes(rank: int, world: int) -> Any:
-    pipe = gpipe.GPipe(network(Writes()), [3, 2], M, driver="process", costs="params", remat="never")
+    pipe = gpipe.GPipe(network(Writes()), [3, 2], M, driver="process", remat="never")
     return outcomes(pipe)
 
 
 def dies(rank: int, world: int) -> None:
-    pipe = gpipe.GPipe(network(Dies()), [3, 2], M, driver="process", costs="params", remat="never")
+    pipe = gpipe.GPipe(network(Dies()), [3, 2], M, driver="process", remat="never")
     pipe.step(torch.randn(8, 4), torch.randn(8, 4), F.mse_loss)
 
 
-@pytest.mark.parametrize("how", [{}, {"sync_batch_norm": True}, {"deferred_batch_norm": True}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"batch_norm": "synchronized"}, {"batch_norm": "deferred"}], ids=str)
 @pytest.mark.parametrize("world", [2, 4])
 def test_stages_and_replicas_are_verified(world: int, how: dict[str, Any], pool: WorkerPool) -> None:
     for losses, compared, findings in answers(pool.run(verified, how, world=world)):

@@ -22,6 +22,7 @@ from gpipe.schedule.simulate import simulate
 from tests.support.odd_layers import Drift, Fork, Join, Noise, Pop, Stash
 from tests.support.outside import drained
 from tests.support.plain_loop import same_bits
+from tests.support.planned import pipe_by_costs
 
 SAMPLE = torch.linspace(-1, 1, 40).reshape(8, 5)
 
@@ -129,7 +130,7 @@ def test_measuring_leaves_nothing_behind(costs: Costs, way: Callable[[], Any]) -
     places = [(module._buffers, dict(module._buffers)) for module in whole.modules()]
     generator, threads = torch.get_rng_state(), torch.get_num_threads()
     with way():
-        gpipe.GPipe(layers, 3, 2, costs=costs, sample=SAMPLE, seed=0)
+        pipe_by_costs(layers, 3, 2, costs=costs, sample=SAMPLE, seed=0)
     after = whole.state_dict()
     assert list(after) == list(before)
     assert [name for name in before if not same_bits(before[name], after[name])] == []
@@ -179,7 +180,7 @@ def test_what_a_forward_writes_is_put_back_behind_the_sample(kind: str) -> None:
     """Bug story: sparse buffers and attributes stayed as the sample had left them; others could not be put back."""
     layer = Writes(kind)
     before = layer.kept, layer.kept.clone()
-    gpipe.GPipe([layer, nn.Linear(5, 5)], 2, 2, sample=SAMPLE, costs="time")
+    gpipe.GPipe([layer, nn.Linear(5, 5)], 2, 2, sample=SAMPLE)
     assert layer.kept is before[0]
     assert torch.equal(layer.kept.to_dense(), before[1].to_dense())
 
@@ -208,7 +209,7 @@ def test_whatever_a_layer_may_do_can_be_measured(build: Callable[[], list[nn.Mod
     ways: list[Costs] = ["time", "flops", lambda layer, value: 2.0]
     for costs in ways:
         layers = build()
-        pipe = gpipe.GPipe(layers, 2, 4, costs=costs, sample=sample)
+        pipe = pipe_by_costs(layers, 2, 4, costs=costs, sample=sample)
         assert len(pipe.costs) == len(layers)
         assert all(cost > 0 for cost in pipe.costs)
         assert torch.equal(sample, before)
@@ -217,7 +218,7 @@ def test_whatever_a_layer_may_do_can_be_measured(build: Callable[[], list[nn.Mod
 @pytest.mark.parametrize(("remat", "times"), [("always", 12), ("except_last", 12), ("never", 11)])
 def test_time_is_forward_recompute_and_backward(clock: Clock, remat: str, times: int) -> None:
     layers = [Ticking(clock, seconds) for seconds in (1, 5, 2, 0)]
-    pipe = gpipe.GPipe(layers, 2, 2, costs="time", sample=SAMPLE, remat=remat)
+    pipe = gpipe.GPipe(layers, 2, 2, sample=SAMPLE, remat=remat)
     assert pipe.costs == (times * 1, times * 5, times * 2, 0)
     assert pipe.layers_per_partition == (2, 2)
 
@@ -272,7 +273,7 @@ def test_layers_are_timed_under_the_autocast_that_the_pipe_is_made_in() -> None:
     for layer in layers:
         layer.register_forward_hook(lambda layer, given, made: seen.put(made.dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        pipe = gpipe.GPipe(layers, partitions=2, micro_batches=2, sample=SAMPLE, costs="time")
+        pipe = gpipe.GPipe(layers, partitions=2, micro_batches=2, sample=SAMPLE)
     assert {*drained(seen)} == {torch.bfloat16}
     assert all(cost > 0 for cost in pipe.costs)
 
@@ -301,7 +302,7 @@ def test_a_sample_alone_means_time_and_nothing_means_parameters(clock: Clock) ->
     assert (timed.costs, timed.prediction.unit) == ((24, 12), "seconds")
     counted = gpipe.GPipe([nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 1, bias=False)], 2, 1)
     assert (counted.costs, counted.prediction.unit) == ((36, 1, 6), "relative")
-    assert gpipe.GPipe(list(counted.children()), 2, 1, costs="params", sample=SAMPLE).costs == (36, 1, 6)
+    assert pipe_by_costs(list(counted.children()), 2, 1, costs="params", sample=SAMPLE).costs == (36, 1, 6)
 
 
 def test_a_function_is_given_each_layer_with_what_it_takes_of_the_first_micro_batch() -> None:
@@ -314,7 +315,7 @@ def test_a_function_is_given_each_layer_with_what_it_takes_of_the_first_micro_ba
         value.detach().zero_()  # its own copy
         return torch.tensor(float(value.shape[1]))  # type: ignore[return-value]  # it is a number
 
-    assert gpipe.GPipe(layers, 2, 3, costs=cost, sample=SAMPLE).costs == (5, 4, 4)
+    assert pipe_by_costs(layers, 2, 3, costs=cost, sample=SAMPLE).costs == (5, 4, 4)
     assert [layer for layer, _ in seen] == layers
     assert torch.equal(seen[0][1], SAMPLE[:3])
     assert torch.equal(seen[2][1], layers[0](SAMPLE[:3]).relu())
@@ -331,7 +332,7 @@ def test_flops() -> None:
         ([nn.ReLU(), nn.Flatten()], x, (1, 1)),
     ]
     for layers, sample, flops in cases:
-        assert gpipe.GPipe(layers, 1, 1, costs="flops", sample=sample).costs == flops
+        assert pipe_by_costs(layers, 1, 1, costs="flops", sample=sample).costs == flops
 
 
 def test_operations_have_the_threads_that_they_will_have() -> None:
@@ -346,7 +347,7 @@ def test_operations_have_the_threads_that_they_will_have() -> None:
     try:
         gpipe.GPipe([Threads()], 1, 1, sample=SAMPLE)
         assert set(drained(seen)) == {1}
-        gpipe.GPipe([Threads()], 1, 1, sample=SAMPLE, intra_op_threads=2)
+        gpipe.GPipe([Threads()], 1, 1, sample=SAMPLE, driver=gpipe.Threads(intra_op_threads=2))
         assert set(drained(seen)) == {2}
         assert torch.get_num_threads() == 3
     finally:
@@ -372,7 +373,7 @@ def test_a_layer_that_raises_keeps_its_exception_and_is_named(costs: Costs) -> N
     broken, threads = Broken(), torch.get_num_threads()
     broken.linear.weight.grad = gradient = torch.ones(5, 5)
     with pytest.raises(KeyError, match="not today") as caught:
-        gpipe.GPipe([nn.Linear(5, 5), broken], 2, 2, costs=costs, sample=SAMPLE)
+        pipe_by_costs([nn.Linear(5, 5), broken], 2, 2, costs=costs, sample=SAMPLE)
     assert caught.value.__notes__[0].startswith("while layer 1 (Broken) was ")
     assert broken.calls == 0
     assert torch.get_num_threads() == threads
@@ -393,22 +394,22 @@ def test_the_summary_says_what_is_in_the_way_and_what_a_step_will_take(clock: Cl
 def test_costs_are_given_as_numbers_or_need_a_sample(clock: Clock) -> None:
     measured = gpipe.GPipe([Ticking(clock, 0.1 + 0.7 * at % 0.9) for at in range(12)], 4, 4, sample=SAMPLE)
     layers = [nn.Identity() for _ in range(12)]
-    again = gpipe.GPipe(layers, 4, 4, costs=json.loads(json.dumps(measured.costs)), remat="never")
+    again = pipe_by_costs(layers, 4, 4, costs=json.loads(json.dumps(measured.costs)), remat="never")
     assert (again.costs, again.prediction.partition) == (measured.costs, measured.prediction.partition)
     assert (again.prediction.unit, measured.prediction.unit) == ("relative", "seconds")
     assert (again.prediction.program, again.prediction.peak_bytes) == (again.program, None)
-    even = gpipe.GPipe(
+    even = pipe_by_costs(
         layers[:4], 2, 4, costs=[3, 3, 3, 3], remat="never"
     ).prediction  # forward 2 a stage, backward 4
     assert even.timeline.seconds == 5 * (2 + 4)
     assert even.bubble == pytest.approx(1 / 5)
     with pytest.raises(ValueError, match=r"costs=tensor.*; give one number a layer"):
-        gpipe.GPipe(layers[:2], 2, 1, costs=torch.ones(2))  # type: ignore[arg-type]  # that is the point
+        pipe_by_costs(layers[:2], 2, 1, costs=torch.ones(2))  # that is the point
     for costs in MEASURED.values():
         with pytest.raises(ValueError, match=r"needs sample=, an example mini-batch of inputs"):
-            gpipe.GPipe(layers, 1, 1, costs=costs)
+            pipe_by_costs(layers, 1, 1, costs=costs)
     seen: list[float] = []
     for result in (-1, float("nan"), float("inf")):
         seen.append(result)
         with pytest.raises(ValueError, match=r"costs\[0\] is .*, costs\[1\] is .*, must be at least 0 and finite"):
-            gpipe.GPipe(layers[:2], [1, 1], 1, costs=lambda layer, value: seen[-1], sample=SAMPLE)
+            pipe_by_costs(layers[:2], [1, 1], 1, costs=lambda layer, value: seen[-1], sample=SAMPLE)

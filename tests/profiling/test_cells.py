@@ -22,6 +22,7 @@ from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.by_name import program_of
 from tests.support.browser import CHROMIUM, browser
 from tests.support.jobs.recorded import draw
+from tests.support.planned import pipe_by_costs
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
@@ -61,7 +62,7 @@ def ranks(picture: ElementTree.Element | None) -> int:
 
 def make(**options: Any) -> gpipe.GPipe:
     layers = [nn.Linear(4, 4) for _ in range(6)]
-    return gpipe.GPipe(layers, **{"partitions": 3, "micro_batches": 4, **options})
+    return pipe_by_costs(layers, **{"partitions": 3, "micro_batches": 4, **options})
 
 
 def test_a_pipe_shows_the_step_that_is_predicted_and_its_summary() -> None:

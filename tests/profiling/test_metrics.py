@@ -20,6 +20,7 @@ from gpipe.schedule.simulate import simulate
 from tests.docs.pages import ROOT
 from tests.support.jobs import recorded
 from tests.support.plain_loop import squares, weights_of
+from tests.support.planned import pipe_by_costs
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
@@ -27,8 +28,9 @@ X, Y = torch.randn(8, 3), torch.randn(8, 3)
 
 
 def two_stages(**how: Any) -> gpipe.GPipe:
+    make: Any = pipe_by_costs if "costs" in how else gpipe.GPipe
     with weights_of(1):
-        return gpipe.GPipe([nn.Linear(3, 3), nn.Linear(3, 3)], 2, 4, **how)
+        return make([nn.Linear(3, 3), nn.Linear(3, 3)], 2, 4, **how)
 
 
 def crossed(kind: str, size: int) -> Message:
@@ -109,7 +111,7 @@ def test_of_calls_alone_no_loss_and_no_prediction_are_known() -> None:
 
 
 def test_what_was_not_asked_for_is_left_out() -> None:
-    plain, planned = two_stages(costs=[1, 1]), two_stages(sample=X, remat="auto", memory=2**30)
+    plain, planned = two_stages(costs=[1, 1]), two_stages(sample=X, remat=gpipe.Remat(2**30))
     with gpipe.record(plain) as recording, gpipe.record(planned, memory=True) as watched:
         plain.step(X, Y, squares)
         planned.step(X, Y, squares)
@@ -137,7 +139,7 @@ def test_the_page_has_every_name() -> None:
     page = (ROOT / "docs" / "seeing.md").read_text()
     section = page.partition("## As numbers")[2].partition("\n## ")[0]
     told = re.findall(r"`([a-z_]+(?:/\w+)?)`", "".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE)))
-    pipe = two_stages(sample=X, remat="auto", memory=2**30)
+    pipe = two_stages(sample=X, remat=gpipe.Remat(2**30))
     with gpipe.record(pipe, memory=True) as recording:
         pipe.step(X, Y, squares)
     names = recording.metrics().keys()

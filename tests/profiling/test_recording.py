@@ -22,6 +22,7 @@ from gpipe.schedule.timeline import Timeline
 from tests.support.clock import Clock, Slow
 from tests.support.jobs import recorded
 from tests.support.plain_loop import squares, weights_of
+from tests.support.planned import pipe_by_costs
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
@@ -41,7 +42,7 @@ def two_stages(driver: str = "threads") -> gpipe.GPipe:
 def test_the_parts_sum_to_the_wall_time_of_the_loop(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     layers = [Slow(3, 0.5, clock), Slow(3, 0.25, clock)]
-    with gpipe.GPipe(layers, 2, 4, remat="never", costs=[2, 1], driver=driver) as pipe:
+    with pipe_by_costs(layers, 2, 4, remat="never", costs=[2, 1], driver=driver) as pipe:
         optimizer = torch.optim.Adam(pipe.parameters())
         pipe.step(X, Y, squares)
         recording = gpipe.record(pipe)

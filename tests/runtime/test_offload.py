@@ -24,6 +24,7 @@ from gpipe.runtime.streams import RankStream
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.schedules.by_name import program_of
 from gpipe.schedule.simulate import figures
+from tests.support.planned import pipe_by_costs
 
 M, WIDTH = 8, 16
 X = torch.randn(2 * M, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -54,7 +55,7 @@ def layers() -> list[nn.Module]:
 
 
 def trained(**how: Any) -> tuple[list[Tensor], gpipe.GPipe]:
-    with gpipe.GPipe(layers(), how.pop("partitions", 2), M, costs=[1.0] * 12, seed=3, **how) as pipe:
+    with pipe_by_costs(layers(), how.pop("partitions", 2), M, costs=[1.0] * 12, seed=3, **how) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
         found = []
         for _ in range(2):
@@ -136,7 +137,7 @@ def test_a_full_disk_is_told_with_its_type_and_place_and_the_pipe_goes_on(
     def full(**how: Any) -> Any:
         return open("/dev/full", "wb", buffering=0) if next(files) >= after else made(**how)
 
-    with gpipe.GPipe(layers(), 2, M, costs=[1.0] * 12, seed=3, remat="offload", driver=driver) as pipe:
+    with pipe_by_costs(layers(), 2, M, costs=[1.0] * 12, seed=3, remat="offload", driver=driver) as pipe:
         with monkeypatch.context() as patched:
             patched.setattr(tempfile, "TemporaryFile", full)
             with pytest.raises(OSError, match="No space left") as raised:
@@ -199,14 +200,14 @@ def test_what_is_no_dense_memory_stays_and_is_as_it_was_saved(name: str) -> None
     for remat in ("never", "offload"):
         torch.manual_seed(0)
         each = [nn.Linear(WIDTH, WIDTH), Strange(name), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
-        with gpipe.GPipe(each, 2, M, costs=[1.0] * 4, remat=remat, driver="lockstep") as pipe:
+        with pipe_by_costs(each, 2, M, costs=[1.0] * 4, remat=remat, driver="lockstep") as pipe:
             loss = pipe.step(X, X, F.mse_loss)
             found.append([loss, *(p.grad for p in pipe.parameters() if p.grad is not None)])
     assert same(*found)
 
 
 def test_a_fork_cannot_go_on_with_what_was_offloaded_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with gpipe.GPipe(layers(), 2, M, costs=[1.0] * 12, remat="offload", driver="lockstep") as pipe:
+    with pipe_by_costs(layers(), 2, M, costs=[1.0] * 12, remat="offload", driver="lockstep") as pipe:
         loss = pipe(X).sum()
         monkeypatch.setattr(os, "getpid", partial(int, os.getpid() + 1))  # as in a fork
         with pytest.raises(RuntimeError, match="of which this one is a fork"):
@@ -226,7 +227,7 @@ def open_files() -> int:
 
 
 def test_files_and_threads_are_gone_behind_a_step_and_with_a_call_that_is_dropped() -> None:
-    with gpipe.GPipe(layers(), 2, M, costs=[1.0] * 12, remat="offload") as pipe:
+    with pipe_by_costs(layers(), 2, M, costs=[1.0] * 12, remat="offload") as pipe:
         pipe.step(X, X, F.mse_loss)
         before = open_files()
         pipe.step(X, X, F.mse_loss)
@@ -245,7 +246,7 @@ def test_a_layer_that_fails_leaves_nothing_behind() -> None:
             return x
 
     calls = count()
-    with gpipe.GPipe([*layers(), Fails()], 2, M, costs=[1.0] * 13, remat="offload") as pipe:
+    with pipe_by_costs([*layers(), Fails()], 2, M, costs=[1.0] * 13, remat="offload") as pipe:
         before = open_files()
         with pytest.raises(KeyError, match="mine"):
             pipe.step(X, X, F.mse_loss)

@@ -3,11 +3,11 @@
 import pytest
 from torch import nn
 
-import gpipe
 from gpipe.runtime.compiled_table import CompiledAction, CompiledProgram
 from gpipe.schedule.action import TRANSFERS, Action
 from gpipe.schedule.schedules import SCHEDULES
 from tests.support.odd_layers import Pop, Stash
+from tests.support.planned import pipe_by_costs
 
 
 def actions_of(step: CompiledAction) -> list[Action]:
@@ -18,7 +18,7 @@ def actions_of(step: CompiledAction) -> list[Action]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_steps_are_the_table(name: str) -> None:
     layers = [Stash("a", 4), *[nn.Identity() for _ in range(6)], Pop({"a": 4}, 4)]
-    pipe = gpipe.GPipe(layers, 2, 4, schedule=name, deferred_batch_norm=True, costs=[1] * 8)
+    pipe = pipe_by_costs(layers, 2, 4, schedule=name, costs=[1] * 8, batch_norm="deferred")
     compiled = CompiledProgram.of(pipe.program)
     for row, steps in zip(pipe.program.table, compiled.whole.rows, strict=True):
         done = [action for step in steps for action in actions_of(step)]

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from gpipe._torch.dispatcher import SLOT
+from gpipe.config.options import DRIVERS
 from gpipe.runtime import threads
 from tests.support.odd_layers import Apply
 from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, squares, weights_of
@@ -307,7 +308,7 @@ def test_every_rank_uses_intra_op_threads_and_the_callers_number_is_restored(
     try:
         seen: list[int] = []
         layers = [CountsThreads(3, seen) for _ in range(3)]
-        pipe = gpipe.GPipe(layers, 3, 2, driver=driver, intra_op_threads=number)
+        pipe = gpipe.GPipe(layers, 3, 2, driver=DRIVERS[driver](intra_op_threads=number))
         pipe.step(X, X, squares)
         assert torch.get_num_threads() == callers
         squares(pipe(X), X).backward()
@@ -368,7 +369,8 @@ def test_layers_of_different_stages_run_at_the_same_time(way: str, phase: str) -
     # in the backward it is one behind, and so the other way round
     first, last = (1, 3) if phase == "forward" else (3, 1)
     layers = [Together(3, phase, barrier, alone=first), Together(3, phase, barrier, alone=last)]
-    pipe = gpipe.GPipe(layers, 2, 3, remat="never", verify=False)  # in a replay a stage would wait for the other
+    pipe = gpipe.GPipe(layers, 2, 3, remat="never")
+    pipe.verify_steps = False  # in a replay a stage would wait for the other
     if way == "step":
         pipe.step(X, X, squares)
     else:
@@ -379,6 +381,7 @@ AT_EXIT = """
 import atexit, threading
 import torch
 import gpipe
+from gpipe.config.options import DRIVERS
 atexit.register(lambda: print([one.name for one in threading.enumerate() if one.name.startswith("gpipe rank")]))
 pipes = [gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], 2, 2) for _ in range(3)]
 for pipe in 2 * pipes:  # the first run of each ends the threads of those before it

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-import gpipe
 from tests.support.drawn_models import Drawn, W, drawn_batch, drawn_model
+from tests.support.planned import pipe_by_costs
 
 from .results import describe, facts
 
@@ -46,7 +46,7 @@ def judged(model: Drawn, batches: Batches, sample: dict[str, Tensor], blocks: li
     plain = trained_plainly(copy.deepcopy(model), batches)
     own = copy.deepcopy(model)
     try:
-        with gpipe.GPipe(own, 2, M, sample=sample, blocks=blocks, costs="params", driver="lockstep") as pipe:
+        with pipe_by_costs(own, 2, M, sample=sample, blocks=blocks, driver="lockstep") as pipe:
             found = [pipe.step(batch, targets, mse_loss) for batch, targets in batches]
     except ValueError as error:
         return "refused", str(error)

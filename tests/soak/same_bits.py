@@ -56,7 +56,7 @@ def models() -> dict[str, Case]:
     }
     for make in (amoebanet_b, amoebanet_d):
         for deferred in (False, True):
-            options = {"deferred_batch_norm": deferred}
+            options = {"batch_norm": "deferred" if deferred else "micro"}
             found[f"{make.__name__}, {options}"] = Case(make(3, 16, 5), images, F.cross_entropy, options=options)
     return found
 

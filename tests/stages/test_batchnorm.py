@@ -63,7 +63,7 @@ def test_names_modules_hooks_momentum_and_buffers_stay_the_users_own() -> None:
     plain = copy.deepcopy(layers)
     modules = [module for layer in layers for module in layer.modules()]
     tensors = {name: id(buffer) for name, buffer in nn.Sequential(*layers).named_buffers()}
-    pipe = gpipe.GPipe(layers, 3, M, deferred_batch_norm=True, seed=0)
+    pipe = gpipe.GPipe(layers, 3, M, seed=0, batch_norm="deferred")
     train(pipe)
     assert [module for layer in layers for module in layer.modules()] == modules
     assert [module for module in pipe.modules() if module is not pipe] == modules
@@ -80,7 +80,7 @@ def test_names_modules_hooks_momentum_and_buffers_stay_the_users_own() -> None:
 @pytest.mark.parametrize("deferred_batch_norm", [False, True])
 def test_evaluation_is_that_of_the_plain_layers(deferred_batch_norm: bool) -> None:
     layers = network(lambda: nn.BatchNorm1d(6))
-    pipe = gpipe.GPipe(layers, 3, M, deferred_batch_norm=deferred_batch_norm, seed=0)
+    pipe = gpipe.GPipe(layers, 3, M, seed=0, batch_norm="deferred" if deferred_batch_norm else "micro")
     train(pipe)
     pipe.eval()
     before = buffers_of(pipe)
@@ -126,7 +126,7 @@ def test_a_failed_step_commits_nothing_and_the_next_one_does(place: int, phase: 
     fails = Fails()
     layers.insert(place, fails)
     expected = copy.deepcopy(layers)
-    pipe = gpipe.GPipe(layers, [2, 2, 3], M, driver=driver, deferred_batch_norm=True, seed=0)
+    pipe = gpipe.GPipe(layers, [2, 2, 3], M, driver=driver, seed=0, batch_norm="deferred")
     before = buffers_of(pipe)
     fails.in_backward = phase == "backward"
     fails.countdown = {"first forward": 0, "last forward": M - 1, "recompute": M, "backward": None}[phase]
@@ -142,14 +142,16 @@ def test_a_failed_step_commits_nothing_and_the_next_one_does(place: int, phase: 
     pipe.zero_grad()
     pipe.step_number = 0
     train(pipe, way)
-    other = gpipe.GPipe(expected, 1, M, driver="lockstep", deferred_batch_norm=True, seed=0)
+    other = gpipe.GPipe(expected, 1, M, driver="lockstep", seed=0, batch_norm="deferred")
     train(other, way)
     assert_same_bits(pipe, expected)
 
 
 def test_a_micro_batch_of_one_value_a_channel_is_refused_with_what_to_do() -> None:
     for deferred_batch_norm in (False, True):
-        pipe = gpipe.GPipe(network(lambda: nn.BatchNorm1d(6)), 2, 4, deferred_batch_norm=deferred_batch_norm)
+        pipe = gpipe.GPipe(
+            network(lambda: nn.BatchNorm1d(6)), 2, 4, batch_norm="deferred" if deferred_batch_norm else "micro"
+        )
         before = buffers_of(pipe)
         with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
             train(pipe, rows=4)
@@ -197,7 +199,7 @@ class Uses(nn.Module):
 
 def deferred(norm: nn.Module, x: Tensor, *, micro_batches: int = M, remat: str = "always", steps: int = 1) -> None:
     """Trains steps on a BatchNorm alone, with deferred statistics."""
-    pipe = gpipe.GPipe([Uses(norm)], 1, micro_batches, deferred_batch_norm=True, remat=remat)
+    pipe = gpipe.GPipe([Uses(norm)], 1, micro_batches, remat=remat, batch_norm="deferred")
     for _ in range(steps):
         pipe.step(x, x, F.mse_loss)
 
@@ -236,7 +238,7 @@ def test_a_deep_batch_norm_has_the_statistics_of_all_that_it_was_given_in_the_fo
     layers = network(lambda: nn.BatchNorm1d(6))
     start = copy.deepcopy(layers[3])
     hears = Hears(layers[3])
-    train(gpipe.GPipe(layers, 3, M, remat=remat, deferred_batch_norm=True, seed=0))
+    train(gpipe.GPipe(layers, 3, M, remat=remat, seed=0, batch_norm="deferred"))
     start(torch.cat(hears.given[:M]))
     assert_close(layers[3], start)
 
@@ -250,7 +252,7 @@ def test_each_of_several_forwards_of_one_batch_norm_changes_its_statistics_once(
     plain = copy.deepcopy(norm)
     hears = Hears(norm)
     pipe = gpipe.GPipe(
-        [Uses(norm, lambda norm, x: norm(input=norm(x) + x))], 1, M, deferred_batch_norm=True, remat=remat
+        [Uses(norm, lambda norm, x: norm(input=norm(x) + x))], 1, M, remat=remat, batch_norm="deferred"
     )
     pipe.step(data()[0], data()[0], F.mse_loss)
     first, second = hears.given[: 2 * M : 2], hears.given[1 : 2 * M : 2]
@@ -267,7 +269,7 @@ def test_a_batch_norm_that_is_two_layers_of_one_partition(remat: str, affine: bo
     plain = copy.deepcopy(norm)
     hears = Hears(norm)
     layers = [norm, nn.Linear(3, 3), norm, nn.Linear(3, 3)]
-    pipe = gpipe.GPipe(layers, [3, 1], M, deferred_batch_norm=True, remat=remat)
+    pipe = gpipe.GPipe(layers, [3, 1], M, remat=remat, batch_norm="deferred")
     pipe.step(data()[0], data()[0], F.mse_loss)
     plain(torch.cat(hears.given[: 2 * M : 2]))
     plain(torch.cat(hears.given[1 : 2 * M : 2]))
@@ -279,7 +281,7 @@ def test_micro_batches_that_leave_a_batch_norm_out_have_no_say_in_its_statistics
     plain = copy.deepcopy(norm)
     x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
     x[:, 0] = torch.tensor([1.0, -1.0, 1.0, -1.0]).repeat_interleave(3)
-    gpipe.GPipe([Uses(norm, lambda norm, x: norm(x) if x[0, 0] > 0 else x)], 1, M, deferred_batch_norm=True).step(
+    gpipe.GPipe([Uses(norm, lambda norm, x: norm(x) if x[0, 0] > 0 else x)], 1, M, batch_norm="deferred").step(
         x, x, F.mse_loss
     )
     plain(torch.cat([x[:3], x[6:9]]))
@@ -288,7 +290,7 @@ def test_micro_batches_that_leave_a_batch_norm_out_have_no_say_in_its_statistics
 
 def test_a_batch_norm_in_evaluation_amid_training_keeps_its_statistics() -> None:
     layers = network(lambda: nn.BatchNorm1d(6))
-    pipe = gpipe.GPipe(layers, 2, M, deferred_batch_norm=True, seed=0)
+    pipe = gpipe.GPipe(layers, 2, M, seed=0, batch_norm="deferred")
     layers[1].eval()
     before = buffers_of(layers[1])
     train(pipe)
@@ -300,7 +302,7 @@ def test_a_batch_norm_in_evaluation_amid_training_keeps_its_statistics() -> None
 def test_a_training_mode_forward_without_grad_commits_too(way: str) -> None:
     norm = nn.BatchNorm1d(3)
     plain = copy.deepcopy(norm)
-    pipe = gpipe.GPipe([Uses(norm)], 1, M, deferred_batch_norm=True)
+    pipe = gpipe.GPipe([Uses(norm)], 1, M, batch_norm="deferred")
     x = data()[0]
     with torch.no_grad():
         if way == "step":
@@ -314,7 +316,7 @@ def test_a_training_mode_forward_without_grad_commits_too(way: str) -> None:
 def test_two_forwards_before_their_backwards_are_two_mini_batches() -> None:
     norm = nn.BatchNorm1d(3)
     plain = copy.deepcopy(norm)
-    pipe = gpipe.GPipe([Uses(norm)], 1, M, deferred_batch_norm=True)
+    pipe = gpipe.GPipe([Uses(norm)], 1, M, batch_norm="deferred")
     x = data()[0]
     first, second = pipe(x), pipe(x + 1)
     first.sum().backward()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import gpipe
 from gpipe.stages.losses import read_average, read_loss
 from tests.support.plain_loop import assert_same_bits, plain_loop, same_bits, weights_of
+from tests.support.planned import pipe_by_costs
 
 ROWS, CLASSES, PIXELS = 7, 3, 2
 IGNORED = 1
@@ -670,7 +671,7 @@ def test_ready_made_micro_batches_are_weighted_by_elements(name: str) -> None:
         torch.testing.assert_close(pipe.step(gpipe.MicroBatches(xs), gpipe.MicroBatches(ys), loss_fn), whole)
         assert not findings_of(pipe)
     parts = gpipe.MicroBatches([{"x": x, "y": y} for x, y in zip(xs, ys, strict=True)])
-    pipe = gpipe.GPipe(WithLoss(function), 2, 3, sample=parts, costs="params")
+    pipe = pipe_by_costs(WithLoss(function), 2, 3, sample=parts, costs="params")
     torch.testing.assert_close(pipe.step(parts), whole)
 
 

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 import gpipe
 from gpipe.stages.microbatch import count_rows, loss_weights, merge, rows_of_parts, split
 from gpipe.stages.tree import Tree
+from tests.support.planned import pipe_by_costs
 
 LAW = settings(derandomize=True, deadline=None, database=None, max_examples=100)
 
@@ -100,10 +101,10 @@ def test_the_advice_for_rows_in_a_later_dimension_works(rows: int) -> None:
         r"position_ids'\] has shape \(3, .*If the rows are its dimension 1, split all .*MicroBatches\(\[...\]\), also"
     )
     with pytest.raises(ValueError, match=text):
-        gpipe.GPipe(model, 2, 2, sample=given, costs="params").step(given, words, mean_of_squares)
+        pipe_by_costs(model, 2, 2, sample=given, costs="params").step(given, words, mean_of_squares)
     parts = zip(words.tensor_split(2), positions.tensor_split(2, 1), strict=True)
     ready: Any = gpipe.MicroBatches([{"words": some, "position_ids": theirs} for some, theirs in parts])
-    pipe = gpipe.GPipe(model, 2, 2, sample=ready, costs="params").eval()
+    pipe = pipe_by_costs(model, 2, 2, sample=ready, costs="params").eval()
     with torch.no_grad():
         assert torch.equal(torch.cat(pipe(ready)), torch.cat([model(**part) for part in ready]))
 

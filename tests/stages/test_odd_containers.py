@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import gpipe
 from tests.support.plain_loop import weights_of
+from tests.support.planned import pipe_by_costs
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
 
@@ -96,6 +97,6 @@ def test_they_may_be_attributes_and_arguments_of_a_model(name: str, where: str) 
     with weights_of(2):
         model = Model(MADE[name], where).eval()
     sample = {"x": X, "odd": MADE[name]()}
-    pipe = gpipe.GPipe(model, 2, 2, sample=sample, costs="params")
+    pipe = pipe_by_costs(model, 2, 2, sample=sample, costs="params")
     with torch.no_grad():
         assert torch.equal(pipe(**sample), torch.cat([model(X[:4]), model(X[4:])]))

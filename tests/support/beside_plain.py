@@ -13,6 +13,7 @@ from gpipe.stages.losses import own_loss
 from gpipe.tracing.model import TracedModel
 from gpipe.tracing.runs import arguments
 from tests.support.plain_loop import Tree, accumulated, one_thread, parts_of, same_bits, weights_of
+from tests.support.planned import pipe_by_costs
 
 SEED = 11
 M = 4
@@ -54,7 +55,7 @@ class Case:
         """A pipe of the model; its sample has other rows than what it is trained on."""
         sample = self.inputs(5) if self.sample is None else self.sample
         given: dict[str, Any] = {"costs": "params", "seed": SEED, "sample": sample, "blocks": self.blocks}
-        return gpipe.GPipe(model, partitions, **{"micro_batches": M} | given | self.settings | settings)
+        return pipe_by_costs(model, partitions, **{"micro_batches": M} | given | self.settings | settings)
 
 
 @one_thread()

@@ -163,7 +163,7 @@ def make(model: Model, task: Task, way: Way, **places: Any) -> gpipe.GPipe:
         schedule=way.schedule,
         seed=task.seed,
         ties=model.ties,
-        deferred_batch_norm=task.deferred,
+        batch_norm="deferred" if task.deferred else "micro",
         **places,
     )
 

@@ -12,6 +12,7 @@ import gpipe
 from tests.families.batches import batch
 from tests.families.catalogue import named
 from tests.families.family import Family, Task, build
+from tests.support.planned import pipe_by_costs
 
 ENDS, PADDING = 3, 0
 NEW = 6
@@ -60,7 +61,7 @@ def seeded(model: Any, given: Mapping[str, Tensor], way: str, seed: int = 3) -> 
 
 def piped(model: Any, family: Family, partitions: int, micro_batches: int = 3, **how: Any) -> gpipe.GPipe:
     how = {"costs": "params", "driver": "lockstep", **how}
-    return gpipe.GPipe(model, partitions, micro_batches, sample=batch(family), **how).eval()
+    return pipe_by_costs(model, partitions, micro_batches, sample=batch(family), **how).eval()
 
 
 @contextmanager

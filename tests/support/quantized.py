@@ -16,6 +16,7 @@ from gpipe.stages.quantized import stored_in
 from tests.families.law import quiet
 from tests.support.outcomes import Outcome
 from tests.support.plain_loop import one_thread, weights_of
+from tests.support.planned import pipe_by_costs
 from tests.support.processes.digests import Digests, digests
 
 MICRO_BATCHES, SEED, STEPS = 4, 7, 3
@@ -137,7 +138,7 @@ def plainly(model: nn.Module) -> Outcome:
 
 def piped(model: nn.Module, partitions: int, **how: Any) -> gpipe.GPipe:
     how = {"costs": "params", "micro_batches": MICRO_BATCHES, "seed": SEED, **how}
-    return gpipe.GPipe(model, partitions, sample=batch(), **how)
+    return pipe_by_costs(model, partitions, sample=batch(), **how)
 
 
 def allocated(model: nn.Module) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import gpipe
 from tests.support.odd_layers import Drift
 from tests.support.outcomes import Outcome, noted
 from tests.support.plain_loop import copied, one_thread, parts_of, plain_loop, run_layers, weights_of
+from tests.support.planned import pipe_by_costs
 from tests.support.processes.digests import Digests, digests
 
 M, WIDTH, SEED, CPU = 3, 6, 3, torch.device("cpu")
@@ -143,8 +144,9 @@ class _Loop(torch.autograd.Function):
 
 def pipes(partitions: int, **settings: Any) -> list[Piped]:
     given: dict[str, Any] = {"seed": SEED, "micro_batches": M, "costs": [1] * 8} | settings
-    layers = gpipe.GPipe(network(0), partitions, **given)
-    return [Piped(layers), Piped(gpipe.GPipe(model(1), partitions, **given | {"sample": TARGET, "costs": "params"}))]
+    layers = pipe_by_costs(network(0), partitions, **given)
+    given |= {"sample": TARGET, "costs": "params"}
+    return [Piped(layers), Piped(pipe_by_costs(model(1), partitions, **given))]
 
 
 def plain(replica: int = 0, replicas: int = 1) -> list[Plain]:

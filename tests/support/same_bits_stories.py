@@ -62,7 +62,7 @@ def not_contiguous(make: Make) -> Outcome:
 
 
 def deferred_batch_norm(make: Make) -> Outcome:
-    pipe = make(normed(), deferred_batch_norm=True)
+    pipe = make(normed(), batch_norm="deferred")
     found = steps(pipe, [(13,), (9,)])
     loss = F.mse_loss(pipe(data(2, 8)[0], gather=True), data(2, 8)[1])
     loss.backward()

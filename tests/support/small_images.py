@@ -44,7 +44,7 @@ EVERYTHING = replace(
 def prepared(options: ImagesOptions, recipe: type[Recipe[Any]] = DigitsRecipe) -> Job:
     """A job whose layers are not measured."""
     settled = options.settled()
-    return prepare(recipe(settled), [1.0] * (settled.layers + 6))
+    return prepare(recipe(settled), measure=False)
 
 
 def train(

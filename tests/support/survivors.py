@@ -25,6 +25,7 @@ from gpipe.distributed.failures import FailureDetector
 from gpipe.distributed.survivors import Meeting
 from gpipe.planner.search import tables
 from tests.support.plain_loop import accumulated, one_thread, parts_of, run_layers
+from tests.support.planned import pipe_by_costs
 from two_hosts.relay import WIRE, enter
 
 MICRO_BATCHES, ROWS, SEED = 3, 7, 5
@@ -100,13 +101,18 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
     settings: dict[str, Any] = {
         "seed": SEED,
         "schedule": how.get("schedule", "gpipe"),
-        "deferred_batch_norm": how.get("deferred", False),
+        "batch_norm": "deferred" if how.get("deferred") else "micro",
     }
     if settings["schedule"] == "auto":
         tables.MOST_LISTED = 5_000
-        settings |= {"sample": data(0, 0)[0], "costs": "params", "memory": how["memory"]}
+        layers, devices = network(how.get("seconds", 0.0)), [gpipe.Device(how["memory"], 1.0)] * partitions
+        searched: Any = {"costs": "params", "schedule": settings.pop("schedule")}
+        settings["plan"] = gpipe.find_plan(
+            layers, data(0, 0)[0], devices, partitions=partitions, micro_batches=MICRO_BATCHES, **searched
+        )
+        partitions = None
     pipe = gpipe.GPipe(
-        network(how.get("seconds", 0.0)), partitions, MICRO_BATCHES, driver="process", survive=True, **settings
+        network(how.get("seconds", 0.0)), partitions, MICRO_BATCHES, driver=gpipe.Processes(survive=True), **settings
     )
     optimizer = optimizer_of(pipe.parameters()) if [*pipe.parameters()] else None
     kept = [] if optimizer is None else [optimizer]
@@ -163,7 +169,7 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
             "living": living,
             "each": each,
             "at": time.monotonic(),
-            "arguments": pipe.arguments,
+            "plan": pipe.plan.to_json(),
         }
         log.write(json.dumps(ended) + "\n")
         if how.get("clips"):
@@ -201,8 +207,8 @@ def generate(folder: str, replica: int, replicas: int, row: int, rows: int, step
     sizes: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2)).eval()
     prompts = torch.arange(3, 23).view(4, 5)
-    settings: Any = {"sample": prompts, "costs": "params", "driver": "process", "survive": True, "seed": SEED}
-    pipe = gpipe.GPipe(model, rows, 2, **settings)
+    settings: Any = {"sample": prompts, "driver": gpipe.Processes(survive=True), "seed": SEED}
+    pipe = pipe_by_costs(model, rows, 2, **settings)
     pipe.join()
     forward, calls = nn.Linear.forward, list[None]()
 

@@ -55,7 +55,7 @@ class RankPipe(nn.Module):
         super().__init__()
         self.partitions = whole.partitions
         self.layers_per_partition = whole.layers_per_partition
-        self.micro_batches, self.arguments = whole.micro_batches, whole.arguments
+        self.micro_batches, self.plan = whole.micro_batches, whole.plan
         self.step_number = whole.step_number
         self._processes = member
         self.seed = whole.seed

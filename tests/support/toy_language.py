@@ -76,7 +76,7 @@ def options(folder: Path, **changes: Any) -> TranslationOptions:
 def job_of(given: TranslationOptions) -> Job:
     """A training that is ready; no layer is measured."""
     recipe = TranslationRecipe(given.settled())
-    return prepare(recipe, costs=[1.0] * (2 * given.layers + (3 if given.model == "encoder-decoder" else 2)))
+    return prepare(recipe, measure=False)
 
 
 def train(given: TranslationOptions) -> list[Epoch]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import gpipe
 from tests.support.plain_loop import one_thread, same_bits, weights_of
+from tests.support.planned import pipe_by_costs
 
 W, M, SEED = 8, 4, 3
 FACTOR = 1.0
@@ -68,7 +69,7 @@ def batch(step: int, *, padded: bool = False) -> dict[str, Tensor]:
 
 def made(net: nn.Module, **settings: Any) -> gpipe.GPipe:
     settings = {"partitions": 2, "schedule": "1f1b", "remat": "never", "costs": "params", **settings}
-    return gpipe.GPipe(net, micro_batches=M, sample=batch(0), seed=SEED, **settings)
+    return pipe_by_costs(net, micro_batches=M, sample=batch(0), seed=SEED, **settings)
 
 
 class Twins:

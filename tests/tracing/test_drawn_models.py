@@ -12,6 +12,7 @@ import gpipe
 from tests.support import drawn_models
 from tests.support.drawn_models import drawn_model
 from tests.support.plain_loop import accumulated, one_thread, same_bits
+from tests.support.planned import pipe_by_costs
 
 W = 6
 STEPS, M = 4, 2
@@ -51,7 +52,7 @@ def train_plainly(model: nn.Module, batch: Batch, y: Tensor) -> Tensor:
 
 def assert_as_plain(model: nn.Module, draw: Callable[[], Batch] = drawn_batch) -> None:
     plain = copy.deepcopy(model)
-    with gpipe.GPipe(model, 2, M, sample=draw(), costs="params", driver="lockstep") as pipe:
+    with pipe_by_costs(model, 2, M, sample=draw(), costs="params", driver="lockstep") as pipe:
         for _ in range(STEPS):
             batch, y = draw(), torch.randn(8, W)
             found = pipe.step(batch, y, mse_loss)

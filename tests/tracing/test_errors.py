@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
+from tests.support.planned import pipe_by_costs
 from tests.support.said import raised_by
 
 W = 4
@@ -111,7 +112,7 @@ class Options:
 def test_a_fresh_object_among_the_inputs_takes_the_known_path(make: Callable[[int], Any]) -> None:
     # Its repr named its address, so that the model was recorded anew in each step, and kept for good.
     x = torch.randn(6, W)
-    with gpipe.GPipe(Net(nn.Linear(W, W)), 2, 2, sample={"x": x, "options": make(0)}, costs="params") as pipe:
+    with pipe_by_costs(Net(nn.Linear(W, W)), 2, 2, sample={"x": x, "options": make(0)}, costs="params") as pipe:
         for at in range(3):
             pipe.step({"x": x, "options": make(at)})
         assert pipe._settings.traced is not None
@@ -124,14 +125,14 @@ def test_an_objects_settings_lead_to_paths_of_their_own() -> None:
             return super().forward(x * 2 if options.scale else -(x + 1))
 
     x = torch.randn(6, W)
-    with gpipe.GPipe(Scaled(nn.Linear(W, W)), 2, 2, sample={"x": x, "options": Options()}, costs="params") as pipe:
+    with pipe_by_costs(Scaled(nn.Linear(W, W)), 2, 2, sample={"x": x, "options": Options()}, costs="params") as pipe:
         one, two = (pipe.step({"x": x, "options": Options(scale=scale)}) for scale in (True, False))
     assert not torch.equal(one, two)
 
 
 def test_a_text_that_changes_in_each_step_is_refused_in_the_end() -> None:
     x = torch.randn(6, W)
-    with gpipe.GPipe(Net(nn.Linear(W, W)), 2, 2, sample={"x": x, "options": "step"}, costs="params") as pipe:
+    with pipe_by_costs(Net(nn.Linear(W, W)), 2, 2, sample={"x": x, "options": "step"}, costs="params") as pipe:
         for at in range(31):
             pipe.step({"x": x, "options": f"step {at}"})
         told = r"recorded 32 times, .*'step 30', and then 'step 31'.* Leave what changes"

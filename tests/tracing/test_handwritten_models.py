@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import gpipe
 from tests.support.beside_plain import SEED, Case, M, assert_as_plain
 from tests.support.handwritten import CASES, W, blocks, drawn, targets, vectors
 from tests.support.plain_loop import one_thread, same_bits, weights_of
+from tests.support.planned import pipe_by_costs
 
 SHAPES: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
@@ -110,7 +110,7 @@ def test_inputs_that_want_gradients_get_those_of_the_model_through_a_call(partit
         for part in zip(*(value.tensor_split(M) for value in own.values()), strict=True):
             plain(*part).square().sum().backward()
     sample = {name: value.detach() for name, value in given.items()}
-    with gpipe.GPipe(model, partitions, M, sample=sample, costs="params", seed=SEED, remat=remat) as pipe:
+    with pipe_by_costs(model, partitions, M, sample=sample, costs="params", seed=SEED, remat=remat) as pipe:
         pipe(given).square().sum().backward()
 
     assert all(same_bits(given[name].grad, own[name].grad) for name in own)

@@ -24,7 +24,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "1f1b": (2, {"schedule": "1f1b", "remat": "never"}),
     "gpipe": (3, {}),
     "four": (4, {"schedule": "1f1b"}),
-    "interleaved": (2, {"schedule": "interleaved", "stages_per_rank": 2, "remat": "never"}),
+    "interleaved": (2, {"schedule": "interleaved", "remat": "never"}),
     "zb_v": (2, {"schedule": "zb_v"}),
     "dualpipe_v": (2, {"schedule": "dualpipe_v", "remat": "never"}),
 }

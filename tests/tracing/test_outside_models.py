@@ -17,6 +17,7 @@ from gpipe.tracing.model import TracedModel
 from tests.support.beside_plain import SEED, Case, M, assert_as_plain, assert_same
 from tests.support.handwritten import VOCABULARY, cross_entropy, word_targets, words
 from tests.support.plain_loop import accumulated, one_thread, same_bits, weights_of
+from tests.support.planned import pipe_by_costs
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -63,8 +64,8 @@ def batch(rows: int = 8, length: int = 10) -> dict[str, Tensor]:
 
 
 def made(model: nn.Module, partitions: int = 3, **settings: Any) -> gpipe.GPipe:
-    given: dict[str, Any] = {"sample": batch(4, 7), "costs": "params", "seed": SEED}
-    return gpipe.GPipe(model, partitions, M, **given | settings)
+    given: dict[str, Any] = {"sample": batch(4, 7), "seed": SEED}
+    return pipe_by_costs(model, partitions, M, **given | settings)
 
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -308,7 +309,8 @@ def test_states_of_a_last_block_that_is_the_output_are_collected_from_the_first_
     def loss_fn(output: Any, target: Tensor) -> Any:
         return sum(state[..., at].mean() for at, state in enumerate(output.hidden_states)) + output[0].mean()
 
-    with gpipe.GPipe(model, 2, M, sample=given, **({"costs": costs} if costs else {})) as pipe:
+    make: Any = pipe_by_costs if costs else gpipe.GPipe
+    with make(model, 2, M, sample=given) as pipe:
         loss = pipe.step(given, rows, loss_fn, reduction="mean")
     with one_thread():
         losses = (loss_fn(plain(input_ids=part, output_hidden_states=True), part) for part in rows.tensor_split(M))
@@ -320,7 +322,7 @@ def test_states_of_a_last_block_that_is_the_output_are_collected_from_the_first_
 def test_collecting_may_begin_and_end_between_steps() -> None:
     model, plain = llama(), llama()
     layers = gpipe.layers_of(model, batch(4, 7))
-    pipe = gpipe.GPipe(layers, 3, M, costs="params", seed=SEED)
+    pipe = gpipe.GPipe(layers, 3, M, seed=SEED)
     for step, collects in enumerate((False, True, False)):
         model.config.output_hidden_states = collects  # type: ignore[union-attr]
         assert same_bits(pipe.step(batch()), train_plainly(plain, step))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
+from tests.support.planned import pipe_by_costs
 
 
 class Head(nn.Module):
@@ -82,7 +83,7 @@ def test_a_forward_that_ignores_the_count_is_trained_on_the_way_that_it_goes_wit
     torch.manual_seed(0)
     model, batch = Told(), ragged()
     whole = copy.deepcopy(model)(**batch)["loss"]
-    with gpipe.GPipe(model, 2, 2, sample=batch, costs="params") as pipe:
+    with pipe_by_costs(model, 2, 2, sample=batch, costs="params") as pipe:
         torch.testing.assert_close(pipe.step(batch), whole.detach())
         torch.testing.assert_close(pipe(**batch)["loss"].detach(), whole.detach())
 
@@ -112,7 +113,7 @@ def test_bug_a_loss_fn_is_given_the_loss_of_the_plain_loop_which_is_told_no_coun
         seen.append(output["loss"].detach())
         return output["loss"]
 
-    with gpipe.GPipe(model, 2, 2, sample=batch, costs="params") as pipe:
+    with pipe_by_costs(model, 2, 2, sample=batch, costs="params") as pipe:
         pipe.step(batch)
         pipe.step(batch, batch["labels"], loss_fn)
     assert [loss.item() for loss in seen] == [plain(**part)["loss"].item() for part in parts]
@@ -138,7 +139,7 @@ def test_a_loss_that_blocks_have_is_tried_with_them(power: int) -> None:
     """The mean over all is made of those of halves, its square is not."""
     torch.manual_seed(0)
     batch = {"words": torch.randint(5, (4, 7)), "labels": torch.randint(5, (4, 7))}
-    with gpipe.GPipe(Balanced(power), 2, 1, sample=batch, costs="params") as pipe:
+    with pipe_by_costs(Balanced(power), 2, 1, sample=batch, costs="params") as pipe:
         pipe.step(batch)
         assert any("not put together" in finding for finding in pipe.findings) == (power == 2)
 
@@ -245,7 +246,7 @@ def test_a_model_gets_no_argument_that_the_user_did_not_pass(function: Callable[
     torch.manual_seed(0)
     model, batch = HandsOn(function), ragged()
     whole = copy.deepcopy(model)(**batch)["loss"]
-    with gpipe.GPipe(model, 2, 4, sample=batch, costs="params") as pipe:
+    with pipe_by_costs(model, 2, 4, sample=batch, costs="params") as pipe:
         torch.testing.assert_close(pipe.step(batch), whole.detach())
         assert not any("loss" in finding for finding in pipe.findings)
 

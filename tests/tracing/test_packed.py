@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_atte
 
 import gpipe
 from tests.support.plain_loop import accumulated, one_thread, same_bits, weights_of
+from tests.support.planned import pipe_by_costs
 from tests.support.processes.digests import Digests, digests
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
@@ -93,7 +94,7 @@ def trained_plainly(steps: int) -> tuple[list[Tensor], dict[str, Tensor | None]]
 
 def trained(partitions: int, steps: int, **how: Any) -> tuple[list[Tensor], dict[str, Tensor | None]]:
     model, sample = packed_model(), gpipe.MicroBatches(packs())
-    with gpipe.GPipe(model, partitions, len(LENGTHS), sample=sample, costs="params", **how) as pipe:
+    with pipe_by_costs(model, partitions, len(LENGTHS), sample=sample, costs="params", **how) as pipe:
         losses = [pipe.step(gpipe.MicroBatches(packs(step))) for step in range(steps)]
         return losses, {name: one.grad for name, one in pipe.named_parameters()}
 
@@ -133,7 +134,7 @@ def test_so_they_do_over_processes(schedule: str, pool: WorkerPool) -> None:
 def test_one_pack_is_one_micro_batch(micro_batches: int) -> None:
     # It was refused with the advice to wrap the offsets.
     batch = packed(LENGTHS[1], 5)
-    with gpipe.GPipe(packed_model(), 2, micro_batches, sample=packs()[0], costs="params") as pipe, one_thread():
+    with pipe_by_costs(packed_model(), 2, micro_batches, sample=packs()[0], costs="params") as pipe, one_thread():
         assert same_bits(pipe.step(batch), packed_model()(**batch)["loss"].detach())
 
 
@@ -150,7 +151,7 @@ def test_that_halves_of_one_row_have_no_loss_is_not_told() -> None:
             return self.inner(input_ids, offsets, int(offsets.diff().max()), labels)
 
     batch = {key: one for key, one in packs()[0].items() if key in ("input_ids", "labels")}
-    with gpipe.GPipe(Packs(), 2, 8, sample=batch, costs="params") as pipe:
+    with pipe_by_costs(Packs(), 2, 8, sample=batch, costs="params") as pipe:
         pipe.step(batch)
         assert not [finding for finding in pipe.findings if "halves" in finding]
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-import gpipe
 from tests.support.jobs.models import piped
 from tests.support.open_models import batch_of, model_of
+from tests.support.planned import pipe_by_costs
 from tests.support.processes.digests import digests
 from tests.support.processes.launch import Job, WorkerPool, run_ranks
 from tests.support.processes.outcome import answers
@@ -61,7 +61,7 @@ def other_sample(rank: int, world: int) -> None:
     if rank == world - 1:
         del sample["attention_mask"], sample["labels"]
     how: Any = {"micro_batches": 4, "costs": "params", "seed": 5, "driver": "process"}
-    pipe = gpipe.GPipe(model_of("llama"), world, sample=sample, **how)
+    pipe = pipe_by_costs(model_of("llama"), world, sample=sample, **how)
     pipe.step(batch_of("llama"))
 
 

@@ -29,7 +29,7 @@ from gpipe.checkpoint.save import (
     why_not_by_name,
 )
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
-from gpipe.schedule.schedules.by_name import from_json
+from gpipe.planner.search.found import Plan
 from gpipe.stages.tree import spread_like
 
 
@@ -223,10 +223,9 @@ class Checkpoint:
     manifest: Manifest = field(repr=False)  # all that is known of it
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """What makes a pipe of the same cuts, schedule, M and remat as the saved one: `GPipe(model, **arguments)`."""
-        found = self.manifest.arguments
-        return {key: from_json(said) if key == "schedule" else said for key, said in found.items()}
+    def plan(self) -> Plan:
+        """The plan of the saved pipe: its cuts, schedule, M and remat, for `GPipe(model, plan=plan)`."""
+        return Plan.from_json(self.manifest.plan)
 
     def state_dict(self) -> dict[str, Any]:
         """All parameters and buffers, on the CPU, under the names that the plain layers give them."""

@@ -79,7 +79,7 @@ class Manifest:
     world: int  # processes that wrote it
     layers_per_partition: list[int]
     micro_batches: int
-    arguments: dict[str, Any]  # of the pipe: its cuts, schedule and remat
+    plan: dict[str, Any]  # of the pipe, as JSON
     files: dict[str, File]
     names: list[str]  # of all tensors of the state_dict, each parameter once, under its first name
     ties: dict[str, str]  # the other names of shared parameters
@@ -118,7 +118,7 @@ def to_bytes(manifest: Manifest) -> bytes:
 def from_bytes(data: bytes) -> Manifest:
     """The manifest that was written; a ValueError says what is wrong with it."""
     try:
-        fields = {"arguments": {}} | json.loads(data.decode())  # which the first ones had not
+        fields = json.loads(data.decode())
         head, found, tail = data.rpartition(fields["sha256"].encode())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError("is damaged: not the JSON that was written") from None

@@ -490,7 +490,8 @@ def save(
         name = gathered[0][0] or ""
         _compare(gathered, pipe.partitions)
         held = held.pop_all()  # until it is written
-    numbers = {name: getattr(pipe, name) for name in ("step_number", "seed", "micro_batches", "arguments")}
+    numbers = {name: getattr(pipe, name) for name in ("step_number", "seed", "micro_batches")}
+    numbers["plan"] = pipe.plan.to_json()
     numbers |= {"world": size, "layers_per_partition": list(pipe.layers_per_partition)}
     writers = min(size, pipe.partitions)  # the first replica, or one process for all stages
     writing = Writing(rank, writers, root / name, part, numbers, draft, keep, limit, team.gone)

@@ -135,7 +135,7 @@ def _same_bits() -> str:
     ways = [(2, "gpipe"), (3, "1f1b"), (3, "zb_h1"), (2, "dualpipe_v")]
     for ranks, schedule in ways:
         layers, x, y = images()
-        with gpipe.GPipe(layers, ranks, 4, schedule=schedule, devices=["cpu"] * ranks, costs="params") as pipe:
+        with gpipe.GPipe(layers, ranks, 4, schedule=schedule, devices=["cpu"] * ranks) as pipe:
             report = pipe.verify(x, y, loss_of, against="model")
         if report.differences or report.findings:
             raise ValueError(f"schedule={schedule!r}, partitions={ranks}: {report}")

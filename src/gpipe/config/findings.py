@@ -13,9 +13,11 @@ from gpipe._torch.modules import AnyBatchNorm
 from gpipe.config.settings import Settings
 from gpipe.distributed.processes import OneProcess
 from gpipe.planner.search.device import lasts
+from gpipe.planner.search.found import Plan
 from gpipe.runtime.run import Run
 from gpipe.schedule.action import Kind
 from gpipe.schedule.program import Program
+from gpipe.schedule.schedules import Schedule
 from gpipe.schedule.simulate import Prediction, equal_bubble
 from gpipe.stages.quantized import numbers_in, pieces_of
 
@@ -23,46 +25,50 @@ DWARFS = 1.5  # a stage this many times the mean sets the pace for all
 SMALL = 0.1  # a bubble that is not worth a word
 
 
-def examine_settings(settings: Settings) -> list[str]:
+def examine_settings(settings: Settings, plan: Plan) -> list[str]:
     """Reports few micro-batches, and empty and costly stages."""
     empty = [
         f"stage {stage} has no parameters; an optimizer over it alone would be refused, and it does little work: "
         f"give costs, or join its layers to a neighbour by partitions=[...]"
-        for stage, layers in enumerate(layers_of_stages(settings))
+        for stage, layers in enumerate(layers_of_stages(plan))
         if not any(True for name in layers for _ in settings.layers[name].parameters())
     ]
-    return [*_bubble(settings), *empty, *_giants(settings)]
+    return [*_bubble(settings.schedule, plan), *empty, *_giants(plan)]
 
 
-def _bubble(settings: Settings) -> Iterator[str]:
-    k, m = len(settings.devices), settings.micro_batches * settings.slices
-    tables = {count: settings.schedule.table(settings.placement, count) for count in (m, 4 * k)}
+def _bubble(schedule: Schedule, plan: Plan) -> Iterator[str]:
+    k, m = plan.partitions, plan.micro_batches * plan.slices
+    tables = {count: schedule.table(plan.rank_of, count) for count in (m, 4 * k)}
     if k == 1 or m >= 4 * k or not all(tables.values()):
         return
-    programs = (Program.of(table or (), count, rank_of=settings.placement) for count, table in tables.items())
+    programs = (Program.of(table or (), count, rank_of=plan.rank_of) for count, table in tables.items())
     now, then = map(equal_bubble, programs)
     if now > SMALL:
-        each = f" of S={settings.slices} slices" if settings.slices > 1 else ""
-        more = f"with M={-(-4 * k // settings.slices)}, four times K{'/S' * bool(each)}, it would be {then:.0%}"
-        size = f"M={settings.micro_batches} micro-batches{each} for K={k} partitions"
+        each = f" of S={plan.slices} slices" if plan.slices > 1 else ""
+        more = f"with M={-(-4 * k // plan.slices)}, four times K{'/S' * bool(each)}, it would be {then:.0%}"
+        size = f"M={plan.micro_batches} micro-batches{each} for K={k} partitions"
         yield f"{size} leave a bubble of {now:.0%}; {more}"
 
 
-def _giants(settings: Settings) -> Iterator[str]:
-    found, costs, names = settings.partition, settings.costs, list(settings.layers)
-    for stage, ((first, end), cost) in enumerate(zip(found.bounds, found.seconds, strict=True)):
-        if cost > DWARFS * found.mean:
-            largest = max(range(first, end), key=costs.__getitem__)
-            remedy = "cut that layer finer, use fewer partitions, or give measured costs"
-            share = f"its largest layer is {names[largest]} with {costs[largest] / cost:.0%} of it"
-            waited = f"stage {stage} costs {cost / found.mean:.1f} times the mean, so the others wait for it"
-            yield f"{waited}; {share}: {remedy}"
+def _giants(plan: Plan) -> Iterator[str]:
+    """Finds ranks that the others wait for; where each has one stage, by the number of that."""
+    costs, mean = plan.rank_seconds, sum(plan.rank_seconds) / plan.partitions
+    rank_of = [
+        rank for rank, count in zip(plan.rank_of, plan.layers_per_partition, strict=True) for _ in range(count)
+    ]
+    for rank, cost in enumerate(costs):
+        if cost > DWARFS * mean:
+            largest = max((at for at, own in enumerate(rank_of) if own == rank), key=plan.work.__getitem__)
+            remedy = "cut that layer finer, use fewer partitions, or pass a sample, on which layers are timed"
+            share = f"its largest layer is {plan.names[largest]} with {plan.work[largest] / cost:.0%} of it"
+            name = f"stage {plan.rank_of.index(rank)}" if plan.stages_per_rank == 1 else f"rank {rank}"
+            yield f"{name} costs {cost / mean:.1f} times the mean, so the others wait for it; {share}: {remedy}"
 
 
-def layers_of_stages(settings: Settings) -> list[list[str]]:
+def layers_of_stages(plan: Plan) -> list[list[str]]:
     """The names of the layers of each stage."""
-    names = iter(settings.layers)
-    return [[next(names) for _ in range(count)] for count in settings.layers_per_partition]
+    names = iter(plan.names)
+    return [[next(names) for _ in range(count)] for count in plan.layers_per_partition]
 
 
 FEW_ROWS = 16  # of a micro-batch, below which BatchNorm is told of: its statistics are not the mini-batch's
@@ -75,7 +81,7 @@ def find_few_rows(layers: Iterable[nn.Module], rows: int, deferred: bool) -> lis
         return []
     defer = (
         "; for running statistics of the whole mini-batch, as the script without a pipe has them in validation, "
-        "give deferred_batch_norm=True"
+        "give batch_norm='deferred'"
     )
     remedy = f"use fewer micro-batches or a larger mini-batch{'' if deferred else defer}"
     return [f"BatchNorm normalizes micro-batches of {rows} rows, too few for good statistics: {remedy}"]
@@ -96,9 +102,9 @@ logger = logging.getLogger("gpipe")
 class Examination:
     """The findings of a pipe so far."""
 
-    def __init__(self, settings: Settings, processes: OneProcess) -> None:
+    def __init__(self, settings: Settings, plan: Plan, processes: OneProcess) -> None:
         engine = processes.engine
-        self.findings = [*examine_settings(settings), *processes.findings()]
+        self.findings = [*examine_settings(settings, plan), *processes.findings()]
         self._is_first = True  # whether no mini-batch has been trained yet
         self._layers = {str(layer): layer.module for stage in engine.own for layer in stage.layers}
         self._deferred = engine.lowering.deferred_batch_norm
@@ -125,49 +131,60 @@ class Examination:
                 logger.warning(finding)
 
 
-def summary(settings: Settings, plan: Prediction, findings: Sequence[str]) -> str:
+def summary(settings: Settings, plan: Plan, prediction: Prediction, findings: Sequence[str]) -> str:
     """Describes the stages of a pipe, what a step will take, and what was found."""
-    found = settings.partition
-    over, least = f"{found.imbalance:.1f}%", f"{found.gap:.1f}%"
-    cuts = "" if over == least else f", {least} more than any cuts must cost"
-    lines = [*_table(settings, plan), f"the slowest stage costs {over} more than the mean{cuts}"]
+    found = (f"finding: {text}" for text in findings)
+    return "\n".join(
+        [*_table(settings, plan, prediction), *_balance(plan), *_step(settings.schedule, plan, prediction), *found]
+    )
+
+
+def _balance(plan: Plan) -> Iterator[str]:
+    """Says how far the slowest stage, or rank of several stages, is from the mean."""
+    if plan.stages_per_rank > 1:
+        over = max(plan.rank_seconds) * plan.partitions / (sum(plan.rank_seconds) or 1) - 1
+        yield f"the slowest rank costs {max(0.0, over):.1%} more than the mean"
+        return
+    found = plan.partition
+    over_mean, least = f"{found.imbalance:.1f}%", f"{found.gap:.1f}%"
+    cuts = "" if over_mean == least else f", {least} more than any cuts must cost"
+    yield f"the slowest stage costs {over_mean} more than the mean{cuts}"
     if (layer := found.obstacle) is not None and (share := found.chain.costs[layer] / found.mean) >= 0.01:
-        lines.append(f"in the way of better cuts: layer {list(settings.layers)[layer]}, {share:.0%} of a mean stage")
-    return "\n".join([*lines, *_step(settings, plan), *(f"finding: {text}" for text in findings)])
+        yield f"in the way of better cuts: layer {plan.names[layer]}, {share:.0%} of a mean stage"
 
 
-def _table(settings: Settings, plan: Prediction) -> Iterator[str]:
-    costs = settings.partition.seconds
-    split = {action.stage for action in plan.program.actions if action.kind is Kind.BACKWARD_WEIGHT}
-    each = layers_of_stages(settings)
+def _table(settings: Settings, plan: Plan, prediction: Prediction) -> Iterator[str]:
+    costs = plan.partition.seconds
+    split = {action.stage for action in prediction.program.actions if action.kind is Kind.BACKWARD_WEIGHT}
+    each = layers_of_stages(plan)
     spans = [names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" for names in each]
     wide = min(MOST_LETTERS, max(16, *map(len, spans)))
     yield f"stage rank  {'layers':<{wide}} device   remat          parameters      MiB   cost     W"
-    for stage, (names, rank) in enumerate(zip(each, settings.placement, strict=True)):
+    for stage, (names, rank) in enumerate(zip(each, plan.rank_of, strict=True)):
         parameters = {p for name in names for p in settings.layers[name].parameters() if not is_lazy(p)}
         share = costs[stage] / (sum(costs) or 1)
         mib = sum(piece.nbytes for p in parameters for piece in pieces_of(p)) / 2**20
-        of_weights = settings.stage_costs[stage].weight_share if settings.stage_costs else None
+        of_weights = plan.costs[stage].weight_share
         part = "-" if stage not in split else "half" if of_weights is None else f"{of_weights:.0%}"
         yield (
             f"{stage:>5} {rank:>4}  {spans[stage]:<{wide}.{wide}} {settings.devices[rank]!s:<8} "
-            f"{settings.remat[stage]:<12} {sum(map(numbers_in, parameters)):>12,} {mib:>8.1f} {share:>6.1%} {part:>5}"
+            f"{plan.remat[stage]:<12} {sum(map(numbers_in, parameters)):>12,} {mib:>8.1f} {share:>6.1%} {part:>5}"
         )
     yield "W: of a backward, the part for gradients of weights, where the schedule has that wait"
 
 
-def _step(settings: Settings, plan: Prediction) -> Iterator[str]:
-    k, slices = plan.program.ranks, plan.program.slices
-    m = plan.program.micro_batches // slices
-    paper = settings.schedule.name == "gpipe" and k == plan.program.stages
+def _step(schedule: Schedule, plan: Plan, prediction: Prediction) -> Iterator[str]:
+    k, m, slices = plan.partitions, plan.micro_batches, plan.slices
+    paper = schedule.name == "gpipe" and plan.stages_per_rank == 1
     formula = f" (K-1)/({'MS' if slices > 1 else 'M'}+K-1) =" if paper else ""
     cut = f" of S={slices} slices" if slices > 1 else ""
-    each = f" of {plan.program.stages // k} stages" if plan.program.stages > k else ""
+    each = f" of {plan.stages_per_rank} stages" if plan.stages_per_rank > 1 else ""
     yield (
         f"K={k} partition{'s' * (k > 1)}{each}, M={m} micro-batch{'es' * (m > 1)}{cut}, "
-        f"schedule {settings.schedule.name}: bubble{formula} {equal_bubble(plan.program):.1%} if the stages are equal"
+        f"schedule {schedule.name}: bubble{formula} {equal_bubble(prediction.program):.1%} if the stages are equal"
     )
-    if settings.searched is not None:
-        yield from settings.searched.compared()
-    takes = f"{lasts(plan.timeline.seconds)}, " if plan.unit == "seconds" else ""
-    yield f"predicted step: {takes}{plan.bubble:.1%} of it idle, recomputes counted, if each partition has a device"
+    if plan.least_seconds is not None:
+        yield from plan.compared()
+    takes = f"{lasts(prediction.timeline.seconds)}, " if prediction.unit == "seconds" else ""
+    idle = f"{takes}{prediction.bubble:.1%} of it idle"
+    yield f"predicted step: {idle}, recomputes counted, if each partition has a device"

@@ -108,8 +108,8 @@ def _check_is_here(pipe: "GPipe") -> None:
         raise ValueError("against='model' needs the whole model in one process. Use verify() without it.")
     if len(devices) > 1:
         raise ValueError(f"against='model' needs the model on one device, not on {len(devices)}. Use devices='cpu'.")
-    if pipe._settings.slices > 1:
-        raise ValueError("against='model' cannot compare slices, which round differently. Use slices=1.")
+    if pipe.plan.slices > 1:
+        raise ValueError("against='model' cannot compare slices, which round differently. Use a schedule without.")
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from gpipe.schedule.action import Action, Kind
 from gpipe.stages.messages import Control, Label
 from gpipe.stages.stage import Layer
 
-LOCKSTEP = "sync_batch_norm=True normalizes each micro-batch together with that of the other replicas"
+LOCKSTEP = "batch_norm='synchronized' normalizes each micro-batch together with that of the other replicas"
 
 
 class Synced:
@@ -94,7 +94,9 @@ def find_norms(layers: Sequence[Layer]) -> list[AnyBatchNorm]:
     for norm in norms:
         if norm in inside or type(norm).forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward):
             why = "is inside of a compiled module" if norm in inside else "has a forward of its own"
-            raise ValueError(f"sync_batch_norm=True cannot replace the forward of a {type(norm).__name__}: it {why}")
+            raise ValueError(
+                f"batch_norm='synchronized' cannot replace the forward of a {type(norm).__name__}: it {why}"
+            )
     return norms
 
 

@@ -58,7 +58,7 @@ class DeferredStatistics:
         parts = {module: None for root in modules for module in root.modules()}
         if any(_defers(module) for whole in parts if is_compiled(whole) for module in whole.modules()):
             raise ValueError(
-                "deferred_batch_norm=True cannot reach a BatchNorm inside of a compiled module; compile what is "
+                "batch_norm='deferred' cannot reach a BatchNorm inside of a compiled module; compile what is "
                 "around it, or leave the statistics as they are by default"
             )
         return cls([norm for norm in parts if _defers(norm)])
@@ -153,8 +153,8 @@ def find_replica_drift(modules: Sequence[nn.Module]) -> list[str]:
         return []
     return [
         "the running statistics of BatchNorm are each replica's own, so replicas drift apart in evaluation, and a "
-        "checkpoint has the first one's; give deferred_batch_norm=True for those of the whole mini-batch of all "
-        "replicas, or sync_batch_norm=True"
+        "checkpoint has the first one's; give batch_norm='deferred' for those of the whole mini-batch of all "
+        "replicas, or batch_norm='synchronized'"
     ]
 
 

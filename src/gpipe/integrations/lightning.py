@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
+from gpipe.schedule.schedules.by_name import Named
+from gpipe.schedule.schedules.by_name import named as schedule_of
 
 try:
     from lightning.fabric.utilities import move_data_to_device
@@ -37,7 +39,6 @@ except ModuleNotFoundError as error:
 INSTEAD = {
     "micro_batches": "M is accumulate_grad_batches= of the Trainer",
     "sample": "the first batch is the sample",
-    "driver": "ranks are threads",
     "mesh": "ranks are threads",
 }
 MANY = 1000  # entries of a vocabulary, which no training step changes
@@ -92,6 +93,8 @@ class GPipeStrategy(SingleDeviceStrategy):
             raise TypeError(
                 "; ".join(f"{name}=: {INSTEAD.get(name, 'gpipe.GPipe has none')}" for name in sorted(other))
             )
+        if (driver := settings.get("driver", "threads")) != "threads" and not isinstance(driver, gpipe.Threads):
+            raise TypeError("driver=: ranks are threads")
         super().__init__()
         self.parallel_devices: list[torch.device] | None = None  # Trainer sets it
         self.pipe: gpipe.GPipe | None = None
@@ -115,7 +118,8 @@ class GPipeStrategy(SingleDeviceStrategy):
             return given or "cpu"
         ranks = plan.partitions if plan is not None else self._settings["partitions"]
         if not isinstance(ranks, int):
-            ranks = len(ranks) // (self._settings.get("stages_per_rank") or 1)
+            schedule = self._settings.get("schedule", "gpipe")
+            ranks = len(ranks) // (schedule_of(schedule).stages_per_rank if isinstance(schedule, Named) else 1)
         return [some[rank % len(some)] for rank in range(ranks)]
 
     def setup(self, trainer: Any) -> None:

@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 INSTEAD = {
     "micro_batches": "M is gradient_accumulation_steps= of the TrainingArguments",
     "mesh": "the processes of a replica are K in a row; leave it out",
-    "slices": "compute_loss has losses of whole sequences; leave it out, or write the loop with pipe.step",
 }
 PIPES = inspect.signature(gpipe.GPipe).parameters.keys() - {"model", *INSTEAD}  # the arguments that go to the pipe
+SLICED = "schedule=Sliced(...): compute_loss has losses of whole sequences; write the loop with pipe.step instead"
 COUNT = "num_items_in_batch"
 UNTOUCHED = ("_window", "accelerator")  # attributes of ours, whatever they hold
 
@@ -211,7 +211,8 @@ class Pipelined(WholeCheckpoints):
     def __init__(
         self, *args: Any, partitions: int | Sequence[int] | None = None, plan: gpipe.Plan | None = None, **kwargs: Any
     ) -> None:
-        if wrong := [f"{name}=: {why}" for name, why in INSTEAD.items() if name in kwargs]:
+        wrong = [f"{name}=: {why}" for name, why in INSTEAD.items() if name in kwargs]
+        if wrong := wrong + [SLICED] * isinstance(kwargs.get("schedule"), gpipe.Sliced):
             raise TypeError("; ".join(wrong))
         self._settings: dict[str, Any] = {name: kwargs.pop(name) for name in PIPES & kwargs.keys()}
         self._settings |= {"partitions": partitions, "plan": plan}
@@ -234,7 +235,7 @@ class Pipelined(WholeCheckpoints):
         if wrong := [*_mistakes(self.model, args), *apart]:
             raise ValueError("\n".join(wrong))
         if world > 1:
-            self._settings["driver"] = "process"
+            self._settings["driver"] = self._settings.get("driver") or "process"
             args.accelerator_config.dispatch_batches = False
         if args.n_gpu > 1:
             args._n_gpu = 1  # the pipe has the others: no DataParallel
@@ -306,7 +307,8 @@ class Pipelined(WholeCheckpoints):
     def _make_pipe(self, sample: Any) -> gpipe.GPipe:
         if self.pipe is not None:
             self.pipe.close()
-        threaded = self._settings.get("driver") in (None, "threads")
+        driver = self._settings.get("driver")
+        threaded = driver in (None, "threads") or isinstance(driver, gpipe.Threads)
         if threaded and any(type(module).__name__ == "ParamWrapper" for module in self.model.modules()):
             raise ValueError(EXPERTS)
         if self.args.device.type == "cpu" and not self._apart:
@@ -549,7 +551,7 @@ def _mistakes(model: Any, args: Any) -> Iterator[str]:
 def _mistakes_apart(args: Any, world: int, ranks: int, settings: Mapping[str, Any]) -> Iterator[str]:
     if world % ranks:
         yield f"{world} processes are no multiple of partitions={ranks}"
-    if settings.get("driver") not in (None, "process"):
+    if settings.get("driver") not in (None, "process") and not isinstance(settings["driver"], gpipe.Processes):
         yield f"driver={settings['driver']!r} is for one process, and there are {world}; leave it out"
     if args.auto_find_batch_size:
         yield "auto_find_batch_size is for one process: the others would not see that memory is short"

@@ -7,10 +7,11 @@ from itertools import product
 from statistics import fmean
 
 from gpipe.planner.search.cuts import partition
+from gpipe.planner.search.cutting import fastest_cuts
 from gpipe.profiling.breakdown import Breakdown, on_paper, program_of_run, replicas_of
 from gpipe.profiling.memory import OtherProcesses
 from gpipe.schedule.action import COMPUTE, Kind
-from gpipe.schedule.partition import Partition
+from gpipe.schedule.partition import Partition, given
 from gpipe.schedule.program import Program
 from gpipe.schedule.timeline import Timeline
 
@@ -19,6 +20,7 @@ Seconds = Mapping[tuple[int, Kind], float]  # by stage and kind, the mean time o
 TINY = 1e-3  # seconds of a forward below which half of it does not take half as long
 WORTH, MUCH = 1.02, 1.05  # gains below which nothing is advised, and from which a free remedy comes before others
 SOME_CORES = 0.2  # cores used by other processes from which on they are named
+MOST_TIMED_ACTIONS, FEWEST_ATTEMPTS = 100_000, 16  # where other cuts of ranks with several stages are tried
 APART = 0.1  # the part by which a measured step may differ from its prediction without a word
 
 OTHERS_FIRST = (
@@ -161,7 +163,7 @@ def _by_simulation(steps: RecordedSteps) -> Iterator[Advice]:
     def gain(length: float) -> float:
         return wall / (wall - now + length)
 
-    text, moved, is_free = _other_cuts(steps, seconds)
+    text, moved, is_free = _other_cuts(steps, program, seconds)
     mended = gain(_length(program, moved))
     yield Advice(mended, text.format(gain=mended), is_free)
     bare = gain(_length(program.only({*Kind} - {Kind.RECOMPUTE}), seconds))
@@ -178,11 +180,19 @@ def _remedy(gain: float, share: float, what: str, remedy: str, *, most: str = ""
     return Advice(gain, TEXT.format(what=what, share=share, remedy=remedy, most=most, gain=gain), is_free)
 
 
-def _other_cuts(steps: RecordedSteps, seconds: Seconds) -> tuple[str, Seconds, bool]:
-    """The remedy of the slowest stage: its text, what actions would take, and whether it is free."""
+def _other_cuts(steps: RecordedSteps, program: Program, seconds: Seconds) -> tuple[str, Seconds, bool]:
+    """The remedy of the slowest rank: its text, what actions would take, and whether it is free.
+
+    Where each rank has one stage, it is named by that.
+    """
     stages, cuts = steps.breakdown.stage_seconds, steps.partition
-    mean, slowest = fmean(stages), max(range(len(stages)), key=stages.__getitem__)
-    longer = f"Stage {slowest} takes {stages[slowest] / mean - 1:.0%} longer than the mean stage"
+    one_each = program.ranks == program.stages
+    loads = [0.0] * program.ranks
+    for rank, some in zip(program.rank_of, stages, strict=True):
+        loads[rank] += some
+    mean, slowest = fmean(loads), max(range(len(loads)), key=loads.__getitem__)
+    name = f"Stage {program.rank_of.index(slowest)}" if one_each else f"Rank {slowest}"
+    longer = f"{name} takes {loads[slowest] / mean - 1:.0%} longer than the mean {name.split()[0].lower()}"
     stage_of = [stage for stage, layers in enumerate(cuts.layers) for _ in range(layers)]
     totals = [float(sum(cuts.chain.costs[first:end])) for first, end in cuts.bounds]
     shares = [  # of each layer in its stage
@@ -190,17 +200,26 @@ def _other_cuts(steps: RecordedSteps, seconds: Seconds) -> tuple[str, Seconds, b
         for cost, stage in zip(cuts.chain.costs, stage_of, strict=True)
     ]
     costs = [stages[stage] * share for stage, share in zip(stage_of, shares, strict=True)]
-    best = partition(costs, len(stages), balance="minmax")
-    if best.layers == cuts.layers:
+
+    def moved(layers: Sequence[int]) -> Seconds:
+        """What actions would take with other cuts."""
+        found: defaultdict[tuple[int, Kind], float] = defaultdict(float)
+        for stage, (first, end) in enumerate(given(layers, costs).bounds):
+            for layer, kind in product(range(first, end), COMPUTE):
+                found[stage, kind] += seconds.get((stage_of[layer], kind), 0.0) * shares[layer]
+        return found
+
+    best = partition(costs, len(stages), balance="minmax").layers
+    if not one_each:
+        attempts = max(FEWEST_ATTEMPTS, MOST_TIMED_ACTIONS // len(program.actions))
+        best = fastest_cuts([cuts.layers, best], lambda layers: _length(program, moved(layers)), attempts)
+    if best == cuts.layers:
         better = "no cuts are better" if steps.measured else BY_GUESS
-        even = {key: some * mean / (stages[key[0]] or 1.0) for key, some in seconds.items()}
+        rank_of = program.rank_of
+        even = {key: some * mean / (loads[rank_of[key[0]]] or 1.0) for key, some in seconds.items()}
         return f"{longer}, and {better}: lighter layers in it would give up to {{gain:.2f}} x", even, False
-    moved: defaultdict[tuple[int, Kind], float] = defaultdict(float)
-    for stage, (first, end) in enumerate(best.bounds):
-        for layer, kind in product(range(first, end), COMPUTE):
-            moved[stage, kind] += seconds.get((stage_of[layer], kind), 0.0) * shares[layer]
-    text = f"{longer}: partitions={list(best.layers)} in place of {list(cuts.layers)} would give {{gain:.2f}} x"
-    return text, moved, True
+    text = f"{longer}: partitions={list(best)} in place of {list(cuts.layers)} would give {{gain:.2f}} x"
+    return text, moved(best), True
 
 
 def _length(program: Program, seconds: Seconds) -> float:

@@ -264,16 +264,16 @@ class Recording(Recorder):
 
     def _recorded_steps(self, steps: Sequence[Timeline] = ()) -> RecordedSteps:
         """Some of the steps, or all training steps, if there are any: evaluations between have other tables."""
-        steps, settings = steps or steps_among(self.timelines), self._pipe._settings
+        steps, plan = steps or steps_among(self.timelines), self._pipe.plan
         return RecordedSteps(
             steps,
             breakdown(steps),
-            settings.partition,
+            plan.partition,
             self._driver,
             self._others(),
-            micro_batches=settings.micro_batches * settings.slices,
-            recomputes=settings.recomputes,
-            measured=settings.in_seconds,
+            micro_batches=plan.micro_batches * plan.slices,
+            recomputes=any(remat not in ("never", "offload") for remat in plan.remat),
+            measured=plan.measured,
         )
 
     def _others(self) -> OtherProcesses | None:

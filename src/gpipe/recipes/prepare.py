@@ -3,7 +3,7 @@
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil
@@ -163,11 +163,12 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def prepare(recipe: Recipe[Any], costs: Sequence[float] | None = None, world: World | None = None) -> Job:
+def prepare(recipe: Recipe[Any], world: World | None = None, *, measure: bool = True) -> Job:
     """Builds the network and its pipeline, and goes back to where the run was.
 
-    By default the time of layers is measured, and the processes are those of torchrun, or else this one alone. A
-    ValueError says of options that cannot be, or do not fit the checkpoint, what to do, a line for each.
+    The time of layers is measured, unless they are cut by their parameters (`measure=False`). The processes are by
+    default those of torchrun, or else this one alone. A ValueError says of options that cannot be, or do not fit the
+    checkpoint, what to do, a line for each.
     """
     world, options = world or find_world(os.environ), recipe.options
     if (tracker := options.report_to) is not None:
@@ -179,7 +180,7 @@ def prepare(recipe: Recipe[Any], costs: Sequence[float] | None = None, world: Wo
         raise ValueError(f"{options.out} has the weights of a run and no checkpoint to go on from: {remedy}")
     if options.from_ is not None and not begun:
         recipe.fit(read_weights(options.from_), layers)
-    pipe, how = make_pipe(recipe, layers, costs, world)
+    pipe, how = make_pipe(recipe, layers, world, measure=measure)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -214,7 +215,7 @@ def read_weights(run: Path) -> Mapping[str, Any]:
 
 
 def make_pipe(
-    recipe: Recipe[Any], layers: Any, costs: Sequence[float] | None, world: World, sample: Any = None
+    recipe: Recipe[Any], layers: Any, world: World, sample: Any = None, *, measure: bool = True
 ) -> tuple[gpipe.GPipe, dict[str, Any]]:
     """Cuts the layers, or a model, as the options say, or as is fastest on this machine; gives also how."""
     o: TrainOptions = recipe.options
@@ -222,7 +223,7 @@ def make_pipe(
     assert k is not None
     replicas = world.size // k if world.launched else 1
     m = o.micro_batches // replicas
-    if not costs or o.plan is not None:
+    if measure or o.plan is not None:
         sample = recipe.sample(replicas).inputs
 
     def planned() -> dict[str, Any]:
@@ -230,16 +231,21 @@ def make_pipe(
         while not isinstance(first, Tensor):
             first = first[0]
         even = max(m, len(first) - len(first) % m)  # rows that make equal parts
-        plan = gpipe.find_plan(layers, sample, k, even, partitions=k, micro_batches=m, measure=True)
-        chosen = {name: getattr(plan, name) for name in ("schedule", "stages_per_rank", "remat")}
-        return {"partitions": plan.layers_per_partition, **chosen}
+        return gpipe.find_plan(layers, sample, k, even, partitions=k, micro_batches=m, measure=True).to_json()
 
     how: dict[str, Any] = {"partitions": k, "schedule": o.schedule, "remat": o.remat}
     if o.plan is not None:
         with one_thread():
-            how = of_first(world, planned)
-    how_run: dict[str, Any] = {"intra_op_threads": 1, "driver": "process" if world.launched else None, **how}
-    return gpipe.GPipe(layers, micro_batches=m, costs=costs, sample=sample, seed=o.seed, **how_run), how
+            how = {"plan": gpipe.Plan.from_json(of_first(world, planned))}
+    elif sample is not None and not measure:  # of a model, which is recorded on it
+        layers = gpipe.layers_of(layers, sample)
+        costs = [1.0] * len(layers)
+        how = {"plan": gpipe.find_plan(layers, None, k, micro_batches=m, costs=costs, balance="variance")}
+    driver = "process" if world.launched else None
+    pipe = gpipe.GPipe(layers, micro_batches=m, sample=sample, seed=o.seed, driver=driver, **how)
+    plan = pipe.plan
+    chosen = {"stages_per_rank": plan.stages_per_rank, "schedule": plan.schedule, "remat": plan.remat}
+    return pipe, {"partitions": plan.layers_per_partition, **chosen} if "plan" in how else how
 
 
 def _begin(job: Job) -> None:

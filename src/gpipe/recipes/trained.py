@@ -44,7 +44,7 @@ def _pipe_of(recipe: Recipe[Any], world: World, *, trains: bool) -> tuple[gpipe.
     layers = build(recipe)
     load(read_weights(recipe.options.out), layers)
     model, sample = (layers, None) if trains else recipe.model(layers)
-    return make_pipe(recipe, model, [1.0] * len(layers), world, sample)
+    return make_pipe(recipe, model, world, sample, measure=False)
 
 
 @contextmanager

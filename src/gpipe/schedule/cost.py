@@ -1,7 +1,7 @@
 """Costs of actions, in seconds and bytes by stage."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, assert_never
 
 from gpipe.schedule.action import Action, Kind
@@ -59,6 +59,14 @@ class StageCost:
         each = {name: getattr(self, name) for name in shared}
         return replace(self, **{name: value / slices for name, value in each.items() if value is not None})
 
+    def holding(self, counted: "StageCost") -> "StageCost":
+        """The same seconds, with the bytes that were counted.
+
+        >>> StageCost(1.0, 2.0).holding(StageCost(7.0, 7.0, inside=3))  # doctest: +ELLIPSIS
+        StageCost(forward=1.0, backward=2.0, ..., inside=3, ...)
+        """
+        return replace(self, **{name: getattr(counted, name) for name in BYTES})
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """The bytes of all that a stage may hold of a micro-batch, in the order of `Simulator.held`."""
@@ -81,6 +89,7 @@ class StageCost:
         return self.backward_weight / parts if parts else None
 
 
+BYTES = tuple(each.name for each in fields(StageCost) if each.type in (int, int | None))
 Costs = Sequence[StageCost]
 
 

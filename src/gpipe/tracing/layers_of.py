@@ -184,7 +184,7 @@ def is_model(given: object) -> bool:
     return isinstance(given, nn.Module) and type(given).forward not in own and not isinstance(given, LISTS)
 
 
-def read_model(given: object, sample: Tree, blocks: Sequence[str] | None) -> TracedModel | None:
+def read_model(given: object, sample: Tree) -> TracedModel | None:
     """The model as layers; None if these are layers already, or there is no sample to trace it on."""
     if isinstance(given, ModelLayers):
         return given.traced
@@ -195,16 +195,14 @@ def read_model(given: object, sample: Tree, blocks: Sequence[str] | None) -> Tra
         raise ValueError(f"the model is {what} as a whole, and what it does cannot be seen any more; {instead}")
     if scripted := [name for name, part in given.named_modules() if isinstance(part, torch.jit.ScriptModule)]:
         raise ValueError(f"{scripted[0]} in the {type(given).__name__} {OF_TORCHSCRIPT}")
-    return None if sample is None else TracedModel(given, sample, blocks)
+    return None if sample is None else TracedModel(given, sample, None)
 
 
-def why_not_layers(given: object, blocks: Sequence[str] | None) -> list[str]:
+def why_not_layers(given: object) -> list[str]:
     """What is wrong with what is to be layers, since there is no sample to make a model some on."""
     if is_model(given):
         return [
             f"a {type(given).__name__} is no sequence of layers; give sample=, an example mini-batch, on which its "
             f"forward is recorded to be cut into layers, or give an nn.Sequential of its layers"
         ]
-    if blocks is not None:
-        return ["blocks= names the modules between which a model is cut; a sequence of layers needs none"]
     return []

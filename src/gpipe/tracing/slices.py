@@ -27,38 +27,38 @@ BY_TOKENS = ("input_ids", "inputs_embeds", "labels", "position_ids", "shift_labe
 """The inputs that have tokens in their second dimension, and are cut there; masks go to a slice up to its end."""
 NO_CACHE = (
     "slices={slices}: the {model} takes no past_key_values, by which a slice of a sequence attends to those before "
-    "it; slices are for causal language models of transformers. Leave slices= out"
+    "it; slices are for causal language models of transformers. Leave gpipe.Sliced out"
 )
 NO_VALUES = (
     "slices={slices}: the {model} has no values yet (it is on the meta device), and it is tried on the sample if "
-    "slices make the whole; build it with values, or leave slices= out"
+    "slices make the whole; build it with values, or leave gpipe.Sliced out"
 )
 OWN_LOSS = (
     "slices={slices} is for the model's own loss, which is told the labels across the borders of slices: have "
     "step(batch) given a dict of input_ids and labels, and make the pipe with such a sample; for another loss, leave "
-    "slices= out"
+    "gpipe.Sliced out"
 )
 NOT_CUT = (
     "slices={slices}: {name} has the shape {shape}, dtype {dtype}, and it is not known how it is cut along {tokens} "
-    "tokens; leave it out, or leave slices= out. Cut are {known}, and attention_mask [rows, tokens] of integers or "
-    "booleans, which are 0 or False for padding"
+    "tokens; leave it out, or leave gpipe.Sliced out. Cut are {known}, and attention_mask [rows, tokens] of integers "
+    "or booleans, which are 0 or False for padding"
 )
 TOO_SHORT = "slices={slices}: a micro-batch of {tokens} tokens cannot be cut into so many; give fewer, or longer rows"
 WINDOW = (
     "slices={slices}: the {model} attends to a window of {window} tokens, and the sample has {tokens}: it was not "
-    "tried whether slices see the same. Give a sample that is longer, or leave slices= out"
+    "tried whether slices see the same. Give a sample that is longer, or leave gpipe.Sliced out"
 )
 PACKED = (
     "slices={slices}: position_ids begin anew within a row, as those of packed sequences do, and no attention_mask "
-    "says what belongs together; a slice would attend to other sequences. Leave slices= out"
+    "says what belongs together; a slice would attend to other sequences. Leave gpipe.Sliced out"
 )
 WHOLE_LENGTH = (
     "slices={slices}: rotary positions of the {model} ({kind}) depend on the length of the whole sequence, of which "
-    "a slice shows a part; leave slices= out"
+    "a slice shows a part; leave gpipe.Sliced out"
 )
 ROUTER = (
     "slices={slices}: with output_router_logits the loss has a part for the router that is no mean over labels; "
-    "leave slices= out, or output_router_logits"
+    "leave gpipe.Sliced out, or output_router_logits"
 )
 CHECKPOINTED = (
     "slices={slices}: under gradient checkpointing the {model} leaves out the cache, by which a slice attends to "
@@ -66,11 +66,11 @@ CHECKPOINTED = (
 )
 OTHERWISE = (
     "slices={slices}: in slices the {model} {what}. It mixes tokens by more than attention to earlier ones with a "
-    "cache of their keys and values, or its loss is no mean over labels: leave slices= out"
+    "cache of their keys and values, or its loss is no mean over labels: leave gpipe.Sliced out"
 )
 FROM_PADDING = (
     "slices={slices}: in slices the {model} {what}. Some labels of the sample are predicted from padding, which "
-    "slices see otherwise: have those of padding and of the first token behind it be -100, or leave slices= out"
+    "slices see otherwise: have those of padding and of the first token behind it be -100, or leave gpipe.Sliced out"
 )
 
 

@@ -16,6 +16,7 @@ from gpipe.recipes.recipe import Batch, Share
 from gpipe.recipes.translation.corpus import Sentence
 from gpipe.recipes.translation.recipe import TranslationRecipe, count_words
 from gpipe.recipes.translation.translator import LAYOUTS
+from tests.support.planned import pipe_by_costs
 from tests.support.toy_language import options
 
 each_model = pytest.mark.parametrize("model", list(LAYOUTS))
@@ -35,7 +36,7 @@ def sentences_of(recipe: TranslationRecipe, count: int = 7) -> list[Sentence]:
 
 
 def piped(recipe: TranslationRecipe, layers: Sequence[nn.Module], **changes: Any) -> gpipe.GPipe:
-    return gpipe.GPipe(layers, **{"partitions": 2, "micro_batches": 3, "costs": [1.0] * len(layers), **changes})
+    return pipe_by_costs(layers, **{"partitions": 2, "micro_batches": 3, "costs": [1.0] * len(layers), **changes})
 
 
 def batch_of(recipe: TranslationRecipe, sentences: Sequence[Sentence]) -> Batch:

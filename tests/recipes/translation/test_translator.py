@@ -14,6 +14,7 @@ import gpipe
 from gpipe.recipes.data.token_batches import BEGIN, END, PAD, padded
 from gpipe.recipes.translation.recipe import TranslationRecipe
 from gpipe.recipes.translation.translator import LAYOUTS, Cache, EncoderDecoder, Network, beam, greedy, limit_of
+from tests.support.planned import pipe_by_costs
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 from tests.support.toy_language import options
@@ -42,7 +43,7 @@ def sources_of(recipe: TranslationRecipe) -> list[list[int]]:
 def piped(recipe: TranslationRecipe, **how: Any) -> gpipe.GPipe:
     model, sample = recipe.model(layers_of(recipe))
     how = {"partitions": 2, "micro_batches": 3, "costs": "params", **how}
-    return gpipe.GPipe(model, sample=sample, **how).eval()
+    return pipe_by_costs(model, sample=sample, **how).eval()
 
 
 def translated(recipe: TranslationRecipe, width: int, **how: Any) -> list[list[int]]:

@@ -13,6 +13,7 @@ import gpipe
 from gpipe.planner.search import tables
 from gpipe.schedule.action import COMPUTE
 from tests.support.plain_loop import weights_of
+from tests.support.planned import pipe_by_costs
 
 WIDTH, ROWS, TIGHT = 64, 128, 340_000
 Json = Any
@@ -30,7 +31,9 @@ def batch() -> torch.Tensor:
 def by_memory(memory: float | None, driver: str) -> Json:
     """One step where it is recomputed as little as memory allows."""
     return _step(
-        gpipe.GPipe(layers(), 2, 8, sample=batch(), costs=[1] * 6, remat="auto", memory=memory, seed=1, driver=driver)
+        pipe_by_costs(
+            layers(), 2, 8, sample=batch(), costs=[1] * 6, remat=gpipe.Remat(memory=memory), seed=1, driver=driver
+        )
     )
 
 
@@ -59,7 +62,11 @@ def searched_by_replicas(rank: int, world: int, built: bool) -> Json:
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "pp"))
     if built:
         return _searched(layers(dropout=0.0), mesh=mesh)
-    return _searched([partial(_layer, at) for at in range(6)], mesh=mesh, costs="params")
+    makers, devices = [partial(_layer, at) for at in range(6)], [gpipe.Device(memory=TIGHT, flops=1.0)] * 2
+    how: Any = {"micro_batches": 8, "schedule": "auto", "costs": "params"}
+    with patch.object(tables, "MOST_LISTED", 20_000):
+        plan = gpipe.find_plan(makers, batch(), devices, **how)
+    return _told(gpipe.GPipe(makers, plan=plan, seed=1, mesh=mesh))
 
 
 def _layer(at: int) -> nn.Module:
@@ -68,7 +75,13 @@ def _layer(at: int) -> nn.Module:
 
 def _searched(model: Any, **options: Any) -> Json:
     with patch.object(tables, "MOST_LISTED", 20_000):
-        pipe = gpipe.GPipe(model, 2, 8, sample=batch(), schedule="auto", memory=TIGHT, seed=1, **options)
+        pipe = gpipe.GPipe(
+            model, 2, 8, sample=batch(), schedule="auto", seed=1, remat=gpipe.Remat(memory=TIGHT), **options
+        )
+    return _told(pipe)
+
+
+def _told(pipe: gpipe.GPipe) -> Json:
     found = [pipe.program.only(COMPUTE).to_text(), list(pipe.layers_per_partition)]
     return {**_step(pipe), "found": found}
 
@@ -82,4 +95,4 @@ def _step(pipe: gpipe.GPipe) -> Json:
     with pipe:
         loss = pipe.step(batch(), batch(), mse_loss)
         gradients = {name: p.grad.tolist() for name, p in pipe.named_parameters() if p.grad is not None}
-        return {"loss": loss.item(), "remat": list(pipe._settings.remat), "gradients": gradients}
+        return {"loss": loss.item(), "remat": list(pipe.plan.remat), "gradients": gradients}

@@ -17,7 +17,7 @@ def train(file: str, partitions: int) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 8)]
     over = dist.is_initialized()
-    pipe = gpipe.GPipe(layers, partitions, 4, costs="params", seed=1, driver="process" if over else None)
+    pipe = gpipe.GPipe(layers, partitions, 4, seed=1, driver="process" if over else None)
     optimizer = torch.optim.AdamW(pipe.parameters())
     for _ in range(3):
         pipe.step(torch.randn(16, 8), torch.randn(16, 8), mse_loss)

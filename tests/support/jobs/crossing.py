@@ -14,6 +14,7 @@ from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.processes import Processes
 from gpipe.schedule.action import TRANSFERS
 from tests.support.plain_loop import weights_of
+from tests.support.planned import staged
 
 MICRO_BATCHES, STEPS = 4, 2
 WIDTHS = (3, 5, 7, 11, 13, 17, 19)
@@ -37,7 +38,7 @@ def train(rank: int, world: int, stages: Sequence[int], schedule: str, rows: Seq
     per_rank = sum(stages) // ranks
     own = rows[rank // ranks]
     x, y = torch.ones(own, WIDTHS[0]), torch.ones(own, WIDTHS[sum(stages)])
-    how: Any = {"schedule": schedule, "stages_per_rank": per_rank, "driver": "process"}
+    how: Any = {"schedule": staged(schedule, per_rank), "driver": "process"}
     with gpipe.GPipe(layers, list(stages), MICRO_BATCHES, **how) as pipe, gpipe.record(pipe) as recording:
         for _ in range(STEPS):
             pipe.zero_grad()
@@ -87,11 +88,11 @@ def train_tied(rank: int, world: int, **how: Any) -> list[Json]:
 
 
 def train_synced(rank: int, world: int) -> list[Json]:
-    return train_tied(rank, world, sync_batch_norm=True)
+    return train_tied(rank, world, batch_norm="synchronized")
 
 
 def train_deferred(rank: int, world: int) -> list[Json]:
-    return train_tied(rank, world, deferred_batch_norm=True)
+    return train_tied(rank, world, batch_norm="deferred")
 
 
 def linked(pipe: gpipe.GPipe) -> Endpoint:

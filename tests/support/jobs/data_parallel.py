@@ -23,6 +23,7 @@ from gpipe.stages.tree import full_tensor, local
 from tests.support.jobs.training import Json
 from tests.support.placements import placed
 from tests.support.plain_loop import weights_of
+from tests.support.planned import staged
 from tests.support.processes.marks import FOLDER
 from tests.support.said import said
 
@@ -211,7 +212,7 @@ def aside(momentum: float | None) -> list[nn.Module]:
 
 
 def defer(rank: int, world: int, rows: Sequence[int], momentum: float | None) -> Json:
-    pipe = gpipe.GPipe(aside(momentum), 2, 4, seed=0, driver="process", deferred_batch_norm=True)
+    pipe = gpipe.GPipe(aside(momentum), 2, 4, seed=0, driver="process", batch_norm="deferred")
     for step in (0, 1):
         pipe.step(*part_of(rank, 2, rows, step), F.mse_loss)
     with torch.no_grad():
@@ -240,7 +241,7 @@ def fail_late(rank: int, world: int) -> Json:
     """A step that fails on one rank when the others have nothing left to do; gives the buffers, then and after."""
     first, *rest = aside(0.1)
     layers = [first, FailsAtLast(4 if rank == 2 else 0), *rest]
-    pipe = gpipe.GPipe(layers, [4, 2], 4, seed=0, driver="process", remat="never", deferred_batch_norm=True)
+    pipe = gpipe.GPipe(layers, [4, 2], 4, seed=0, driver="process", remat="never", batch_norm="deferred")
     before = tensors_of(dict(pipe.named_buffers()))
     error = said(lambda: pipe.step(*part_of(rank, 2, [7, 4], 0), F.mse_loss))
     failed = tensors_of(dict(pipe.named_buffers()))
@@ -263,7 +264,7 @@ def normalized() -> list[nn.Module]:
 
 def synchronize(rank: int, world: int, rows: Sequence[int], remat: str, way: str) -> Json:
     """Steps in which BatchNorm normalizes over replicas; then one that cannot be, and another."""
-    pipe = gpipe.GPipe(normalized(), [4, 3], 2, seed=0, driver="process", remat=remat, sync_batch_norm=True)
+    pipe = gpipe.GPipe(normalized(), [4, 3], 2, seed=0, driver="process", remat=remat, batch_norm="synchronized")
     for step in (0, 1):
         x, y = part_of(rank, 2, rows, step)
         if way == "step":
@@ -384,7 +385,7 @@ def shard_some(rank: int, world: int, replicas: int, cases: list[tuple[str, int,
     for schedule, each, micro_batches, remat, layers in cases:
         left: list[Any] = []
         for sharded in ([], layers):
-            how: dict[str, Any] = {"schedule": schedule, "stages_per_rank": each, "remat": remat}
+            how: dict[str, Any] = {"schedule": staged(schedule, each), "remat": remat}
             pipe = gpipe.GPipe(mlp(), partitions, micro_batches, seed=0, mesh=mesh, **how)
             for name, layer in pipe.named_children():
                 if int(name) in sharded:

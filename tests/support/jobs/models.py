@@ -10,6 +10,7 @@ import gpipe
 from tests.support.open_models import batch_of, model_of, without_labels
 from tests.support.outcomes import Outcome, gradients, optimizer_of, state
 from tests.support.plain_loop import tensors_in
+from tests.support.planned import pipe_by_costs
 from tests.support.processes.digests import Digests, digests
 
 MICRO_BATCHES, SEED = 4, 5
@@ -18,7 +19,7 @@ Json = Any
 
 def piped(model: nn.Module, name: str, partitions: int, **how: Any) -> gpipe.GPipe:
     how = {"micro_batches": MICRO_BATCHES, "costs": "params", "seed": SEED, **how}
-    return gpipe.GPipe(model, partitions, sample=batch_of(name), **how)
+    return pipe_by_costs(model, partitions, sample=batch_of(name), **how)
 
 
 def stepped(pipe: gpipe.GPipe, given: Sequence[Any]) -> Outcome:

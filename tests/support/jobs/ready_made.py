@@ -54,7 +54,7 @@ def train(rank: int, world: int, how: dict[str, Any]) -> Json:
 def normalize(rank: int, world: int, rows: Sequence[Sequence[int]]) -> Json:
     """A call whose BatchNorms normalize over replicas, each of which leaves out one of the outputs."""
     replica = rank // 2
-    how: Any = {"seed": SEED, "driver": "process", "sync_batch_norm": True}
+    how: Any = {"seed": SEED, "driver": "process", "batch_norm": "synchronized"}
     with gpipe.GPipe(normalized(), [4, 3], MOST, **how) as pipe:
         inputs = data([[n] for n in rows[replica]], replica)
         loss_of(replica, pipe(inputs, gather=True)).backward()

@@ -84,7 +84,10 @@ def train(net: Net, there: Sequence[torch.device], **way: Any) -> Left:
     x, y = x.to(there[0]), y.to(there[-1])
     if way.get("driver") != "process":  # which knows its device
         way["devices"] = list(there)
-    with gpipe.GPipe(layers, len(there), M, seed=SEED, costs=[1] * len(layers), **way) as pipe:
+    planned = {name: way.pop(name) for name in ("schedule", "remat") if name in way}
+    costs = [1.0] * len(layers)
+    plan = gpipe.find_plan(layers, None, len(there), micro_batches=M, costs=costs, balance="variance", **planned)
+    with gpipe.GPipe(layers, plan=plan, seed=SEED, **way) as pipe:
         return _left(pipe, lambda _: pipe.step(x, y, loss_of))
 
 

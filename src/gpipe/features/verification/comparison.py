@@ -66,7 +66,7 @@ UNKNOWN = (
     "micro-batches or stages run, or on state that another stage writes (also numpy's or Python's random numbers, or "
     "gradients that a layer computes with backward() in its forward)."
 )
-HOW_TO_ACCEPT = " Pass verify=False to GPipe to train anyway."
+HOW_TO_ACCEPT = " Set pipe.verify_steps = False to train anyway."
 STATE_IN_BACKWARD = (
     "The backward of {stage} writes {places}, and a later forward reads it. In the reference loop the next "
     "micro-batch reads it. Here forwards run ahead of backwards, so the results depend on the schedule. Use "

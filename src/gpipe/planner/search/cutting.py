@@ -50,6 +50,41 @@ def every_cut(layers: int, stages: int) -> Iterator[Cuts]:
         yield tuple(end - first for first, end in pairwise((0, *inner, layers)))
 
 
+def fastest_cuts(starts: Sequence[Cuts], seconds: Callable[[Cuts], float], attempts: int) -> Cuts:
+    """Finds the cuts with which a step is fastest, in so many attempts at most; of ties, the first start.
+
+    Where all cuts are no more than that, and few, it tries all; else it goes on from the best of `starts` to
+    neighbours, one layer moved at a time, while that pays.
+
+    >>> fastest_cuts([(3, 1)], lambda cuts: abs(cuts[0] - cuts[1]), attempts=9)
+    (2, 2)
+    """
+    layers, stages = sum(starts[0]), len(starts[0])
+    found, least = starts[0], seconds(starts[0])
+    tried = {found}
+
+    def attempt(cuts: Cuts) -> bool:
+        nonlocal found, least
+        tried.add(cuts)
+        took = seconds(cuts)
+        is_faster = took < least / ROUNDING_FACTOR
+        if is_faster:
+            found, least = cuts, took
+        return is_faster
+
+    if comb(layers - 1, stages - 1) <= min(attempts, MOST_CUTS_TRIED):
+        for cuts in every_cut(layers, stages):
+            attempt(cuts)
+        return found
+    for cuts in starts[1:]:
+        attempt(cuts)
+    better = True
+    while better and len(tried) < attempts:
+        others = (cuts for cuts in _neighbours(found) if cuts not in tried)
+        better = any(attempt(cuts) for cuts in islice(others, attempts - len(tried)))
+    return found
+
+
 class Trial:
     """A shape and its table on its devices, and the best of its cuts that were tried so far.
 

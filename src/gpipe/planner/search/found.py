@@ -1,20 +1,22 @@
 """What a search found: the plan, the next best, and why the others were rejected."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 from gpipe.planner.search.device import Device, bytes_text, lasts
 from gpipe.planner.search.profile import bounds
 from gpipe.planner.search.shapes import Shape
 from gpipe.schedule.cost import StageCost
-from gpipe.schedule.lower import Remat, place_remat, place_transfers
+from gpipe.schedule.lower import Remat, join_backwards, place_remat, place_transfers
+from gpipe.schedule.partition import Partition, given
 from gpipe.schedule.program import Program, in_cell
-from gpipe.schedule.schedules import Placement
+from gpipe.schedule.schedules import SCHEDULES, Placement, table_in_training
+from gpipe.schedule.schedules.by_name import Interleaved, Named, Sliced, named, only
 from gpipe.schedule.simulate import Simulation, simulate
 
 Reason = Literal["slower", "too big", "more stages than layers", "no table of this size"]
@@ -39,27 +41,32 @@ class Rejection:
         return f"{self.shape}: {self.detail or self.reason}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a network is to be trained, and what is predicted of that; `gpipe.GPipe(model, plan=plan)` does it.
+    """How a network is trained: plain data, which `gpipe.GPipe(model, plan=plan)` follows.
+
+    `gpipe.find_plan` returns one, `GPipe.plan` is the one that a pipe follows, and a checkpoint stores it.
 
     Attributes:
-        partitions: K, how many ranks there are.
         micro_batches: M.
         layers_per_partition: The layers of each stage.
+        rank_of: The rank of each stage.
         schedule: By name.
-        stages_per_rank: How many stages each rank holds.
+        slices: How many slices each micro-batch of a step is cut into.
+        table: Of what each rank does, where that is no schedule by name: it was searched for, then `schedule` is
+            `"auto"`, or it was given.
         remat: Of each stage: `"never"`, `"always"`, or how many micro-batches at once keep what is inside.
-        seconds: Of a mini-batch, but for its data and the optimizer.
+        unsplit: The stages whose backwards are not split; None until a pipe decides.
+        names: Of the layers.
+        work: What each layer costs: forward and backward of a micro-batch.
+        costs: Of the stages.
+        measured: Whether costs are measured seconds; else only proportions count, or they follow from FLOP/s.
+        counted: Whether the bytes that stages hold were counted.
+        seconds: Of a mini-batch, but for its data and the optimizer; in the unit of `costs`.
         peak_bytes: The most that each rank holds: state of its layers, and activations.
         bubble: The share of rank-seconds in which nothing is computed, the imbalance of the stages included.
-        global_batch: The rows of a mini-batch.
-        devices: Of the ranks.
-        costs: Of the stages.
-        names: Of the layers.
-        work: Of the layers, seconds of forward and backward of a micro-batch on the first device.
-        measured: Whether seconds were measured; else they follow from the devices' FLOP/s.
-        table: Of what each rank does, where it was searched for: then `schedule` is `"auto"`.
+        global_batch: The rows of a mini-batch; 0 where they are not known.
+        devices: Of the ranks, where it was planned for some.
         least_seconds: That no table of these stages goes below, where one was searched for.
         plain_seconds: Of the same mini-batch in plain torch with all these cores, where that was measured.
         alternatives: The next best, of other shapes.
@@ -75,37 +82,113 @@ class Plan:
     K=2 M=4 1f1b: 30.0 s for 4 rows, 0.133333 rows/s
     """
 
-    partitions: int
     micro_batches: int
     layers_per_partition: tuple[int, ...]
+    rank_of: Placement
     schedule: str
-    stages_per_rank: int
     remat: tuple[Remat, ...]
-    seconds: float
-    peak_bytes: tuple[int, ...]
-    bubble: float
-    global_batch: int
-    devices: tuple[Device, ...] = field(repr=False)
-    costs: tuple[StageCost, ...] = field(repr=False)
     names: tuple[str, ...] = field(repr=False)
     work: tuple[float, ...] = field(repr=False)
+    costs: tuple[StageCost, ...] = field(repr=False)
     measured: bool = False
+    counted: bool = True
+    slices: int = 1
     table: Program | None = field(default=None, repr=False)
+    unsplit: frozenset[int] | None = None
+    seconds: float = 0.0
+    peak_bytes: tuple[int, ...] = ()
+    bubble: float = 0.0
+    global_batch: int = 0
+    devices: tuple[Device, ...] = field(default=(), repr=False)
     least_seconds: float | None = None
     plain_seconds: float | None = None
     alternatives: tuple["Plan", ...] = field(default=(), repr=False)
     rejected: tuple[Rejection, ...] = field(default=(), repr=False)
 
     @property
+    def partitions(self) -> int:
+        """K, how many ranks there are."""
+        return max(self.rank_of) + 1
+
+    @property
+    def stages_per_rank(self) -> int:
+        """How many stages each rank holds."""
+        return len(self.rank_of) // self.partitions
+
+    @property
     def shape(self) -> Shape:
         """All but the cuts and the remat."""
         return Shape(self.partitions, self.micro_batches, self.schedule, self.stages_per_rank)
 
-    @property
-    def rank_of(self) -> Placement:
-        """The rank of each stage."""
-        found = self.table.rank_of if self.table else self.shape.rank_of
-        assert found is not None  # it was timed
+    @cached_property
+    def partition(self) -> Partition:
+        """The cuts, by what layers cost."""
+        return given(self.layers_per_partition, self.work)
+
+    @cached_property
+    def rank_seconds(self) -> tuple[float, ...]:
+        """What the stages of each rank cost together, in the unit of `work`."""
+        totals = [0.0] * self.partitions
+        for rank, cost in zip(self.rank_of, self.partition.seconds, strict=True):
+            totals[rank] += cost
+        return tuple(totals)
+
+    def as_schedule(self) -> Named | Program:
+        """The table, or what names it, as `gpipe.GPipe` takes a schedule."""
+        if self.table is not None:
+            return self.table
+        each = SCHEDULES[self.schedule].stages_per_rank
+        found = self.schedule if each == self.stages_per_rank else Interleaved(self.stages_per_rank, self.schedule)
+        return found if self.slices == 1 else Sliced(found, self.slices)
+
+    def of_micro_batches(self, micro_batches: int) -> "Plan":
+        """The same cuts and table for another M, whose micro-batches cost in proportion; their bytes are unknown."""
+        share = micro_batches / self.micro_batches
+        if share == 1:
+            return self
+        costs = tuple(cost.shared_by(share) for cost in self.costs)
+        work = tuple(each / share for each in self.work)
+        table = self.table
+        if table is not None:
+            rows = only(table).table(self.rank_of, micro_batches) or ()
+            table = Program.of(rows, micro_batches, rank_of=self.rank_of)
+        other = replace(self, micro_batches=micro_batches, costs=costs, work=work, table=table, counted=False)
+        return replace(other, unsplit=None, least_seconds=None, plain_seconds=None, alternatives=(), rejected=())
+
+    def timed(self) -> "Plan":
+        """The same with seconds, peak bytes and bubble, by the simulator."""
+        found = self.simulation
+        peaks = found.peak_bytes if self.counted else ()
+        seconds, bubble = found.timeline.seconds, found.timeline.idle_share()
+        return replace(self, seconds=seconds, peak_bytes=peaks, bubble=bubble)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON that `from_json` reads back, but for alternatives and rejected ones."""
+        own = {name: value for name, value in vars(self).items() if name in _STORED and value is not None}
+        table = {} if self.table is None else {"table": self.table.to_text().splitlines()}
+        unsplit = {} if self.unsplit is None else {"unsplit": sorted(self.unsplit)}
+        devices = [[None if number == inf else number for number in astuple(device)] for device in self.devices]
+        return {**own, **table, **unsplit, "costs": [*map(astuple, self.costs)], "devices": devices}
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> "Plan":
+        """Reads what `to_json` gave; ValueError if it is of another form."""
+        try:
+            own: dict[str, Any] = {name: stored[name] for name in _STORED & stored.keys()}
+            own = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+            if "table" in stored:
+                own["table"] = Program.from_text("\n".join(stored["table"]))
+            if "unsplit" in stored:
+                own["unsplit"] = frozenset(stored["unsplit"])
+            found = cls(
+                **own,
+                costs=tuple(StageCost(*numbers) for numbers in stored["costs"]),
+                devices=tuple(_read_device(numbers) for numbers in stored["devices"]),
+            )
+            assert sum(found.layers_per_partition) == len(found.names) == len(found.work)
+            assert len(found.layers_per_partition) == len(found.rank_of) == len(found.remat) == len(found.costs)
+        except (AssertionError, LookupError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"there is no plan that is written like this: {error}") from None
         return found
 
     @property
@@ -126,9 +209,14 @@ class Plan:
     @cached_property
     def program(self) -> Program:
         """The table, with what is recomputed and sent."""
-        bare = self.table or self.shape.program()
-        assert bare is not None  # it was timed
-        return place_transfers(place_remat(bare, self.remat))
+        bare = self.table
+        if bare is None:
+            count = self.micro_batches * self.slices
+            found = self.as_schedule()
+            assert not isinstance(found, Program)
+            rows = table_in_training(named(found), self.rank_of, count, self.slices)
+            bare = Program.of(rows, count, rank_of=self.rank_of, slices=self.slices)
+        return place_transfers(place_remat(join_backwards(bare, self.unsplit or ()), self.remat))
 
     @cached_property
     def simulation(self) -> Simulation:
@@ -192,3 +280,11 @@ class Plan:
         for reason, count in Counter(each.reason for each in self.rejected).items():
             first = next(each for each in self.rejected if each.reason == reason)
             yield f"rejected, {reason}: {count}, first {first}"
+
+
+def _read_device(stored: Sequence[Any]) -> Device:
+    memory, flops, link, name, host = stored
+    return Device(inf if memory is None else memory, flops, inf if link is None else link, name, host)
+
+
+_STORED = {each.name for each in fields(Plan)} - {"table", "unsplit", "costs", "devices", "alternatives", "rejected"}

@@ -199,11 +199,10 @@ def _plan(trial: Trial, global_batch: int, *, measured: bool) -> Plan:
     assert settled is not None  # cuts that fit were found
     busy = fitting.busy(settled.costs, settled.levels)
     plan = Plan(
-        partitions=shape.partitions,
         micro_batches=shape.micro_batches,
         layers_per_partition=settled.layers,
         schedule=shape.schedule,
-        stages_per_rank=shape.stages_per_rank,
+        rank_of=tuple(trial.program.rank_of),
         remat=fitting.remat(settled.levels),
         seconds=settled.seconds,
         peak_bytes=fitting.peaks(settled.costs, settled.levels),
@@ -221,6 +220,4 @@ def _plan(trial: Trial, global_batch: int, *, measured: bool) -> Plan:
     remat = offloading(trial.program, plan.costs, [device.memory for device in trial.devices], plan.remat)
     if remat == plan.remat:
         return plan
-    plan = replace(plan, remat=remat)
-    timeline, peaks = plan.simulation.timeline, plan.simulation.peak_bytes
-    return replace(plan, seconds=timeline.seconds, peak_bytes=peaks, bubble=timeline.idle_share())
+    return replace(plan, remat=remat).timed()

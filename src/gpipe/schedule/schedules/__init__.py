@@ -6,7 +6,8 @@ and B, which is both I and W, two.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from gpipe.schedule.program import Table
 from gpipe.schedule.schedules.fill_drain import fill_drain, fill_drain_table, forward_only, forward_only_table
@@ -40,8 +41,9 @@ class Schedule:
         table: From a placement and the number of micro-batches, the forwards and backwards of each rank in order;
             None where it has no table of that size.
         placement: From the number of ranks and of stages on each, the rank of each stage; None where it has none.
-        stages_per_rank: How many stages a rank holds where nothing is asked for.
+        stages_per_rank: How many stages a rank holds; 0 if a program says it.
         sliced: As `table`, of slices of micro-batches, so many of each; None where it has no such table.
+        slices: How many slices each micro-batch of a training step is cut into.
 
     >>> for row in SCHEDULES["1f1b"].table(SCHEDULES["1f1b"].placement(2, 1), 2):
     ...     print(*row)
@@ -54,6 +56,31 @@ class Schedule:
     placement: Callable[[int, int], Placement | None]
     stages_per_rank: int = 1
     sliced: Callable[[Placement, int, int], Table] | None = None
+    slices: int = 1
+
+    def once(self) -> "Schedule":
+        """The same schedule, which makes each of its tables once."""
+        return replace(self, table=Once(self.table), sliced=None if self.sliced is None else Once(self.sliced))
+
+
+class Once:
+    """Makes each table once, and keeps it.
+
+    >>> table = Once(lambda placement, micro_batches: [placement, micro_batches])
+    >>> table((0, 1), 4) is table((0, 1), 4)
+    True
+    """
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make, self._made = make, dict[tuple[object, ...], Any]()
+
+    def __call__(self, *size: Any) -> Any:
+        if size not in self._made:
+            self._made[size] = self._make(*size)
+        return self._made[size]
+
+    def __reduce__(self) -> tuple[type["Once"], tuple[Callable[..., Any]]]:
+        return Once, (self._make,)
 
 
 SCHEDULES: dict[str, Schedule] = {

@@ -1,9 +1,11 @@
 """Programs by the names of schedules, and schedules that a user gives: a program, or a function that makes one."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
 
+from gpipe.errors import int_remedy, is_count
 from gpipe.schedule.action import CLOSING, MOVES, SHARDS, TRANSFERS, Kind
 from gpipe.schedule.laws import check
 from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, ScheduleError, Table, too_many
@@ -61,6 +63,75 @@ def table_of(
     return table, placement
 
 
+@dataclass(frozen=True)
+class Interleaved:
+    """A schedule with several stages on each rank.
+
+    Args:
+        stages: The number of stages on each rank.
+        schedule: The name of a schedule that leaves this number open: `"interleaved"`, `"interleaved_zb"` or
+            `"gpipe"`.
+
+    >>> named(Interleaved(4)).placement(2, 4)
+    (0, 1, 0, 1, 0, 1, 0, 1)
+    """
+
+    stages: int = 2
+    schedule: str = "interleaved"
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A schedule that cuts each micro-batch of a step into slices along its tokens, for causal language models.
+
+    Args:
+        schedule: The name of a schedule that has a table for slices, `"gpipe"` or `"1f1b"`, or `Interleaved`.
+        slices: The number of slices of each micro-batch.
+
+    >>> named(Sliced("1f1b", 4)).slices
+    4
+    """
+
+    schedule: str | Interleaved
+    slices: int
+
+
+Named: TypeAlias = str | Interleaved | Sliced
+
+
+def named(wanted: Named) -> Schedule:
+    """Returns the schedule of a name, with the stages and slices that were asked for.
+
+    Raises:
+        ValueError: If there is no such schedule, or it cannot have as many stages or slices.
+    """
+    match wanted:
+        case str():
+            if wanted not in SCHEDULES:
+                raise ValueError(unknown(wanted))
+            return SCHEDULES[wanted]
+        case Interleaved(stages, name):
+            found = named(name)
+            if not is_count(stages):
+                raise ValueError(
+                    f"{wanted} has stages={stages!r}; give a whole number of at least 1{int_remedy(stages)}"
+                )
+            if found.placement(1, stages) is None:
+                raise ValueError(unplaced(found, stages))
+            return replace(found, stages_per_rank=stages)
+        case Sliced(inner, slices):
+            found = named(inner)
+            if not is_count(slices):
+                raise ValueError(
+                    f"{wanted} has slices={slices!r}; give a whole number of at least 1{int_remedy(slices)}"
+                )
+            if found.sliced is None:
+                raise ValueError(unsliced(found))
+            return replace(found, slices=slices)
+        case _:
+            assert_never(wanted)
+
+
 def unknown(name: object) -> str:
     """What is said of a name that no schedule has."""
     return f"schedule={name!r}; known are {', '.join(map(repr, SCHEDULES))}"
@@ -110,20 +181,6 @@ def only(program: Program) -> Schedule:
     """The schedule of one program, for its own numbers of ranks and micro-batches."""
     check_given(program)
     return Schedule("a program", partial(_only_table, program), partial(_only_placement, program), stages_per_rank=0)
-
-
-def to_json(schedule: Schedule, placement: Placement, micro_batches: int) -> str | list[str]:
-    """A schedule by its name, or its program for so many micro-batches by lines; `from_json` reads both."""
-    if SCHEDULES.get(schedule.name) is schedule:
-        return schedule.name
-    table = schedule.table(placement, micro_batches)
-    assert table is not None  # it was checked
-    return Program.of(table, micro_batches, rank_of=placement).to_text().splitlines()
-
-
-def from_json(said: str | list[str]) -> str | Program:
-    """The name of a schedule or a program, as `GPipe` takes it."""
-    return said if isinstance(said, str) else Program.from_text("\n".join(said))
 
 
 def _only_placement(program: Program, ranks: int, stages_per_rank: int) -> Placement | None:
