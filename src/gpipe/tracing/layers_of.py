@@ -159,6 +159,7 @@ def layers_of(model: nn.Module, sample: Tree, blocks: Sequence[str] | None = Non
         >>> [value.name for value in layers[1].live]
         ['embed', 'blocks.0']
     """
+    _check_is_plain(model)
     return ModelLayers(TracedModel(model, sample, blocks))
 
 
@@ -190,12 +191,17 @@ def read_model(given: object, sample: Tree) -> TracedModel | None:
         return given.traced
     if not isinstance(given, nn.Module) or not is_model(given):
         return None
+    _check_is_plain(given)
+    return None if sample is None else TracedModel(given, sample, None)
+
+
+def _check_is_plain(given: nn.Module) -> None:
+    """Rejects a model that is compiled or scripted, or has scripted parts: what it does cannot be traced."""
     if is_compiled(given) or isinstance(given, torch.jit.ScriptModule):
         what, instead = ("compiled", COMPILED) if is_compiled(given) else ("scripted", SCRIPTED)
         raise ValueError(f"the model is {what} as a whole, and what it does cannot be seen any more; {instead}")
     if scripted := [name for name, part in given.named_modules() if isinstance(part, torch.jit.ScriptModule)]:
         raise ValueError(f"{scripted[0]} in the {type(given).__name__} {OF_TORCHSCRIPT}")
-    return None if sample is None else TracedModel(given, sample, None)
 
 
 def why_not_layers(given: object) -> list[str]:
