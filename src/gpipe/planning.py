@@ -20,7 +20,7 @@ from gpipe._torch.accelerator import CPU, accelerators, memory_of, name_of
 from gpipe._torch.modules import AnyBatchNorm
 from gpipe.config.assemble import read
 from gpipe.config.check import Arguments, Costs
-from gpipe.config.make_plan import make_plan, read_profile
+from gpipe.config.make_plan import costs_by, make_plan, read_profile
 from gpipe.config.options import Remat, Threads
 from gpipe.errors import int_remedy, is_count
 from gpipe.pipeline import GPipe
@@ -129,6 +129,8 @@ def find_plan(
             driver=Threads(intra_op_threads),
             costs=costs,
         )
+        if measure and costs is not None:
+            raise ValueError("measure=True and costs= both say what layers cost; leave one of them out")
         return _plan_by_costs(asked, devices, balance, schedule)
     settled: tuple[Any, Any] = partitions, schedule  # which are one number and a name, or a mistake
     return _plan_by_work(
@@ -218,7 +220,8 @@ def _plan_by_costs(asked: Arguments, devices: int | Sequence[Device], balance: B
         plan = search(read_profile(asked, settings), paper, asked.micro_batches, choices)
     except OverflowError:
         raise ValueError("costs= in seconds exceed the largest number: take larger units") from None
-    return replace(plan, counted=asked.sample is not None)
+    by = plan.costs_by if plan.measured else costs_by(asked.costs)
+    return replace(plan, counted=asked.sample is not None, costs_by=by)
 
 
 def _only(settled: T | None) -> tuple[T, ...] | None:

@@ -19,7 +19,7 @@ from gpipe.planner.search.cuts import partition
 from gpipe.planner.search.cutting import MOST_CUTS_TRIED, MOST_TIMED_ACTIONS, fastest_cuts
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.fitting import fits, fitting_remat, offloading
-from gpipe.planner.search.found import Plan
+from gpipe.planner.search.found import CostsBy, Plan
 from gpipe.planner.search.profile import NOTHING, LayerProfile, Line, Profile
 from gpipe.planner.search.search import search
 from gpipe.planner.search.shapes import AUTO, Choices
@@ -142,7 +142,7 @@ def _cut(asked: Arguments, settings: Settings, placement: Placement, remat: Rema
         names=tuple(settings.layers),
         work=tuple(cuts.chain.costs),
         costs=costs,
-        measured=measured is not None,
+        costs_by="time" if measured is not None else costs_by(_costs_of(asked, settings)),
         counted=held is not None,
         devices=tuple(Device(memory=limit) for limit in limits),
     )
@@ -192,6 +192,13 @@ def _cut_for_ranks(
     starts = [balanced.layers, partition(work, len(placement), balance="minmax").layers]
     attempts = max(MOST_CUTS_TRIED, MOST_TIMED_ACTIONS // len(program.actions))
     return given(fastest_cuts(starts, seconds, attempts), work)
+
+
+def costs_by(costs: Costs) -> CostsBy:
+    """Returns how costs that are not timed were obtained."""
+    if callable(costs):
+        return "function"
+    return "flops" if costs == "flops" else "params" if costs is None or isinstance(costs, str) else "numbers"
 
 
 def find_costs(costs: Costs, layers: Sequence[nn.Module], sample: Tree) -> Sequence[float]:
@@ -246,7 +253,8 @@ def _search(asked: Arguments, settings: Settings) -> Plan:
         raise ValueError("schedule='auto': seconds exceed the largest number: take larger units") from None
     except ValueError as error:
         raise ValueError(f"schedule='auto': {error}") from None
-    return replace(plan, counted=asked.sample is not None)
+    by = plan.costs_by if plan.measured else costs_by(_costs_of(asked, settings))
+    return replace(plan, counted=asked.sample is not None, costs_by=by)
 
 
 def read_profile(asked: Arguments, settings: Settings) -> Profile:

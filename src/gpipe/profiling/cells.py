@@ -47,7 +47,7 @@ def prediction(drawn: Prediction) -> str:
     took = lasts(seconds) if is_timed else f"{seconds:,.7g} units, of which a layer of cost 1 takes one"
     text = [f"a step takes {took}; ranks are idle for {drawn.bubble:.1%} of it"]
     if not is_timed:
-        text.append("in seconds it is known where layers are measured: costs='time', with a sample")
+        text.append("in seconds it is known where layers are measured, on a sample")
     text += (f"rank {rank} holds {bytes_text(peak)} at most" for rank, peak in enumerate(drawn.peak_bytes or ()))
     return _cell(svg.timelines_svg({title: drawn.timeline}, "ms" if is_timed else "", small=True), title, text)
 

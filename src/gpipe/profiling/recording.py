@@ -272,7 +272,7 @@ class Recording(Recorder):
             self._driver,
             self._others(),
             micro_batches=plan.micro_batches * plan.slices,
-            recomputes=any(remat not in ("never", "offload") for remat in plan.remat),
+            recomputes=plan.recomputes,
             measured=plan.measured,
         )
 

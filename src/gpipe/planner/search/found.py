@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import inf
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from gpipe.schedule.schedules import SCHEDULES, Placement, table_in_training
 from gpipe.schedule.schedules.by_name import Interleaved, Named, Sliced, named, only
 from gpipe.schedule.simulate import Simulation, simulate
 
+CostsBy = Literal["time", "operations", "params", "flops", "function", "numbers"]
 Reason = Literal["slower", "too big", "more stages than layers", "no table of this size"]
 
 NOISE_SECONDS = 1e-4  # about what a runtime adds to a micro-batch at a stage; costs below it say little
@@ -60,7 +61,8 @@ class Plan:
         names: Of the layers.
         work: What each layer costs: forward and backward of a micro-batch.
         costs: Of the stages.
-        measured: Whether costs are measured seconds; else only proportions count, or they follow from FLOP/s.
+        costs_by: How these were obtained: `"time"`, measured seconds; `"operations"`, of devices' FLOP/s; or, where
+            only proportions count, `"params"`, `"flops"`, a `"function"` or `"numbers"` that were given.
         counted: Whether the bytes that stages hold were counted.
         seconds: Of a mini-batch, but for its data and the optimizer; in the unit of `costs`.
         peak_bytes: The most that each rank holds: state of its layers, and activations.
@@ -90,7 +92,7 @@ class Plan:
     names: tuple[str, ...] = field(repr=False)
     work: tuple[float, ...] = field(repr=False)
     costs: tuple[StageCost, ...] = field(repr=False)
-    measured: bool = False
+    costs_by: CostsBy = "operations"
     counted: bool = True
     slices: int = 1
     table: Program | None = field(default=None, repr=False)
@@ -114,6 +116,16 @@ class Plan:
     def stages_per_rank(self) -> int:
         """How many stages each rank holds."""
         return len(self.rank_of) // self.partitions
+
+    @property
+    def measured(self) -> bool:
+        """Whether costs are measured seconds."""
+        return self.costs_by == "time"
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a stage may run a forward again."""
+        return any(remat not in ("never", "offload") for remat in self.remat)
 
     @property
     def shape(self) -> Shape:
@@ -231,9 +243,11 @@ class Plan:
         return in_cell("plan", self)
 
     def _chosen(self) -> Iterator[str]:
-        yield f"{self.shape}: {lasts(self.seconds)} for {self.global_batch} rows, {self.rows_per_second:,.6g} rows/s"
+        is_timed = self.costs_by in ("time", "operations")
+        rows = f" for {self.global_batch} rows, {self.rows_per_second:,.6g} rows/s" if self.global_batch else ""
+        yield f"{self.shape}: {lasts(self.seconds, 'ms' if is_timed else '')}{rows}"
         longest = max(cost.forward + cost.backward for cost in self.costs)
-        if self.partitions > 1 and longest < NOISE_SECONDS:
+        if self.partitions > 1 and is_timed and longest < NOISE_SECONDS:
             yield (
                 f"no stage takes more than {longest * 1e6:.3g} us a micro-batch, and handing it on takes as long: "
                 "differences between plans are noise here; train without a pipeline, or give larger micro-batches"
@@ -260,16 +274,18 @@ class Plan:
         yield "; ".join(["schedule searched for: " + "".join(self._over()), *told])
 
     def _ranks(self) -> Iterator[str]:
-        words: list[list[str]] = [[] for _ in self.devices]
+        words: list[list[str]] = [[] for _ in range(self.partitions)]
         for rank, (first, end), remat in zip(
             self.rank_of, bounds(self.layers_per_partition), self.remat, strict=True
         ):
             last = "" if end - first == 1 else f" to {self.names[end - 1]} ({end - first})"
             words[rank].append(f"{self.names[first]}{last}, remat {remat}")
-        for rank, (device, peak) in enumerate(zip(self.devices, self.peak_bytes, strict=True)):
+        devices = self.devices or (Device(),) * self.partitions
+        for rank, (device, peak) in enumerate(zip_longest(devices, self.peak_bytes)):
             name = f" ({device.name})" if device.name else ""
             of = "" if device.memory == inf else f" of {bytes_text(device.memory)}"
-            yield f"rank {rank}{name}: {'; '.join(words[rank])}; {bytes_text(peak)}{of}"
+            held = "" if peak is None else f"; {bytes_text(peak)}{of}"
+            yield f"rank {rank}{name}: {'; '.join(words[rank])}{held}"
 
     def _others(self) -> Iterator[str]:
         for other in self.alternatives:

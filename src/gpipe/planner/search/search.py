@@ -212,7 +212,7 @@ def _plan(trial: Trial, global_batch: int, *, measured: bool) -> Plan:
         costs=settled.costs,
         names=tuple(layer.name for layer in trial.sized.layers),
         work=tuple(work / trial.speeds[0] for work in trial.sized.work),
-        measured=measured,
+        costs_by="time" if measured else "operations",
         table=trial.program if shape.schedule == AUTO and isinstance(trial.program, Program) else None,
     )
     if not isinstance(trial.program, Program):
