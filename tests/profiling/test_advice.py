@@ -12,8 +12,9 @@ from gpipe.profiling.breakdown import breakdown
 from gpipe.profiling.memory import OtherProcesses
 from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import StageCost
-from gpipe.schedule.lower import Remat
+from gpipe.schedule.lower import Remat, join_backwards, place_transfers
 from gpipe.schedule.partition import given as given_cuts
+from gpipe.schedule.schedules.by_name import program_of
 from gpipe.schedule.simulate import simulate
 from gpipe.schedule.timeline import Span, Timeline
 from tests.support.programs import LAW, lowered
@@ -162,3 +163,22 @@ def test_the_lock_is_named_where_cores_idle_while_ranks_wait_inside_of_actions(
     busy: float, used: float, others: OtherProcesses, told: bool
 ) -> None:
     assert bool(shared_lock(4, busy, used, others)) == told
+
+
+def of_two_stages_a_rank(layers: Sequence[float], cuts: Sequence[int]) -> RecordedSteps:
+    """A step by ZB-V: the first and the last stage on rank 0."""
+    forwards = [sum(layers[first:end]) for first, end in given_cuts(cuts, layers).bounds]
+    program = place_transfers(join_backwards(program_of("zb_v", 2, M)))
+    costs = [StageCost(forward=some, backward=2 * some) for some in forwards]
+    timelines = [simulate(program, costs).timeline]
+    return RecordedSteps(timelines, breakdown(timelines), given_cuts(cuts, layers), "threads")
+
+
+def test_where_ranks_have_several_stages_advice_goes_by_rank() -> None:
+    layers = [20.0, 20.0, 20.0, 20.0, 5.0, 5.0]
+    balanced = of_two_stages_a_rank(layers, [2, 2, 1, 1])  # ranks of 45 and 45, stages of 40, 40, 5 and 5
+    assert not any("longer than the mean" in advice.text for advice in advise(balanced))
+    slow = of_two_stages_a_rank(layers, [1, 1, 1, 3])
+    found = the_one(slow, "partitions=[2, 2, 1, 1] in place of [1, 1, 1, 3]")
+    assert found.text.startswith("Rank 0 takes")
+    assert found.gain == pytest.approx(slow.breakdown.seconds / balanced.breakdown.seconds)

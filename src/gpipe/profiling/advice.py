@@ -200,13 +200,14 @@ def _other_cuts(steps: RecordedSteps, program: Program, seconds: Seconds) -> tup
         for cost, stage in zip(cuts.chain.costs, stage_of, strict=True)
     ]
     costs = [stages[stage] * share for stage, share in zip(stage_of, shares, strict=True)]
+    each = _backwards_either_way(seconds, program.stages)
 
     def moved(layers: Sequence[int]) -> Seconds:
         """What actions would take with other cuts."""
         found: defaultdict[tuple[int, Kind], float] = defaultdict(float)
         for stage, (first, end) in enumerate(given(layers, costs).bounds):
             for layer, kind in product(range(first, end), COMPUTE):
-                found[stage, kind] += seconds.get((stage_of[layer], kind), 0.0) * shares[layer]
+                found[stage, kind] += each.get((stage_of[layer], kind), 0.0) * shares[layer]
         return found
 
     best = partition(costs, len(stages), balance="minmax").layers
@@ -220,6 +221,17 @@ def _other_cuts(steps: RecordedSteps, program: Program, seconds: Seconds) -> tup
         return f"{longer}, and {better}: lighter layers in it would give up to {{gain:.2f}} x", even, False
     text = f"{longer}: partitions={list(best)} in place of {list(cuts.layers)} would give {{gain:.2f}} x"
     return text, moved(best), True
+
+
+def _backwards_either_way(seconds: Seconds, stages: int) -> Seconds:
+    """What backwards would take whole and in two parts, also at stages that only did them one way."""
+    found = dict(seconds)
+    for stage in range(stages):
+        whole, *parts = ((stage, kind) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+        found.setdefault(whole, sum(found.get(part, 0.0) for part in parts))
+        for part in parts:
+            found.setdefault(part, found[whole] / 2)
+    return found
 
 
 def _length(program: Program, seconds: Seconds) -> float:
