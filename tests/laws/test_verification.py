@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
+from gpipe.config import reference
 from gpipe.features import loss_check
 from gpipe.features.verification import evidence, replay, step_record
 from gpipe.features.verification.feature import Verification
@@ -574,3 +575,31 @@ def test_verify_reports_what_differs() -> None:
         assert "writes the input" in str(report)
         with pytest.raises(ValueError, match="against='plain' is unknown"):
             pipe.verify(*batch(), squares, against="plain")  # type: ignore[arg-type]
+
+
+def test_verify_reports_a_gradient_that_one_side_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = reference._reference_loop
+
+    def without_one(pipe: gpipe.GPipe, *given: Any) -> Any:
+        expected = loop(pipe, *given)
+        next(pipe.parameters()).grad = None
+        return expected
+
+    monkeypatch.setattr(reference, "_reference_loop", without_one)
+    with gpipe.GPipe(layers_around(nn.Tanh), 2, 4, costs="params") as pipe:
+        report = pipe.verify(*batch(), squares, against="model")
+    assert report.differences == ("the gradient of 0.weight differs from the reference loop",)
+
+
+def test_verify_runs_no_backward_of_the_reference_loop_under_the_autocast_of_the_caller() -> None:
+    queries = torch.rand(8, 2, 6, 4)
+
+    class Attends(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            return F.scaled_dot_product_attention(y, y, y, dropout_p=0.1)
+
+    pipe = gpipe.GPipe([Attends(4, 4), nn.Linear(4, 1)], 2, 4, costs="params")
+    with pipe, torch.autocast("cpu", torch.bfloat16):
+        report = pipe.verify(queries, queries[..., :1], F.mse_loss, against="model")
+    assert report.equal, str(report)

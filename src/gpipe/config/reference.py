@@ -20,6 +20,7 @@ from gpipe.stages.reachable_state import ReachableState
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.skips import Stashed, run_layer
 from gpipe.stages.stage import LOSS
+from gpipe.stages.thread_state import ThreadState
 from gpipe.stages.tree import Tree, copy_of, replace_tensors, tensors_in
 from gpipe.tracing.runs import arguments_of_each
 
@@ -94,10 +95,10 @@ def verify(
             expected = _reference_loop(pipe, _copies(inputs, targets), loss_fn, reduction)
         expected |= _results(pipe)
     summed = _summed_by_layer(pipe)
-    for name in found.keys() & expected.keys() - summed:
-        if differ(digest([found[name]]), digest([expected[name]])):
+    for name in (found.keys() | expected.keys()) - (summed & found.keys() & expected.keys()):
+        if differ(digest([found.get(name)]), digest([expected.get(name)])):
             differences.append(f"{name} differs from the reference loop")
-    order = {f"{name} differs from the reference loop": at for at, name in enumerate([*expected])}
+    order = {f"{name} differs from the reference loop": at for at, name in enumerate(found | expected)}
     differences.sort(key=lambda text: order[text])
     return VerificationReport(compared + len(found), tuple(differences), findings)
 
@@ -205,7 +206,8 @@ def _reference_loop(
             loss = own_loss(output) if loss_fn is None else call_loss(loss_fn, output, goal, popped)[0]
         expected[f"the loss of micro-batch {m}"] = loss.detach()
         if weight:
-            loss.backward(torch.full_like(loss, weight))
+            with ThreadState.here().rank_thread():  # no autocast, as for backwards of the pipe
+                loss.backward(torch.full_like(loss, weight))
     return expected
 
 
