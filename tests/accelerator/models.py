@@ -127,7 +127,7 @@ class Own(runs_alive.Plain):
         self.device = FIRST
         self.traced = TracedModel(model, parts_of(runs_alive.TARGET.to(FIRST), runs_alive.M)[0], None)
 
-    def _run(self, m: int, part: Tensor) -> Any:
+    def run(self, m: int, part: Tree, held: object) -> Any:
         with self.traced.rng_scope(runs_alive.SEED, self.step_number, m):
             return self.module(part)
 

@@ -9,13 +9,14 @@ What no loop can do on a device is listed with its reason.
 import argparse
 import re
 from collections import Counter
+from functools import partial
 
 import torch
 
 from gpipe.features.recompute import RecomputeError
 from tests.accelerator.placing import DEVICES, FIRST, SIMULATOR, moved, onto
 from tests.soak.judge import FAILED, judge
-from tests.soak.piped import Piped
+from tests.soak.trainers import by_library
 from tests.support.kinds import KINDS
 from tests.support.kinds.case import Case, Kind, Setting
 from tests.support.plain_loop import one_thread
@@ -42,18 +43,12 @@ class OnDevice(Kind):
         return case, setting
 
 
-class PipedThere(Piped):
-    def __init__(self, case: Case, setting: Setting) -> None:
-        case.options = case.options | {"devices": FIRST}
-        super().__init__(case, setting)
-
-
 def attempt(name: str, number: int) -> tuple[str, str]:
     """The verdict on a configuration, and why."""
     kind = KINDS[name]
     SIMULATOR.take_reports()
     with one_thread():
-        found = judge(OnDevice(kind.name, kind.row, kind.make), number, PipedThere)
+        found = judge(OnDevice(kind.name, kind.row, kind.make), number, partial(by_library, devices=FIRST))
     for device in range(len(DEVICES)):
         torch.accelerator.synchronize(device)
     reports = SIMULATOR.take_reports()

@@ -1,8 +1,7 @@
 """A base whose weights are of 4 or 8 bits, with adapters: the bits of one device, and bytes counted as stored."""
 
-import copy
 import importlib.util
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from tests.families.law import quiet
 from tests.integrations.quantized import WAYS
 from tests.integrations.trained import Outcome as Trained
 from tests.integrations.trained import apart, outcome, trainer_of
-from tests.support.outcomes import Outcome
 from tests.support.plain_loop import one_thread, same_bits, squares, weights_of
 from tests.support.processes.digests import digests, wrong
 from tests.support.processes.launch import WorkerPool
@@ -37,9 +35,9 @@ from tests.support.quantized import (
     left,
     optimizer_of,
     piped,
-    plainly,
     three_steps,
     train_rank,
+    trained,
 )
 
 pytestmark = [
@@ -56,20 +54,15 @@ def asks_for(package: str) -> pytest.MarkDecorator:
 EACH = [pytest.param(name, marks=asks_for(package)) for name, (package, _) in QUANTIZERS.items()]
 
 
-@cache
-def expected(name: str) -> Outcome:
-    return plainly(adapted(name))
-
-
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("name", EACH)
 def test_adapters_have_the_bits_of_one_device_and_the_base_stays(name: str, way: dict[str, Any]) -> None:
     model = adapted(name)
     before = left(model)
     with piped(model, **way) as pipe:
+        assert pipe.verify(batch(), against="model").equal
         found = three_steps(model, lambda _: pipe.step(batch()))
-    assert found.keys() == expected(name).keys()
-    assert not [key for key, value in found.items() if not same_bits(value, expected(name)[key])]
+        assert pipe.verify(batch(), against="model").equal
     changed = {key for key, value in before.items() if not same_bits(value, found[key])}
     assert changed == {key for key in before if "lora" in key}
 
@@ -78,7 +71,7 @@ def test_adapters_have_the_bits_of_one_device_and_the_base_stays(name: str, way:
 def test_over_processes_too(name: str, how: dict[str, Any], pool: WorkerPool) -> None:
     pytest.importorskip(QUANTIZERS[name][0])
     told = answers(pool.run(train_rank, name, how, world=2))
-    assert not wrong(told, digests(expected(name)))
+    assert not wrong(told, trained(name, 1, driver="lockstep"))
 
 
 @asks_for("torchao")
@@ -101,16 +94,10 @@ def test_layers_that_were_quantized_by_hand(remat: str) -> None:
     for layer in layers:
         layer.base.requires_grad_(False)
         quantize_(layer.base, Int8WeightOnlyConfig())
-    plain = copy.deepcopy(layers)
-    with one_thread():
-        for part in x.tensor_split(4):
-            (squares(nn.Sequential(*plain)(part.clone()), part.clone()) / 4).backward()
     with gpipe.GPipe(layers, 3, 4, remat=remat, sample=x) as pipe:
+        assert pipe.verify(x, x, squares, against="model").equal
         pipe.step(x, x, squares)
-    theirs = left(nn.Sequential(*plain), gradients=True)
-    found = left(nn.Sequential(*layers), gradients=True)
-    assert len(found) == 8
-    assert not [key for key, value in found.items() if not same_bits(value, theirs[key])]
+    assert len(left(nn.Sequential(*layers), gradients=True)) == 8
 
 
 @pytest.mark.parametrize("name", [None, *EACH])
@@ -181,7 +168,7 @@ def test_a_pipe_that_is_made_of_a_model_in_evaluation_leaves_its_weights_as_they
     with piped(model, 2) as pipe:
         pipe.train()
         found = three_steps(model, lambda _: pipe.step(batch()))
-    assert not [key for key, value in found.items() if not same_bits(value, expected("nf4")[key])]
+    assert digests(found) == trained("nf4", 1, driver="lockstep")
     assert all(same_bits(value, found[key]) for key, value in before.items() if "lora" not in key)
 
 

@@ -43,7 +43,7 @@ from tests.support.mixed_tasks import (
 from tests.support.outcomes import Outcome, differences
 from tests.support.placements import PLACEMENTS, placed
 from tests.support.plain_loop import REMATS, copied
-from tests.support.same_bits_stories import STORIES, Plain, maker
+from tests.support.same_bits_stories import STORIES, maker, plain
 from tests.support.split_rows import SPLITS, split
 
 LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -126,7 +126,7 @@ def test_a_script_gives_the_same_bits_however_it_is_run(name: str, driver: str, 
     for partitions in (2, 4):
         assert differences(story.run(maker(partitions, driver=driver, remat=remat)), expected) == []
     if story.plain:
-        assert differences(story.run(lambda layers, **how: Plain(layers)), expected) == []
+        assert differences(story.run(plain), expected) == []
 
 
 def network() -> list[nn.Module]:

@@ -16,7 +16,7 @@ from tests.support.placements import PLACEMENTS
 from tests.support.processes.digests import Digests, digests, wrong
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
-from tests.support.same_bits_stories import STORIES, Plain, maker
+from tests.support.same_bits_stories import STORIES, maker, plain
 
 WORLDS = [1, 2, 3, 4]
 SEEDS = list(range(26))
@@ -60,4 +60,4 @@ def test_a_script_gives_the_same_bits_however_many_processes_run_it(name: str, w
     found = answers(pool.run(jobs.tell, name, world=world))
     assert not wrong(found, digests(story.run(maker(1, driver="lockstep", remat="never"))))
     if story.plain:
-        assert not wrong(found, digests(story.run(lambda layers, **how: Plain(layers))))
+        assert not wrong(found, digests(story.run(plain)))

@@ -1,10 +1,12 @@
-"""What users do to networks: the bits of a second plain loop, or an error or a word that names the culprit.
+"""What users do to networks: the bits of the reference loop, or an error or a word that names the culprit.
 
 All kinds of `tests.support.kinds`, judged as the soak judges thousands of each.
 """
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +14,14 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import gpipe
-from tests.soak.judge import FAILED, judge
+from tests.soak.judge import FAILED, Make, judge
+from tests.soak.trainers import Trainer, by_loop
 from tests.support.kinds import KINDS
-from tests.support.plain_loop import REMATS, one_thread
+from tests.support.kinds.case import Case, Setting
+from tests.support.plain_loop import REMATS, Loop, one_thread
 from tests.support.two_steps import DRIVERS, M, X, Y, check, network
 
 LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -30,6 +35,75 @@ def test_what_users_do_is_right_or_refused_or_told(name: str, number: int) -> No
     with one_thread():
         found = judge(KINDS[name], number)
     assert found.verdict not in FAILED, f"python -m tests.soak.run --only {name} --seed {number} -v\n{found.why}"
+
+
+class LastBit(Trainer):
+    """One gradient is off by one unit in the last place."""
+
+    def run(self, inputs: Any, targets: Any) -> Any:
+        loss = super().run(inputs, targets)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None and p.grad.is_floating_point()]
+        last = gradients[-1].view(-1)[-1:]
+        last.copy_(torch.nextafter(last, torch.full_like(last, torch.inf)))
+        return loss
+
+
+class ZeroForNone(Trainer):
+    """A parameter without a gradient gets a gradient of zeros."""
+
+    def run(self, inputs: Any, targets: Any) -> Any:
+        loss = super().run(inputs, targets)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return loss
+
+
+class Vague(Trainer):
+    def run(self, inputs: Any, targets: Any) -> Any:
+        raise RuntimeError("something went wrong")
+
+
+class Copied(Loop):
+    """Each micro-batch is a copy with another alignment."""
+
+    def run(self, m: int, part: Any, held: dict[str, Any]) -> Any:
+        return super().run(m, pytree.tree_map_only(Tensor, Tensor.clone, part), held)
+
+
+class Twice(Loop):
+    """Every forward runs twice, as a recomputation that leaves its traces does."""
+
+    def run(self, m: int, part: Any, held: dict[str, Any]) -> Any:
+        with torch.no_grad():
+            super().run(m, pytree.tree_map_only(Tensor, Tensor.clone, part), {})
+        return super().run(m, part, held)
+
+
+def wrong(trainer: type[Trainer] = Trainer, loop: type[Loop] = Loop, seed: int = 0) -> Make:
+    def make(case: Case, setting: Setting) -> Trainer:
+        return trainer(case, setting, by_loop(case, replace(setting, seed=setting.seed + seed), loop).model)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "names", "verdict", "least"),
+    [
+        (by_loop, ["s1_tensor_hook", "s2_slice_of_data", "s5_undefined_gradients", "s7_unseen_writes"], "equal", 12),
+        (wrong(LastBit), ["s2_view_between", "checkpoint_with_dropout"], "SILENT", 11),
+        (wrong(ZeroForNone), ["unused_parameters", "mixture_of_experts", "s5_undefined_gradients"], "SILENT", 4),
+        (wrong(loop=Copied), ["s2_slice_of_data", "s2_strided_inputs"], "SILENT", 3),
+        (wrong(seed=1), ["everything_random", "ambient_generator_left_alone"], "SILENT", 10),
+        (wrong(loop=Twice), ["s7_unseen_writes", "s7_begins_later"], "SILENT", 6),
+        (wrong(Vague), ["s2_slice_of_data", "checkpoint_with_dropout"], "CRASH", 12),
+        (wrong(Vague), ["s9_weight_in_loss"], "MISLEADING", 12),
+    ],
+)
+def test_the_judge_detects_a_wrong_library(make: Make, names: list[str], verdict: str, least: int) -> None:
+    with one_thread():
+        found = [judge(KINDS[names[at % len(names)]], at // len(names), make).verdict for at in range(12)]
+    assert found.count(verdict) >= least, found
 
 
 # Weights that others use.

@@ -1,10 +1,9 @@
-"""A second opinion on same bits: drawn networks, trained by a plain loop and by the library, compared bit for bit.
+"""Drawn networks, trained by the reference loop and by the library, compared bit for bit.
 
-The loop is written from the contract alone and shares nothing with that of the other tests. A *kind* (of
-`tests.support.kinds`; `tests/laws/test_users.py` judges some of each) is a function that draws one network with its
-data from a random source; a *configuration* is a kind and a number, which draws the rest as well: cut, micro-
-batches, rows, rematerialization, driver, seed, steps, and `step` or `loss.backward()`. What comes out of one is a
-verdict:
+A *kind* (of `tests.support.kinds`; `tests/laws/test_users.py` judges some of each) is a function that draws one
+network with its data from a random source; a *configuration* is a kind and a number, which draws the rest as well:
+cut, micro-batches, rows, rematerialization, driver, seed, steps, and `step` or `loss.backward()`. What comes out of
+one is a verdict:
 
     equal       losses, gradients, parameters after optimizer steps and buffers are those of the loop, bit for bit
     refused     an error where the contract allows one, in the first step, which names the culprit and what to do
@@ -15,13 +14,10 @@ verdict:
     HANG        nothing came for too long; the process was ended
     void        the plain loop itself failed, or repeats itself not: a mistake of the kind, none of the library
 
-The files of this soak: `reference` (the loop), `piped` (the library behind the same face), `judge` (verdicts),
-`worker` (one configuration in a process that may be lost), `run` (all of them, and the table), `check` (does it see
-what is wrong?).
+The files of this soak: `trainers` (the loop and the library behind the same interface), `judge` (verdicts), `worker`
+(one configuration in a process that may be lost), `run` (all of them, and the table).
 
     python -m tests.soak.run --configurations 6000 --seed 0 --minutes 20
     python -m tests.soak.run --only s1_tensor_hook --seed 17 -v        # one configuration again
     python -m tests.soak.run --list
-    python -m tests.soak.check
-    python -m tests.soak.cuts --models 2000    # drawn models, cut by default: are some refused that need not be?
 """

@@ -1,10 +1,13 @@
 """Runs one configuration both ways and gives its verdict."""
 
+import contextlib
+import logging
 import random
 import re
 import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,10 +15,10 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+import gpipe
 from tests.support.kinds.case import REMEDY, Case, Kind, Observed, Setting
 
-from .piped import Piped, listening
-from .reference import Loop, Trainer, train
+from .trainers import Trainer, by_library, by_loop, train
 
 VERDICTS = ("equal", "refused", "told", "SILENT", "MISLEADING", "CRASH", "HANG", "void")
 FAILED = ("SILENT", "MISLEADING", "CRASH", "HANG", "void")
@@ -51,6 +54,29 @@ class Verdict:
     seconds: float = 0.0
 
 
+class _Listener(logging.Handler):
+    def __init__(self, into: list[str]) -> None:
+        super().__init__()
+        self.into = into
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.into.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def listening(into: list[str]) -> Iterator[None]:
+    """Collects warnings and log records."""
+    handler = _Listener(into)
+    logging.getLogger().addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        into.extend(str(warning.message) for warning in caught)
+
+
 def attempt(case: Case, setting: Setting, make: Make) -> Outcome:
     outcome = Outcome()
     torch.manual_seed(1234)
@@ -64,13 +90,13 @@ def attempt(case: Case, setting: Setting, make: Make) -> Outcome:
         except Exception as error:
             outcome.error = error
         finally:
-            if trainer is not None:
-                outcome.said += trainer.findings() if isinstance(trainer, Piped) else []
-                trainer.close()
+            if trainer is not None and isinstance(trainer.model, gpipe.GPipe):
+                outcome.said += map(str, trainer.model.findings)
+                trainer.model.close()
     return outcome
 
 
-def judge(kind: Kind, number: int, make: Make = Piped) -> Verdict:
+def judge(kind: Kind, number: int, make: Make = by_library) -> Verdict:
     """The verdict of one configuration; `make` is who stands for the library."""
     torch.set_num_threads(1)
     start = time.perf_counter()
@@ -86,7 +112,7 @@ def judge(kind: Kind, number: int, make: Make = Piped) -> Verdict:
 
 
 def loop(kind: Kind, number: int) -> Outcome:
-    return attempt(*kind.case(number), Loop)
+    return attempt(*kind.case(number), by_loop)
 
 
 def decide(kind: Kind, number: int, case: Case, expected: Outcome, got: Outcome) -> tuple[str, str]:
@@ -134,7 +160,7 @@ def differences(kind: Kind, number: int, case: Case, expected: Outcome, got: Out
 
 def alone(kind: Kind, number: int) -> Outcome:
     case, setting = kind.case(number)
-    return attempt(case, replace(setting, cut=(len(case.layers),), remat="never", driver="lockstep"), Piped)
+    return attempt(case, replace(setting, cut=(len(case.layers),), remat="never", driver="lockstep"), by_library)
 
 
 def compare(expected: Observed, got: Observed, tolerance: float | None = None) -> str:

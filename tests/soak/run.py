@@ -47,7 +47,6 @@ def read(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=60, help="seconds until a configuration counts as hanging")
     parser.add_argument("--workers", type=int, default=1, help="processes that judge at a time")
     parser.add_argument("--out", help="where to write the table: this name with .md and .json")
-    parser.add_argument("--stand-in", default="library", help="one of `check.STAND_INS` in the library's place")
     parser.add_argument("--list", action="store_true", help="shows the kinds")
     parser.add_argument("-v", "--verbose", action="store_true", help="shows every verdict with its reason")
     return parser.parse_args(arguments)
@@ -80,7 +79,7 @@ def soak(kinds: Sequence[Kind], options: argparse.Namespace) -> list[Verdict]:
                     break
                 taken += 1
                 name, number = next(order)
-            verdict = worker.judge(name, number, options.stand_in)
+            verdict = worker.judge(name, number)
             with lock:
                 verdicts.append(verdict)
                 show(verdict, options.verbose)

@@ -12,14 +12,13 @@ def serve(link: Connection, limit: float) -> None:
     faulthandler.enable()
     from tests.support.kinds import KINDS
 
-    from .check import STAND_INS
     from .judge import judge
 
     link.send("ready")
     while (asked := link.recv()) is not None:
-        name, number, stand_in = asked
+        name, number = asked
         faulthandler.dump_traceback_later(0.9 * limit)
-        link.send(judge(KINDS[name], number, STAND_INS[stand_in]))
+        link.send(judge(KINDS[name], number))
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -36,8 +35,8 @@ class Worker:
         theirs.close()
         self.link.recv()  # ready
 
-    def judge(self, name: str, number: int, stand_in: str = "library") -> Verdict:
-        self.link.send((name, number, stand_in))
+    def judge(self, name: str, number: int) -> Verdict:
+        self.link.send((name, number))
         try:
             if self.link.poll(self.limit):
                 answer = self.link.recv()

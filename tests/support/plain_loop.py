@@ -48,9 +48,17 @@ def squares(output: Any, target: Any) -> Tensor:
     return F.mse_loss(output, target)
 
 
-def run_layers(layers: Sequence[nn.Module], value: Tree, *, seed: int, step: int, micro_batch: int) -> Tree:
+def run_layers(
+    layers: Iterable[nn.Module],
+    value: Tree,
+    *,
+    seed: int,
+    step: int,
+    micro_batch: int,
+    held: dict[str, Stashed] | None = None,
+) -> Tree:
     """The reference: each layer in turn, its randomness keyed by where and when it runs."""
-    held: dict[str, Stashed] = {}
+    held = {} if held is None else held
     for index, layer in enumerate(layers):
         with gpipe.rng_scope(seed, step, index, micro_batch):
             value = run_layer(layer, value, held)
@@ -61,7 +69,7 @@ def accumulated(losses: Iterable[Tensor], shares: Sequence[float], scale: float 
     """The loop that everybody writes: forward and loss of each micro-batch as it is asked for, then its backward."""
     total: Tensor | int = 0
     for loss, share in zip(losses, shares, strict=True):
-        if share and torch.is_grad_enabled():
+        if share and loss.requires_grad and torch.is_grad_enabled():
             loss.backward(torch.full_like(loss, share * scale))
         if share:
             total = total + loss.detach() * share
@@ -69,64 +77,110 @@ def accumulated(losses: Iterable[Tensor], shares: Sequence[float], scale: float 
     return total
 
 
-@one_thread()
+class Loop(nn.Sequential):
+    """The reference loop with the interface of a pipe: steps, and calls whose backwards come later."""
+
+    def __init__(
+        self, layers: Iterable[nn.Module], micro_batches: int, seed: int, *, step: int = 0, first: int = 0
+    ) -> None:
+        super().__init__(*layers)
+        self.micro_batches, self.seed, self.step_number = micro_batches, seed, step
+        self.first = first  # the number of the first micro-batch, in a replica
+
+    def run(self, m: int, part: Tree, held: dict[str, Stashed]) -> Tree:
+        """The output of one micro-batch."""
+        keys = {"seed": self.seed, "step": self.step_number, "micro_batch": self.first + m}
+        return run_layers(self, part, held=held, **keys)
+
+    @one_thread()
+    def step(
+        self, inputs: Tree, targets: Tree, loss_fn: LossFunction, reduction: Reduction = "mean", scale: float = 1.0
+    ) -> Tensor:
+        """Forward, loss and backward of each micro-batch in turn."""
+
+        def loss_of(m: int, x: Tree, y: Tree) -> Tensor:
+            held: dict[str, Stashed] = {}
+            output = self.run(m, x, held)
+            popped = {name: held[name].pop(name) for name in getattr(loss_fn, "pop", ())}
+            with gpipe.rng_scope(self.seed, self.step_number, len(self), self.first + m):
+                return loss_fn(output, y, **popped)
+
+        goals = parts_of(targets, self.micro_batches)
+        parts = enumerate(zip(parts_of(inputs, self.micro_batches), goals, strict=True))
+        loss = accumulated((loss_of(m, x, y) for m, (x, y) in parts), shares_of(reduction, goals), scale)
+        self.step_number += self.training
+        return loss
+
+    def forward(self, inputs: Tree, gather: bool = True) -> Any:  # type: ignore[override]  # of a pipe
+        """The forward of each micro-batch in turn; the backward of each in turn follows when autograd asks for it."""
+        parts = parts_of(inputs, self.micro_batches)
+        given = [[tensor for tensor in tensors_in(part) if tensor.requires_grad] for part in parts]
+        leaves = [[tensor.detach().requires_grad_() for tensor in some] for some in given]
+        views = [[leaf.view_as(leaf) for leaf in some] for some in leaves]
+        with one_thread():
+            outputs = [self.run(m, part, {}) for m, part in enumerate(map(replaced, parts, given, views))]
+        self.step_number += self.training
+        roots = [[tensor for tensor in tensors_in(output) if tensor.requires_grad] for output in outputs]
+        if any(roots):
+            anchor = torch.empty(0, requires_grad=True)
+            made = iter(_Backwards.apply(leaves, roots, anchor, *(tensor for some in given for tensor in some)))
+            outputs = [
+                replaced(output, some, [next(made) for _ in some])
+                for output, some in zip(outputs, roots, strict=True)
+            ]
+        return as_given(inputs, outputs)
+
+
+class _Backwards(torch.autograd.Function):
+    """Hands on the outputs of all micro-batches; one backward of all would add up what each use of a weight gives."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, leaves: list[list[Tensor]], roots: list[list[Tensor]], anchor: Tensor, *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.held = leaves, roots
+        return tuple(root.detach() for some in roots for root in some)
+
+    @staticmethod
+    @one_thread()
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        leaves, roots = ctx.held
+        came = iter(gradients)
+        for some in roots:
+            known = [(root, gradient) for root in some if (gradient := next(came)) is not None]
+            if known:
+                torch.autograd.backward(*zip(*known, strict=True))
+        return None, None, None, *(leaf.grad for some in leaves for leaf in some)
+
+
 def plain_loop(
-    layers: Sequence[nn.Module],
+    layers: Iterable[nn.Module],
     inputs: Tree,
     targets: Tree,
     loss_fn: LossFunction,
     *,
-    micro_batches: int,
-    seed: int,
-    step: int = 0,
     reduction: Reduction = "mean",
     scale: float = 1.0,
-    first: int = 0,
+    **keys: int,
 ) -> Tensor:
-    """What `pipe.step` does; `first` is the number of the first micro-batch, in a replica."""
-
-    def loss_of(m: int, x: Tree, y: Tree) -> Tensor:
-        output = run_layers(layers, x, seed=seed, step=step, micro_batch=m)
-        with gpipe.rng_scope(seed, step, len(layers), m):
-            return loss_fn(output, y)
-
-    goals = parts_of(targets, micro_batches)
-    parts = enumerate(zip(parts_of(inputs, micro_batches), goals, strict=True), first)
-    return accumulated((loss_of(m, x, y) for m, (x, y) in parts), shares_of(reduction, goals), scale)
+    """What `pipe.step` does, by a `Loop` of these keys."""
+    return Loop(layers, **keys).step(inputs, targets, loss_fn, reduction, scale)
 
 
 @one_thread()
 def plain_call(
-    layers: Sequence[nn.Module],
-    inputs: Tree,
-    targets: Tree,
-    loss_fn: LossFunction,
-    *,
-    micro_batches: int,
-    seed: int,
-    step: int = 0,
+    layers: Iterable[nn.Module], inputs: Tree, targets: Tree, loss_fn: LossFunction, **keys: int
 ) -> Tensor:
-    """What `loss_fn(pipe(inputs), targets).backward()` does: one loss, then all backwards.
-
-    One backward of all, without a pipeline, would add up what each use of a parameter gives, not each micro-batch.
-    """
-    parts = enumerate(parts_of(inputs, micro_batches))
-    outputs = [run_layers(layers, x, seed=seed, step=step, micro_batch=m) for m, x in parts]
-    roots = [[t for t in tensors_in(output) if t.requires_grad] for output in outputs]
-    lent = [[root.detach().requires_grad_().view_as(root) for root in some] for some in roots]
-    loss = loss_fn(as_given(inputs, map(replaced, outputs, roots, lent)), targets)
-    gradients = iter(torch.autograd.grad(loss, [tensor for some in lent for tensor in some], allow_unused=True))
-    seeds = [[next(gradients) for _ in some] for some in roots]
-    for some, seed_of in zip(roots, seeds, strict=True):
-        known = [(root, gradient) for root, gradient in zip(some, seed_of, strict=True) if gradient is not None]
-        torch.autograd.backward([root for root, _ in known], [gradient for _, gradient in known])
+    """What `loss_fn(pipe(inputs), targets).backward()` does: one loss, then all backwards."""
+    loss = loss_fn(Loop(layers, **keys)(inputs), targets)
+    loss.backward()
     return loss.detach()
 
 
-def plain_outputs(layers: Sequence[nn.Module], inputs: Tree, *, micro_batches: int, seed: int, step: int = 0) -> Tree:
-    with torch.no_grad(), one_thread():
-        parts = enumerate(parts_of(inputs, micro_batches))
-        return as_given(inputs, (run_layers(layers, x, seed=seed, step=step, micro_batch=m) for m, x in parts))
+def plain_outputs(layers: Iterable[nn.Module], inputs: Tree, **keys: int) -> Tree:
+    with torch.no_grad():
+        return Loop(layers, **keys)(inputs)
 
 
 def train(

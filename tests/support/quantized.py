@@ -1,4 +1,4 @@
-"""Tiny models whose weights a quantizer made, with adapters that train, and the plain loop over them."""
+"""Tiny models whose weights a quantizer made, with adapters that train."""
 
 import copy
 import gc
@@ -15,7 +15,7 @@ import gpipe
 from gpipe.stages.quantized import stored_in
 from tests.families.law import quiet
 from tests.support.outcomes import Outcome
-from tests.support.plain_loop import one_thread, weights_of
+from tests.support.plain_loop import weights_of
 from tests.support.planned import pipe_by_costs
 from tests.support.processes.digests import Digests, digests
 
@@ -121,21 +121,6 @@ def three_steps(root: nn.Module, step: Callable[[int], object]) -> Outcome:
     return found | left(root)
 
 
-@one_thread()
-def plainly(model: nn.Module) -> Outcome:
-    """By the loop that everybody writes, on one device."""
-    layers, given = gpipe.layers_of(model, batch()), batch()
-    count = (given["labels"][:, 1:] != -100).sum()
-
-    def step(at: int) -> None:
-        for m in range(MICRO_BATCHES):
-            part = {key: value.tensor_split(MICRO_BATCHES)[m].clone() for key, value in given.items()}
-            with layers.rng_scope(SEED, at, m):
-                model(**part, num_items_in_batch=count).loss.backward()
-
-    return three_steps(model, step)
-
-
 def piped(model: nn.Module, partitions: int, **how: Any) -> gpipe.GPipe:
     how = {"costs": "params", "micro_batches": MICRO_BATCHES, "seed": SEED, **how}
     return pipe_by_costs(model, partitions, sample=batch(), **how)
@@ -150,7 +135,11 @@ def allocated(model: nn.Module) -> tuple[int, int]:
     return asked, sum(piece.nbytes for piece in stored_in([copied]))
 
 
-def train_rank(rank: int, world: int, name: str, how: dict[str, Any]) -> Digests:
-    """What three steps leave in a rank."""
-    with piped(adapted(name), world, driver="process", **how) as pipe:
+def trained(name: str, partitions: int, **how: Any) -> Digests:
+    """What three steps leave in this process."""
+    with piped(adapted(name), partitions, **how) as pipe:
         return digests(three_steps(pipe, lambda _: pipe.step(batch())))
+
+
+def train_rank(rank: int, world: int, name: str, how: dict[str, Any]) -> Digests:
+    return trained(name, world, driver="process", **how)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gpipe
 from tests.support.odd_layers import Drift
 from tests.support.outcomes import Outcome, noted
-from tests.support.plain_loop import copied, one_thread, parts_of, plain_loop, run_layers, weights_of
+from tests.support.plain_loop import Loop, weights_of
 from tests.support.planned import pipe_by_costs
 from tests.support.processes.digests import Digests, digests
 
@@ -85,6 +85,8 @@ class Piped:
         self.module = self.pipe = pipe
         self.device = CPU  # of what it is given
 
+        self.train = pipe.train
+
     def call(self, x: Tensor) -> Tensor:
         return self.pipe(x, gather=True)
 
@@ -92,54 +94,21 @@ class Piped:
         return self.pipe.step(x, TARGET.to(self.device), F.mse_loss)
 
 
-class Plain:
+class Plain(Loop):
     """A plain loop, as a story uses it: of one replica of several, perhaps."""
 
     def __init__(self, layers: Sequence[nn.Module], replica: int, replicas: int) -> None:
-        self.layers = list(layers)
-        self.first, self.share = replica * M, 1 / replicas
-        self.module = layers[0] if len(layers) == 1 else nn.Sequential(*layers)
-        self.step_number = 0
-        self.device = CPU
+        super().__init__(layers, M, SEED, first=replica * M)
+        self.share, self.device = 1 / replicas, CPU
 
-    def _run(self, m: int, part: Tensor) -> Any:
-        return run_layers(self.layers, part, seed=SEED, step=self.step_number, micro_batch=self.first + m)
+    @property
+    def module(self) -> nn.Module:
+        return self[0] if len(self) == 1 else self
 
-    @one_thread()
-    def call(self, x: Tensor) -> Tensor:
-        parts = parts_of(x, M)
-        run, anchor = self._run, torch.empty(0, requires_grad=True)
-        outputs = _Loop.apply(run, anchor, *parts)
-        self.step_number += self.module.training
-        return torch.cat(outputs)
+    call = Loop.__call__
 
-    def step(self, x: Tensor) -> Tensor:
-        where = (self.layers, x, TARGET.to(self.device), F.mse_loss)
-        step, first = self.step_number, self.first
-        loss = plain_loop(*where, micro_batches=M, seed=SEED, step=step, scale=self.share, first=first)
-        self.step_number += self.module.training
-        return loss * self.share
-
-
-class _Loop(torch.autograd.Function):
-    """The forward of each micro-batch in turn, and later the backward of each in turn."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[int, Tensor], Tensor], anchor: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
-        grad = any(ctx.needs_input_grad)
-        with torch.set_grad_enabled(grad):
-            given = [copied(part.detach()).requires_grad_(ctx.needs_input_grad[2]) for part in parts]
-            made = [run(m, part.view_as(part) if grad else part) for m, part in enumerate(given)]
-        ctx.held = given, made
-        return tuple(output.detach() for output in made)
-
-    @staticmethod
-    @one_thread()
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        given, made = ctx.held
-        for output, gradient in zip(made, gradients, strict=True):
-            torch.autograd.backward(output, gradient)
-        return None, None, *(part.grad for part in given)
+    def step(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().step(x, TARGET.to(self.device), F.mse_loss, scale=self.share) * self.share
 
 
 def pipes(partitions: int, **settings: Any) -> list[Piped]:
@@ -224,10 +193,10 @@ def tell(story: Story, sides: Sequence[Side], note: Callable[[], object] = lambd
                 found.append(side.step(x))
                 note()
             case "evaluate" | "score" | "peek":
-                side.module.train(act == "peek")
+                side.train(act == "peek")
                 with torch.no_grad():
                     found.append(side.step(x) if act == "score" else side.call(x))
-                side.module.train()
+                side.train()
     return [tensor.detach() for tensor in found]
 
 

@@ -21,7 +21,7 @@ from tests.support.networks import (
 )
 from tests.support.odd_layers import Pop, Stash, TakesWhole
 from tests.support.outcomes import Outcome, noted, optimizer_of
-from tests.support.plain_loop import Tree, plain_loop, plain_outputs, weights_of
+from tests.support.plain_loop import Loop, weights_of
 
 SEED, MICRO_BATCHES = 3, 4
 
@@ -272,23 +272,6 @@ def maker(partitions: int, **settings: Any) -> Make:
     return make
 
 
-class Plain(nn.Sequential):
-    """The plain loop as a pipe, as far as it goes."""
-
-    def __init__(self, layers: list[nn.Module]) -> None:
-        super().__init__(*layers)
-        self.step_number = 0
-
-    def step(self, inputs: Tree, targets: Tree, loss_fn: Callable[..., Tensor], **how: Any) -> Tensor:
-        return self._counted(plain_loop(list(self), inputs, targets, loss_fn, **self._keys(), **how))
-
-    def forward(self, inputs: Tree, *, gather: bool) -> Any:  # type: ignore[override]  # it is no Sequential to others
-        assert not torch.is_grad_enabled()
-        return self._counted(plain_outputs(list(self), inputs, **self._keys()))
-
-    def _keys(self) -> dict[str, Any]:
-        return {"micro_batches": MICRO_BATCHES, "seed": SEED, "step": self.step_number}
-
-    def _counted(self, made: Any) -> Any:
-        self.step_number += self.training
-        return made
+def plain(layers: Sequence[nn.Module], **how: Any) -> Loop:
+    """The reference loop, for a story that it can follow."""
+    return Loop(layers, MICRO_BATCHES, SEED)

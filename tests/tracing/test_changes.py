@@ -1,6 +1,5 @@
 """What a traced model's Python sees may change from run to run and within a run: it is followed."""
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import MethodType, SimpleNamespace
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from tests.support.plain_loop import one_thread, same_bits, weights_of
+from tests.support.plain_loop import weights_of
 from tests.support.planned import pipe_by_costs
 
 W, M, SEED = 8, 4, 3
@@ -72,40 +71,18 @@ def made(net: nn.Module, **settings: Any) -> gpipe.GPipe:
     return pipe_by_costs(net, micro_batches=M, sample=batch(0), seed=SEED, **settings)
 
 
-class Twins:
-    """A pipe of a model, and the model in a plain loop."""
+class Verified:
+    """A pipe of a model, each step of which is verified against the model as it is at that time."""
 
     def __init__(self, make: Callable[[], nn.Module] = Net, **settings: Any) -> None:
         with weights_of(2):
-            self.own: Any = make()
-        self.net: Any = copy.deepcopy(self.own)
+            self.net: Any = make()
         self.pipe = made(self.net, **settings)
-        self.layers = gpipe.layers_of(self.own, {name: value[:2] for name, value in batch(0).items()})
-        self.steps = 0
-
-    def both(self, change: Callable[[Any], object]) -> None:
-        change(self.own)
-        change(self.net)
 
     def step(self, given: dict[str, Tensor] | None = None) -> None:
-        """A step of both, to the same bits."""
-        given = batch(self.steps) if given is None else given
-        loss = self.pipe.step(given)
-        total = torch.zeros(())
-        with one_thread():
-            for m in range(M):
-                part = {name: value.tensor_split(M)[m] for name, value in given.items()}
-                with self.layers.rng_scope(SEED, self.steps, m):
-                    own = self.own(**part)["loss"] / M
-                own.backward()
-                total = total + own.detach()
-        assert same_bits(loss, total)
-        for (name, one), two in zip(self.net.named_parameters(), self.own.parameters(), strict=True):
-            assert (one.grad is None) == (two.grad is None), name
-            assert one.grad is None or same_bits(one.grad, two.grad), name
-        for model in (self.net, self.own):
-            model.zero_grad()
-        self.steps += 1
+        given = batch(self.pipe.step_number) if given is None else given
+        assert self.pipe.verify(given, against="model").equal
+        self.pipe.step(given)
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -129,41 +106,41 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize("remat", ["always", "never"])
 def test_what_changes_behind_the_third_step_is_followed(what: str, remat: str) -> None:
-    twins = Twins(remat=remat)
+    trained = Verified(remat=remat)
     for _ in range(3):
-        twins.step()
-    twins.both(CHANGES[what])
+        trained.step()
+    CHANGES[what](trained.net)
     for _ in range(2):
-        twins.step()
+        trained.step()
 
 
 @pytest.mark.parametrize(("name", "value"), [("FACTOR", -1.0), ("glue", torch.sin)])
 def test_a_global_that_changes_is_followed(name: str, value: object) -> None:
-    twins = Twins()
+    trained = Verified()
     for _ in range(3):
-        twins.step()
+        trained.step()
     refused = pytest.raises(ValueError, match="another path") if name == "glue" else nullcontext()
     with mock.patch(f"{__name__}.{name}", value), refused:
-        twins.step()
+        trained.step()
 
 
 def test_a_dropped_block_and_a_replaced_one_are_refused() -> None:
-    twins = Twins()
+    trained = Verified()
     for _ in range(3):
-        twins.step()
-    twins.net.skips = 3
+        trained.step()
+    trained.net.skips = 3
     with pytest.raises(ValueError, match="another path"):
-        twins.pipe.step(batch(0))
-    twins.net.skips = 4
-    twins.net.blocks[1] = nn.Linear(W, W)
+        trained.pipe.step(batch(0))
+    trained.net.skips = 4
+    trained.net.blocks[1] = nn.Linear(W, W)
     with pytest.raises(ValueError, match="was replaced"):
-        twins.pipe.step(batch(0))
+        trained.pipe.step(batch(0))
 
 
 def test_a_number_read_from_inputs_leads_each_micro_batch_where_it_says() -> None:
-    twins = Twins()
+    trained = Verified()
     for at in range(4):
-        twins.step(batch(at, padded=at % 2 == 1))  # two micro-batches of four are padded
+        trained.step(batch(at, padded=at % 2 == 1))  # two micro-batches of four are padded
 
 
 class Ragged(Net):
@@ -194,9 +171,9 @@ class Ragged(Net):
 def test_an_operation_that_gives_another_shape_leads_python_elsewhere_from_there_on(
     partitions: int, remat: str
 ) -> None:
-    twins = Twins(Ragged, partitions=partitions, remat=remat)
+    trained = Verified(Ragged, partitions=partitions, remat=remat)
     for _ in range(4):
-        twins.step()
+        trained.step()
 
 
 class Hands(Net):
@@ -250,9 +227,9 @@ class Flagged(Net):
 @pytest.mark.parametrize("make", [Hands, Flagged])
 @pytest.mark.parametrize("remat", ["always", "never"])
 def test_what_the_forward_puts_where_blocks_look_is_there(make: type[Net], remat: str) -> None:
-    twins = Twins(make, remat=remat, driver="lockstep")  # threads would each put theirs there
+    trained = Verified(make, remat=remat, driver="lockstep")  # threads would each put theirs there
     for at in range(4):
-        twins.step(batch(at, padded=at > 1))
+        trained.step(batch(at, padded=at > 1))
 
 
 class Casts(Net):
@@ -274,15 +251,15 @@ class Casts(Net):
 @pytest.mark.parametrize("remat", ["always", "never"])
 def test_modes_that_the_forward_sets_are_set_again(casts: bool, remat: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
-        twins = Twins(Casts, remat=remat)
+        trained = Verified(Casts, remat=remat)
         for _ in range(3):
-            twins.step()
+            trained.step()
 
 
 def test_a_hook_that_is_there_from_the_start_is_called_once_a_micro_batch() -> None:
-    twins = Twins()
+    trained = Verified()
     calls = []
-    twins.net.blocks[0].register_forward_hook(lambda *_: calls.append(0))
-    twins.step()
-    twins.step()
+    trained.net.blocks[0].register_forward_hook(lambda *_: calls.append(0))
+    trained.step()
+    trained.step()
     assert len(calls) == 2 * M

@@ -1,6 +1,5 @@
 """Models drawn at random, with lists of modules inside of their blocks: cut by default, none is refused."""
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +10,6 @@ from torch.nn.functional import mse_loss
 import gpipe
 from tests.support import drawn_models
 from tests.support.drawn_models import drawn_model
-from tests.support.plain_loop import accumulated, one_thread, same_bits
 from tests.support.planned import pipe_by_costs
 
 W = 6
@@ -43,22 +41,12 @@ def drawn_batch() -> Batch:
     return {"x": torch.randn(8, W)}
 
 
-@one_thread()
-def train_plainly(model: nn.Module, batch: Batch, y: Tensor) -> Tensor:
-    parts = [dict(zip(batch, some, strict=True)) for some in zip(*(t.chunk(M) for t in batch.values()), strict=True)]
-    losses = (mse_loss(model(**part), target) for part, target in zip(parts, y.chunk(M), strict=True))
-    return accumulated(losses, [1 / M] * M)
-
-
-def assert_as_plain(model: nn.Module, draw: Callable[[], Batch] = drawn_batch) -> None:
-    plain = copy.deepcopy(model)
+def assert_as_model(model: nn.Module, draw: Callable[[], Batch] = drawn_batch) -> None:
     with pipe_by_costs(model, 2, M, sample=draw(), costs="params", driver="lockstep") as pipe:
         for _ in range(STEPS):
-            batch, y = draw(), torch.randn(8, W)
-            found = pipe.step(batch, y, mse_loss)
-            assert same_bits(found, train_plainly(plain, batch, y))
-    theirs = dict(plain.named_parameters())
-    assert not [name for name, one in model.named_parameters() if not same_bits(one.grad, theirs[name].grad)]
+            given = draw(), torch.randn(8, W), mse_loss
+            assert pipe.verify(*given, against="model").equal
+            pipe.step(*given)
 
 
 class Top(nn.Module):
@@ -92,7 +80,7 @@ def test_a_mixture_that_no_list_holds_is_one_block(blocks: Callable[[], nn.Modul
     torch.manual_seed(1)
     model = Top(blocks())
     assert [layer.name for layer in gpipe.layers_of(model, torch.randn(8, W))] == layers
-    assert_as_plain(model)
+    assert_as_model(model)
 
 
 class Watched(nn.Module):
@@ -125,15 +113,15 @@ def test_blocks_in_a_row_stay_apart_where_values_are_looked_at_beside_them() -> 
     model = Watched()
     names = [layer.name for layer in gpipe.layers_of(model, torch.randn(8, W))]
     assert names[1:] == ["body.blocks.0", "body.blocks.1", "body.blocks.2", "head"]
-    assert_as_plain(model)
+    assert_as_model(model)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_drawn_model_is_cut_at_its_own_blocks_and_trains_as_the_plain_loop(seed: int) -> None:
+def test_a_drawn_model_is_cut_at_its_own_blocks_and_trains_as_the_model(seed: int) -> None:
     # Lists inside of blocks were cut where these have most of the parameters: between experts, of which other steps
     # choose others, around buffers and branches. Or one list after another was made one block, never several at once.
     torch.manual_seed(seed)
-    assert_as_plain(drawn_model(seed), drawn_models.drawn_batch)
+    assert_as_model(drawn_model(seed), drawn_models.drawn_batch)
 
 
 def test_members_of_a_sequence_that_is_not_called_itself_are_the_blocks() -> None:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.tracing.model import TracedModel
-from tests.support.beside_plain import SEED, Case, M, assert_as_plain, assert_same
+from tests.support.beside_plain import SEED, M
 from tests.support.handwritten import VOCABULARY, cross_entropy, word_targets, words
-from tests.support.plain_loop import accumulated, one_thread, same_bits, weights_of
+from tests.support.plain_loop import same_bits, weights_of
 from tests.support.planned import pipe_by_costs
 
 transformers: Any = pytest.importorskip("transformers")
@@ -40,11 +39,15 @@ def build_x(kind: str, layers: dict[str, Any], wrapper: dict[str, Any]) -> nn.Mo
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OF_X)
-def test_x_transformers_train_as_the_plain_loop(name: str) -> None:
-    case = Case(partial(build_x, *OF_X[name]), words, word_targets, cross_entropy)
-    like = assert_as_plain(case, 1)
-    assert_as_plain(case, 4, like=like, schedule="1f1b", driver="lockstep")
-    assert_as_plain(case, 2, like=like, schedule="zb_v", remat="never")
+def test_x_transformers_train_as_the_model(name: str) -> None:
+    ways: list[tuple[int, dict[str, Any]]] = [
+        (1, {}),
+        (4, {"schedule": "1f1b", "driver": "lockstep"}),
+        (2, {"schedule": "zb_v", "remat": "never"}),
+    ]
+    for partitions, settings in ways:
+        with made(build_x(*OF_X[name]), partitions, sample=words(5), **settings) as pipe:
+            assert pipe.verify(words(9), word_targets(9), cross_entropy, against="model").equal
 
 
 def llama(**settings: Any) -> nn.Module:
@@ -71,25 +74,6 @@ def made(model: nn.Module, partitions: int = 3, **settings: Any) -> gpipe.GPipe:
 Around = Callable[[], AbstractContextManager[Any]]
 
 
-@one_thread()
-def train_plainly(
-    model: nn.Module, step: int = 0, around: Around = nullcontext, whole: dict[str, Tensor] | None = None
-) -> Tensor:
-    """As transformers' Trainer accumulates gradients: the losses of micro-batches add up."""
-    whole = batch() if whole is None else whole
-    count = (whole["labels"][:, 1:] != -100).sum()
-    parts = [{name: value.tensor_split(M)[m] for name, value in whole.items()} for m in range(M)]
-    replayed = TracedModel(model, parts[0])
-
-    def loss_of(m: int, part: dict[str, Tensor]) -> Tensor:
-        with replayed.rng_scope(SEED, step, m), around():
-            given = {name: value.clone() for name, value in part.items()}
-            loss: Tensor = model(**given, num_items_in_batch=count, use_cache=False).loss
-        return loss
-
-    return accumulated((loss_of(m, part) for m, part in enumerate(parts)), [1.0] * M)
-
-
 def rope(kind: str, **settings: Any) -> nn.Module:
     """Made for 8 words."""
     parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **settings}
@@ -100,24 +84,24 @@ def test_a_rope_that_follows_the_length_is_refused_where_it_changes_and_the_next
     # Each layer had frequencies of its own: a recompute found those of a later micro-batch, the user's model none.
     with pytest.raises(ValueError, match=r"changes the buffer model.rotary_emb.inv_freq between .* 'dynamic'"):
         made(rope("dynamic"), sample=batch(4, 12))
-    plain, model = rope("dynamic"), rope("dynamic")
+    model = rope("dynamic")
     pipe = made(model)
+    before = copy.deepcopy([*model.buffers()])
     with pytest.raises(ValueError, match=r"changes the buffer model.rotary_emb.inv_freq .* max_position_embeddings"):
         pipe.step(batch(8, 12))
-    found = pipe.step(batch(8, 7))
-    assert same_bits(found, train_plainly(plain, whole=batch(8, 7)))
-    assert all(map(same_bits, model.buffers(), plain.buffers()))
+    assert pipe.verify(batch(8, 7), against="model").equal
+    assert all(map(same_bits, model.buffers(), before))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_rope_that_is_written_to_in_place_is_one_layers() -> None:
     # The values were those that stood there, so every layer wrote its own into the model's one buffer.
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 8}
-    plain, model = rope("longrope", **factors), rope("longrope", **factors)
+    model = rope("longrope", **factors)
     pipe = made(model)
     for whole in (batch(8, 7), batch(8, 12), batch(8, 6)):
-        assert same_bits(pipe.step(whole), train_plainly(plain, whole=whole))
-        assert all(map(same_bits, model.buffers(), plain.buffers()))
+        assert pipe.verify(whole, against="model").equal
+        pipe.step(whole)
     assert "model.rotary_emb" in gpipe.layers_of(model, batch(4, 7))[0].modules
 
 
@@ -166,19 +150,12 @@ WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], Around]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way", WAYS)
-def test_what_people_put_around_a_model_gives_the_bits_of_the_plain_loop(way: str) -> None:
+def test_what_people_put_around_a_model_gives_the_bits_of_the_model(way: str) -> None:
     change, around = WAYS[way]
     ways: list[dict[str, Any]] = [{}, {"remat": "never", "schedule": "1f1b", "driver": "lockstep"}]
     for settings in ways:
-        plain, model = change(llama(attention_dropout=0.1)), change(llama(attention_dropout=0.1))
-        expected = train_plainly(plain, around=around)
-        pipe = made(model, **settings)
-        with around():
-            found = pipe.step(batch())
-        assert same_bits(found, expected)
-        theirs = dict(plain.named_parameters())
-        assert not [name for name, p in model.named_parameters() if not same_bits(p.grad, theirs[name].grad)]
-        pipe.close()
+        with made(change(llama(attention_dropout=0.1)), **settings) as pipe, around():
+            assert pipe.verify(batch(), against="model").equal
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -273,23 +250,16 @@ ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # by the configurat
 @pytest.mark.parametrize("asked", ASKED)
 def test_what_is_collected_inside_of_blocks_is_part_of_the_output(asked: str) -> None:
     of_config, given = ASKED[asked]
-    model, plain = llama(**of_config), llama(**of_config)
-    sample = {**batch(4, 7), **given}
-    pipe = made(model, sample=sample)
-    loss = pipe.step({**batch(), **given})
-    assert same_bits(loss, train_plainly(plain))
-    assert_same(model, plain, set())
+    model = llama(**of_config)
+    pipe = made(model, sample={**batch(4, 7), **given})
+    assert pipe.verify({**batch(), **given}, against="model").equal
     hooks = [len(module._forward_hooks) for module in model.modules()]
     pipe.eval()
-    plain.eval()
     with torch.no_grad():
-        output = pipe({**batch(), **given})
-        columns = zip(*(value.tensor_split(M) for value in batch().values()), strict=True)
-        parts = [plain(**dict(zip(batch(), one, strict=True)), **given, use_cache=False) for one in columns]
-    for key in {"hidden_states", "attentions"} & parts[0].keys():
-        for found, *expected in zip(output[key], *(part[key] for part in parts), strict=True):
-            assert found is expected[0] is None or same_bits(found, torch.cat(expected))
-    assert output.keys() - {"loss"} == parts[0].keys() - {"loss"} > {"logits"}
+        output, own = pipe({**batch(), **given}), model(**batch(), **given, use_cache=False)
+    for key in {"hidden_states", "attentions"} & own.keys():
+        assert [found is None for found in output[key]] == [one is None for one in own[key]]
+    assert output.keys() == own.keys() > {"logits"}
     assert max(hooks) == 1  # transformers' own, in the model, once
 
 
@@ -302,7 +272,6 @@ def test_states_of_a_last_block_that_is_the_output_are_collected_from_the_first_
     )  # fmt: skip
     with weights_of(3):
         model = transformers.BertModel(config, add_pooling_layer=False)
-    plain = copy.deepcopy(model)
     rows = batch()["input_ids"]
     given = {"input_ids": rows, "output_hidden_states": True}
 
@@ -311,37 +280,30 @@ def test_states_of_a_last_block_that_is_the_output_are_collected_from_the_first_
 
     make: Any = pipe_by_costs if costs else gpipe.GPipe
     with make(model, 2, M, sample=given) as pipe:
-        loss = pipe.step(given, rows, loss_fn, reduction="mean")
-    with one_thread():
-        losses = (loss_fn(plain(input_ids=part, output_hidden_states=True), part) for part in rows.tensor_split(M))
-        assert same_bits(loss, accumulated(losses, [1 / M] * M))
-    assert_same(model, plain, set())
+        assert pipe.verify(given, rows, loss_fn, reduction="mean", against="model").equal
     assert [len(layer._forward_hooks) for layer in model.encoder.layer] == [1, 1, 1]
 
 
 def test_collecting_may_begin_and_end_between_steps() -> None:
-    model, plain = llama(), llama()
+    model = llama()
     layers = gpipe.layers_of(model, batch(4, 7))
-    pipe = gpipe.GPipe(layers, 3, M, seed=SEED)
-    for step, collects in enumerate((False, True, False)):
+    pipe = pipe_by_costs(layers, 3, M, costs="params", seed=SEED)
+    for collects in (False, True, False):
         model.config.output_hidden_states = collects  # type: ignore[union-attr]
-        assert same_bits(pipe.step(batch()), train_plainly(plain, step))
-        assert_same(model, plain, set())
-    assert len(layers.traced.traces) == 2  # which hooks there are is no reason for another
+        pipe.step(batch())
+        assert pipe.verify(batch(), against="model").equal
+    assert len(layers.traced.traces) == 4  # with labels and, in verify, without: hooks are no reason for another
 
 
-def test_a_loss_of_hidden_states_has_the_gradients_of_the_plain_loop() -> None:
+def test_a_loss_of_hidden_states_has_the_gradients_of_the_model() -> None:
     def loss_fn(output: Any, target: Tensor) -> Tensor:
         states = [state.tanh().mean() * (1 + at) for at, state in enumerate(output.hidden_states)]
         return sum(states, output.logits.mean())
 
     given = {name: value for name, value in batch().items() if name != "labels"}
-    case = Case(
-        partial(llama, output_hidden_states=True), lambda rows: given, lambda rows: given["input_ids"], loss_fn
-    )
-    like = assert_as_plain(case, 1)
-    for partitions in (2, 4):
-        assert_as_plain(case, partitions, like=like)
+    for partitions in (1, 2, 4):
+        with made(llama(output_hidden_states=True), partitions, sample=given) as pipe:
+            assert pipe.verify(given, given["input_ids"], loss_fn, against="model").equal
 
 
 def test_a_cache_that_is_asked_for_or_given_is_refused_by_name() -> None:
@@ -379,12 +341,6 @@ def test_a_call_leaves_out_the_cache_of_a_model_within() -> None:
 
 
 def test_other_keys_are_recorded_when_they_come() -> None:
-    model = llama()
-    pipe = made(model)
+    pipe = made(llama())
     pipe.step(batch())
-    given = {"input_ids": batch()["input_ids"], "labels": batch()["labels"]}
-    count = (given["labels"][:, 1:] != -100).sum()
-    with one_thread(), torch.no_grad():
-        parts = [{name: value.tensor_split(M)[m] for name, value in given.items()} for m in range(M)]
-        losses = [model(**part, num_items_in_batch=count).loss for part in parts]
-    assert same_bits(pipe.step(given), sum(losses[1:], start=losses[0]))
+    assert pipe.verify({"input_ids": batch()["input_ids"], "labels": batch()["labels"]}, against="model").equal

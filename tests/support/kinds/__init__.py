@@ -1,4 +1,4 @@
-"""What users do to networks: kinds that a second plain loop judges; importing this enters all in `KINDS`."""
+"""What users do to networks, judged beside the reference loop; importing this enters all kinds in `KINDS`."""
 
 from importlib import import_module
 from pathlib import Path
