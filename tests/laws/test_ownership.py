@@ -131,32 +131,6 @@ def test_a_copy_trains_on_to_the_same_bits_with_threads_of_its_own(
             assert_same_state(again, pipe)
 
 
-OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
-    lambda layers: torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    lambda layers: torch.optim.Adam(layers.parameters(), lr=0.1, amsgrad=True),
-    lambda layers: torch.optim.RMSprop(layers.parameters(), lr=0.01),
-    lambda layers: torch.optim.AdamW([{"params": layers[at].parameters(), "lr": 0.5 / (1 + at)} for at in (0, 5)]),
-]
-
-
-@pytest.mark.parametrize("partitions", [1, 3])
-def test_any_optimizer_and_gradient_clipping_see_what_they_see_without_a_pipe(partitions: int) -> None:
-    for optimizer in OPTIMIZERS:
-        plain, pipe = nn.Sequential(*build()), make(partitions=partitions, driver="threads")
-        optimizers = [optimizer(pipe), optimizer(plain)]
-        for step in range(3):
-            pipe.step(X, Y, squares)
-            plain_loop(list(plain), X, Y, squares, micro_batches=M, seed=4, step=step)
-            norms = [torch.nn.utils.clip_grad_norm_(module.parameters(), 0.3) for module in (pipe, plain)]
-            assert same_bits(*norms)
-            for each in optimizers:
-                each.step()
-            assert_same_bits(pipe, list(plain))
-            for module in (pipe, plain):
-                module.zero_grad(set_to_none=step == 0)
-        pipe.close()
-
-
 def test_an_ema_copy_averages_and_evaluates() -> None:
     pipe, plain = make(driver="threads"), make()
     averages = get_ema_multi_avg_fn(0.9)

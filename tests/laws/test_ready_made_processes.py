@@ -11,16 +11,15 @@ from tests.support.jobs import ready_made as jobs
 from tests.support.jobs.data_parallel import normalized
 from tests.support.jobs.ready_made import MOST, SEED, SIZES, data, loss_of
 from tests.support.networks import network
-from tests.support.plain_loop import one_thread, run_layers, squares
+from tests.support.plain_loop import Loop, one_thread, squares
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
 
 
 def forwards(layers: Sequence[nn.Module], replica: int, step: int) -> list[Any]:
     """The output of each micro-batch of a replica, keyed behind those of the replicas before it."""
-    first = replica * MOST
-    parts = enumerate(data(SIZES[replica], replica))
-    return [run_layers(layers, x, seed=SEED, step=step, micro_batch=first + m) for m, x in parts]
+    outputs: list[Any] = Loop(layers, MOST, SEED, step=step, first=replica * MOST)(data(SIZES[replica], replica))
+    return outputs
 
 
 def losses(layers: Sequence[nn.Module], replica: int, step: int) -> Tensor:

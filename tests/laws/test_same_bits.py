@@ -31,7 +31,6 @@ from tests.support.mixed_tasks import (
     Task,
     Way,
     check,
-    count_valid,
     generate_task,
     generate_way,
     is_statistic,
@@ -157,24 +156,6 @@ def test_weights_are_asked_for_once_a_micro_batch_before_any_forward() -> None:
 
     gpipe.GPipe(network(), 3, 4, seed=2).step(*data(), loss_fn, reduction=weight)
     assert len(asked) == len(losses) == 4
-
-
-@pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize("driver", ["threads", "lockstep"])
-def test_a_training_of_twenty_steps_does_not_depend_on_the_cut(remat: str, driver: str) -> None:
-    def losses(partitions: int | list[int]) -> Tensor:
-        layers = network()
-        optimizer = torch.optim.Adam(nn.Sequential(*layers).parameters(), lr=0.01)
-        with gpipe.GPipe(layers, partitions, 4, seed=2, remat=remat, driver=driver) as pipe:
-            found = []
-            for _ in range(20):
-                found.append(pipe.step(*data(), mean_of_valid, reduction=count_valid))
-                optimizer.step()
-                optimizer.zero_grad()
-        return torch.stack(found)
-
-    assert torch.equal(losses(1), losses([3, 4]))
-    assert torch.equal(losses(1), losses(7))
 
 
 # Nothing reads what was freed, was used up, or was never written.

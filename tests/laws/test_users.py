@@ -21,8 +21,8 @@ from tests.soak.judge import FAILED, Make, judge
 from tests.soak.trainers import Trainer, by_loop
 from tests.support.kinds import KINDS
 from tests.support.kinds.case import Case, Setting
-from tests.support.plain_loop import REMATS, Loop, one_thread
-from tests.support.two_steps import DRIVERS, M, X, Y, check, network
+from tests.support.plain_loop import Loop, one_thread
+from tests.support.two_steps import DRIVERS, M, X, Y
 
 LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -106,29 +106,7 @@ def test_the_judge_detects_a_wrong_library(make: Make, names: list[str], verdict
     assert found.count(verdict) >= least, found
 
 
-# Weights that others use.
-
-
-@DRIVERS
-def test_a_weight_that_two_partitions_use_past_all_layers_is_refused(driver: str) -> None:
-    weight = torch.ones(4, requires_grad=True)
-    pipe = gpipe.GPipe(network(lambda x: x * weight, lambda x: x + weight), [2, 2], M, driver=driver)
-    with pytest.raises(gpipe.VerificationError, match=r"a tensor of shape \(4,\), which another stage trains too"):
-        pipe.step(X, Y, F.mse_loss)
-
-
-def test_a_hook_on_the_node_of_what_crossed_a_cut_is_refused() -> None:
-    """Bug story: it halved the gradient of the layer before by half of what it does in the plain loop."""
-
-    class Halves(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            assert x.grad_fn is not None
-            x.grad_fn.register_hook(lambda inner, _: tuple(None if g is None else g / 2 for g in inner))
-            return x
-
-    pipe = gpipe.GPipe(network(Halves(), torch.sin), [1, 3], M)
-    with pytest.raises(RuntimeError, match=r"puts a hook on the grad_fn of a tensor that it receives"):
-        pipe.step(X, Y, F.mse_loss)
+# Layers that come later.
 
 
 @pytest.mark.parametrize("change", [lambda net: net.append(nn.ReLU()), lambda net: net.__setitem__(0, nn.ReLU())])
@@ -144,25 +122,6 @@ def test_layers_that_come_to_the_sequence_later_are_refused(change: Callable[[nn
     with pytest.raises(ValueError, match=r"has other layers by now"):
         pipe(X)
     copied.step(X, X, F.mse_loss)
-
-
-def test_a_hook_that_would_see_a_part_of_a_gradient_is_refused() -> None:
-    class Leans(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            y = x * 2
-            return y, y.sin()
-
-    class Hooks(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-            if pair[0].requires_grad:
-                pair[0].register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-            return pair[0] + pair[1]
-
-    for remat in REMATS:
-        check([nn.Linear(4, 4), Leans(), Hooks(), nn.Linear(4, 4)], [1, 3], "threads", remat)
-        pipe = gpipe.GPipe([nn.Linear(4, 4), Leans(), Hooks(), nn.Linear(4, 4)], [2, 2], M, remat=remat)
-        with pytest.raises(RuntimeError, match="another tensor that it receives was computed from it"):
-            pipe.step(X, Y, F.mse_loss)
 
 
 # Parameters that are frozen, unused, or not there.

@@ -151,40 +151,6 @@ def forks(kind: str) -> list[nn.Module]:
     return [nn.Linear(5, 6), Fork(kind, 6), nn.Identity(), Join(6, 6, 3)]
 
 
-class Writes(nn.Module):
-    """Writes a tensor that it keeps: a buffer, sparse, expanded or of no elements yet, or a mere attribute."""
-
-    kept: Tensor
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        kept = {"sparse": torch.eye(5).to_sparse(), "expanded": torch.ones(1).expand(5), "empty": torch.ones(0)}
-        if kind == "attribute":
-            self.kept = torch.ones(5)
-        else:
-            self.register_buffer("kept", kept[kind])
-        self.kind = kind
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "expanded":
-            self.kept = 0.5 * self.kept
-        elif self.kind == "empty":
-            self.kept.resize_(5).fill_(2.0)
-        else:
-            self.kept.mul_(0.5)
-        return x + self.kept.to_dense().sum()
-
-
-@pytest.mark.parametrize("kind", ["sparse", "expanded", "empty", "attribute"])
-def test_what_a_forward_writes_is_put_back_behind_the_sample(kind: str) -> None:
-    """Bug story: sparse buffers and attributes stayed as the sample had left them; others could not be put back."""
-    layer = Writes(kind)
-    before = layer.kept, layer.kept.clone()
-    gpipe.GPipe([layer, nn.Linear(5, 5)], 2, 2, sample=SAMPLE)
-    assert layer.kept is before[0]
-    assert torch.equal(layer.kept.to_dense(), before[1].to_dense())
-
-
 def test_a_lazy_layer_is_to_be_run_ahead_of_the_sample() -> None:
     with pytest.raises(ValueError, match="LazyLinear is lazy: run it once on an example"):
         gpipe.GPipe([nn.LazyLinear(5), nn.Linear(5, 5)], 2, 2, sample=SAMPLE)

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from itertools import permutations
 from typing import Any
 
 import pytest
@@ -14,11 +13,11 @@ from gpipe.runtime.streams import RankStream
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.tree import replace_tensors, tensors_in
 from tests.support.plain_loop import (
+    Loop,
     assert_same_bits,
     copied,
     one_thread,
     plain_call,
-    run_layers,
     same_bits,
     squares,
     weights_of,
@@ -57,22 +56,6 @@ def make(driver: str, remat: str, layers: list[nn.Module] | None = None, **chang
 
 def gradients(module: nn.Module) -> list[Tensor | None]:
     return [p.grad for p in module.parameters()]
-
-
-def test_several_forwards_may_precede_their_backwards_in_any_order(driver: str, remat: str) -> None:
-    inputs = [torch.randn(rows, 5) for rows in (7, 3, 5)]
-    for order in permutations(range(3)):
-        reference = build()
-        plain = {
-            step: plain_call(reference, inputs[step], None, total, micro_batches=M, seed=4, step=step)
-            for step in order
-        }
-        pipe = make(driver, remat)
-        losses = [total(pipe(x)) for x in inputs]
-        for step in order:
-            losses[step].backward()
-        assert all(same_bits(loss, plain[step]) for step, loss in enumerate(losses))
-        assert_same_bits(pipe, reference)
 
 
 def test_a_second_backward_is_refused_with_the_reason(driver: str, remat: str) -> None:
@@ -143,23 +126,8 @@ class Parent(nn.Module):
         return out
 
 
-class ByMicroBatch(nn.Module):
-    """Plain layers on each micro-batch: the last one first, since autograd goes back the other way round."""
-
-    def __init__(self, layers: list[nn.Module]) -> None:
-        super().__init__()
-        for index, layer in enumerate(layers):
-            self.add_module(str(index), layer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = reversed(list(enumerate(x.tensor_split(M))))
-        outputs = [run_layers(list(self.children()), part, seed=4, step=0, micro_batch=m) for m, part in parts]
-        out: Tensor = torch.cat(outputs[::-1])  # type: ignore[arg-type]  # tensors
-        return out
-
-
 def test_inside_a_parent_module_all_gradients_are_those_of_plain_layers(driver: str, remat: str) -> None:
-    parent, plain = Parent(make(driver, remat)), Parent(ByMicroBatch(build()))
+    parent, plain = Parent(make(driver, remat)), Parent(Loop(build(), M, 4))
     inputs = [torch.linspace(-1, 1, 28).reshape(7, 4).requires_grad_() for _ in range(2)]
     with one_thread():
         losses = [squares(module(x), Y) for module, x in zip((parent, plain), inputs, strict=True)]
@@ -252,27 +220,6 @@ def test_a_model_in_which_nothing_requires_a_gradient(driver: str, remat: str) -
     x = X.clone().requires_grad_()
     squares(pipe(x), Y).backward()
     assert x.grad is not None
-    assert all(gradient is None for gradient in gradients(pipe))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("training", [False, True])
-def test_without_grad_outputs_are_those_of_plain_layers_on_each_micro_batch(
-    mode: Callable[[], Any], training: bool, driver: str, remat: str
-) -> None:
-    reference, pipe = nn.Sequential(*build()).train(training), make(driver, remat).train(training)
-    with mode(), one_thread():
-        for step in (0, 1):
-            number = step if training else 0
-            parts = enumerate(X.tensor_split(M))
-            outputs = [run_layers(list(reference), x, seed=4, step=number, micro_batch=m) for m, x in parts]
-            output = pipe(X)
-            assert same_bits(output, torch.cat(outputs))  # type: ignore[arg-type]  # tensors
-            assert output.is_inference() == (mode is torch.inference_mode)
-            assert not output.requires_grad
-            loss = pipe.step(X, Y, squares)
-            assert loss.shape == ()
-            pipe.step_number = number + training
     assert all(gradient is None for gradient in gradients(pipe))
 
 

@@ -17,12 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gpipe
 from tests.support.plain_loop import (
+    Loop,
     assert_same_bits,
-    one_thread,
     plain_loop,
-    run_layers,
     same_bits,
     squares,
+    train,
     train_plainly,
     weights_of,
 )
@@ -96,30 +96,19 @@ def run(pipe: gpipe.GPipe, way: str, around: Callable[[], AbstractContextManager
     return loss.detach()
 
 
-@one_thread()
 def plain_under(layers: list[nn.Module], way: str, around: Callable[[], AbstractContextManager[object]]) -> Tensor:
     """The plain loop, whose forward runs inside of `around`, and its backward outside."""
-    if way == "call":
-        with around():
-            outputs = [_forward(layers, x, m) for m, x in enumerate(X.tensor_split(M))]
-            lent = [output.detach().requires_grad_() for output in outputs]
-            loss = squares(torch.cat(lent), Y)
-        for output, gradient in zip(outputs, torch.autograd.grad(loss, lent), strict=True):
-            output.backward(gradient)
-        return loss.detach()
-    total = torch.zeros(())
-    for m, (x, y) in enumerate(zip(X.tensor_split(M), Y.tensor_split(M), strict=True)):
-        with around():
-            loss = squares(_forward(layers, x, m), y)
-        loss.backward(torch.full_like(loss, len(x) / len(X)))
-        total = total + loss.detach() * (len(x) / len(X))
-    return total
 
+    class Around(Loop):
+        def run(self, *given: Any) -> Any:
+            with around():
+                return super().run(*given)
 
-def _forward(layers: list[nn.Module], x: Tensor, m: int) -> Tensor:
-    output = run_layers(layers, x, seed=4, step=0, micro_batch=m)
-    assert isinstance(output, Tensor)
-    return output
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        with around():
+            return squares(output, target)
+
+    return train(Around(layers, M, 4), X, Y, loss_fn, way)
 
 
 def bfloat16() -> AbstractContextManager[object]:
@@ -213,15 +202,9 @@ class Casting(nn.Linear):
 def test_autocasts_of_layers_keep_their_casts_though_another_rank_ends_its_own(
     schedule: str, driver: str, remat: str
 ) -> None:
-    def layers() -> list[nn.Module]:
-        with weights_of(1):
-            return [Casting(9, 9) for _ in range(8)]
-
-    reference, own = layers(), layers()
-    expected = plain_loop(reference, X, Y, squares, micro_batches=7, seed=0, step=0)
-    with gpipe.GPipe(own, 4, 7, schedule=schedule, driver=driver, remat=remat, seed=0) as pipe:
-        assert torch.equal(pipe.step(X, Y, squares), expected)
-        assert_same_bits(nn.Sequential(*own), reference)
+    layers = [Casting(9, 9) for _ in range(8)]
+    with gpipe.GPipe(layers, 4, 7, schedule=schedule, driver=driver, remat=remat, seed=0) as pipe:
+        assert pipe.verify(X, Y, squares, against="model").equal
     assert torch.clear_autocast_cache.__module__ != "gpipe._torch.modes"
 
 

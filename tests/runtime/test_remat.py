@@ -1,19 +1,18 @@
-"""Rematerialization: how often layers run, what is alive meanwhile, and that a recompute is the forward again."""
+"""Rematerialization: how often layers run, and what is alive meanwhile (bits: `tests.support.kinds.state`)."""
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrizations import spectral_norm
 
 import gpipe
-from tests.support.odd_layers import Drift
-from tests.support.plain_loop import REMATS, assert_same_bits, same_bits, train, train_plainly
+from tests.support.plain_loop import REMATS, train
 
 M = 4
 FORWARDS = {"never": M, "except_last": 2 * M - 1, "always": 2 * M, "offload": M}
@@ -130,162 +129,6 @@ def test_a_kept_micro_batch_is_gone_before_the_next_is_recomputed() -> None:
     assert layer.now_alive() == 1
     output.sum().backward()
     assert layer.alive == [0, *[1] * (M - 1), *[0] * (M - 1)]
-
-
-class AssignsBuffer(nn.Module):
-    """Has a new buffer after each forward, which the next one uses."""
-
-    seen: Tensor | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        before = x.new_ones(x.shape[1]) if self.seen is None else self.seen
-        self.seen = 0.5 * before + x.detach().mean(0)
-        return x * before
-
-
-class ReadsItsBatchNorm(nn.Module):
-    """Uses the running statistics of its own BatchNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(x)
-        assert self.norm.running_mean is not None
-        return out + self.norm.running_mean.clone()
-
-
-class WritesPastTheVersion(nn.Module):
-    """Counts by `.data`, which raises no version, and in the first micro-batch of all there is nothing to count."""
-
-    count: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count.data.add_((x.detach() > 1).sum())
-        return x * (1 + self.count)
-
-
-class MakesItsBuffer(nn.Module):
-    """Has no buffer before its first forward."""
-
-    mean: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        if hasattr(self, "mean"):
-            self.mean.lerp_(x.detach().mean(0), 0.5)
-        else:
-            self.register_buffer("mean", x.detach().mean(0))
-        return x - self.mean
-
-
-class Delays(nn.Module):
-    """Has a buffer behind every other forward, which the next takes."""
-
-    held: Tensor | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("held", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        before, self.held = self.held, x.detach().mean(0) if self.held is None else None
-        return x if before is None else x + before
-
-
-class KeepsASign(nn.Module):
-    """Writes what it may have already, the sign of a zero too, which torch calls equal to another."""
-
-    sign: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("sign", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        before = self.sign.clone()
-        self.sign.copy_(0.0 * x.detach().mean())
-        return x * torch.ones(()).copysign(before)
-
-
-class MakesItsNorm(nn.Module):
-    """Has no module inside before its first forward."""
-
-    norm: nn.Module
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not hasattr(self, "norm"):
-            self.norm = nn.BatchNorm1d(6, affine=False)
-        out: Tensor = self.norm(x)
-        return out
-
-
-STATEFUL: dict[str, Callable[[], nn.Module]] = {
-    "batch_norm": lambda: nn.BatchNorm1d(6),
-    "batch_norm_cumulative": lambda: nn.BatchNorm1d(6, momentum=None),
-    "batch_norm_without_statistics": lambda: nn.BatchNorm1d(6, track_running_stats=False),
-    "instance_norm": lambda: nn.Sequential(
-        nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
-    ),
-    "spectral_norm": lambda: spectral_norm(nn.Linear(6, 6), n_power_iterations=2),
-    "spectral_norm_of_a_batch_norm": lambda: nn.Sequential(spectral_norm(nn.Linear(6, 6)), nn.BatchNorm1d(6)),
-    "weight_norm": lambda: weight_norm(nn.Linear(6, 6)),
-    "drift_in_place": lambda: Drift(6, in_place=True),
-    "drift_by_assignment": lambda: Drift(6, in_place=False),
-    "assigned_from_none": AssignsBuffer,
-    "reads_its_batch_norm": ReadsItsBatchNorm,
-    "past_the_version": WritesPastTheVersion,
-    "made_in_the_forward": MakesItsBuffer,
-    "gone_again": Delays,
-    "as_it_was": KeepsASign,
-    "module_made_in_the_forward": MakesItsNorm,
-}
-
-
-@pytest.mark.parametrize("way", ["step", "call"])
-@pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize("cut", [[5], [2, 3]], ids=str)
-@pytest.mark.parametrize("name", STATEFUL)
-def test_a_recompute_sees_the_state_that_the_forward_saw(name: str, cut: list[int], remat: str, way: str) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(5, 6), STATEFUL[name](), nn.Dropout(0.2), STATEFUL[name](), nn.Linear(6, 2)]
-    reference = copy.deepcopy(layers)
-    x, y = torch.randn(14, 5), torch.randn(14, 2)
-    with gpipe.GPipe(layers, cut, M, remat=remat, seed=1) as pipe:
-        optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (pipe, nn.Sequential(*reference))]
-        for number in range(3):
-            train(pipe, x, y, F.mse_loss, way)
-            train_plainly(reference, x, y, F.mse_loss, way, micro_batches=M, seed=1, step=number)
-            assert_same_bits(pipe, reference)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("name", STATEFUL)
-def test_forwards_that_come_before_the_backward_of_another_do_not_disturb_it(name: str) -> None:
-    """Two calls, then their backwards: each recompute sees the state of its own forward."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(5, 6), STATEFUL[name](), nn.Linear(6, 2)]
-    x, y = torch.randn(14, 5), torch.randn(14, 2)
-    found = list[list[Tensor | None]]()
-    for remat in ("never", "always"):
-        pipe = gpipe.GPipe(copy.deepcopy(layers), 2, M, remat=remat, seed=1)
-        first, second = pipe(x), pipe(x + 1)
-        F.mse_loss(second, y).backward()
-        with torch.no_grad():
-            pipe(x - 1)
-        F.mse_loss(first, y).backward()
-        found.append([*(p.grad for p in pipe.parameters()), *pipe.buffers()])
-    assert all(same_bits(one, other) for one, other in zip(*found, strict=True))
 
 
 class Unsteady(nn.Module):

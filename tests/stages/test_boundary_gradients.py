@@ -1,6 +1,5 @@
 """Gradients across stage boundaries: of a backward within a forward, and of functions that reuse their memory."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -62,15 +61,6 @@ def test_bug_a_gradient_in_a_place_that_the_next_micro_batch_writes_is_the_plain
     schedule: str, remat: str
 ) -> None:
     """A function's workspace crossed to the stage before, which read it when the next backward had written it."""
-    x, t = torch.randn(16, 4), torch.randn(16, 4)
-    torch.manual_seed(0)
     layers = [nn.Linear(4, 4), Double(), nn.Linear(4, 4)]
-    plain = copy.deepcopy(nn.Sequential(*layers))
-    for a, b in zip(x.tensor_split(4), t.tensor_split(4), strict=True):
-        F.mse_loss(plain(a), b).backward(torch.tensor(0.25))
     with gpipe.GPipe(layers, [1, 2], 4, schedule=schedule, remat=remat, driver="lockstep") as pipe:
-        pipe.step(x, t, F.mse_loss)
-    for one, other in zip(layers[0].parameters(), plain[0].parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert torch.equal(one.grad, other.grad)
+        assert pipe.verify(torch.randn(16, 4), torch.randn(16, 4), F.mse_loss, against="model").equal

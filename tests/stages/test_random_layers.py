@@ -5,7 +5,6 @@ Torch's own generator stays to those who draw from it: layers that touch it, and
 
 import copy
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import gpipe
 from tests.support.odd_layers import Apply
-from tests.support.plain_loop import REMATS, assert_same_bits, same_bits
+from tests.support.plain_loop import assert_same_bits, same_bits
 from tests.support.random_layers import WIDTH, M, data, run, run_plainly
 
 
@@ -43,50 +42,6 @@ def test_a_layer_with_a_generator_of_its_own_draws_from_it() -> None:
             torch.zeros(4, 3)
         )
     assert torch.equal(output, torch.cat([torch.rand(2, 3, generator=other) for _ in range(2)]))
-
-
-# Layers that touch torch's own generator: what they draw is keyed all the same.
-
-
-def seeds_inside_a_fork(x: Tensor) -> Tensor:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        x = x + torch.rand(x.shape)
-    return x + torch.rand(x.shape)
-
-
-def sets_it_back(x: Tensor) -> Tensor:
-    state = torch.get_rng_state()
-    x = F.dropout(x)
-    torch.set_rng_state(state)
-    return F.dropout(x)
-
-
-def seeds_it(x: Tensor) -> Tensor:
-    torch.manual_seed(5)
-    return x + torch.rand(x.shape)
-
-
-TOUCHING = [seeds_inside_a_fork, sets_it_back, seeds_it]
-
-
-@pytest.mark.parametrize("driver", ["threads", "lockstep"])
-@pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize("function", TOUCHING)
-def test_a_layer_that_touches_torchs_generator_draws_from_the_key_and_leaves_it_to_others(
-    function: Callable[[Tensor], Tensor], remat: str, driver: str
-) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), Apply(function), Apply(function), nn.Linear(WIDTH, 2)]
-    plain = copy.deepcopy(layers)
-    pipe = gpipe.GPipe(layers, 3, M, remat=remat, driver=driver, seed=7)
-    before = torch.get_rng_state()
-    for step in (0, 1):
-        loss = run(pipe)
-        assert torch.equal(torch.get_rng_state(), before)
-        assert same_bits(loss, run_plainly(plain, step=step))
-        assert_same_bits(pipe, plain)
-        torch.set_rng_state(before)
 
 
 # Other threads.

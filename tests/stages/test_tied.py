@@ -298,15 +298,6 @@ def test_hooks_of_a_module_that_is_two_layers_fire_for_each(partitions: int) -> 
     assert {what: heard.count(what) for what in set(heard)} == dict.fromkeys(("before", "forward", "backward"), 2 * M)
 
 
-@pytest.mark.parametrize("driver", ["threads", "lockstep"])
-@pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize("name", STATEFUL)
-def test_a_module_with_state_in_two_stages_is_refused(name: str, remat: str, driver: str) -> None:
-    layers = around(STATEFUL[name]())
-    with pytest.raises(RuntimeError, match=r"differs from the|state that another|recomputation of"):
-        train(gpipe.GPipe(layers, [2, 3], M, remat=remat, driver=driver))
-
-
 # Refusals.
 
 

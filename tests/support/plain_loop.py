@@ -184,7 +184,7 @@ def plain_outputs(layers: Iterable[nn.Module], inputs: Tree, **keys: int) -> Tre
 
 
 def train(
-    pipe: gpipe.GPipe,
+    pipe: gpipe.GPipe | Loop,
     inputs: Tree,
     targets: Tree,
     loss_fn: LossFunction,

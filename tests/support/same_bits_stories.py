@@ -19,7 +19,7 @@ from tests.support.networks import (
     with_metrics,
     words,
 )
-from tests.support.odd_layers import Pop, Stash, TakesWhole
+from tests.support.odd_layers import Pop, Stash
 from tests.support.outcomes import Outcome, noted, optimizer_of
 from tests.support.plain_loop import Loop, weights_of
 
@@ -223,21 +223,6 @@ def frozen(make: Make) -> Outcome:
     return steps(make(layers), [(10,), (3,)])
 
 
-def loss_with_table(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
-    y, table = target
-    return F.mse_loss(output * table.sum(), y)
-
-
-def whole(make: Make) -> Outcome:
-    """Tables beside the rows of inputs and of targets, as many rows of them as there are not."""
-    with weights_of(4):
-        pipe = make([TakesWhole(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH), nn.Tanh()])
-    table = gpipe.Whole(torch.linspace(0, 1, 4 * WIDTH).view(4, WIDTH))
-    x, y = data(0, 7)
-    found: Outcome = {"loss": pipe.step((x, table), (y, table), loss_with_table)}
-    return found | noted(pipe, "end")
-
-
 def grow_and_shrink(make: Make) -> Outcome:
     """Messages of a few bytes up to some hundred KiB, and back."""
     with weights_of(4):
@@ -260,7 +245,7 @@ STORIES: Mapping[str, Story] = {
         (shapes_change, True), (one_dimension_more, True), (not_contiguous, True), (deferred_batch_norm, False),
         (skips, True), (tied_by_name, False), (autocast, True), (metrics, False), (calls, False),
         (without_gradients, True), (clipping, False), (double, True), (built_lazily, False), (frozen, True),
-        (whole, False), (grow_and_shrink, True),
+        (grow_and_shrink, True),
     ]
 }  # fmt: skip
 

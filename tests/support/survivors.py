@@ -172,8 +172,6 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
             "plan": pipe.plan.to_json(),
         }
         log.write(json.dumps(ended) + "\n")
-        if how.get("clips"):
-            pipe.clip_grad_norm_(0.5)
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
@@ -366,7 +364,7 @@ class Fleet:
 
 
 @one_thread()
-def undisturbed(living: Sequence[Sequence[int]], *, clips: bool = False) -> tuple[list[Record], dict[int, nn.Module]]:
+def undisturbed(living: Sequence[Sequence[int]]) -> tuple[list[Record], dict[int, nn.Module]]:
     """A run of plain loops in which each step has these replicas; what steps give, and the replicas at the end."""
     whole: dict[int, nn.Module] = {replica: nn.Sequential(*network()) for replica in living[0]}
     optimizers = {replica: optimizer_of(model.parameters()) for replica, model in whole.items()}

@@ -99,6 +99,35 @@ def s12_foreign_draw_of_weight(draw: Draw) -> Case:
     return foreign(draw, width, Chooses())
 
 
+def seeds_inside_a_fork(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        x = x + torch.rand(x.shape)
+    return x + torch.rand(x.shape)
+
+
+def sets_it_back(x: torch.Tensor) -> torch.Tensor:
+    state = torch.get_rng_state()
+    x = F.dropout(x)
+    torch.set_rng_state(state)
+    return F.dropout(x)
+
+
+def seeds_it(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(5)
+    return x + torch.rand(x.shape)
+
+
+@kind()
+def global_generator_touched(draw: Draw) -> Case:
+    """Layers seed and set torch's own generator: what they draw is keyed, and the generator stays as it was."""
+    core = [Apply(draw.choice((seeds_inside_a_fork, sets_it_back, seeds_it))) for _ in range(2)]
+    case, before = network(draw, WIDTH, core, before=1), list[torch.Tensor]()
+    case.begin = lambda trainer: before.append(torch.get_rng_state())
+    case.extra = lambda: {"moved": not torch.equal(before[0], torch.get_rng_state())}
+    return case
+
+
 @kind()
 def everything_random(draw: Draw) -> Case:
     """Each op that draws, under the key of its scope."""

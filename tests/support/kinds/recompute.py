@@ -1,6 +1,6 @@
 """S4 and checkpoints: layers that run themselves again in the backward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -66,7 +66,8 @@ def both(draw: Draw, width: int, make: Callable[[bool], list[nn.Module]], **furt
     return case
 
 
-NOISES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+Noise = Callable[[torch.Tensor], torch.Tensor]
+NOISES: tuple[Noise, ...] = (
     lambda h: F.dropout(h, 0.5),
     lambda h: h + 0.1 * torch.randn_like(h),
     lambda h: F.rrelu(h, training=True),
@@ -91,22 +92,29 @@ def s4_own_checkpoint(draw: Draw) -> Case:
     )  # fmt: skip
 
 
-def checkpointed(reentrant: bool) -> How:
-    return partial(checkpoint, use_reentrant=reentrant)
+CHECKPOINTS: tuple[How | None, ...] = (
+    None,
+    partial(checkpoint, use_reentrant=True),
+    partial(checkpoint, use_reentrant=False),
+    partial(checkpoint, use_reentrant=False, early_stop=False),
+)
 
 
 @kind("errors")
 def checkpoint_with_dropout(draw: Draw) -> Case:
-    """Both kinds of checkpoint, nested, with dropout: the masks of the plain layers."""
+    """All kinds of checkpoint, nested, with draws before, inside and behind: the numbers of the plain layers."""
     width, count = draw.width(), draw.randint(1, 2)
-    arguments = [(draw.maybe(), draw.randint(0, 2), draw.choice((0.0, 0.3, 0.5))) for _ in range(count)]
+    arguments = [
+        [(draw.choice(CHECKPOINTS), draw.choice(NOISES)) for _ in range(draw.randint(1, 3))] for _ in range(count)
+    ]
 
-    def layer(own: bool, reentrant: bool, depth: int, noise: float) -> nn.Module:
-        inner = layer(own, reentrant, depth - 1, noise) if depth else nn.Tanh()
-        block = nn.Sequential(nn.Linear(width, width), nn.Dropout(noise), inner)
-        return Block(block, checkpointed(reentrant) if own else None)
+    def layer(own: bool, levels: Sequence[tuple[How | None, Noise]]) -> nn.Module:
+        (how, noise), *inner = levels
+        parts = [layer(own, inner)] if inner else [nn.Tanh()]
+        block = nn.Sequential(nn.Linear(width, width), Apply(noise), *parts, Apply(noise))
+        return Block(block, how if own else None)
 
-    return both(draw, width, lambda own: [layer(own, *given) for given in arguments])
+    return both(draw, width, lambda own: [layer(own, levels) for levels in arguments])
 
 
 @kind("errors")

@@ -70,6 +70,73 @@ class Ema(nn.Module):
         return x + before
 
 
+class ReadsItsBatchNorm(nn.Module):
+    """Uses the running statistics of its own BatchNorm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(x)
+        assert self.norm.running_mean is not None
+        return out + self.norm.running_mean.clone()
+
+
+class MakesItsBuffer(nn.Module):
+    """Has no buffer before its first forward."""
+
+    mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "mean"):
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        else:
+            self.register_buffer("mean", x.detach().mean(0))
+        return x - self.mean
+
+
+class Delays(nn.Module):
+    """Has a buffer behind every other forward, which the next takes."""
+
+    held: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("held", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, self.held = self.held, x.detach().mean(0) if self.held is None else None
+        return x if before is None else x + before
+
+
+class KeepsASign(nn.Module):
+    """Writes what it may have already, the sign of a zero too, which torch calls equal to another."""
+
+    sign: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sign", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.sign.clone()
+        self.sign.copy_(0.0 * x.detach().mean())
+        return x * torch.ones(()).copysign(before)
+
+
+class MakesItsNorm(nn.Module):
+    """Has no module inside before its first forward."""
+
+    norm: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "norm"):
+            self.norm = nn.BatchNorm1d(x.shape[1], affine=False)
+        out: Tensor = self.norm(x)
+        return out
+
+
 STATEFUL: tuple[Callable[[int], nn.Module], ...] = (
     lambda w: spectral_norm(nn.Linear(w, w)),
     lambda w: nn.Sequential(spectral_norm(nn.Linear(w, w), n_power_iterations=3), spectral_norm(nn.Linear(w, w))),
@@ -81,6 +148,12 @@ STATEFUL: tuple[Callable[[int], nn.Module], ...] = (
     lambda w: parametrized(w, Annealed(), Symmetric()),
     lambda w: prune.random_unstructured(nn.Linear(w, w), "weight", amount=0.4),
     Ema,
+    ReadsItsBatchNorm,
+    lambda w: MakesItsBuffer(),
+    lambda w: Delays(),
+    lambda w: KeepsASign(),
+    lambda w: MakesItsNorm(),
+    lambda w: nn.Sequential(nn.Unflatten(1, (1, w)), nn.InstanceNorm1d(1, track_running_stats=True), nn.Flatten()),
     lambda w: nn.Sequential(nn.BatchNorm1d(w), nn.Linear(w, w), nn.BatchNorm1d(w, momentum=None)),
     lambda w: nn.Linear(w, w).requires_grad_(False),
     lambda w: nn.Sequential(nn.Tanh(), nn.Hardtanh()),
