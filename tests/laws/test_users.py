@@ -21,7 +21,8 @@ from tests.soak.judge import FAILED, Make, judge
 from tests.soak.trainers import Trainer, by_loop
 from tests.support.kinds import KINDS
 from tests.support.kinds.case import Case, Setting
-from tests.support.plain_loop import Loop, one_thread
+from tests.support.odd_layers import Apply
+from tests.support.plain_loop import REMATS, Loop, one_thread
 from tests.support.two_steps import DRIVERS, M, X, Y
 
 LAW = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -122,6 +123,19 @@ def test_layers_that_come_to_the_sequence_later_are_refused(change: Callable[[nn
     with pytest.raises(ValueError, match=r"has other layers by now"):
         pipe(X)
     copied.step(X, X, F.mse_loss)
+
+
+@pytest.mark.parametrize("remat", REMATS)
+def test_a_hook_that_would_see_a_part_of_a_gradient_is_refused(remat: str) -> None:
+    def hooks(pair: tuple[Tensor, Tensor]) -> Tensor:
+        if pair[0].requires_grad:
+            pair[0].register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return pair[0] + pair[1]
+
+    layers = [nn.Linear(4, 4), Apply(lambda x: (y := x * 2, y.sin())), Apply(hooks), nn.Linear(4, 4)]
+    gpipe.GPipe(layers, [1, 3], M, remat=remat).step(X, Y, F.mse_loss)
+    with pytest.raises(RuntimeError, match="another tensor that it receives was computed from it"):
+        gpipe.GPipe(layers, [2, 2], M, remat=remat).step(X, Y, F.mse_loss)
 
 
 # Parameters that are frozen, unused, or not there.

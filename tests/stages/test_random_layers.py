@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
+from tests.support.kinds.randomness import seeds_it, sets_it_back
 from tests.support.odd_layers import Apply
 from tests.support.plain_loop import assert_same_bits, same_bits
 from tests.support.random_layers import WIDTH, M, data, run, run_plainly
@@ -42,6 +43,14 @@ def test_a_layer_with_a_generator_of_its_own_draws_from_it() -> None:
             torch.zeros(4, 3)
         )
     assert torch.equal(output, torch.cat([torch.rand(2, 3, generator=other) for _ in range(2)]))
+
+
+@pytest.mark.parametrize("driver", ["threads", "lockstep"])
+def test_layers_that_seed_torchs_generator_leave_it_to_others(driver: str) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH), Apply(seeds_it), Apply(sets_it_back), nn.Linear(WIDTH, 2)]
+    before = torch.get_rng_state()
+    run(gpipe.GPipe(layers, 3, M, driver=driver, seed=7))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # Other threads.

@@ -111,7 +111,7 @@ class Loop(nn.Sequential):
         self.step_number += self.training
         return loss
 
-    def forward(self, inputs: Tree, gather: bool = True) -> Any:  # type: ignore[override]  # of a pipe
+    def forward(self, inputs: Tree, gather: bool = True) -> Any:
         """The forward of each micro-batch in turn; the backward of each in turn follows when autograd asks for it."""
         parts = parts_of(inputs, self.micro_batches)
         given = [[tensor for tensor in tensors_in(part) if tensor.requires_grad] for part in parts]
@@ -150,7 +150,7 @@ class _Backwards(torch.autograd.Function):
         for some in roots:
             known = [(root, gradient) for root in some if (gradient := next(came)) is not None]
             if known:
-                torch.autograd.backward(*zip(*known, strict=True))
+                torch.autograd.backward([root for root, _ in known], [gradient for _, gradient in known])
         return None, None, None, *(leaf.grad for some in leaves for leaf in some)
 
 

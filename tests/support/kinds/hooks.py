@@ -132,8 +132,6 @@ FORKS: tuple[Callable[[Tensor], tuple[Tensor, Tensor]], ...] = (
     lambda x: (x, x),
     lambda x: (x.view_as(x), x),
     lambda x: (x, x.detach()),
-    lambda x: (x * 2, x.sin()),
-    lambda x: (y := x * 2, y.sin()),
 )
 
 

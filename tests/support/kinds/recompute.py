@@ -67,12 +67,22 @@ def both(draw: Draw, width: int, make: Callable[[bool], list[nn.Module]], **furt
 
 
 Noise = Callable[[torch.Tensor], torch.Tensor]
+
+
+def leaky(h: torch.Tensor) -> torch.Tensor:
+    return F.rrelu(h, training=True)
+
+
 NOISES: tuple[Noise, ...] = (
     lambda h: F.dropout(h, 0.5),
     lambda h: h + 0.1 * torch.randn_like(h),
-    lambda h: F.rrelu(h, training=True),
+    leaky,
     lambda h: h * torch.bernoulli(torch.full_like(h, 0.5)),
 )
+
+
+KEPT_NOISES = tuple(noise for noise in NOISES if noise is not leaky)
+"""RReLU saves its noise before it draws it: a checkpoint that stops early leaves it undefined, in torch itself."""
 
 
 @kind("S4")
@@ -102,17 +112,17 @@ CHECKPOINTS: tuple[How | None, ...] = (
 
 @kind("errors")
 def checkpoint_with_dropout(draw: Draw) -> Case:
-    """All kinds of checkpoint, nested, with draws before, inside and behind: the numbers of the plain layers."""
+    """All kinds of checkpoint, nested, that draw before what is inside or behind it: the numbers of plain layers."""
     width, count = draw.width(), draw.randint(1, 2)
     arguments = [
-        [(draw.choice(CHECKPOINTS), draw.choice(NOISES)) for _ in range(draw.randint(1, 3))] for _ in range(count)
+        [(draw.choice(CHECKPOINTS), draw.choice(KEPT_NOISES), draw.maybe()) for _ in range(draw.randint(1, 3))]
+        for _ in range(count)
     ]
 
-    def layer(own: bool, levels: Sequence[tuple[How | None, Noise]]) -> nn.Module:
-        (how, noise), *inner = levels
-        parts = [layer(own, inner)] if inner else [nn.Tanh()]
-        block = nn.Sequential(nn.Linear(width, width), Apply(noise), *parts, Apply(noise))
-        return Block(block, how if own else None)
+    def layer(own: bool, levels: Sequence[tuple[How | None, Noise, bool]]) -> nn.Module:
+        (how, noise, first), *inner = levels
+        parts = [Apply(noise), layer(own, inner) if inner else nn.Tanh()]
+        return Block(nn.Sequential(nn.Linear(width, width), *parts[:: 1 if first else -1]), how if own else None)
 
     return both(draw, width, lambda own: [layer(own, levels) for levels in arguments])
 
