@@ -60,6 +60,9 @@ class Slots:
     def __init__(self) -> None:
         self.n = 0
 
+    def count(self) -> None:
+        self.n, self.later = 1, 2
+
 
 @dataclass
 class Node:
@@ -117,46 +120,83 @@ for name, made, write in (
     CASES[name] = of_container
 
 
-@case
-def attribute() -> Case:
-    layer = Layer()
-    return Case(layer, lambda: setattr(layer, "n", 3), lambda: layer.n)
+def of(
+    make: Callable[[], Any],
+    write: Callable[[Any], object],
+    show: Callable[[Any], object],
+    root: Callable[[Any], object] = lambda held: held,
+) -> Callable[[], Case]:
+    """A case of one object, which the root is or leads to."""
+
+    def made() -> Case:
+        held = make()
+        return Case(root(held), lambda: write(held), lambda: show(held))
+
+    return made
 
 
-@case
-def new_attribute() -> Case:
-    layer = Layer()
-    return Case(layer, lambda: setattr(layer, "extra", 3), lambda: sorted(vars(layer)))
+def trained_leaf() -> Tensor:
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.sum().backward()
+    return leaf
 
 
-@case
-def nested_objects() -> Case:
-    layer = Layer()
-    inner = layer.node.inner
-    assert inner is not None
-    return Case(layer, lambda: inner.items.append(1), lambda: inner.items.copy())
-
-
-@case
-def replaced_object() -> Case:
-    layer = Layer()
-    return Case(layer, lambda: setattr(layer, "node", Node([5])), lambda: id(layer.node))
-
-
-@case
-def meter() -> Case:
-    layer = Layer()
-    return Case([layer], lambda: layer.meter.update(2.0), lambda: (float(layer.meter.sum), layer.meter.count))
-
-
-@case
-def slots() -> Case:
-    held = Slots()
-
-    def write() -> None:
-        held.n, held.later = 1, 2
-
-    return Case((held,), write, lambda: (held.n, hasattr(held, "later")))
+CASES |= {
+    "attribute": of(Layer, lambda layer: setattr(layer, "n", 3), lambda layer: layer.n),
+    "new attribute": of(Layer, lambda layer: setattr(layer, "extra", 3), lambda layer: sorted(vars(layer))),
+    "nested objects": of(
+        Layer, lambda layer: layer.node.inner.items.append(1), lambda layer: layer.node.inner.items.copy()
+    ),
+    "replaced object": of(Layer, lambda layer: setattr(layer, "node", Node([5])), lambda layer: id(layer.node)),
+    "meter": of(
+        Layer,
+        lambda layer: layer.meter.update(2.0),
+        lambda layer: (float(layer.meter.sum), layer.meter.count),
+        lambda layer: [layer],
+    ),
+    "slots": of(
+        Slots,
+        Slots.count,
+        lambda held: (held.n, hasattr(held, "later")),
+        lambda held: (held,),
+    ),
+    "bound method": of(Meter, lambda held: held.update(1.0), lambda held: held.count, lambda held: held.update),
+    "bound method of a builtin": of(
+        list, lambda held: held.append(1), lambda held: held.copy(), lambda held: held.append
+    ),
+    "dict of modules": of(
+        lambda: {"first": Layer(), "second": Layer()},
+        lambda held: held["second"].centre.add_(1),
+        lambda held: held["second"].centre.tolist(),
+        lambda held: lambda: held,
+    ),
+    "buffer by data": of(Layer, lambda layer: layer.centre.data.fill_(2), lambda layer: layer.centre.tolist()),
+    "buffer that is replaced": of(
+        Layer,
+        lambda layer: setattr(layer, "centre", torch.ones(3)),
+        lambda layer: (id(layer.centre), layer.centre[0]),
+    ),
+    "hook that is registered": of(
+        lambda: nn.Linear(2, 2),
+        lambda layer: layer.register_forward_hook(print),
+        lambda layer: len(layer._forward_hooks),
+    ),
+    "gradient of a leaf": of(
+        trained_leaf, lambda leaf: leaf.sum().backward(), lambda leaf: leaf.grad.tolist(), lambda leaf: [leaf]
+    ),
+    "weight with max_norm": of(
+        lambda: nn.Embedding(3, 2, max_norm=0.1),
+        lambda layer: layer(torch.arange(3)),
+        lambda layer: layer.weight.tolist(),
+    ),
+    "weak reference": of(Node, lambda held: held.items.append(1), lambda held: held.items.copy(), weakref.ref),
+    "queue of values": of(
+        queue.Queue,
+        lambda held: held.put(1),
+        lambda held: held.qsize(),
+        lambda held: SimpleNamespace(held=held),
+    ),
+}
 
 
 @case
@@ -198,12 +238,6 @@ def hook_of_a_parameter() -> Case:
     return Case(layer, lambda: layer(torch.ones(2)).sum().backward(), lambda: sorted(calls))
 
 
-@case
-def hook_that_is_registered() -> Case:
-    layer = nn.Linear(2, 2)
-    return Case(layer, lambda: layer.register_forward_hook(print), lambda: len(layer._forward_hooks))
-
-
 def count_globally() -> None:
     global TOTAL
     TOTAL += 1
@@ -241,18 +275,6 @@ def methods_of_classes() -> Case:
 
     calls = list[int]()
     return Case(Counting().call, Counting().call, lambda: calls.copy())
-
-
-@case
-def bound_method() -> Case:
-    held = Meter()
-    return Case(held.update, lambda: held.update(1.0), lambda: held.count)
-
-
-@case
-def bound_method_of_a_builtin() -> Case:
-    held = list[int]()
-    return Case(held.append, lambda: held.append(1), lambda: held.copy())
 
 
 @case
@@ -297,24 +319,6 @@ def decorated_function() -> Case:
 
 
 @case
-def dict_of_modules() -> Case:
-    held = {"first": Layer(), "second": Layer()}
-    return Case(lambda: held, lambda: held["second"].centre.add_(1), lambda: held["second"].centre.tolist())
-
-
-@case
-def buffer_by_data() -> Case:
-    layer = Layer()
-    return Case(layer, lambda: layer.centre.data.fill_(2), lambda: layer.centre.tolist())
-
-
-@case
-def buffer_that_is_replaced() -> Case:
-    layer = Layer()
-    return Case(layer, lambda: setattr(layer, "centre", torch.ones(3)), lambda: (id(layer.centre), layer.centre[0]))
-
-
-@case
 def buffer_with_other_memory() -> Case:
     layer, weights = Layer(), torch.zeros(3)
     layer.centre, view = weights, weights.view(3)
@@ -355,13 +359,6 @@ def workspace() -> Case:
 
 
 @case
-def gradient_of_a_leaf() -> Case:
-    leaf = torch.ones(2, requires_grad=True)
-    leaf.sum().backward()
-    return Case([leaf], lambda: leaf.sum().backward(), lambda: leaf.grad.tolist())  # type: ignore[union-attr]
-
-
-@case
 def optimizer() -> Case:
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(layer.parameters())
@@ -376,12 +373,6 @@ def optimizer() -> Case:
     return Case(
         optimizer, step, lambda: (optimizer.param_groups[0]["lr"], float(moments["step"]), moments["exp_avg"])
     )
-
-
-@case
-def weight_with_max_norm() -> Case:
-    layer = nn.Embedding(3, 2, max_norm=0.1)
-    return Case(layer, lambda: layer(torch.arange(3)), lambda: layer.weight.tolist())
 
 
 @case
@@ -406,18 +397,6 @@ def global_generators() -> Case:
         return random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
 
     return Case(None, lambda: (random.random(), np.random.rand(), torch.rand(1)), states)
-
-
-@case
-def weak_reference() -> Case:
-    held = Node()
-    return Case(weakref.ref(held), lambda: held.items.append(1), lambda: held.items.copy())
-
-
-@case
-def queue_of_values() -> Case:
-    held: queue.Queue[int] = queue.Queue()
-    return Case(SimpleNamespace(held=held), lambda: held.put(1), lambda: held.qsize())
 
 
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES)
