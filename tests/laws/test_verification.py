@@ -586,7 +586,7 @@ def test_verify_reports_a_gradient_that_one_side_has_not(monkeypatch: pytest.Mon
         return expected
 
     monkeypatch.setattr(reference, "_reference_loop", without_one)
-    with gpipe.GPipe(layers_around(nn.Tanh), 2, 4, costs="params") as pipe:
+    with gpipe.GPipe(layers_around(nn.Tanh), 2, 4) as pipe:
         report = pipe.verify(*batch(), squares, against="model")
     assert report.differences == ("the gradient of 0.weight differs from the reference loop",)
 
@@ -599,7 +599,7 @@ def test_verify_runs_no_backward_of_the_reference_loop_under_the_autocast_of_the
             y: Tensor = super().forward(x)
             return F.scaled_dot_product_attention(y, y, y, dropout_p=0.1)
 
-    pipe = gpipe.GPipe([Attends(4, 4), nn.Linear(4, 1)], 2, 4, costs="params")
+    pipe = gpipe.GPipe([Attends(4, 4), nn.Linear(4, 1)], 2, 4)
     with pipe, torch.autocast("cpu", torch.bfloat16):
         report = pipe.verify(queries, queries[..., :1], F.mse_loss, against="model")
     assert report.equal, str(report)

@@ -12,6 +12,7 @@ import gpipe
 from gpipe.tracing.parts import find_blocks
 from tests.support.clock import Clock
 from tests.support.handwritten import vectors
+from tests.support.planned import pipe_by_costs
 
 
 class Repeated(nn.Module):
@@ -64,7 +65,7 @@ class Stages(nn.Module):
 
 def check(build: Callable[[], nn.Module], *cuts: int) -> None:
     for partitions in cuts:
-        with gpipe.GPipe(build(), partitions, 3, sample=vectors(5), costs="params") as pipe:
+        with pipe_by_costs(build(), partitions, 3, sample=vectors(5)) as pipe:
             assert pipe.verify(vectors(9), against="model").equal
 
 
