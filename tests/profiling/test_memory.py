@@ -77,7 +77,7 @@ def test_what_is_predicted_is_held(
 ) -> None:
     x = torch.randn(8 * ROWS, WIDTH)
     layers = build()
-    is_near = build is mixed and (remat, schedule) != ("always", "zb_v")  # others less: docs/log.md
+    is_near = build is mixed and (remat, schedule) != ("always", "zb_v")  # others less: dev/log.md
     sized = profile_layers(layers, {ROWS: x[:ROWS]}, [""] * len(layers), parts=True).of_micro_batch(ROWS)
     with gpipe.GPipe(layers, ranks, 8, remat=remat, schedule=schedule, driver="lockstep") as pipe:
         costs = [replace(sized.cost(*run, speed=1.0), state=0) for run in bounds(pipe.layers_per_partition)]

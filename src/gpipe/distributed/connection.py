@@ -11,7 +11,7 @@ an empty message, that a slot is free again.
 What a peer sends is believed only as far as it can be: a hostile message costs no memory and no process.
 
 Note "By hand". Of what frames messages already, gloo cannot be polled, wakes nobody when another fails, and takes two
-to three times as long for 4 KiB (docs/log.md, 2026-11-20); multiprocessing's Connection waits in the middle of a
+to three times as long for 4 KiB (dev/log.md, 2026-11-20); multiprocessing's Connection waits in the middle of a
 message, and unpickles; safetensors knows neither strides and alignment nor what is no tensor. Here nothing waits, a
 peer's death is seen at once, and no more memory is taken than has come.
 """
