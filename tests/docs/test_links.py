@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import tomllib
 from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +14,7 @@ import gpipe
 from tests.docs.pages import PAGES, ROOT, blocks_of
 
 HISTORY = ROOT / "dev" / "log.md"  # it names files that no longer exist
-CURRENT = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+CURRENT = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "changes" / "README.md"]
 ALL = [*CURRENT, HISTORY]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:[\w-]+/)+[\w.-]*|[\w/-]+\.(?:py|md|svg|toml))`")
@@ -55,6 +56,15 @@ def test_targets_of_make_that_are_named_exist(page: Path) -> None:
     asked = re.findall(r"^make ([\w-]+)", "\n".join(commands), re.MULTILINE)
     named = {*asked, *re.findall(r"`make ([\w-]+)`", page.read_text())}
     assert [name for name in named if not any(fnmatch(name, target.replace("%", "*")) for target in targets)] == []
+
+
+def test_news_fragments_have_a_type() -> None:
+    """Otherwise towncrier leaves them out of the changelog."""
+    types = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]["fragment"]
+    fragments = [path for path in (ROOT / "changes").iterdir() if path.name != "README.md"]
+    assert [
+        path.name for path in fragments if not re.fullmatch(rf"(\d+|\+[\w-]+)\.({'|'.join(types)})\.md", path.name)
+    ] == []
 
 
 def test_the_reference_has_every_public_name() -> None:
