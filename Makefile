@@ -1,37 +1,25 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
-TIER := test
 TESTS := $(PYTHON) -m pytest -q -n 2 --dist loadscope --max-worker-restart 0
 PLAN_VENV := .venv-plan
-export PYTHONDONTWRITEBYTECODE :=  # else each process of each test compiles all modules anew
+export PYTHONDONTWRITEBYTECODE :=  # Otherwise each process of each test compiles all modules again.
 
-.PHONY: demo quick test durations gpu soak test-processors families lint test-plan test-package docs bench clean
+.PHONY: demo test test-all gpu soak lint test-plan test-package test-processors docs bench clean
 
 demo: $(VENV)/.ready  ## Train a partitioned, pipelined AmoebaNet-D on handwritten digits.
 	$(VENV)/bin/gpipe train digits --plan auto
 
-quick: $(VENV)/.ready  ## Pass the tests that one runs while working: a minute.
-	$(TESTS) --tier quick
+test: $(VENV)/.ready  ## Run all tests, slow ones on some of their cases: at most 6 minutes on two idle cores.
+	$(TESTS)
 
-test: $(VENV)/.ready  ## Pass the tests, in as many cases as there is time for; TIER=ci takes more, TIER=whole all.
-	$(TESTS) --tier $(TIER)
+test-all: $(VENV)/.ready  ## Run all cases of all tests.
+	$(TESTS) --all-cases
 
-durations: $(VENV)/.ready  ## Note how long tests take, while the machine does nothing else.
-	$(TESTS) --tier whole --keep-durations
-
-gpu: $(VENV)/.ready  ## What only accelerators can show, on one page; PART='bits memory' runs some, QUICK=1 less of each.
+gpu: $(VENV)/.ready  ## Test on an accelerator and write one page; PART='bits memory' selects parts, QUICK=1 runs less of each.
 	$(VENV)/bin/gpipe doctor --gpu --out out/gpu $(if $(PART),--part $(PART)) $(if $(QUICK),--quick)
 
-test-processors: $(VENV)/.ready  ## Same bits under processors of both makers, by qemu.
-	$(PYTHON) -m tests.processors
-
-soak: $(VENV)/.ready  ## All cases of all tests, then thousands of drawn networks beside a second loop: about an hour.
-	$(TESTS) --tier whole -m "families or not families"
+soak: $(VENV)/.ready  ## Compare thousands of drawn networks with the reference loop: about an hour.
 	$(PYTHON) -m tests.soak.run --configurations 6000 --minutes 60 --workers 2 --out tests/soak/results/soak
-
-families: $(VENV)/.ready  ## Train every family of transformers through pipes, and write the table: about 15 minutes.
-	$(PYTHON) -m pytest -q -n 2 -m families tests/families
-	$(PYTHON) -m tests.families
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .
@@ -45,8 +33,11 @@ test-plan: $(PLAN_VENV)/.ready
 	$(PLAN_VENV)/bin/python -c "import importlib.util as u; assert u.find_spec('torch') is None"
 	$(PLAN_VENV)/bin/python -m pytest -q tests/schedule tests/planner/search src/gpipe/schedule src/gpipe/planner/search
 
-test-package: $(VENV)/.ready  ## Build sdist and wheel, and run what README says from the wheel: a minute.
+test-package: $(VENV)/.ready  ## Build sdist and wheel, and run the code and commands of README from the wheel: a minute.
 	$(PYTHON) -m pytest -q -m package tests/package
+
+test-processors: $(VENV)/.ready  ## Compare results on simulated processors of AMD and Intel, if qemu-x86_64 is installed.
+	$(PYTHON) -m tests.processors
 
 docs: $(VENV)/.docs  ## Build the documentation: docs/_build/index.html.
 	$(VENV)/bin/sphinx-build -q -W --keep-going -E -b html docs docs/_build

@@ -37,8 +37,8 @@ os.environ.setdefault(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the tiers, and the option that notes durations."""
-    parser.addoption("--tier", choices=durations.TIERS, default="test", help="how many cases of long tests are run")
+    """Adds the options of `make test-all`."""
+    parser.addoption("--all-cases", action="store_true", help="run all cases of slow tests, too")
     parser.addoption("--keep-durations", action="store_true", help="write tests/durations.json")
 
 
@@ -97,9 +97,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes the cases of the tier, long tests first, so that all workers end together."""
+    """Selects cases, and starts long tests first, so that all workers end together."""
     known = durations.read()
-    kept = durations.choose(items, config.getoption("--tier"), known)
+    kept = set(items if config.getoption("--all-cases") else durations.select(items, known))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = durations.longest_first([item for item in items if item in kept], known)
 

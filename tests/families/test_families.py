@@ -1,6 +1,6 @@
 """Families of transformers through pipes: the dozen that differ most, and five under every schedule.
 
-Each of the five meets every remat under every schedule, by one of the drivers; by the other in `make families`.
+Each of the five meets every remat under every schedule, by each driver.
 """
 
 from dataclasses import replace
@@ -37,8 +37,8 @@ OF_OTHER_TASKS = (
     *("audio-spectrogram-transformer", "blip", "canine", "data2vec-audio", "data2vec-vision"),
     *("openai_privacy_filter", "timesformer"),
 )
-EXPERTS = ("mixtral", "qwen2_moe", "olmoe", "jetmoe", "phimoe", "gpt_oss", "granitemoe")
-MORE_EXPERTS = (
+EXPERTS = (
+    *("mixtral", "qwen2_moe", "olmoe", "jetmoe", "phimoe", "gpt_oss", "granitemoe"),
     *("deepseek_v4", "ernie4_5_moe", "flex_olmo", "flint", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
     *("jamba", "laguna", "mellum", "minimax", "minimax_m2", "minimax_m3_vl_text", "qwen3_5_moe_text", "qwen3_moe"),
     *("qwen3_next",),
@@ -83,7 +83,7 @@ def test_losses_of_two_heads_over_the_same_labels_are_that_of_the_mini_batch(nam
                 pipe(pixel_values=given["pixel_values"])
 
 
-@pytest.mark.parametrize("name", [*EXPERTS, *(pytest.param(one, marks=pytest.mark.families) for one in MORE_EXPERTS)])
+@pytest.mark.parametrize("name", EXPERTS)
 def test_the_auxiliary_loss_of_experts_trains_to_the_bits_of_the_loop(name: str) -> None:
     family = named(name)
     found = judge(replace(family, config={**family.config, "output_router_logits": True}))
@@ -127,7 +127,7 @@ def example(name: str) -> Example:
         return Example(model, layers_of(model, sample_of(family)), given, expected)
 
 
-@pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.families)])
+@pytest.mark.parametrize("other", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", FIVE)
 def test_schedule_remat_and_driver_change_no_bit(name: str, schedule: str, other: bool) -> None:

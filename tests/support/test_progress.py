@@ -69,25 +69,24 @@ def test_a_test_that_stands_still_is_named_and_ended() -> None:
 
 
 class Case:
-    def __init__(self, **values: int) -> None:
-        self.nodeid = "tests/test_one.py::test_two[" + "-".join(map(str, values.values())) + "]"
-        self.callspec = type("Spec", (), {"indices": values})
+    def __init__(self, nodeid: str) -> None:
+        self.nodeid = nodeid
 
 
-CASES = [Case(a=a, b=b) for a in range(4) for b in range(3)]
-TEST = "tests/test_one.py::test_two"
+FAST, SLOW = "tests/test_one.py::test_fast", "tests/test_one.py::test_slow"
 
 
-def test_a_tier_takes_the_cases_that_it_has_time_for_of_all_values_if_it_can() -> None:
-    def chosen(tier: str, seconds: float) -> list[Case]:
-        kept = durations.choose(CASES, tier, {TEST: seconds})  # type: ignore[arg-type]
-        return [case for case in CASES if case in kept]  # type: ignore[comparison-overlap]
+def test_make_test_samples_slow_tests_and_leaves_out_slower_ones_beside_fast_ones() -> None:
+    fast, slow = Case(FAST), [Case(f"{SLOW}[{number}]") for number in range(12)]
 
-    some = chosen("test", durations.TIERS["test"].together / 4.5)
-    assert len(some) == 4
-    assert {case.callspec.indices["a"] for case in some} == {0, 1, 2, 3}  # type: ignore[attr-defined]
-    assert {case.callspec.indices["b"] for case in some} == {0, 1, 2}  # type: ignore[attr-defined]
-    assert chosen("test", durations.TIERS["test"].together / 4.5) == some
-    assert chosen("whole", 1000.0) == chosen("test", 0.0001) == CASES
-    assert len(chosen("ci", durations.TIERS["ci"].alone)) == 1
-    assert chosen("quick", 1000.0) == chosen("test", 1000.0) == chosen("ci", 1000.0) == []
+    def selected(seconds: float, *beside: Case) -> list[object]:
+        return [*durations.select([*slow, *beside], {SLOW: seconds})]  # type: ignore[list-item]
+
+    some = selected(durations.TEST_SECONDS / 4.5, fast)
+    assert len({*some} - {fast}) == 4
+    assert selected(durations.TEST_SECONDS / 4.5, fast) == some
+    assert {*selected(0.0, fast)} == {*slow, fast}
+    assert len(selected(durations.CASE_SECONDS, fast)) == 2
+    assert selected(durations.CASE_SECONDS + 1, fast) == [fast]
+    assert len(selected(durations.CASE_SECONDS + 1)) == 1
+    assert selected(durations.LONGEST_SECONDS + 1) == []
