@@ -121,7 +121,7 @@ class GPipe(Partitioned):
             `"always"`, `"except_last"` (torchgpipe's word: micro-batch 0, whose backward comes first, keeps its
             inside, at the price of one inside more), or `"never"`; or a number, how many micro-batches at once
             may keep theirs; or `"offload"`: nothing is run again, and what is inside goes to the host, from a CPU to
-            a file (docs/offload.md); or one of these for each stage. Where a backward follows its forward at once,
+            a file (docs/how-to/reduce-memory.md); or one of these for each stage. Where a backward follows its forward,
             nothing is recomputed. Or `"auto"`, with a `sample`: where, and as often as, the memory of the device
             demands; `gpipe.Remat(memory=...)` within so many bytes a rank, also for `schedule="auto"`.
         devices: One for each partition, or one for all; by default this host's accelerators in turn, else the CPU.

@@ -44,7 +44,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page: Path) -> None:
-    places = (ROOT, ROOT / "src" / "gpipe", page.parent)
+    places = (ROOT, ROOT / "src" / "gpipe", ROOT / "docs", page.parent)
     named = {name for name in NAMED.findall(page.read_text()) if not name.startswith((*MADE, *NUMBERS))}
     assert sorted(name for name in named if not any((place / name).exists() for place in places)) == []
 

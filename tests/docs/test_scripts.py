@@ -1,7 +1,7 @@
 """Scripts on pages, blocks that begin with `# name.py`, run by the commands there as they stand.
 
 Where a block of text follows on the commands, its lines are among those that they print. Scripts in examples/ that a
-page includes run by the commands in their docstrings.
+page includes or links to run by the commands in their docstrings.
 """
 
 import ast
@@ -28,7 +28,7 @@ ALONE = {  # how torchrun is told that other tests run beside this one
     **ONE_THREAD,
 }
 INCLUDED = sorted(
-    {name for page in PAGES for name in re.findall(r"literalinclude} \.\./(examples/.*\.py)", page.read_text())}
+    {name for page in PAGES for name in re.findall(r"(?:literalinclude} |<)(?:\.\./)+(examples/.*\.py)", page.read_text())}
 )
 FIGURES = re.compile(r"^.*: loss [\d.]+$", re.MULTILINE)
 

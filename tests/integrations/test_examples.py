@@ -16,7 +16,7 @@ FIRST, MAKES = re.compile(r"^(?=import|from)", re.MULTILINE), re.compile(r"^trai
 
 
 def converted(script: str) -> str:
-    """A script with the lines that docs/trainer.md tells to change."""
+    """A script with the lines that docs/how-to/trainer.md tells to change."""
     made = MAKES.search(script)
     assert made is not None
     name = f"GPipe{made[1].removeprefix('GPipe')}"
