@@ -27,9 +27,8 @@ ALONE = {  # how torchrun is told that other tests run beside this one
     **LOOPBACK,
     **ONE_THREAD,
 }
-INCLUDED = sorted(
-    {name for page in PAGES for name in re.findall(r"(?:literalinclude} |<)(?:\.\./)+(examples/.*\.py)", page.read_text())}
-)
+SHOWN = re.compile(r"(?:literalinclude} |<)(?:\.\./)+(examples/.*\.py)")
+INCLUDED = sorted({name for page in PAGES for name in SHOWN.findall(page.read_text())})
 FIGURES = re.compile(r"^.*: loss [\d.]+$", re.MULTILINE)
 
 

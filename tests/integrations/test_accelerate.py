@@ -1,4 +1,4 @@
-"""A loop around `Accelerator` with a pipe, as docs/how-to/accelerate.md has it, leaves what it leaves with the plain model."""
+"""A loop around `Accelerator` with a pipe (docs/how-to/accelerate.md) leaves what it leaves with the plain model."""
 
 from collections.abc import Iterator
 from pathlib import Path
