@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "gpipe"
 copyright = "the authors of gpipe, Apache-2.0"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "families", "notebook", "table"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "commands", "families", "notebook", "table"]
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
@@ -17,7 +17,7 @@ html_css_files = ["gpipe.css"]
 html_copy_source = False
 html_show_sphinx = False
 
-myst_enable_extensions = ["deflist", "colon_fence"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "commands", "families", "notebook", "table"]
 myst_heading_anchors = 3
 
 default_role = "code"  # in docstrings `this` is code
