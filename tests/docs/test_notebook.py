@@ -31,4 +31,5 @@ def test_the_notebook_is_kept_without_what_it_showed() -> None:
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
     assert set(notebook["metadata"]) == {"kernelspec", "language_info"}
-    assert "../examples/notebook.ipynb" in (ROOT / "docs" / "notebook.md").read_text(encoding="utf-8")
+    page = ROOT / "docs" / "how-to" / "notebook.md"
+    assert "../examples/notebook.ipynb" in page.read_text(encoding="utf-8")

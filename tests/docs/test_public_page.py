@@ -1,4 +1,4 @@
-"""The page on what is public names the formats of files as the files do."""
+"""The page on versions names the formats of files as the files do."""
 
 import re
 
@@ -8,11 +8,12 @@ from gpipe.profiling.messages import SCHEMA
 from gpipe.profiling.stored import FORMAT as REPORT
 from tests.docs.pages import ROOT
 
-PAGE = (ROOT / "docs" / "public.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "versioning.md").read_text()
 
 
 def test_formats_are_those_that_files_name() -> None:
-    told = [cells.split(" | ")[1] for cells in re.findall(r"^\| .* \|$", PAGE, re.MULTILINE) if "gpipe" in cells]
+    table = PAGE.partition("| file | names itself |")[2].partition("\n\n")[0]
+    told = [cells.split(" | ")[1] for cells in re.findall(r"^\| .* \|$", table, re.MULTILINE)]
     assert told[:3] == [
         f"`{CHECKPOINT}`, version {VERSION}",
         f"`{REPORT}`",

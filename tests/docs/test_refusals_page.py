@@ -1,8 +1,9 @@
-"""The page on refusals has each text by which a model is refused, as it begins in the source."""
+"""The pages on errors and findings quote texts as they begin in the source, and all by which a model is rejected."""
 
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ BELOW = tuple(  # some of what they refuse is of models
         "features/error_notes", "features/loss_check",
     )
 )  # fmt: skip
-PAGE = (ROOT / "docs" / "when-refused.md").read_text()
+REFERENCE = ROOT / "docs" / "reference"
+PAGE = (REFERENCE / "errors.md").read_text() + (REFERENCE / "findings.md").read_text()
 QUOTED = re.findall(r"^`(.*)`\n: ", PAGE, re.MULTILINE)
 FIELD = re.compile(r"\{\w+(![rsa])?\}")
 LONG = 40  # characters, of what is a sentence and no name
@@ -37,8 +39,9 @@ def modules() -> Iterator[tuple[Path, ast.Module]]:
         yield path, ast.parse(path.read_text())
 
 
+@cache
 def all_texts() -> set[str]:
-    read = [*(ast.parse(path.read_text()) for path in BELOW), *(module for _, module in modules())]
+    read = [ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")]
     return {text for module in read for node in ast.walk(module) if (text := text_of(node))}
 
 

@@ -13,7 +13,7 @@ from gpipe.schedule.schedules.by_name import program_of
 from gpipe.schedule.simulate import figures
 from tests.docs.pages import PAGES, ROOT, blocks_of
 
-PAGE = (ROOT / "docs" / "schedules.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "schedules.md").read_text()
 LINES = {
     name: [cell.strip().strip("`") for cell in cells.split("|")]
     for name, cells in re.findall(r'^\| `"(\w+)"` \|(.*)\|$', PAGE, re.MULTILINE)

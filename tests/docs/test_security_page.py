@@ -1,4 +1,4 @@
-"""The page on security: its commands make certificates that are taken, and its files are those that it names."""
+"""The page on TLS: its commands make certificates that are taken, and its files are those that it names."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from gpipe.distributed.tls import CA, CERT, KEY, VARIABLES, identity
 from tests.docs.pages import ROOT, blocks_of
 from tests.support.certificates import REASON, set_files
 
-PAGE = ROOT / "docs" / "security.md"
+PAGE = ROOT / "docs" / "how-to" / "encrypt-traffic.md"
 BLOCKS = blocks_of(PAGE)
 SHELL = [block.text for block in BLOCKS if block.language == "sh"]
 CLUSTER = ("gpipe", "torchrun", "sbatch", "kubectl")  # what needs other hosts, or says what another test asks

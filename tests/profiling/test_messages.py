@@ -283,6 +283,6 @@ def test_nothing_is_noted_unless_it_is_recorded(pool: WorkerPool) -> None:
 
 
 def test_the_page_says_what_the_fields_are() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "seeing.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "data-formats.md").read_text(encoding="utf-8")
     listed = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `") and line.count("|") == 5]
     assert listed == [field.name for field in fields(Message)]

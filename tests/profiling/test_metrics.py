@@ -136,8 +136,8 @@ def test_over_processes_what_was_sent_is_of_all_ranks(pool: WorkerPool) -> None:
 
 
 def test_the_page_has_every_name() -> None:
-    page = (ROOT / "docs" / "seeing.md").read_text()
-    section = page.partition("## As numbers")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "reference" / "data-formats.md").read_text()
+    section = page.partition("## metrics()")[2].partition("\n## ")[0]
     told = re.findall(r"`([a-z_]+(?:/\w+)?)`", "".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE)))
     pipe = two_stages(sample=X, remat=gpipe.Remat(2**30))
     with gpipe.record(pipe, memory=True) as recording:

@@ -152,8 +152,8 @@ class Recording(Recorder):
     def metrics(self) -> dict[str, float]:
         """What the recorded steps took as plain numbers by name, means over them, for a tracker.
 
-        Times are in seconds, sizes in bytes; a table in docs/seeing.md has all names. What is not known is left out;
-        of memory a process has that of its own ranks.
+        Times are in seconds, sizes in bytes; docs/reference/data-formats.md has all names. What is not known is left
+        out; of memory a process has that of its own ranks.
 
         >>> import torch, gpipe
         >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
@@ -290,7 +290,7 @@ class Recording(Recorder):
 def metrics_of(
     steps: Report, losses: Sequence[float], messages: Sequence[Message], held: Mapping[int, Held]
 ) -> dict[str, float]:
-    """The numbers of some steps, and what was predicted; docs/seeing.md has all names."""
+    """The numbers of some steps, and what was predicted; docs/reference/data-formats.md has all names."""
     found, runs = breakdown(steps.timelines), len(steps.timelines)
     numbers: dict[str, float] = {"steps": found.steps, "step_seconds": found.seconds, "table_bubble": found.theory}
     if losses:
