@@ -29,6 +29,7 @@ COMMANDS: dict[str, Any] = {
     **{function.__name__: function for function in (evaluate, translate, schedule, report, record, plan, doctor)},
 }
 DEFAULT = re.compile(r" ?\((?:default: (?P<default>.*)|required|optional|repeatable)\)$", re.DOTALL)
+CODE = re.compile(r"(`.*?`|--\w[\w-]*)")
 NOTHING = ("", "None", "''", "False")
 
 
@@ -70,7 +71,7 @@ def sentence(action: argparse.Action) -> str:
     text = " ".join((action.help or "").split())
     default = (DEFAULT.search(text) or {"default": None})["default"]
     text = DEFAULT.sub("", text)
-    choices = re.match(r"\{(.*)\}$", str(action.metavar).replace("None,", ""))
+    choices = re.match(r"\{(.*,.*)\}$", str(action.metavar).replace("None,", ""))
     if choices:
         text += f" One of {', '.join(f'`{choice}`' for choice in choices[1].split(','))}."
     if default not in (None, *NOTHING):
@@ -79,9 +80,9 @@ def sentence(action: argparse.Action) -> str:
 
 
 def inline(text: str) -> Iterator[nodes.Node]:
-    """Returns text in which parts between backticks are code."""
-    for at, part in enumerate(text.split("`")):
-        yield nodes.literal(text=part) if at % 2 else nodes.Text(part)
+    """Returns text in which options, and parts between backticks, are code."""
+    for at, part in enumerate(CODE.split(text)):
+        yield nodes.literal(text=part.strip("`")) if at % 2 else nodes.Text(part)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
