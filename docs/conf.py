@@ -17,7 +17,7 @@ html_css_files = ["gpipe.css"]
 html_copy_source = False
 html_show_sphinx = False
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "commands", "families", "notebook", "table"]
+myst_enable_extensions = ["deflist", "colon_fence"]
 myst_heading_anchors = 3
 
 default_role = "code"  # in docstrings `this` is code
