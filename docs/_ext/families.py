@@ -1,7 +1,7 @@
-"""Shows what came of the families of transformers, from the results that the repository keeps.
+"""Shows the results of training families of transformers, which the repository keeps.
 
-{families}                  a line for each family: layers, bits, what is refused and why
-{families-summary}          how many there are of each kind, and where that comes from
+{families}                  a row for each family: layers, results, and why it is rejected
+{families-summary}          the number of families by result, and the versions that were tested
 """
 
 import json
@@ -13,16 +13,16 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 RESULTS = Path(__file__).parents[2] / "tests" / "families" / "results" / "families.json"
-HEADS = ("family", "task", "layers", "loss and gradients", "shared parameters", "output", "ms to record")
+HEADS = ("family", "task", "layers", "loss and gradients", "shared parameters", "output", "ms to trace")
 WIDTHS = (22, 14, 7, 30, 14, 20, 8)
 SAID = 12  # words of a reason
 
 
 class Results(SphinxDirective):
-    """What needs the results."""
+    """A directive that reads the results."""
 
     def results(self) -> Any:
-        """Reads them; the page is written anew when they change."""
+        """Returns the results. The page is built again if they change."""
         self.env.note_dependency(str(RESULTS))
         return json.loads(RESULTS.read_text(encoding="utf-8"))
 
@@ -43,7 +43,7 @@ class Families(Results):
 
 
 class Summary(Results):
-    """How many are what."""
+    """The number of families by result."""
 
     def run(self) -> list[nodes.Node]:
         """Returns a paragraph."""
@@ -53,21 +53,22 @@ class Summary(Results):
         wrong = len(families) - right - refused
         same = sum(one["right"] and one["shared"] is None for one in families)
         text = (
-            f"Of {len(families)} families {right} are right, {same} of them to the bits of all gradients; "
-            f"{refused} are refused, {wrong} wrong. transformers {about['transformers']}, torch {about['torch']}, "
-            f"{about['machine']}."
+            f"Of {len(families)} families, {right} train to bitwise identical losses and gradients. {right - same} of "
+            f"them share parameters between layers, whose gradients agree up to rounding. {refused} families are "
+            f"rejected, and {wrong} are wrong. Tested with transformers {about['transformers']}, torch "
+            f"{about['torch']}, on {about['machine']}."
         )
         return [nodes.paragraph(text=text)]
 
 
 def cells(family: dict[str, Any]) -> tuple[str, ...]:
-    """What is said of a family."""
+    """Returns the cells of a family's row."""
     name, task = family["name"], family["task"].replace("_", " ")
     if family["refused"]:
-        return name, task, "", f"refused: {shortened(family['refused'])}", "", "", ""
-    bits = "same bits" if family["right"] else f"wrong: {shortened('; '.join(family['mistakes']))}"
+        return name, task, "", f"rejected: {shortened(family['refused'])}", "", "", ""
+    bits = "identical" if family["right"] else f"wrong: {shortened('; '.join(family['mistakes']))}"
     shared = "none" if family["shared"] is None else f"within {family['shared']:.0e}"
-    output = f"refused: {shortened(family['output'])}" if family["output"] else "same bits"
+    output = f"rejected: {shortened(family['output'])}" if family["output"] else "identical"
     return name, task, str(family["layers"]), bits, shared, output, f"{1000 * family['recording']:.0f}"
 
 
@@ -84,7 +85,7 @@ def row(cells: tuple[str, ...], *, code: bool = False) -> nodes.row:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Tells Sphinx of the directives."""
+    """Registers the directives."""
     app.add_directive("families", Families)
     app.add_directive("families-summary", Summary)
     return {"parallel_read_safe": True}
