@@ -53,9 +53,9 @@ class Summary(Results):
         wrong = len(families) - right - refused
         same = sum(one["right"] and one["shared"] is None for one in families)
         text = (
-            f"Of {len(families)} families, {right} train to bitwise identical losses and gradients. {right - same} of "
-            f"them share parameters between layers, whose gradients agree up to rounding. {refused} families are "
-            f"rejected, and {wrong} are wrong. Tested with transformers {about['transformers']}, torch "
+            f"Of {len(families)} families, {right} train to bitwise identical losses and gradients. {right - same} "
+            f"of them share parameters between layers, whose gradients agree up to rounding. {refused} families "
+            f"are rejected, and {wrong} are wrong. Tested with transformers {about['transformers']}, torch "
             f"{about['torch']}, on {about['machine']}."
         )
         return [nodes.paragraph(text=text)]
