@@ -82,7 +82,9 @@ def test_the_picture_of_the_packages_is_what_is_drawn_from_the_contracts() -> No
 
 
 @pytest.mark.parametrize(
-    "page", [ROOT / "docs" / "contributing" / "architecture.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name
+    "page",
+    [*sorted((ROOT / "docs" / "contributing").glob("*.md")), ROOT / "CONTRIBUTING.md"],
+    ids=lambda page: page.name,
 )
 def test_names_that_stand_with_their_file_are_defined_in_it(page: Path) -> None:
     """Such as `Context.cancel` (`runtime/context.py`)."""

@@ -1,8 +1,8 @@
 """Schedules by name: which stages a rank holds, and in which order it runs their forwards and backwards.
 
-To add one, see "Add a schedule" in docs/contributing/architecture.md. `gpipe.profiling.lanes_text` draws the
-pictures: letters are kinds, small ones at a rank's second stage, numbers micro-batches, dots idle time; F, I and W
-take one unit of time, and B, which is both I and W, two.
+To add one, see docs/contributing/add-a-schedule.md. `gpipe.profiling.lanes_text` draws the pictures: letters are
+kinds, small ones at a rank's second stage, numbers micro-batches, dots idle time; F, I and W take one unit of time,
+and B, which is both I and W, two.
 """
 
 from collections.abc import Callable
