@@ -177,7 +177,7 @@ class ReadingOrder(SphinxDirective):
             total += length
             first = " ".join((module.__doc__ or "").split("\n\n")[0].split())
             rows.append((name.removeprefix("gpipe."), str(length), first))
-        return [table(("module", "lines", "which says of itself"), [*rows, ("together", str(total), "")])]
+        return [table(("module", "lines", "purpose"), [*rows, ("total", str(total), "")])]
 
 
 def literal(text: str) -> nodes.literal_block:
