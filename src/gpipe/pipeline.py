@@ -87,67 +87,106 @@ class StepOptions(TypedDict, total=False):
 
 
 class GPipe(Partitioned):
-    """Trains a sequence of layers, cut into partitions, with micro-batches flowing through them (paper, section 2).
+    """Trains a model as a pipeline of K partitions, with mini-batches split into M micro-batches (paper, section 2).
 
-    The result is the same, bit for bit, for every number of partitions: that of the plain layers run micro-batch
-    by micro-batch. The layers are used as they are, moved to `devices`, and keep their names: `state_dict` is that of
-    `nn.Sequential(*layers)`.
+    Call `step` to run the forward and backward pass of one mini-batch through the pipeline. Results are bitwise
+    identical for every number of partitions, schedule, recomputation mode and driver. They equal those of the unsplit
+    layers, run one micro-batch after the other.
+
+    Your modules are used in place, not copied. They are moved to `devices` and keep their names: `state_dict()` has
+    the keys of `nn.Sequential(*layers)`.
+
+    Most pipes need only `model`, `partitions` and `micro_batches`, and `sample` if the model is not a sequence of
+    layers.
 
     Args:
-        model: The network: any module, with a `sample`; or an `nn.Sequential`, or a sequence of modules or of
-            callables that build one. Or the layers that `gpipe.layers_of` shows, which need no `sample`.
-        partitions: K, the number of ranks, or the number of layers of each stage.
-        micro_batches: M. A mini-batch of fewer rows makes as many micro-batches as it has rows. Of ready-made ones,
-            `gpipe.MicroBatches`, at most so many are taken.
-        sample: An example mini-batch of inputs, on which layers are timed, so that stages take as long; without one
-            they have as many parameters. Nothing of it remains, except what a forward writes into parameters, files
-            and what else cannot be copied, such as Python generators. On it the forward of a model is recorded, to be
-            cut into layers; other mini-batches may have other sizes.
-        plan: What `gpipe.find_plan` returned, or `GPipe.plan` of another pipe, for the cuts, the schedule and
-            `remat`, which are left out beside it: one that is given is refused, unless it is the default, which has
-            no say. And for M, if that is not given.
-        schedule: In which order ranks work, and which stages they hold; the bits are the same. By name: `"gpipe"`,
-            all forwards, then all backwards; `"1f1b"`; `"interleaved"`; with backwards split in two `"zb_h1"`,
-            `"zb_h2"`, `"interleaved_zb"`, `"zb_v"`, `"v_half"`, `"v_min"`; or `"dualpipe_v"`, for M of at least 2K.
-            Or `gpipe.Interleaved(4)`, with so many stages on each rank; or `gpipe.Sliced("1f1b", 4)`, which cuts each
-            micro-batch of a step into slices along its tokens, for a causal language model of transformers, a
-            `sample` with labels, and the model's own loss (docs/schedules.md): another run than without, as of
-            another M. Or a `Program` of forwards and backwards alone, or a function of K and M that gives one. Or
-            `"auto"`: cuts, stages of a rank, table and what to recompute are searched for together, in three to five
-            seconds of a core, given K for `partitions`; `pipe.summary()` tells how near it came. A mini-batch of
-            fewer micro-batches for which there is no such table goes by fill-drain; of a program, by what it has of
-            them. Where a rank has several stages, `partitions` as a list has the layers of each stage.
-        remat: Which micro-batches are run again in the backward pass so that nothing inside a partition is kept:
-            `"always"`, `"except_last"` (torchgpipe's word: micro-batch 0, whose backward comes first, keeps its
-            inside, at the price of one inside more), or `"never"`; or a number, how many micro-batches at once
-            may keep theirs; or `"offload"`: nothing is run again, and what is inside goes to the host, from a CPU to
-            a file (docs/how-to/reduce-memory.md); or one of these for each stage. Where a backward follows its forward,
-            nothing is recomputed. Or `"auto"`, with a `sample`: where, and as often as, the memory of the device
-            demands; `gpipe.Remat(memory=...)` within so many bytes a rank, also for `schedule="auto"`.
-        devices: One for each partition, or one for all; by default this host's accelerators in turn, else the CPU.
-        mesh: For processes: where they are, a `DeviceMesh` with a dimension `"pp"` of K and perhaps one `"dp"` of
-            replicas, whose gradients are added up. By default the world, K processes in a row to a replica. Over
-            `mesh["dp"]` layers may be sharded by `fully_shard` once the pipe is built, and optimizers by
-            `ZeroRedundancyOptimizer`; over a further dimension by `parallelize_module` before. What these do is
-            collective: that a rank failed in it is only noticed when the time of its process group is up.
-        batch_norm: The statistics of BatchNorm in training. `"micro"`: each micro-batch is normalized by its own, and
-            running statistics are those of one micro-batch after another, of each replica its own. `"deferred"`:
-            running statistics are those of the whole mini-batch, as in one plain forward of it (paper, section 2.2),
-            also over replicas. `"synchronized"`: a micro-batch is normalized together with the same one of all other
-            replicas, as `torch.nn.SyncBatchNorm` does, and running statistics are those of both; all must have as
-            many micro-batches.
-        ties: Names of parameters that are one though the modules do not show it: `[("0.weight", "5.weight")]`.
-        seed: Keys all randomness of the layers; None draws one number from torch's generator.
-        driver: `"threads"`, one for each partition, or `"lockstep"`, all in the calling thread, for debugging.
-            `"process"`: this process runs one partition, others the others. All call the same then; `reads_inputs`
-            and `reads_targets` say who reads them. The bits are the same. Default: threads; required if
-            torch.distributed is initialized with several processes and there is no `mesh`. Or `gpipe.Threads`,
-            `gpipe.Lockstep` or `gpipe.Processes`, with what only that reads: how many CPU threads an operation uses,
-            and whether training survives the loss of a replica.
+        model: The network: an `nn.Sequential`, or a sequence of modules or of callables that each build one. Any
+            other `nn.Module` also works if you pass `sample`. Or the layers that `gpipe.layers_of` returns, which
+            need no `sample`.
+        partitions: K, the number of ranks, each on its own device. Or a list with the number of layers of each stage.
+        micro_batches: M, the number of micro-batches per mini-batch. A mini-batch with fewer rows is split into one
+            micro-batch per row. Also the maximum number of `gpipe.MicroBatches`.
+        sample: An example mini-batch of inputs. gpipe runs it to measure the cost of each layer, so that stages take
+            the same time, and to trace the forward of a model. Without it, stages have the same number of parameters.
+            Other mini-batches can have other sizes. State that the run changes is restored, except parameters, files
+            and objects that cannot be copied.
+        plan: A plan from `gpipe.find_plan`, or the `plan` of another pipe. It replaces `partitions`, `schedule` and
+            `remat`: passing one of these as well raises an error, unless it has its default value. The plan also sets
+            `micro_batches`, unless you pass it.
+        schedule: The order in which ranks execute micro-batches, and the stages that each rank holds. Does not change
+            results. One of:
+
+            - `"gpipe"` (default): all forward passes, then all backward passes.
+            - `"1f1b"` or `"interleaved"`.
+            - `"zb_h1"`, `"zb_h2"`, `"interleaved_zb"`, `"zb_v"`, `"v_half"` or `"v_min"`: split backward passes.
+            - `"dualpipe_v"`: requires M >= 2K.
+            - `"auto"`: searches for split points, stages per rank, schedule and recomputation together (see Note).
+            - `gpipe.Interleaved(4)`: a schedule with this number of stages on each rank.
+            - `gpipe.Sliced("1f1b", 4)`: a schedule that also splits micro-batches along the sequence dimension (see
+              Note).
+            - a `Program` of only forward and backward actions, or a function of K and M that returns one.
+
+            If a rank has several stages, `partitions` as a list has one entry per stage.
+        remat: Which micro-batches discard their activations and recompute them in the backward pass:
+
+            - `"always"` (default): all of them.
+            - `"except_last"` (torchgpipe's name): all except micro-batch 0, whose backward pass comes first. Needs
+              the activations of one more micro-batch.
+            - `"never"`: none.
+            - a number: at most that many micro-batches keep their activations at the same time.
+            - `"offload"`: none; moves activations to host memory, or from a CPU to a file.
+            - `"auto"`: as few as the memory of the device allows. Requires `sample`.
+            - `gpipe.Remat(memory=...)`: as few as this number of bytes per rank allows. Also for `schedule="auto"`.
+            - a list with one of the first five for each stage.
+
+            A micro-batch whose backward pass follows its forward pass immediately is never recomputed.
+        devices: One device per partition, or one for all. Default: this host's accelerators in turn, otherwise the
+            CPU.
+        mesh: For several processes, a `DeviceMesh` with a dimension `"pp"` of size K and optionally a dimension
+            `"dp"` of replicas, whose gradients are summed. Default: all processes, with K consecutive ranks per
+            replica.
+        batch_norm: Which rows BatchNorm uses in training:
+
+            - `"micro"` (default): normalizes each micro-batch, and updates running statistics once per micro-batch.
+              Each replica has its own.
+            - `"deferred"`: normalizes each micro-batch, and computes running statistics over the whole mini-batch and
+              all replicas, as in one forward pass without micro-batches (paper, section 2.2).
+            - `"synchronized"`: normalizes corresponding micro-batches of all replicas together, like
+              `torch.nn.SyncBatchNorm`. Running statistics cover all replicas. Requires the same number of
+              micro-batches in each replica.
+        ties: Groups of names of parameters that are shared although the modules do not show it, such as
+            `[("0.weight", "5.weight")]`.
+        seed: Seed of all random numbers in the layers. Default: drawn from torch's generator.
+        driver: What runs the partitions:
+
+            - `"threads"` (default), or `gpipe.Threads` with its options: each partition in a thread.
+            - `"lockstep"`, or `gpipe.Lockstep`: all partitions in the calling thread, for debugging.
+            - `"process"`, or `gpipe.Processes` with its options: one partition in this process. Every process makes
+              the same calls; `reads_inputs` and `reads_targets` say which of them need data.
+
+            Required if torch.distributed is initialized with several processes and there is no `mesh`.
 
     Raises:
-        ValueError: Something above cannot be; the error lists all mistakes that can be seen together.
-        RemoteError: Another process failed meanwhile; also from `step`, calls and backwards.
+        ValueError: If arguments are invalid. The message lists all errors that can be detected together.
+        RemoteError: If another process failed. `step`, calls and backward passes raise it, too.
+
+    Note:
+        *Small mini-batches.* With fewer than M micro-batches, a `Program` is restricted to the micro-batches there
+        are. With `"auto"`, fill-drain is used if no schedule for that number exists.
+
+        *schedule="auto"* takes three to five seconds on one core. It requires `partitions` as a number, and `remat`
+        at its default or a `gpipe.Remat`. `pipe.summary()` shows how close the result is to the lower bound.
+
+        *Memory* limits cover weights, gradients, the state of an optimizer like Adam, and activations. They assume
+        that ranks take as long as predicted: messages that arrive earlier need extra memory.
+
+        *mesh:* After the pipe is built, you can shard layers over `mesh["dp"]` with `fully_shard`, and optimizers
+        with `ZeroRedundancyOptimizer`. Before, you can shard layers over another dimension with `parallelize_module`.
+        All of these communicate collectively, so a failed rank is detected only after the process group's timeout.
+
+        *Sliced* schedules require a causal language model of transformers, a `sample` with labels, and the model's
+        own loss. Bubble and memory are those of M x S micro-batches. Like a change of M, a change of the number of
+        slices S changes the rounding of results.
 
     Example:
         >>> import torch, gpipe
@@ -271,37 +310,53 @@ class GPipe(Partitioned):
         scaler: torch.amp.GradScaler | None = None,
         losses: list[Tensor] | None = None,
     ) -> Any:
-        """Runs forward and backward of one mini-batch; the gradients are added to `.grad`.
+        """Runs the forward and backward pass of one mini-batch and accumulates gradients in `.grad`.
 
-        Under `torch.no_grad` it runs the forward alone: validation through the pipeline.
+        Do not call `loss.backward()` afterwards: the returned loss is detached. Under `torch.no_grad()`, only the
+        forward pass runs; use this for validation.
 
         Args:
-            inputs: What the first layer takes: a tensor, or any pytree of tensors, of N rows each. Or
-                `gpipe.MicroBatches`, which are taken as they are.
-            targets: What `loss_fn` takes beside the output, N rows each. Or `gpipe.MicroBatches`, as many as there
-                are of the inputs.
-            loss_fn: `(output, target)` of a micro-batch to its loss l_i, or to `(l_i, metrics)`.
-            reduction: How the losses make one: `"mean"` over rows, `"sum"`, or a function of a micro-batch's target
-                that gives its weight (say, its number of tokens). A micro-batch of weight 0 has no say at all. By
-                default as the loss itself does it, if it is one of `torch.nn` or `torch.nn.functional`, perhaps in
-                a `functools.partial`: the step's loss is what it gives for the whole mini-batch, with its own
-                `reduction`, `ignore_index` and `weight`. Any other loss is taken for a mean over rows, or, where it
-                is seen to call one of these on labels, over the labels that count.
-            scale: The factor of the gradients; the loss returned is unscaled.
-            scaler: A `torch.amp.GradScaler` or, over processes, a `gpipe.GradScaler`, whose scale it is then. Its
-                `get_scale()`, given as `scale`, would not tell it that it is in use.
-            losses: A list that is to hold, in place of what it holds, the loss l_i of each micro-batch, or slice,
-                detached, as `loss_fn` or the model gave it: neither weighed nor scaled. Over processes every one may
-                give a list; of replicas it holds those of all, replica by replica.
+            inputs: Input of the first layer: a tensor, or any pytree of tensors, with N rows each. Or
+                `gpipe.MicroBatches`, which are used without splitting.
+            targets: Second argument of `loss_fn`, with N rows per tensor. Or `gpipe.MicroBatches`, as many as in
+                `inputs`.
+            loss_fn: A function `(output, target) -> loss` of one micro-batch, or `(output, target) -> (loss,
+                metrics)`.
+            reduction: How to combine the losses of micro-batches:
+
+                - `"mean"`: average, weighted by rows.
+                - `"sum"`: sum.
+                - a function that takes the target of a micro-batch and returns its weight, such as its number of
+                  tokens. Micro-batches with weight 0 are ignored.
+
+                Default: the loss's own reduction, see Note.
+            scale: Factor for the gradients. Does not affect the returned loss. Default: 1.
+            scaler: A `torch.amp.GradScaler`, or a `gpipe.GradScaler` with several processes. Its scale replaces
+                `scale`. Do not pass `scaler.get_scale()` as `scale`: the scaler would not know that it is in use.
+            losses: A list to fill with the losses of the micro-batches (or slices), as `loss_fn` or the model
+                returned them: detached, unweighted and unscaled. Existing entries are removed. With several
+                processes, each process can pass a list; it receives the losses of all replicas in order.
 
         Returns:
-            The loss, detached, of no dimensions; with metrics, `(loss, [metrics of each micro-batch])`.
+            The loss of the mini-batch as a detached scalar tensor. If `loss_fn` returns metrics, a tuple `(loss,
+            metrics)` with a list of the metrics of each micro-batch.
 
         Raises:
-            ValueError: The rows of inputs and targets differ, or there are none. Or ready-made micro-batches are
-                more than M, or not as many of both. Or replicas were given another `reduction` or `scale` than
-                others.
-            TypeError: Inputs or targets hold what cannot be split, or the loss is no function or no loss.
+            ValueError: If inputs and targets have different numbers of rows, or none; if there are more than M
+                `gpipe.MicroBatches`, or different numbers in inputs and targets; or if replicas pass different values
+                for `reduction` or `scale`.
+            TypeError: If inputs or targets cannot be split, or if `loss_fn` is not a function or does not return a
+                loss.
+            VerificationError: If the first step of a new combination of modes and inputs differs from the reference
+                loop.
+
+        Note:
+            By default, a loss from `torch.nn` or `torch.nn.functional` (also in a `functools.partial`) is combined to
+            the value that it has for the whole mini-batch, according to its `reduction`, `ignore_index` and `weight`.
+            A function that returns the result of one of these losses is combined in the same way. Other functions are
+            assumed to return a mean over rows, or over the labels that are not ignored, if they call one of these
+            losses on labels. The first step compares the result with the loss of several micro-batches together, and
+            reports a difference in `pipe.findings`.
         """
         if "_original_forward" in vars(self):
             raise ValueError(PREPARED)
