@@ -31,7 +31,7 @@ from gpipe.planner.search.found import Plan
 from gpipe.planner.search.shapes import AUTO
 from gpipe.schedule.schedules import Placement
 from gpipe.stages.buffers import Slot
-from gpipe.stages.recompute_check import checksum
+from gpipe.stages.digest import checksum
 from gpipe.stages.sequence import Outline, outline, realize
 from gpipe.stages.shared_weights import find_ties, tie
 
