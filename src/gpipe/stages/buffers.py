@@ -20,7 +20,7 @@ from gpipe._torch.accelerator import put_data
 from gpipe.stages.digest import INTEGERS
 from gpipe.stages.quantized import leave_unpacked
 from gpipe.stages.reachable_state import ReachableState
-from gpipe.stages.tree import copy_of, parts_of, storage_address, version, without_repeats
+from gpipe.stages.tree import copy_of, parts_of, storage_address, version
 
 Slot: TypeAlias = tuple[nn.Module, str]  # where a parameter or a buffer stands: a module, and its name there
 OWN = "gpipe.tracing."  # how the modules begin whose classes stand for parts of a model, and lead to all of it
@@ -257,11 +257,3 @@ def parameters_kept(*layers: nn.Module) -> Iterator[None]:
             if parameter.device != data.device:
                 put_data(parameter, data)
             parameter.grad = gradient
-
-
-def put_back(tensor: Tensor, before: Tensor) -> None:
-    """Gives a tensor the values of a copy; not its version, since a later backward may have saved the tensor."""
-    if tensor.layout is torch.strided and tensor.shape == before.shape:
-        without_repeats(tensor.data).copy_(without_repeats(before))
-    else:
-        tensor.data = before

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gpipe.stages.digest import INTEGERS
-from gpipe.stages.tree import parts_of, without_repeats
+from gpipe.stages.tree import parts_of, put_back, without_repeats
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(...), torch.dtype, torch.device})
 """Types without mutable state. Two values of one of these types are compared by value."""
@@ -207,7 +207,7 @@ def read_tensor(tensor: Tensor) -> Contents:
 def _write_tensor(tensor: Tensor, contents: Contents) -> None:
     memory, gradient, values = contents.values
     if tensor.layout is not torch.strided:
-        tensor.data = values.clone()
+        put_back(tensor, values.clone())
     else:
         if (tensor.data_ptr(), tensor.shape, tensor.stride()) != (memory.data_ptr(), memory.shape, memory.stride()):
             tensor.data = memory

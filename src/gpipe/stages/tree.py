@@ -172,6 +172,23 @@ def without_repeats(tensor: Tensor) -> Tensor:
     return tensor
 
 
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def put_back(tensor: Tensor, before: Tensor) -> None:
+    """Gives a tensor the values of a copy; not its version, since a later backward may have saved the tensor."""
+    if tensor.layout is torch.strided and tensor.shape == before.shape:
+        without_repeats(tensor.data).copy_(without_repeats(before))
+    elif tensor.layout in COMPRESSED:  # Assigning to .data does not replace what they consist of.
+        with torch.no_grad():
+            if [part.shape for part in parts_of(tensor)] != [part.shape for part in parts_of(before)]:
+                tensor.resize_as_sparse_(before)
+            for part, value in zip(parts_of(tensor.data), parts_of(before), strict=True):
+                part.copy_(value)
+    else:
+        tensor.data = before
+
+
 def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """A tensor, or the strided ones that a sparse one consists of."""
     match tensor.layout:

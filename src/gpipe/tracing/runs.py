@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.dispatcher import is_fake
-from gpipe.stages.buffers import is_changed, put_back, untouched
-from gpipe.stages.tree import Tree, copy_of, replace_tensors, version
+from gpipe.stages.buffers import is_changed, untouched
+from gpipe.stages.tree import Tree, copy_of, put_back, replace_tensors, version
 from gpipe.tracing.shallow_copy import COLLECTING, COLLECTOR
 from gpipe.tracing.trace import CannotSplitError, is_carried
 
