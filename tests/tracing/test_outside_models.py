@@ -290,8 +290,8 @@ def test_collecting_may_begin_and_end_between_steps() -> None:
     pipe = pipe_by_costs(layers, 3, M, costs="params", seed=SEED)
     for collects in (False, True, False):
         model.config.output_hidden_states = collects  # type: ignore[union-attr]
-        pipe.step(batch())
         assert pipe.verify(batch(), against="model").equal
+        pipe.step(batch())
     assert len(layers.traced.traces) == 4  # with labels and, in verify, without: hooks are no reason for another
 
 

@@ -75,6 +75,7 @@ def verify(
     """Verifies one mini-batch, as `GPipe.verify` describes; the pipe is left as it was."""
     if against_model:
         _check_is_here(pipe)
+    _trace(pipe, inputs, loss_fn)
     differences, losses = list[str](), list[Tensor]()
     with torch.inference_mode(False), torch.enable_grad(), _sandbox(pipe, loss_fn) as reset:
         try:
@@ -101,6 +102,17 @@ def verify(
     order = {f"{name} differs from the reference loop": at for at, name in enumerate(found | expected)}
     differences.sort(key=lambda text: order[text])
     return VerificationReport(compared + len(found), tuple(differences), findings)
+
+
+def _trace(pipe: "GPipe", inputs: Tree, loss_fn: object) -> None:
+    """Traces a model before the sandbox, which removes hooks that a forward installs, and that a trace relies on."""
+    traced = pipe._settings.traced
+    if traced is None or pipe.plan.slices > 1 or pipe._processes.position is not None:
+        return
+    (values,) = split_alike(pipe.micro_batches, inputs=_copies(inputs)[0])[1]
+    with torch.inference_mode(False), torch.enable_grad():
+        traced.begin(values, float if loss_fn is None else None)
+        traced.begin(values, for_output=True)
 
 
 def _check_is_here(pipe: "GPipe") -> None:
