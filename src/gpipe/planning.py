@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain, zip_longest
 from operator import truediv
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from gpipe.stages.sequence import build_layers, outline
 from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.layers_of import read_model, why_not_layers
 
-T = TypeVar("T")
+REMAT = "remat={remat!r} is for cuts by balance=; leave it out, and it is found"
 DEVICES = "give gpipe.Device objects, or how many of this machine, at least 1"
 COUNTED_ROWS, MEASURED_SHARES = (2, 4), (16, 4)
 """Rows of the micro-batches that are counted, if the sample has so many, and from which all others are told. Where
@@ -93,7 +93,8 @@ def find_plan(
         balance: Cuts by what layers cost, and searches for nothing else, as `gpipe.GPipe` does without a plan: K and
             M are settled, and so are the schedule, by default `"gpipe"`, and `remat`, by default `"always"`.
             `"variance"`, the paper's: least sum of squared differences from the mean; or `"minmax"`, the fastest
-            slowest partition. Both exact. Default: None, all of this is searched for.
+            slowest partition. Both exact; where ranks have several stages, the cuts near them with which a step is
+            predicted to be fastest. Default: None, all of this is searched for.
         measure: Take the seconds of each layer on this machine for those on the first device, and on others by
             `flops` in proportion. Where `devices` is a number of CPU cores, so many threads are measured at once, or
             K, if it is settled; and of layers, if the sample is a whole mini-batch, steps of the plans that should be
@@ -118,54 +119,23 @@ def find_plan(
     (2, 8, (2, 2), ('never', 'never'))
     """
     if balance is not None or costs is not None:
-        asked = Arguments(
-            model,
-            partitions,
-            micro_batches,
-            plain(sample),
-            schedule=schedule or "gpipe",
-            remat="always" if remat is None else remat,
-            seed=0,
-            driver=Threads(intra_op_threads),
-            costs=costs,
-        )
+        how: dict[str, Any] = {"schedule": schedule or "gpipe", "remat": "always" if remat is None else remat}
+        driver = Threads(intra_op_threads)
+        asked = Arguments(model, partitions, micro_batches, plain(sample), driver=driver, costs=costs, seed=0, **how)
+        if balance is None and remat is not None:
+            raise ValueError(REMAT.format(remat=remat))
         if measure and costs is not None:
             raise ValueError("measure=True and costs= both say what layers cost; leave one of them out")
-        return _plan_by_costs(asked, devices, balance, schedule)
-    settled: tuple[Any, Any] = partitions, schedule  # which are one number and a name, or a mistake
-    return _plan_by_work(
-        model,
-        sample,
-        devices,
-        global_batch,
-        Choices(_only(settled[0]), _only(micro_batches), _only(settled[1])),
-        measure=measure,
-        threads=intra_op_threads,
-        optimizer_numbers=optimizer_numbers,
-        remat=remat,
-    )
-
-
-def _plan_by_work(
-    model: Any,
-    sample: Tree,
-    devices: int | Sequence[Device],
-    global_batch: int | None,
-    choices: Choices,
-    *,
-    measure: bool,
-    threads: int,
-    optimizer_numbers: float,
-    remat: object,
-) -> Plan:
-    """Searches for a plan by operations that are counted, or seconds that are measured."""
+        plan = _plan_by_costs(asked, devices, balance, schedule)
+        return replace(plan, global_batch=global_batch or (0 if sample is None else count_rows(sample)))
+    choices = Choices(_only(partitions), _only(micro_batches), _only(schedule))
     rows = count_rows(sample)
     batch = rows if global_batch is None else global_batch
     count = len(devices) if isinstance(devices, Sequence) else devices if is_count(devices) else math.inf
     wrong = [
         *_wrong_devices(devices),
         *choices.mistakes(count, batch),
-        *_wrong_others(measure, threads, optimizer_numbers, remat),
+        *_wrong_others(measure, intra_op_threads, optimizer_numbers, remat),
         *(_unmeasurable(model, sample) if measure is True else ()),
     ]
     if wrong:
@@ -173,10 +143,9 @@ def _plan_by_work(
     here = devices if isinstance(devices, Sequence) else _devices_here(devices)
     sample = plain(sample)
     layers, names, taken = _read(model, sample, measure)
-    (micro_batches,), (schedule,) = choices.micro_batches or (None,), choices.schedules or (None,)
     some = [_about(size, sample) for size in _sizes(rows, batch, micro_batches, measure)]
     samples = {count_rows(part): taken(part) for part in some}
-    parts = schedule in (None, AUTO) or splits(schedule)
+    parts = schedule in (None, AUTO) or splits(str(schedule))
     profiled = partial(profile_layers, layers, samples, names, optimizer_numbers=optimizer_numbers, parts=parts)
     choices = replace(choices, least_rows=_least_rows([*layers, model]))
     if not measure:
@@ -185,15 +154,15 @@ def _plan_by_work(
     if isinstance(devices, int):
         here = list(map(partial(replace, host=measure_host(device)), here))
     at_once = (choices.partitions or (len(here),))[0] if isinstance(devices, int) else 1
-    with as_in_training(device, threads):
+    with as_in_training(device, intra_op_threads):
         profile = profiled(measured_on=device, at_once=at_once)
     plan = search(profile, here, batch, choices)
     if device != CPU or not isinstance(devices, int):
         return plan
     if taken is _as_it_is and batch == rows:
         rivals = _rivals(plan, choices, partial(search, profile, here, batch))
-        plan = _race(rivals, layers, sample, threads)
-    with as_in_training(device, at_once * threads):
+        plan = _race(rivals, layers, sample, intra_op_threads)
+    with as_in_training(device, at_once * intra_op_threads):
         took = measure_seconds(layers, taken(sample), device)
     return replace(plan, plain_seconds=batch / rows * sum(layer.forward + layer.backward for layer in took))
 
@@ -224,7 +193,7 @@ def _plan_by_costs(asked: Arguments, devices: int | Sequence[Device], balance: B
     return replace(plan, counted=asked.sample is not None, costs_by=by)
 
 
-def _only(settled: T | None) -> tuple[T, ...] | None:
+def _only(settled: Any) -> tuple[Any, ...] | None:
     """What there is to choose from, if it is settled; else anything."""
     return None if settled is None else (settled,)
 
@@ -241,7 +210,7 @@ def _wrong_devices(devices: object) -> Iterator[str]:
 
 def _wrong_others(measure: object, threads: object, optimizer_numbers: object, remat: object) -> Iterator[str]:
     if remat is not None:
-        yield f"remat={remat!r} is for cuts by balance=; leave it out, and it is found"
+        yield REMAT.format(remat=remat)
     if not isinstance(measure, bool):
         yield f"measure={measure!r}; give True or False"
     if not is_count(threads):

@@ -85,6 +85,9 @@ def test_a_plan_says_how_its_costs_were_obtained() -> None:
     devices = [gpipe.Device(flops=1e9)] * 2
     assert gpipe.find_plan(layers(), X, devices).costs_by == "operations"
     assert gpipe.find_plan(layers(), None, 2, micro_batches=6, costs=[1] * 8).costs_by == "numbers"
+    for how in ({}, {"costs": [1] * 8, "micro_batches": 6}):
+        with pytest.raises(ValueError, match="remat='never' is for cuts by balance="):
+            gpipe.find_plan(layers(), X, 2, remat="never", **how)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="both say what layers cost"):
         gpipe.find_plan(layers(), X, 2, micro_batches=6, costs=[1] * 8, measure=True)
 
@@ -107,3 +110,13 @@ def test_each_table_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe.summary()
     tables = [size for size in made if size != (2, 6)]
     assert len(tables) == len(set(tables))
+
+
+def test_a_function_with_the_name_of_a_schedule_is_no_schedule_by_name() -> None:
+    def gpipe_(ranks: int, micro_batches: int) -> Any:
+        return program_of("1f1b", ranks, micro_batches)
+
+    gpipe_.__qualname__ = "gpipe"
+    pipe = gpipe.GPipe(layers(), 2, 6, schedule=gpipe_)
+    again = gpipe.GPipe(layers(), plan=pipe.plan)
+    assert again.program == pipe.program

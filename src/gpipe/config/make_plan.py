@@ -28,7 +28,8 @@ from gpipe.schedule.cost import LayerSeconds, StageCost, stage_cost
 from gpipe.schedule.lower import join_backwards, place_recompute
 from gpipe.schedule.partition import Partition, given
 from gpipe.schedule.program import Program
-from gpipe.schedule.schedules import SCHEDULES, Placement, Schedule, table_in_training
+from gpipe.schedule.schedules import Placement, Schedule, table_in_training
+from gpipe.schedule.schedules.by_name import Named
 from gpipe.schedule.simulate import BACKWARD_OVER_FORWARD, Simulator, stage_costs, unsplit_stages
 from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch
 from gpipe.stages.tree import Tree
@@ -89,9 +90,8 @@ def _cut(asked: Arguments, settings: Settings, placement: Placement, remat: Rema
     """Cuts the layers into stages, as the user says or by what they cost; finds remat where it is to fit."""
     schedule, devices = settings.schedule, settings.devices
     layers, sample = _layers(settings), first_sample(asked.sample, asked.micro_batches, settings.traced)
-    splits = any(
-        action.kind is Kind.BACKWARD_WEIGHT for action in _typical(schedule, placement, asked.micro_batches).actions
-    )
+    program = _typical(schedule, placement, asked.micro_batches)
+    splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in program.actions)
     measured = _measure(asked, settings, layers, sample, splits) if asked.in_seconds else None
     if measured is None:
         with as_in_training(devices[0], settings.driver.intra_op_threads):
@@ -130,7 +130,7 @@ def _cut(asked: Arguments, settings: Settings, placement: Placement, remat: Rema
             costs = tuple(replace(cost, move=cost.inside / speed) for cost in costs)
             if asked.fits_remat:
                 remat = offloading(_bare(schedule, placement, asked.micro_batches), costs, limits, remat)
-    is_named = schedule.name in SCHEDULES
+    is_named = isinstance(asked.schedule, Named)
     return Plan(
         micro_batches=asked.micro_batches,
         layers_per_partition=cuts.layers,
