@@ -77,8 +77,6 @@ class Manifest:
     step_number: int
     seed: int
     world: int  # processes that wrote it
-    layers_per_partition: list[int]
-    micro_batches: int
     plan: dict[str, Any]  # of the pipe, as JSON
     files: dict[str, File]
     names: list[str]  # of all tensors of the state_dict, each parameter once, under its first name

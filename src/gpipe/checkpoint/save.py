@@ -490,9 +490,7 @@ def save(
         name = gathered[0][0] or ""
         _compare(gathered, pipe.partitions)
         held = held.pop_all()  # until it is written
-    numbers = {name: getattr(pipe, name) for name in ("step_number", "seed", "micro_batches")}
-    numbers["plan"] = pipe.plan.to_json()
-    numbers |= {"world": size, "layers_per_partition": list(pipe.layers_per_partition)}
+    numbers = {"step_number": pipe.step_number, "seed": pipe.seed, "plan": pipe.plan.to_json(), "world": size}
     writers = min(size, pipe.partitions)  # the first replica, or one process for all stages
     writing = Writing(rank, writers, root / name, part, numbers, draft, keep, limit, team.gone)
     saving = Saving(writing, team, held)

@@ -148,8 +148,7 @@ def check(
     placement = _read_placement(asked, schedule, known, mistakes)
     if schedule.slices > 1:
         _check_slices(asked, traced, mistakes)
-    remat = _read_remat(asked, len(placement), mistakes)
-    _check_memory(asked, len(set(placement)), mistakes)
+    remat = _read_remat(asked, len(placement), len(set(placement)), mistakes)
     devices = _read_devices(asked.devices, len(set(placement)), position, mistakes)
     if traced is None:
         makers = {} if outline is None else outline.makers
@@ -277,12 +276,20 @@ def _one_for_each(name: str, value: object, count: int, places: str, mistakes: M
     return each
 
 
-def _read_remat(asked: Arguments, stages: int, mistakes: Mistakes) -> RematOf:
+def _read_remat(asked: Arguments, stages: int, ranks: int, mistakes: Mistakes) -> RematOf:
     """Reads the recomputation of each stage; where it is found later, for the time being everywhere."""
     remat = asked.remat
     if asked.schedule == AUTO:
         told = "schedule='auto' finds what to recompute within the memory; leave remat= out, or give gpipe.Remat(...)"
         mistakes.check(asked.fits_remat or remat == UNSAID["remat"], told)
+    if asked.memory is not None or (asked.fits_remat and asked.schedule != AUTO):
+        told = f"remat={remat!r} needs sample=, an example mini-batch, to count what layers keep"
+        mistakes.check(asked.sample is not None, told)
+    if asked.memory is not None:
+        each = _one_for_each("memory", asked.memory, ranks, "partitions", mistakes)
+        good = all(isinstance(one, (int, float)) and not isinstance(one, bool) and one > 0 for one in each)
+        told = f"memory={asked.memory!r}; give bytes, more than 0, one number or one for each partition"
+        mistakes.check(good, told)
     if asked.fits_remat or asked.schedule == AUTO:
         return tuple[lower.Remat, ...](["always"]) * stages
     each = _one_for_each("remat", remat, stages, "stages", mistakes)
@@ -291,17 +298,6 @@ def _read_remat(asked: Arguments, stages: int, mistakes: Mistakes) -> RematOf:
     good = all(item >= 0 if type(item) is int else item in lower.REMATS for item in each)
     mistakes.check(good, f"remat={remat!r}; known are {known}")
     return tuple(each)
-
-
-def _check_memory(asked: Arguments, ranks: int, mistakes: Mistakes) -> None:
-    if asked.fits_remat and (asked.schedule != AUTO or asked.memory is not None):
-        told = f"remat={asked.remat!r} needs sample=, an example mini-batch, to count what layers keep"
-        mistakes.check(asked.sample is not None, told)
-    if asked.memory is not None:
-        each = _one_for_each("memory", asked.memory, ranks, "partitions", mistakes)
-        good = all(isinstance(one, (int, float)) and not isinstance(one, bool) and one > 0 for one in each)
-        told = f"memory={asked.memory!r}; give bytes, more than 0, one number or one for each partition"
-        mistakes.check(good, told)
 
 
 def _check_slices(asked: Arguments, traced: TracedModel | None, mistakes: Mistakes) -> None:
