@@ -289,7 +289,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({}, {"GPIPE_REPLICAS": ""}, "give each of them GPIPE_REPLICAS"),
     ({}, {"GPIPE_REPLICA": "2"}, "they are 1, 2 and"),
     ({"batch_norm": "synchronized"}, {}, "survive=True: batch_norm='synchronized'"),
-    ({"sample": torch.ones(4, 4)}, {}, "would cut each replica elsewhere"),
+    ({"sample": [[1.0] * 4] * 4}, {}, "would cut each replica elsewhere"),
     ({"seed": None}, {}, "survive=True: give seed="),
     ({}, {"GPIPE_MEETING": "open"}, "is open to others"),
     ({}, {"GPIPE_MEETING": "file"}, "is no folder nor can be one"),
@@ -306,6 +306,8 @@ def alone(rank: int, world: int, folder: str, settings: dict[str, Any], variable
 
     def make() -> None:
         given: Any = {"driver": gpipe.Processes(survive=True), "seed": 1, **settings}
+        if "sample" in settings:
+            given["sample"] = torch.tensor(settings["sample"])
         made.append(gpipe.GPipe([nn.Linear(4, 4)], 1, 2, **given))
 
     told = [said(make)]
