@@ -92,6 +92,7 @@ UNCOPYABLE = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
 UNCOPYABLE_LIBRARY = frozenset({"asyncio", "concurrent", "mmap", "multiprocessing", "socket", "subprocess"})
 """Modules of the standard library whose objects have state outside of this interpreter, or in its other threads."""
 
+GLOBAL_GENERATOR = "the global generator"
 GLOBAL_GENERATORS: Mapping[str, object] = {
     "Python's random": random.seed.__self__,  # type: ignore[attr-defined]
     "numpy.random": np.random.mtrand._rand,
@@ -202,7 +203,7 @@ class _Walk:
 
     def run(self, roots: Mapping[str, object]) -> None:
         for name, generator in GLOBAL_GENERATORS.items():
-            self._reach(generator, Path(None, f"the global generator of {name}"))
+            self._reach(generator, Path(None, f"{GLOBAL_GENERATOR} of {name}"))
         for words, root in roots.items():
             self._reach(root, Path(None, words))
         while self._queue:

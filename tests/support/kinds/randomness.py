@@ -65,10 +65,11 @@ def s12_foreign_draws(draw: Draw) -> Case:
 
 def foreign(draw: Draw, width: int, layer: nn.Module) -> Case:
     """Right, or refused when it shows."""
-    words = (r"layer \d", r"random|draw|numpy|generator|differ|same|state")
-    return network(
-        draw, width, [layer, nn.Linear(width, width)], before=1, refusal=words, told=(r"not keyed",), late=True
+    words, told = (
+        (r"layer \d", r"random|draw|numpy|generator|differ|same|state"),
+        (r"recomputation changes it again",),
     )
+    return network(draw, width, [layer, nn.Linear(width, width)], before=1, refusal=words, told=told, late=True)
 
 
 @kind("S12")

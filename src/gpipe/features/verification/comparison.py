@@ -34,6 +34,7 @@ from gpipe.features.verification.step_record import (
 from gpipe.runtime.run import Run
 from gpipe.schedule.action import Kind
 from gpipe.stages.buffers import Buffers
+from gpipe.stages.reachable_state import GLOBAL_GENERATOR
 from gpipe.stages.stage import LOSS, Stage
 
 MOST_PLACES = 3  # The most places that one message names.
@@ -77,8 +78,8 @@ OTHER_STATE = (
     "depend on when each stage runs. Return such state as part of the value, or stash it and pop it where it is used."
 )
 RECOMPUTED_CHANGES = (
-    "A forward changes {places}, and its recomputation changes it again. Keep counts in a buffer "
-    "(register_buffer), which a recomputation does not change, or use remat='never' for the stage."
+    "A forward changes {places}, and its recomputation changes it again. Keep counts in a buffer (register_buffer) "
+    "and draw random numbers with torch: a recomputation changes neither. Or use remat='never' for the stage."
 )
 NOT_REPRODUCIBLE = (
     "{stage} could not be verified: {quantity} differs each time it is computed from the same inputs (a "
@@ -179,9 +180,15 @@ class Comparison:
             with stream.enter(), saved.as_before(before):
                 self.replays.perform(replay, [forward])
             changes = self.replays.state().changed_since(once, except_for=buffers, by_value=True)
+            if any(place.startswith(GLOBAL_GENERATOR) for place in changes):
+                # Other threads may draw from it, but not the same numbers each time that this forward runs.
+                self.replays.restore()
+                self.replays.perform(replay, [forward])
+                unsteady = set(self.replays.state().changed_since(once, except_for=buffers, by_value=True))
+                changes = [p for p in changes if not (p in unsteady and p.startswith(GLOBAL_GENERATOR))]
             places.update(dict.fromkeys(changes))
-        # A recomputation does not call the loss, and other threads may draw from global generators.
-        places = {place: None for place in places if not place.startswith((LOSS, "the global generator"))}
+        # A recomputation does not call the loss, and the random numbers that layers draw with torch have keys.
+        places = {place: None for place in places if not place.startswith((LOSS, f"{GLOBAL_GENERATOR} of torch"))}
         return RECOMPUTED_CHANGES.format(places=in_words(places)) if places else ""
 
     def _raise_if_leaves_are_shared(self) -> None:
