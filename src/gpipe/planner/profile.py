@@ -39,7 +39,7 @@ Storages: TypeAlias = MutableMapping[int, torch.UntypedStorage]  # by identity
 ADAM = 2  # numbers that the optimizer keeps of each that it trains: Adam keeps two
 UNCOUNTABLE = (
     "layer {index} ({kind}) cannot be counted on tensors without values: {error}. Pass partitions=, micro_batches=, "
-    "costs='time' or costs=[...], and remat='always', 'never' or 'offload'. gpipe.find_plan, schedule='auto', "
+    "costs that are timed or given, and remat='always', 'never' or 'offload'. A search, schedule='auto', "
     "remat='auto' and costs='flops' need the count"
 )
 COUNTED_BYTES = ("boundary", "inside", "keeps_input", "working", "leaving")
