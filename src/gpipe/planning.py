@@ -34,7 +34,7 @@ from gpipe.schedule.partition import Balance
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.by_name import Named
 from gpipe.stages.buffers import untouched
-from gpipe.stages.microbatch import TWO_ROWS, count_rows, first_micro_batch, plain
+from gpipe.stages.microbatch import TWO_ROWS, MicroBatches, count_rows, first_micro_batch, plain
 from gpipe.stages.sequence import build_layers, outline
 from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.layers_of import read_model, why_not_layers
@@ -127,7 +127,8 @@ def find_plan(
         if measure and costs is not None:
             raise ValueError("measure=True and costs= both say what layers cost; leave one of them out")
         plan = _plan_by_costs(asked, devices, balance, schedule)
-        return replace(plan, global_batch=global_batch or (0 if sample is None else count_rows(sample)))
+        parts = sample if isinstance(sample, MicroBatches) else [] if sample is None else [sample]
+        return replace(plan, global_batch=global_batch or sum(map(count_rows, parts)))
     choices = Choices(_only(partitions), _only(micro_batches), _only(schedule))
     rows = count_rows(sample)
     batch = rows if global_batch is None else global_batch
