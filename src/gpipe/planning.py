@@ -127,8 +127,8 @@ def find_plan(
         if measure and costs is not None:
             raise ValueError("measure=True and costs= both say what layers cost; leave one of them out")
         plan = _plan_by_costs(asked, devices, balance, schedule)
-        parts = sample if isinstance(sample, MicroBatches) else [] if sample is None else [sample]
-        return replace(plan, global_batch=global_batch or sum(map(count_rows, parts)))
+        given = sample if isinstance(sample, MicroBatches) else [] if sample is None else [sample]
+        return replace(plan, global_batch=global_batch or sum(map(count_rows, given)))
     choices = Choices(_only(partitions), _only(micro_batches), _only(schedule))
     rows = count_rows(sample)
     batch = rows if global_batch is None else global_batch
