@@ -45,7 +45,7 @@ class Processes:
     Args:
         intra_op_threads: As for `Threads`.
         survive: Whether each replica has its own launcher, so that training continues if one is lost. All processes
-            call `GPipe.join` (docs/survive.md).
+            call `GPipe.join` (docs/how-to/fault-tolerance.md).
 
     >>> Processes(survive=True).intra_op_threads
     1
