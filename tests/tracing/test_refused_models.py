@@ -230,6 +230,7 @@ class Padded(nn.Module):
         return self.encoder(self.embed(x), mask=later, src_key_padding_mask=mask)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("left_aligned", [True, False])
 def test_an_encoder_that_computes_in_nested_tensors_is_refused_where_it_may(
