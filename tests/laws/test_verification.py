@@ -208,6 +208,8 @@ def test_a_layer_that_differs_from_the_reference_loop_is_rejected_with_the_likel
     kind: str, driver: str
 ) -> None:
     make, words = DIFFERENT[kind]
+    if driver == "threads":  # By their timing, the step may have been that of the reference loop.
+        words += "|reads state that another stage writes"
     LEFT["x"] = torch.zeros(4, 4)
     with pytest.raises(gpipe.VerificationError, match=words):
         train(make(), driver=driver)

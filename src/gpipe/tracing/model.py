@@ -261,12 +261,16 @@ class TracedModel:
             lambda one: self.begin([one], for_output=True),
             *([] if slices == 1 else [lambda one: self.begin_slices([one], slices, float)]),
         ]
-        for training, grad, one, begin in product((True, False), (True, False), values, wanted):
-            # _begin keeps an exception for who asks for it
-            with suppress(Exception), runs.unchanged(self.model), torch.set_grad_enabled(grad):
+        modes = {module: module.training for module in self.model.modules()}
+        with runs.unchanged(self.model):  # Once for all: to find all state that a model can reach takes long.
+            for training, grad, one, begin in product((True, False), (True, False), values, wanted):
+                for module, mode in modes.items():
+                    module.training = mode
                 if self.model.training != training:
                     self.model.train(training)
-                begin(one)
+                # _begin keeps an exception for the caller that asks for its trace.
+                with suppress(Exception), torch.random.fork_rng(devices=[]), torch.set_grad_enabled(grad):
+                    begin(one)
         if lacking := next(filter(runs.lacks_memory, self._refused.values()), None):
             raise lacking
         self._learns = False
