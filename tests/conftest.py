@@ -72,7 +72,7 @@ class Noted:
         self.seconds: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] += report.duration
+        self.seconds[report.nodeid] += durations.seconds_of(report)
 
     def pytest_sessionfinish(self) -> None:
         durations.keep(self.seconds)

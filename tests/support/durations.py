@@ -19,7 +19,8 @@ NOTED_SECONDS = 0.05  # The file leaves out tests whose cases are faster.
 TEST_SECONDS = 0.4  # `make test` runs as many cases of a test as take so long together, and at least one.
 CASE_SECONDS = 5.0  # `make test` leaves out longer cases, unless all tests of their module are as long.
 LONGEST_SECONDS = 20.0  # `make test` never runs a longer case.
-LEAST_EXAMPLES = 10  # of a Hypothesis test
+LEAST_EXAMPLES = 4  # of a Hypothesis test
+DRAWN = "drawn"  # the property with the share of examples that a Hypothesis test draws
 APART_SECONDS = 5.0  # A test that takes longer may run on another worker than its module.
 
 
@@ -60,18 +61,27 @@ def select(items: Iterable[pytest.Item], known: Mapping[str, float]) -> Iterable
         seconds = known.get(test, 0.0)
         share = TEST_SECONDS / max(TEST_SECONDS, seconds * len(cases))
         if getattr(getattr(cases[0], "obj", None), "is_hypothesis_test", False):
-            draw_fewer(cases[0], share)
+            drawn = draw_fewer(cases[0], share)
+            for case in cases:
+                case.user_properties.append((DRAWN, drawn))
             yield from cases
         elif seconds <= max(CASE_SECONDS, fastest[module_of(test)]):
             yield from Random(test).sample(cases, max(1, int(share * len(cases))))
 
 
-def draw_fewer(item: pytest.Item, share: float) -> None:
-    """Reduces the number of examples of a Hypothesis test."""
+def draw_fewer(item: pytest.Item, share: float) -> float:
+    """Reduces the number of examples of a Hypothesis test, and returns the share that it still draws."""
     test: Any = item.obj  # type: ignore[attr-defined]
     whole = test._hypothesis_internal_use_settings  # It has no public name.
     few = min(whole.max_examples, max(LEAST_EXAMPLES, int(share * whole.max_examples)))
     test._hypothesis_internal_use_settings = settings(whole, max_examples=few)
+    return few / whole.max_examples
+
+
+def seconds_of(report: pytest.TestReport) -> float:
+    """Returns the seconds of a report; of a Hypothesis test those of all examples."""
+    drawn: Any = dict(report.user_properties).get(DRAWN, 1.0)
+    return report.duration / drawn
 
 
 def unit_of(nodeid: str, known: Mapping[str, float]) -> str:
