@@ -7,7 +7,16 @@ sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "gpipe"
 copyright = "the authors of gpipe, Apache-2.0"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "commands", "families", "notebook", "table"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "commands",
+    "explained",
+    "families",
+    "notebook",
+    "table",
+]
 exclude_patterns = ["_build"]
 
 html_theme = "furo"

@@ -17,6 +17,7 @@ from sphinx.util.docutils import SphinxDirective
 from tyro.extras import get_parser
 
 from gpipe.cli.doctor import doctor
+from gpipe.cli.explain import explain
 from gpipe.cli.plan import plan
 from gpipe.cli.report import report
 from gpipe.cli.schedule import schedule
@@ -26,7 +27,10 @@ from gpipe.recipes.options.training import OPTIONS, TrainOptions
 COMMANDS: dict[str, Any] = {
     "train": TrainOptions,
     **{f"train {name}": options for name, options in OPTIONS.items()},
-    **{function.__name__: function for function in (evaluate, translate, schedule, report, record, plan, doctor)},
+    **{
+        function.__name__: function
+        for function in (evaluate, translate, schedule, report, record, plan, doctor, explain)
+    },
 }
 DEFAULT = re.compile(r" ?\((?:default: (?P<default>.*)|required|optional|repeatable)\)$", re.DOTALL)
 CODE = re.compile(r"(`.*?`|--\w[\w-]*)")

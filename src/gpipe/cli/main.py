@@ -8,6 +8,7 @@ from tyro.extras import SubcommandApp
 import gpipe
 from gpipe.cli import ending_by_interrupt
 from gpipe.cli.doctor import doctor
+from gpipe.cli.explain import explain
 from gpipe.cli.plan import plan
 from gpipe.cli.report import report
 from gpipe.cli.schedule import schedule
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     app = SubcommandApp()
     words = "Trains a network, partitioned and pipelined, and shows where the time went."
     app.command(train_app(given), name="train", help=words)
-    for command in (evaluate, translate, schedule, report, record, plan, doctor):
+    for command in (evaluate, translate, schedule, report, record, plan, doctor, explain):
         app.command(name=command.__name__)(command)
     with ending_by_interrupt():
         app.cli(prog="gpipe", args=given, description="Pipeline parallelism for PyTorch.")

@@ -1,0 +1,26 @@
+"""Explains the name at the end of a message: `gpipe explain branch-on-value`."""
+
+from difflib import get_close_matches
+
+from tyro.conf import Positional
+
+from gpipe.explanations import as_text, explanations
+
+
+def explain(slug: Positional[str] = "") -> None:
+    """Explains an error or a finding: its cause, and how to fix it.
+
+    Example: gpipe explain branch-on-value
+
+    Args:
+        slug: The name in brackets at the end of the message. Without it, all names are listed.
+    """
+    entries = explanations()
+    slug = slug.strip("[]")
+    if not slug:
+        print("\n".join(entries))
+    elif slug in entries:
+        print(as_text(entries[slug]), end="")
+    else:
+        similar = ", ".join(get_close_matches(slug, entries)) or "none"
+        raise SystemExit(f"slug: there is no {slug!r}. Similar names: {similar}. `gpipe explain` lists all names.")

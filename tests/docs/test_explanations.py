@@ -1,0 +1,71 @@
+"""Errors and findings end with a slug, and each slug has one explanation, which quotes how the message begins."""
+
+import ast
+import re
+from functools import cache
+
+import pytest
+
+from gpipe.cli.main import main
+from gpipe.explanations import FINDINGS, Explanation, as_text, explanations
+from tests.docs.pages import ROOT
+
+SOURCE = ROOT / "src" / "gpipe"
+SLUG = re.compile(r"\[([a-z0-9]+(?:-[a-z0-9]+)+)\]\"")  # at the end of a text
+ENTRIES = explanations()
+FIELD = re.compile(r"\{\w+(![rsa])?\}")
+REFERENCE = ROOT / "docs" / "reference"
+
+
+def text_of(node: ast.AST | None) -> str | None:
+    """A text in the source, with `...` for each placeholder."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return FIELD.sub("...", node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) or "..." for part in node.values)
+    return None
+
+
+@cache
+def all_texts() -> set[str]:
+    trees = [ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")]
+    return {text for tree in trees for node in ast.walk(tree) if (text := text_of(node))}
+
+
+def raised_slugs() -> dict[str, str]:
+    """Each slug that ends a text in the source, with the file."""
+    return {slug: path.name for path in SOURCE.rglob("*.py") for slug in SLUG.findall(path.read_text())}
+
+
+def test_each_slug_of_a_message_has_an_explanation() -> None:
+    assert {slug: file for slug, file in raised_slugs().items() if slug not in ENTRIES} == {}
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=list(ENTRIES))
+def test_the_messages_of_an_explanation_are_in_the_source(entry: Explanation) -> None:
+    assert entry.messages
+    for message in entry.messages:
+        assert any(text.startswith(message) for text in all_texts()), message
+
+
+def test_each_section_is_on_one_page() -> None:
+    for page in ("errors", "findings"):
+        marked = re.findall(r"<!-- explanations: (.*) -->", (REFERENCE / f"{page}.md").read_text())
+        assert len(set(marked)) == len(marked)
+        assert set(marked) == {entry.section for entry in ENTRIES.values() if entry.page == page}
+        assert (page == "findings") == (set(marked) <= set(FINDINGS))
+
+
+def test_explain_prints_an_entry(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["explain", "[branch-on-value]"])
+    assert capsys.readouterr().out == as_text(ENTRIES["branch-on-value"])
+
+
+def test_explain_lists_all_names(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["explain"])
+    assert capsys.readouterr().out.split() == list(ENTRIES)
+
+
+def test_explain_suggests_similar_names() -> None:
+    with pytest.raises(SystemExit, match="branch-on-value"):
+        main(["explain", "branch-on-valu"])
