@@ -86,7 +86,7 @@ UNDOCUMENTED = {
     "conv_flop_count": {"planner/profile.py"},
     "sdpa_flop_count": {"planner/profile.py"},
     "sdpa_backward_flop_count": {"planner/profile.py"},
-    "WeakIdKeyDictionary": {"stages/sequence.py"},
+    "WeakIdKeyDictionary": {"stages/remote_layers.py"},
 }
 """Names without an underscore that torch does not document, or not for use, and the modules that use them."""
 

@@ -1,5 +1,7 @@
 from gpipe import models as models
 from gpipe.amp import GradScaler as GradScaler
+from gpipe.batch.microbatch import MicroBatches as MicroBatches
+from gpipe.batch.microbatch import Whole as Whole
 from gpipe.checkpoint.load import find_checkpoint as find_checkpoint
 from gpipe.checkpoint.load import load as load
 from gpipe.checkpoint.manifest import CheckpointError as CheckpointError
@@ -24,8 +26,6 @@ from gpipe.profiling.recording import Recording as Recording
 from gpipe.profiling.recording import record as record
 from gpipe.schedule.schedules.by_name import Interleaved as Interleaved
 from gpipe.schedule.schedules.by_name import Sliced as Sliced
-from gpipe.stages.microbatch import MicroBatches as MicroBatches
-from gpipe.stages.microbatch import Whole as Whole
 from gpipe.stages.rng import rng_scope as rng_scope
 from gpipe.stages.skips import Sequential as Sequential
 from gpipe.tracing.layers_of import layers_of as layers_of

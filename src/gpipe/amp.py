@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from gpipe._torch.modules import LocalGradScaler, awaits_unscale, found_infinite, note_infinite
+from gpipe.batch.inputs import scaler_device
 from gpipe.distributed.agree import agree
 from gpipe.pipeline import GPipe
-from gpipe.stages.inputs import scaler_device
 
 
 class GradScaler(LocalGradScaler):

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.modules import hold_state_of
+from gpipe.batch.inputs import NO_GRAPH
 from gpipe.config.settings import Settings
 from gpipe.distributed.norms import find_tied_names, guard_part
 from gpipe.distributed.processes import OneProcess
 from gpipe.features.recorder import Recorder
 from gpipe.planner.search.found import Plan
-from gpipe.stages.inputs import NO_GRAPH
 from gpipe.stages.skips import Sequential
 
 T = TypeVar("T", bound=Tensor)

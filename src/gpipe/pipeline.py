@@ -11,6 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.modes import untraced
+from gpipe.batch.inputs import (
+    check_loss_fn,
+    check_numbers,
+    read_scale,
+    refuse_gradients_of_inputs,
+    refuse_transforms,
+    split_alike,
+    split_targets,
+)
+from gpipe.batch.losses import LossModule, check_weights_of_rows, find_contradiction, own_loss, read_average
+from gpipe.batch.microbatch import MicroBatches, Reduction, merge, plain
 from gpipe.config.assemble import assemble
 from gpipe.config.check import Arguments
 from gpipe.config.findings import Examination, summary
@@ -18,6 +29,12 @@ from gpipe.config.options import BatchNorm, Driver, Remat
 from gpipe.config.reference import VerificationReport, verify
 from gpipe.config.unknown_arguments import check_names, checked_entrance
 from gpipe.distributed.norms import clip_grad_norm_
+from gpipe.distributed.replica_state import (
+    describe_initial_state,
+    load_replica_state,
+    replica_state,
+    save_gradients_and_buffers,
+)
 from gpipe.features.chosen import choose_features
 from gpipe.features.loss_check import LossWatch
 from gpipe.features.recorder import Recorder
@@ -36,29 +53,12 @@ from gpipe.schedule.program import Program, in_cell
 from gpipe.schedule.schedules.by_name import Maker, Named
 from gpipe.schedule.simulate import Prediction, predict
 from gpipe.stages.boundary import BoundaryValue, detach_boundary
-from gpipe.stages.inputs import (
-    check_loss_fn,
-    check_numbers,
-    read_scale,
-    refuse_gradients_of_inputs,
-    refuse_transforms,
-    split_alike,
-    split_targets,
-)
-from gpipe.stages.losses import (
-    LossModule,
-    check_weights_of_rows,
-    find_contradiction,
-    own_loss,
-    read_average,
-)
+from gpipe.stages.dtensor import is_sharded
 from gpipe.stages.messages import Request
-from gpipe.stages.microbatch import MicroBatches, Reduction, merge, plain
-from gpipe.stages.replica_state import beginning_of, state_of, take_state, undo_of
 from gpipe.stages.sequence import Layers
 from gpipe.stages.skips import find_loss_pops, skip_names
 from gpipe.stages.thread_state import ThreadState
-from gpipe.stages.tree import Tree, is_sharded, tensors_in
+from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.layers_of import ModelLayers
 from gpipe.tracing.own_loss import join
 from gpipe.tracing.slices import OWN_LOSS
@@ -697,7 +697,7 @@ class GPipe(Partitioned):
 
         grad = torch.is_grad_enabled()
         try:
-            results = self._processes.survive(attempt, late, partial(undo_of, self))
+            results = self._processes.survive(attempt, late, partial(save_gradients_and_buffers, self))
         except BaseException:
             torch.set_grad_enabled(grad)  # an interrupt may come where torch.no_grad() was about to put it back
             raise
@@ -729,7 +729,7 @@ class GPipe(Partitioned):
         if any(is_sharded(part) for part in self.modules()):
             raise ValueError("survive=True: fully_shard has parts of a weight in each replica, and one may be lost")
         keep, take = partial(self._keep, stateful), partial(self._take, stateful)
-        self._processes.join(keep, take, beginning_of(self, stateful))
+        self._processes.join(keep, take, describe_initial_state(self, stateful))
         return self.step_number
 
     @property
@@ -739,10 +739,10 @@ class GPipe(Partitioned):
 
     def _keep(self, stateful: Sequence[Any]) -> dict[str, Any]:
         """What a replica that comes back is given."""
-        return {**state_of(self, stateful), "numbers": [self.seed, self.step_number, self._calls]}
+        return {**replica_state(self, stateful), "numbers": [self.seed, self.step_number, self._calls]}
 
     def _take(self, stateful: Sequence[Any], kept: Mapping[str, Any]) -> None:
-        take_state(self, stateful, kept)
+        load_replica_state(self, stateful, kept)
         self.seed, self.step_number, self._calls = kept["numbers"]
 
     def exchange(self, message: bytes) -> list[bytes]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gpipe._torch.accelerator import CPU, accelerators, memory_of, name_of
 from gpipe._torch.modules import AnyBatchNorm
+from gpipe.batch.microbatch import TWO_ROWS, MicroBatches, count_rows, first_micro_batch, plain
 from gpipe.config.assemble import read
 from gpipe.config.check import Arguments, Costs
 from gpipe.config.make_plan import costs_by, make_plan, read_profile
@@ -34,8 +35,8 @@ from gpipe.schedule.partition import Balance
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.by_name import Named
 from gpipe.stages.buffers import untouched
-from gpipe.stages.microbatch import TWO_ROWS, MicroBatches, count_rows, first_micro_batch, plain
-from gpipe.stages.sequence import build_layers, outline
+from gpipe.stages.remote_layers import build_on_meta
+from gpipe.stages.sequence import build_layers
 from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.layers_of import read_model, why_not_layers
 
@@ -264,7 +265,7 @@ def _read(model: Any, sample: Tree, measure: bool) -> tuple[Sequence[nn.Module],
     if measure:
         named, wrong = build_layers(model, seed=0)
     else:
-        found = outline(model, seed=0)
+        found = build_on_meta(model, seed=0)
         named, wrong = found.layers, found.mistakes
     if wrong or not named:
         raise ValueError("\n".join(wrong or ["there are no layers; give at least one"]))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe.batch.losses import own_loss
 from gpipe.schedule.schedules import SCHEDULES
-from gpipe.stages.losses import own_loss
 from gpipe.tracing.model import TracedModel
 from gpipe.tracing.runs import arguments
 from tests.accelerator.placing import CPU, DEVICES, FIRST, moved, on_cpu, on_streams, onto, some_devices

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 import gpipe
 from gpipe.schedule.action import SHARDS
 from gpipe.schedule.schedules import SCHEDULES
-from gpipe.stages.tree import is_spread_over, local
+from gpipe.stages.dtensor import is_distributed_over, local_tensor
 from tests.accelerator import NAME
 from tests.accelerator.mutations import leave_out
 from tests.accelerator.placing import CPU, FIRST, SIMULATOR, moved, on_cpu, placed
@@ -132,7 +132,7 @@ def sharded(rank: int, world: int, schedule: str, remat: str) -> list[Digests]:
     x, y = (torch.randn(16, WIDTH, generator=generator).chunk(2)[replica].to(device) for _ in range(2))
 
     def part_of(tensor: Tensor) -> Tensor:
-        return local(tensor) if is_spread_over(tensor, "dp") else tensor.chunk(2)[replica]
+        return local_tensor(tensor) if is_distributed_over(tensor, "dp") else tensor.chunk(2)[replica]
 
     for spread in (False, True):
         with weights_of(1):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gpipe
-from gpipe.stages.inputs import split_targets
+from gpipe.batch.inputs import split_targets
 from tests.support.mistaken import Two, X, Y, layers, make, refusal
 
 

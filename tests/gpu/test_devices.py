@@ -15,7 +15,7 @@ from gpipe._torch.accelerator import CPU, accelerators
 from gpipe.distributed.codec import decode, encode
 from gpipe.schedule.schedules import SCHEDULES
 from gpipe.stages.boundary import BoundaryValue
-from gpipe.stages.tree import copy_of
+from gpipe.stages.memory_layout import copy_of
 from tests.support.plain_loop import assert_same_bits, plain_loop
 
 THERE = accelerators()

@@ -16,7 +16,7 @@ from gpipe.integrations.transformers import GPipeTrainer
 from gpipe.planner.profile import count_parameters, profile_layers
 from gpipe.profiling.memory import Watches
 from gpipe.stages.quantized import stored_in
-from gpipe.stages.sequence import release
+from gpipe.stages.remote_layers import drop_remote_weights
 from gpipe.stages.stage import Layer, Stage
 from tests.families.law import quiet
 from tests.integrations.quantized import WAYS
@@ -180,7 +180,7 @@ def test_a_process_keeps_nothing_of_what_others_have(name: str) -> None:
     first, last = (model.get_submodule(f"base_model.model.model.layers.{at}") for at in (0, 2))
     mine = sum(piece.nbytes for piece in stored_in([first]))
     stages = [Stage(at, [Layer(at, "layer", one)], torch.device("cpu")) for at, one in enumerate((first, last))]
-    release(stages, stages[:1])
+    drop_remote_weights(stages, stages[:1])
     assert sum(piece.nbytes for piece in stored_in([first])) == mine
     assert all(piece.is_meta for piece in stored_in([last]))
 

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpipe.batch.microbatch import rows_of_parts
 from gpipe.features.recorder import RecordedRun, Recorder, RemoteRecord
 from gpipe.profiling.messages import Message, messages_of, read_messages, write_messages
 from gpipe.schedule.action import Kind, parse_action
 from gpipe.schedule.timeline import Span, Timeline
-from gpipe.stages.messages import Control, Crossed, Label, Payload, Traffic
-from gpipe.stages.microbatch import rows_of_parts
+from gpipe.stages.messages import Control, Label
+from gpipe.stages.traffic import Crossed, Payload, Traffic
 from tests.support.jobs import crossing as jobs
 from tests.support.jobs import process_groups
 from tests.support.processes.launch import WorkerPool

@@ -21,15 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations
 
-from gpipe.stages.sequence import (
-    Outline,
-    RemoteParameter,
-    build_layers,
-    cut_into_stages,
-    outline,
-    realize,
-    stand_in,
-)
+from gpipe.stages.remote_layers import Outline, RemoteParameter, build_on_meta, materialize, stand_in
+from gpipe.stages.sequence import build_layers, cut_into_stages
 from gpipe.stages.shared_weights import find_shared, find_ties
 from gpipe.stages.skips import find_pops
 from tests.support.odd_layers import Pop, Stash
@@ -150,13 +143,13 @@ def generators() -> tuple[object, ...]:
 
 
 def outlined(layers: Iterable[object], seed: int = 0) -> Outline:
-    found = outline(layers, seed)
+    found = build_on_meta(layers, seed)
     assert not found.mistakes
     return found
 
 
 def realized(found: Outline, own: Collection[int]) -> dict[str, nn.Module]:
-    layers, mistakes = realize(found, own)
+    layers, mistakes = materialize(found, own)
     assert not mistakes
     return layers
 
@@ -259,13 +252,13 @@ def test_stages_of_others_stay_where_they_are() -> None:
 
 @pytest.mark.parametrize("wrong", ["relu", 3, lambda: 3, None])
 def test_what_builds_no_layer_is_refused_as_it_is_where_all_are_built(wrong: object) -> None:
-    assert outline([nn.Tanh, wrong], 0).mistakes == build_layers([nn.Tanh, wrong], 0)[1] != []
-    assert outline(wrong, 0).mistakes == build_layers(wrong, 0)[1] != []
+    assert build_on_meta([nn.Tanh, wrong], 0).mistakes == build_layers([nn.Tanh, wrong], 0)[1] != []
+    assert build_on_meta(wrong, 0).mistakes == build_layers(wrong, 0)[1] != []
 
 
 def test_an_error_in_a_callable_is_raised_once_and_names_its_layer() -> None:
     with pytest.raises(TypeError, match="missing 2 required positional arguments") as raised:
-        outline([nn.ReLU, lambda: nn.Linear()], 0)  # type: ignore[call-arg]
+        build_on_meta([nn.ReLU, lambda: nn.Linear()], 0)  # type: ignore[call-arg]
     assert raised.value.__notes__ == ["while layer 1 was built"]
     assert raised.value.__context__ is None
 
@@ -289,7 +282,7 @@ def test_all_that_a_second_call_does_otherwise_is_named_at_once() -> None:
     assert [list(shared.slots) for shared in find_shared(list(found.layers.values()))] == [[0, 3]]
     anew = "let every call build the whole layer anew, and name weights that it shares with another layer in ties="
     same = "it is called in every process, so let every call build the same layer"
-    assert realize(found, range(1, 5))[1] == [
+    assert materialize(found, range(1, 5))[1] == [
         f"layer 1: its callable built a Linear first and a Linear later (weight: (3, 2), then (5, 2); bias: (3,), "
         f"then (5,)); {same}",
         f"layer 2: its callable gave no values to angles, noise, mask; {anew}... instead",

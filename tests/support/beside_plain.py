@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.stages.losses import own_loss
+from gpipe.batch.losses import own_loss
 from gpipe.tracing.model import TracedModel
 from gpipe.tracing.runs import arguments
 from tests.support.plain_loop import Tree, accumulated, one_thread, parts_of, same_bits, weights_of

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 import gpipe
-from gpipe.stages.microbatch import Reduction
+from gpipe.batch.microbatch import Reduction
 from tests.support import plain_loop as laws
 from tests.support.addresses import by_address, factor_of, twins
 from tests.support.outcomes import Outcome, differences, train_twice

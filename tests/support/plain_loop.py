@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gpipe
-from gpipe.stages.microbatch import Reduction
+from gpipe.batch.microbatch import Reduction
 from gpipe.stages.skips import Stashed, run_layer
 
 Tree: TypeAlias = object

@@ -3,8 +3,8 @@
 from typing import Any
 
 import gpipe
+from gpipe.batch.microbatch import TWO_ROWS, first_micro_batch, plain
 from gpipe.schedule.schedules import SCHEDULES
-from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch, plain
 from gpipe.tracing.layers_of import ModelLayers, is_model
 
 

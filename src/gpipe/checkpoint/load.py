@@ -30,7 +30,7 @@ from gpipe.checkpoint.save import (
 )
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
 from gpipe.planner.search.found import Plan
-from gpipe.stages.tree import spread_like
+from gpipe.stages.dtensor import distribute_like
 
 
 @dataclass
@@ -90,7 +90,7 @@ def _why_other(value: Tensor, target: Tensor) -> str | None:
 def _like(value: Tensor, target: Tensor) -> Tensor:
     """A tensor of the shape of another where the other is: on its device, as it lies in memory, this rank's shard."""
     if hasattr(target, "device_mesh"):
-        return spread_like(value.to(target.device), target)
+        return distribute_like(value.to(target.device), target)
     if value.stride() == target.stride():
         return value.to(target.device)
     return torch.empty_like(target, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -39,8 +39,8 @@ from gpipe.distributed.agree import Communicator, FirstError, agree, communicato
 from gpipe.distributed.reduce import reduces_itself
 from gpipe.errors import RemoteError
 from gpipe.stages.digest import checksum
+from gpipe.stages.dtensor import full_tensor
 from gpipe.stages.quantized import is_quantized
-from gpipe.stages.tree import full_tensor
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe

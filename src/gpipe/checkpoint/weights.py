@@ -28,7 +28,7 @@ from gpipe.checkpoint.load import Ready, all_of, listed, put, read_weights
 from gpipe.checkpoint.manifest import LARGEST, CheckpointError, is_of
 from gpipe.checkpoint.save import check_order, first_names, settle, state_to_save, stays
 from gpipe.distributed.agree import FirstError, agree, communicator_of
-from gpipe.stages.tree import full_tensor
+from gpipe.stages.dtensor import full_tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -32,7 +32,7 @@ from gpipe.planner.search.shapes import AUTO
 from gpipe.schedule.schedules import Placement
 from gpipe.stages.buffers import Slot
 from gpipe.stages.digest import checksum
-from gpipe.stages.sequence import Outline, outline, realize
+from gpipe.stages.remote_layers import Outline, build_on_meta, materialize
 from gpipe.stages.shared_weights import find_ties, tie
 
 
@@ -42,7 +42,7 @@ def position_of(asked: Arguments) -> Position:
     position, wrong = find_position(asked.mesh, asked.partitions, ranks)
     if wrong:
         traced = read_model_of(asked)
-        check(asked, None, outline(asked.model, 0) if traced is None else None, traced, *wrong)
+        check(asked, None, build_on_meta(asked.model, 0) if traced is None else None, traced, *wrong)
     assert position is not None
     return position
 
@@ -69,7 +69,7 @@ def agree_on_plan(
     told: Any = agree(rendezvous)[0] if position.rank else None
     traced = read_model_of(asked)
     if traced is None:
-        sketch = outline(asked.model, seed if isinstance(seed, int) else 0)
+        sketch = build_on_meta(asked.model, seed if isinstance(seed, int) else 0)
     else:
         schedule = read_schedule(asked, Mistakes())
         traced.learn_all(first_rows(asked), schedule.slices)
@@ -91,7 +91,7 @@ def agree_on_plan(
         traced.realize(own, settings.seed)
         weights = _checksums(settings.layers)
     else:
-        named, wrong = realize(sketch, own)
+        named, wrong = materialize(sketch, own)
         Mistakes(wrong).raise_all()
         weights = _checksums(named)  # before some are tied, which is done only where they are held
         settings = replace(settings, layers=named, tied=_tie(named, asked.ties, sketch, own))
@@ -169,7 +169,7 @@ def _tie(
             continue
         first = index_of[group[0].partition(".")[0]]
         if first not in own:
-            built, _ = realize(sketch, [first])
+            built, _ = materialize(sketch, [first])
             (((module, name), *_), *_), _ = find_ties(built, [group])
             with torch.no_grad():
                 here[0][0].get_parameter(here[0][1]).copy_(module.get_parameter(name))

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from gpipe.batch.microbatch import plain
 from gpipe.config import options
 from gpipe.config.agreement import agree_on_plan, position_of
 from gpipe.config.check import Arguments, Mistakes, RematOf, check, first_rows, read_model_of
@@ -23,8 +24,8 @@ from gpipe.planner.search.found import Plan
 from gpipe.runtime.pipeline_stages import PipelineStages
 from gpipe.schedule.lowering import Lowering
 from gpipe.schedule.schedules import Placement
-from gpipe.stages.microbatch import plain
-from gpipe.stages.sequence import cut_into_stages, outline, release
+from gpipe.stages.remote_layers import build_on_meta, drop_remote_weights
+from gpipe.stages.sequence import cut_into_stages
 from gpipe.stages.shared_weights import tie
 from gpipe.stages.stage import Layer, Stage
 from gpipe.tracing.stage import TracedStage
@@ -60,9 +61,9 @@ def assemble(asked: Arguments) -> tuple[Settings, Plan, OneProcess]:
             processes = Processes(engine, position, sync_batch_norm=synchronized, costs=costs, measured=measured)
             processes.link(rendezvous)
         if settings.traced is None:
-            release(engine.all, engine.own)
+            drop_remote_weights(engine.all, engine.own)
         else:
-            release(engine.all, engine.own, settings.traced.buffers_between())
+            drop_remote_weights(engine.all, engine.own, settings.traced.buffers_between())
             settings.traced.let_go()
         return settings, plan, processes
 
@@ -82,7 +83,7 @@ def read(asked: Arguments, *, builds: bool = True) -> tuple[Settings, Placement,
     Unless it `builds`, layers that are given as callables stay on the meta device.
     """
     traced = read_model_of(asked)
-    sketch = None if builds or traced is not None else outline(asked.model, 0)
+    sketch = None if builds or traced is not None else build_on_meta(asked.model, 0)
     settings, placement, remat = check(asked, None, sketch, traced)
     tie(settings.tied)
     return replace(settings, tied=()), placement, remat

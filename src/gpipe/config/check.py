@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gpipe._torch.accelerator import CPU, accelerators, numbered
+from gpipe.batch.microbatch import TWO_ROWS, find_unsplittable, first_micro_batch
 from gpipe.config.options import BatchNorm, Driver, Processes, Remat, read_driver
 from gpipe.config.settings import Settings
 from gpipe.distributed.mesh import Position, world_size
@@ -34,8 +35,9 @@ from gpipe.schedule.schedules.by_name import (
     unknown,
     without_table,
 )
-from gpipe.stages.microbatch import TWO_ROWS, find_unsplittable, first_micro_batch
-from gpipe.stages.sequence import Layers, Outline, build_layers, find_invalid_layers, find_without_values
+from gpipe.stages.invalid_layers import find_invalid_layers
+from gpipe.stages.remote_layers import Outline, find_without_values
+from gpipe.stages.sequence import Layers, build_layers
 from gpipe.stages.shared_weights import Tied, find_ties
 from gpipe.stages.skips import find_pops
 from gpipe.stages.tree import Tree

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gpipe._torch.accelerator import memory_of
+from gpipe.batch.microbatch import TWO_ROWS, first_micro_batch
 from gpipe.config.check import Arguments, Costs, RematOf
 from gpipe.config.options import Threads
 from gpipe.config.settings import Settings
@@ -31,7 +32,6 @@ from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, table_in_training
 from gpipe.schedule.schedules.by_name import Named
 from gpipe.schedule.simulate import BACKWARD_OVER_FORWARD, Simulator, stage_costs, unsplit_stages
-from gpipe.stages.microbatch import TWO_ROWS, first_micro_batch
 from gpipe.stages.tree import Tree
 from gpipe.tracing.model import TracedModel
 

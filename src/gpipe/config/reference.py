@@ -10,18 +10,19 @@ from torch import Tensor
 
 from gpipe._torch.modes import intra_op_threads
 from gpipe._torch.modules import AnyBatchNorm, global_hooks
+from gpipe.batch.inputs import split_alike
+from gpipe.batch.losses import call_loss, own_loss, read_average
+from gpipe.batch.microbatch import MicroBatches, Reduction, loss_weights
 from gpipe.errors import VerificationError
 from gpipe.features.verification.verifier import Verifier
 from gpipe.stages.digest import differ, digest
-from gpipe.stages.inputs import split_alike
-from gpipe.stages.losses import call_loss, own_loss, read_average
-from gpipe.stages.microbatch import MicroBatches, Reduction, loss_weights
+from gpipe.stages.memory_layout import copy_of
 from gpipe.stages.reachable_state import ReachableState
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.skips import Stashed, run_layer
 from gpipe.stages.stage import LOSS
 from gpipe.stages.thread_state import ThreadState
-from gpipe.stages.tree import Tree, copy_of, replace_tensors, tensors_in
+from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 from gpipe.tracing.runs import arguments_of_each
 
 if TYPE_CHECKING:

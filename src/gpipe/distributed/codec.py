@@ -1,6 +1,6 @@
 """Messages as bytes: a layout that says what there is, and the bytes of the tensors behind it. No pickle.
 
-A tensor arrives as it lay when it left (stages/tree.py), since the bits of what comes of it depend on that. A
+A tensor keeps its memory layout (stages/memory_layout.py), since the bits of what comes of it depend on that. A
 layout is read once for as long as shapes stay the same: both ends keep those that they have seen.
 
 What is no tensor is text, which names no class, module or attribute that the other end would look up by itself: only
@@ -26,8 +26,9 @@ from torch import Tensor
 from gpipe._torch.trees import TreeSpec, registered_class, registration, tree_flatten, tree_unflatten
 from gpipe.errors import RemoteError, received
 from gpipe.stages.boundary import UNDEFINED, BoundaryValue, Undefined
-from gpipe.stages.messages import Message, Payload
-from gpipe.stages.tree import LARGEST_UNIT, alignment, allocate
+from gpipe.stages.memory_layout import LARGEST_UNIT, alignment, allocate
+from gpipe.stages.messages import Message
+from gpipe.stages.traffic import Payload
 
 ALIGNED_BYTES = 64  # bytes: where in a message tensors begin
 CACHED_LAYOUTS = 1024  # layouts

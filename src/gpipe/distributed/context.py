@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from gpipe.batch.losses import own_loss
 from gpipe.distributed.agree import CALLED, GRADIENTS, differences, follow_first
 from gpipe.distributed.endpoint import Endpoint, Exchange
 from gpipe.distributed.failures import Status
@@ -32,11 +33,12 @@ from gpipe.schedule.program import Program
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.schedule.timeline import Span, Timeline
 from gpipe.stages.boundary import Gradients, Output
-from gpipe.stages.losses import own_loss
-from gpipe.stages.messages import Control, Label, Message, ReadyEvent, Request, Traffic
+from gpipe.stages.dtensor import is_sharded
+from gpipe.stages.messages import Control, Label, Message, ReadyEvent, Request
 from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.stage import LayerProgress, layer_at
-from gpipe.stages.tree import Tree, is_sharded, tensors_in
+from gpipe.stages.traffic import Traffic
+from gpipe.stages.tree import Tree, tensors_in
 
 if TYPE_CHECKING:
     from gpipe.distributed.processes import Processes

@@ -38,7 +38,8 @@ from gpipe.distributed.failures import (
 )
 from gpipe.distributed.nccl import Coming, NcclGroups
 from gpipe.stages.boundary import BoundaryValue
-from gpipe.stages.messages import Control, Crossed, Label, Message, ReadyEvent
+from gpipe.stages.messages import Control, Label, Message, ReadyEvent
+from gpipe.stages.traffic import Crossed
 from gpipe.stages.tree import Tree
 
 LONGEST_POLL = 2**31 - 1  # ms

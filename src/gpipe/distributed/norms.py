@@ -13,8 +13,8 @@ from gpipe.distributed.processes import OneProcess, Processes
 from gpipe.distributed.reduce import reduces_itself
 from gpipe.errors import innermost_code
 from gpipe.runtime.pipeline_stages import PipelineStages
+from gpipe.stages.dtensor import full_tensor, local_tensor
 from gpipe.stages.messages import Request
-from gpipe.stages.tree import full_tensor, local
 
 NORMS = (nn.utils.clip_grad_norm_, nn.utils.get_total_norm)
 
@@ -51,7 +51,7 @@ def clip_grad_norm_(
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
     for _, gradient in named:
-        local(gradient).mul_(factor.to(gradient.device))
+        local_tensor(gradient).mul_(factor.to(gradient.device))
     return total
 
 

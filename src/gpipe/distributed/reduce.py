@@ -18,9 +18,9 @@ from gpipe.distributed.codec import damaged
 from gpipe.distributed.endpoint import Endpoint, Exchange
 from gpipe.distributed.mesh import DATA, Position
 from gpipe.stages.boundary import BoundaryValue, Gradients
+from gpipe.stages.dtensor import is_distributed_over, local_tensor
 from gpipe.stages.messages import Control, Label
 from gpipe.stages.shared_weights import WeightAliases
-from gpipe.stages.tree import is_spread_over, local
 
 BUCKET = 2**22  # bytes of gradients that travel together between replicas; measured from 2**19 to 2**23, on two cores
 SMALL = 2**16  # bytes of a gradient that is copied to be together with others: a message costs more
@@ -122,7 +122,7 @@ def _all_gradients(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and cannot be added "
                 f"up over replicas; use sparse=False"
             )
-    return [local(parameter.grad) for parameter in present if parameter.grad is not None]
+    return [local_tensor(parameter.grad) for parameter in present if parameter.grad is not None]
 
 
 def _buckets(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -140,7 +140,7 @@ def _buckets(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def reduces_itself(parameter: Tensor) -> bool:
     """Whether a parameter is spread over the replicas, as `fully_shard` does it, which sums its gradient too."""
-    return is_spread_over(parameter, DATA)
+    return is_distributed_over(parameter, DATA)
 
 
 class Shards:

@@ -24,9 +24,9 @@ from gpipe.runtime.feature import Feature, Work
 from gpipe.runtime.run import MicroBatchState, Rank, Run
 from gpipe.schedule.action import Kind
 from gpipe.stages.boundary import BoundaryInput
+from gpipe.stages.memory_layout import allocate_like
 from gpipe.stages.messages import Control
 from gpipe.stages.stage import StageCall
-from gpipe.stages.tree import allocate_like
 
 
 @dataclass(frozen=True, slots=True)

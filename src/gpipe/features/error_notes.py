@@ -3,6 +3,7 @@
 import torch
 
 from gpipe._torch.autograd import WITH_THE_HOST
+from gpipe.batch.losses import own_loss
 from gpipe.errors import RemoteError, frames_of, innermost_code
 from gpipe.runtime.compiled_table import CompiledTable
 from gpipe.runtime.feature import Feature
@@ -11,7 +12,6 @@ from gpipe.schedule.action import MOVES, NAMES, Action, Kind
 from gpipe.schedule.program import Program
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.boundary import failed_node
-from gpipe.stages.losses import own_loss
 from gpipe.stages.messages import Cancelled
 from gpipe.stages.stage import LOSS
 

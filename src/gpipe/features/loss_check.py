@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpipe._torch.trees import tree_flatten, tree_leaves, tree_unflatten
+from gpipe.batch.losses import LossAverage, LossReader, call_loss, find_average, runs_once
 from gpipe.runtime.run import Run
-from gpipe.stages.losses import LossAverage, LossReader, call_loss, find_average, runs_once
 from gpipe.stages.reachable_state import ReachableState
 from gpipe.stages.rng import RankScope
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in

@@ -23,8 +23,10 @@ from gpipe.schedule.action import Kind
 from gpipe.stages.boundary import BoundaryValue, leaves_of
 from gpipe.stages.buffers import SavedBuffers
 from gpipe.stages.digest import Digest, differ, digest
+from gpipe.stages.dtensor import is_sharded
+from gpipe.stages.memory_layout import version
 from gpipe.stages.stage import Stage, StageCall, StageOutput
-from gpipe.stages.tree import is_sharded, tensors_in, version
+from gpipe.stages.tree import tensors_in
 
 DIFFERS = (
     "The recomputation of {layer} gave different values than its forward, so gradients would be wrong. The layer "

@@ -20,7 +20,7 @@ from gpipe.runtime.streams import RankStream, Stamp
 from gpipe.schedule.action import MOVES, Action, Kind
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.schedule.timeline import Span, Timeline, offsets
-from gpipe.stages.messages import Traffic
+from gpipe.stages.traffic import Traffic
 
 Interval: TypeAlias = tuple[float, float]  # from when to when, by the clock that all processes of a host share
 

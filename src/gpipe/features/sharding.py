@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from gpipe.stages.tree import is_sharded
+from gpipe.stages.dtensor import is_sharded
 
 NEEDS_PROCESSES = (
     'layers under fully_shard are gathered and freed by processes: make the pipe with driver="process" '

@@ -43,7 +43,7 @@ from gpipe.runtime.feature import Feature, Work
 from gpipe.runtime.run import Rank, Run
 from gpipe.schedule.action import Kind
 from gpipe.stages.boundary import Gradients, known_roots
-from gpipe.stages.tree import copy_of, storage_address, version
+from gpipe.stages.memory_layout import copy_of, storage_address, version
 
 CHANGED = (
     "what a product of this stage was given, or the gradient that came to it, was changed in place before the "

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from gpipe._torch.trees import map_tensors
-from gpipe.stages.tree import tensors_in, version
+from gpipe.stages.memory_layout import version
+from gpipe.stages.tree import tensors_in
 from gpipe.tracing.interpreter import CARRIED_AS_THEY_ARE, DTYPES
 
 Place: TypeAlias = tuple[int, int]

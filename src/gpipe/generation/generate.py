@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from gpipe._torch.modes import as_rank, intra_op_threads
 from gpipe._torch.trees import map_tensors
+from gpipe.batch.inputs import split_alike
+from gpipe.batch.microbatch import merge
 from gpipe.generation.caches import Place, bytes_of, grow, layers_in, marks
 from gpipe.generation.loops import Loop, loops_of, said_once
 from gpipe.generation.paths import KEY, Passing, Path, cache_in, find_path, foretell
@@ -32,9 +34,7 @@ from gpipe.runtime.pipeline_stages import PipelineStages
 from gpipe.schedule.action import Action
 from gpipe.schedule.schedules import forward_only_table
 from gpipe.stages.boundary import BoundaryValue
-from gpipe.stages.inputs import split_alike
 from gpipe.stages.messages import Cancelled, Control, Label
-from gpipe.stages.microbatch import merge
 from gpipe.stages.stage import LayerProgress
 from gpipe.stages.thread_state import ThreadState
 from gpipe.stages.tree import tensors_in

@@ -32,10 +32,11 @@ from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.cost import LayerSeconds
 from gpipe.stages.boundary import Gradients, detach_boundary, run_backward
 from gpipe.stages.buffers import Buffers, SavedBuffers, parameters_kept, state_kept, untouched
+from gpipe.stages.memory_layout import copy_of, moved
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.skips import skip_names, unpack_stashes
 from gpipe.stages.thread_state import ThreadState
-from gpipe.stages.tree import Tree, copy_of, moved, replace_tensors, tensors_in
+from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 from gpipe.tracing.stage import Essence, SingleLayer
 
 T = TypeVar("T")

@@ -28,9 +28,10 @@ from gpipe.planner.watch import Watch, storage_identity
 from gpipe.schedule.cost import LayerSeconds
 from gpipe.stages.boundary import run_backward
 from gpipe.stages.buffers import untouched
+from gpipe.stages.memory_layout import strided_parts
 from gpipe.stages.quantized import is_quantized, numbers_in, stored_in
 from gpipe.stages.skips import skip_names
-from gpipe.stages.tree import Tree, parts_of, replace_tensors, tensors_in
+from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 from gpipe.tracing.meta_model import exchanged
 from gpipe.tracing.stage import SingleLayer
 
@@ -134,7 +135,7 @@ def _line(found: Mapping[int, T], number: Callable[[T], float]) -> Line:
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> float:
-    return float(sum(part.nbytes for t in tensors if not is_lazy(t) for part in parts_of(t)))
+    return float(sum(part.nbytes for t in tensors if not is_lazy(t) for part in strided_parts(t)))
 
 
 def count_parameters(layers: Sequence[nn.Module]) -> list[float]:

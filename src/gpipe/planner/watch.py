@@ -7,7 +7,7 @@ from itertools import count
 from torch import Tensor
 
 from gpipe._torch.dispatcher import Operations
-from gpipe.stages.tree import storage_address
+from gpipe.stages.memory_layout import storage_address
 
 
 def storage_identity(tensor: Tensor) -> int:

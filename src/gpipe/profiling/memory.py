@@ -22,8 +22,10 @@ from gpipe.runtime.run import Rank, Run
 from gpipe.schedule.action import Kind
 from gpipe.schedule.rules import BACKWARD_PARTS
 from gpipe.stages.boundary import BoundaryValue
+from gpipe.stages.dtensor import is_sharded, local_tensor
+from gpipe.stages.memory_layout import storage_address
 from gpipe.stages.quantized import is_quantized, pieces_of, stored_in
-from gpipe.stages.tree import is_sharded, local, storage_address, tensors_in
+from gpipe.stages.tree import tensors_in
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def held(modules: Iterable[nn.Module], states: Iterable[Mapping[Tensor, Any]], p
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum({storage_address(t): t.untyped_storage().nbytes() for t in map(local, tensors)}.values())
+    return sum({storage_address(t): t.untyped_storage().nbytes() for t in map(local_tensor, tensors)}.values())
 
 
 STAT = Path("/proc/stat")

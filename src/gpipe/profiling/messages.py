@@ -10,7 +10,8 @@ from typing import Any
 from gpipe.distributed.reduce import MOST
 from gpipe.features.recorder import RecordedRun
 from gpipe.schedule.action import parse_route
-from gpipe.stages.messages import Control, Crossed, Label, Traffic
+from gpipe.stages.messages import Control, Label
+from gpipe.stages.traffic import Crossed, Traffic
 
 SCHEMA = {"schema": "gpipe.messages", "version": 1}  # the first line of a file
 REDUCED = {Control.GRADIENTS, Control.SUMMED_GRADIENTS}

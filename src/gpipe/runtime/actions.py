@@ -8,12 +8,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from gpipe.batch.losses import NO_GRADIENT, NO_METRICS
 from gpipe.runtime.compiled_table import CompiledAction
 from gpipe.runtime.feature import Work
 from gpipe.runtime.run import MicroBatchState, Rank, Run
 from gpipe.schedule.action import EXCHANGES, Kind
 from gpipe.stages.boundary import Gradients, Output, attach_boundary, clone_shared_gradients, run_backward
-from gpipe.stages.losses import NO_GRADIENT, NO_METRICS
 from gpipe.stages.messages import ReadyEvent
 from gpipe.stages.stage import BACKWARD_INSIDE, SHARED_IN_PLACE, StageCall, StageOutput
 from gpipe.stages.tree import tensors_in

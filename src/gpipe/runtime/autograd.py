@@ -18,8 +18,9 @@ from gpipe.errors import entrance
 from gpipe.runtime.executor import run_backward, run_forward
 from gpipe.runtime.run import Run
 from gpipe.stages.boundary import UNDEFINED, Gradients, Output
+from gpipe.stages.memory_layout import moved
 from gpipe.stages.messages import Request
-from gpipe.stages.tree import Tree, moved, replace_tensors, tensors_in
+from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 
 CREATE_GRAPH = (
     "create_graph=True: the backward of a pipeline cannot be differentiated again, because its graph is cut at stage "

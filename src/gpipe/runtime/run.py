@@ -15,6 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from gpipe.batch.losses import call_loss
+from gpipe.batch.microbatch import Reduction, loss_weights
 from gpipe.runtime.compiled_table import CompiledProgram, StageRoutes
 from gpipe.runtime.context import Context
 from gpipe.runtime.feature import Feature, Hooks, Work
@@ -23,9 +25,7 @@ from gpipe.runtime.streams import RankStream
 from gpipe.schedule.action import Kind
 from gpipe.schedule.lowering import ProgramKey
 from gpipe.stages.boundary import BoundaryValue, Gradients, Output
-from gpipe.stages.losses import call_loss
 from gpipe.stages.messages import Label, Message
-from gpipe.stages.microbatch import Reduction, loss_weights
 from gpipe.stages.rng import RankScope
 from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.skips import Pop

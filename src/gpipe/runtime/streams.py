@@ -17,8 +17,9 @@ from torch import Tensor
 
 from gpipe._torch.accelerator import current_stream, queued_on, queues
 from gpipe.stages.boundary import BoundaryValue, Gradients, carry_attributes
+from gpipe.stages.memory_layout import moved
 from gpipe.stages.messages import ReadyEvent
-from gpipe.stages.tree import Tree, moved, replace_tensors, tensors_in
+from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 
 Stamp: TypeAlias = torch.Event | float  # when something happened on a stream
 MOST_QUEUED = 4  # actions of a rank that the host may be ahead of its device

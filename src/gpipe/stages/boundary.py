@@ -25,16 +25,8 @@ from gpipe._torch.autograd import (
     memory_users,
     node_number,
 )
-from gpipe.stages.tree import (
-    Tree,
-    copy_of,
-    hides_tensors,
-    refuse_hidden_tensors,
-    replace_tensors,
-    storage_address,
-    tensors_in,
-    versions,
-)
+from gpipe.stages.memory_layout import copy_of, storage_address, versions
+from gpipe.stages.tree import Tree, hides_tensors, reject_hidden_tensors, replace_tensors, tensors_in
 
 
 class Undefined(Enum):
@@ -82,7 +74,7 @@ def detach_boundary(value: Tree) -> tuple[BoundaryValue, list[Tensor]]:
     A tensor that appears twice stays one tensor, so that the gradients of its uses are summed in the same order as
     if there were no boundary.
     """
-    refuse_hidden_tensors(value)
+    reject_hidden_tensors(value)
     roots: list[Tensor] = []
     leaves: list[Tensor] = []
 
@@ -102,7 +94,7 @@ def detach_boundary(value: Tree) -> tuple[BoundaryValue, list[Tensor]]:
 
 def detached(value: Tree) -> Tree:
     """The value cut from its graph, for those who keep track of gradients themselves."""
-    refuse_hidden_tensors(value)
+    reject_hidden_tensors(value)
     return replace_tensors(value, lambda tensor: carry_attributes(tensor, tensor.detach()))
 
 

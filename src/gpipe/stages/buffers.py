@@ -18,9 +18,9 @@ from torch.nn.parameter import is_lazy
 
 from gpipe._torch.accelerator import put_data
 from gpipe.stages.digest import INTEGERS
+from gpipe.stages.memory_layout import copy_of, storage_address, strided_parts, version
 from gpipe.stages.quantized import leave_unpacked
 from gpipe.stages.reachable_state import ReachableState
-from gpipe.stages.tree import copy_of, parts_of, storage_address, version
 
 Slot: TypeAlias = tuple[nn.Module, str]  # where a parameter or a buffer stands: a module, and its name there
 OWN = "gpipe.tracing."  # how the modules begin whose classes stand for parts of a model, and lead to all of it
@@ -211,7 +211,9 @@ def is_changed(was: Tensor | None, saved: int, copy: Tensor | None, now: Tensor 
 
 def _bits_of(tensor: Tensor) -> list[Tensor]:
     bits = INTEGERS.get(tensor.itemsize) if tensor.is_floating_point() else None
-    return [part if bits is None or not part.is_floating_point() else part.view(bits) for part in parts_of(tensor)]
+    return [
+        part if bits is None or not part.is_floating_point() else part.view(bits) for part in strided_parts(tensor)
+    ]
 
 
 @contextmanager

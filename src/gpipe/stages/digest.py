@@ -14,8 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from gpipe._torch.autograd import PLAIN
 from gpipe._torch.trees import tree_leaves
+from gpipe.stages.dtensor import local_tensor
 from gpipe.stages.quantized import pieces_of
-from gpipe.stages.tree import OPAQUE, Tree, local
+from gpipe.stages.tree import OPAQUE, Tree
 
 if TYPE_CHECKING:
     pass
@@ -53,7 +54,7 @@ def digest(values: Sequence[Tree], *, outlives: bool = True) -> Digest:
 
 def checksum(tensors: Iterable[Tensor]) -> int:
     """A checksum of the bits of tensors, as far as they are on this process; lazy ones have none."""
-    pieces = [piece for tensor in tensors if not is_lazy(tensor) for piece in pieces_of(local(tensor))]
+    pieces = [piece for tensor in tensors if not is_lazy(tensor) for piece in pieces_of(local_tensor(tensor))]
     words = digest([piece.detach() for piece in pieces]).words
     flat = (word.cpu().contiguous().view(-1).view(torch.uint8) for word in words)
     return zlib.crc32(b"".join(word.numpy().tobytes() for word in flat))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gpipe.stages.digest import INTEGERS
-from gpipe.stages.tree import parts_of, put_back, without_repeats
+from gpipe.stages.memory_layout import restore_values, strided_parts, unexpanded
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(...), torch.dtype, torch.device})
 """Types without mutable state. Two values of one of these types are compared by value."""
@@ -207,13 +207,13 @@ def read_tensor(tensor: Tensor) -> Contents:
 def _write_tensor(tensor: Tensor, contents: Contents) -> None:
     memory, gradient, values = contents.values
     if tensor.layout is not torch.strided:
-        put_back(tensor, values.clone())
+        restore_values(tensor, values.clone())
     else:
         if (tensor.data_ptr(), tensor.shape, tensor.stride()) != (memory.data_ptr(), memory.shape, memory.stride()):
             tensor.data = memory
         if not same_values(memory, values):
             with torch.inference_mode(memory.is_inference()):
-                without_repeats(memory).copy_(without_repeats(values))  # does not change the version of the tensor
+                unexpanded(memory).copy_(unexpanded(values))  # does not change the version of the tensor
     if tensor.is_leaf:
         tensor.requires_grad_(contents.keys[-1])
         if tensor.grad is not gradient:
@@ -281,7 +281,7 @@ def _all_same(these: tuple[Any, ...], those: tuple[Any, ...]) -> bool:
 
 
 def _bits_of(tensor: Tensor) -> list[Tensor]:
-    parts = [part.resolve_conj().resolve_neg() for part in parts_of(tensor)]
+    parts = [part.resolve_conj().resolve_neg() for part in strided_parts(tensor)]
     parts = [part.int_repr() if part.is_quantized else part for part in parts]
     parts = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
     return [part.view(INTEGERS[part.itemsize]) if part.is_floating_point() else part for part in parts]

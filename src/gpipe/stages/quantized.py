@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from gpipe._torch.autograd import PLAIN
 from gpipe._torch.modules import is_wrapper
-from gpipe.stages.tree import parts_of
+from gpipe.stages.memory_layout import strided_parts
 
 
 def stored_in(modules: Iterable[nn.Module]) -> list[Tensor]:
@@ -28,7 +28,7 @@ def stored_in(modules: Iterable[nn.Module]) -> list[Tensor]:
 def pieces_of(tensor: Tensor) -> list[Tensor]:
     """The plain tensors in which a tensor lies: itself, or those that one of a class of its own holds."""
     if type(tensor) in PLAIN:
-        return [*parts_of(tensor)]
+        return [*strided_parts(tensor)]
     if is_wrapper(tensor):
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]  # which such a tensor has
         return [piece for one in inner if isinstance(one, Tensor) for piece in pieces_of(one)]

@@ -37,6 +37,7 @@ from torch.nn.parameter import is_lazy
 from gpipe._torch.autograd import gradient_hooks_of
 from gpipe._torch.modes import as_plain_tensors
 from gpipe._torch.modules import is_wrapper
+from gpipe.stages.memory_layout import copy_of, strided_parts
 from gpipe.stages.object_contents import (
     ARRAY,
     ATOMS,
@@ -67,7 +68,6 @@ from gpipe.stages.object_contents import (
     same_values,
     slots_of,
 )
-from gpipe.stages.tree import copy_of, parts_of
 
 MOST = 200_000  # objects that a walk visits
 WITHOUT_ATTRIBUTES = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deque, tuple, frozenset})
@@ -418,7 +418,7 @@ class _Walk:
             self.records[TENSOR, id(tensor)] = Record(
                 TENSOR, tensor, path, Contents(keys, (memory, gradient, values))
             )
-        self.nbytes += 0 if shared else sum(part.nbytes for part in parts_of(values))
+        self.nbytes += 0 if shared else sum(part.nbytes for part in strided_parts(values))
         self._reach(gradient, Path(path, ".grad"))
 
     def _copies(self, parameter: Tensor) -> bool:

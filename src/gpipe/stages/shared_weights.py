@@ -22,8 +22,8 @@ from gpipe._torch.modes import is_compiled
 from gpipe._torch.modules import refresh_weights_of_rnn
 from gpipe.stages.boundary import run_backward
 from gpipe.stages.buffers import Slot
+from gpipe.stages.memory_layout import moved
 from gpipe.stages.stage import Layer, Stage
-from gpipe.stages.tree import moved
 
 Tied: TypeAlias = Sequence[Sequence[Slot]]
 """Groups of slots whose parameters are one, though each process has its own."""

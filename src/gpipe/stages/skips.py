@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from gpipe.stages.tree import version
+from gpipe.stages.memory_layout import version
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,17 +21,11 @@ from gpipe._torch.autograd import has_node_hooks, next_node_number
 from gpipe.stages.boundary import BoundaryValue, carry_attributes, detach_boundary, find_ancestors, leaves_of
 from gpipe.stages.buffers import Buffers, Slot
 from gpipe.stages.digest import differ, digest
+from gpipe.stages.dtensor import is_sharded
+from gpipe.stages.memory_layout import copy_of, storage_address, versions
 from gpipe.stages.rng import PipeRngScope
 from gpipe.stages.skips import Pop, Stashed, alias, keep_stashes
-from gpipe.stages.tree import (
-    Tree,
-    copy_of,
-    is_sharded,
-    replace_tensors,
-    storage_address,
-    tensors_in,
-    versions,
-)
+from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 
 if TYPE_CHECKING:
     from gpipe.features.slices import SliceKeys

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from gpipe._torch.modes import is_compiled
+from gpipe.stages.invalid_layers import OF_TORCHSCRIPT
 from gpipe.stages.quantized import numbers_in
-from gpipe.stages.sequence import OF_TORCHSCRIPT
 from gpipe.stages.skips import Sequential
 from gpipe.stages.tree import Tree
 from gpipe.tracing.model import TracedModel

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
-from gpipe.stages.losses import ELEMENTS, LABELS, ROWS, LossAverage, LossCall, find_average, own_loss
-from gpipe.stages.microbatch import CANNOT_MERGE, IGNORED, count_rows, merge, split
+from gpipe.batch.losses import ELEMENTS, LABELS, ROWS, LossAverage, LossCall, find_average, own_loss
+from gpipe.batch.microbatch import CANNOT_MERGE, IGNORED, count_rows, merge, split
 from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.meta_model import lacks_values
 from gpipe.tracing.runs import arguments, lacks_memory, takes, unchanged

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from gpipe._torch.dispatcher import ASKS_HOW_A_MASK_LIES, is_fake
 from gpipe._torch.trees import keystr, map_tensors, tree_flatten_with_path
+from gpipe.batch.microbatch import count_rows
 from gpipe.stages.buffers import untouched
 from gpipe.stages.digest import differ, digest
-from gpipe.stages.microbatch import count_rows
+from gpipe.stages.memory_layout import copy_of
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.stage import Layer
-from gpipe.stages.tree import Tree, copy_of, replace_tensors
+from gpipe.stages.tree import Tree, replace_tensors
 from gpipe.tracing.interpreter import SAMPLE_KEY, StageInterpreter, describe
 from gpipe.tracing.meta_model import Dry, lacks_values
 from gpipe.tracing.runs import ForwardArguments, arguments, failing_apart, is_of_code, watched

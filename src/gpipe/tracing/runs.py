@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from gpipe._torch.dispatcher import is_fake
 from gpipe.stages.buffers import is_changed, untouched
-from gpipe.stages.tree import Tree, copy_of, put_back, replace_tensors, version
+from gpipe.stages.memory_layout import copy_of, restore_values, version
+from gpipe.stages.tree import Tree, replace_tensors
 from gpipe.tracing.shallow_copy import COLLECTING, COLLECTOR
 from gpipe.tracing.trace import CannotSplitError, is_carried
 
@@ -72,7 +73,7 @@ def watched(model: nn.Module) -> Iterator[dict[str, Tensor | None]]:
             if is_changed(buffer, was, copy, now, exact=True):
                 changed[name] = None if now is None else copy_of(now)
                 held[key] = buffer
-                put_back(buffer, copy)
+                restore_values(buffer, copy)
 
 
 class ForwardArguments(NamedTuple):

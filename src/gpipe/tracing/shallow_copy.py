@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.modules import hooks_of, is_called_by_forward
-from gpipe.stages.tree import version
+from gpipe.stages.memory_layout import version
 from gpipe.tracing.parts import Parts
 from gpipe.tracing.trace import CannotSplitError
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gpipe.batch.microbatch import IGNORED, rows_of_parts
 from gpipe.features.slices import SliceKeys
-from gpipe.stages.microbatch import IGNORED, rows_of_parts
 from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.own_loss import OwnLoss, loss_in
 from gpipe.tracing.runs import arguments, lacks_memory, takes, unchanged, without_cache

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gpipe._torch.modes import is_vmapped, saved_tensor_hooks
+from gpipe.batch.losses import LossCall, LossReader, read_loss_call
 from gpipe.stages.boundary import leaves_of
-from gpipe.stages.losses import LossCall, LossReader, read_loss_call
+from gpipe.stages.memory_layout import copy_of, storage_address, version
 from gpipe.stages.rng import rng_scope
-from gpipe.stages.tree import copy_of, hides_tensors, storage_address, tensors_in, version
+from gpipe.stages.tree import hides_tensors, tensors_in
 from gpipe.tracing.interpreter import RANDOM, SAMPLE_KEY, Interpreter
 from gpipe.tracing.meta_model import Dry, lacks_values
 from gpipe.tracing.own_loss import loss_in

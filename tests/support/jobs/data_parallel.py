@@ -19,7 +19,7 @@ import gpipe
 from gpipe.distributed import context
 from gpipe.distributed import reduce as collectives
 from gpipe.schedule.action import SHARDS
-from gpipe.stages.tree import full_tensor, local
+from gpipe.stages.dtensor import full_tensor, local_tensor
 from tests.support.jobs.training import Json
 from tests.support.placements import placed
 from tests.support.plain_loop import weights_of
@@ -504,7 +504,7 @@ def scale_shards(rank: int, world: int) -> Json:
             gradient = pipe[1].get_parameter("0.weight").grad
             assert gradient is not None
             if broken and (rank or name == "alone"):
-                local(gradient)[-1] = float("inf")  # by torch alone this rank alone, or none, would see it
+                local_tensor(gradient)[-1] = float("inf")  # by torch alone this rank alone, or none, would see it
             scaler.step(optimizer)
             scaler.update()
             steps.append([scaler.get_scale(), whole_gradients(pipe) if not broken else None, parameters(pipe)])

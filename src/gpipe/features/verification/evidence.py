@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from gpipe._torch.modules import global_hooks
+from gpipe.batch.losses import runs_once
 from gpipe.runtime.run import Run
 from gpipe.stages.digest import Digest, differ, digest
-from gpipe.stages.losses import runs_once
 from gpipe.stages.reachable_state import GLOBAL_GENERATORS, ReachableState
 from gpipe.stages.stage import LOSS
 

@@ -19,8 +19,8 @@ from gpipe.runtime.feature import Feature, Work
 from gpipe.runtime.run import MicroBatchState, Rank, Run
 from gpipe.schedule.action import Kind
 from gpipe.stages.boundary import BoundaryInput
+from gpipe.stages.dtensor import is_sharded
 from gpipe.stages.stage import Stage, StageCall
-from gpipe.stages.tree import is_sharded
 
 THREAD_LOCALS = (
     "{places}: rank threads do not see what the calling thread has set in a threading.local. Use a "

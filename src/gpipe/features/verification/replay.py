@@ -19,9 +19,10 @@ from gpipe.runtime.executor import begin_ranks
 from gpipe.runtime.run import Rank, Run, call_loss_fn
 from gpipe.schedule.action import Kind
 from gpipe.stages.boundary import copy_boundary
+from gpipe.stages.memory_layout import copy_of
 from gpipe.stages.messages import Cancelled, Label, Message, ReadyEvent
 from gpipe.stages.rng import RankScope
-from gpipe.stages.tree import copy_of, replace_tensors
+from gpipe.stages.tree import replace_tensors
 
 _ANY_THREAD = nullcontext()
 

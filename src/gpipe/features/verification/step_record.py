@@ -28,9 +28,10 @@ from gpipe.schedule.cost import VERIFIED
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.boundary import BoundaryInput, BoundaryValue, Gradients, copy_boundary, leaves_of
 from gpipe.stages.digest import Digest, differ, digest
+from gpipe.stages.memory_layout import copy_of
 from gpipe.stages.messages import Message
 from gpipe.stages.stage import HOOKED_NODE, Layer, Stage, StageCall
-from gpipe.stages.tree import Tree, copy_of, replace_tensors, tensors_in
+from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 
 P = ParamSpec("P")
 OUT_OF_MEMORY = torch.OutOfMemoryError, MemoryError

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gpipe
-from gpipe.stages.microbatch import count_rows, loss_weights, merge, rows_of_parts, split
+from gpipe.batch.microbatch import count_rows, loss_weights, merge, rows_of_parts, split
 from gpipe.stages.tree import Tree
 from tests.support.planned import pipe_by_costs
 

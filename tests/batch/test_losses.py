@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.stages.losses import read_loss
+from gpipe.batch.losses import read_loss
 from tests.support.plain_loop import same_bits, weights_of
 from tests.support.planned import pipe_by_costs
 

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 import gpipe
 from gpipe.distributed.mesh import Position
 from gpipe.distributed.reduce import add_over_replicas
-from gpipe.stages.tree import alignment, allocate, allocate_like, copy_of, moved
+from gpipe.stages.memory_layout import alignment, allocate, allocate_like, copy_of, moved
 from tests.support.addresses import in_the_middle
 from tests.support.endpoints import endpoints, together
 

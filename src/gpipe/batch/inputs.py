@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from gpipe._torch.autograd import is_differentiated_forward
-from gpipe.stages.microbatch import (
+from gpipe.batch.microbatch import (
     MicroBatches,
     as_tree,
     count_rows,

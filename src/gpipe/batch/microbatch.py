@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset
 
 from gpipe._torch.trees import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
-from gpipe.stages.tree import MOST, OPAQUE, Tree, hides_tensors, tensors_in
+from gpipe.stages.tree import MAX_OBJECTS, OPAQUE, Tree, hides_tensors, tensors_in
 
 Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Tree], object]
 
@@ -185,7 +185,7 @@ def _find_uncut(tree: Tree, rows: int, what: str, *, offsets: bool, strict: bool
 def _seen_in(tree: Tree, what: str) -> Iterator[tuple[str, Any]]:
     """A value and all that can be seen in it, also in attributes of objects, each with its path."""
     todo, seen = [(what, tree)], dict[int, object]()
-    while todo and len(seen) < MOST:
+    while todo and len(seen) < MAX_OBJECTS:
         path, value = todo.pop()
         yield path, value
         if id(value) in seen or isinstance(value, (Tensor, Whole, nn.Module, *OPAQUE)):

@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from gpipe._torch.modes import OwnMode, without_compiler
 from gpipe._torch.trees import tree_leaves
-from gpipe.stages.microbatch import IGNORED, Reduction
+from gpipe.batch.microbatch import IGNORED, Reduction
+from gpipe.stages.invalid_layers import is_loss_of_torch
 from gpipe.stages.tree import Tree, replace_tensors
 
 T_co = TypeVar("T_co", covariant=True)
@@ -152,11 +153,6 @@ def read_loss(loss_fn: object, target: Tree = None) -> LossCall | None:
     name = getattr(function, "__name__", "")
     call = read_loss_call(name, (None, target), keywords) if getattr(functional, name, None) is function else None
     return None if call is None else call._replace(is_loss=True)
-
-
-def is_loss_of_torch(module: nn.Module) -> bool:
-    """Whether torch wrote a module's forward, as that of a loss."""
-    return getattr(getattr(type(module), "forward", None), "__module__", "") == "torch.nn.modules.loss"
 
 
 def find_contradiction(loss_fn: object, reduction: Reduction) -> list[str]:

@@ -1,0 +1,149 @@
+"""Copies, moves and restores tensors with their memory layout: strides and alignment.
+
+Kernels choose their arithmetic by strides and address alignment, as well as by shape and dtype. For example, on AMD
+processors the last bit of MKL's small matrix products depends on the operands' addresses modulo 64 bytes. Bitwise
+identical results therefore require that each copied, sent, received or moved tensor keeps both.
+
+Memory that torch allocates has alignment 0. The memory of a `bytearray` or an `mmap` can have any alignment.
+"""
+
+from collections.abc import Collection, Sequence
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from gpipe._torch.autograd import PLAIN, negative_view
+
+
+def version(tensor: Tensor | None) -> int:
+    """Returns torch's count of in-place changes of a tensor; 0 for None and for inference tensors."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+_VERSION = attrgetter("_version")
+
+
+def versions(tensors: Collection[Tensor]) -> tuple[int, ...]:
+    """Returns the `version` of each tensor."""
+    return tuple(map(version if any(map(Tensor.is_inference, tensors)) else _VERSION, tensors))
+
+
+UNITS, LARGEST_UNIT = {"cpu": 64, "meta": 1}, 512
+"""Alignment in bytes of memory that torch allocates, by device type; `LARGEST_UNIT` for all other types.
+
+No kernel depends on an address modulo a larger number.
+"""
+
+
+def alignment(tensor: Tensor) -> int:
+    """Returns the address of a tensor modulo its device's unit; 0 for tensors without plain strided memory."""
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+        return 0
+    return tensor.data_ptr() % (64 if tensor.is_cpu else UNITS.get(tensor.device.type, LARGEST_UNIT))
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Returns the address of a tensor's storage, which all its views share; 0 for tensors without plain memory."""
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta:  # Lazy ones are not PLAIN.
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def allocate(
+    dtype: torch.dtype, size: Sequence[int], strides: Sequence[int], aligned: int, device: torch.device
+) -> Tensor:
+    """Allocates a tensor with the given strides, at an address that is `aligned` modulo the device's unit."""
+    if not aligned:
+        return torch.empty_strided(size, strides, dtype=dtype, device=device)
+    extent = 1 + sum((count - 1) * stride for count, stride in zip(size, strides, strict=True))
+    offset, remainder = divmod(aligned, dtype.itemsize)
+    if not remainder:
+        padded = torch.empty(offset + extent, dtype=dtype, device=device)
+        return padded.as_strided(size, strides, offset).detach()  # Autograd must not treat it as a view of `padded`.
+    memory = torch.empty(aligned + extent * dtype.itemsize, dtype=torch.uint8, device=device).untyped_storage()
+    return torch.empty(0, dtype=dtype, device=device).set_(memory[aligned:], 0, size, strides)
+
+
+def allocate_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Allocates a tensor with the layout of another one, by default on the same device.
+
+    Args:
+        tensor: The tensor whose dtype, shape, strides and alignment to use.
+        device: A device of the same type.
+    """
+    return allocate(tensor.dtype, tensor.shape, tensor.stride(), alignment(tensor), device or tensor.device)
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Clones a tensor with its strides and alignment. Like `Tensor.clone`, the copy is part of the autograd graph."""
+    if tensor.is_conj():
+        return torch.conj(copy_of(torch.conj(tensor)))
+    if tensor.is_neg():
+        return negative_view(copy_of(negative_view(tensor)))
+    return _with_layout_of(tensor, tensor.clone())
+
+
+def moved(tensor: Tensor, device: torch.device, *, non_blocking: bool = False) -> Tensor:
+    """Returns the tensor on a device: itself if it is already there, else a copy.
+
+    The copy has the tensor's layout if both devices have the same type. Otherwise it is the result of `Tensor.to`, as
+    in a loop without a pipeline.
+    """
+    if tensor.device == device:
+        return tensor
+    copied = tensor.to(device, non_blocking=non_blocking)
+    return copied if tensor.device.type != device.type else _with_layout_of(tensor, copied, non_blocking=non_blocking)
+
+
+def _with_layout_of(tensor: Tensor, copied: Tensor, *, non_blocking: bool = False) -> Tensor:
+    """Returns `copied` if it has the layout of `tensor`, else another copy that has it.
+
+    Tensors without plain strided elements are not copied again: their own `clone` or `to` determines the layout.
+    """
+    is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
+    if not is_plain or (tensor.stride() == copied.stride() and alignment(tensor) == alignment(copied)):
+        return copied
+    copied = allocate_like(tensor, copied.device)
+    unexpanded(copied).copy_(unexpanded(tensor), non_blocking=non_blocking)
+    return copied
+
+
+def unexpanded(tensor: Tensor) -> Tensor:
+    """Returns a view with size 1 in each expanded dimension. Torch does not write to expanded tensors."""
+    for axis, stride in enumerate(tensor.stride()):
+        if not stride and tensor.shape[axis] > 1:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def restore_values(tensor: Tensor, saved: Tensor) -> None:
+    """Writes the values of a saved copy into a tensor without increasing its version.
+
+    A new version would make a later backward fail if it has saved the tensor.
+    """
+    if tensor.layout is torch.strided and tensor.shape == saved.shape:
+        unexpanded(tensor.data).copy_(unexpanded(saved))
+    elif tensor.layout in COMPRESSED:  # Assigning to .data does not replace their index and value tensors.
+        with torch.no_grad():
+            if [part.shape for part in strided_parts(tensor)] != [part.shape for part in strided_parts(saved)]:
+                tensor.resize_as_sparse_(saved)
+            for part, value in zip(strided_parts(tensor.data), strided_parts(saved), strict=True):
+                part.copy_(value)
+    else:
+        tensor.data = saved
+
+
+def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Returns a strided tensor itself, or the index and value tensors of a sparse one."""
+    match tensor.layout:
+        case torch.sparse_coo:
+            return tensor._indices(), tensor._values()
+        case torch.sparse_csr | torch.sparse_bsr:
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        case torch.sparse_csc | torch.sparse_bsc:
+            return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
