@@ -136,5 +136,5 @@ def test_a_disk_that_is_full_raises_and_tells_how_many_bytes_were_to_go_where(
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"offload takes an optimizer of torch.optim, not Linear"):
+    with pytest.raises(TypeError, match=r"optimizer is a Linear"):
         gpipe.offload(nn.Linear(1, 1))  # type: ignore[arg-type]

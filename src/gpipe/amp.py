@@ -1,4 +1,4 @@
-"""Gradient scaling over processes: all ranks skip the same steps."""
+"""Gradient scaling for mixed precision with several processes: all of them skip the same steps."""
 
 from typing import Any
 
@@ -12,19 +12,21 @@ from gpipe.pipeline import GPipe
 
 
 class GradScaler(LocalGradScaler):
-    """A `torch.amp.GradScaler` whose ranks agree: what is not finite on one of them skips the step on all.
+    """Scales gradients like `torch.amp.GradScaler`. If one process finds an infinity or NaN, all skip the step.
 
-    Every process makes one and calls the same; the scale stays the same everywhere. In one process it is torch's own.
-    Give it to each step as `scaler=`: by `scale=scaler.get_scale()` it would not learn that it is in use, and `step`
-    and `update` would fail. Some parameters may be spread over processes, as by `fully_shard`, and others whole.
-    A process without an optimizer, because its partition has no parameters, gives None instead.
+    Every process makes a scaler and calls the same methods, so the scale is the same everywhere. In one process, it
+    does the same as torch's scaler. Parameters can be sharded over processes, for example with `fully_shard`.
+
+    Pass the scaler to each step as `scaler=`. Do not pass `scale=scaler.get_scale()`: the scaler would not know that
+    it is in use, and its `step` and `update` would fail. If the partition of a process has no parameters and so no
+    optimizer, pass None instead of the optimizer.
 
     Args:
-        pipe: Whose gradients are scaled.
-        device: The type of its devices; theirs by default.
-        stop_after: How many steps in a row may be skipped; the next one that would be raises on all ranks. None
-            for any number.
-        options: `init_scale` and all else that `torch.amp.GradScaler` takes.
+        pipe: The pipe whose gradients are scaled.
+        device: The type of the pipe's devices. Default: the type of its first device.
+        stop_after: The number of steps in a row that may be skipped. If the next step must be skipped too, `step`
+            raises an error in all processes. Default: None, any number.
+        options: Other arguments of `torch.amp.GradScaler`, such as `init_scale`.
 
     Example:
         >>> import torch, gpipe
@@ -38,50 +40,55 @@ class GradScaler(LocalGradScaler):
         >>> scaler.update()
     """
 
-    agrees = True  # with those of other processes, as torch's own does not
+    agrees = True  # Scalers of all processes agree on the steps to skip; torch's do not.
 
     def __init__(
         self, pipe: GPipe, device: str | None = None, *, stop_after: int | None = None, **options: Any
     ) -> None:
         if not isinstance(pipe, GPipe):
-            why = f"gpipe.GradScaler was given a {type(pipe).__name__}; give the pipe whose gradients it scales"
-            raise TypeError(f"{why}: gpipe.GradScaler(pipe), and the optimizer to scaler.step(optimizer)")
+            raise TypeError(
+                f"pipe is a {type(pipe).__name__}, not a gpipe.GPipe. Use gpipe.GradScaler(pipe), and pass the "
+                "optimizer to scaler.step(optimizer)."
+            )
         super().__init__(device or pipe.devices[0].type, **options)
         self._pipe = pipe
         self._stop_after = stop_after
         self._skipped = 0
 
     def unscale_(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Divides the gradients by the scale; notes whether any on any rank is not finite."""
+        """Divides the gradients by the scale, and finds out whether any process has a non-finite gradient."""
         if not self.is_enabled():
             return
         if optimizer is not None:
             super().unscale_(optimizer)
-        found = optimizer is not None and any(bool(one.item()) for one in found_infinite(self, optimizer).values())
+        is_infinite = optimizer is not None and any(
+            bool(flag.item()) for flag in found_infinite(self, optimizer).values()
+        )
         groups = [] if optimizer is None else optimizer.param_groups
-        spread = [one.device_mesh for group in groups for one in group["params"] if hasattr(one, "device_mesh")]
-        for mesh in dict.fromkeys(spread):  # ranks of it may be of other pipes
-            told = torch.full((), float(found), device=mesh.device_type)
+        meshes = [p.device_mesh for group in groups for p in group["params"] if hasattr(p, "device_mesh")]
+        for mesh in dict.fromkeys(meshes):  # A mesh may have ranks outside this pipe.
+            flag = torch.full((), float(is_infinite), device=mesh.device_type)
             for group in mesh.get_all_groups():
-                dist.all_reduce(told, dist.ReduceOp.MAX, group)
-            found = bool(told)
-        found = any(agree(self._pipe._processes, found))
+                dist.all_reduce(flag, dist.ReduceOp.MAX, group)
+            is_infinite = bool(flag)
+        is_infinite = any(agree(self._pipe._processes, is_infinite))
         device = scaler_device(self._pipe.devices)
-        everywhere = {device: torch.full((), float(found), device=device)}
-        note_infinite(self, self if optimizer is None else optimizer, everywhere)
-        self._skipped = self._skipped + 1 if found else 0
+        flags = {device: torch.full((), float(is_infinite), device=device)}
+        note_infinite(self, self if optimizer is None else optimizer, flags)
+        self._skipped = self._skipped + 1 if is_infinite else 0
 
     def step(self, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any) -> float | None:
-        """Does a step of the optimizer, or on all ranks none; gives what the optimizer returns.
+        """Runs `optimizer.step`, unless a process has a non-finite gradient. Returns the result of `optimizer.step`.
 
         Raises:
-            FloatingPointError: More than `stop_after` steps in a row would be skipped.
+            FloatingPointError: If more than `stop_after` steps in a row would be skipped.
         """
         if self.is_enabled() and awaits_unscale(self, self if optimizer is None else optimizer):
             self.unscale_(optimizer)
         if self._stop_after is not None and self._skipped > self._stop_after:
             raise FloatingPointError(
-                f"the gradients of {self._skipped} steps in a row were not finite; the scale is now "
-                f"{self.get_scale():g}. Run a step under gpipe.detect_nonfinite(pipe), which names the layer"
+                f"stop_after={self._stop_after}: gradients of {self._skipped} steps in a row were not finite. The "
+                f"scale is now {self.get_scale():g}. Run a step under gpipe.detect_nonfinite(pipe) to find the layer. "
+                "[gradients-not-finite]"
             )
         return None if optimizer is None else super().step(optimizer, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Finds the layer that makes the first NaN or infinity."""
+"""Finds the layer that computes the first NaN or infinity."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,14 +14,21 @@ from gpipe.tracing.parts import modules_run
 
 @contextmanager
 def detect_nonfinite(pipe: GPipe) -> Iterator[None]:
-    """Inside, a step or call fails where the first NaN or infinity comes up, in the forward or the backward.
+    """Raises an error when a layer computes the first NaN or infinity, in the forward or backward pass.
 
-    The error says in which layer and micro-batch; over processes it is raised where the layer is, and the others
-    raise `RemoteError` with its text, so that all leave out the same steps. All outputs are looked at, which takes
-    time: when a loss is not finite, do that step again inside. Over processes all use it at the same time.
+    The error names the layer and the micro-batch. Checking all outputs takes time, so use this context only to repeat
+    a step whose loss was not finite.
+
+    With several processes, all of them must enter the context. The process that has the layer raises the error; the
+    others raise a `RemoteError` with the same text.
+
+    Args:
+        pipe: The pipe whose steps and calls are checked.
 
     Raises:
-        FloatingPointError: A layer made something that is not finite; so do the inputs, if it was given that.
+        TypeError: If `pipe` is not a `gpipe.GPipe`.
+        FloatingPointError: Steps and calls inside the context raise it if an input, output or gradient of a layer is
+            not finite.
 
     Example:
         >>> import torch, gpipe
@@ -33,12 +40,12 @@ def detect_nonfinite(pipe: GPipe) -> Iterator[None]:
         ...     _ = pipe(torch.tensor([[1.0], [-1.0]]))
         Traceback (most recent call last):
           ...
-        FloatingPointError: the output of Log (layer 1) is not finite: 1 of 1 values, the first is -inf
+        FloatingPointError: The output of Log (layer 1) is not finite: 1 of 1 values, the first is -inf. ...
         in the forward of micro-batch 1, rank 1, stage 1, layer 1 (1: Log), action 4 of 4:
             ...
     """
     if not isinstance(pipe, GPipe):
-        raise TypeError(f"gpipe.detect_nonfinite was given a {type(pipe).__name__}; give the gpipe.GPipe itself")
+        raise TypeError(f"pipe is a {type(pipe).__name__}, not a gpipe.GPipe. Use gpipe.detect_nonfinite(pipe).")
     layers: dict[nn.Module, list[str]] = {}
     for stage in pipe._engine.own:
         for layer in stage.layers:
@@ -46,41 +53,43 @@ def detect_nonfinite(pipe: GPipe) -> Iterator[None]:
                 layers.setdefault(module, []).append(layer.name)
     last, is_over = pipe._engine.all[-1].layers[-1].module, False
 
-    def look(words: str, module: nn.Module, *seen: Any) -> None:
-        if not is_over:  # as it is where an interrupt came before there was a handle to remove this hook by
-            _look(words, module is last, not pipe.is_model, *seen)
+    def check(layer: str, module: nn.Module, *values: Any) -> None:
+        if not is_over:  # A hook stays registered if an interrupt comes before its handle is stored.
+            _check_layer(layer, module is last, not pipe.is_model, *values)
 
     with ExitStack() as hooks:
         try:
             for module, names in layers.items():
-                words = f"{type(module).__name__} (layer {' or '.join(names)})"
-                hooks.callback(module.register_forward_hook(partial(look, words), with_kwargs=True).remove)
+                layer_name = f"{type(module).__name__} (layer {' or '.join(names)})"
+                hooks.callback(module.register_forward_hook(partial(check, layer_name), with_kwargs=True).remove)
             yield
         finally:
             is_over = True
 
 
-def _look(layer: str, is_last: bool, is_layer: bool, args: Any, kwargs: Any, output: object) -> None:
-    """Looks at what goes into a layer and comes out of it, and at the gradients that it gives back."""
-    if is_layer:  # and not a part of a model, to which masks with infinities are given
-        _check(f"the input of {layer}", (args, kwargs))
-    _check(f"the output of {layer}", output)
+def _check_layer(layer: str, is_last: bool, is_layer: bool, args: Any, kwargs: Any, output: object) -> None:
+    """Checks the inputs and the output of a layer, and registers hooks that check their gradients."""
+    if is_layer:  # Modules of a traced model may receive masks that contain infinities.
+        _check(f"input of {layer}", (args, kwargs))
+    _check(f"output of {layer}", output)
     if is_last:
-        _watch_gradients(f"the gradient of the loss, as it came to {layer},", output)
-    _watch_gradients(f"the gradient of the input of {layer}", (args, kwargs))
+        _check_gradients(f"gradient of the loss with respect to the output of {layer}", output)
+    _check_gradients(f"gradient of the input of {layer}", (args, kwargs))
 
 
-def _watch_gradients(what: str, value: object) -> None:
+def _check_gradients(name: str, value: object) -> None:
     for tensor in tensors_in(value):
-        if tensor.requires_grad and tensor.is_leaf:  # what a stage was given: its other hooks are the pipe's own
-            tensor.register_post_accumulate_grad_hook(lambda leaf: _check(what, leaf.grad))
+        if tensor.requires_grad and tensor.is_leaf:  # An input of a stage, whose other hooks belong to the pipe.
+            tensor.register_post_accumulate_grad_hook(lambda leaf: _check(name, leaf.grad))
         elif tensor.requires_grad:
-            tensor.register_hook(lambda gradient: _check(what, gradient))
+            tensor.register_hook(lambda gradient: _check(name, gradient))
 
 
-def _check(what: str, value: object) -> None:
+def _check(name: str, value: object) -> None:
     for tensor in tensors_in(value):
         wrong = tensor.detach()[~tensor.detach().isfinite()]
         if len(wrong):
-            found = f"{len(wrong)} of {tensor.numel()} values, the first is {wrong[0].item()}"
-            raise FloatingPointError(f"{what} is not finite: {found}")
+            raise FloatingPointError(
+                f"The {name} is not finite: {len(wrong)} of {tensor.numel()} values, the first is {wrong[0].item()}. "
+                "Check this layer and the values that it receives. [value-not-finite]"
+            )

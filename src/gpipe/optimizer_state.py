@@ -1,4 +1,4 @@
-"""An optimizer's state on the host: in mapped files, or in pinned memory but for a step."""
+"""Keeps the state of an optimizer in host memory or files between its steps."""
 
 import os
 import tempfile
@@ -11,21 +11,29 @@ from torch.optim import Optimizer
 
 from gpipe.features.offload import give_back, room_for
 
-SMALL = 4096  # bytes of state that stays where it is: counts of steps
+SMALL = 4096  # Tensors with fewer bytes, such as step counts, are not moved.
 
 
 def offload(optimizer: Optimizer) -> None:
-    """Has an optimizer keep its state on the host, to the same bits.
+    """Moves the state of an optimizer to files or host memory. Results are bitwise identical.
 
-    That of weights on a CPU lies in mapped files without a name, in the folder for temporary ones (`TMPDIR`: have it
-    on a disk), whose pages the system takes back for want of memory. That of weights on a device lies in pinned
-    memory, and is on the device for a step alone, while no activations are: twice its bytes cross for each.
-    `state_dict()` has it as ever, and what is loaded goes to the host with the next step. What is no plain tensor,
-    such as shards, stays where it is, as do the few bytes of counts.
+    Use it if the state does not fit in memory together with the activations:
+
+    - The state of weights on a CPU is stored in unnamed, memory-mapped files in the folder for temporary files. The
+      system writes their pages to disk if memory is short. Set `TMPDIR` to a folder on a disk.
+    - The state of weights on a device is stored in pinned host memory. Each `optimizer.step()` copies it to the device
+      and back.
+
+    `state_dict()` works as usual. State that you load moves with the next step. Tensors of other classes, such as
+    shards of `fully_shard`, and tensors of less than 4 KiB are not moved.
+
+    Args:
+        optimizer: An optimizer of `torch.optim`, before or after its first step.
 
     Raises:
-        TypeError: It is no optimizer of torch.
-        OSError: There is no room for a file; a note tells how many bytes were to go where. So does a step.
+        TypeError: If `optimizer` is not an optimizer of torch.
+        OSError: If there is no room for a file. `optimizer.step()` raises it, too. A note names the folder and the
+            number of bytes.
 
     >>> import gpipe
     >>> layer = torch.nn.Linear(64, 64)
@@ -35,32 +43,32 @@ def offload(optimizer: Optimizer) -> None:
     >>> optimizer.step()
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"offload takes an optimizer of torch.optim, not {type(optimizer).__name__}")
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}. Pass an optimizer of torch.optim.")
 
-    def bring(*_: object) -> None:
-        if isinstance(optimizer.state, defaultdict):  # as torch has it
+    def fetch(*_: object) -> None:
+        if isinstance(optimizer.state, defaultdict):  # the class that torch uses
             optimizer.state.default_factory = _StateInFiles
         for parameter, state in optimizer.state.items():
             for name, value in _large(state):
                 state[name] = value.to(parameter.device, non_blocking=True)
 
-    def take(*_: object) -> None:
+    def move(*_: object) -> None:
         if isinstance(optimizer.state, defaultdict):
             optimizer.state.default_factory = dict
         for parameter, state in optimizer.state.items():
             if type(state) is _StateInFiles:
-                optimizer.state[parameter] = state = dict(state)  # plain, to be saved
+                optimizer.state[parameter] = state = dict(state)  # torch.save must not see the private class.
             for name, value in _large(state):
                 if not value.is_cpu or value.untyped_storage().filename is None:
                     state[name] = _copy_on_host(value)
 
-    optimizer.register_step_pre_hook(bring)
-    optimizer.register_step_post_hook(take)
-    take()
+    optimizer.register_step_pre_hook(fetch)
+    optimizer.register_step_post_hook(move)
+    move()
 
 
 class _StateInFiles(dict[str, Any]):
-    """What a first step makes goes to its file tensor by tensor: all of it may be more than there is room for."""
+    """The state of one parameter in a first step. It moves each new tensor at once: all may not fit in memory."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
@@ -69,7 +77,7 @@ class _StateInFiles(dict[str, Any]):
                 try:
                     super().__setitem__(name, _copy_on_host(large))
                 except OSError:
-                    self.clear()  # it is made anew by the next step, whole
+                    self.clear()  # The next step creates the whole state again.
                     raise
                 give_back(0)
 
@@ -81,9 +89,9 @@ def _large(state: dict[str, Any]) -> list[tuple[str, Tensor]]:
 def _copy_on_host(value: Tensor) -> Tensor:
     if not value.is_cpu:
         return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
-    like = torch.empty_like(value, device="meta")  # laid out as densely as can be
+    like = torch.empty_like(value, device="meta")  # has the densest strides for this layout
     with tempfile.NamedTemporaryFile() as file, room_for(value.nbytes):
-        if hasattr(os, "posix_fallocate"):  # else what is mapped ends the process, written on a full disk
+        if hasattr(os, "posix_fallocate"):  # Otherwise writing to the mapping on a full disk kills the process.
             os.posix_fallocate(file.fileno(), 0, value.nbytes)
         storage = UntypedStorage.from_file(file.name, True, value.nbytes)
     assert isinstance(storage, UntypedStorage)

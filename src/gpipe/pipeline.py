@@ -1,4 +1,4 @@
-"""`GPipe`, the facade that a user sees."""
+"""The class `GPipe`: splits mini-batches, runs them through the stages, and combines the results."""
 
 import time
 import weakref
@@ -68,17 +68,26 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PREPARED = (
-    "accelerator.prepare(pipe) has put mixed precision around forward, which step() does not call: leave the pipe "
-    "out of prepare(), and call step() under accelerator.autocast()"
+    "step(): accelerator.prepare(pipe) has wrapped the forward of the pipe in mixed precision, but step() does not "
+    "call forward. Do not pass the pipe to prepare(), and call step() under accelerator.autocast(). "
+    "[prepared-by-accelerate]"
 )
 REPLACED = (
-    "the nn.Sequential that the pipe was given has other layers by now, and the pipe goes on with those that it was "
-    "given: replace or add layers before, or make a new pipe"
+    "model: the layers of the nn.Sequential have changed since the pipe was built, but the pipe still runs the "
+    "original layers. Change the layers first and build a new pipe. [sequential-changed]"
+)
+CALL_CANNOT_BE_REPEATED = (
+    "pipe(...): with survive=True, a call that records gradients cannot be repeated after a replica is lost. Use "
+    "pipe.step(...), or call the pipe under torch.no_grad(). [survive-needs-step]"
+)
+NOT_GATHERED = (
+    "pipe(...): every process needs the output to call backward(), but gather=False. Pass gather=True, or call the "
+    "pipe under torch.no_grad(). [output-on-last-rank]"
 )
 
 
 class StepOptions(TypedDict, total=False):
-    """What `GPipe.step` takes by name, whatever the loss is."""
+    """The keyword arguments of `GPipe.step`."""
 
     reduction: Reduction | None
     scale: float
@@ -215,11 +224,11 @@ class GPipe(Partitioned):
         seed: int | None = None,
         driver: str | Driver | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        super().__init__(*assemble(Arguments(**given)))
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__(*assemble(Arguments(**arguments)))
         self.step_number = 0
-        self._calls = 0  # that have ended well
-        self._paths: dict[object, Path] = {}  # in generation
+        self._calls = 0  # completed calls of the pipe, without steps
+        self._paths: dict[object, Path] = {}  # for generate()
         self.recorder: Recorder | None = None
         self._examination = Examination(self._settings, self._plan, self._processes)
         self._verifier = Verifier()
@@ -229,7 +238,10 @@ class GPipe(Partitioned):
 
     @property
     def verify_steps(self) -> bool:
-        """Whether the first step of each new combination of modes, inputs and program is verified; settable."""
+        """Whether the first step of each new combination of modes, inputs and program is verified. Default: True.
+
+        You can set it.
+        """
         return self._verifier.enabled
 
     @verify_steps.setter
@@ -238,12 +250,18 @@ class GPipe(Partitioned):
 
     @property
     def findings(self) -> list[str]:
-        """What was found so far that costs time or numbers, each with what to do."""
+        """Messages about settings and steps that cost speed or may change results, each with a fix.
+
+        New steps can add messages. The page "Findings" of the reference explains them.
+        """
         return self._examination.findings
 
     @property
     def seed(self) -> int:
-        """What all randomness of the layers is keyed by, together with step, layer and micro-batch; settable."""
+        """The seed of all random numbers in the layers. You can set it.
+
+        The random numbers of a layer depend on the seed and on the numbers of the step, layer and micro-batch.
+        """
         return self._settings.seed
 
     @seed.setter
@@ -252,15 +270,15 @@ class GPipe(Partitioned):
 
     @property
     def program(self) -> Program:
-        """The table that a training step of M micro-batches runs."""
+        """The program of a training step with M micro-batches: the actions of each rank, in order."""
         slices = self._plan.slices
         return self._engine.compiled(ProgramKey(self.micro_batches * slices, trains=True, slices=slices)).program
 
     @property
     def prediction(self) -> Prediction:
-        """The partition, the program, and the timeline that they foretell; in seconds if costs were measured.
+        """The predicted timeline of a training step, with its partition, program and memory.
 
-        Of layers under `fully_shard` it knows from the first step on.
+        Times are in seconds if costs were measured. The prediction accounts for `fully_shard` from the first step on.
 
         >>> import gpipe, torch
         >>> pipe = gpipe.GPipe([torch.nn.Identity()] * 4, partitions=2, micro_batches=4)
@@ -268,9 +286,10 @@ class GPipe(Partitioned):
         0.158
         """
         plan, sharded, replicas = self._plan, self._engine.gathered, self._engine.replicas
-        costs = tuple(cost.shared_by(plan.slices) for cost in plan.costs)  # which are those of whole micro-batches
-        each = enumerate(plan.costs)
-        held = tuple(sharded[stage].cost(cost, replicas) if stage in sharded else cost for stage, cost in each)
+        costs = tuple(cost.shared_by(plan.slices) for cost in plan.costs)  # plan.costs are per micro-batch
+        held = tuple(
+            sharded[stage].cost(cost, replicas) if stage in sharded else cost for stage, cost in enumerate(plan.costs)
+        )
         return predict(
             plan.partition, self.program, costs, in_seconds=plan.measured, held=held if plan.counted else None
         )
@@ -362,38 +381,41 @@ class GPipe(Partitioned):
             raise ValueError(PREPARED)
         is_own = targets is None and loss_fn is None and self.is_model
         if is_own and reduction is not None:
-            raise ValueError("reduction= is for loss_fn; the model's own loss says by itself how it averages")
+            raise ValueError(
+                f"reduction={reduction!r} requires a loss_fn: the model's own loss has its own reduction. Remove "
+                "reduction=, or pass targets and loss_fn. [reduction-without-loss-fn]"
+            )
         slices = self._plan.slices
         if slices > 1 and not is_own:
             raise ValueError(OWN_LOSS.format(slices=slices))
         self._processes.let_in()
 
-        def do(run: Run) -> list[Any]:
+        def run_once(run: Run) -> list[Any]:
             run.slices = slices
             run.loss_fn = own_loss if is_own else loss_fn
             with run.context.run_scope():
                 if not isinstance(losses, list | None):
-                    raise TypeError(f"losses is a {type(losses).__name__}; give a list, which will hold each")
+                    raise TypeError(f"losses is a {type(losses).__name__}, not a list. Pass losses=[].")
                 devices = [stage.device for stage in self._engine.all]
                 factor = read_scale(scale, scaler, devices, processes=self._processes.size)
-                parts = self._split(run, plain(inputs), targets, reduction)
+                target_parts = self._split(run, plain(inputs), targets, reduction)
                 verification = run.feature(Verification)
                 assert verification is not None
                 verification.decide(run)
                 run.context.agree(run, Request.STEP)
-                watch = self._weigh(run, targets, parts, reduction, factor, checks=verification.wanted)
+                watch = self._weigh(run, targets, target_parts, reduction, factor, checks=verification.wanted)
                 run_step(run)
                 if watch is not None and verification.wanted:
                     run.report_findings(watch.check(run))
                 return run.context.finish(run, run.result(), trains=run.trains)
 
-        run, results = self._until_done(do)
+        run, results = self._repeat_if_lost(run_once)
         loss, metrics, each = None, list[object](), list[Tensor]()
-        for share, some, theirs in results:
-            if share is not None:
-                loss = share if loss is None else loss + share
-            metrics += some or ()
-            each += () if theirs is None else theirs.unbind()
+        for process_loss, process_metrics, process_losses in results:
+            if process_loss is not None:
+                loss = process_loss if loss is None else loss + process_loss
+            metrics += process_metrics or ()
+            each += () if process_losses is None else process_losses.unbind()
         if losses is not None:
             losses[:] = each
         self._end(run, self)
@@ -402,24 +424,28 @@ class GPipe(Partitioned):
         return (loss, metrics) if metrics else loss
 
     def _split(self, run: Run, inputs: Tree, targets: Tree, reduction: Reduction | None) -> list[Tree]:
-        """Cuts the inputs of a step into micro-batches, and targets that are read here as well, which it gives."""
+        """Splits the inputs of a step into micro-batches.
+
+        Returns:
+            The targets of each micro-batch, if this process reads inputs and targets; otherwise an empty list.
+        """
         if self._engine.reads_targets:
             check_loss_fn(run.loss_fn)
             if reduction is not None:
                 run.report_findings(find_contradiction(run.loss_fn, reduction))
-        values, parts = list[Tree](), list[list[Tree]]()
+        values, target_parts = list[Tree](), list[list[Tree]]()
         if self._engine.reads_inputs:
             both = self._engine.reads_targets and run.loss_fn is not own_loss
-            values, *parts = self._cut(run, {"inputs": inputs} | ({"targets": targets} if both else {}))
+            values, *target_parts = self._cut(run, {"inputs": inputs} | ({"targets": targets} if both else {}))
         if run.trains:
             refuse_gradients_of_inputs(values)
         run.inputs = [BoundaryValue(value, []) for value in values]
         if self._engine.stashes or hasattr(run.loss_fn, "pop"):
             run.loss_pops = find_loss_pops(self._engine.layers, skip_names(run.loss_fn, "pop"))
-        return parts[0] if parts else []
+        return target_parts[0] if target_parts else []
 
     def _cut(self, run: Run, trees: Mapping[str, Tree], *, for_output: bool = False) -> list[list[Tree]]:
-        """Cuts trees into micro-batches; of a traced model, the inputs are then what its path through it takes."""
+        """Splits trees into micro-batches. The inputs of a traced model become the inputs of its first layer."""
         rows, (values, *others) = split_alike(self._engine.micro_batches, **trees)
         run.micro_batch_sizes, run.ready_made = tuple(rows), isinstance(trees["inputs"], MicroBatches)
         if (traced := self._settings.traced) is not None:
@@ -435,11 +461,19 @@ class GPipe(Partitioned):
         return [values, *others]
 
     def _weigh(
-        self, run: Run, targets: Tree, parts: list[Tree], reduction: Reduction | None, scale: float, *, checks: bool
+        self,
+        run: Run,
+        targets: Tree,
+        target_parts: list[Tree],
+        reduction: Reduction | None,
+        scale: float,
+        *,
+        checks: bool,
     ) -> LossWatch | None:
-        """Sets the targets of a run and the weights of micro-batches, where the last stage is.
+        """Sets the targets of a run and the weights of its micro-batches, in the process with the last stage.
 
-        Returns the watch of the loss function, unless its average is known and need not be checked.
+        Returns:
+            A watch on the loss function, if its average is unknown or must be checked.
         """
         watch: LossWatch | None = None
         if not self._engine.reads_targets:
@@ -451,7 +485,7 @@ class GPipe(Partitioned):
             run.targets = [None] * len(run.micro_batch_sizes)
             run.set_weights(run.own_weights)
             return watch
-        run.targets = parts or split_targets(targets, run.micro_batch_sizes, ready_made=run.ready_made)
+        run.targets = target_parts or split_targets(targets, run.micro_batch_sizes, ready_made=run.ready_made)
         if reduction is None:
             rows = run.micro_batch_sizes
             average = read_average(run.loss_fn, run.targets[0], rows[0], ready_made=run.ready_made)
@@ -461,31 +495,35 @@ class GPipe(Partitioned):
             if average is not None:
                 check_weights_of_rows(run.loss_fn, run.targets, rows)
                 reduction = average.reduction
-        told = "weights of the targets" if callable(reduction) else str(reduction or "mean")
-        run.context.check_same(reduction=told, scale=scale, **keyed)
-        if reduction is not None:  # Otherwise the first call of the loss function decides.
+        description = "weights of the targets" if callable(reduction) else str(reduction or "mean")
+        run.context.check_same(reduction=description, scale=scale, **keyed)
+        if reduction is not None:  # Otherwise the first call of the loss function determines the weights.
             run.weigh(reduction)
         return watch
 
     @checked_entrance
     @untraced
     def forward(self, inputs: Tree = None, /, *, gather: bool = False, **batch: Tree) -> Any:
-        """Runs the pipelined forward; under grad, `backward()` of what comes of it runs the pipelined backward.
+        """Runs the forward pass through the pipeline. `backward()` of the result runs the backward pass through it.
+
+        For training, prefer `step`: it does not keep the outputs of the whole mini-batch.
 
         Args:
-            inputs: What the first layer takes: a tensor, or any pytree of tensors, of N rows each. Or
-                `gpipe.MicroBatches`, which are taken as they are.
-            gather: Over processes: gives the output in every one. Under grad it must, and every process calls
-                `backward()` of a loss of it; what the last stage's loss gives counts.
-            **batch: Instead of a mini-batch, the arguments of a model's forward by name.
+            inputs: Input of the first layer: a tensor, or any pytree of tensors, with N rows each. Or
+                `gpipe.MicroBatches`, which are used without splitting.
+            gather: Whether every process receives the output. Required with several processes if gradients are
+                recorded. Every process must then call `backward()` on a loss of the output, but only the loss in the
+                process with the last stage determines the gradients. Default: False.
+            **batch: Keyword arguments of the model's forward, instead of `inputs`.
 
         Returns:
-            What the last layer returns, the rows of all micro-batches together, or a list with what it returns for
-            each of `gpipe.MicroBatches`; over processes without `gather` None but at the last stage.
+            The output of the last layer, with the rows of all micro-batches concatenated. For `gpipe.MicroBatches`, a
+            list with the output of each micro-batch. None in processes without the last stage, unless `gather=True`.
 
         Raises:
-            ValueError: The rows of the inputs differ, or there are none. Or ready-made micro-batches are more than M.
-            TypeError: An output does not have the rows of its micro-batch in its first dimension.
+            ValueError: If inputs have different numbers of rows, or none; or if there are more than M
+                `gpipe.MicroBatches`.
+            TypeError: If the first dimension of an output is not the rows of its micro-batch.
         """
         inputs = plain(inputs)
         if batch:
@@ -493,28 +531,28 @@ class GPipe(Partitioned):
             inputs = batch
         refuse_transforms(inputs)
         returned: list[Tree] = []
-        run, shapes = self._until_done(partial(self._call, inputs, returned, gather=gather))
+        run, shapes = self._repeat_if_lost(partial(self._call, inputs, returned, gather=gather))
         self._calls += 1
         run.input_shapes = shapes
-        run.context.check_inputs(shapes)  # by all alike: nobody need be told
+        run.context.check_inputs(shapes)  # All processes have the same shapes, so all of them raise the error.
         self._end(run)
         return returned[-1]
 
     def _call(self, inputs: Tree, returned: list[Tree], run: Run, *, gather: bool) -> list[Any]:
-        """Runs the forward of a call; adds what it returns, gives the shapes of inputs that want a gradient."""
+        """Runs the forward pass of a call, and appends its output to `returned`.
+
+        Returns:
+            For each process, the shapes of its inputs that require gradients.
+        """
         if self._processes.survives and run.trains:
-            raise ValueError(
-                "survive=True: a step is done again without a lost replica, and a call with a backward to come "
-                "cannot be; use step(), or torch.no_grad()"
-            )
+            raise ValueError(CALL_CANNOT_BE_REPEATED)
         with run.context.run_scope():
             if run.trains and not gather and self._processes.position is not None:
-                why = "under grad every process needs the output, to call backward()"
-                raise ValueError(f"{why}: use pipe(inputs, gather=True), or torch.no_grad()")
+                raise ValueError(NOT_GATHERED)
             run.call, run.gathers = self._calls + 1, gather
             leaves: list[list[Tensor]] = []
-            wanted = run.trains and any(tensor.requires_grad for tensor in tensors_in(inputs))
-            if self._engine.reads_inputs or wanted:  # else others read them, and no gradient comes back
+            needs_gradient = run.trains and any(tensor.requires_grad for tensor in tensors_in(inputs))
+            if self._engine.reads_inputs or needs_gradient:
                 (values,) = self._cut(run, {"inputs": inputs}, for_output=True)
                 cuts = list(map(detach_boundary, values))
                 run.inputs, leaves = [crossing for crossing, _ in cuts], [roots for _, roots in cuts]
@@ -529,13 +567,14 @@ class GPipe(Partitioned):
                 outputs = pipelined(run, leaves)
             else:
                 run_step(run)
-                made = run.take_outputs() if self._engine.reads_targets else []
-                made = run.context.gather_outputs(made, len(run.micro_batch_sizes)) if gather else made
-                outputs = [output.value for output in made]
-            returned.append(self._as_given(run, outputs))
+                last_outputs = run.take_outputs() if self._engine.reads_targets else []
+                if gather:
+                    last_outputs = run.context.gather_outputs(last_outputs, len(run.micro_batch_sizes))
+                outputs = [output.value for output in last_outputs]
+            returned.append(self._combine(run, outputs))
             return run.context.finish(run, [list(root.shape) for roots in leaves for root in roots])
 
-    if TYPE_CHECKING:  # else checkers and editors know it as nn.Module's, of any arguments
+    if TYPE_CHECKING:  # Otherwise type checkers and editors show the signature of nn.Module.__call__.
 
         @overload
         def __call__(self, inputs: MicroBatches, /, *, gather: Literal[True]) -> list[Any]: ...
@@ -544,7 +583,7 @@ class GPipe(Partitioned):
         @overload
         def __call__(self, **batch: Tree) -> Any: ...
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            """Runs `forward`."""
+            """Calls `forward`."""
 
     @checked_entrance
     @untraced
@@ -560,7 +599,7 @@ class GPipe(Partitioned):
         """Compares a training step with the reference loop, bit by bit, and leaves the pipe as it was.
 
         Replays two micro-batches of the step, stage by stage, in the order of the reference loop. The first step of
-        each new combination of modes, inputs and program does the same by itself, unless `verify_steps` is False.
+        each new combination of modes, inputs and program does the same automatically, unless `verify_steps` is False.
         Weights, `.grad`, buffers, random generators and counters are left as they were.
 
         Args:
@@ -568,9 +607,9 @@ class GPipe(Partitioned):
             targets: Its targets, as for `step`.
             loss_fn: The loss, as for `step`.
             reduction: As for `step`.
-            against: `"model"` runs the whole reference loop beside the pipe as well, and compares losses, outputs,
-                gradients and buffers. The model must be in one process, on one device. Gradients of tied weights and
-                statistics of deferred BatchNorm are not compared, because they are rounded differently.
+            against: `"model"` also runs the whole reference loop, and compares losses, outputs, gradients and
+                buffers. The model must be in one process, on one device. Gradients of tied weights and statistics of
+                deferred BatchNorm are not compared, because they are rounded differently.
 
         Returns:
             A `VerificationReport`. `report.equal` says whether everything is bitwise identical, `report.differences`
@@ -599,25 +638,26 @@ class GPipe(Partitioned):
 
     @untraced
     def generate(self, inputs: Tree = None, **settings: Any) -> Any:
-        """Generates by the model's own `generate`, a token at a time through the pipeline.
+        """Generates tokens with the model's own `generate` method, through the pipeline.
 
-        Prompts are cut into micro-batches, which follow each other through the ranks in decoding as well, and leave
-        where all their rows have ended. Each rank has the cache of its own layers. Over processes all call it.
+        Prompts are split into micro-batches, which also follow each other through the ranks in decoding. A micro-batch
+        leaves the pipeline when all its rows have finished. Each rank keeps the KV cache of its own layers. With
+        several processes, all of them must call this method.
 
         Args:
-            inputs: Prompts of N rows, or a dict of what `generate` takes of as many, as a tokenizer gives it.
-            **settings: What `generate` of the model takes, but for a cache, a streamer, an assistant, and
-                `return_dict_in_generate`. Tensors are cut by rows, but those of a `GenerationConfig`, which like all
-                others go to every micro-batch.
+            inputs: Prompts with N rows, or a dict with N rows per entry, such as the output of a tokenizer.
+            **settings: Arguments of the model's `generate`, except for a cache, a streamer, an assistant model and
+                `return_dict_in_generate`. Tensors are split by rows. Tensors in a `GenerationConfig`, and all other
+                values, are passed to every micro-batch.
 
         Returns:
-            The tokens that `generate` of the model gives for all rows together. Sampled ones, too: torch's generator
-            draws as it does there. As there, they may differ where two are as likely but for rounding. Over
-            processes all get them, drawn from the generator of the first.
+            The tokens that the model's `generate` returns for all rows together, in every process. Sampling draws
+            from torch's generator in the same order as the model does. With several processes, it uses the generator
+            of the first process. Tokens may differ only if two candidates are equally likely up to rounding.
 
         Raises:
-            ValueError: The pipe is in training mode, or was not made of a model that has `generate`; or that keeps a
-                cache that cannot be told apart by layers.
+            ValueError: If the pipe is in training mode, if the model has no `generate`, or if its cache has no
+                separate entry for each layer.
 
         Example:
             >>> import torch, transformers
@@ -628,17 +668,17 @@ class GPipe(Partitioned):
             >>> torch.equal(pipe.generate(prompts, max_new_tokens=3), model.generate(prompts, max_new_tokens=3))
             True
         """
-        given = _prompts(inputs, settings)
+        arguments = _generate_arguments(inputs, settings)
         traced, context = self._settings.traced, self._processes.context()
-        return generate(self._engine, traced, context, self._paths, given, training=self.training)
+        return generate(self._engine, traced, context, self._paths, arguments, training=self.training)
 
     @untraced
     def cache_bytes(self, inputs: Tree = None, **settings: Any) -> list[int]:
-        """What the caches of each rank will hold, in bytes, when `generate` of the same arguments ends.
+        """Returns the size of each rank's KV cache at the end of `generate` with the same arguments, in bytes.
 
-        Among them is `max_new_tokens` or `max_length`. Nothing is computed: the model runs without values. A layer
-        that takes in a token is larger for a moment, by what it held before. Every process is given the prompts, and
-        finds the bytes of all ranks.
+        Pass `max_new_tokens` or `max_length`. Nothing is computed: the model runs on tensors without values. While a
+        layer appends a token, it briefly needs memory for its previous cache as well. With several processes, every
+        process must pass the prompts. It gets the bytes of all ranks.
 
         >>> import torch, transformers
         >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2)
@@ -648,11 +688,11 @@ class GPipe(Partitioned):
         >>> pipe.cache_bytes(prompts, max_new_tokens=3)  # 4 rows, 7 tokens, 16 keys and 16 values of 4 bytes a layer
         [7168, 3584]
         """
-        given = _prompts(inputs, settings)
-        return cache_bytes(self._engine, self._settings.traced, given, training=self.training)
+        arguments = _generate_arguments(inputs, settings)
+        return cache_bytes(self._engine, self._settings.traced, arguments, training=self.training)
 
-    def _as_given(self, run: Run, outputs: list[Tree]) -> Tree:
-        """Outputs as inputs were given: together, or of each ready-made micro-batch; None where there are none."""
+    def _combine(self, run: Run, outputs: list[Tree]) -> Tree:
+        """Concatenates the outputs of micro-batches, unless inputs were `MicroBatches`. None if there are none."""
         if not outputs:
             return None
         if run.ready_made:
@@ -661,9 +701,10 @@ class GPipe(Partitioned):
         return join(outputs, rows, run.own_weights) if self.is_model else merge(outputs, rows, run.report_findings)
 
     def _new_run(self) -> Run:
-        """A mini-batch that begins here."""
-        given, layers = self._given or (None, [])
-        if given is not None and (model := given()) is not None and list(map(id, model._modules.values())) != layers:
+        """Returns the run of a new mini-batch, with the thread-local modes of the caller."""
+        model_ref, layers = self._given or (None, [])
+        model = None if model_ref is None else model_ref()
+        if model is not None and list(map(id, model._modules.values())) != layers:
             raise ValueError(REPLACED)
         if self._processes.position is None:
             reject_sharded(self._engine.modules)
@@ -681,30 +722,31 @@ class GPipe(Partitioned):
             report_findings=self._examination.tell,
         )
 
-    def _until_done(self, do: Callable[[Run], list[Any]]) -> tuple[Run, list[Any]]:
-        """Runs a mini-batch, and again from its beginning if a replica was lost; returns the results of all."""
-        begun: list[Run] = []
+    def _repeat_if_lost(self, run_once: Callable[[Run], list[Any]]) -> tuple[Run, list[Any]]:
+        """Runs a mini-batch, and repeats it if a replica was lost. Returns the last run and its results."""
+        last_run: list[Run] = []
 
         def attempt() -> list[Any]:
-            begun[:] = [self._new_run()]
-            return do(begun[0])
+            last_run[:] = [self._new_run()]
+            return run_once(last_run[0])
 
-        def late(gathered: list[Any]) -> list[Any]:  # it has ended well for others, and so for this process
+        def late(gathered: list[Any]) -> list[Any]:
+            """Completes a mini-batch that the other processes have completed, although it failed here."""
             if self.recorder is not None:
-                self.recorder.ended = None  # the other processes have recorded nothing of it
-            begun[0].hooks.complete(begun[0])
-            return [theirs for theirs, *_ in gathered]
+                self.recorder.ended = None  # The other processes have not recorded it.
+            last_run[0].hooks.complete(last_run[0])
+            return [result for result, *_ in gathered]
 
         grad = torch.is_grad_enabled()
         try:
             results = self._processes.survive(attempt, late, partial(save_gradients_and_buffers, self))
         except BaseException:
-            torch.set_grad_enabled(grad)  # an interrupt may come where torch.no_grad() was about to put it back
+            torch.set_grad_enabled(grad)  # An interrupt can prevent torch.no_grad() from restoring the mode.
             raise
-        return begun[0], results
+        return last_run[0], results
 
     def _end(self, run: Run, whole: nn.Module | None = None) -> None:
-        """Counts a mini-batch that has ended well, tells what it has shown, and notes when the caller was inside."""
+        """Counts a mini-batch that has succeeded, reports its findings, and records the time spent inside it."""
         if self.training:
             self.step_number += 1
         if run.trains and run.training:
@@ -713,32 +755,36 @@ class GPipe(Partitioned):
             self.recorder.inside.append((run.began, time.perf_counter()))
 
     def join(self, *stateful: Any) -> int:
-        """Links this replica with all others, which survive each other; gives the number of the step that comes next.
+        """Connects this replica with all others, and returns the number of the next step.
 
-        Every process calls it once before the first step. A replica that comes back waits here until it is let in
-        between two steps, and then has what the others have: weights, buffers, gradients, `seed`, `step_number`.
+        Requires `driver=gpipe.Processes(survive=True)`. Every process calls it once, before the first step. A replica
+        that was restarted waits here until the others admit it between two steps. It then receives their state:
+        weights, buffers, gradients, `seed` and `step_number`.
 
         Args:
-            stateful: The optimizer, scheduler and whatever else has `state_dict` and `load_state_dict` and is to be
-                as it is in the others; as many in each replica.
+            stateful: Objects with `state_dict` and `load_state_dict` whose state a restarted replica also receives,
+                such as the optimizer and the scheduler. Pass the same number of objects in each replica.
 
         Raises:
-            ValueError: The pipe was not made with `survive=True`, or is sharded by `fully_shard`. Or replicas
-                begin with other weights than others, or with other optimizers.
+            ValueError: If the pipe was built without `survive=True`, if it is sharded with `fully_shard`, or if
+                replicas start with different weights or optimizers.
         """
         if any(is_sharded(part) for part in self.modules()):
-            raise ValueError("survive=True: fully_shard has parts of a weight in each replica, and one may be lost")
+            raise ValueError(
+                "join(): survive=True does not support fully_shard, because a lost replica takes its shards with it. "
+                "Remove fully_shard. [survive-with-fully-shard]"
+            )
         keep, take = partial(self._keep, stateful), partial(self._take, stateful)
         self._processes.join(keep, take, describe_initial_state(self, stateful))
         return self.step_number
 
     @property
     def living(self) -> list[int]:
-        """The numbers of the replicas that take part, by which their launchers know them; without `survive` all."""
+        """The numbers of the replicas that take part, as their launchers count them. Without `survive`, all of them."""
         return self._processes.living
 
     def _keep(self, stateful: Sequence[Any]) -> dict[str, Any]:
-        """What a replica that comes back is given."""
+        """Returns the state that a restarted replica receives."""
         return {**replica_state(self, stateful), "numbers": [self.seed, self.step_number, self._calls]}
 
     def _take(self, stateful: Sequence[Any], kept: Mapping[str, Any]) -> None:
@@ -746,40 +792,52 @@ class GPipe(Partitioned):
         self.seed, self.step_number, self._calls = kept["numbers"]
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Sends a message to all processes, and gathers those of all, by rank; every process calls it, as often.
+        """Sends a message to all processes, and returns the messages of all processes, by rank.
 
-        In one process there is its own alone.
+        Every process must call it. In one process, the list has one entry.
         """
         return self._processes.exchange(message)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales all gradients so that their norm together is at most `max_norm`; gives the norm they had.
+        """Clips the norm of all gradients of the model, and returns the norm before clipping.
 
-        The norms of the parameters are put together in the order of `parameters()`, on one device, so the result
-        does not depend on the partitions, and is the same on all ranks, which all call it: a step that is left out
-        because it is not finite is left out everywhere. Shared parameters count once, replicas too; gradients under
-        `fully_shard` are put together, one at a time, to the bits of those that replicas hold. Over processes
-        `torch.nn.utils.clip_grad_norm_(pipe.parameters(), ...)` would clip each partition by a norm of its own, and
-        is refused; given a list made before, it cannot be.
+        Use it instead of `torch.nn.utils.clip_grad_norm_`, which would clip by the norm of one process's gradients.
+        The result does not depend on the partitions. Call it in every process: all of them return the same norm, so
+        all of them can skip a step whose norm is not finite.
+
+        Shared parameters and replicas count once. Gradients of layers under `fully_shard` are gathered one at a time,
+        and the norm is bitwise identical to that of unsharded replicas.
+
+        Args:
+            max_norm: Maximum norm of all gradients together.
+            norm_type: Order of the norm. Default: 2.
+
+        Returns:
+            The norm of all gradients before clipping, as a scalar tensor.
 
         Raises:
-            TypeError: The norm is no number.
-            ValueError: It is less than 0, or the ranks were given different ones.
+            TypeError: If `max_norm` or `norm_type` is not a number.
+            ValueError: If `max_norm` is negative, or if processes pass different values.
+
+        Note:
+            With several processes, `torch.nn.utils.clip_grad_norm_(pipe.parameters(), ...)` raises an error. gpipe
+            cannot detect this call if you pass a list of parameters that you made earlier.
         """
         check_numbers(max_norm=max_norm, norm_type=norm_type)
         names = () if self._settings.traced is None else self._settings.traced.parameter_names
         return clip_grad_norm_(self._processes, self, self.devices[0], max_norm, norm_type, names)
 
     def summary(self) -> str:
-        """The partitions, what they cost, the bubble, and `findings`: what to do for speed or numbers."""
+        """Returns a text with the partitions, their costs, the bubble and the findings."""
         return summary(self._settings, self._plan, self.prediction, self.findings)
 
     def _repr_html_(self) -> str | None:
         return in_cell("pipe", self)
 
 
-def _prompts(inputs: Tree, settings: dict[str, Any]) -> dict[str, Any]:
-    """What `generate` was given, by name."""
-    given = plain(inputs)
-    named = given if isinstance(given, Mapping) else {} if given is None else {"inputs": given}
-    return {**named, **settings}
+def _generate_arguments(inputs: Tree, settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of the model's `generate` by name."""
+    plain_inputs = plain(inputs)
+    if plain_inputs is None or isinstance(plain_inputs, Mapping):
+        return {**(plain_inputs or {}), **settings}
+    return {"inputs": plain_inputs, **settings}

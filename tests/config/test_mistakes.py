@@ -206,7 +206,7 @@ def given_wrongly(pipe: gpipe.GPipe, folder: str) -> dict[str, Callable[[], obje
         "not its state_dict()": lambda: wrong.save(folder, pipe, optimizer.state_dict()),
         "gpipe.GradScaler(pipe)": lambda: wrong.GradScaler(optimizer),
         "gpipe.record was given a NoneType": lambda: wrong.record(None).__enter__(),
-        "gpipe.detect_nonfinite was given a Linear": lambda: wrong.detect_nonfinite(nn.Linear(1, 1)).__enter__(),
+        "Use gpipe.detect_nonfinite(pipe)": lambda: wrong.detect_nonfinite(nn.Linear(1, 1)).__enter__(),
         "max_norm='1'; give a number": lambda: wrong.GPipe.clip_grad_norm_(pipe, "1"),
         "norm_type='inf'; give a number": lambda: wrong.GPipe.clip_grad_norm_(pipe, 1, "inf"),
     }

@@ -151,7 +151,7 @@ def test_all_ranks_skip_the_same_steps(pool: WorkerPool) -> None:
     found = answers(pool.run(jobs.scale))
     for answer in found:
         assert [scale for scale, _ in answer["found"]] == [64.0, 32.0, 32.0, 16.0, 8.0]
-        assert "2 steps in a row" in answer["told"]
+        assert "[gradients-not-finite]" in answer["told"]
     held = [of_replicas([answer["found"][step][1] for answer in found], 2) for step in range(5)]
     assert [one == other for one, other in pairwise(held)] == [True, False, True, True]
 
@@ -176,7 +176,7 @@ def test_norms_of_gradients_are_those_of_all_stages_each_once(stages: int, pool:
 def test_the_layer_that_makes_the_first_nan_is_named_on_all_ranks(pool: WorkerPool) -> None:
     for answer in answers(pool.run(jobs.break_down)):
         assert not torch.tensor(answer["loss"]).isfinite()
-        assert "the output of Root (layer 2) is not finite" in answer["told"]
+        assert "output of Root (layer 2) is not finite" in answer["told"]
         assert "rank 3, stage 1, layer 2" in answer["told"]
         assert "micro-batch 1" in answer["told"]
         assert answer["after"] == 0

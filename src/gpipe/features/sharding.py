@@ -1,4 +1,4 @@
-"""Sharded stages: weights under `fully_shard` are gathered from the replicas before use, and freed after it."""
+"""Finds layers under `fully_shard`, and rejects them in pipes of one process."""
 
 from collections.abc import Iterable
 
@@ -7,17 +7,18 @@ from torch import nn
 from gpipe.stages.dtensor import is_sharded
 
 NEEDS_PROCESSES = (
-    'layers under fully_shard are gathered and freed by processes: make the pipe with driver="process" '
-    "in each that a launcher starts (one will do: torchrun --nproc-per-node 1), or leave fully_shard out"
+    "fully_shard: it was applied to layers of a pipe that runs in one process without driver='process'. Start the "
+    "script with a launcher (torchrun --nproc-per-node 1 is enough) and pass driver='process', or remove fully_shard. "
+    "[fully-shard-in-one-process]"
 )
 
 
 def any_sharded(modules: Iterable[nn.Module]) -> bool:
-    """Whether `fully_shard` was applied to some of these modules; it gives them classes of its own."""
+    """Whether `fully_shard` was applied to any of these modules. It changes their class."""
     return any(map(is_sharded, {type(module): module for module in modules}.values()))
 
 
 def reject_sharded(modules: Iterable[nn.Module]) -> None:
-    """Rejects modules under `fully_shard`, which the ranks of one process do not gather or free."""
+    """Raises an error if `fully_shard` was applied to any of these modules."""
     if any_sharded(modules):
         raise ValueError(NEEDS_PROCESSES)
