@@ -87,8 +87,8 @@ class GradScaler(LocalGradScaler):
             self.unscale_(optimizer)
         if self._stop_after is not None and self._skipped > self._stop_after:
             raise FloatingPointError(
-                f"stop_after={self._stop_after}: gradients of {self._skipped} steps in a row were not finite. The "
-                f"scale is now {self.get_scale():g}. Run a step under gpipe.detect_nonfinite(pipe) to find the layer. "
+                f"stop_after={self._stop_after}: gradients were not finite in {self._skipped} steps in a row. The "
+                f"scale is {self.get_scale():g}. Run a step under gpipe.detect_nonfinite(pipe) to find the layer. "
                 "[gradients-not-finite]"
             )
         return None if optimizer is None else super().step(optimizer, *args, **kwargs)

@@ -21,8 +21,8 @@ def offload(optimizer: Optimizer) -> None:
 
     - The state of weights on a CPU is stored in unnamed, memory-mapped files in the folder for temporary files. The
       system writes their pages to disk if memory is short. Set `TMPDIR` to a folder on a disk.
-    - The state of weights on a device is stored in pinned host memory. Each `optimizer.step()` copies it to the device
-      and back.
+    - The state of weights on a device is stored in pinned host memory. Each `optimizer.step()` copies it to the
+      device and back.
 
     `state_dict()` works as usual. State that you load moves with the next step. Tensors of other classes, such as
     shards of `fully_shard`, and tensors of less than 4 KiB are not moved.

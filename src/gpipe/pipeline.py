@@ -640,9 +640,9 @@ class GPipe(Partitioned):
     def generate(self, inputs: Tree = None, **settings: Any) -> Any:
         """Generates tokens with the model's own `generate` method, through the pipeline.
 
-        Prompts are split into micro-batches, which also follow each other through the ranks in decoding. A micro-batch
-        leaves the pipeline when all its rows have finished. Each rank keeps the KV cache of its own layers. With
-        several processes, all of them must call this method.
+        Prompts are split into micro-batches, which also follow each other through the ranks in decoding. A
+        micro-batch leaves the pipeline when all its rows have finished. Each rank keeps the KV cache of its own
+        layers. With several processes, all of them must call this method.
 
         Args:
             inputs: Prompts with N rows, or a dict with N rows per entry, such as the output of a tokenizer.
@@ -780,7 +780,7 @@ class GPipe(Partitioned):
 
     @property
     def living(self) -> list[int]:
-        """The numbers of the replicas that take part, as their launchers count them. Without `survive`, all of them."""
+        """The numbers of the replicas that take part, as their launchers count them. Without `survive`, all."""
         return self._processes.living
 
     def _keep(self, stateful: Sequence[Any]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from torch import nn
 from gpipe.stages.dtensor import is_sharded
 
 NEEDS_PROCESSES = (
-    "fully_shard: it was applied to layers of a pipe that runs in one process without driver='process'. Start the "
-    "script with a launcher (torchrun --nproc-per-node 1 is enough) and pass driver='process', or remove fully_shard. "
+    "fully_shard: it was applied to layers of a pipe that runs in one process, without driver='process'. Start the "
+    "script with a launcher (torchrun --nproc-per-node 1 is enough) and pass driver='process'. Or remove it. "
     "[fully-shard-in-one-process]"
 )
 
