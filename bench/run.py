@@ -17,7 +17,7 @@ from bench.runtimes import COMPARED, RUNTIMES
 from bench.setup import Setup
 from bench.teams import Team, Teams, Turn, quietest, reason
 from bench.workloads import WORKLOADS, Workload
-from gpipe.planner.search.cuts import partition
+from gpipe.planner.search.balance import partition
 
 ROUNDS = 5
 QUIET = 0.1  # of a core

@@ -15,11 +15,11 @@ from bench.machine import facts
 from bench.report import describe, table, write
 from gpipe.models import amoebanet_d, transformer_lm
 from gpipe.planner.profile import profile_layers
+from gpipe.planner.search.candidates import Choices
 from gpipe.planner.search.device import GIB, PRESETS, Device
-from gpipe.planner.search.found import Plan
+from gpipe.planner.search.plan import Plan
 from gpipe.planner.search.profile import Profile
 from gpipe.planner.search.search import search
-from gpipe.planner.search.shapes import Choices
 
 RMSPROP = 1
 """Numbers that the optimizer keeps of each parameter."""
@@ -66,7 +66,7 @@ def amoebanet(layers: int, filters: int) -> Profile:
 def naive(profile: Profile, rows: int) -> tuple[float, float]:
     """The bytes of state and of activations where nothing is split or recomputed."""
     whole = profile.of_micro_batch(rows).cost(0, len(profile.layers), speed=1.0)
-    return whole.state, whole.boundary + whole.inside
+    return whole.state, whole.boundary + whole.activations
 
 
 def plan_of(profile: Profile, devices: Sequence[Device], batch: int, micro_batches: Sequence[int]) -> Plan | None:

@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Sequence
 
+from gpipe.planner.search.candidates import AUTO, Choices
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.search.search import search
-from gpipe.planner.search.shapes import AUTO, Choices
 from gpipe.schedule.cost import StageCost
-from gpipe.schedule.many import Many
+from gpipe.schedule.large_tables import LargeTable
 from gpipe.schedule.schedules import SCHEDULES
 from gpipe.schedule.schedules.by_name import table_of
 from gpipe.schedule.schedules.writing import Rows
@@ -32,7 +32,7 @@ def many() -> None:
             f, i, w = ([1 + drawn.uniform(-share, share) for _ in placement] for _ in range(3))
             costs = [StageCost(a, b + c, b, c) for a, b, c in zip(f, i, w, strict=True)]
             assert isinstance(rows, Rows)
-            found, _ = Many(rows, placement).figures(costs), rows[511]
+            found, _ = LargeTable(rows, placement).figures(costs), rows[511]
             cpu, bound = (
                 time.process_time() - began,
                 _bound(placement, f, [sum(each) for each in zip(f, i, w, strict=True)]),
@@ -58,7 +58,7 @@ def main() -> None:
         many()
         return
     one = Line(fixed=1.0)
-    layer = LayerProfile("layer", one, Line(fixed=2.0), inside=one, parts=(one, one))
+    layer = LayerProfile("layer", one, Line(fixed=2.0), activations=one, parts=(one, one))
     print("| K | M | limit, micro-batches | bound | searched | best by name | CPU s |\n|" + " ---: |" * 7)
     for ranks in (2, 4, 8):
         for micro_batches in (8, 16, 32, 64):

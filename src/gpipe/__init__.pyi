@@ -20,7 +20,7 @@ from gpipe.nonfinite import detect_nonfinite as detect_nonfinite
 from gpipe.optimizer_state import offload as offload
 from gpipe.pipeline import GPipe as GPipe
 from gpipe.planner.search.device import Device as Device
-from gpipe.planner.search.found import Plan as Plan
+from gpipe.planner.search.plan import Plan as Plan
 from gpipe.planning import find_plan as find_plan
 from gpipe.profiling.recording import Recording as Recording
 from gpipe.profiling.recording import record as record

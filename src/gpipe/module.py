@@ -15,7 +15,7 @@ from gpipe.config.settings import Settings
 from gpipe.distributed.norms import find_tied_names, guard_part
 from gpipe.distributed.processes import OneProcess
 from gpipe.features.recorder import Recorder
-from gpipe.planner.search.found import Plan
+from gpipe.planner.search.plan import Plan
 from gpipe.stages.skips import Sequential
 
 T = TypeVar("T", bound=Tensor)
@@ -125,7 +125,7 @@ class Partitioned(nn.Module):
     @property
     def costs(self) -> tuple[float, ...]:
         """What each layer was taken to cost."""
-        return self._plan.partition.chain.costs
+        return self._plan.partition.layer_costs.costs
 
     @property
     def micro_batches(self) -> int:

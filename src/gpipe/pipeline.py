@@ -44,12 +44,12 @@ from gpipe.features.verification.verifier import Verifier
 from gpipe.generation.generate import cache_bytes, generate
 from gpipe.generation.paths import Path
 from gpipe.module import Partitioned
-from gpipe.planner.search.found import Plan
+from gpipe.planner.search.plan import Plan
 from gpipe.runtime.autograd import pipelined
 from gpipe.runtime.executor import run_step
 from gpipe.runtime.run import Run
 from gpipe.schedule.lowering import ProgramKey
-from gpipe.schedule.program import Program, in_cell
+from gpipe.schedule.program import Program, notebook_html
 from gpipe.schedule.schedules.by_name import Maker, Named
 from gpipe.schedule.simulate import Prediction, predict
 from gpipe.stages.boundary import BoundaryValue, detach_boundary
@@ -286,7 +286,7 @@ class GPipe(Partitioned):
         0.158
         """
         plan, sharded, replicas = self._plan, self._engine.gathered, self._engine.replicas
-        costs = tuple(cost.shared_by(plan.slices) for cost in plan.costs)  # plan.costs are per micro-batch
+        costs = tuple(cost.divided_by(plan.slices) for cost in plan.costs)  # plan.costs are per micro-batch
         held = tuple(
             sharded[stage].cost(cost, replicas) if stage in sharded else cost for stage, cost in enumerate(plan.costs)
         )
@@ -832,7 +832,7 @@ class GPipe(Partitioned):
         return summary(self._settings, self._plan, self.prediction, self.findings)
 
     def _repr_html_(self) -> str | None:
-        return in_cell("pipe", self)
+        return notebook_html("pipe", self)
 
 
 def _generate_arguments(inputs: Tree, settings: dict[str, Any]) -> dict[str, Any]:

@@ -27,10 +27,10 @@ from gpipe.errors import int_remedy, is_count
 from gpipe.pipeline import GPipe
 from gpipe.planner.measure import as_in_training, measure_host, measure_seconds
 from gpipe.planner.profile import ADAM, profile_layers
+from gpipe.planner.search.candidates import AUTO, Choices, splits
 from gpipe.planner.search.device import Device
-from gpipe.planner.search.found import Plan
+from gpipe.planner.search.plan import Plan
 from gpipe.planner.search.search import search
-from gpipe.planner.search.shapes import AUTO, Choices, splits
 from gpipe.schedule.partition import Balance
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.by_name import Named
@@ -91,7 +91,7 @@ def find_plan(
             backward; a function of a layer and its sample input; `"time"`, seconds of forward, recompute and
             backward; `"flops"`, of layers, not of a model; or `"params"`. `pipe.costs` of another pipe gives the
             same cuts.
-        balance: Cuts by what layers cost, and searches for nothing else, as `gpipe.GPipe` does without a plan: K and
+        balance: StageSizes by what layers cost, and searches for nothing else, as `gpipe.GPipe` does without a plan: K and
             M are settled, and so are the schedule, by default `"gpipe"`, and `remat`, by default `"always"`.
             `"variance"`, the paper's: least sum of squared differences from the mean; or `"minmax"`, the fastest
             slowest partition. Both exact; where ranks have several stages, the cuts near them with which a step is
@@ -170,7 +170,7 @@ def find_plan(
 
 
 def _plan_by_costs(asked: Arguments, devices: int | Sequence[Device], balance: Balance | None, schedule: Any) -> Plan:
-    """Cuts, or searches for a plan, by what layers cost where M is settled."""
+    """StageSizes, or searches for a plan, by what layers cost where M is settled."""
     if wrong := [*_wrong_devices(devices)]:
         raise ValueError("\n".join(wrong))
     count = devices if isinstance(devices, int) else len(devices)
@@ -341,7 +341,7 @@ def _lasting(plan: Plan, seconds: float) -> Plan:
     """The plan with costs that add up to so many seconds."""
     longer = seconds / plan.seconds
     least = None if plan.least_seconds is None else longer * plan.least_seconds
-    costs = tuple(cost.shared_by(1 / longer) for cost in plan.costs)
+    costs = tuple(cost.divided_by(1 / longer) for cost in plan.costs)
     found = replace(plan, costs=costs, work=tuple(longer * work for work in plan.work), least_seconds=least)
     return replace(found, seconds=found.simulation.timeline.seconds)
 

@@ -40,7 +40,7 @@ def test_what_cannot_be_ends_with_status_2_and_what_to_do(capsys: pytest.Capture
         ("resnet", "resnet is no network of gpipe.models (amoebanet_d,"),
         ("unet --batch 0", "--batch is 0: choose 1 or more"),
         ("unet --batch 8 -m 3", "micro_batches=3; give numbers that divide global_batch=8"),
-        ("unet --schedule zbv", "schedule='zbv'; known are 'gpipe', '1f1b'"),
+        ("unet --schedule zbv", "schedule='zbv' is unknown. Use one of 'gpipe', '1f1b'"),
         ("unet --size b", "--size has b: write NAME=NUMBER"),
         ("unet --devices 4xtpu", "'4xtpu' is no devices; give COUNTxPRESET"),
         ("unet --devices 2x1x1", "2 devices without a link; write 1x2x1x1 for the one"),
@@ -62,8 +62,8 @@ def test_what_cannot_be_ends_with_status_2_and_what_to_do(capsys: pytest.Capture
         ("math:tau", "math:tau is no function; give MODULE:FUNCTION"),
         ("time:localtime", "time:localtime gives struct_time; return (model, sample)"),
         ("gpipe:nothing", "nothing"),
-        ("unet --batch 0 --schedule bar --devices 2xfoo", "choose 1 or more schedule='bar'; known are"),
-        ("unet --batch 0 --schedule bar --devices 2xfoo", "and 'auto' --devices: '2xfoo' is no devices"),
+        ("unet --batch 0 --schedule bar --devices 2xfoo", "choose 1 or more schedule='bar' is unknown"),
+        ("unet --batch 0 --schedule bar --devices 2xfoo", "'auto'. --devices: '2xfoo' is no devices"),
         (f"transformer_lm {' '.join(SMALL)} --devices 1x0.00001x1x1", "nothing fits"),
     ):
         with pytest.raises(SystemExit) as ended:

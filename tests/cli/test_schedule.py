@@ -99,10 +99,10 @@ def test_what_does_not_fit_is_said_in_figures_and_files(
 
 def test_what_cannot_be_ends_with_status_2_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
-        ("zbv", "schedule='zbv'; known are 'gpipe'"),
-        ("1f1b --stages-per-rank 2", "schedule='1f1b' cannot place stages_per_rank=2; the nearest"),
-        ("dualpipe_v -m 7", "no table for micro_batches=7 over K=4 ranks; the nearest that it can have is"),
-        ("gpipe -k 0 -m 0", "partitions=0; give a whole number of at least 1\n       micro_batches=0"),
+        ("zbv", "schedule='zbv' is unknown. Use one of 'gpipe'"),
+        ("1f1b --stages-per-rank 2", "schedule='1f1b' does not support stages_per_rank=2"),
+        ("dualpipe_v -m 7", "no table for micro_batches=7 with 4 ranks. Use micro_batches=8"),
+        ("gpipe -k 0 -m 0", "partitions=0. Use an integer >= 1.\n       micro_batches=0"),
         ("gpipe --forward 0", "--forward is 0.0: choose more than 0"),
         ("gpipe --gather -1", "--gather is -1.0: choose 0 or more"),
         ("gpipe --backward-weight nan", "--backward-weight is nan: choose more than 0"),

@@ -28,7 +28,7 @@ def seconds(costs: list[float], partitions: Any, schedule: str, remat: str = "ne
     return cut(costs, partitions, schedule, remat).prediction.timeline.seconds
 
 
-def every_cut(layers: int, stages: int) -> list[list[int]]:
+def every_split(layers: int, stages: int) -> list[list[int]]:
     return [
         [end - first for first, end in pairwise((0, *inner, layers))]
         for inner in combinations(range(1, layers), stages - 1)
@@ -42,7 +42,7 @@ def test_no_cuts_of_eight_layers_are_faster(costs: list[float] | None, schedule:
     costs = costs or [draw.choice([0.1, 1, 2, 5, 20]) for _ in range(8)]
     remat = draw.choice(["never", "always"])
     found = seconds(costs, 2, schedule, remat)
-    assert found <= min(seconds(costs, cuts, schedule, remat) for cuts in every_cut(len(costs), 4)) * (1 + 1e-9)
+    assert found <= min(seconds(costs, cuts, schedule, remat) for cuts in every_split(len(costs), 4)) * (1 + 1e-9)
 
 
 def test_balanced_ranks_are_not_criticized() -> None:

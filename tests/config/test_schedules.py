@@ -50,26 +50,26 @@ def test_an_unknown_name_is_refused_with_all_names() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"schedule": gpipe.Interleaved(2, "1f1b")}, "schedule='1f1b' cannot place stages_per_rank=2; .* is 1"),
-        ({"schedule": gpipe.Interleaved(3, "zb_v")}, "schedule='zb_v' cannot place stages_per_rank=3; .* is 2"),
+        ({"schedule": gpipe.Interleaved(2, "1f1b")}, "schedule='1f1b' does not support stages_per_rank=2"),
+        ({"schedule": gpipe.Interleaved(3, "zb_v")}, "schedule='zb_v' does not support stages_per_rank=3"),
         (
             {"schedule": gpipe.Interleaved(3, "zb_v"), "partitions": [1, 1, 2, 2]},
-            r"built:\n- schedule='zb_v' cannot place stages_per_rank=3; the nearest that it can is 2$",
+            r"built:\n- schedule='zb_v' does not support stages_per_rank=3. Use stages_per_rank=2.$",
         ),
-        ({"schedule": gpipe.Interleaved(1)}, "cannot place stages_per_rank=1; .* is 2"),
-        ({"schedule": "dualpipe_v"}, "no table for micro_batches=3 over K=2 ranks; .* is micro_batches=4"),
-        ({"schedule": gpipe.Interleaved(True)}, "stages=True; give a whole number"),
-        ({"schedule": gpipe.Interleaved(0)}, "stages=0; give a whole number"),
+        ({"schedule": gpipe.Interleaved(1)}, "does not support stages_per_rank=1"),
+        ({"schedule": "dualpipe_v"}, "no table for micro_batches=3 with 2 ranks. Use micro_batches=4"),
+        ({"schedule": gpipe.Interleaved(True)}, "stages=True. Use an integer"),
+        ({"schedule": gpipe.Interleaved(0)}, "stages=0. Use an integer"),
         ({"schedule": "zb_v", "partitions": [1, 2, 3]}, "has 3 stages, and the schedule puts 2 on each rank"),
         ({"schedule": gpipe.Interleaved(4)}, "8 stages in all, but there are only 6 layers"),
         ({"schedule": three_stages(2, 3), "partitions": 3}, "a program is not for K=3 ranks"),
-        ({"schedule": three_stages(2, 2)}, "no table for micro_batches=3 over K=2 ranks; .* is micro_batches=2"),
+        ({"schedule": three_stages(2, 2)}, "no table for micro_batches=3 with 2 ranks. Use micro_batches=2"),
         ({"schedule": three_stages(2, 3), "partitions": [3, 3]}, "the schedule is of another number of stages"),
         ({"schedule": three_stages, "micro_batches": 1}, "no such program"),
-        ({"schedule": lambda ranks, micro_batches: None}, "gave NoneType, which is no Program"),
+        ({"schedule": lambda ranks, micro_batches: None}, "returned a NoneType"),
         (
             {"schedule": lambda ranks, m: three_stages(2, m + 1)},
-            "asked for K=2 .* M=3 .* gave a program of K=2 and M=4",
+            "K=2 ranks and M=4 micro-batches when called with .2, 3.",
         ),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_function_that_raises_keeps_its_exception_and_is_named() -> None:
 
     with pytest.raises(TypeError, match="positional argument") as caught:
         gpipe.GPipe(layers(), 2, 3, schedule=own)  # type: ignore[arg-type]  # of one argument
-    assert "own, asked for K=2 ranks and M=3 micro-batches" in caught.value.__notes__[0]
+    assert "own raised this when called with (2, 3)" in caught.value.__notes__[0]
 
 
 def test_a_program_for_one_size_is_told_of_no_other() -> None:
@@ -97,10 +97,10 @@ def test_a_program_that_breaks_the_laws_is_refused_with_what_it_breaks() -> None
     program = three_stages(2, 3)
     row = [action for action in program.table[1] if action.kind is Kind.FORWARD or action.micro_batch]
     said = refused(schedule=program.with_table([program.table[0], row]))
-    assert "breaks the laws" in said
-    assert "stage 1, micro-batch 0" in said
+    assert "The program is not valid" in said
+    assert "Stage 1, micro-batch 0" in said
     lowered = gpipe.GPipe(layers(), 2, 3, schedule=program).program
-    assert "the program has RECOMPUTE, SEND, RECEIVE, which a pipe places itself" in refused(schedule=lowered)
+    assert "RECOMPUTE, SEND, RECEIVE" in refused(schedule=lowered)
 
 
 @pytest.mark.parametrize("given", [three_stages, three_stages(2, 3)])

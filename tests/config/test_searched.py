@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import gpipe
-from gpipe.planner.search import tables
+from gpipe.planner.search import table_search
 from tests.support.jobs import automatic as jobs
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
@@ -17,7 +17,7 @@ from tests.support.processes.outcome import answers
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "MOST_LISTED", 20_000)
+    monkeypatch.setattr(table_search, "MOST_LISTED", 20_000)
 
 
 def _layers() -> list[nn.Module]:

@@ -60,7 +60,7 @@ def test_what_a_rank_holds_is_what_the_table_states(name: str, driver: str, micr
         pipe.step(x, y, squares)
     rows = table_in_training(SCHEDULES[name], rank_of, micro_batches)
     program = Program.of(rows, micro_batches, rank_of=rank_of)
-    peaks = simulate(program, [StageCost(1.0, 2.0, inside=1)] * program.stages).peak_bytes
+    peaks = simulate(program, [StageCost(1.0, 2.0, activations=1)] * program.stages).peak_bytes
     assert tuple(map(max, held)) == peaks
     assert not sum(layer.alive for layer in layers)
 

@@ -273,7 +273,7 @@ def test_the_table_the_record_and_the_prediction_name_slices() -> None:
         (timeline,) = recording.timelines
         done = [str(span.action) for span in timeline.spans if span.action.kind is Kind.FORWARD and not span.rank]
         assert done == [f"0F{m}.{s}" for m in range(2) for s in range(4)]
-        assert pipe.program.words == "2 micro-batches of 4 slices"
+        assert pipe.program.micro_batches_text == "2 micro-batches of 4 slices"
         assert "M=2 micro-batches of S=4 slices" in pipe.summary()
         first = [str(span.action) for span in pipe.prediction.timeline.spans[:1]]
         assert first == ["0F0.0"]
@@ -385,7 +385,7 @@ def test_labels_predicted_from_padding_are_refused_and_padding_itself_may_be_oth
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"schedule": gpipe.Sliced("zb_h1", 3)}, "schedule='zb_h1' has no table for slices"),
+        ({"schedule": gpipe.Sliced("zb_h1", 3)}, "schedule='zb_h1' does not support slices"),
         ({"remat": "auto"}, "what slices keep is not counted"),
         ({"schedule": gpipe.Sliced("1f1b", 0)}, "slices=0; give a whole number"),
         ({"batch_norm": "deferred"}, "BatchNorm"),

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 import gpipe
 from gpipe.config.check import Costs
 from gpipe.planner import measure
-from gpipe.planner.search.device import lasts
+from gpipe.planner.search.units import format_seconds
 from gpipe.schedule.cost import LayerSeconds, StageCost
 from gpipe.schedule.simulate import simulate
 from tests.support.odd_layers import Drift, Fork, Join, Noise, Pop, Stash
@@ -352,7 +352,7 @@ def test_the_summary_says_what_is_in_the_way_and_what_a_step_will_take(clock: Cl
     assert "the slowest stage costs 100.0% more than the mean, 0.0% more than any cuts must cost" in lines
     assert "in the way of better cuts: layer 1, 200% of a mean stage" in lines
     assert (
-        f"predicted step: {lasts(pipe.prediction.timeline.seconds)}, {pipe.prediction.bubble:.1%} of it idle"
+        f"predicted step: {format_seconds(pipe.prediction.timeline.seconds)}, {pipe.prediction.bubble:.1%} of it idle"
         in pipe.summary()
     )
 

@@ -25,9 +25,9 @@ def profile(layers: list[nn.Module], *shape: int) -> list:  # type: ignore[type-
 
 def test_each_storage_counts_once_where_it_is_first_kept() -> None:
     linear, tanh, second = profile([nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)], 4)
-    assert (linear.boundary, linear.inside, linear.keeps_input) == (Line(0, 16.0), Line(0, 0.0), Line(0, 16.0))
-    assert (tanh.boundary, tanh.inside, tanh.keeps_input) == (Line(0, 32.0), Line(0, 32.0), Line(0, 0.0))
-    assert (second.boundary, second.inside, second.keeps_input) == (Line(0, 32.0), Line(0, 0.0), Line(0, 0.0))
+    assert (linear.boundary, linear.activations, linear.keeps_input) == (Line(0, 16.0), Line(0, 0.0), Line(0, 16.0))
+    assert (tanh.boundary, tanh.activations, tanh.keeps_input) == (Line(0, 32.0), Line(0, 32.0), Line(0, 0.0))
+    assert (second.boundary, second.activations, second.keeps_input) == (Line(0, 32.0), Line(0, 0.0), Line(0, 0.0))
     assert linear.state == (4 * 8 + 8) * 4 * (2 + ADAM)
     assert linear.forward == Line(0, 2.0 * 4 * 8)
 
@@ -55,7 +55,7 @@ def test_inside_is_what_torch_keeps() -> None:
     own = {id(tensor.untyped_storage()) for tensor in (*whole.parameters(), *whole.buffers())}
     measured = sum(storage.nbytes() for at, storage in saved.items() if at not in own)
     counted = count(layers, x)
-    assert sum(each.inside + each.keeps_input for each in counted) == measured
+    assert sum(each.activations + each.keeps_input for each in counted) == measured
     assert out.shape == (4, 5)
 
 

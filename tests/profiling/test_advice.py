@@ -13,7 +13,7 @@ from gpipe.profiling.memory import OtherProcesses
 from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.lower import Remat, join_backwards, place_transfers
-from gpipe.schedule.partition import given as given_cuts
+from gpipe.schedule.partition import Partition
 from gpipe.schedule.schedules.by_name import program_of
 from gpipe.schedule.simulate import simulate
 from gpipe.schedule.timeline import Span, Timeline
@@ -24,7 +24,7 @@ M = 8
 
 def step(layers: Sequence[float], cuts: Sequence[int], remat: Remat = "never") -> Timeline:
     """A step of layers that take so many seconds forward, and twice that backward."""
-    forwards = [sum(layers[first:end]) for first, end in given_cuts(cuts, layers).bounds]
+    forwards = [sum(layers[first:end]) for first, end in Partition.of_sizes(cuts, layers).bounds]
     costs = [StageCost(forward=some, backward=2 * some) for some in forwards]
     return simulate(lowered(len(cuts), M, remat), costs).timeline
 
@@ -38,7 +38,7 @@ def seen(
 ) -> RecordedSteps:
     """Three such steps, and what else took time behind each."""
     timelines = [replace(step(layers, cuts, remat), other=other or {})] * 3
-    return RecordedSteps(timelines, breakdown(timelines), given_cuts(cuts, layers), driver)
+    return RecordedSteps(timelines, breakdown(timelines), Partition.of_sizes(cuts, layers), driver)
 
 
 def the_one(some: RecordedSteps, text: str) -> Advice:
@@ -79,7 +79,7 @@ def test_recompute_is_told_with_what_it_gives() -> None:
 def test_one_thread_for_all_ranks_is_told() -> None:
     on_time = step([1.0, 1.0], [1, 1])
     timelines = [replace(on_time, seconds=2 * on_time.seconds)]
-    in_turns = RecordedSteps(timelines, breakdown(timelines), given_cuts([1, 1], [1.0, 1.0]), "lockstep")
+    in_turns = RecordedSteps(timelines, breakdown(timelines), Partition.of_sizes([1, 1], [1.0, 1.0]), "lockstep")
     assert "driver='lockstep'" in explain(in_turns)
 
 
@@ -102,7 +102,7 @@ def test_smaller_micro_batches_are_advised_where_there_are_rows_for_them() -> No
 def test_of_one_micro_batch_more_are_advised_unless_they_would_be_recomputed(recomputes: bool) -> None:
     timeline = simulate(lowered(2, 1, "never"), [StageCost(1.0, 2.0)] * 2).timeline
     one = RecordedSteps(
-        [timeline], breakdown([timeline]), given_cuts([1, 1], [1.0, 1.0]), "threads", None, 1, recomputes
+        [timeline], breakdown([timeline]), Partition.of_sizes([1, 1], [1.0, 1.0]), "threads", None, 1, recomputes
     )
     assert any("micro_batches=2" in advice.text for advice in advise(one)) != recomputes
 
@@ -117,7 +117,9 @@ def test_cuts_by_guess_are_told_as_such() -> None:
 def test_of_calls_the_gain_of_no_recompute_is_at_most_its_share() -> None:
     step_ = step([1.0, 1.0], [1, 1], "always")
     half = replace(step_, spans=tuple(span for span in step_.spans if span.action.kind is not Kind.FORWARD))
-    calls = RecordedSteps([half], breakdown([half]), given_cuts([1, 1], [1.0, 1.0]), "threads", recomputes=True)
+    calls = RecordedSteps(
+        [half], breakdown([half]), Partition.of_sizes([1, 1], [1.0, 1.0]), "threads", recomputes=True
+    )
     share = calls.breakdown.shares["recompute"]
     assert the_one(calls, "remat='never'").gain == pytest.approx(1 / (1 - share))
     assert not any("partitions=" in advice.text for advice in advise(calls))
@@ -133,7 +135,7 @@ def test_a_faster_link_is_advised_only_where_there_is_one(driver: str, named: bo
         )
         spans += [waited, span._replace(start=waited.end, end=waited.end + span.seconds)]
     slow = [Timeline(2, tuple(spans), 2 * calm.seconds)]
-    steps = RecordedSteps(slow, breakdown(slow), given_cuts([1, 1], [1.0, 1.0]), driver)
+    steps = RecordedSteps(slow, breakdown(slow), Partition.of_sizes([1, 1], [1.0, 1.0]), driver)
     assert steps.breakdown.shares["communication"] > 0.3
     assert any("faster link" in advice.text for advice in advise(steps)) == named
     assert any("actions begin late" in advice.text for advice in advise(steps)) != named
@@ -167,11 +169,11 @@ def test_the_lock_is_named_where_cores_idle_while_ranks_wait_inside_of_actions(
 
 def of_two_stages_a_rank(layers: Sequence[float], cuts: Sequence[int]) -> RecordedSteps:
     """A step by ZB-V: the first and the last stage on rank 0."""
-    forwards = [sum(layers[first:end]) for first, end in given_cuts(cuts, layers).bounds]
+    forwards = [sum(layers[first:end]) for first, end in Partition.of_sizes(cuts, layers).bounds]
     program = place_transfers(join_backwards(program_of("zb_v", 2, M)))
     costs = [StageCost(forward=some, backward=2 * some) for some in forwards]
     timelines = [simulate(program, costs).timeline]
-    return RecordedSteps(timelines, breakdown(timelines), given_cuts(cuts, layers), "threads")
+    return RecordedSteps(timelines, breakdown(timelines), Partition.of_sizes(cuts, layers), "threads")
 
 
 def test_where_ranks_have_several_stages_advice_goes_by_rank() -> None:

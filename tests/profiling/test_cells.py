@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import gpipe
-from gpipe.planner.search.device import lasts
+from gpipe.planner.search.units import format_seconds
 from gpipe.profiling import breakdown, cells
 from gpipe.profiling.svg import MOST_LANES, MOST_SPANS
 from gpipe.schedule.lower import place_transfers
@@ -128,7 +128,7 @@ def test_the_words_of_a_recording_are_of_the_step_that_is_drawn() -> None:
     picture, words = seen(cells.recording(recording))
     assert " ".join(str(breakdown.breakdown([step])).split()) in " ".join(words.split())
     assert step.seconds < 1000.0
-    assert lasts(step.seconds) in " ".join(texts(picture))
+    assert format_seconds(step.seconds) in " ".join(texts(picture))
     with gpipe.record(pipe) as once:
         pipe.step(X, X, mse_loss)
     picture, words = seen(cells.recording(once))

@@ -14,7 +14,7 @@ from gpipe.schedule.rules import needs
 from gpipe.schedule.schedules import fill_drain, forward_only
 from tests.support.programs import LAW, bare_programs, closed, listed, lowered, lowered_programs, parsed
 
-MOVED = "stage 0, micro-batch 0 needs OFFLOAD and FETCH alone, or neither; it has "
+MOVED = "Stage 0, micro-batch 0 needs OFFLOAD and FETCH, or neither. It has "
 OPTIONAL = {Kind.RECOMPUTE, *CLOSING}  # without them a program is another, lawful one
 
 
@@ -22,7 +22,7 @@ def mistakes(program: Program) -> list[str]:
     with pytest.raises(ScheduleError) as raised:
         check(program)
     title, *found = str(raised.value).split("\n- ")
-    assert title == "this program breaks the laws:"
+    assert title == "The program is not valid. Fix these errors:"
     return found
 
 
@@ -51,7 +51,7 @@ def test_an_action_that_is_missing_is_refused(program: Program, data: st.DataObj
     forwards = {Kind.FORWARD, Kind.COMMIT}
     assume({a.kind for a in broken.actions} - TRANSFERS - SHARDS - forwards or lost.kind in {Kind.FORWARD, *SHARDS})
     found = mistakes(broken)
-    assert lost.kind not in TRANSFERS or f"{lost.peer} has no {lost}" in found
+    assert lost.kind not in TRANSFERS or f"{lost.peer} needs {lost}, which is missing." in found
 
 
 @LAW
@@ -61,7 +61,7 @@ def test_an_action_that_stands_twice_is_refused(program: Program, data: st.DataO
     rank = program.rank_of[twice.stage]
     at = data.draw(st.integers(0, len(program.table[rank])))
     row = [*program.table[rank][:at], twice, *program.table[rank][at:]]
-    assert f"{twice} appears 2 times" in mistakes(changed(program, rank, row))
+    assert f"{twice} appears 2 times." in mistakes(changed(program, rank, row))
 
 
 @LAW
@@ -75,7 +75,7 @@ def test_an_action_before_what_it_needs_is_refused(program: Program, data: st.Da
     ]
     assume(pairs)
     need, action = data.draw(st.sampled_from(pairs))
-    assert any("deadlock" in text for text in mistakes(swapped(program, need, action)))
+    assert any("deadlocks" in text for text in mistakes(swapped(program, need, action)))
 
 
 @LAW
@@ -88,7 +88,7 @@ def test_an_action_in_the_row_of_another_rank_is_refused(program: Program, data:
     away = program.with_table((a for a in row if a != moved) for row in program.table)
     at = data.draw(st.integers(0, len(away.table[rank])))
     broken = changed(away, rank, [*away.table[rank][:at], moved, *away.table[rank][at:]])
-    expected = f"{moved} is an action of rank {rank}, which does not hold stage {moved.stage}"
+    expected = f"{moved} is in the row of rank {rank}, which does not have stage {moved.stage}."
     assert expected in mistakes(broken)
 
 
@@ -103,7 +103,7 @@ def test_a_message_that_neither_end_lists_is_refused(program: Program, data: st.
         (a for a in row if a.kind not in TRANSFERS or (a.micro_batch, a.route, a.carries_gradient) not in ends)
         for row in program.table
     )
-    assert any("of another rank, and nothing is sent" in text for text in mistakes(broken))
+    assert any("but its rank does not send it" in text for text in mistakes(broken))
 
 
 @LAW
@@ -124,12 +124,12 @@ def test_two_messages_in_another_order_than_the_peer_lists_are_refused(
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("0F0 0OFFLOAD0 0B0", MOVED + "OFFLOAD"),
-        ("0F0 0FETCH0 0B0", MOVED + "FETCH"),
-        ("0F0 0OFFLOAD0 0FETCH0 0R0 0B0", MOVED + "FETCH, OFFLOAD, R"),
-        ("0FETCH0 0OFFLOAD0 0F0 0B0", "deadlock:"),
-        ("0F0 0OFFLOAD0 0B0 0FETCH0", "deadlock:"),
-        ("0F0 0FETCH0 0OFFLOAD0 0B0", "deadlock:"),
+        ("0F0 0OFFLOAD0 0B0", MOVED + "OFFLOAD."),
+        ("0F0 0FETCH0 0B0", MOVED + "FETCH."),
+        ("0F0 0OFFLOAD0 0FETCH0 0R0 0B0", MOVED + "FETCH, OFFLOAD, R."),
+        ("0FETCH0 0OFFLOAD0 0F0 0B0", "The program deadlocks:"),
+        ("0F0 0OFFLOAD0 0B0 0FETCH0", "The program deadlocks:"),
+        ("0F0 0FETCH0 0OFFLOAD0 0B0", "The program deadlocks:"),
     ],
 )
 def test_what_goes_to_the_host_comes_back_before_its_backward(row: str, said: str) -> None:
@@ -154,17 +154,17 @@ def test_all_mistakes_are_named_at_once_those_of_law_1_before_all_others() -> No
     ]
     first = [("row 0F0", "row 0F0 0F0 5F0 0SEND0"), (" 0B1\n", " 0B1 1COMMIT\n"), ("2F1", "2F7")]
     assert mistakes(edited(*first, *others)) == [
-        "0F0 appears 2 times",
-        "5F0 is an action of rank 0, which does not hold stage 5",
-        "0SEND0 takes a route that the program does not have there",
-        "1COMMIT is an action of rank 0, which does not hold stage 1",
-        "2F7 has no micro-batch of 0 to 1",
+        "0F0 appears 2 times.",
+        "5F0 is in the row of rank 0, which does not have stage 5.",
+        "0SEND0 needs a route of the program that starts or ends at stage 0.",
+        "1COMMIT is in the row of rank 0, which does not have stage 1.",
+        "2F7 needs a micro-batch from 0 to 1.",
     ]
     assert mistakes(edited(*others)) == [
-        "stage 1, micro-batch 1 needs one B, or one I and one W; it has none",
-        "2F0 is missing",
-        "1RECEIVE1@x:1>2 has no 2SEND1@x:1>2",
-        "ranks 0 and 1 list message 0 differently: 0SEND0@x:0>1 and 0SEND1@x:0>1",
+        "Stage 1, micro-batch 1 needs one B, or one I and one W. It has none.",
+        "2F0 is missing.",
+        "1RECEIVE1@x:1>2 needs 2SEND1@x:1>2, which is missing.",
+        "Ranks 0 and 1 list message 0 differently: 0SEND0@x:0>1 and 0SEND1@x:0>1.",
     ]
 
 
@@ -181,7 +181,7 @@ def test_a_stage_that_takes_two_micro_batches_out_of_turn_is_named(program: Prog
     assume(pairs)
     first, second = data.draw(st.sampled_from(pairs))
     found = mistakes(swapped(program, first, second))
-    assert f"{first} stands behind {second}; a stage takes the micro-batches in their order" in found
+    assert f"{first} comes after {second}. A stage must run the micro-batches in order." in found
 
 
 def test_bug_an_order_is_checked_although_something_else_is_missing() -> None:
@@ -190,30 +190,30 @@ def test_bug_an_order_is_checked_although_something_else_is_missing() -> None:
     broken = swapped(program, first, second)
     found = mistakes(broken.with_table((a for a in row if a != third) for row in broken.table))
     assert found == [
-        "0SEND2@x:0>1 has no 1RECEIVE2@x:0>1",
-        "1F2 needs 0F2 of another rank, and nothing is sent",
-        "ranks 0 and 1 list message 0 differently: 0SEND0@x:0>1 and 0SEND1@x:0>1",
+        "0SEND2@x:0>1 needs 1RECEIVE2@x:0>1, which is missing.",
+        "1F2 needs the result of 0F2, but its rank does not send it.",
+        "Ranks 0 and 1 list message 0 differently: 0SEND0@x:0>1 and 0SEND1@x:0>1.",
     ]
 
 
 @pytest.mark.parametrize("route", [Route(1, 0, "e0"), Route(0, 0, "e0"), Route(0, 9, "e0"), Route(7, 8, "e0")])
 def test_bug_a_route_that_leads_nowhere_is_named_and_stops_nothing(route: Route) -> None:
     program = Program.of(fill_drain(2, 1), 1, skips=[route])
-    assert mistakes(program) == [f"route {route} does not lead from a stage to a later one"]
+    assert mistakes(program) == [f"Route {route} does not lead to a later stage."]
 
 
 @pytest.mark.parametrize(
     ("stray", "mistake"),
     [
-        ("0F", "0F has no micro-batch of 0 to 0"),
-        ("0F1", "0F1 has no micro-batch of 0 to 0"),
-        ("3F0", "3F0 is an action of rank 0, which does not hold stage 3"),
-        ("0R0@x:0>1", "0R0@x:0>1 is no transfer and takes no route"),
-        ("0COMMIT0", "0COMMIT0 is of its whole stage and has no micro-batch"),
-        ("0SEND0", "0SEND0 takes a route that the program does not have there"),
-        ("0SEND0@e0:0>1", "0SEND0@e0:0>1 takes a route that the program does not have there"),
-        ("0SEND0@x:1>2", "0SEND0@x:1>2 takes a route that the program does not have there"),
-        ("0I0", "stage 0, micro-batch 0 needs one B, or one I and one W; it has B, I"),
+        ("0F", "0F needs a micro-batch from 0 to 0."),
+        ("0F1", "0F1 needs a micro-batch from 0 to 0."),
+        ("3F0", "3F0 is in the row of rank 0, which does not have stage 3."),
+        ("0R0@x:0>1", "0R0@x:0>1 cannot have a route, because it is not a SEND or RECEIVE."),
+        ("0COMMIT0", "0COMMIT0 cannot have a micro-batch, because it applies to the whole stage."),
+        ("0SEND0", "0SEND0 needs a route of the program that starts or ends at stage 0."),
+        ("0SEND0@e0:0>1", "0SEND0@e0:0>1 needs a route of the program that starts or ends at stage 0."),
+        ("0SEND0@x:1>2", "0SEND0@x:1>2 needs a route of the program that starts or ends at stage 0."),
+        ("0I0", "Stage 0, micro-batch 0 needs one B, or one I and one W. It has B, I."),
     ],
 )
 def test_bug_an_action_that_means_nothing_is_named_and_stops_nothing(stray: str, mistake: str) -> None:
@@ -223,14 +223,14 @@ def test_bug_an_action_that_means_nothing_is_named_and_stops_nothing(stray: str,
 
 
 def test_a_route_that_stands_twice_is_refused() -> None:
-    assert mistakes(Program.of(fill_drain(2, 1), 1, skips=[Route(0, 1)])) == ["route x:0>1 is listed 2 times"]
+    assert mistakes(Program.of(fill_drain(2, 1), 1, skips=[Route(0, 1)])) == ["Route x:0>1 appears 2 times."]
 
 
 @pytest.mark.parametrize("text", ["1B0", "1TIE", "1REDUCE"])
 def test_training_is_all_or_nothing(text: str) -> None:
     forward = Program.of(forward_only(2, 1), 1)
     found = mistakes(changed(forward, 1, [*forward.table[1], parse_action(text)]))
-    assert found[0] == "stage 0, micro-batch 0 needs one B, or one I and one W; it has none"
+    assert found[0] == "Stage 0, micro-batch 0 needs one B, or one I and one W. It has none."
 
 
 @pytest.mark.parametrize("kind", sorted(CLOSING, key=str))
@@ -239,8 +239,8 @@ def test_a_stage_closes_once_behind_what_it_closes(kind: Kind) -> None:
     check(program)
     row = program.table[0]
     early = changed(program, 0, [Action(kind, 0), *(a for a in row if a.kind is not kind)])
-    assert mistakes(early)[0].splitlines()[0] == "deadlock:"
-    assert mistakes(changed(program, 0, [*row, Action(kind, 0)])) == [f"0{kind.value} appears 2 times"]
+    assert mistakes(early)[0].splitlines()[0] == "The program deadlocks:"
+    assert mistakes(changed(program, 0, [*row, Action(kind, 0)])) == [f"0{kind.value} appears 2 times."]
 
 
 def test_a_rank_closes_its_stages_in_one_order() -> None:
@@ -253,9 +253,7 @@ def test_a_rank_closes_its_stages_in_one_order() -> None:
     both = place_reduces(program, [0, 1])
     assert " ".join(map(str, both.table[0])) == "0F0 1F0 1B0 1REDUCE 0B0 0REDUCE"
     wrong = changed(both, 0, [*program.table[0], Action(Kind.REDUCE, 0), Action(Kind.REDUCE, 1)])
-    assert mistakes(wrong) == [
-        "rank 0 closes its stages in the order 0REDUCE 1REDUCE; in all replicas it is 1REDUCE 0REDUCE"
-    ]
+    assert mistakes(wrong) == ["Rank 0 lists 0REDUCE 1REDUCE. The order in all replicas must be 1REDUCE 0REDUCE."]
 
 
 def test_a_stage_that_is_done_before_a_later_one_waits_for_it_to_reduce() -> None:

@@ -45,10 +45,10 @@ def test_actions_print_as_the_words_say() -> None:
 
 def test_what_is_no_action_or_would_not_read_back_is_refused() -> None:
     for text in ("", "F0", "2f0", "2X0", "-1F0", "2F0 ", "0SEND3@x", "0SEND3@x:0>", "0SEND3@:0>1"):
-        with pytest.raises(ValueError, match="is not an action; an action looks like 2F0"):
+        with pytest.raises(ValueError, match="is not an action"):
             parse_action(text)
     for name in ("", " ", "my skip", "a:b", "a@b", "e0\n", "e0\u2028"):
-        with pytest.raises(ValueError, match="cannot name a route"):
+        with pytest.raises(ValueError, match=r"name=.* is invalid"):
             Route(0, 1, name)
 
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_read_or_has_too_many_micro_batches_is_refused() -> None:
     for line in ("rows 0F0", "row 0X0", "routes x0>1", "routes :0>1", "micro_batches 1 2", "rank_of a"):
         with pytest.raises(ValueError, match=r".+"):
             Program.from_text(line)
-    with pytest.raises(ValueError, match="micro_batches=1000000000; give at most 100,000"):
+    with pytest.raises(ValueError, match="micro_batches=1000000000 exceeds"):
         Program.from_text("rank_of 0\nmicro_batches 1000000000\nrow 0F0 0B0")
 
 
@@ -113,4 +113,4 @@ def test_around_shows_the_place_and_what_is_cut_off() -> None:
         (3, "... 0F1 0F2 >0B0< 0B1 0B2"),
         (5, "... 0B0 0B1 >0B2<"),
     ):
-        assert Program.of(fill_drain(1, 3), 3).around(at=at, rank=0, reach=2) == text
+        assert Program.of(fill_drain(1, 3), 3).around(index=at, rank=0, reach=2) == text

@@ -152,10 +152,10 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
     with pytest.raises(ScheduleError) as raised:
         next(order)
     assert str(raised.value).splitlines() == [
-        "deadlock:",
+        "The program deadlocks:",
         "rank 0 waits for 1B0: 0F0 >0B0< 0F1 0B1",
         "rank 1 waits for 0F1: 1F0 >1F1< 1B1 1B0",
     ]
     with pytest.raises(ScheduleError) as raised:  # ranks that are done and needs that are met are left out
         list(linearize(Program.of([parsed("0F0"), parsed("1B0 1F0")], 1)))
-    assert str(raised.value).splitlines() == ["deadlock:", "rank 1 waits for 1F0: >1B0< 1F0"]
+    assert str(raised.value).splitlines() == ["The program deadlocks:", "rank 1 waits for 1F0: >1B0< 1F0"]

@@ -95,15 +95,15 @@ def test_slices_go_forward_in_order_and_backward_in_reverse(name: str) -> None:
         assert forwards == "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2"
         assert backwards == "B0.2 B0.1 B0.0 B1.2 B1.1 B1.0"
     wrong = program.with_table([[*row[:-2], row[-1], row[-2]] for row in program.table])
-    with pytest.raises(ValueError, match=r"0B1\.1 stands behind 0B1\.0|0B1\.1.*deadlock|deadlock"):
+    with pytest.raises(ValueError, match="deadlocks"):
         check(place_transfers(wrong))
-    with pytest.raises(ValueError, match=r"1B1\.1 stands behind 1B1\.0"):
+    with pytest.raises(ValueError, match=r"1B1\.1 comes after 1B1\.0"):
         check(program.with_table([program.table[0], wrong.table[1]]))
 
 
 def test_other_schedules_have_no_table_for_slices() -> None:
     for name in set(SCHEDULES) - set(SLICED):
-        with pytest.raises(ValueError, match="those that have are 'gpipe', '1f1b'"):
+        with pytest.raises(ValueError, match="does not support slices"):
             program_of(name, ranks=2, micro_batches=4, slices=2)
 
 
@@ -179,7 +179,7 @@ def test_bubble_and_peak_are_those_of_the_formulas(name: str, ranks: int) -> Non
             rows = schedule.table(placement, micro_batches)
             assert rows is not None
             program = Program.of(rows, micro_batches, rank_of=placement)
-            simulation = simulate(program, [StageCost(1, 2, inside=1)] * len(placement))
+            simulation = simulate(program, [StageCost(1, 2, activations=1)] * len(placement))
             assert simulation.timeline.seconds - 3 * micro_batches * each == EXCESS[name](ranks)
             assert max(simulation.peak_bytes) == each * PEAK[name](ranks, micro_batches, each)
 

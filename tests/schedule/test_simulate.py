@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpipe.schedule.action import CLOSING, COMPUTE, MOVES, TRANSFERS, Action, Kind, Route
 from gpipe.schedule.cost import StageCost, unit_costs
 from gpipe.schedule.lower import Remat, place_offloads, place_recompute, place_reduces, place_shards, place_transfers
-from gpipe.schedule.partition import given as given_cuts
+from gpipe.schedule.partition import Partition
 from gpipe.schedule.program import Program
 from gpipe.schedule.rules import needs
 from gpipe.schedule.schedules import SCHEDULES, fill_drain, forward_only
@@ -36,7 +36,7 @@ costs_of_stages = st.lists(
         tie=whole,
         reduce=whole,
         boundary=whole,
-        inside=whole,
+        activations=whole,
         state=whole,
     ),
     min_size=6,
@@ -162,7 +162,7 @@ def test_no_actions_take_no_time_and_hold_the_state() -> None:
     assert (simulation.timeline.seconds, simulation.timeline.spans, simulation.peak_bytes) == (0, (), (7,))
 
 
-BYTES = StageCost(forward=1, backward=1, boundary=1, inside=10, state=100)
+BYTES = StageCost(forward=1, backward=1, boundary=1, activations=10, state=100)
 
 
 def peaks(program: Program, *costs: StageCost) -> tuple[int, ...]:
@@ -174,7 +174,7 @@ def test_boundaries_insides_and_state_are_held_from_the_forward_to_the_end_of_th
     for remat, inside in insides.items():
         assert peaks(lowered(3, 4, remat), *[BYTES] * 3) == (100 + 4 * 1 + inside,) * 3
     bare = place_recompute(Program.of(fill_drain(2, 3), 3), ["never", "always"])
-    other = StageCost(forward=1, backward=1, boundary=2, inside=50, state=0)
+    other = StageCost(forward=1, backward=1, boundary=2, activations=50, state=0)
     assert peaks(place_transfers(bare), BYTES, other) == (100 + 3 * 11, 3 * 2 + 50)
     shared = Program.of([parsed("0F0 1F0 1R0 1B0 0R0 0B0")], 1, rank_of=[0, 0])
     assert peaks(shared, BYTES, BYTES) == (2 * 100 + 2 * 1 + 10,)
@@ -213,8 +213,8 @@ def test_the_peak_is_bounded_by_what_remat_keeps(program: Program, costs: Sequen
         cells = [(s, m) for s in stages for m in range(program.micro_batches)]
         state = sum(costs[s].state for s in stages)
         boundaries = sum(costs[s].boundary for s, _ in cells)
-        kept = sum(costs[s].inside for s, m in cells if (s, m) not in recomputed)
-        one = max(costs[s].inside for s in stages)
+        kept = sum(costs[s].activations for s, m in cells if (s, m) not in recomputed)
+        one = max(costs[s].activations for s in stages)
         assert state <= peak <= state + boundaries + kept + one
 
 
@@ -248,12 +248,12 @@ def test_what_is_held_is_counted_in_shares_of_a_rank_and_split_backwards_are_cou
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (("zbv", 4, 8), r"schedule='zbv'; known are 'gpipe', '1f1b', .*'zb_v'"),
-        (("zb_v", 0, 0), r"partitions=0; give .*\nmicro_batches=0; give"),
-        (("gpipe", 4, 10**9), r"micro_batches=1000000000; give at most 100,000"),
-        (("zb_v", 2, 2, 0), r"stages_per_rank=0; give"),
-        (("1f1b", 2, 2, 2), r"schedule='1f1b' cannot place stages_per_rank=2; the nearest that it can is 1"),
-        (("dualpipe_v", 4, 7), r"has no table for micro_batches=7 over K=4 ranks; .* is micro_batches=8"),
+        (("zbv", 4, 8), r"schedule='zbv' is unknown. Use one of 'gpipe', '1f1b', .*'zb_v'"),
+        (("zb_v", 0, 0), r"partitions=0\. Use .*\nmicro_batches=0\. Use"),
+        (("gpipe", 4, 10**9), r"micro_batches=1000000000 exceeds"),
+        (("zb_v", 2, 2, 0), r"stages_per_rank=0. Use"),
+        (("1f1b", 2, 2, 2), r"schedule='1f1b' does not support stages_per_rank=2"),
+        (("dualpipe_v", 4, 7), r"has no table for micro_batches=7 with 4 ranks. Use micro_batches=8"),
     ],
 )
 def test_names_and_sizes_that_cannot_be_are_refused(asked: tuple[str, int, int], said: str) -> None:
@@ -272,7 +272,7 @@ def table(stages: int, micro_batches: int, remat: str | None = None) -> Program:
 @LAW
 @given(stages=st.integers(1, 6), micro_batches=st.integers(1, 9), cost=st.sampled_from([3.0, 0.0, 0.1]))
 def test_equal_stages_have_the_bubble_of_the_paper(stages: int, micro_batches: int, cost: float) -> None:
-    plan = predict(given_cuts([1] * stages, [cost] * stages), table(stages, micro_batches))
+    plan = predict(Partition.of_sizes([1] * stages, [cost] * stages), table(stages, micro_batches))
     assert plan.bubble == pytest.approx(bubble(stages, micro_batches))
     unit = cost or 1.0  # costs of zero count as equal
     assert plan.timeline.seconds == pytest.approx(unit * (micro_batches + stages - 1))
@@ -282,7 +282,10 @@ def test_equal_stages_have_the_bubble_of_the_paper(stages: int, micro_batches: i
 def test_a_recompute_that_stands_in_the_table_takes_no_message(name: str) -> None:
     bare = program_of(name, 3, 6)
     told = place_recompute(bare, ["always"] * bare.stages)
-    costs = [StageCost(1.0, 2.0, boundary=3, inside=2 + at, handed_on=5, handed_back=4) for at in range(bare.stages)]
+    costs = [
+        StageCost(1.0, 2.0, boundary=3, activations=2 + at, sent_forward=5, sent_backward=4)
+        for at in range(bare.stages)
+    ]
     found = simulate(place_transfers(told), costs).peak_bytes
     simulator = Simulator(bare, messages=True)
     again = [
@@ -295,13 +298,13 @@ def test_a_recompute_that_stands_in_the_table_takes_no_message(name: str) -> Non
 
 
 def test_a_recompute_takes_as_long_as_a_forward_beside_what_a_stage_costs() -> None:
-    cut = given_cuts([1], [8.0])
+    cut = Partition.of_sizes([1], [8.0])
     assert predict(cut, table(1, 5)).timeline.seconds == pytest.approx(5 * 8)
     assert predict(cut, table(1, 5, "always")).timeline.seconds == pytest.approx(5 * 8 * 4 / 3)
     assert predict(cut, table(1, 5, "except_last")).timeline.seconds == pytest.approx(5 * 8 + 4 * 8 / 3)
 
 
 def test_bytes_are_predicted_where_they_were_counted() -> None:
-    held = [StageCost(1.0, 2.0, boundary=2, inside=3, state=10)] * 2
-    assert predict(given_cuts([2, 1], [1, 1, 1]), table(2, 4), held=held).peak_bytes == (10 + 4 * 5,) * 2
-    assert predict(given_cuts([2, 1], [1, 1, 1]), table(2, 4)).peak_bytes is None
+    held = [StageCost(1.0, 2.0, boundary=2, activations=3, state=10)] * 2
+    assert predict(Partition.of_sizes([2, 1], [1, 1, 1]), table(2, 4), held=held).peak_bytes == (10 + 4 * 5,) * 2
+    assert predict(Partition.of_sizes([2, 1], [1, 1, 1]), table(2, 4)).peak_bytes is None

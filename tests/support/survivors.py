@@ -23,7 +23,7 @@ from gpipe.checkpoint import save as saving
 from gpipe.distributed import context, endpoint, reduce, survivors
 from gpipe.distributed.failures import FailureDetector
 from gpipe.distributed.survivors import Meeting
-from gpipe.planner.search import tables
+from gpipe.planner.search import table_search
 from tests.support.plain_loop import accumulated, one_thread, parts_of, run_layers
 from tests.support.planned import pipe_by_costs
 from two_hosts.relay import WIRE, enter
@@ -104,7 +104,7 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
         "batch_norm": "deferred" if how.get("deferred") else "micro",
     }
     if settings["schedule"] == "auto":
-        tables.MOST_LISTED = 5_000
+        table_search.MOST_LISTED = 5_000
         layers, devices = network(how.get("seconds", 0.0)), [gpipe.Device(how["memory"], 1.0)] * partitions
         searched: Any = {"costs": "params", "schedule": settings.pop("schedule")}
         settings["plan"] = gpipe.find_plan(

@@ -29,7 +29,7 @@ from gpipe.checkpoint.save import (
     why_not_by_name,
 )
 from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
-from gpipe.planner.search.found import Plan
+from gpipe.planner.search.plan import Plan
 from gpipe.stages.dtensor import distribute_like
 
 

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import tyro
 
 from gpipe.cli import ending_by_mistakes
+from gpipe.planner.search.candidates import AUTO
 from gpipe.planner.search.device import PRESETS, parse_devices
-from gpipe.planner.search.shapes import AUTO
 from gpipe.recipes.options.training import Count, NotNegative, out_of_bounds, refuse
 from gpipe.schedule.schedules import SCHEDULES
-from gpipe.schedule.schedules.by_name import unknown
+from gpipe.schedule.schedules.by_name import unknown_schedule
 
 IMAGE = (3, 224, 224)
 NETWORKS: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {
@@ -72,7 +72,7 @@ def plan(
     with ending_by_mistakes():
         problems = [*_mistakes(model, size), *out_of_bounds(plan, {"batch": batch, **settled})]
         if schedule not in (None, *SCHEDULES, AUTO):
-            problems.append(f"{unknown(schedule)}, and {AUTO!r}")
+            problems.append(unknown_schedule(schedule, AUTO))
         if not devices:
             problems.append("--devices has none: give at least one, as 4xtpuv2")
         try:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from gpipe.cli import ending_by_mistakes
 from gpipe.cli.schedule import COLORFUL
-from gpipe.planner.search.device import lasts
+from gpipe.planner.search.units import format_seconds
 from gpipe.profiling import Report, breakdown_lines, read_report, report_html, typical_svg, write_picture
 from gpipe.profiling.lanes import fitted, legend, panel
 from gpipe.profiling.stored import NAME
@@ -66,7 +66,7 @@ def _show(report: Report, console: Console) -> None:
         ruler = fitted(drawn.values(), console.width)
         for title, timeline in drawn.items():
             idle = f"{timeline.idle_share():.1%} not computing"
-            console.print(f"\n{title}: {lasts(timeline.seconds)}, {idle}", style="bold" if colored else "")
+            console.print(f"\n{title}: {format_seconds(timeline.seconds)}, {idle}", style="bold" if colored else "")
             console.print(*panel(timeline, ruler, colored=colored, unit="ms"), sep="\n", soft_wrap=True)
         console.print(*legend(drawn.values(), colored=colored), sep="\n")
     if report.shares and report.timelines:

@@ -12,8 +12,8 @@ from gpipe.profiling import timelines_svg
 from gpipe.profiling.lanes import find_ruler, legend, panel, peak_in_words, words
 from gpipe.recipes.options.training import NotNegative, Positive, out_of_bounds, refuse
 from gpipe.schedule.cost import StageCost
+from gpipe.schedule.large_tables import LargeTable
 from gpipe.schedule.lower import place_shards
-from gpipe.schedule.many import Many
 from gpipe.schedule.program import Program, Table
 from gpipe.schedule.schedules import SCHEDULES
 from gpipe.schedule.schedules.by_name import table_of
@@ -41,7 +41,7 @@ class Drawn(NamedTuple):
         ranks = len(self.table)
         each = self.program.stages // ranks
         held = f" of {each} stages" if each > 1 else ""
-        return f"{self.name}: {ranks} rank{'s' * (ranks > 1)}{held}, {self.program.words}"
+        return f"{self.name}: {ranks} rank{'s' * (ranks > 1)}{held}, {self.program.micro_batches_text}"
 
 
 def schedule(
@@ -106,7 +106,7 @@ def schedule(
             program = Program.of(rows, micro_batches * cut, rank_of=placement, slices=cut)
             program = place_shards(program, range(len(placement)) if gather else ())
             if large and isinstance(table, Rows):
-                timed = Many(table, placement).figures(costs)
+                timed = LargeTable(table, placement).figures(costs)
             else:
                 timed = figures(program, costs)
             drawn.append(Drawn(one, program.table if gather else table, program, timed))

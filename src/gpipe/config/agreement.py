@@ -27,8 +27,8 @@ from gpipe.config.settings import Settings
 from gpipe.distributed.agree import agree
 from gpipe.distributed.mesh import Position, find_position
 from gpipe.distributed.rendezvous import BUILDING, LINKING, Rendezvous
-from gpipe.planner.search.found import Plan
-from gpipe.planner.search.shapes import AUTO
+from gpipe.planner.search.candidates import AUTO
+from gpipe.planner.search.plan import Plan
 from gpipe.schedule.schedules import Placement
 from gpipe.stages.buffers import Slot
 from gpipe.stages.digest import checksum

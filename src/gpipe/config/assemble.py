@@ -20,7 +20,7 @@ from gpipe.distributed.processes import OneProcess, Processes
 from gpipe.distributed.rendezvous import Rendezvous
 from gpipe.distributed.survivors import Meeting, Survivors, variables
 from gpipe.distributed.sync_batchnorm import find_norms
-from gpipe.planner.search.found import Plan
+from gpipe.planner.search.plan import Plan
 from gpipe.runtime.pipeline_stages import PipelineStages
 from gpipe.schedule.lowering import Lowering
 from gpipe.schedule.schedules import Placement

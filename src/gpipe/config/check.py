@@ -18,22 +18,22 @@ from gpipe.config.options import BatchNorm, Driver, Processes, Remat, read_drive
 from gpipe.config.settings import Settings
 from gpipe.distributed.mesh import Position, world_size
 from gpipe.errors import int_remedy, is_count
-from gpipe.planner.search.found import Plan
-from gpipe.planner.search.shapes import AUTO
+from gpipe.planner.search.candidates import AUTO
+from gpipe.planner.search.plan import Plan
 from gpipe.schedule import lower
 from gpipe.schedule.partition import Balance
-from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, ScheduleError, too_many
+from gpipe.schedule.program import MAX_MICRO_BATCHES, Program, ScheduleError, too_many_micro_batches
 from gpipe.schedule.schedules import SCHEDULES, Placement, Schedule
 from gpipe.schedule.schedules.by_name import (
     Interleaved,
     Maker,
     Named,
     Sliced,
-    made_by,
-    named,
-    only,
-    unknown,
-    without_table,
+    no_table,
+    schedule_of,
+    schedule_of_function,
+    schedule_of_program,
+    unknown_schedule,
 )
 from gpipe.stages.invalid_layers import find_invalid_layers
 from gpipe.stages.remote_layers import Outline, find_without_values
@@ -350,13 +350,13 @@ def read_schedule(asked: Arguments, mistakes: Mistakes) -> Schedule:
         if wanted == AUTO:
             found = SCHEDULES["gpipe"]
         elif isinstance(wanted, str | Interleaved | Sliced):
-            found = named(wanted)
+            found = schedule_of(wanted)
         elif isinstance(wanted, Program):
-            found = only(wanted)
+            found = schedule_of_program(wanted)
         elif callable(wanted):
-            found = made_by(wanted, asked.micro_batches)
+            found = schedule_of_function(wanted, asked.micro_batches)
         else:
-            mistakes.append(f"{unknown(wanted)}, a Program, or a function of K and M that gives one")
+            mistakes.append(f"{unknown_schedule(wanted)} Or pass a Program, or a function of K and M.")
             found = SCHEDULES["gpipe"]
     except ValueError as error:
         is_program, is_name = isinstance(error, ScheduleError), isinstance(wanted, str)
@@ -406,10 +406,10 @@ def _read_placement(asked: Arguments, schedule: Schedule, layers: int, mistakes:
     number = m * schedule.slices if is_count(m) else 0
     if placement is None:
         mistakes.append(f"schedule: {schedule.name} is not for K={ranks} ranks")
-    elif number > MOST_MICRO_BATCHES:
-        mistakes.append(too_many(number))
+    elif number > MAX_MICRO_BATCHES:
+        mistakes.append(too_many_micro_batches(number))
     elif number and schedule.slices == 1 and not schedule.table(placement, m):
-        mistakes.append(without_table(schedule, placement, m))
+        mistakes.append(no_table(schedule, placement, m))
     return placement or ()
 
 

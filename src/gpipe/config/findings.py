@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 from gpipe._torch.modules import AnyBatchNorm
 from gpipe.config.settings import Settings
 from gpipe.distributed.processes import OneProcess
-from gpipe.planner.search.device import lasts
-from gpipe.planner.search.found import Plan
+from gpipe.planner.search.plan import Plan
+from gpipe.planner.search.units import format_seconds
 from gpipe.runtime.run import Run
 from gpipe.schedule.action import Kind
 from gpipe.schedule.program import Program
@@ -149,7 +149,7 @@ def _balance(plan: Plan) -> Iterator[str]:
     over_mean, least = f"{found.imbalance:.1f}%", f"{found.gap:.1f}%"
     cuts = "" if over_mean == least else f", {least} more than any cuts must cost"
     yield f"the slowest stage costs {over_mean} more than the mean{cuts}"
-    if (layer := found.obstacle) is not None and (share := found.chain.costs[layer] / found.mean) >= 0.01:
+    if (layer := found.obstacle) is not None and (share := found.layer_costs.costs[layer] / found.mean) >= 0.01:
         yield f"in the way of better cuts: layer {plan.names[layer]}, {share:.0%} of a mean stage"
 
 
@@ -185,6 +185,6 @@ def _step(schedule: Schedule, plan: Plan, prediction: Prediction) -> Iterator[st
     )
     if plan.least_seconds is not None:
         yield from plan.compared()
-    takes = f"{lasts(prediction.timeline.seconds)}, " if prediction.unit == "seconds" else ""
+    takes = f"{format_seconds(prediction.timeline.seconds)}, " if prediction.unit == "seconds" else ""
     idle = f"{takes}{prediction.bubble:.1%} of it idle"
     yield f"predicted step: {idle}, recomputes counted, if each partition has a device"

@@ -16,18 +16,18 @@ from gpipe.config.options import Threads
 from gpipe.config.settings import Settings
 from gpipe.planner.measure import as_in_training, measure_each, measure_host, measure_seconds
 from gpipe.planner.profile import UncountableError, count_flops, count_parameters, profile_layers
-from gpipe.planner.search.cuts import partition
-from gpipe.planner.search.cutting import MOST_CUTS_TRIED, MOST_TIMED_ACTIONS, fastest_cuts
+from gpipe.planner.search.balance import partition
+from gpipe.planner.search.candidates import AUTO, Choices
 from gpipe.planner.search.device import Device
-from gpipe.planner.search.fitting import fits, fitting_remat, offloading
-from gpipe.planner.search.found import CostsBy, Plan
+from gpipe.planner.search.fitting import choose_offload, fits, fitting_remat
+from gpipe.planner.search.plan import CostsBy, Plan
 from gpipe.planner.search.profile import NOTHING, LayerProfile, Line, Profile
 from gpipe.planner.search.search import search
-from gpipe.planner.search.shapes import AUTO, Choices
+from gpipe.planner.search.trial import MAX_SPLITS_TRIED, MAX_TIMED_ACTIONS, fastest_sizes
 from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import LayerSeconds, StageCost, stage_cost
 from gpipe.schedule.lower import join_backwards, place_recompute
-from gpipe.schedule.partition import Partition, given
+from gpipe.schedule.partition import Partition
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Placement, Schedule, table_in_training
 from gpipe.schedule.schedules.by_name import Named
@@ -110,7 +110,7 @@ def _cut(asked: Arguments, settings: Settings, placement: Placement, remat: Rema
         if len(placement) > len(devices):
             cuts = _cut_for_ranks(asked, schedule, placement, remat, cuts, costs_of)
     else:
-        cuts = given(asked.partitions, work)
+        cuts = Partition.of_sizes(asked.partitions, work)
     costs = costs_of(cuts)
     held, limits = None, list[float]()
     if asked.fits_remat:
@@ -124,12 +124,12 @@ def _cut(asked: Arguments, settings: Settings, placement: Placement, remat: Rema
         with suppress(UncountableError):  # then the prediction has no moves to the host, as without a sample
             held = _count(layers, sample, cuts, splits)
     if held is not None:
-        costs = tuple(cost.holding(own) for cost, own in zip(costs, held, strict=True))
+        costs = tuple(cost.with_bytes_of(own) for cost, own in zip(costs, held, strict=True))
         if measured is not None:
             speed = measure_host(devices[0])
-            costs = tuple(replace(cost, move=cost.inside / speed) for cost in costs)
+            costs = tuple(replace(cost, move=cost.activations / speed) for cost in costs)
             if asked.fits_remat:
-                remat = offloading(_bare(schedule, placement, asked.micro_batches), costs, limits, remat)
+                remat = choose_offload(_bare(schedule, placement, asked.micro_batches), costs, limits, remat)
     is_named = isinstance(asked.schedule, Named)
     return Plan(
         micro_batches=asked.micro_batches,
@@ -140,7 +140,7 @@ def _cut(asked: Arguments, settings: Settings, placement: Placement, remat: Rema
         table=None if is_named else _bare(schedule, placement, asked.micro_batches),
         remat=remat,
         names=tuple(settings.layers),
-        work=tuple(cuts.chain.costs),
+        work=tuple(cuts.layer_costs.costs),
         costs=costs,
         costs_by="time" if measured is not None else costs_by(_costs_of(asked, settings)),
         counted=held is not None,
@@ -180,18 +180,18 @@ def _cut_for_ranks(
 
     Balanced stages would not balance the ranks, nor how long these wait for each other.
     """
-    work = balanced.chain.costs
+    work = balanced.layer_costs.costs
     program = _bare(schedule, placement, asked.micro_batches)
-    if len(program.actions) * MOST_CUTS_TRIED > MOST_TIMED_ACTIONS:
+    if len(program.actions) * MAX_SPLITS_TRIED > MAX_TIMED_ACTIONS:
         program = _typical(schedule, placement, asked.micro_batches)
     simulator = Simulator(place_recompute(program, remat))
 
     def seconds(layers: tuple[int, ...]) -> float:
-        return simulator.seconds(costs_of(given(layers, work)))
+        return simulator.seconds(costs_of(Partition.of_sizes(layers, work)))
 
     starts = [balanced.layers, partition(work, len(placement), balance="minmax").layers]
-    attempts = max(MOST_CUTS_TRIED, MOST_TIMED_ACTIONS // len(program.actions))
-    return given(fastest_cuts(starts, seconds, attempts), work)
+    attempts = max(MAX_SPLITS_TRIED, MAX_TIMED_ACTIONS // len(program.actions))
+    return Partition.of_sizes(fastest_sizes(starts, seconds, attempts), work)
 
 
 def costs_by(costs: Costs) -> CostsBy:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from gpipe.config.settings import Settings
-from gpipe.planner.search.found import Plan
+from gpipe.planner.search.plan import Plan
 from gpipe.stages.shared_weights import find_shared
 
 SCALED = (

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from gpipe.config.options import BatchNorm, Driver
-from gpipe.planner.search.found import Plan
+from gpipe.planner.search.plan import Plan
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import Schedule
-from gpipe.schedule.schedules.by_name import named, only
+from gpipe.schedule.schedules.by_name import schedule_of, schedule_of_program
 from gpipe.stages.shared_weights import Tied
 from gpipe.tracing.model import TracedModel
 
@@ -30,4 +30,6 @@ class Settings:
     def following(self, plan: Plan) -> "Settings":
         """The settings with the schedule of a plan."""
         found = plan.as_schedule()
-        return replace(self, schedule=(only(found) if isinstance(found, Program) else named(found)).once())
+        return replace(
+            self, schedule=(schedule_of_program(found) if isinstance(found, Program) else schedule_of(found)).once()
+        )

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.schedule.schedules.by_name import Named
-from gpipe.schedule.schedules.by_name import named as schedule_of
+from gpipe.schedule.schedules.by_name import Named, schedule_of
 
 try:
     from lightning.fabric.utilities import move_data_to_device

@@ -43,7 +43,7 @@ UNCOUNTABLE = (
     "costs that are timed or given, and remat='always', 'never' or 'offload'. A search, schedule='auto', "
     "remat='auto' and costs='flops' need the count"
 )
-COUNTED_BYTES = ("boundary", "inside", "keeps_input", "working", "leaving")
+COUNTED_BYTES = ("boundary", "activations", "keeps_input", "working", "leaving")
 _LEAST = 1e-9  # no layer costs nothing
 
 
@@ -58,7 +58,7 @@ class LayerCounts:
     forward: float = 0.0
     backward: float = 0.0
     boundary: float = 0.0
-    inside: float = 0.0
+    activations: float = 0.0
     keeps_input: float = 0.0
     working: float = 0.0
     leaving: float = 0.0
@@ -269,7 +269,7 @@ class _Run:
             found = LayerCounts(forward=float(counter.get_total_flops()), boundary=_bytes(entering))
             leaving = _storages(tensors_in(output))
             found.keeps_input = _bytes({at: storage for at, storage in entering.items() if at in saved})
-            found.inside = _bytes(saved) - found.keeps_input
+            found.activations = _bytes(saved) - found.keeps_input
             found.leaving = _bytes(leaving if is_last else {at: s for at, s in leaving.items() if at not in saved})
             watch.end(gradients=())
             before = watch.held

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from itertools import product
 from statistics import fmean
 
-from gpipe.planner.search.cuts import partition
-from gpipe.planner.search.cutting import fastest_cuts
+from gpipe.planner.search.balance import partition
+from gpipe.planner.search.trial import fastest_sizes
 from gpipe.profiling.breakdown import Breakdown, on_paper, program_of_run, replicas_of
 from gpipe.profiling.memory import OtherProcesses
 from gpipe.schedule.action import COMPUTE, Kind
-from gpipe.schedule.partition import Partition, given
+from gpipe.schedule.partition import Partition
 from gpipe.schedule.program import Program
 from gpipe.schedule.timeline import Timeline
 
@@ -194,10 +194,10 @@ def _other_cuts(steps: RecordedSteps, program: Program, seconds: Seconds) -> tup
     name = f"Stage {program.rank_of.index(slowest)}" if one_each else f"Rank {slowest}"
     longer = f"{name} takes {loads[slowest] / mean - 1:.0%} longer than the mean {name.split()[0].lower()}"
     stage_of = [stage for stage, layers in enumerate(cuts.layers) for _ in range(layers)]
-    totals = [float(sum(cuts.chain.costs[first:end])) for first, end in cuts.bounds]
+    totals = [float(sum(cuts.layer_costs.costs[first:end])) for first, end in cuts.bounds]
     shares = [  # of each layer in its stage
         float(cost) / totals[stage] if totals[stage] else 1 / cuts.layers[stage]
-        for cost, stage in zip(cuts.chain.costs, stage_of, strict=True)
+        for cost, stage in zip(cuts.layer_costs.costs, stage_of, strict=True)
     ]
     costs = [stages[stage] * share for stage, share in zip(stage_of, shares, strict=True)]
     each = _backwards_either_way(seconds, program.stages)
@@ -205,7 +205,7 @@ def _other_cuts(steps: RecordedSteps, program: Program, seconds: Seconds) -> tup
     def moved(layers: Sequence[int]) -> Seconds:
         """What actions would take with other cuts."""
         found: defaultdict[tuple[int, Kind], float] = defaultdict(float)
-        for stage, (first, end) in enumerate(given(layers, costs).bounds):
+        for stage, (first, end) in enumerate(Partition.of_sizes(layers, costs).bounds):
             for layer, kind in product(range(first, end), COMPUTE):
                 found[stage, kind] += each.get((stage_of[layer], kind), 0.0) * shares[layer]
         return found
@@ -213,7 +213,7 @@ def _other_cuts(steps: RecordedSteps, program: Program, seconds: Seconds) -> tup
     best = partition(costs, len(stages), balance="minmax").layers
     if not one_each:
         attempts = max(FEWEST_ATTEMPTS, MOST_TIMED_ACTIONS // len(program.actions))
-        best = fastest_cuts([cuts.layers, best], lambda layers: _length(program, moved(layers)), attempts)
+        best = fastest_sizes([cuts.layers, best], lambda layers: _length(program, moved(layers)), attempts)
     if best == cuts.layers:
         better = "no cuts are better" if steps.measured else BY_GUESS
         rank_of = program.rank_of

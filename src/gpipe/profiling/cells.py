@@ -10,8 +10,8 @@ from html import escape
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from gpipe.planner.search.device import bytes_text, lasts
-from gpipe.planner.search.found import Plan
+from gpipe.planner.search.plan import Plan
+from gpipe.planner.search.units import format_bytes, format_seconds
 from gpipe.profiling import svg
 from gpipe.profiling.advice import explain
 from gpipe.profiling.breakdown import NOTHING
@@ -44,11 +44,11 @@ def prediction(drawn: Prediction) -> str:
     """What a step is predicted to take, and ranks to hold."""
     seconds, is_timed = drawn.timeline.seconds, drawn.unit == "seconds"
     title = f"predicted step: {_size(drawn.program)}"
-    took = lasts(seconds) if is_timed else f"{seconds:,.7g} units, of which a layer of cost 1 takes one"
+    took = format_seconds(seconds) if is_timed else f"{seconds:,.7g} units, of which a layer of cost 1 takes one"
     text = [f"a step takes {took}; ranks are idle for {drawn.bubble:.1%} of it"]
     if not is_timed:
         text.append("in seconds it is known where layers are measured, on a sample")
-    text += (f"rank {rank} holds {bytes_text(peak)} at most" for rank, peak in enumerate(drawn.peak_bytes or ()))
+    text += (f"rank {rank} holds {format_bytes(peak)} at most" for rank, peak in enumerate(drawn.peak_bytes or ()))
     return _cell(svg.timelines_svg({title: drawn.timeline}, "ms" if is_timed else "", small=True), title, text)
 
 
@@ -81,7 +81,7 @@ def pipe(drawn: "GPipe") -> str:
 
 
 def _size(program: Program, what: str = "rank") -> str:
-    return f"{program.ranks} {what}{'s' * (program.ranks != 1)}, {program.words}"
+    return f"{program.ranks} {what}{'s' * (program.ranks != 1)}, {program.micro_batches_text}"
 
 
 def _cell(picture: str, title: str, texts: Sequence[str]) -> str:

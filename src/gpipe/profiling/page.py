@@ -12,7 +12,7 @@ from itertools import cycle
 from math import isfinite
 from string import Template
 
-from gpipe.planner.search.device import bytes_text, lasts
+from gpipe.planner.search.units import format_bytes, format_seconds
 from gpipe.profiling.breakdown import MEANING, percentages
 from gpipe.profiling.stored import Report
 from gpipe.profiling.svg import COLORS, THIN, is_bright, kinds_in, most_stages, note_of, nth_stages, read_own, shade
@@ -141,20 +141,20 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
     predicted, losses = report.predicted, report.losses
     if report.timelines:
         typical, steps = report.timelines[report.typical], len(report.timelines)
-        yield "step", lasts(typical.seconds), f"median of {steps}" if steps > 1 else ""
+        yield "step", format_seconds(typical.seconds), f"median of {steps}" if steps > 1 else ""
         beside = "of all ranks’ time"
         if predicted is not None:
             ratio = typical.seconds / predicted.seconds
             more = f"{percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"
             more = f"{ratio:.1f} times as long" if ratio >= 2 else more
-            yield "predicted", lasts(predicted.seconds), f"it took {more}"
+            yield "predicted", format_seconds(predicted.seconds), f"it took {more}"
             beside = f"predicted {percent(predicted.idle_share())}"
         yield "not computing", percent(typical.idle_share()), beside
     elif predicted is not None:
-        yield "predicted step", lasts(predicted.seconds), f"idle {percent(predicted.idle_share())}"
+        yield "predicted step", format_seconds(predicted.seconds), f"idle {percent(predicted.idle_share())}"
     if report.memory:
         peaks = [sum(parts.values()) for parts in report.memory]
-        yield "peak memory", bytes_text(max(peaks)), f"rank {peaks.index(max(peaks))}" if len(peaks) > 1 else ""
+        yield "peak memory", format_bytes(max(peaks)), f"rank {peaks.index(max(peaks))}" if len(peaks) > 1 else ""
     if losses:
         yield "last loss", f"{losses[-1]:.4g}", f"from {losses[0]:.4g}" if len(losses) > 1 else ""
 
@@ -184,7 +184,9 @@ def _step_choice(report: Report) -> Iterator[str]:
     yield f'<fieldset id="steps"><legend>steps{few if len(shown) < len(report.timelines) else ""}</legend><div>'
     for step in shown:
         seconds = report.timelines[step].seconds
-        label = f"step {step + 1}: {lasts(seconds)}" + (", the typical one" if step == report.typical else "")
+        label = f"step {step + 1}: {format_seconds(seconds)}" + (
+            ", the typical one" if step == report.typical else ""
+        )
         checked = " checked" if step == report.typical else ""
         radio = f'<input type="radio" name="step" value="{step + 1}"{checked} aria-label="{label}">'
         yield f'<label title="{label}">{radio}<i style="height:{seconds / longest:.1%}"></i></label>'
@@ -203,7 +205,7 @@ def _breakdown(report: Report) -> Iterator[str]:
     yield '<div class="wide"><table><thead><tr><th>part</th><th class="number">share</th>'
     yield '<th class="number">time</th></tr></thead><tbody>' if whole else "</tr></thead><tbody>"
     for name, share in shares.items():
-        took = f'<td class="number">{lasts(share * sum(whole) / len(whole))}</td>' if whole else ""
+        took = f'<td class="number">{format_seconds(share * sum(whole) / len(whole))}</td>' if whole else ""
         meaning = f"<small>{escape(MEANING[name])}</small>" if name in MEANING else ""
         yield (
             f'<tr><th scope="row"><i style="background:{colors[name]}"></i>{escape(name)}{meaning}</th>'
@@ -227,11 +229,11 @@ def _memory(report: Report) -> Iterator[str]:
     colors = dict(zip(names, cycle(COLORS.values()), strict=False))
     most = max((sum(parts.values()) for parts in report.memory), default=0)
     for rank, parts in enumerate(report.memory):
-        text = ", ".join(f"{escape(name)} {bytes_text(count)}" for name, count in parts.items())
-        yield f'<div class="rank"><p><b>rank {rank}</b><span>{bytes_text(sum(parts.values()))}</span></p>'
+        text = ", ".join(f"{escape(name)} {format_bytes(count)}" for name, count in parts.items())
+        yield f'<div class="rank"><p><b>rank {rank}</b><span>{format_bytes(sum(parts.values()))}</span></p>'
         yield from _bar(parts, colors, most)
         if "inside" in parts and report.predicted_memory:
-            text += f"; {bytes_text(report.predicted_memory[rank])} predicted"
+            text += f"; {format_bytes(report.predicted_memory[rank])} predicted"
         yield f"<small>{text}</small></div>"
     if names:
         yield from _legend((escape(name), colors[name]) for name in names)

@@ -27,7 +27,7 @@ from gpipe.runtime.compiled_table import CompiledAction
 from gpipe.runtime.feature import Work
 from gpipe.runtime.run import Rank, Run
 from gpipe.schedule.action import COMPUTE
-from gpipe.schedule.program import in_cell
+from gpipe.schedule.program import notebook_html
 from gpipe.schedule.timeline import Timeline, steps_among
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class Recording(Recorder):
         return "\n".join(filter(None, (str(self.breakdown()), self.beside_prediction())))
 
     def _repr_html_(self) -> str | None:
-        return in_cell("recording", self)
+        return notebook_html("recording", self)
 
     def beside_prediction(self) -> str:
         """What was predicted of a step beside what it took, and why, if that is another; empty without prediction."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 from xml.sax.saxutils import escape, quoteattr
 
-from gpipe.planner.search.device import lasts
+from gpipe.planner.search.units import format_seconds
 from gpipe.profiling.stored import Report
 from gpipe.schedule.action import MOVES, NAMES, SHARDS, TRANSFERS, Kind
 from gpipe.schedule.timeline import Timeline
@@ -143,7 +143,7 @@ def timelines_svg(
     said = {}
     panels, y = list[str](), float(PAD)
     for (title, timeline), part in zip(timelines.items(), parts, strict=True):
-        said[title] = f"{lasts(timeline.seconds, unit)}, utilization {1 - timeline.idle_share():.0%}"
+        said[title] = f"{format_seconds(timeline.seconds, unit)}, utilization {1 - timeline.idle_share():.0%}"
         head = escape(_head(title, timeline, part, scale))
         panels.append(f'<text class="title" x="{PAD}" y="{y + 14:g}">{head}</text>')
         panels.append(f'<text class="right" x="{width - RIGHT:g}" y="{y + 14:g}">{said[title]}</text>')
@@ -187,7 +187,7 @@ def _head(title: str, timeline: Timeline, part: Timeline, scale: Scale) -> str:
     if part.ranks < timeline.ranks:
         title += f"; ranks 0 to {part.ranks - 1} of {timeline.ranks}"
     if part.seconds < timeline.seconds:
-        title += f"; the first {lasts(part.seconds, scale.unit)}"
+        title += f"; the first {format_seconds(part.seconds, scale.unit)}"
     return title
 
 

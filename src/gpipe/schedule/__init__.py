@@ -1,1 +1,1 @@
-"""What will be done, as data: actions, rules, laws, lowering, the ten schedules, the simulator."""
+"""Pipeline schedules as data: actions, dependencies, laws, schedules, completion to programs, and simulation."""

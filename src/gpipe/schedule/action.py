@@ -1,4 +1,4 @@
-"""What a pipeline does, as data: the kinds of action, the routes tensors take, one action of the table."""
+"""The actions of a pipeline as data: kinds of action, routes of tensors, and single actions."""
 
 import re
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What is done; the value is how the action prints.
+    """The kind of an action. The value is the text that printed actions use.
 
     >>> Kind.RECOMPUTE.value, Kind("SEND").name
     ('R', 'SEND')
@@ -15,31 +15,32 @@ class Kind(Enum):
 
     FORWARD = "F"
     RECOMPUTE = "R"
-    BACKWARD = "B"  # of inputs and weights at once
+    BACKWARD = "B"  # gradients of inputs and weights
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
     SEND = "SEND"
     RECEIVE = "RECEIVE"
-    OFFLOAD = "OFFLOAD"  # what a forward keeps goes to the host
-    FETCH = "FETCH"  # and comes back for its backward
-    UNSHARD = "UNSHARD"  # weights of a stage that are spread over replicas are gathered from them
-    RESHARD = "RESHARD"  # and freed
-    REDUCE = "REDUCE"  # closing: gradients over data-parallel replicas
-    TIE = "TIE"  # closing: gradients of shared weights
-    COMMIT = "COMMIT"  # closing: deferred BatchNorm statistics
+    OFFLOAD = "OFFLOAD"  # moves activations to host memory
+    FETCH = "FETCH"  # moves offloaded activations back before the backward pass
+    UNSHARD = "UNSHARD"  # all-gathers the sharded weights of a stage
+    RESHARD = "RESHARD"  # frees the gathered weights
+    REDUCE = "REDUCE"  # closing: reduces gradients over data-parallel replicas
+    TIE = "TIE"  # closing: adds up the gradients of shared weights
+    COMMIT = "COMMIT"  # closing: updates deferred BatchNorm statistics
 
-    __hash__ = object.__hash__  # members are single objects, and each Action hashes one: twice as fast as Enum's own
+    __hash__ = object.__hash__  # Members are singletons. Hashing is hot, and this is twice as fast as Enum.__hash__.
 
 
 TRANSFERS = frozenset({Kind.SEND, Kind.RECEIVE})
 CLOSING = frozenset({Kind.REDUCE, Kind.TIE, Kind.COMMIT})
+"""Actions that a stage executes once per mini-batch, after the actions that they depend on."""
 MOVES = frozenset({Kind.OFFLOAD, Kind.FETCH})
-"""What a rank begins and, while it goes on, is done beside: one at a time, each when the one before is done."""
+"""Asynchronous copies to and from host memory. A rank runs one at a time, in order, while it continues."""
 SHARDS = frozenset({Kind.UNSHARD, Kind.RESHARD})
 EXCHANGES = SHARDS | {Kind.REDUCE, Kind.TIE}
-"""Performed by several processes together, without SEND and RECEIVE."""
+"""Actions that several processes execute together, without SEND and RECEIVE."""
 OVERLAPPED = frozenset({Kind.UNSHARD, Kind.REDUCE})
-"""Exchanges that a rank starts, and waits for before the next action of their stage, or at the end of its actions."""
+"""Exchanges that a rank starts without waiting. It waits before the stage's next action, or at the end."""
 COMPUTE = frozenset(Kind) - TRANSFERS - CLOSING - MOVES - SHARDS
 
 NAMES = {
@@ -58,13 +59,15 @@ NAMES = {
     Kind.TIE: "add shared gradients",
     Kind.COMMIT: "commit statistics",
 }
-"""What the kinds are called in every report, and the order in which they are listed."""
+"""The names of the kinds in all reports, in the order in which reports list them."""
 
 MAIN = "x"
 
 
 class Slice(int):
-    """The number of a slice among all slices of all micro-batches, `of` of each; prints as micro-batch and slice.
+    """The number of a slice among the slices of all micro-batches. Prints as `micro-batch.slice`.
+
+    `of` is the number of slices of each micro-batch.
 
     >>> str(Slice(6, of=4)), Slice(6, of=4) == 6
     ('1.2', True)
@@ -77,7 +80,7 @@ class Slice(int):
         made.of = of
         return made
 
-    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]  # int's own has no second
+    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]  # int.__getnewargs__ returns one value
         return int(self), self.of
 
     def __str__(self) -> str:
@@ -85,9 +88,9 @@ class Slice(int):
 
 
 def nth_backward(number: int, slices: int) -> int:
-    """The n-th of what a stage runs backward, of micro-batches in so many slices: in each the last slice comes first.
+    """Returns the number of the slice that a stage runs backward as its n-th.
 
-    And the other way round, by its number, which it is in turn.
+    Micro-batches run in order, and the slices of each in reverse order. The function is its own inverse.
 
     >>> [nth_backward(number, slices=3) for number in range(6)]
     [2, 1, 0, 5, 4, 3]
@@ -97,9 +100,9 @@ def nth_backward(number: int, slices: int) -> int:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Route:
-    """A tensor's way from stage to stage; its gradient takes the same way back.
+    """The route of a tensor from one stage to a later stage. Its gradient takes the same route back.
 
-    The main line from each stage to the next is the route named `x`; a skip connection has its own name.
+    The main route from each stage to the next is named `x`. Each skip connection has its own name.
 
     >>> str(Route(0, 1)), str(Route(0, 2, "early/5"))
     ('x:0>1', 'early/5:0>2')
@@ -111,19 +114,18 @@ class Route:
 
     def __post_init__(self) -> None:
         if self.name.split() != [self.name] or set(self.name) & set("@:"):
-            raise ValueError(f"{self.name!r} cannot name a route: a name is not empty and has no space, @ or :")
+            raise ValueError(f"Route: name={self.name!r} is invalid. Use a name without spaces, '@' and ':'.")
 
     def __str__(self) -> str:
         return f"{self.name}:{self.source}>{self.target}"
 
 
 class Action(NamedTuple):
-    """One thing done at one stage to one micro-batch; prints as `2F0` (stage 2, forward, micro-batch 0).
+    """One action of one stage, usually on one micro-batch. Prints as `2F0` (stage 2, forward, micro-batch 0).
 
-    Where micro-batches are cut into slices, `micro_batch` is a `Slice`, of all: `2F0.1`.
-
-    A transfer also names its route, `0SEND3@x:0>1`; sent from the route's target it carries the gradient back.
-    A closing action has no micro-batch, nor have UNSHARD and RESHARD: `2COMMIT`.
+    - With slices, `micro_batch` is a `Slice`: `2F0.1`.
+    - A SEND or RECEIVE also has a route: `0SEND3@x:0>1`. It carries a gradient if it goes from target to source.
+    - Closing actions, UNSHARD and RESHARD have no micro-batch: `2COMMIT`.
 
     >>> action = parse_action("1SEND3@x:0>1")
     >>> action.carries_gradient, str(action.peer)
@@ -142,13 +144,13 @@ class Action(NamedTuple):
 
     @property
     def carries_gradient(self) -> bool:
-        """Whether this transfer goes against its route, with the gradient."""
+        """Whether this transfer carries a gradient, against the direction of its route."""
         route = self.route
         return route is not None and self.stage != (route.source if self.kind is Kind.SEND else route.target)
 
     @property
     def peer(self) -> "Action":
-        """The other half of this transfer: the RECEIVE of a SEND, the SEND of a RECEIVE."""
+        """The other half of this transfer: the RECEIVE of a SEND, or the SEND of a RECEIVE."""
         assert self.route is not None
         kind = Kind.RECEIVE if self.kind is Kind.SEND else Kind.SEND
         return Action(kind, self.route.source + self.route.target - self.stage, self.micro_batch, self.route)
@@ -159,16 +161,16 @@ _ACTION = re.compile(rf"(\d+)([A-Z]+)(?:(\d+)(?:\.(\d+))?)?(?:@({_ROUTE}))?")
 
 
 def parse_route(text: str) -> Route:
-    """Reads a route back from its printed form."""
+    """Returns the route that prints as this text."""
     match = re.fullmatch(_ROUTE, text)
     if match is None:
-        raise ValueError(f"{text!r} is not a route; a route looks like x:0>1")
+        raise ValueError(f"{text!r} is not a route. Write routes like x:0>1.")
     name, source, target = match.groups()
     return Route(int(source), int(target), name)
 
 
 def parse_action(text: str, slices: int = 1) -> Action:
-    """Reads an action back from its printed form, of micro-batches in so many slices.
+    """Returns the action that prints as this text, if each micro-batch has this many slices.
 
     >>> parse_action("2F0")
     Action(kind=<Kind.FORWARD: 'F'>, stage=2, micro_batch=0, route=None)
@@ -176,13 +178,15 @@ def parse_action(text: str, slices: int = 1) -> Action:
     '2F1.3'
 
     Raises:
-        ValueError: The text is not an action.
+        ValueError: If the text is not an action.
     """
     match = _ACTION.fullmatch(text)
     if match is None or match[2] not in {kind.value for kind in Kind}:
-        raise ValueError(f"{text!r} is not an action; an action looks like 2F0, 0SEND3@x:0>1 or 2COMMIT")
-    stage, kind, micro_batch, at, route = match.groups()[:5]
-    if (slices > 1 and micro_batch is not None) != (at is not None) or int(at or 0) >= slices:
-        raise ValueError(f"{text!r} is not an action where slices={slices}")
-    number = Slice(int(micro_batch) * slices + int(at), slices) if at else int(micro_batch) if micro_batch else None
+        raise ValueError(f"{text!r} is not an action. Write actions like 2F0, 0SEND3@x:0>1 or 2COMMIT.")
+    stage, kind, micro_batch, part, route = match.groups()[:5]
+    if (slices > 1 and micro_batch is not None) != (part is not None) or int(part or 0) >= slices:
+        raise ValueError(f"{text!r} is not an action with slices={slices}. Write 2F0.0 for slice 0 of micro-batch 0.")
+    number = None if micro_batch is None else int(micro_batch)
+    if number is not None and part:
+        number = Slice(number * slices + int(part), slices)
     return Action(Kind(kind), int(stage), number, parse_route(route) if route else None)

@@ -1,4 +1,4 @@
-"""Costs of actions, in seconds and bytes by stage."""
+"""The costs of actions: seconds and bytes of each stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -6,20 +6,38 @@ from typing import NamedTuple, assert_never
 
 from gpipe.schedule.action import Action, Kind
 
-VERIFIED = 2  # micro-batches of a verified step that are recorded and replayed
+VERIFIED_MICRO_BATCHES = 2  # the number of micro-batches that a verified step records and replays
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one micro-batch costs at one stage, in seconds and bytes; a tie or reduction, what a mini-batch does.
+    """The seconds and bytes that one micro-batch costs at one stage. `tie` and `reduce` are per mini-batch.
 
-    `boundary` is what a stage keeps of a micro-batch though it recomputes it, above all what crosses into it;
-    `inside` what a forward keeps beside for the backward of its own stage, `working` what that backward needs beside
-    both; `handed_on` and `handed_back` what its forward and its backward send to others; `state` the weights,
-    gradients and optimizer state, whatever the micro-batches, and of sharded ones no more than the shards: `gathered`
-    are those when they are gathered, and so many bytes have their gradients too. Of a backward in two parts `late` is
-    what the first leaves for the second, `working_input` and `working_weight` what they need beside. `recorded` is
-    what a verified step copies for its replay, and `gradients` the gradients of the weights, which that needs anew.
+    Attributes:
+        forward: Seconds of a forward.
+        backward: Seconds of a whole backward.
+        backward_input: Seconds of an input-gradient pass. None means half of `backward`.
+        backward_weight: Seconds of a weight-gradient pass. None means half of `backward`.
+        recompute: Seconds of a recompute. None means `forward`.
+        send: Seconds until the receiver has an output. The sender does not wait.
+        send_gradient: Seconds until the preceding stage has a gradient. None means `send`.
+        tie: Seconds to sum the gradients of shared weights, after all tied stages have computed theirs.
+        reduce: Seconds to reduce the gradients of the stage over replicas.
+        move: Seconds to copy activations to host memory, or back. A rank waits only before its next such copy.
+        gather: Seconds to all-gather the weights from all replicas. A rank waits only before it uses them.
+        boundary: Bytes that the stage keeps even if it recomputes: mainly its inputs.
+        activations: Bytes of the other tensors that a forward saves for the backward.
+        working: Bytes that a whole backward needs in addition to `boundary` and `activations`.
+        state: Bytes of weights, gradients and optimizer state. Only the shards, for sharded weights.
+        gathered: Bytes of sharded weights while they are gathered. Their gradients need the same number of bytes.
+        sent_forward: Bytes that a forward sends to other stages.
+        sent_backward: Bytes that a backward sends to other stages.
+        late: Bytes that an input-gradient pass keeps for the weight-gradient pass. None means `boundary` plus
+            `activations`.
+        working_input: Bytes that an input-gradient pass needs in addition. None means `working`.
+        working_weight: Bytes that a weight-gradient pass needs in addition.
+        recorded: Bytes that a verified step copies for its replay.
+        gradients: Bytes of the gradients of the weights. The replay needs them a second time.
 
     >>> StageCost(1.0, 2.0, backward_input=1.0, backward_weight=3.0).weight_share
     0.75
@@ -27,62 +45,62 @@ class StageCost:
 
     forward: float
     backward: float
-    backward_input: float | None = None  # None: half of backward
-    backward_weight: float | None = None  # likewise
-    recompute: float | None = None  # None: as long as forward
-    send: float = 0.0  # until the receiver has it; the sender does not wait
-    send_gradient: float | None = None  # of what came in, to the stage before; None: as long as send
-    tie: float = 0.0  # adding up the gradients of shared weights, when all stages that tie have theirs
-    reduce: float = 0.0  # averaging the gradients of the stage over replicas
-    move: float = 0.0  # of what is inside to the host, or back; the rank does not wait, but with its next move
-    gather: float = 0.0  # of weights from all replicas; the rank does not wait, but with what it computes with them
+    backward_input: float | None = None
+    backward_weight: float | None = None
+    recompute: float | None = None
+    send: float = 0.0
+    send_gradient: float | None = None
+    tie: float = 0.0
+    reduce: float = 0.0
+    move: float = 0.0
+    gather: float = 0.0
     boundary: int = 0
-    inside: int = 0
+    activations: int = 0
     working: int = 0
     state: int = 0
     gathered: int = 0
-    handed_on: int = 0
-    handed_back: int = 0
-    late: int | None = None  # None: boundary and inside
-    working_input: int | None = None  # None: as much as working
+    sent_forward: int = 0
+    sent_backward: int = 0
+    late: int | None = None
+    working_input: int | None = None
     working_weight: int = 0
     recorded: int = 0
     gradients: int = 0
 
-    def shared_by(self, slices: float) -> "StageCost":
-        """What each of so many slices of the micro-batch costs, as if tokens cost the same wherever they stand.
+    def divided_by(self, slices: float) -> "StageCost":
+        """Returns the cost of one of `slices` equal slices of the micro-batch. All slices count as equally expensive.
 
-        >>> StageCost(1.0, 2.0, tie=3.0).shared_by(2)  # doctest: +ELLIPSIS
+        >>> StageCost(1.0, 2.0, tie=3.0).divided_by(2)  # doctest: +ELLIPSIS
         StageCost(forward=0.5, backward=1.0, backward_input=None, ..., tie=3.0, ...)
         """
-        shared = ("forward", "backward", "backward_input", "backward_weight", "recompute", "send", "send_gradient")
-        each = {name: getattr(self, name) for name in shared}
-        return replace(self, **{name: value / slices for name, value in each.items() if value is not None})
+        names = ("forward", "backward", "backward_input", "backward_weight", "recompute", "send", "send_gradient")
+        seconds = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: value / slices for name, value in seconds.items() if value is not None})
 
-    def holding(self, counted: "StageCost") -> "StageCost":
-        """The same seconds, with the bytes that were counted.
+    def with_bytes_of(self, counted: "StageCost") -> "StageCost":
+        """Returns the same seconds with the bytes of `counted`.
 
-        >>> StageCost(1.0, 2.0).holding(StageCost(7.0, 7.0, inside=3))  # doctest: +ELLIPSIS
-        StageCost(forward=1.0, backward=2.0, ..., inside=3, ...)
+        >>> StageCost(1.0, 2.0).with_bytes_of(StageCost(7.0, 7.0, activations=3))  # doctest: +ELLIPSIS
+        StageCost(forward=1.0, backward=2.0, ..., activations=3, ...)
         """
         return replace(self, **{name: getattr(counted, name) for name in BYTES})
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The bytes of all that a stage may hold of a micro-batch, in the order of `Simulator.held`."""
-        late = self.boundary + self.inside if self.late is None else self.late
+        """The bytes of everything that a stage may hold of a micro-batch, indexed by the constants in `simulate`."""
+        late = self.boundary + self.activations if self.late is None else self.late
         working_input = self.working if self.working_input is None else self.working_input
-        held = self.boundary, self.inside, self.working, self.gathered
-        return *held, self.handed_on, self.handed_back, late, working_input, self.working_weight
+        held = self.boundary, self.activations, self.working, self.gathered
+        return *held, self.sent_forward, self.sent_backward, late, working_input, self.working_weight
 
     @property
-    def again(self) -> float:
+    def recompute_seconds(self) -> float:
         """The seconds of a recompute."""
         return self.forward if self.recompute is None else self.recompute
 
     @property
     def weight_share(self) -> float | None:
-        """The share of the weights in the two parts of the backward, if these are known."""
+        """The share of the weight-gradient pass in a split backward. None if the parts were not measured."""
         if self.backward_input is None or self.backward_weight is None:
             return None
         parts = self.backward_input + self.backward_weight
@@ -94,9 +112,14 @@ Costs = Sequence[StageCost]
 
 
 class LayerSeconds(NamedTuple):
-    """What one micro-batch takes in a layer: its forward, its backward whole and in its two parts, its recompute.
+    """The measured seconds of one micro-batch in a layer.
 
-    These are None where they were not measured; the parts together take longer than the whole.
+    Attributes:
+        forward: Seconds of the forward.
+        backward: Seconds of the whole backward.
+        inputs: Seconds of the input-gradient pass. None if it was not measured.
+        weights: Seconds of the weight-gradient pass. Both parts together take longer than the whole backward.
+        recompute: Seconds of the recompute.
 
     >>> LayerSeconds(forward=0.01, backward=0.02)
     LayerSeconds(forward=0.01, backward=0.02, inputs=None, weights=None, recompute=None)
@@ -110,17 +133,17 @@ class LayerSeconds(NamedTuple):
 
 
 def stage_cost(layers: Sequence[LayerSeconds]) -> StageCost:
-    """What a stage of measured layers costs.
+    """Returns the cost of a stage with these measured layers.
 
     >>> stage_cost([LayerSeconds(1.0, 2.0), LayerSeconds(1.0, 3.0)])  # doctest: +ELLIPSIS
     StageCost(forward=2.0, backward=5.0, backward_input=None, backward_weight=None, ...
     """
     columns = zip(*layers, strict=True)
-    return StageCost(*(None if None in column else sum(column) for column in columns))  # type: ignore[arg-type]  # not of the first two
+    return StageCost(*(None if None in column else sum(column) for column in columns))  # type: ignore[arg-type]  # the first two are numbers
 
 
 def unit_costs(stages: int) -> Costs:
-    """Forward and backward one second each, and all stages alike: the paper's bubble.
+    """Returns equal stages with a forward and a backward of one second each, as in the paper's bubble formula.
 
     >>> len(unit_costs(4)), unit_costs(4)[0].backward
     (4, 1.0)
@@ -129,13 +152,13 @@ def unit_costs(stages: int) -> Costs:
 
 
 def seconds(action: Action, costs: Costs) -> float:
-    """How long an action keeps its rank busy; a SEND its message under way, a move what is moved."""
+    """Returns the seconds of an action. Sends, copies and gathers do not keep their rank busy during this time."""
     cost = costs[action.stage]
     match action.kind:
         case Kind.FORWARD:
             return cost.forward
         case Kind.RECOMPUTE:
-            return cost.again
+            return cost.recompute_seconds
         case Kind.BACKWARD:
             return cost.backward
         case Kind.BACKWARD_INPUT:
@@ -160,15 +183,20 @@ def seconds(action: Action, costs: Costs) -> float:
 
 
 class GatheredWeights(NamedTuple):
-    """What is sharded over the replicas of the weights of a stage: the bytes of all of it, and its share of them."""
+    """The weights of a stage that are sharded over replicas.
+
+    Attributes:
+        bytes: Bytes of the unsharded weights.
+        share: Their share of all weights of the stage.
+    """
 
     bytes: int
     share: float
 
     def cost(self, whole: StageCost, replicas: int) -> StageCost:
-        """Returns the cost of such a stage, from its cost if each replica has all of it.
+        """Returns the cost of the sharded stage, from its cost without sharding.
 
-        Shards of gradients are there when the whole ones no longer are.
+        The shards of gradients reuse the memory of the unsharded gradients.
         """
         state = whole.state * (1 - self.share * (1 - 1 / replicas)) - self.bytes / replicas
         return replace(whole, state=round(state), gathered=self.bytes)

@@ -1,4 +1,4 @@
-"""Passes from a bare schedule to a program that can be run: each takes a program and gives a fuller one."""
+"""Passes that complete a bare schedule to an executable program. Each pass takes a program and returns a new one."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -11,23 +11,30 @@ from gpipe.schedule.program import Program, RankActions
 from gpipe.schedule.rules import BACKWARD_PARTS, BACKWARDS, closing_order, crossing, linearize
 
 RematName: TypeAlias = Literal["always", "except_last", "never", "offload"]
-Remat: TypeAlias = RematName | int  # by name; or how many micro-batches keep at once what their forwards made
+Remat: TypeAlias = RematName | int
+"""The recomputation mode of a stage: a name, or how many micro-batches may keep their activations at once."""
 REMATS: tuple[str, ...] = get_args(RematName)
-ByPlace = defaultdict[int, list[Action]]  # by the place of an action in its row, others beside it
-LEAST_BETWEEN = 2  # actions of a rank from a forward to its backward, for what it keeps to leave in one
+ActionsByIndex = defaultdict[int, list[Action]]  # actions to insert, by the index of an existing action in its row
+MIN_ACTIONS_BETWEEN = 2  # between a forward and its backward; with fewer, offloaded activations would never be gone
 
 
 def place_remat(program: Program, remat: Sequence[Remat], *, halved: bool = False) -> Program:
-    """Puts what `remat` says of each stage into a bare program: `place_recompute`, and `place_offloads`."""
-    offloading = [stage for stage, each in enumerate(remat) if each == "offload"]
+    """Adds the R, OFFLOAD and FETCH actions that the mode of each stage requires. The program has no transfers."""
+    offloading = [stage for stage, mode in enumerate(remat) if mode == "offload"]
     return place_offloads(place_recompute(program, remat, halved=halved), offloading, halved=halved)
 
 
 def place_recompute(program: Program, remat: Sequence[Remat], *, halved: bool = False) -> Program:
-    """Puts R before each backward of a stage, by the stage's `remat`; for a program without transfers.
+    """Adds R before the backwards that need a recompute, according to the mode of each stage.
 
-    R stands before the backward and waits for no gradient, so it runs while the gradient is under way. `recomputed`
-    says of which micro-batches. If `halved`, the program will be cut by `halves`, and anything may happen between.
+    R does not wait for a gradient, so it runs while the gradient is in flight. See `recomputed` for the micro-batches
+    that are recomputed.
+
+    Args:
+        program: A program without transfers.
+        remat: The mode of each stage.
+        halved: Whether `halves` will split the program, so that other code may run between forward and backward.
+            Default: False.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> bare = Program.of(fill_drain(stages=1, micro_batches=2), micro_batches=2)
@@ -35,23 +42,23 @@ def place_recompute(program: Program, remat: Sequence[Remat], *, halved: bool = 
     '0F0 0F1 >0B0< 0R1 0B1'
     """
 
-    def place(row: RankActions, ahead: ByPlace, behind: ByPlace) -> None:
-        again = recomputed(row, remat, halved=halved, slices=program.slices)
-        for at, action in enumerate(row):
-            if action.kind in BACKWARDS and (action.stage, action.micro_batch) in again:
-                ahead[at].append(action._replace(kind=Kind.RECOMPUTE))
+    def place(row: RankActions, before: ActionsByIndex, after: ActionsByIndex) -> None:
+        targets = recomputed(row, remat, halved=halved, slices=program.slices)
+        for index, action in enumerate(row):
+            if action.kind in BACKWARDS and (action.stage, action.micro_batch) in targets:
+                before[index].append(action._replace(kind=Kind.RECOMPUTE))
 
-    return _with_more(program, place)
+    return _insert(program, place)
 
 
-def _with_more(program: Program, place: Callable[[RankActions, ByPlace, ByPlace], None]) -> Program:
-    """The program with what `place` puts ahead of the actions of each row, and behind them."""
+def _insert(program: Program, place: Callable[[RankActions, ActionsByIndex, ActionsByIndex], None]) -> Program:
+    """Returns the program with the actions that `place` inserts before and after the actions of each row."""
 
     def filled(row: RankActions) -> Iterator[Action]:
-        ahead, behind = ByPlace(list), ByPlace(list)
-        place(row, ahead, behind)
-        for at, action in enumerate(row):
-            yield from (*ahead[at], action, *behind[at])
+        before, after = ActionsByIndex(list), ActionsByIndex(list)
+        place(row, before, after)
+        for index, action in enumerate(row):
+            yield from (*before[index], action, *after[index])
 
     return program.with_table(map(filled, program.table))
 
@@ -59,25 +66,26 @@ def _with_more(program: Program, place: Callable[[RankActions, ByPlace, ByPlace]
 def recomputed(
     row: RankActions, remat: Sequence[Remat], *, halved: bool = False, slices: int = 1
 ) -> set[tuple[int, int | None]]:
-    """The stages and micro-batches of a bare row whose forward is run again before their backward.
+    """Returns the (stage, micro-batch) pairs of a bare row that are recomputed.
 
-    Nothing is recomputed where a backward follows its own forward with nothing between: it would keep nothing from
-    growing. `"except_last"` keeps what the forward of micro-batch 0 made, whose backward comes first: one inside
-    more. A number n keeps what a forward made wherever fewer than n others of its stage are kept just then.
+    - A backward that immediately follows its forward is never recomputed, because this would save no memory.
+    - `"except_last"` does not recompute micro-batch 0, whose backward comes first. This needs the activations of one
+      more micro-batch.
+    - A number n does not recompute a micro-batch if fewer than n others keep their activations during its forward.
     """
-    again: set[tuple[int, int | None]] = set()
+    targets: set[tuple[int, int | None]] = set()
     kept: dict[int, set[int | None]] = defaultdict(set)
-    for action, after in zip(row, (*row[1:], None), strict=True):
+    for action, following in zip(row, (*row[1:], None), strict=True):
         stage, m = action.stage, action.micro_batch
         if action.kind is Kind.FORWARD:
-            follows = not halved and after in [Action(kind, stage, m) for kind in BACKWARDS]
-            if not follows and _recomputes(remat[stage], nth_backward(m or 0, slices), len(kept[stage])):
-                again.add((stage, m))
-            elif not follows:
+            immediate = not halved and following in [Action(kind, stage, m) for kind in BACKWARDS]
+            if not immediate and _recomputes(remat[stage], nth_backward(m or 0, slices), len(kept[stage])):
+                targets.add((stage, m))
+            elif not immediate:
                 kept[stage].add(m)
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) and not halved:
             kept[stage].discard(m)
-    return again
+    return targets
 
 
 def _recomputes(remat: Remat, nth: int, kept: int) -> bool:
@@ -87,11 +95,16 @@ def _recomputes(remat: Remat, nth: int, kept: int) -> bool:
 
 
 def place_offloads(program: Program, stages: Collection[int], *, halved: bool = False) -> Program:
-    """Puts OFFLOAD behind the forwards of each of these stages, and FETCH one action ahead of their backwards.
+    """Adds OFFLOAD after the forwards of these stages, and FETCH one action before their backwards.
 
-    For a program without transfers. What a forward keeps leaves while its rank does the next action, and comes back
-    while it does the one before the backward: with fewer than `LEAST_BETWEEN` between it would never be gone. If
-    `halved`, the program will be cut by `halves`, and anything may happen between.
+    Activations leave while the rank runs the next action. They return while it runs the action before the backward.
+    Micro-batches with fewer than `MIN_ACTIONS_BETWEEN` actions between forward and backward are not offloaded.
+
+    Args:
+        program: A program without transfers.
+        stages: The stages that offload.
+        halved: Whether `halves` will split the program, so that other code may run between forward and backward.
+            Default: False.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> bare = Program.of(fill_drain(stages=1, micro_batches=4), micro_batches=4)
@@ -99,25 +112,26 @@ def place_offloads(program: Program, stages: Collection[int], *, halved: bool = 
     0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0FETCH0 0F3 0OFFLOAD3 0FETCH1 0B0 0FETCH2 0B1 0FETCH3 0B2 0B3
     """
 
-    def place(row: RankActions, ahead: ByPlace, behind: ByPlace) -> None:
+    def place(row: RankActions, before: ActionsByIndex, after: ActionsByIndex) -> None:
         starts: dict[tuple[int, int | None], int] = {}
-        for at, action in enumerate(row):
-            cell = action.stage, action.micro_batch
+        for index, action in enumerate(row):
+            key = action.stage, action.micro_batch
             if action.kind is Kind.FORWARD:
-                starts[cell] = at
+                starts[key] = index
             elif action.kind in BACKWARDS and action.stage in stages:
-                start = starts[cell]
-                if halved or at - start > LEAST_BETWEEN:
-                    behind[start].append(Action(Kind.OFFLOAD, *cell))
-                    ahead[max(at - 1, start + 1)].append(Action(Kind.FETCH, *cell))
+                start = starts[key]
+                if halved or index - start > MIN_ACTIONS_BETWEEN:
+                    after[start].append(Action(Kind.OFFLOAD, *key))
+                    before[max(index - 1, start + 1)].append(Action(Kind.FETCH, *key))
 
-    return _with_more(program, place)
+    return _insert(program, place)
 
 
 def place_transfers(program: Program) -> Program:
-    """Puts a SEND behind whatever makes a value that another rank needs, and the RECEIVE among the peer's actions.
+    """Adds a SEND after each action whose output another rank needs, and the RECEIVE to the row of that rank.
 
-    The sender places both while the program is walked in one legal order, so two ranks list their messages alike.
+    Both are added while the program is traversed in one valid order, so the two ranks list their messages in the same
+    order.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> program = place_transfers(Program.of(fill_drain(stages=2, micro_batches=1), micro_batches=1))
@@ -134,7 +148,7 @@ def place_transfers(program: Program) -> Program:
 
 
 def place_commits(program: Program, stages: Collection[int]) -> Program:
-    """Puts COMMIT behind the last forward of each of these stages.
+    """Adds COMMIT after the last forward of each of these stages.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> program = place_commits(Program.of(fill_drain(stages=1, micro_batches=2), micro_batches=2), [0])
@@ -142,19 +156,19 @@ def place_commits(program: Program, stages: Collection[int]) -> Program:
     0F0 0F1 0COMMIT 0B0 0B1
     """
 
-    def place(row: RankActions, ahead: ByPlace, behind: ByPlace) -> None:
-        last = {a.stage: at for at, a in enumerate(row) if a.kind is Kind.FORWARD and a.stage in stages}
-        for stage, at in last.items():
-            behind[at].append(Action(Kind.COMMIT, stage))
+    def place(row: RankActions, before: ActionsByIndex, after: ActionsByIndex) -> None:
+        last = {a.stage: index for index, a in enumerate(row) if a.kind is Kind.FORWARD and a.stage in stages}
+        for stage, index in last.items():
+            after[index].append(Action(Kind.COMMIT, stage))
 
-    return _with_more(program, place)
+    return _insert(program, place)
 
 
 def place_ties(program: Program, stages: Collection[int]) -> Program:
-    """Puts TIE of each of these stages behind all that its rank does and sends: behind the last backward, as a rule.
+    """Adds a TIE for each of these stages that is trained, at the end of the row of its rank.
 
-    A TIE waits for all stages that tie, so nothing that one of them could wait for may stand behind it. For
-    `place_reduces` to follow.
+    A TIE waits for all tied stages, so no action that one of them may need can come after it. Call this before
+    `place_reduces`.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> program = place_transfers(Program.of(fill_drain(stages=2, micro_batches=1), micro_batches=1))
@@ -169,11 +183,11 @@ def place_ties(program: Program, stages: Collection[int]) -> Program:
 
 
 def place_reduces(program: Program, stages: Collection[int]) -> Program:
-    """Puts REDUCE behind the TIE of each of these stages, or else behind its last backward and what that sends.
+    """Adds REDUCE after the TIE of each of these stages, or without a TIE after its last backward and send.
 
-    So it overlaps what other ranks still do, and keeps none of them waiting for its gradient. A rank reduces its
-    stages from the last down, those that tie behind the others: in one order in all replicas, though one of fewer
-    micro-batches may have another table.
+    So the REDUCE overlaps with the work of other ranks, and no rank waits longer for a gradient. Each rank reduces
+    its stages from the last to the first, and tied stages after the others. The order is the same in all replicas,
+    even if their tables differ because one has fewer micro-batches.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> program = place_transfers(Program.of(fill_drain(stages=2, micro_batches=1), micro_batches=1))
@@ -181,54 +195,60 @@ def place_reduces(program: Program, stages: Collection[int]) -> Program:
     '1RECEIVE0@x:0>1 1F0 1B0 >1SEND0@x:0>1< 1TIE 1REDUCE'
     """
 
-    def place(row: RankActions, ahead: ByPlace, behind: ByPlace) -> None:
-        own = [(at, action) for at, action in enumerate(row) if action.stage in stages]
-        last = {a.stage: at for at, a in own if a.kind in BACKWARD_PARTS or a.carries_gradient}
-        ties = {a.stage: at for at, a in enumerate(row) if a.kind is Kind.TIE}
+    def place(row: RankActions, before: ActionsByIndex, after: ActionsByIndex) -> None:
+        of_stages = [(index, action) for index, action in enumerate(row) if action.stage in stages]
+        last = {a.stage: index for index, a in of_stages if a.kind in BACKWARD_PARTS or a.carries_gradient}
+        ties = {a.stage: index for index, a in enumerate(row) if a.kind is Kind.TIE}
         last |= dict.fromkeys(ties.keys() & last.keys(), max(ties.values(), default=0))
-        until = 0
+        end = 0
         for reduce in sorted((Action(Kind.REDUCE, stage) for stage in last), key=partial(closing_order, program)):
-            until = max(until, last[reduce.stage])
-            behind[until].append(reduce)
+            end = max(end, last[reduce.stage])
+            after[end].append(reduce)
 
-    return _with_more(program, place)
+    return _insert(program, place)
 
 
 def place_shards(program: Program, stages: Collection[int]) -> Program:
-    """Puts UNSHARD ahead of all that each of these stages computes, and RESHARD behind it.
+    """Adds UNSHARD before the first computation of each of these stages, and RESHARD after the last one.
 
-    So what is sent does not grow with M. UNSHARD stands right behind what its rank computes before, that weights may
-    come while it waits for others. Freed meanwhile wherever its rank does something else, a stage would be gathered
-    twice in 40 of 124 tables of the schedules that have a name, and no rank would hold less when it holds most.
+    So the communication volume does not grow with M. UNSHARD comes right after the preceding computation of its rank,
+    so that the gather overlaps with the time in which the rank waits for others.
+
+    Weights stay gathered while the rank runs other stages. Freeing them in between would gather a stage twice in 40
+    of 124 tables of the named schedules, and would not lower the peak memory of any rank.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> print(*place_shards(Program.of(fill_drain(stages=1, micro_batches=2), micro_batches=2), [0]).table[0])
     0UNSHARD 0F0 0F1 0B0 0B1 0RESHARD
     """
 
-    def place(row: RankActions, ahead: ByPlace, behind: ByPlace) -> None:
-        computes = [at for at, action in enumerate(row) if action.kind in COMPUTE]
+    def place(row: RankActions, before: ActionsByIndex, after: ActionsByIndex) -> None:
+        computations = [index for index, action in enumerate(row) if action.kind in COMPUTE]
         for stage in sorted(stages):
-            if own := [nth for nth, at in enumerate(computes) if row[at].stage == stage]:
-                ahead[computes[own[0] - 1] + 1 if own[0] else 0].append(Action(Kind.UNSHARD, stage))
-                behind[computes[own[-1]]].append(Action(Kind.RESHARD, stage))
+            if uses := [nth for nth, index in enumerate(computations) if row[index].stage == stage]:
+                first = computations[uses[0] - 1] + 1 if uses[0] else 0
+                before[first].append(Action(Kind.UNSHARD, stage))
+                after[computations[uses[-1]]].append(Action(Kind.RESHARD, stage))
 
-    return _with_more(program, place)
+    return _insert(program, place)
 
 
 def join_backwards(program: Program, unsplit: Collection[int] = ()) -> Program:
-    """Makes one B of I and W at the `unsplit` stages of a bare program, and where nobody waits between the two.
+    """Replaces I and W by one B in a bare program where splitting does not help.
 
-    These are an I and its W that stand together, if what I gives goes to no other rank: it would be sent later.
+    This is the case
+
+    - at the `unsplit` stages;
+    - if I and its W are adjacent and no other rank needs the result of I, which would otherwise be sent later.
     """
 
     def joined(row: RankActions) -> Iterator[Action]:
-        done = set[Action]()  # the W of those that are joined
-        for action, after in zip(row, (*row[1:], None), strict=True):
-            own = action._replace(kind=Kind.BACKWARD_WEIGHT)
-            together = action.stage in unsplit or (after == own and not any(crossing(action, program)))
-            if together and action.kind is Kind.BACKWARD_INPUT:
-                done.add(own)
+        done = set[Action]()  # the W actions that are part of a B
+        for action, following in zip(row, (*row[1:], None), strict=True):
+            weight = action._replace(kind=Kind.BACKWARD_WEIGHT)
+            joins = action.stage in unsplit or (following == weight and not any(crossing(action, program)))
+            if joins and action.kind is Kind.BACKWARD_INPUT:
+                done.add(weight)
                 yield action._replace(kind=Kind.BACKWARD)
             elif action not in done:
                 yield action
@@ -237,7 +257,9 @@ def join_backwards(program: Program, unsplit: Collection[int] = ()) -> Program:
 
 
 def halves(program: Program) -> tuple[Program, Program]:
-    """The forwards with their messages, OFFLOAD and COMMIT, and the rest: for a loss that is computed outside.
+    """Splits a program into its forward and backward half, for a loss that is computed outside the pipe.
+
+    The first half has the forwards with their transfers, OFFLOAD and COMMIT. The second half has all other actions.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> forward, backward = halves(Program.of(fill_drain(stages=1, micro_batches=2), micro_batches=2))
@@ -245,10 +267,10 @@ def halves(program: Program) -> tuple[Program, Program]:
     0F0 0F1 and 0B0 0B1
     """
 
-    def is_ahead(action: Action) -> bool:
+    def is_forward(action: Action) -> bool:
         if action.kind in TRANSFERS:
             return not action.carries_gradient
         return action.kind in {Kind.FORWARD, Kind.OFFLOAD, Kind.COMMIT}
 
-    forward = program.with_table(filter(is_ahead, row) for row in program.table)
-    return forward, program.with_table(filterfalse(is_ahead, row) for row in program.table)
+    forward = program.with_table(filter(is_forward, row) for row in program.table)
+    return forward, program.with_table(filterfalse(is_forward, row) for row in program.table)

@@ -1,4 +1,4 @@
-"""How the table of a schedule becomes the program of a pipe, by its settings and the passes of `lower.py`."""
+"""Builds the program of a pipe from the table of its schedule, with the passes of `lower.py`."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 
 
 class ProgramKey(NamedTuple):
-    """What a program depends on besides the settings of the pipe.
+    """The properties of a mini-batch that its program depends on.
 
     Attributes:
-        micro_batches: Their number. Slices of micro-batches count as such.
-        halved: Whether the loss is computed outside, between forwards and backwards.
-        path: The path that a traced model takes.
-        slices: The slices of each micro-batch.
+        micro_batches: The number of micro-batches, or of slices of all micro-batches.
+        trains: Whether the program has backward passes.
+        halved: Whether the loss is computed outside the pipe, between the forward and the backward passes.
+        loss_pops: The skip connections that the loss pops.
+        path: The control-flow path of a traced model.
+        slices: The number of slices of each micro-batch.
     """
 
     micro_batches: int
@@ -33,11 +35,14 @@ class ProgramKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Lowering:
-    """The settings by which a pipe makes its programs.
+    """The settings from which a pipe builds its programs.
 
     Attributes:
+        placement: The rank of each stage.
+        schedule: The schedule.
+        remat: The recomputation mode of each stage.
         unsplit: The stages whose backward is not split.
-        deferred_batch_norm: Whether statistics of BatchNorm are committed once a mini-batch.
+        deferred_batch_norm: Whether BatchNorm statistics are updated once per mini-batch.
     """
 
     placement: Placement
@@ -47,7 +52,7 @@ class Lowering:
     deferred_batch_norm: bool
 
     def program(self, key: ProgramKey, skips: Iterable[Route]) -> Program:
-        """Returns the program of a mini-batch within one replica."""
+        """Returns the program of a mini-batch in one replica."""
         count, slices = key.micro_batches, key.slices
         if key.trains:
             rows = table_in_training(self.schedule, self.placement, count, slices)

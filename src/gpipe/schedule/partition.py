@@ -1,4 +1,7 @@
-"""How a row of layers is cut into stages, and what follows from it; the best cuts are found by `planner`."""
+"""How consecutive layers are split into stages, and the cost and memory of these stages.
+
+`gpipe.planner.search.balance` finds the best split.
+"""
 
 import math
 import sys
@@ -8,39 +11,47 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 Balance = Literal["variance", "minmax"]
-TOLERANCE = 1e-12  # by what share of the mean two stages may differ and yet count as alike
+TOLERANCE = 1e-12  # stages whose costs differ by at most this share of the mean count as equal
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What layers need and devices have, in bytes.
+    """The memory that layers need and devices have, in bytes.
 
-    A stage holds `state` and `inside` of its layers, and `in_flight` times the `boundary` of its first layer.
+    A stage holds `state` and `activations` of its layers, and `in_flight` times the `boundary` of its first layer.
 
     Attributes:
-        state: Of each layer, weights, gradients and optimizer state.
-        boundary: Of each layer, what one micro-batch brings into it if its stage begins there.
-        inside: Of each layer, what one micro-batch leaves inside it for the backward pass.
-        limits: What the device of a stage holds (infinity: any amount), one for all stages or one for each.
-        in_flight: Micro-batches whose boundary tensors are kept at once, one for all stages or one for each.
+        state: Weights, gradients and optimizer state of each layer.
+        boundary: Input of each layer for one micro-batch, if a stage begins with it.
+        activations: Tensors that one micro-batch saves in each layer for the backward pass.
+        limits: Memory of the device of each stage, or one number for all stages. Infinity means unlimited.
+        in_flight: Number of micro-batches whose stage inputs are kept at the same time, for each stage or for all.
 
-    >>> memory = Memory(state=[4, 4, 1, 1], boundary=[1, 1, 1, 1], inside=[2, 2, 2, 2], limits=14)
-    >>> given([2, 2], costs=[1, 1, 3, 1], memory=memory).bytes
+    >>> memory = Memory(state=[4, 4, 1, 1], boundary=[1, 1, 1, 1], activations=[2, 2, 2, 2], limits=14)
+    >>> Partition.of_sizes([2, 2], costs=[1, 1, 3, 1], memory=memory).bytes
     (13.0, 7.0)
     """
 
     state: Sequence[float]
     boundary: Sequence[float]
-    inside: Sequence[float]
+    activations: Sequence[float]
     limits: float | Sequence[float]
     in_flight: float | Sequence[float] = 1
 
 
 @dataclass(frozen=True)
-class Chain:
-    """Layers in a row, and a device for each stage. `checked_chain` builds it.
+class LayerCosts:
+    """The costs of consecutive layers, and the devices of the stages. Built by `checked_layer_costs`.
 
-    `held` is the bytes of each layer wherever it is, `boundary` those per micro-batch in flight if it comes first.
+    Attributes:
+        costs: Seconds of each layer on a device of speed 1, or in any other unit.
+        speeds: Speed of the device of each stage.
+        transfers: Seconds that each of the two stages next to a split point spends on the transfer, one per split
+            point.
+        held: Bytes that each layer needs in any stage.
+        boundary: Bytes per micro-batch in flight that each layer needs as the first layer of a stage.
+        limits: Bytes that the device of each stage can hold.
+        in_flight: Micro-batches whose inputs each stage keeps at the same time.
     """
 
     costs: tuple[float, ...]
@@ -53,74 +64,107 @@ class Chain:
 
     @property
     def longest(self) -> float:
-        """What no stage exceeds."""
+        """An upper bound on the cost of a stage."""
         return sum(self.costs) / min(self.speeds) + 2 * max(self.transfers, default=0)
 
 
 @dataclass(frozen=True)
 class Partition:
-    """How many consecutive layers each stage takes, and all that follows from it.
+    """The number of consecutive layers in each stage, and the resulting costs.
 
-    >>> given([2, 3], [3, 1, 1, 1, 2])
+    >>> Partition.of_sizes([2, 3], [3, 1, 1, 1, 2])
     Partition(layers=(2, 3))
     """
 
     layers: tuple[int, ...]
-    chain: Chain = field(repr=False)
+    layer_costs: LayerCosts = field(repr=False)
+
+    @classmethod
+    def of_sizes(
+        cls,
+        sizes: Sequence[int],
+        costs: Sequence[float],
+        *,
+        speeds: Sequence[float] | None = None,
+        transfers: Sequence[float] | None = None,
+        memory: Memory | None = None,
+    ) -> "Partition":
+        """Returns the partition with these numbers of layers. Does not enforce the limits of `memory`.
+
+        The other arguments are those of `gpipe.planner.search.balance.partition`.
+
+        Raises:
+            ValueError: If a stage is empty, if the sizes do not add up to the number of layers, or if another
+                argument is invalid.
+
+        >>> Partition.of_sizes([3, 2], [3, 1, 1, 1, 2]).cuts
+        (3,)
+        """
+        mistakes = [
+            f"partitions[{stage}] is {size}. Each stage needs at least 1 layer."
+            for stage, size in enumerate(sizes)
+            if size < 1
+        ]
+        if sum(sizes) != len(costs):
+            mistakes.append(f"partitions has {sum(sizes)} layers in total. Distribute all {len(costs)} layers.")
+        return cls(tuple(sizes), checked_layer_costs(costs, len(sizes), speeds, transfers, memory, mistakes))
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """The first layer of each stage, and the one after its last."""
+        """The first layer of each stage, and the layer after its last."""
         return tuple(pairwise(accumulate(self.layers, initial=0)))
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The first layer of each stage but the first."""
+        """The split points: the first layer of each stage, except of stage 0."""
         return tuple(first for first, _ in self.bounds[1:])
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """What each stage costs: its layers over its speed, and the transfers at its ends; in the unit of costs."""
-        chain, moved = self.chain, (0.0, *self.chain.transfers, 0.0)
-        each = zip(chain.speeds, self.bounds, strict=True)
-        return tuple(math.fsum(chain.costs[a:b]) / speed + moved[a] + moved[b] for speed, (a, b) in each)
+        """The cost of each stage: its layers at its speed, plus the transfers at its ends."""
+        costs, transfers = self.layer_costs, (0.0, *self.layer_costs.transfers, 0.0)
+        stages = zip(costs.speeds, self.bounds, strict=True)
+        return tuple(math.fsum(costs.costs[a:b]) / speed + transfers[a] + transfers[b] for speed, (a, b) in stages)
 
     @property
     def bytes(self) -> tuple[float, ...]:
-        """What each stage holds; zeros if no memory was given."""
-        chain, each = self.chain, zip(self.chain.in_flight, self.bounds, strict=True)
-        return tuple(sum(chain.held[a:b]) + in_flight * chain.boundary[a] for in_flight, (a, b) in each)
+        """The memory of each stage. Zeros if the partition was built without `memory`."""
+        costs, stages = self.layer_costs, zip(self.layer_costs.in_flight, self.bounds, strict=True)
+        return tuple(sum(costs.held[a:b]) + in_flight * costs.boundary[a] for in_flight, (a, b) in stages)
 
     @property
     def mean(self) -> float:
-        """What each stage would cost if layers could be divided at will and transfers cost nothing."""
-        return sum(self.chain.costs) / sum(self.chain.speeds)
+        """The cost of each stage if layers were divisible and transfers were free."""
+        return sum(self.layer_costs.costs) / sum(self.layer_costs.speeds)
 
     @property
     def lower_bound(self) -> float:
-        """The least cost of a slowest stage, which is the mean, or the biggest layer on the fastest device."""
-        return max(self.mean, max(self.chain.costs) / max(self.chain.speeds))
+        """A lower bound on the slowest stage: the mean, or the costliest layer on the fastest device."""
+        return max(self.mean, max(self.layer_costs.costs) / max(self.layer_costs.speeds))
 
     @property
     def imbalance(self) -> float:
-        """How much more than the mean the slowest stage costs, in percent."""
+        """The percentage by which the slowest stage exceeds the mean."""
         return max(0.0, _percent(max(self.seconds), self.mean) - 100)
 
     @property
     def gap(self) -> float:
-        """How much more than the lower bound the slowest stage costs, in percent."""
+        """The percentage by which the slowest stage exceeds the lower bound."""
         return max(0.0, _percent(max(self.seconds), self.lower_bound) - 100)
 
     @property
     def obstacle(self) -> int | None:
-        """The layer that keeps the slowest stage from being faster; None if no layer does.
+        """The layer that prevents a faster slowest stage. None if no single layer does.
 
-        It is the only layer of that stage, or the one at its edge that would make the stage next to it as slow, or
-        too big for its device, if it moved there (of two, the one that would do so less).
+        It is one of:
+
+        - the only layer of the slowest stage;
+        - the layer at an edge of the slowest stage whose move would make the neighboring stage as slow, or too big
+          for its device. Of two such layers, the one whose move would cost less.
         """
         slowest = max(self.seconds) * (1 - TOLERANCE)
-        for stage, (own, (first, end)) in enumerate(zip(self.seconds, self.bounds, strict=True)):
-            if own >= slowest > self.mean:
+        for stage, (seconds, (first, end)) in enumerate(zip(self.seconds, self.bounds, strict=True)):
+            if seconds >= slowest > self.mean:
                 after = {first: self._after_move(stage, stage - 1), end - 1: self._after_move(stage, stage + 1)}
                 layer = min(after, key=after.__getitem__)
                 if after[layer] >= slowest:
@@ -128,87 +172,67 @@ class Partition:
         return None
 
     def _after_move(self, stage: int, target: int) -> float:
-        """The slower of two neighbours once `stage` gave `target` its edge layer; infinite if that cannot be."""
+        """Returns the slower of two neighbors after `stage` gives up an edge layer; infinity if it cannot."""
         change = {stage: -1, target: 1}
         if not 0 <= target < len(self.layers) or self.layers[stage] == 1:
             return math.inf
-        moved = replace(self, layers=tuple(own + change.get(at, 0) for at, own in enumerate(self.layers)))
-        fits = all(moved.bytes[at] <= self.chain.limits[at] for at in change)
-        return max(moved.seconds[at] for at in change) if fits else math.inf
+        moved = replace(self, layers=tuple(size + change.get(s, 0) for s, size in enumerate(self.layers)))
+        fits = all(moved.bytes[s] <= self.layer_costs.limits[s] for s in change)
+        return max(moved.seconds[s] for s in change) if fits else math.inf
 
 
-def given(
-    layers: Sequence[int],
-    costs: Sequence[float],
-    *,
-    speeds: Sequence[float] | None = None,
-    transfers: Sequence[float] | None = None,
-    memory: Memory | None = None,
-) -> Partition:
-    """Takes the layers of each stage as they are; the other arguments are those of `planner.search.cuts.partition`.
-
-    Limits of memory are not enforced.
-
-    Raises:
-        ValueError: A stage is empty, layers are left over or missing, or another argument cannot be.
-
-    >>> given([3, 2], [3, 1, 1, 1, 2]).cuts
-    (3,)
-    """
-    wrong = [f"stage {stage} takes {own} layers, must take at least 1" for stage, own in enumerate(layers) if own < 1]
-    if sum(layers) != len(costs):
-        wrong.append(f"the stages take {sum(layers)} layers together, must take all {len(costs)}")
-    return Partition(tuple(layers), checked_chain(costs, len(layers), speeds, transfers, memory, wrong))
-
-
-def checked_chain(
+def checked_layer_costs(
     costs: Sequence[float],
     stages: int,
     speeds: Sequence[float] | None,
     transfers: Sequence[float] | None,
     memory: Memory | None,
-    wrong: list[str],
-) -> Chain:
-    """Layers and devices as a `Chain`; a ValueError says all that cannot be, behind what is `wrong` already."""
+    mistakes: list[str],
+) -> LayerCosts:
+    """Returns validated costs of layers and devices.
+
+    Raises:
+        ValueError: If an argument is invalid or `mistakes` is not empty. The message lists `mistakes` first.
+    """
     layers, devices = len(costs), max(stages, 0)
-    zero = _each(0, layers)
-    speeds = _each(1, devices) if speeds is None else speeds
+    zero = _per_item(0, layers)
+    speeds = _per_item(1, devices) if speeds is None else speeds
     transfers = zero[1:] if transfers is None else transfers
     memory = Memory(zero, zero, zero, math.inf) if memory is None else memory
-    limits, in_flight = _each(memory.limits, devices), _each(memory.in_flight, devices)
+    limits, in_flight = _per_item(memory.limits, devices), _per_item(memory.in_flight, devices)
     if not 1 <= stages <= layers:
-        wrong.append(f"{stages} stages for {layers} layers, must be 1 to {layers}, so that none is empty")
-    wrong += _wrong("costs", costs, layers)
-    wrong += _wrong("speeds", speeds, devices, positive=True)
-    wrong += _wrong("transfers", transfers, len(zero[1:]))
-    wrong += _wrong("memory.state", memory.state, layers)
-    wrong += _wrong("memory.boundary", memory.boundary, layers)
-    wrong += _wrong("memory.inside", memory.inside, layers)
-    wrong += _wrong("memory.limits", limits, devices, positive=True, most=math.inf)
-    wrong += _wrong("memory.in_flight", in_flight, devices)
-    if wrong:
-        raise ValueError("; ".join(wrong))
-    held = [state + inside for state, inside in zip(memory.state, memory.inside, strict=True)]
+        mistakes.append(f"partitions={stages} is invalid for {layers} layers. Use 1 to {layers} stages.")
+    mistakes += _invalid_numbers("costs", costs, layers)
+    mistakes += _invalid_numbers("speeds", speeds, devices, positive=True)
+    mistakes += _invalid_numbers("transfers", transfers, len(zero[1:]))
+    mistakes += _invalid_numbers("memory.state", memory.state, layers)
+    mistakes += _invalid_numbers("memory.boundary", memory.boundary, layers)
+    mistakes += _invalid_numbers("memory.activations", memory.activations, layers)
+    mistakes += _invalid_numbers("memory.limits", limits, devices, positive=True, most=math.inf)
+    mistakes += _invalid_numbers("memory.in_flight", in_flight, devices)
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    held = [state + activations for state, activations in zip(memory.state, memory.activations, strict=True)]
     numbers = (costs, speeds, transfers, held, memory.boundary, limits, in_flight)
-    chain = Chain(*(tuple(map(float, each)) for each in numbers))
-    if max(chain.longest, sum(chain.speeds)) == math.inf:
-        raise ValueError("a stage's seconds or the sum of speeds exceed the largest number: take larger units")
-    return chain
+    checked = LayerCosts(*(tuple(map(float, values)) for values in numbers))
+    if max(checked.longest, sum(checked.speeds)) == math.inf:
+        raise ValueError("costs: the seconds of a stage, or the sum of speeds, overflow a float. Use larger units.")
+    return checked
 
 
-def _wrong(
+def _invalid_numbers(
     name: str, values: Sequence[float], count: int, positive: bool = False, most: float = sys.float_info.max
 ) -> Iterator[str]:
     if len(values) != count:
-        yield f"{name} has {len(values)} entries, must have {count}"
+        yield f"{name} has {len(values)} entries. Pass {count}."
     least = math.ulp(0) if positive else 0
-    bad = [f"{name}[{at}] is {value}" for at, value in enumerate(values) if not least <= value <= most]
-    if bad:
-        limits = f"{'more than' if positive else 'at least'} 0{'' if most == math.inf else ' and finite'}"
-        yield f"{', '.join(bad)}, must be {limits}"
+    invalid = [f"{name}[{at}] is {value}" for at, value in enumerate(values) if not least <= value <= most]
+    if invalid:
+        limits = f"{'greater than' if positive else 'at least'} 0{'' if most == math.inf else ' and finite'}"
+        yield f"{', '.join(invalid)}. Use numbers that are {limits}."
 
 
-def _each(value: float | Sequence[float], count: int) -> tuple[float, ...]:
+def _per_item(value: float | Sequence[float], count: int) -> tuple[float, ...]:
     return tuple(value) if isinstance(value, Iterable) else (value,) * count
 
 

@@ -1,4 +1,4 @@
-"""The table: for each rank the ordered actions that it performs."""
+"""The program of a mini-batch: for each rank, the actions that it executes, in order."""
 
 import csv
 import io
@@ -12,29 +12,35 @@ from gpipe.schedule.action import Action, Kind, Route, Slice, parse_action, pars
 
 RankActions: TypeAlias = tuple[Action, ...]
 Table: TypeAlias = Sequence[RankActions]
+"""The actions of each rank, one row per rank."""
 
-MOST_MICRO_BATCHES = 100_000  # of a program, which has an action or more for each of them at each stage
+MAX_MICRO_BATCHES = 100_000  # Larger tables need too much memory: every micro-batch has actions at every stage.
 
 
 class ScheduleError(ValueError):
-    """A table that cannot be run: it breaks a law, or it would deadlock.
+    """Raised if a table cannot be executed: it breaks a law of `gpipe.schedule.laws`, or it deadlocks.
 
     >>> from gpipe.schedule.laws import check
     >>> try:
     ...     check(Program.of([[Action(Kind.FORWARD, 0, 0)]], micro_batches=2))
     ... except ScheduleError as error:
     ...     print(error)
-    this program breaks the laws:
-    - 0F1 is missing
+    The program is not valid. Fix these errors:
+    - 0F1 is missing.
     """
 
 
 @dataclass(frozen=True)
 class Program:
-    """What all ranks do in one mini-batch.
+    """The actions of all ranks in one mini-batch. Two programs are equal if their contents are equal.
 
-    `rank_of[s]` is the rank of stage s; `table[r]` is what rank r does, in order. Equality is by content. Where
-    micro-batches are cut into `slices`, those are what `micro_batches` counts: M times as many.
+    Attributes:
+        rank_of: The rank of each stage.
+        micro_batches: The number of micro-batches, M. If micro-batches are split into slices, the number of slices of
+            all micro-batches.
+        routes: The routes of tensors between stages.
+        table: The actions of each rank, in order.
+        slices: The number of slices of each micro-batch. Default: 1.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> program = Program.of(fill_drain(stages=2, micro_batches=2), micro_batches=2)
@@ -53,8 +59,8 @@ class Program:
     slices: int = 1
 
     def __post_init__(self) -> None:
-        if self.micro_batches > MOST_MICRO_BATCHES:
-            raise ScheduleError(too_many(self.micro_batches))
+        if self.micro_batches > MAX_MICRO_BATCHES:
+            raise ScheduleError(too_many_micro_batches(self.micro_batches))
 
     @classmethod
     def of(
@@ -66,11 +72,19 @@ class Program:
         skips: Iterable[Route] = (),
         slices: int = 1,
     ) -> "Program":
-        """Makes a program of the actions of each rank; `rank_of` or each stage its own."""
-        listed = tuple(map(tuple, table))
-        ranks = tuple(range(len(listed)) if rank_of is None else rank_of)
-        main_line = (Route(s, s + 1) for s in range(len(ranks) - 1))
-        return cls(ranks, micro_batches, (*main_line, *skips), listed, slices)
+        """Returns a program with these actions for each rank.
+
+        Args:
+            table: The actions of each rank, in order.
+            micro_batches: The number of micro-batches, or of slices of all micro-batches.
+            rank_of: The rank of each stage. Default: stage i is on rank i.
+            skips: The routes of skip connections, in addition to the main route between neighboring stages.
+            slices: The number of slices of each micro-batch. Default: 1.
+        """
+        rows = tuple(map(tuple, table))
+        ranks = tuple(range(len(rows)) if rank_of is None else rank_of)
+        main_routes = (Route(s, s + 1) for s in range(len(ranks) - 1))
+        return cls(ranks, micro_batches, (*main_routes, *skips), rows, slices)
 
     @property
     def stages(self) -> int:
@@ -79,15 +93,15 @@ class Program:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """The number of each micro-batch, or slice of one."""
-        every = range(self.micro_batches)
-        return every if self.slices == 1 else [Slice(number, self.slices) for number in every]
+        """The numbers of all micro-batches, or of all slices."""
+        numbers = range(self.micro_batches)
+        return numbers if self.slices == 1 else [Slice(number, self.slices) for number in numbers]
 
     @property
-    def words(self) -> str:
-        """How many micro-batches there are, and slices of each.
+    def micro_batches_text(self) -> str:
+        """The number of micro-batches, and of slices of each, as text.
 
-        >>> Program.of([], micro_batches=8, slices=4).words
+        >>> Program.of([], micro_batches=8, slices=4).micro_batches_text
         '2 micro-batches of 4 slices'
         """
         count = self.micro_batches // self.slices
@@ -105,43 +119,45 @@ class Program:
 
     @cached_property
     def routes_into(self) -> tuple[tuple[Route, ...], ...]:
-        """By stage, the routes that end there."""
+        """The routes that end at each stage."""
         return tuple(tuple(r for r in self.routes if r.target == s) for s in range(self.stages))
 
     @cached_property
     def routes_from(self) -> tuple[tuple[Route, ...], ...]:
-        """By stage, the routes that start there."""
+        """The routes that start at each stage."""
         return tuple(tuple(r for r in self.routes if r.source == s) for s in range(self.stages))
 
     def with_table(self, table: Iterable[Iterable[Action]]) -> "Program":
-        """The same program with other actions of each rank."""
+        """Returns the same program with different actions for each rank."""
         return replace(self, table=tuple(map(tuple, table)))
 
     def only(self, kinds: Iterable[Kind]) -> "Program":
-        """The same program with the actions of these kinds alone."""
+        """Returns the same program with only the actions of these kinds."""
         kinds = frozenset(kinds)
         return self.with_table((a for a in row if a.kind in kinds) for row in self.table)
 
-    def around(self, rank: int, at: int, reach: int = 4) -> str:
-        """The row around a place, for messages: `... 1F2 1F3 >1B3< 1B2 ...`."""
+    def around(self, rank: int, index: int, reach: int = 4) -> str:
+        """Returns the actions of a rank near an index, for messages: `... 1F2 1F3 >1B3< 1B2 ...`."""
         row = self.table[rank]
-        shown = [f">{action}<" if i == at else str(action) for i, action in enumerate(row) if abs(i - at) <= reach]
-        before = ["..."] if at > reach else []
-        after = ["..."] if at + reach < len(row) - 1 else []
+        shown = [
+            f">{action}<" if i == index else str(action) for i, action in enumerate(row) if abs(i - index) <= reach
+        ]
+        before = ["..."] if index > reach else []
+        after = ["..."] if index + reach < len(row) - 1 else []
         return " ".join([*before, *shown, *after])
 
     def to_text(self) -> str:
-        """The program as text that `from_text` reads back."""
+        """Returns the program as text, for `from_text`."""
         return "\n".join(" ".join(cells) for cells in self._cells())
 
     def to_csv(self) -> str:
-        """The program as CSV that `from_csv` reads back."""
+        """Returns the program as CSV, for `from_csv`."""
         file = io.StringIO()
         csv.writer(file, lineterminator="\n").writerows(self._cells())
         return file.getvalue()
 
     def _repr_html_(self) -> str | None:
-        return in_cell("program", self)
+        return notebook_html("program", self)
 
     def _cells(self) -> Iterator[list[str]]:
         yield ["rank_of", *map(str, self.rank_of)]
@@ -154,12 +170,20 @@ class Program:
 
     @classmethod
     def from_text(cls, text: str) -> "Program":
-        """Reads what `to_text` wrote; ValueError if a line or an action cannot be read."""
+        """Reads a program from the output of `to_text`.
+
+        Raises:
+            ValueError: If a line or an action cannot be parsed.
+        """
         return cls._from_cells(line.split() for line in text.splitlines())
 
     @classmethod
     def from_csv(cls, text: str) -> "Program":
-        """Reads what `to_csv` wrote; ValueError if a line or an action cannot be read."""
+        """Reads a program from the output of `to_csv`.
+
+        Raises:
+            ValueError: If a line or an action cannot be parsed.
+        """
         return cls._from_cells(csv.reader(io.StringIO(text)))
 
     @classmethod
@@ -178,20 +202,21 @@ class Program:
                 case ["row", *cells]:
                     rows.append([parse_action(cell, program.slices) for cell in cells])
                 case _:
-                    raise ValueError(f"{line!r} is no line of a program")
+                    raise ValueError(
+                        f"Program: line {line!r} is not valid. Start it with rank_of, micro_batches, routes, slices or row."
+                    )
         return program.with_table(rows)
 
 
-def too_many(micro_batches: int) -> str:
-    """What is said of more micro-batches than a program may have."""
-    many = f"micro_batches={micro_batches}; give at most {MOST_MICRO_BATCHES:,}"
-    return f"{many}: a table has an action for each of them at each stage"
+def too_many_micro_batches(micro_batches: int) -> str:
+    """Returns the error message for more than `MAX_MICRO_BATCHES` micro-batches."""
+    return f"micro_batches={micro_batches} exceeds the limit of {MAX_MICRO_BATCHES:,}. Use fewer micro-batches."
 
 
-def in_cell(kind: str, value: object) -> str | None:
-    """The HTML that `gpipe.profiling.cells` makes of a value; None has the cell show its text."""
-    try:  # found by name once a notebook asks: it stands above all that it draws
+def notebook_html(kind: str, value: object) -> str | None:
+    """Returns the HTML of a value for a notebook, from `gpipe.profiling.cells`. None makes the notebook show text."""
+    try:  # Imported on demand, because gpipe.profiling imports this module.
         html: str = getattr(import_module("gpipe.profiling.cells"), kind)(value)
-    except Exception:  # what cannot be drawn, or only by what is not installed here, is to be shown all the same
+    except Exception:  # A value that cannot be drawn, for example without an optional package, is shown as text.
         return None
     return html

@@ -1,21 +1,22 @@
-"""Says which actions an action needs, the one rule that all of gpipe goes by; and finds orders that keep it.
+"""The dependencies between actions, and orders that respect them. All of gpipe uses these rules.
 
-Rule 1. A forward needs what its stage's incoming routes carry: the forward of each route's source.
-Rule 2. A recompute needs the forward of its own stage and micro-batch.
-Rule 3. A backward needs its own recompute, or its forward where nothing is recomputed; the FETCH of what its forward
-        kept, where that was moved; and the gradient that each outgoing route brings back: the backward of each
-        route's target.
-Rule 4. A weight backward needs its input backward; an OFFLOAD its forward, and a FETCH its OFFLOAD.
-Rule 5. Between two ranks a value or gradient is carried by a SEND and its RECEIVE, which stand for it.
-Rule 6. A closing action needs all that its stage did before: COMMIT the forwards, TIE the backwards, REDUCE both the
+Rule 1. A forward needs its inputs: for each route into its stage, the forward of the route's source.
+Rule 2. A recompute needs the forward of its stage and micro-batch.
+Rule 3. A backward needs its recompute, or its forward if nothing is recomputed; the FETCH of its activations, if they
+        were offloaded; and for each route out of its stage, the gradient: the backward of the route's target.
+Rule 4. A weight backward needs its input backward, an OFFLOAD its forward, and a FETCH its OFFLOAD.
+Rule 5. Between ranks, a SEND and its RECEIVE carry a value or gradient. The receiver then depends on the RECEIVE.
+Rule 6. A closing action needs the earlier actions of its stage: COMMIT the forwards, TIE the backwards, REDUCE the
         backwards and the TIE.
-Rule 7. Of a micro-batch in slices a forward needs that of the slice before at its stage, for keys and values, and a
-        backward that of the slice behind, for their gradients.
-Rule 8. A TIE adds up what all stages with a TIE have, so it needs their backwards too; no SEND brings them, it does.
-Rule 9. What a stage computes needs its UNSHARD, and its RESHARD all that it computes.
+Rule 7. With slices, a forward needs the forward of the preceding slice at its stage (keys and values). A backward
+        needs the backward of the following slice (gradients of keys and values).
+Rule 8. A TIE sums the gradients of all stages with a TIE, so it needs the backwards of all of them. It communicates
+        itself, without SEND.
+Rule 9. All computations of a stage need its UNSHARD. Its RESHARD needs all its computations.
 
-An action that a program does not hold was done before the program began; a transfer that it does not hold (yet) is
-looked through. So the same rule serves bare schedules, whole programs and the forward or backward half of one.
+Actions that a program does not contain count as done before it starts. If a program has no transfers (yet), an action
+depends directly on the action that computes the value. So the same rules hold for bare schedules, complete programs
+and the forward or backward half of a program.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,7 +32,7 @@ BACKWARD_PARTS = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
 
 
 def needs(action: Action, program: Program) -> tuple[Action, ...]:
-    """The actions of the program that must be done before this one, each once.
+    """Returns the actions of the program that must be done before this one, without duplicates.
 
     >>> from gpipe.schedule.action import parse_action
     >>> from gpipe.schedule.schedules import fill_drain
@@ -39,17 +40,17 @@ def needs(action: Action, program: Program) -> tuple[Action, ...]:
     >>> [str(need) for need in needs(parse_action("0B0"), program)]
     ['0F0', '1B0']
     """
-    gather = [Action(Kind.UNSHARD, action.stage)] if action.kind in COMPUTE else []
-    found = chain(_direct_needs(action, program), gather)
-    return tuple(dict.fromkeys(filter(program.actions.__contains__, found)))
+    unshard = [Action(Kind.UNSHARD, action.stage)] if action.kind in COMPUTE else []
+    candidates = chain(_direct_needs(action, program), unshard)
+    return tuple(dict.fromkeys(filter(program.actions.__contains__, candidates)))
 
 
 def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
     stage, m = action.stage, action.micro_batch
     match action.kind:
         case Kind.FORWARD:
-            yield from _brought(action, program)
-            yield from _beside(action, program, -1)
+            yield from _inputs(action, program)
+            yield from _neighbor_slice(action, program, -1)
         case Kind.RECOMPUTE | Kind.OFFLOAD:
             yield Action(Kind.FORWARD, stage, m)
         case Kind.FETCH:
@@ -58,12 +59,12 @@ def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
             recompute = Action(Kind.RECOMPUTE, stage, m)
             yield recompute if recompute in program.actions else Action(Kind.FORWARD, stage, m)
             yield Action(Kind.FETCH, stage, m)
-            yield from _brought(action, program)
-            yield from _beside(action, program, 1)
+            yield from _inputs(action, program)
+            yield from _neighbor_slice(action, program, 1)
         case Kind.BACKWARD_WEIGHT:
             yield Action(Kind.BACKWARD_INPUT, stage, m)
         case Kind.SEND:
-            yield from _made(action)
+            yield from _sources(action)
         case Kind.RECEIVE:
             yield action.peer
         case Kind.COMMIT:
@@ -79,8 +80,8 @@ def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
             assert_never(action.kind)
 
 
-def _beside(action: Action, program: Program, step: int) -> Iterator[Action]:
-    """The same at the same stage of the slice behind or before, if the micro-batch has one there."""
+def _neighbor_slice(action: Action, program: Program, step: int) -> Iterator[Action]:
+    """Yields the same action for the slice `step` positions away, if the micro-batch has one there."""
     slices, number = program.slices, action.micro_batch or 0
     if 0 <= number % slices + step < slices:
         yield Action(action.kind, action.stage, Slice(number + step, slices))
@@ -91,7 +92,7 @@ def _all_of(stage: int, program: Program, kinds: Iterable[Kind]) -> Iterator[Act
 
 
 def closing_order(program: Program, closing: Action) -> tuple[int, int]:
-    """By what the REDUCE and TIE of a rank are ordered: alike in all replicas, whatever their tables."""
+    """Returns the sort key of a REDUCE or TIE. It is the same in all replicas, even if their tables differ."""
     if closing.kind is Kind.TIE:
         return 1, closing.stage
     tied = Action(Kind.TIE, closing.stage) in program.actions
@@ -99,83 +100,83 @@ def closing_order(program: Program, closing: Action) -> tuple[int, int]:
 
 
 def fed_by(action: Action, program: Program) -> tuple[Route, ...]:
-    """The routes that bring an action what it needs of other stages: values a forward, gradients a backward."""
+    """Returns the routes of the inputs of an action: values for a forward, gradients for a backward."""
     if action.kind is Kind.FORWARD:
         return program.routes_into[action.stage]
     return program.routes_from[action.stage] if action.kind in BACKWARDS else ()
 
 
 def feeds(action: Action, program: Program) -> tuple[Route, ...]:
-    """The routes that take on what an action made: values of a forward, gradients of a backward."""
+    """Returns the routes of the outputs of an action: values of a forward, gradients of a backward."""
     if action.kind is Kind.FORWARD:
         return program.routes_from[action.stage]
     return program.routes_into[action.stage] if action.kind in BACKWARDS else ()
 
 
 def crossing(action: Action, program: Program) -> Iterator[Action]:
-    """The SENDs that take what an action made to other ranks."""
+    """Yields the SENDs that carry the outputs of an action to other ranks."""
     for route in feeds(action, program):
         if program.rank_of[route.source] != program.rank_of[route.target]:
             yield Action(Kind.SEND, action.stage, action.micro_batch, route)
 
 
-def _brought(action: Action, program: Program) -> Iterator[Action]:
+def _inputs(action: Action, program: Program) -> Iterator[Action]:
     for route in fed_by(action, program):
         receive = Action(Kind.RECEIVE, action.stage, action.micro_batch, route)
         if receive in program.actions:
             yield receive
         else:
-            yield from _made(receive.peer)
+            yield from _sources(receive.peer)
 
 
-def _made(send: Action) -> Iterator[Action]:
-    """What makes that which a SEND sends."""
+def _sources(send: Action) -> Iterator[Action]:
+    """Yields the actions that may compute the value of a SEND."""
     for kind in BACKWARDS if send.carries_gradient else (Kind.FORWARD,):
         yield Action(kind, send.stage, send.micro_batch)
 
 
 def linearize(program: Program, rng: Random | None = None) -> Iterator[tuple[int, int, Action]]:
-    """Yields (rank, place in its row, action), each action after all that it needs.
+    """Yields all actions in an order that respects their dependencies, as (rank, index in its row, action).
 
-    Without `rng` all ranks that can go on do so in turn, one action each, which keeps them in step; with it, one of
-    them drawn at random.
+    By default, ranks advance in lockstep: in each round, every rank that can continues by one action. With `rng`, a
+    random rank advances each time.
 
     Raises:
-        ScheduleError: The program deadlocks; the error says which rank waits for what.
+        ScheduleError: If the program deadlocks. The message lists the action that each rank waits for.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> program = Program.of(fill_drain(stages=2, micro_batches=2), micro_batches=2)
     >>> " ".join(str(action) for _, _, action in linearize(program))
     '0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1'
     """
-    return ((rank, place, action) for rank, place, action, _ in linearize_with_needs(program, rng))
+    return ((rank, index, action) for rank, index, action, _ in linearize_with_needs(program, rng))
 
 
-Due: TypeAlias = tuple[int, int, Action, tuple[Action, ...]]
-"""A rank, the place in its row that it has come to, the action there, and what that needs."""
+NextAction: TypeAlias = tuple[int, int, Action, tuple[Action, ...]]
+"""The next action of a rank: the rank, the index in its row, the action, and the actions that it needs."""
 
 
-def linearize_with_needs(program: Program, rng: Random | None = None) -> Iterator[Due]:
-    """Yields what `linearize` does, and what each action needs."""
+def linearize_with_needs(program: Program, rng: Random | None = None) -> Iterator[NextAction]:
+    """Yields the same actions as `linearize`, each with the actions that it needs."""
 
-    def due(rank: int, place: int) -> Due:
-        action = program.table[rank][place]
-        return rank, place, action, needs(action, program)
+    def next_action(rank: int, index: int) -> NextAction:
+        action = program.table[rank][index]
+        return rank, index, action, needs(action, program)
 
-    fronts = {rank: due(rank, 0) for rank, row in enumerate(program.table) if row}
+    fronts = {rank: next_action(rank, 0) for rank, row in enumerate(program.table) if row}
     done: set[Action] = set()
     while fronts:
-        ready = [due for due in fronts.values() if done.issuperset(due[-1])]
+        ready = [front for front in fronts.values() if done.issuperset(front[-1])]
         if not ready:
-            lines = ["deadlock:"]
-            for rank, place, _, needed in fronts.values():
+            lines = ["The program deadlocks:"]
+            for rank, index, _, needed in fronts.values():
                 missing = ", ".join(str(need) for need in needed if need not in done)
-                lines.append(f"rank {rank} waits for {missing}: {program.around(rank, place)}")
+                lines.append(f"rank {rank} waits for {missing}: {program.around(rank, index)}")
             raise ScheduleError("\n".join(lines))
-        for rank, place, action, needed in [rng.choice(ready)] if rng else ready:
-            yield rank, place, action, needed
+        for rank, index, action, needed in [rng.choice(ready)] if rng else ready:
+            yield rank, index, action, needed
             done.add(action)
-            if place + 1 < len(program.table[rank]):
-                fronts[rank] = due(rank, place + 1)
+            if index + 1 < len(program.table[rank]):
+                fronts[rank] = next_action(rank, index + 1)
             else:
                 del fronts[rank]

@@ -16,7 +16,7 @@ from gpipe.schedule.action import COMPUTE, MOVES, SHARDS, Action, Kind
 from gpipe.schedule.cost import Costs, StageCost, seconds
 from gpipe.schedule.lower import join_backwards, place_recompute
 from gpipe.schedule.partition import Partition
-from gpipe.schedule.program import Program, in_cell
+from gpipe.schedule.program import Program, notebook_html
 from gpipe.schedule.rules import BACKWARD_PARTS, BACKWARDS, crossing, linearize, linearize_with_needs
 from gpipe.schedule.timeline import Span, Timeline
 
@@ -40,7 +40,7 @@ class Simulation:
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> program = Program.of(fill_drain(stages=2, micro_batches=4), micro_batches=4)
-    >>> simulation = simulate(program, [StageCost(forward=1.0, backward=2.0, boundary=10, inside=100)] * 2)
+    >>> simulation = simulate(program, [StageCost(forward=1.0, backward=2.0, boundary=10, activations=100)] * 2)
     >>> simulation.timeline.seconds, simulation.peak_bytes
     (15.0, (440, 440))
     """
@@ -331,7 +331,7 @@ def figures(program: Program, costs: Costs | None = None) -> Figures:
     (2.0, 1.0)
     """
     each = [UNIT_COST] * program.stages if costs is None else costs
-    simulation = simulate(program, holding_one(each))
+    simulation = simulate(program, _one_per_micro_batch(each))
     stages, kinds = Counter(program.rank_of), Counter(action.kind for action in program.actions)
     return Figures(
         timeline=simulation.timeline,
@@ -342,9 +342,9 @@ def figures(program: Program, costs: Costs | None = None) -> Figures:
     )
 
 
-def holding_one(costs: Costs) -> list[StageCost]:
+def _one_per_micro_batch(costs: Costs) -> list[StageCost]:
     """The costs, where what is held of a micro-batch at a stage counts as 1."""
-    return [replace(cost, boundary=0, inside=1, working=0, state=0) for cost in costs]
+    return [replace(cost, boundary=0, activations=1, working=0, state=0) for cost in costs]
 
 
 @dataclass(frozen=True)
@@ -361,9 +361,9 @@ class Prediction:
             step copies what two micro-batches bring to each stage. Its replay computes the gradients of one stage at
             a time, beside those of the step.
 
-    >>> from gpipe.schedule.partition import given
+    >>> from gpipe.schedule.partition import Partition
     >>> from gpipe.schedule.schedules import fill_drain
-    >>> plan = predict(given([2, 2], costs=[3, 3, 3, 3]), Program.of(fill_drain(2, 4), micro_batches=4))
+    >>> plan = predict(Partition.of_sizes([2, 2], costs=[3, 3, 3, 3]), Program.of(fill_drain(2, 4), micro_batches=4))
     >>> plan.timeline.seconds, plan.bubble
     (30.0, 0.19999999999999996)
     """
@@ -381,7 +381,7 @@ class Prediction:
         return self.timeline.idle_share()
 
     def _repr_html_(self) -> str | None:
-        return in_cell("prediction", self)
+        return notebook_html("prediction", self)
 
 
 def equal_bubble(program: Program) -> float:
@@ -404,9 +404,10 @@ def predict(
 
     `in_seconds` says whether the costs are seconds; `held` has what stages hold, in bytes, where that was counted.
 
-    >>> from gpipe.schedule.partition import given
+    >>> from gpipe.schedule.partition import Partition
     >>> from gpipe.schedule.schedules import fill_drain
-    >>> predict(given([3, 1], [3, 3, 6, 6]), Program.of(fill_drain(2, 4), micro_batches=4)).timeline.seconds
+    >>> partition = Partition.of_sizes([3, 1], [3, 3, 6, 6])
+    >>> predict(partition, Program.of(fill_drain(2, 4), micro_batches=4)).timeline.seconds
     54.0
     """
     timeline = simulate(program, stage_costs(partition) if costs is None else costs).timeline
@@ -421,7 +422,7 @@ def _verified_peaks(program: Program, held: Costs, peaks: Sequence[int]) -> tupl
     for rank, peak in enumerate(peaks):
         own = [cost for cost, other in zip(held, program.rank_of, strict=True) if other == rank]
         state, recorded = sum(cost.state for cost in own), sum(cost.recorded for cost in own)
-        replay = max((cost.gradients + cost.boundary + cost.inside + cost.working for cost in own), default=0)
+        replay = max((cost.gradients + cost.boundary + cost.activations + cost.working for cost in own), default=0)
         found.append(max(peak, state + replay) + recorded)
     return tuple(found)
 

@@ -5,8 +5,8 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.planner.search.fitting import Fitting, offloading
-from gpipe.planner.search.shapes import Shape
+from gpipe.planner.search.candidates import Shape
+from gpipe.planner.search.fitting import Fitting, choose_offload
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.lower import Remat, place_recompute, place_remat, place_transfers
 from gpipe.schedule.program import Program
@@ -23,7 +23,7 @@ costs = st.builds(
     move=numbers,
     send_gradient=st.none() | numbers,
     boundary=st.integers(0, 9),
-    inside=st.integers(0, 9),
+    activations=st.integers(0, 9),
     working=st.integers(0, 9),
     state=st.integers(0, 9),
 )
@@ -48,7 +48,7 @@ def test_seconds_and_bytes_are_those_of_the_lowered_program(data: st.DataObject,
     simulation = simulate(place_transfers(place_recompute(program, levels)), each)
     simulator = Simulator(program, messages=True)
     fitting = Fitting(simulator, [inf] * program.ranks)
-    again = fitting.again(levels)
+    again = fitting.recomputed(levels)
     assert simulator.seconds(each, again) == simulation.timeline.seconds
     assert simulator.busy(each, again) == sum(map(simulation.timeline.busy, range(program.ranks)))
     assert fitting.peaks(each, levels) == simulation.peak_bytes
@@ -64,7 +64,8 @@ def test_no_more_insides_are_kept_than_was_said(program: Program, kept: int) -> 
         top = fitting.simulator.in_flight(stage)
         levels = [0] * program.stages
         again = [
-            fitting.again((*levels[:stage], level, *levels[stage + 1 :]))[stage] for level in (top, kept, kept + 1)
+            fitting.recomputed((*levels[:stage], level, *levels[stage + 1 :]))[stage]
+            for level in (top, kept, kept + 1)
         ]
         assert not again[0]
         assert len(again[2]) < len(again[1]) or not again[1]
@@ -95,7 +96,7 @@ def test_what_offloads_instead_fits_and_takes_no_longer_and_what_cannot_be_moved
     )
     before = simulate(place_transfers(place_remat(program, remat)), each)
     limits = data.draw(st.sampled_from([before.peak_bytes, [inf] * program.ranks]))
-    found = offloading(program, each, limits, remat)
+    found = choose_offload(program, each, limits, remat)
     after = simulate(place_transfers(place_remat(program, found)), each)
     assert after.timeline.seconds <= before.timeline.seconds
     assert all(held <= limit for held, limit in zip(after.peak_bytes, limits, strict=True))

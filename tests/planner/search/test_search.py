@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe.planner.search import shapes, tables
-from gpipe.planner.search.cutting import Trial, every_cut
-from gpipe.planner.search.device import PRESETS, Device, lasts
-from gpipe.planner.search.found import Plan
+from gpipe.planner.search import candidates, table_search
+from gpipe.planner.search.candidates import AUTO, Choices, Shape, least_seconds, likely_seconds
+from gpipe.planner.search.device import PRESETS, Device
 from gpipe.planner.search.listing import ROUNDING_FACTOR
+from gpipe.planner.search.plan import Plan
 from gpipe.planner.search.profile import LayerProfile, Line, Profile, bounds
 from gpipe.planner.search.search import ALIKE_FACTOR, search
-from gpipe.planner.search.shapes import AUTO, Choices, Shape, least_seconds, likely_seconds
+from gpipe.planner.search.trial import Trial, every_split
+from gpipe.planner.search.units import format_seconds
 from gpipe.schedule.laws import check
 from gpipe.schedule.lower import place_recompute, place_transfers
 from gpipe.schedule.simulate import Simulator, simulate
@@ -34,7 +35,7 @@ def profiles(draw: st.DrawFn, most: int = 5) -> Profile:
             forward=draw(st.builds(Line, st.just(1.0), st.integers(0, 5).map(float))),
             backward=draw(st.builds(Line, st.just(1.0), st.integers(0, 9).map(float))),
             boundary=draw(lines),
-            inside=draw(lines),
+            activations=draw(lines),
             keeps_input=draw(lines),
             working=draw(lines),
             state=float(draw(st.integers(0, 20))),
@@ -62,13 +63,13 @@ def found(profile: Profile, devices: list[Device], batch: int, choices: Choices)
         return None
 
 
-@pytest.mark.parametrize("large", [shapes.LARGE, 0])
+@pytest.mark.parametrize("large", [candidates.LARGE, 0])
 @settings(max_examples=40, deadline=None)
 @given(profile=profiles(), devices=fleets(), batch=st.integers(1, 6))
 def test_a_plan_fits_and_takes_what_the_simulator_says(
     large: int, profile: Profile, devices: list[Device], batch: int
 ) -> None:
-    with patch.object(shapes, "LARGE", large):
+    with patch.object(candidates, "LARGE", large):
         plan = found(profile, devices, batch, Choices())
     if plan is None:
         return
@@ -77,8 +78,8 @@ def test_a_plan_fits_and_takes_what_the_simulator_says(
         assert bare is not None
         table = place_transfers(place_recompute(bare, each.remat))
         simulation, held = simulate(table, each.costs), each.costs
-        if not large:  # `Many` leaves messages that wait out
-            held = tuple(replace(cost, handed_on=0, handed_back=0) for cost in held)
+        if not large:  # `LargeTable` leaves messages that wait out
+            held = tuple(replace(cost, sent_forward=0, sent_backward=0) for cost in held)
         assert each.peak_bytes == simulate(table, held).peak_bytes
         assert all(peak <= device.memory for peak, device in zip(each.peak_bytes, each.devices, strict=True))
         assert each.seconds == pytest.approx(simulation.timeline.seconds)
@@ -99,7 +100,7 @@ def test_what_is_searched_is_lawful_fits_and_takes_what_the_simulator_says_and_n
 ) -> None:
     size = (len(devices),), (micro_batches,)
     pages = found(profile, devices, micro_batches, Choices(*size))
-    with patch.object(tables, "MOST_LISTED", 3_000):
+    with patch.object(table_search, "MOST_LISTED", 3_000):
         plan, same = (found(profile, devices, micro_batches, Choices(*size, (AUTO,))) for _ in range(2))
     assert plan == same
     assert (plan is None) == (pages is None)
@@ -124,7 +125,7 @@ def brute_force(profile: Profile, devices: list[Device], batch: int, choices: Ch
         used = devices[: shape.partitions]
         sized = profile.of_micro_batch(batch // shape.micro_batches)
         trial = Trial(shape, bare, sized, used, profile.speeds(used))
-        for cuts in every_cut(len(profile.layers), shape.stages):
+        for cuts in every_split(len(profile.layers), shape.stages):
             costs = trial.costs(cuts)
             for kept in product(range(shape.micro_batches + 1), repeat=shape.stages):
                 simulation = simulate(place_transfers(place_recompute(bare, kept)), costs)
@@ -156,7 +157,7 @@ def test_no_cuts_take_less_than_the_bounds(
     sized, used = profile.of_micro_batch(batch // shape.micro_batches), devices[: shape.partitions]
     speeds = profile.speeds(used)
     trial = Trial(shape, program, sized, used, speeds)
-    cuts = data.draw(st.sampled_from(list(every_cut(len(profile.layers), shape.stages))))
+    cuts = data.draw(st.sampled_from(list(every_split(len(profile.layers), shape.stages))))
     costs = trial.costs(cuts)
     seconds = Simulator(program, messages=True).seconds(costs)
     assert least_seconds(shape, sized, speeds) <= seconds * (1 + 1e-9)
@@ -187,11 +188,11 @@ def test_a_stage_costs_what_its_layers_do() -> None:
     assert [sized.entering(*run) for run in bounds([2, 1])] == [8.0, 40.0]
     whole = sized.cost(0, 3, speed=0.5)
     assert (whole.forward, whole.backward, whole.boundary) == (6.0, 12.0, 8)
-    assert (whole.inside, whole.state) == (2 * 16 + 4, 24)  # the input of the first is its boundary
+    assert (whole.activations, whole.state) == (2 * 16 + 4, 24)  # the input of the first is its boundary
 
 
 def test_what_does_not_fit_is_recomputed_where_and_as_often_as_memory_demands() -> None:
-    layer = LayerProfile("layer", Line(1.0), Line(2.0), boundary=Line(1.0), inside=Line(10.0))
+    layer = LayerProfile("layer", Line(1.0), Line(2.0), boundary=Line(1.0), activations=Line(10.0))
     first, second = Device(memory=45, flops=1.0), Device(memory=100, flops=1.0)
     plan = search(Profile((layer,) * 2), [first, second], 8, Choices([2], [8], ["gpipe"]))
     assert plan.remat == (2, "never")  # 8 boundaries, 2 insides and one more while it is made again
@@ -199,7 +200,7 @@ def test_what_does_not_fit_is_recomputed_where_and_as_often_as_memory_demands() 
 
 
 def test_what_cannot_fit_says_how_near_it_comes() -> None:
-    layer = LayerProfile("layer", Line(1.0), Line(2.0), Line(1.0), inside=Line(per_row=100.0), state=10.0)
+    layer = LayerProfile("layer", Line(1.0), Line(2.0), Line(1.0), activations=Line(per_row=100.0), state=10.0)
     nearest = "nothing fits; the nearest is K=2 M=4 1f1b, where rank 0 needs 113 bytes of 111 bytes, all recomputed"
     with pytest.raises(ValueError, match=nearest):
         search(Profile((layer,) * 2), [Device(memory=111)] * 2, 4)
@@ -225,7 +226,7 @@ def test_a_plan_says_what_it_is_and_what_it_was_chosen_from() -> None:
     layer = LayerProfile("layer", Line(0, 1e12), Line(0, 2e12), boundary=Line(2**20), state=2**30)
     plan = search(Profile((layer,) * 4), [PRESETS["v100"]] * 2, 4)
     text = plan.explain()
-    assert text.startswith(f"{plan.shape}: {lasts(plan.seconds)} for 4 rows")
+    assert text.startswith(f"{plan.shape}: {format_seconds(plan.seconds)} for 4 rows")
     assert "rank 1 (v100): layer to layer" in text or "rank 1 (v100): layer, remat" in text
     assert len(plan.alternatives) == 3
     assert text.count("next: ") == 3
@@ -243,7 +244,7 @@ def test_many_layers_are_cut_evenly_and_better_than_evenly_where_that_pays() -> 
     assert trial is not None
     profile = Profile((head, *[layer] * 30)).of_micro_batch(1)
     cut = Trial(plan.shape, trial, profile, plan.devices, [1.0] * 4)
-    every = (cut.fitting.simulator.seconds(cut.costs(layers)) for layers in every_cut(31, 4))
+    every = (cut.fitting.simulator.seconds(cut.costs(layers)) for layers in every_split(31, 4))
     assert plan.seconds <= 1.02 * min(every)
 
 
@@ -284,13 +285,17 @@ def test_one_device_is_no_pipeline_with_itself(works: tuple[float, ...], unit: L
 
 
 def test_one_device_of_less_memory_than_a_stage_takes_recomputes_halves() -> None:
-    layer = LayerProfile("layer", Line(per_row=1.0), Line(per_row=2.0), Line(per_row=1.0), inside=Line(per_row=10.0))
+    layer = LayerProfile(
+        "layer", Line(per_row=1.0), Line(per_row=2.0), Line(per_row=1.0), activations=Line(per_row=10.0)
+    )
     plan = search(Profile((layer,) * 4), [Device(memory=26, flops=1.0)], 1)
     assert (plan.stages_per_rank, plan.seconds, plan.peak_bytes) == (2, 14.0, (22,))
 
 
 def test_one_device_of_little_memory_holds_one_micro_batch_after_the_other() -> None:
-    layer = LayerProfile("layer", Line(per_row=1.0), Line(per_row=2.0), Line(per_row=1.0), inside=Line(per_row=10.0))
+    layer = LayerProfile(
+        "layer", Line(per_row=1.0), Line(per_row=2.0), Line(per_row=1.0), activations=Line(per_row=10.0)
+    )
     plan = search(Profile((layer,) * 2), [Device(memory=25, flops=1.0)], 4)
     assert (plan.schedule, plan.micro_batches, plan.remat) == ("1f1b", 4, ("never",))
 
@@ -305,7 +310,9 @@ def test_more_devices_make_no_plan_slower(layers: int) -> None:
 
 
 def test_more_micro_batches_than_are_enough_are_tried_only_where_memory_asks_for_them() -> None:
-    layer = LayerProfile("layer", Line(per_row=1.0), Line(per_row=2.0), Line(per_row=1.0), inside=Line(per_row=10.0))
+    layer = LayerProfile(
+        "layer", Line(per_row=1.0), Line(per_row=2.0), Line(per_row=1.0), activations=Line(per_row=10.0)
+    )
     profile = Profile((layer,) * 4)
     large, small = (search(profile, [Device(memory, flops=1.0)] * 2, 1024) for memory in (inf, 120))
     others = [other.shape for other in large.alternatives] + [other.shape for other in large.rejected]

@@ -24,7 +24,7 @@ from gpipe.runtime.compiled_table import CompiledAction
 from gpipe.runtime.feature import Feature, Work
 from gpipe.runtime.run import MicroBatchState, Rank, Run
 from gpipe.schedule.action import Kind
-from gpipe.schedule.cost import VERIFIED
+from gpipe.schedule.cost import VERIFIED_MICRO_BATCHES
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.boundary import BoundaryInput, BoundaryValue, Gradients, copy_boundary, leaves_of
 from gpipe.stages.digest import Digest, differ, digest
@@ -168,7 +168,7 @@ class StepRecord(Feature):
         calls_loss: bool = True,
         replays: "StepRecord | None" = None,
     ) -> None:
-        self._recorded = min(VERIFIED, micro_batches // slices)
+        self._recorded = min(VERIFIED_MICRO_BATCHES, micro_batches // slices)
         self.count = self._recorded * slices
         self._last_forward, self._last_backward = self.count - 1, (self._recorded - 1) * slices
         self._replays = replays

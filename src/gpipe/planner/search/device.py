@@ -4,6 +4,8 @@ import math
 import re
 from dataclasses import dataclass
 
+from gpipe.planner.search.units import format_bytes
+
 GIB = 2**30
 ATTAINED_SHARE = 0.4  # of its printed peak, what a device attains in training, where a preset says no better
 
@@ -47,30 +49,9 @@ class Device:
     @property
     def text(self) -> str:
         """What it holds and does, in words."""
-        memory = "any memory" if self.memory == math.inf else bytes_text(self.memory)
+        memory = "any memory" if self.memory == math.inf else format_bytes(self.memory)
         link = "" if self.link == math.inf else f", link {self.link / 1e9:.3g} GB/s"
         return f"{memory}, {self.flops / 1e12:.3g} TFLOP/s{link}"
-
-
-def lasts(seconds: float, unit: str = "ms") -> str:
-    """A time, in three digits and the unit that suits it.
-
-    >>> lasts(0.01234), lasts(0.9996), lasts(2e-7), lasts(0.0)
-    ('12.3 ms', '1.00 s', '0.200 µs', '0 ms')
-    """
-    if not (seconds and unit):
-        return f"{seconds:,.7g} {unit or 'units'}"
-    size, name = next(((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if seconds >= 0.9995 * s), (1e-6, "µs"))
-    value = seconds / size
-    return f"{value:.{max(0, 2 - math.floor(math.log10(float(f'{value:.3g}'))))}f} {name}"
-
-
-def bytes_text(number: float) -> str:
-    """Bytes in words."""
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if number >= size:
-            return f"{number / size:,.2f} {unit}"
-    return f"{number:.3g} bytes"
 
 
 PRESETS = {  # by name: memory of one, `ATTAINED_SHARE` of the peak of its matrix units, and its link one way

@@ -8,7 +8,7 @@ from operator import add
 from typing import Literal
 
 from gpipe.planner.search.device import Device
-from gpipe.schedule.cost import VERIFIED, StageCost
+from gpipe.schedule.cost import VERIFIED_MICRO_BATCHES, StageCost
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LayerProfile:
     forward: Line  # work of one forward
     backward: Line  # of one backward
     boundary: Line = NOTHING  # bytes that the main line brings to it
-    inside: Line = NOTHING  # that its forward keeps for its backward, beside what came in
+    activations: Line = NOTHING  # that its forward keeps for its backward, beside what came in
     keeps_input: Line = NOTHING  # of what came in that it keeps, and the layer before does not
     working: Line = NOTHING  # that its backward needs beside at the most: gradients of what it gave and took, others
     state: float = 0.0  # of its weights, gradients and optimizer
@@ -93,7 +93,9 @@ class SizedProfile:
     @cached_property
     def kept(self) -> list[float]:
         """The bytes that each layer keeps for its backward, if it is not the first of its stage."""
-        return list(map(add, self._each(lambda layer: layer.inside), self._each(lambda layer: layer.keeps_input)))
+        return list(
+            map(add, self._each(lambda layer: layer.activations), self._each(lambda layer: layer.keeps_input))
+        )
 
     def entering(self, first: int, end: int) -> float:
         """The bytes that a stage of the layers from `first` to before `end` is sent, skip connections included."""
@@ -137,7 +139,7 @@ class SizedProfile:
         inputs, weights = (sum(part) / speed if known else None for part in zip(*self.parts[run], strict=True))
         late, beside, then = map(round, self.halves(first, end))
         buffers, entering = sum(layer.buffers for layer in own), self.entering(first, end)
-        handed_on = 0 if end == len(self.layers) else self.layers[end].boundary.at(self.rows)
+        sent_forward = 0 if end == len(self.layers) else self.layers[end].boundary.at(self.rows)
         inside = sum(self.kept[run]) - own[0].keeps_input.at(self.rows) + own[-1].leaving.at(self.rows)
         return StageCost(
             sum(self.forward[run]) / speed,
@@ -146,16 +148,16 @@ class SizedProfile:
             weights,
             sum((layer.recompute or layer.forward).at(self.rows) for layer in own) / speed,
             boundary=round(entering + buffers),
-            inside=round(inside),
+            activations=round(inside),
             working=round(self.working(first, end)),
             state=round(sum(layer.state for layer in own)),
-            handed_on=round(handed_on),
-            handed_back=round(entering) if first else 0,
+            sent_forward=round(sent_forward),
+            sent_backward=round(entering) if first else 0,
             late=late if counted else None,
             working_input=beside if counted else None,
             working_weight=then,
             # A loss is given copies of outputs and targets once more, when it is checked.
-            recorded=round(VERIFIED * (entering + buffers + max(handed_on, 3 * self._loss(end)))),
+            recorded=round(VERIFIED_MICRO_BATCHES * (entering + buffers + max(sent_forward, 3 * self._loss(end)))),
             gradients=round(sum(layer.gradients for layer in own)),
         )
 

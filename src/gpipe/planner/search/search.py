@@ -15,15 +15,16 @@ from heapq import heapify, heappop, heappush
 from itertools import groupby
 from operator import attrgetter, itemgetter
 
-from gpipe.planner.search.cutting import Trial
-from gpipe.planner.search.device import Device, bytes_text, lasts
-from gpipe.planner.search.fitting import Misfit, offloading
-from gpipe.planner.search.found import Plan, Reason, Rejection
+from gpipe.planner.search.candidates import AUTO, LARGE, Choices, Shape, least_seconds, likely_seconds
+from gpipe.planner.search.device import Device
+from gpipe.planner.search.fitting import Misfit, choose_offload
 from gpipe.planner.search.listing import ROUNDING_FACTOR
+from gpipe.planner.search.plan import Plan, Reason, Rejection
 from gpipe.planner.search.profile import Profile
-from gpipe.planner.search.shapes import AUTO, LARGE, Choices, Shape, least_seconds, likely_seconds
-from gpipe.planner.search.tables import TableSearch
-from gpipe.schedule.many import Many
+from gpipe.planner.search.table_search import TableSearch
+from gpipe.planner.search.trial import Trial
+from gpipe.planner.search.units import format_bytes, format_seconds
+from gpipe.schedule.large_tables import LargeTable
 from gpipe.schedule.program import Program
 
 ANYTHING = Choices()
@@ -84,9 +85,11 @@ class _Search:
             seconds, _, nth, likely, shape = heappop(each)
             least, about = of(least_seconds, shape), "about" if likely else "at least"
             if self._is_enough(least):
-                self._reject(shape, "slower", f"takes {lasts(least)} at least")
+                self._reject(shape, "slower", f"takes {format_seconds(least)} at least")
             elif self.actions > MOST_ACTIONS:
-                self._reject(shape, "slower", f"would take {about} {lasts(seconds)}, and faster ones were tried")
+                self._reject(
+                    shape, "slower", f"would take {about} {format_seconds(seconds)}, and faster ones were tried"
+                )
             elif not likely:
                 heappush(each, due(likely_seconds, nth, shape))
             else:
@@ -102,33 +105,34 @@ class _Search:
     def _is_possible(self, shape: Shape) -> bool:
         sized, memory = self.size(shape.micro_batches), sum(each.memory for each in self.devices[: shape.partitions])
         state = sum(layer.state for layer in sized.layers)
-        least = state + sum(layer.inside.at(sized.rows) for layer in sized.layers) / shape.stages_per_rank
+        least = state + sum(layer.activations.at(sized.rows) for layer in sized.layers) / shape.stages_per_rank
         if shape.stages > len(sized.layers):
             why = f"{shape.stages} stages, {len(sized.layers)} layers"
             self._reject(shape, "more stages than layers", why)
         elif least > memory:
-            inside = f"with one micro-batch inside one stage of each rank {bytes_text(least)}"
-            why = f"weights, gradients and optimizer are {bytes_text(state)}, {inside}, devices {bytes_text(memory)}"
+            inside = f"with one micro-batch inside one stage of each rank {format_bytes(least)}"
+            held = f"weights, gradients and optimizer are {format_bytes(state)}"
+            why = f"{held}, {inside}, devices {format_bytes(memory)}"
             self._reject(shape, "too big", why)
         else:
             return True
         return False
 
     def _try(self, shape: Shape) -> None:
-        program = shape.many() or shape.program()
+        program = shape.large_table() or shape.program()
         if program is None:
             return self._reject(shape, "no table of this size")
         sized, used = self.size(shape.micro_batches), slice(shape.partitions)
         devices, speeds = self.devices[used], self.speeds[used]
         trial = Trial(shape, program, sized, devices, speeds, self._is_enough)
-        trial.begin()
+        trial.try_initial()
         if trial.best is not None:
-            timed = MOST_ACTIONS // MOST_LARGE if isinstance(program, Many) else shape.actions
+            timed = MOST_ACTIONS // MOST_LARGE if isinstance(program, LargeTable) else shape.actions
             self.actions += 0 if trial.few else timed
             self.fitting.append((trial.best.seconds, trial))
             self.fitting.sort(key=itemgetter(0))
             for seconds, slower in self.fitting[self.wanted :]:
-                self._reject(slower.shape, "slower", f"takes {lasts(seconds)}")
+                self._reject(slower.shape, "slower", f"takes {format_seconds(seconds)}")
             del self.fitting[self.wanted :]
         elif trial.misfit is not None:
             self.misfits.append((trial.misfit, shape))
@@ -144,7 +148,7 @@ class _Search:
         measured = self.profile.unit == "seconds"
         trials = [trial for _, trial in self.fitting]
         for trial in trials:
-            trial.climb()
+            trial.improve()
         plans = [_plan(trial, self.global_batch, measured=measured) for trial in trials]
         plans = self._beside_tables(trials, plans) if searched else plans
         plans.sort(key=attrgetter("seconds"))
@@ -185,7 +189,7 @@ class _Search:
         return f"nothing fits: {reasons}; settle fewer partitions, or another schedule or number of micro-batches"
 
     def _cut_what_is_too_big(self) -> None:
-        """Cuts shapes of the most ranks and micro-batches, which cannot fit, for how near they come."""
+        """StageSizes shapes of the most ranks and micro-batches, which cannot fit, for how near they come."""
         too_big = [each.shape for each in self.rejected if each.reason == "too big"]
         quick = [shape for shape in too_big if 2 * shape.stages * shape.micro_batches <= MOST_ACTIONS]
         most = max(((shape.partitions, shape.micro_batches) for shape in quick), default=None)
@@ -197,15 +201,15 @@ class _Search:
 def _plan(trial: Trial, global_batch: int, *, measured: bool) -> Plan:
     shape, settled, fitting = trial.shape, trial.best, trial.fitting
     assert settled is not None  # cuts that fit were found
-    busy = fitting.busy(settled.costs, settled.levels)
+    busy = fitting.busy(settled.costs, settled.kept)
     plan = Plan(
         micro_batches=shape.micro_batches,
         layers_per_partition=settled.layers,
         schedule=shape.schedule,
         rank_of=tuple(trial.program.rank_of),
-        remat=fitting.remat(settled.levels),
+        remat=fitting.remat(settled.kept),
         seconds=settled.seconds,
-        peak_bytes=fitting.peaks(settled.costs, settled.levels),
+        peak_bytes=fitting.peaks(settled.costs, settled.kept),
         bubble=1 - busy / (shape.partitions * settled.seconds) if settled.seconds else 0.0,
         global_batch=global_batch,
         devices=tuple(trial.devices),
@@ -217,7 +221,7 @@ def _plan(trial: Trial, global_batch: int, *, measured: bool) -> Plan:
     )
     if not isinstance(trial.program, Program):
         return plan
-    remat = offloading(trial.program, plan.costs, [device.memory for device in trial.devices], plan.remat)
+    remat = choose_offload(trial.program, plan.costs, [device.memory for device in trial.devices], plan.remat)
     if remat == plan.remat:
         return plan
     return replace(plan, remat=remat).timed()

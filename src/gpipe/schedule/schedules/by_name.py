@@ -1,4 +1,4 @@
-"""Programs by the names of schedules, and schedules that a user gives: a program, or a function that makes one."""
+"""Finds schedules by name, and makes schedules of a user's `Program` or function."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from typing import TypeAlias, assert_never
 from gpipe.errors import int_remedy, is_count
 from gpipe.schedule.action import CLOSING, MOVES, SHARDS, TRANSFERS, Kind
 from gpipe.schedule.laws import check
-from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, ScheduleError, Table, too_many
+from gpipe.schedule.program import MAX_MICRO_BATCHES, Program, ScheduleError, Table, too_many_micro_batches
 from gpipe.schedule.schedules import SCHEDULES, Schedule
 from gpipe.schedule.schedules.writing import Placement
 
@@ -16,12 +16,17 @@ from gpipe.schedule.schedules.writing import Placement
 def program_of(
     name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None, slices: int = 1
 ) -> Program:
-    """The forwards and backwards of a schedule by its name in `SCHEDULES`, for K ranks and M micro-batches.
+    """Returns the forward and backward actions of a schedule for K ranks and M micro-batches.
 
-    Each rank holds `stages_per_rank`, by default what the schedule has; each micro-batch has so many `slices`.
+    Args:
+        name: A name in `SCHEDULES`.
+        ranks: K, the number of ranks.
+        micro_batches: M, the number of micro-batches.
+        stages_per_rank: The number of stages on each rank. Default: the default of the schedule.
+        slices: The number of slices of each micro-batch. Default: 1.
 
     Raises:
-        ValueError: There is no such schedule, or it has no table of this size; a line for each mistake.
+        ValueError: If the schedule does not exist, or has no table of this size. The message has one line per error.
 
     >>> print(program_of("1f1b", ranks=2, micro_batches=2).to_csv())
     rank_of,0,1
@@ -38,28 +43,33 @@ def program_of(
 def table_of(
     name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None, slices: int = 1
 ) -> tuple[Table, Placement]:
-    """What `program_of` makes a program of: a table, its rows written when they are asked for, and the placement."""
-    counts = {"partitions": ranks, "micro_batches": micro_batches, "stages_per_rank": stages_per_rank}
-    counts["slices"] = slices
-    mistakes = [] if name in SCHEDULES else [unknown(name)]
+    """Returns the table and the placement that `program_of` uses. Large tables are written row by row on access."""
+    sizes = {
+        "partitions": ranks,
+        "micro_batches": micro_batches,
+        "stages_per_rank": stages_per_rank,
+        "slices": slices,
+    }
+    mistakes = [] if name in SCHEDULES else [unknown_schedule(name)]
     if not mistakes and slices > 1 and SCHEDULES[name].sliced is None:
-        mistakes.append(unsliced(SCHEDULES[name]))
-    few = {what: count for what, count in counts.items() if count is not None and count < 1}
-    mistakes += [f"{what}={count}; give a whole number of at least 1" for what, count in few.items()]
-    if micro_batches * slices > MOST_MICRO_BATCHES:
-        mistakes.append(too_many(micro_batches * slices))
+        mistakes.append(no_slices(SCHEDULES[name]))
+    mistakes += [
+        f"{key}={size}. Use an integer >= 1." for key, size in sizes.items() if size is not None and size < 1
+    ]
+    if micro_batches * slices > MAX_MICRO_BATCHES:
+        mistakes.append(too_many_micro_batches(micro_batches * slices))
     if mistakes:
         raise ValueError("\n".join(mistakes))
     schedule = SCHEDULES[name]
-    each = schedule.stages_per_rank if stages_per_rank is None else stages_per_rank
-    placement = schedule.placement(ranks, each)
+    stages = schedule.stages_per_rank if stages_per_rank is None else stages_per_rank
+    placement = schedule.placement(ranks, stages)
     if placement is None:
-        raise ValueError(unplaced(schedule, each))
+        raise ValueError(no_placement(schedule, stages))
     number = micro_batches * slices
     sliced = schedule.sliced
     table = schedule.table(placement, number) if sliced is None else sliced(placement, number, slices)
     if table is None:
-        raise ValueError(without_table(schedule, placement, micro_batches))
+        raise ValueError(no_table(schedule, placement, micro_batches))
     return table, placement
 
 
@@ -69,10 +79,10 @@ class Interleaved:
 
     Args:
         stages: The number of stages on each rank.
-        schedule: The name of a schedule that leaves this number open: `"interleaved"`, `"interleaved_zb"` or
-            `"gpipe"`.
+        schedule: The name of a schedule with a variable number of stages per rank: `"interleaved"`,
+            `"interleaved_zb"` or `"gpipe"`.
 
-    >>> named(Interleaved(4)).placement(2, 4)
+    >>> schedule_of(Interleaved(4)).placement(2, 4)
     (0, 1, 0, 1, 0, 1, 0, 1)
     """
 
@@ -82,13 +92,13 @@ class Interleaved:
 
 @dataclass(frozen=True)
 class Sliced:
-    """A schedule that cuts each micro-batch of a step into slices along its tokens, for causal language models.
+    """A schedule that splits each micro-batch of a step along the sequence dimension, for causal language models.
 
     Args:
-        schedule: The name of a schedule that has a table for slices, `"gpipe"` or `"1f1b"`, or `Interleaved`.
+        schedule: The name of a schedule that supports slices, `"gpipe"` or `"1f1b"`, or an `Interleaved`.
         slices: The number of slices of each micro-batch.
 
-    >>> named(Sliced("1f1b", 4)).slices
+    >>> schedule_of(Sliced("1f1b", 4)).slices
     4
     """
 
@@ -99,118 +109,126 @@ class Sliced:
 Named: TypeAlias = str | Interleaved | Sliced
 
 
-def named(wanted: Named) -> Schedule:
-    """Returns the schedule of a name, with the stages and slices that were asked for.
+def schedule_of(wanted: Named) -> Schedule:
+    """Returns the schedule with this name, number of stages per rank and number of slices.
 
     Raises:
-        ValueError: If there is no such schedule, or it cannot have as many stages or slices.
+        ValueError: If there is no schedule with this name, or if it does not support these numbers.
     """
     match wanted:
         case str():
             if wanted not in SCHEDULES:
-                raise ValueError(unknown(wanted))
+                raise ValueError(unknown_schedule(wanted))
             return SCHEDULES[wanted]
         case Interleaved(stages, name):
-            found = named(name)
+            schedule = schedule_of(name)
             if not is_count(stages):
-                raise ValueError(
-                    f"{wanted} has stages={stages!r}; give a whole number of at least 1{int_remedy(stages)}"
-                )
-            if found.placement(1, stages) is None:
-                raise ValueError(unplaced(found, stages))
-            return replace(found, stages_per_rank=stages)
+                raise ValueError(f"schedule={wanted} has stages={stages!r}. Use an integer >= 1{int_remedy(stages)}.")
+            if schedule.placement(1, stages) is None:
+                raise ValueError(no_placement(schedule, stages))
+            return replace(schedule, stages_per_rank=stages)
         case Sliced(inner, slices):
-            found = named(inner)
+            schedule = schedule_of(inner)
             if not is_count(slices):
-                raise ValueError(
-                    f"{wanted} has slices={slices!r}; give a whole number of at least 1{int_remedy(slices)}"
-                )
-            if found.sliced is None:
-                raise ValueError(unsliced(found))
-            return replace(found, slices=slices)
+                raise ValueError(f"schedule={wanted} has slices={slices!r}. Use an integer >= 1{int_remedy(slices)}.")
+            if schedule.sliced is None:
+                raise ValueError(no_slices(schedule))
+            return replace(schedule, slices=slices)
         case _:
             assert_never(wanted)
 
 
-def unknown(name: object) -> str:
-    """What is said of a name that no schedule has."""
-    return f"schedule={name!r}; known are {', '.join(map(repr, SCHEDULES))}"
+def unknown_schedule(name: object, *others: str) -> str:
+    """Returns the error message for an unknown name. `others` are further values that the argument accepts."""
+    return f"schedule={name!r} is unknown. Use one of {', '.join(map(repr, (*SCHEDULES, *others)))}."
 
 
-def unsliced(schedule: Schedule) -> str:
-    """What is said of a schedule that has no table for slices."""
-    known = ", ".join(repr(name) for name, each in SCHEDULES.items() if each.sliced is not None)
-    return f"schedule={schedule.name!r} has no table for slices of micro-batches; those that have are {known}"
+def no_slices(schedule: Schedule) -> str:
+    """Returns the error message for a schedule that does not support slices."""
+    sliced = ", ".join(repr(name) for name, each in SCHEDULES.items() if each.sliced is not None)
+    return f"schedule={schedule.name!r} does not support slices of micro-batches. Use one of {sliced}."
 
 
-def unplaced(schedule: Schedule, each: int) -> str:
-    """What is said of a number of stages that a schedule cannot place on a rank."""
+def no_placement(schedule: Schedule, stages: int) -> str:
+    """Returns the error message for a number of stages per rank that a schedule does not support."""
     nearest = schedule.stages_per_rank
-    return f"schedule={schedule.name!r} cannot place stages_per_rank={each}; the nearest that it can is {nearest}"
+    return f"schedule={schedule.name!r} does not support stages_per_rank={stages}. Use stages_per_rank={nearest}."
 
 
-def without_table(schedule: Schedule, placement: Placement, micro_batches: int) -> str:
-    """What is said of a number of micro-batches for which a schedule has no table."""
+def no_table(schedule: Schedule, placement: Placement, micro_batches: int) -> str:
+    """Returns the error message for a number of micro-batches that a schedule does not support."""
     ranks = max(placement) + 1
     others = [m for m in range(1, 2 * (micro_batches + 2 * ranks)) if schedule.table(placement, m)]
     nearest = min(others, key=lambda m: abs(m - micro_batches), default=None)
-    remedy = "" if nearest is None else f"; the nearest that it can have is micro_batches={nearest}"
-    return f"schedule={schedule.name!r} has no table for micro_batches={micro_batches} over K={ranks} ranks{remedy}"
+    remedy = "Use another schedule." if nearest is None else f"Use micro_batches={nearest}."
+    return f"schedule={schedule.name!r} has no table for micro_batches={micro_batches} with {ranks} ranks. {remedy}"
 
 
-Maker: TypeAlias = Callable[[int, int], Program]  # from K and M, a program of forwards and backwards alone
+Maker: TypeAlias = Callable[[int, int], Program]
+"""A function of K and M that returns a program of forward and backward actions."""
 
 
-def check_given(program: Program) -> None:
-    """Refuses a program that breaks the laws, leaves a rank without a stage, or has what a pipe places itself."""
-    placed = {action.kind for action in program.actions} & {*TRANSFERS, *MOVES, *SHARDS, *CLOSING, Kind.RECOMPUTE}
-    names = [kind.name for kind in Kind if kind in placed]
+def check_user_program(program: Program) -> None:
+    """Checks a program that a user passes as a schedule.
+
+    Raises:
+        ScheduleError: If the program breaks the laws, leaves a rank without a stage, or has actions that a pipe adds
+            itself.
+    """
+    added = {action.kind for action in program.actions} & {*TRANSFERS, *MOVES, *SHARDS, *CLOSING, Kind.RECOMPUTE}
+    names = [kind.name for kind in Kind if kind in added]
     if names:
         raise ScheduleError(
-            f"the program has {', '.join(names)}, which a pipe places itself, by remat, skips, replicas and what "
-            f"layers share; give forwards and backwards alone (FORWARD, and BACKWARD or BACKWARD_INPUT and "
-            f"BACKWARD_WEIGHT): program.only(kinds)"
+            f"schedule= is a Program with {', '.join(names)} actions, which the pipe adds itself. Pass only FORWARD "
+            f"and BACKWARD (or BACKWARD_INPUT and BACKWARD_WEIGHT) actions, such as program.only(kinds)."
         )
     idle = set(range(program.ranks)) - set(program.rank_of)
     if idle:
-        raise ScheduleError(f"the program leaves ranks {sorted(idle)} without a stage")
+        raise ScheduleError(f"schedule= is a Program without stages on ranks {sorted(idle)}. Use fewer ranks.")
     check(program)
 
 
-def only(program: Program) -> Schedule:
-    """The schedule of one program, for its own numbers of ranks and micro-batches."""
-    check_given(program)
-    return Schedule("a program", partial(_only_table, program), partial(_only_placement, program), stages_per_rank=0)
+def schedule_of_program(program: Program) -> Schedule:
+    """Returns the schedule of one program, for its numbers of ranks and micro-batches."""
+    check_user_program(program)
+    return Schedule(
+        "a program", partial(_table_of_program, program), partial(_placement_of_program, program), stages_per_rank=0
+    )
 
 
-def _only_placement(program: Program, ranks: int, stages_per_rank: int) -> Placement | None:
+def _placement_of_program(program: Program, ranks: int, stages_per_rank: int) -> Placement | None:
     return program.rank_of if ranks == program.ranks else None
 
 
-def _only_table(program: Program, placement: Placement, micro_batches: int) -> Table | None:
-    """The table, or of a smaller mini-batch what it has of its micro-batches: nothing in it waits for another one."""
+def _table_of_program(program: Program, placement: Placement, micro_batches: int) -> Table | None:
+    """Returns the table for this many micro-batches; None if the program has fewer.
+
+    For fewer micro-batches the other actions are left out: no micro-batch depends on another one.
+    """
     if micro_batches > program.micro_batches:
         return None
     return tuple(tuple(a for a in row if (a.micro_batch or 0) < micro_batches) for row in program.table)
 
 
-def made_by(make: Maker, micro_batches: int) -> Schedule:
-    """The schedule of the programs that a function makes, placed as that for so many micro-batches is."""
+def schedule_of_function(make: Maker, micro_batches: int) -> Schedule:
+    """Returns the schedule of the programs that `make` returns, placed like its program for `micro_batches`."""
     return Schedule(_name(make), partial(_made_table, make), partial(_made_placement, make, micro_batches), 0)
 
 
 def _made_placement(make: Maker, micro_batches: int, ranks: int, stages_per_rank: int) -> Placement:
     program = _made(make, ranks, micro_batches)
     if (program.ranks, program.micro_batches) != (ranks, micro_batches):
-        why = f"{_name(make)} was asked for K={ranks} ranks and M={micro_batches} micro-batches"
-        raise ScheduleError(f"{why}, and gave a program of K={program.ranks} and M={program.micro_batches}")
+        raise ScheduleError(
+            f"schedule={_name(make)} returned a Program with K={program.ranks} ranks and M={program.micro_batches} "
+            f"micro-batches when called with ({ranks}, {micro_batches}). Return a Program of this size."
+        )
     return program.rank_of
 
 
 def _made_table(make: Maker, placement: Placement, micro_batches: int) -> Table | None:
     try:
         program = _made(make, max(placement) + 1, micro_batches)
-    except Exception:  # whatever it is that has no program of this size: a table of another will do
+    except Exception:  # A function may support only some sizes. The caller then uses fill-drain.
         return None
     same = (program.rank_of, program.micro_batches) == (placement, micro_batches)
     return program.table if same else None
@@ -220,11 +238,11 @@ def _made(make: Maker, ranks: int, micro_batches: int) -> Program:
     try:
         program = make(ranks, micro_batches)
     except Exception as error:
-        error.add_note(f"in schedule={_name(make)}, asked for K={ranks} ranks and M={micro_batches} micro-batches")
+        error.add_note(f"schedule={_name(make)} raised this when called with ({ranks}, {micro_batches}).")
         raise
     if not isinstance(program, Program):
-        raise ScheduleError(f"{_name(make)} gave {type(program).__name__}, which is no Program")
-    check_given(program)
+        raise ScheduleError(f"schedule={_name(make)} returned a {type(program).__name__}. Return a Program.")
+    check_user_program(program)
     return program
 
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe.planner.search import tables
+from gpipe.planner.search import table_search
+from gpipe.planner.search.candidates import AUTO, Choices
 from gpipe.planner.search.device import Device
-from gpipe.planner.search.found import Plan
 from gpipe.planner.search.listing import Knobs, Task, list_table
+from gpipe.planner.search.plan import Plan
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.search.search import search
-from gpipe.planner.search.shapes import AUTO, Choices
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.laws import check
 from gpipe.schedule.simulate import simulate
@@ -70,7 +70,7 @@ def test_what_knobs_list_is_lawful_fits_lasts_as_it_says_and_no_less_than_the_bo
     seconds, program = found
     check(program)
     costs = [
-        StageCost(f, b + w, b, w, send=ahead, send_gradient=back, inside=int(held))
+        StageCost(f, b + w, b, w, send=ahead, send_gradient=back, activations=int(held))
         for f, b, w, ahead, back, held in zip(
             task.forward, task.backward, task.weights, task.sent, task.sent_back, task.held, strict=True
         )
@@ -86,7 +86,7 @@ def test_what_knobs_list_is_lawful_fits_lasts_as_it_says_and_no_less_than_the_bo
 
 def uniform(layers: int, inside: float = 1.0) -> Profile:
     one = Line(fixed=1.0)
-    layer = LayerProfile("layer", one, Line(fixed=2.0), inside=Line(fixed=inside), parts=(one, one))
+    layer = LayerProfile("layer", one, Line(fixed=2.0), activations=Line(fixed=inside), parts=(one, one))
     return Profile((layer,) * layers, "seconds")
 
 
@@ -116,7 +116,7 @@ def test_as_fast_as_known(ranks: int, micro_batches: int, limit: float, seconds:
 
 
 def test_the_first_layers_may_be_on_the_last_of_unlike_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "MOST_LISTED", 10_000)
+    monkeypatch.setattr(table_search, "MOST_LISTED", 10_000)
     small, large = LayerProfile("", Line(1.0), Line(2.0)), LayerProfile("", Line(4.0), Line(8.0))
     devices = [Device(flops=4.0), Device(flops=1.0)]
     plan = search(Profile((small, large)), devices, 4, Choices((2,), (4,), (AUTO,)))
@@ -126,7 +126,7 @@ def test_the_first_layers_may_be_on_the_last_of_unlike_devices(monkeypatch: pyte
 
 
 def test_the_same_costs_give_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "MOST_LISTED", 50_000)
+    monkeypatch.setattr(table_search, "MOST_LISTED", 50_000)
     assert found(4, 8, 6) == found(4, 8, 6)
 
 
@@ -136,7 +136,7 @@ def test_no_table_of_few_is_faster(
     ranks: int, micro_batches: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all orders in which ranks on a V can do what is to be done, F, I and W of one unit each."""
-    monkeypatch.setattr(tables, "MOST_LISTED", 30_000)
+    monkeypatch.setattr(table_search, "MOST_LISTED", 30_000)
     plan = found(ranks, micro_batches, limit)
     assert plan.seconds <= _fastest_on_a_v(ranks, micro_batches, limit)
 

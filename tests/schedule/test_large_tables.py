@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe.schedule.cost import StageCost
+from gpipe.schedule.large_tables import LargeTable
 from gpipe.schedule.lower import Remat, join_backwards, place_recompute, place_transfers
-from gpipe.schedule.many import Many
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import SCHEDULES
 from gpipe.schedule.schedules.by_name import table_of
@@ -24,7 +24,7 @@ stages = st.builds(
     send=few.map(float),
     send_gradient=half,
     boundary=few,
-    inside=few,
+    activations=few,
     working=few,
     state=few,
 )
@@ -42,7 +42,7 @@ def test_seconds_and_peaks_are_those_of_the_listed_table(name: str, data: st.Dat
     assert isinstance(rows, Rows)
     program = Program.of(rows, micro_batches * slices, rank_of=placement, slices=slices)
     count, joined = len(placement), data.draw(st.booleans())
-    many = Many(rows, placement, joined=joined)
+    many = LargeTable(rows, placement, joined=joined)
     assert (rows[-1], rows[:2]) == (program.table[-1], program.table[:2])
     program = join_backwards(program) if joined else program
     costs = data.draw(st.lists(stages, min_size=count, max_size=count))
@@ -67,7 +67,7 @@ def test_hundreds_of_ranks_take_what_the_page_says(name: str, beside: int) -> No
     rows, placement = table_of(name, ranks=256, micro_batches=512)
     assert isinstance(rows, Rows)
     each = len(placement) // 256
-    found = Many(rows, placement).figures([UNIT_COST] * len(placement))
+    found = LargeTable(rows, placement).figures([UNIT_COST] * len(placement))
     assert found.seconds == 3 * each * 512 + beside
     assert set(found.peaks) == {256}
     assert len(set(rows[100])) == 3 * each * 512

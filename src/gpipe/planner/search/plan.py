@@ -8,15 +8,16 @@ from itertools import pairwise, zip_longest
 from math import inf
 from typing import Any, Literal
 
-from gpipe.planner.search.device import Device, bytes_text, lasts
+from gpipe.planner.search.candidates import Shape
+from gpipe.planner.search.device import Device
 from gpipe.planner.search.profile import bounds
-from gpipe.planner.search.shapes import Shape
+from gpipe.planner.search.units import format_bytes, format_seconds
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.lower import Remat, join_backwards, place_remat, place_transfers
-from gpipe.schedule.partition import Partition, given
-from gpipe.schedule.program import Program, in_cell
+from gpipe.schedule.partition import Partition
+from gpipe.schedule.program import Program, notebook_html
 from gpipe.schedule.schedules import SCHEDULES, Placement, table_in_training
-from gpipe.schedule.schedules.by_name import Interleaved, Named, Sliced, named, only
+from gpipe.schedule.schedules.by_name import Interleaved, Named, Sliced, schedule_of, schedule_of_program
 from gpipe.schedule.simulate import Simulation, simulate
 
 CostsBy = Literal["time", "operations", "params", "flops", "function", "numbers"]
@@ -76,7 +77,7 @@ class Plan:
 
     >>> from gpipe.planner.search.profile import LayerProfile, Line, Profile
     >>> from gpipe.planner.search.search import search
-    >>> from gpipe.planner.search.shapes import Choices
+    >>> from gpipe.planner.search.candidates import Choices
     >>> layer = LayerProfile("layer", forward=Line(per_row=1e9), backward=Line(per_row=2e9))
     >>> devices = [Device(flops=1e9)] * 2
     >>> plan = search(Profile((layer,) * 4), devices, global_batch=4, choices=Choices(schedules=["1f1b"]))
@@ -135,7 +136,7 @@ class Plan:
     @cached_property
     def partition(self) -> Partition:
         """The cuts, by what layers cost."""
-        return given(self.layers_per_partition, self.work)
+        return Partition.of_sizes(self.layers_per_partition, self.work)
 
     @cached_property
     def rank_seconds(self) -> tuple[float, ...]:
@@ -158,11 +159,11 @@ class Plan:
         share = micro_batches / self.micro_batches
         if share == 1:
             return self
-        costs = tuple(cost.shared_by(share) for cost in self.costs)
+        costs = tuple(cost.divided_by(share) for cost in self.costs)
         work = tuple(each / share for each in self.work)
         table = self.table
         if table is not None:
-            rows = only(table).table(self.rank_of, micro_batches) or ()
+            rows = schedule_of_program(table).table(self.rank_of, micro_batches) or ()
             table = Program.of(rows, micro_batches, rank_of=self.rank_of)
         other = replace(self, micro_batches=micro_batches, costs=costs, work=work, table=table, counted=False)
         return replace(other, unsplit=None, least_seconds=None, plain_seconds=None, alternatives=(), rejected=())
@@ -226,7 +227,7 @@ class Plan:
             count = self.micro_batches * self.slices
             found = self.as_schedule()
             assert not isinstance(found, Program)
-            rows = table_in_training(named(found), self.rank_of, count, self.slices)
+            rows = table_in_training(schedule_of(found), self.rank_of, count, self.slices)
             bare = Program.of(rows, count, rank_of=self.rank_of, slices=self.slices)
         return place_transfers(place_remat(join_backwards(bare, self.unsplit or ()), self.remat))
 
@@ -240,31 +241,31 @@ class Plan:
         return "\n".join([*self._chosen(), *self._ranks(), *self._others()])
 
     def _repr_html_(self) -> str | None:
-        return in_cell("plan", self)
+        return notebook_html("plan", self)
 
     def _chosen(self) -> Iterator[str]:
         is_timed = self.costs_by in ("time", "operations")
         rows = f" for {self.global_batch} rows, {self.rows_per_second:,.6g} rows/s" if self.global_batch else ""
-        yield f"{self.shape}: {lasts(self.seconds, 'ms' if is_timed else '')}{rows}"
+        yield f"{self.shape}: {format_seconds(self.seconds, 'ms' if is_timed else '')}{rows}"
         longest = max(cost.forward + cost.backward for cost in self.costs)
         if self.partitions > 1 and is_timed and longest < NOISE_SECONDS:
             yield (
                 f"no stage takes more than {longest * 1e6:.3g} us a micro-batch, and handing it on takes as long: "
                 "differences between plans are noise here; train without a pipeline, or give larger micro-batches"
             )
-        carried = f"messages for {lasts(self.communication)}" if self.communication else "none"
+        carried = f"messages for {format_seconds(self.communication)}" if self.communication else "none"
         link = f"; the busiest link carries {carried}" if len(self.devices) > 1 else ""
         yield f"bubble {self.bubble:.1%}{link}"
         yield from self._over()
         if self.plain_seconds is not None:
             slower = self.plain_seconds > self.seconds
             which = "the plan is faster" if slower else "it is faster here; a pipeline pays where ranks have devices"
-            yield f"plain torch with all these cores takes {lasts(self.plain_seconds)}, measured: {which}"
+            yield f"plain torch with all these cores takes {format_seconds(self.plain_seconds)}, measured: {which}"
 
     def _over(self) -> Iterator[str]:
         if self.least_seconds:
             unit = "ms" if self.measured else ""
-            least, over = lasts(self.least_seconds, unit), max(0.0, self.seconds / self.least_seconds - 1)
+            least, over = format_seconds(self.least_seconds, unit), max(0.0, self.seconds / self.least_seconds - 1)
             yield f"{over:.1%} over {least}, which no table of these stages goes below"
 
     def compared(self) -> Iterator[str]:
@@ -283,8 +284,8 @@ class Plan:
         devices = self.devices or (Device(),) * self.partitions
         for rank, (device, peak) in enumerate(zip_longest(devices, self.peak_bytes)):
             name = f" ({device.name})" if device.name else ""
-            of = "" if device.memory == inf else f" of {bytes_text(device.memory)}"
-            held = "" if peak is None else f"; {bytes_text(peak)}{of}"
+            of = "" if device.memory == inf else f" of {format_bytes(device.memory)}"
+            held = "" if peak is None else f"; {format_bytes(peak)}{of}"
             yield f"rank {rank}{name}: {'; '.join(words[rank])}{held}"
 
     def _others(self) -> Iterator[str]:
@@ -292,7 +293,7 @@ class Plan:
             part = other.seconds / self.seconds - 1
             less = part <= -LEAST_SHARE_TOLD
             longer = f"{-part:.1%} less, with more stages" if less else f"{max(part, 0):.1%} longer"
-            yield f"next: {other.shape}: {lasts(other.seconds)}, {longer}"
+            yield f"next: {other.shape}: {format_seconds(other.seconds)}, {longer}"
         for reason, count in Counter(each.reason for each in self.rejected).items():
             first = next(each for each in self.rejected if each.reason == reason)
             yield f"rejected, {reason}: {count}, first {first}"

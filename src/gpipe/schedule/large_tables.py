@@ -13,7 +13,7 @@ import numpy.typing as npt
 from gpipe.schedule.action import Action, Kind, Route, nth_backward
 from gpipe.schedule.cost import Costs, seconds
 from gpipe.schedule.schedules.writing import KINDS, Numbers, Placement, Rows, numbered
-from gpipe.schedule.simulate import Figures, holding_one
+from gpipe.schedule.simulate import Figures, _one_per_micro_batch
 from gpipe.schedule.timeline import Timeline
 
 Whole = npt.NDArray[np.int64]
@@ -21,7 +21,7 @@ Seconds = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 
-class Many:
+class LargeTable:
     """The rows of a page in numbers, timed by what its stages cost; some stages may recompute all micro-batches.
 
     Perhaps as they are run, with what stands together of a split backward joined, as `lower.join_backwards` does.
@@ -32,7 +32,7 @@ class Many:
     >>> from gpipe.schedule.schedules.by_name import table_of
     >>> from gpipe.schedule.simulate import UNIT_COST
     >>> rows, placement = table_of("zb_v", ranks=64, micro_batches=256)
-    >>> many = Many(rows, placement)
+    >>> many = LargeTable(rows, placement)
     >>> many.seconds([UNIT_COST] * 128), len(rows[63])
     (1599.0, 1536)
     """
@@ -69,7 +69,7 @@ class Many:
         busy = [float(takes[row].sum()) for row in self._every]
         ranks, each = len(self.rows), len(self.rank_of) // len(self.rows)
         _, whole, split, _ = np.sum([np.bincount(row & 3, minlength=4) for row in self._every], axis=0)
-        ones = holding_one(costs)
+        ones = _one_per_micro_batch(costs)
         return Figures(
             timeline=Timeline(ranks, (), took),
             work=max(busy),
@@ -88,7 +88,7 @@ class Many:
         row = self.row(rank)
         stage, forward, backward, end = _parts(row)
         own, at = np.unique(stage, return_inverse=True)
-        sizes = [(costs[s].boundary, costs[s].inside, costs[s].working, s in again) for s in own.tolist()]
+        sizes = [(costs[s].boundary, costs[s].activations, costs[s].working, s in again) for s in own.tolist()]
         boundary, inside, working, recomputes = np.array(sizes)[at].T
         redone = (recomputes == 1) & (row & 4 == 0)
         made = forward * (boundary + inside * ~redone) + (backward & redone) * inside

@@ -13,11 +13,11 @@ from operator import attrgetter
 from random import Random
 from typing import TypeVar
 
-from gpipe.planner.search.cutting import Cuts, Trial, even, message_costs
+from gpipe.planner.search.candidates import AUTO, Shape
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.listing import Knobs, Task, list_seconds, list_table
 from gpipe.planner.search.profile import SizedProfile
-from gpipe.planner.search.shapes import AUTO, Shape
+from gpipe.planner.search.trial import StageSizes, Trial, message_costs, most_even  # message_costs
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.cost import StageCost, seconds
 from gpipe.schedule.schedules.writing import Placement, line, loops, vee
@@ -34,7 +34,7 @@ class Candidate:
     """A table by all that it is listed from, and about how long it takes."""
 
     placement: Placement
-    cuts: Cuts
+    cuts: StageSizes
     split: bool  # backwards in two halves
     again: bool  # all is recomputed
     knobs: Knobs
@@ -72,7 +72,7 @@ class TableSearch:
                 trial.attempt(candidate.cuts)
                 yield trial
 
-    def least_seconds(self, placement: Placement, cuts: Cuts) -> float:
+    def least_seconds(self, placement: Placement, cuts: StageSizes) -> float:
         """A time that no table of these stages goes below, split or not and whatever it recomputes."""
         task = self._task_of(placement, cuts, split=True, again=False, micro_batches=self.micro_batches)
         costs = self.costs(cuts, placement)
@@ -92,14 +92,14 @@ class TableSearch:
 
     def _starts(self, found: Sequence[Trial]) -> Iterator[Candidate]:
         """Every placement with even cuts and those of the pages, a few knobs each."""
-        cuts: dict[tuple[Placement, Cuts], None] = {}
+        cuts: dict[tuple[Placement, StageSizes], None] = {}
         for trial in found:
             shape = trial.shape.partitions, trial.shape.micro_batches
             if trial.best is not None and shape == (self.ranks, self.micro_batches):
                 cuts[trial.program.rank_of, trial.best.layers] = None
         for placement in self._placements():
             stage_speeds = tuple(self.speeds[rank] for rank in placement)
-            cuts[placement, even(tuple(self.sized.work), stage_speeds)] = None
+            cuts[placement, most_even(tuple(self.sized.work), stage_speeds)] = None
         limited = any(device.memory < inf for device in self.devices)
         for slack, bold, split, again in (
             (slack, bold, split, again)
@@ -164,7 +164,9 @@ class TableSearch:
     def _task(self, candidate: Candidate, micro_batches: int) -> Task:
         return self._task_of(candidate.placement, candidate.cuts, candidate.split, candidate.again, micro_batches)
 
-    def _make_task(self, placement: Placement, cuts: Cuts, split: bool, again: bool, micro_batches: int) -> Task:
+    def _make_task(
+        self, placement: Placement, cuts: StageSizes, split: bool, again: bool, micro_batches: int
+    ) -> Task:
         costs: Sequence[StageCost] = self.costs(cuts, placement)
 
         def of(kind: Kind) -> tuple[float, ...]:
@@ -173,7 +175,7 @@ class TableSearch:
         weights = of(Kind.BACKWARD_WEIGHT) if split else (0.0,) * len(costs)
         back = of(Kind.BACKWARD_INPUT if split else Kind.BACKWARD)
         back = tuple(map(sum, zip(back, of(Kind.RECOMPUTE), strict=True))) if again else back
-        at_once = [cost.working + (cost.inside if again else 0) for cost in costs]
+        at_once = [cost.working + (cost.activations if again else 0) for cost in costs]
         room = []
         for rank, device in enumerate(self.devices):
             own = [stage for stage, holder in enumerate(placement) if holder == rank]
@@ -187,7 +189,7 @@ class TableSearch:
             weights=weights,
             sent=tuple(cost.send for cost in costs),
             sent_back=tuple(cost.send_gradient or 0.0 for cost in costs),
-            held=tuple(float(cost.boundary + (0 if again else cost.inside)) for cost in costs),
+            held=tuple(float(cost.boundary + (0 if again else cost.activations)) for cost in costs),
             room=tuple(room),
         )
 

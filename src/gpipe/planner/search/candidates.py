@@ -10,11 +10,11 @@ from operator import add
 from gpipe.errors import int_remedy, is_count
 from gpipe.planner.search.profile import SizedProfile
 from gpipe.schedule.action import Kind
+from gpipe.schedule.large_tables import LargeTable
 from gpipe.schedule.lower import join_backwards
-from gpipe.schedule.many import Many
-from gpipe.schedule.program import MOST_MICRO_BATCHES, Program, Table, too_many
+from gpipe.schedule.program import MAX_MICRO_BATCHES, Program, Table, too_many_micro_batches
 from gpipe.schedule.schedules import SCHEDULES, Placement
-from gpipe.schedule.schedules.by_name import program_of, unknown
+from gpipe.schedule.schedules.by_name import program_of, unknown_schedule
 from gpipe.schedule.schedules.writing import Rows
 from gpipe.schedule.simulate import UNIT_COST, Simulator
 
@@ -71,10 +71,10 @@ class Shape:
         table = self._table()
         return join_backwards(Program.of(table, self.micro_batches, rank_of=self.rank_of)) if table else None
 
-    def many(self) -> Many | None:
+    def large_table(self) -> LargeTable | None:
         """Its rows, as they are run, if their actions are too many to be listed."""
         rows = self._table() if self.actions > LARGE else None
-        return Many(rows, self.rank_of, joined=True) if isinstance(rows, Rows) and self.rank_of else None
+        return LargeTable(rows, self.rank_of, joined=True) if isinstance(rows, Rows) and self.rank_of else None
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,13 @@ class Choices:
                 yield f"micro_batches={m!r}; give M, a whole number of at least 1{int_remedy(m)}"
             elif isinstance(global_batch, int) and global_batch % m:
                 yield f"micro_batches={m}; give numbers that divide global_batch={global_batch}"
-            elif m > MOST_MICRO_BATCHES:
-                yield too_many(m)
+            elif m > MAX_MICRO_BATCHES:
+                yield too_many_micro_batches(m)
         for name in self.schedules or ():
             if not isinstance(name, str):
                 yield f"schedule={name!r}; give the name of one, or leave it out to have the fastest"
             elif name not in (*SCHEDULES, AUTO):
-                yield f"{unknown(name)}, and {AUTO!r}"
+                yield unknown_schedule(name, AUTO)
         if not is_count(global_batch):
             remedy = int_remedy(global_batch)
             yield f"global_batch={global_batch!r}; give the rows of a mini-batch, at least 1{remedy}"
@@ -133,7 +133,7 @@ class Choices:
         divisors = _divisors(global_batch)
         end = 1 + sum(divisor < enough for divisor in divisors)  # with the first that is enough
         found = divisors[end:] if beyond else divisors[:end]
-        return [m for m in found if m <= MOST_MICRO_BATCHES and (m == 1 or global_batch // m >= self.least_rows)]
+        return [m for m in found if m <= MAX_MICRO_BATCHES and (m == 1 or global_batch // m >= self.least_rows)]
 
 
 def _rank_counts(most: int) -> list[int]:
