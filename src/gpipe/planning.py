@@ -91,7 +91,7 @@ def find_plan(
             backward; a function of a layer and its sample input; `"time"`, seconds of forward, recompute and
             backward; `"flops"`, of layers, not of a model; or `"params"`. `pipe.costs` of another pipe gives the
             same cuts.
-        balance: StageSizes by what layers cost, and searches for nothing else, as `gpipe.GPipe` does without a plan: K and
+        balance: Cuts by what layers cost, and searches for nothing else, as `gpipe.GPipe` does without a plan: K and
             M are settled, and so are the schedule, by default `"gpipe"`, and `remat`, by default `"always"`.
             `"variance"`, the paper's: least sum of squared differences from the mean; or `"minmax"`, the fastest
             slowest partition. Both exact; where ranks have several stages, the cuts near them with which a step is

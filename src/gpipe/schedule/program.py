@@ -202,9 +202,7 @@ class Program:
                 case ["row", *cells]:
                     rows.append([parse_action(cell, program.slices) for cell in cells])
                 case _:
-                    raise ValueError(
-                        f"Program: line {line!r} is not valid. Start it with rank_of, micro_batches, routes, slices or row."
-                    )
+                    raise ValueError(f"Program: line {line!r} is not valid. Start it with a keyword such as 'row'.")
         return program.with_table(rows)
 
 

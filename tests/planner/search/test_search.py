@@ -1,5 +1,6 @@
 """The plan that is found fits, is what the simulator says, and no other is faster."""
 
+import re
 from dataclasses import replace
 from itertools import pairwise, product
 from math import inf
@@ -201,7 +202,7 @@ def test_what_does_not_fit_is_recomputed_where_and_as_often_as_memory_demands() 
 
 def test_what_cannot_fit_says_how_near_it_comes() -> None:
     layer = LayerProfile("layer", Line(1.0), Line(2.0), Line(1.0), activations=Line(per_row=100.0), state=10.0)
-    nearest = "nothing fits; the nearest is K=2 M=4 1f1b, where rank 0 needs 113 bytes of 111 bytes, all recomputed"
+    nearest = "nothing fits; the nearest is K=2 M=4 1f1b, where rank 0 needs 113 bytes of 111 bytes"
     with pytest.raises(ValueError, match=nearest):
         search(Profile((layer,) * 2), [Device(memory=111)] * 2, 4)
     nearest = (
@@ -215,7 +216,7 @@ def test_what_cannot_fit_says_how_near_it_comes() -> None:
 
 def test_mistakes_are_told_together() -> None:
     told = "\n".join(Choices([3], [3, 10**9], ["gpip"]).mistakes(1, 10**9))
-    assert [line.split(";")[0] for line in told.splitlines()] == [
+    assert [re.split("[; ]", line)[0] for line in told.splitlines()] == [
         "partitions=3", "micro_batches=3", "micro_batches=1000000000", "schedule='gpip'",
     ]  # fmt: skip
     with pytest.raises(ValueError, match=r"memory=0; give more than 0, in bytes\nlink=-1"):
