@@ -69,11 +69,11 @@ def test_a_mini_batch_has_no_name() -> None:
     model: Any = pipe_by_costs(Recalls(), 2, 2, sample={"x": X}, costs="params")
     of_layers: Any = gpipe.GPipe(layers(), 2, 2)
     for pipe in (model, of_layers):
-        with pytest.raises(TypeError, match="there is no inputs=; give the mini-batch without a name"):
+        with pytest.raises(TypeError, match="Pass the mini-batch by position"):
             pipe.step(inputs=X, targets=Y, loss_fn=F.mse_loss)
-    with pytest.raises(TypeError, match="there is no inputs=; give the mini-batch without a name"):
+    with pytest.raises(TypeError, match="Pass the mini-batch by position"):
         of_layers(inputs=X)
-    with pytest.raises(TypeError, match=r"without a name and also inputs=, x=\. Pass all arguments"):
+    with pytest.raises(TypeError, match=r"both by position and by name \(inputs=, x=\)"):
         model(X, inputs=X, x=X)
 
 

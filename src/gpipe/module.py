@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipe._torch.modules import hold_state_of
 from gpipe.batch.inputs import NO_GRAPH
-from gpipe.config.settings import Settings
+from gpipe.config.arguments import Settings
 from gpipe.distributed.norms import find_tied_names, guard_part
 from gpipe.distributed.processes import OneProcess
 from gpipe.features.recorder import Recorder

@@ -22,11 +22,12 @@ from gpipe.batch.inputs import (
 )
 from gpipe.batch.losses import LossModule, check_weights_of_rows, find_contradiction, own_loss, read_average
 from gpipe.batch.microbatch import MicroBatches, Reduction, merge, plain
+from gpipe.config.arguments import Arguments
 from gpipe.config.assemble import assemble
-from gpipe.config.check import Arguments
-from gpipe.config.findings import Examination, summary
+from gpipe.config.findings import Findings
 from gpipe.config.options import BatchNorm, Driver, Remat
 from gpipe.config.reference import VerificationReport, verify
+from gpipe.config.summary import summary
 from gpipe.config.unknown_arguments import check_names, checked_entrance
 from gpipe.distributed.norms import clip_grad_norm_
 from gpipe.distributed.replica_state import (
@@ -230,7 +231,7 @@ class GPipe(Partitioned):
         self._calls = 0  # completed calls of the pipe, without steps
         self._paths: dict[object, Path] = {}  # for generate()
         self.recorder: Recorder | None = None
-        self._examination = Examination(self._settings, self._plan, self._processes)
+        self._findings = Findings(self._settings, self._plan, self._processes)
         self._verifier = Verifier()
         self._hold_layers()
         if isinstance(model, nn.Sequential):
@@ -254,7 +255,7 @@ class GPipe(Partitioned):
 
         New steps can add messages. The page "Findings" of the reference explains them.
         """
-        return self._examination.findings
+        return self._findings.messages
 
     @property
     def seed(self) -> int:
@@ -719,7 +720,7 @@ class GPipe(Partitioned):
             self.training,
             [Verification(self._verifier), *([] if self.recorder is None else [self.recorder])],
             choose_features,
-            report_findings=self._examination.tell,
+            report_findings=self._findings.report,
         )
 
     def _repeat_if_lost(self, run_once: Callable[[Run], list[Any]]) -> tuple[Run, list[Any]]:
@@ -750,7 +751,7 @@ class GPipe(Partitioned):
         if self.training:
             self.step_number += 1
         if run.trains and run.training:
-            self._examination.compare(run, whole)
+            self._findings.examine_step(run, whole)
         if self.recorder is not None:
             self.recorder.inside.append((run.began, time.perf_counter()))
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from gpipe._torch.accelerator import CPU, accelerators, memory_of, name_of
 from gpipe._torch.modules import AnyBatchNorm
 from gpipe.batch.microbatch import TWO_ROWS, MicroBatches, count_rows, first_micro_batch, plain
+from gpipe.config.arguments import Arguments, Costs
 from gpipe.config.assemble import read
-from gpipe.config.check import Arguments, Costs
 from gpipe.config.make_plan import costs_by, make_plan, read_profile
 from gpipe.config.options import Remat, Threads
 from gpipe.errors import int_remedy, is_count
@@ -177,7 +177,7 @@ def _plan_by_costs(asked: Arguments, devices: int | Sequence[Device], balance: B
     asked = replace(asked, partitions=count if asked.partitions is None else asked.partitions)
     if balance is not None:
         asked = replace(asked, balance=balance)
-    builds = asked.in_seconds or callable(asked.costs)
+    builds = asked.measures_time or callable(asked.costs)
     settings, placement, remat = read(asked, builds=builds)
     if balance is not None:
         _, plan = make_plan(asked, settings, placement, remat)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe.config import make_plan
-from gpipe.config.agreement import memory_by_row
+from gpipe.config.agreement import memory_by_rank
 from gpipe.distributed.mesh import Position
 from tests.support.jobs import automatic as jobs
 from tests.support.plain_loop import weights_of
@@ -92,9 +92,9 @@ def test_each_partition_has_its_own_memory_or_that_of_the_machine_and_what_does_
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"remat": "auto"}, "remat='auto' needs sample="),
-        ({"remat": gpipe.Remat([1, 2, 3]), "sample": X}, "memory has 3 entries for 2 partitions; give one"),
-        ({"remat": gpipe.Remat(0), "sample": X}, "memory=0; give bytes"),
+        ({"remat": "auto"}, "remat='auto' requires sample="),
+        ({"remat": gpipe.Remat([1, 2, 3]), "sample": X}, "memory= has length 3, but there are 2 partitions"),
+        ({"remat": gpipe.Remat(0), "sample": X}, "memory=0 is invalid"),
     ],
 )
 def test_mistakes_are_told(given: dict[str, object], text: str) -> None:
@@ -137,13 +137,13 @@ def test_a_plan_is_followed_as_it_is_or_refused() -> None:
     plan = gpipe.find_plan(layers(), X, [gpipe.Device()] * 2, micro_batches=8, schedule="1f1b", partitions=2)
     assert gpipe.GPipe(layers(), plan=plan).program.ranks == 2
     assert gpipe.GPipe(layers(), micro_batches=4, plan=plan).micro_batches == 4
-    with pytest.raises(ValueError, match="plan= says partitions=, remat= already"):
+    with pytest.raises(ValueError, match="plan= already determines partitions=, remat="):
         gpipe.GPipe(layers(), 2, plan=plan, remat="never")
-    with pytest.raises(TypeError, match="plan= is a int; give what"):
+    with pytest.raises(TypeError, match="plan= is a int"):
         gpipe.GPipe(layers(), plan=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="plan= is of another network: 6 layers, and here are 5; plan these by"):
+    with pytest.raises(ValueError, match="plan= is for 6 layers, but the model has 5"):
         gpipe.GPipe(layers()[:5], plan=plan)
-    with pytest.raises(ValueError, match=r"micro_batches=None; give M.*\n?.*partitions=None"):
+    with pytest.raises(ValueError, match=r"micro_batches=None is invalid.*\n?.*partitions=None"):
         gpipe.GPipe(layers())
 
 
@@ -200,5 +200,5 @@ def test_processes_of_a_host_share_its_memory_and_the_least_replica_counts() -> 
         return Position(0, 0, 2, 2, (0, 1, 2, 3), torch.device(device), 60.0)
 
     hosts, memory = ["a", "a", "a", "b"], [12.0, 12.0, 12.0, 8.0]
-    assert memory_by_row(position("cpu"), hosts, memory) == [4.0, 4.0]
-    assert memory_by_row(position("cuda:0"), hosts, [12.0, 12.0, 10.0, 8.0]) == [10.0, 8.0]
+    assert memory_by_rank(position("cpu"), hosts, memory) == [4.0, 4.0]
+    assert memory_by_rank(position("cuda:0"), hosts, [12.0, 12.0, 10.0, 8.0]) == [10.0, 8.0]

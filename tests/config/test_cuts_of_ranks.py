@@ -50,5 +50,5 @@ def test_balanced_ranks_are_not_criticized() -> None:
     assert pipe.findings == []
     assert "the slowest rank costs 0.0% more than the mean" in pipe.summary()
     (finding,) = cut([1, 1, 1, 1, 1, 20], [2, 2, 1, 1], "interleaved").findings
-    assert finding.startswith("rank 1 costs 1.8 times the mean")
-    assert "its largest layer is 5 with 91% of it" in finding
+    assert finding.startswith("Rank 1 costs 1.8 times the mean")
+    assert "Its largest layer is 5, with 91% of its cost" in finding

@@ -40,23 +40,23 @@ def test_a_healthy_pipe_has_no_findings_before_or_after_a_step() -> None:
 def test_few_micro_batches_are_found_with_the_bubble_that_they_cost() -> None:
     for k, m, bubble, better in ((2, 4, "20%", "11%"), (4, 4, "43%", "16%"), (8, 1, "88%", "18%")):
         (finding,) = gpipe.GPipe(linears(), k, m).findings
-        assert f"M={m} micro-batches for K={k} partitions leave a bubble of {bubble}" in finding
-        assert f"with M={4 * k}, four times K, it would be {better}" in finding
+        assert f"partitions={k} and micro_batches={m} leave a bubble of {bubble}" in finding
+        assert f"micro_batches={4 * k} to reduce it to {better}. [large-bubble]" in finding
 
 
 def test_a_partition_without_parameters_is_found_by_number() -> None:
     layers = [nn.Linear(4, 4), nn.Tanh(), nn.ReLU(), nn.Linear(4, 4)]
     pipe = pipe_by_costs(layers, [1, 2, 1], 12, costs=[1, 0.5, 0.5, 1])
     (finding,) = pipe.findings
-    assert finding.startswith("stage 1 has no parameters")
-    assert "partitions=[...]" in finding
+    assert finding.startswith("Stage 1 has no parameters")
+    assert finding.endswith("[stage-without-parameters]")
 
 
 def test_a_partition_that_dwarfs_the_others_is_found_with_its_largest_layer() -> None:
     layers = [*linears(3), nn.Linear(4, 400), nn.Linear(400, 4)]
     (finding,) = pipe_by_costs(layers, [2, 2, 1], 12, costs=[1, 1, 1, 20, 1]).findings
-    assert finding.startswith("stage 1 costs 2.6 times the mean")
-    assert "largest layer is 3 with 95% of it" in finding
+    assert finding.startswith("Stage 1 costs 2.6 times the mean")
+    assert "largest layer is 3, with 95% of its cost" in finding
     assert not pipe_by_costs(linears(4), [2, 1, 1], 12, costs=[1, 1, 1.5, 1]).findings
     assert not pipe_by_costs(linears(4), [1, 3], 8, costs=[0, 0, 0, 0]).findings
 
@@ -71,7 +71,7 @@ def test_a_batch_norm_of_tiny_micro_batches_is_found_behind_the_first_step(defer
     train(pipe, 127)
     (finding,) = pipe.findings
     assert "BatchNorm normalizes micro-batches of 15 rows" in finding
-    assert "fewer micro-batches or a larger mini-batch" in finding
+    assert finding.endswith("[batchnorm-small-batches]")
     assert ("batch_norm='deferred'" in finding) is not deferred_batch_norm
     train(pipe, 127)
     assert pipe.findings == [finding]
@@ -110,7 +110,7 @@ def test_unused_parameters_are_found_by_name_behind_the_first_step() -> None:
     train(pipe)
     (finding,) = pipe.findings
     assert finding.startswith("1.unused: no gradient")
-    assert "requires_grad_(False)" in finding
+    assert finding.endswith("[no-gradient]")
 
 
 # Where findings are said.

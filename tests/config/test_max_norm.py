@@ -59,7 +59,7 @@ def twice() -> list[nn.Module]:
     return [embed, Pooled(), nn.Threshold(0, 1), embed, Pooled()]
 
 
-SCALES = "Embedding) scales its weight in each forward (max_norm=1.5), and"
+SCALES = "Embedding) scales its weight in each forward pass (max_norm=1.5), and"
 OTHERS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "a layer": (tied, {}, f"layer 0 (0: {SCALES} layer 5 (5: Head)"),
     "the same module": (twice, {}, f"layer 0 (0: {SCALES} layer 3 (3: Embedding)"),
@@ -79,19 +79,21 @@ def test_a_scaled_weight_that_another_stage_uses_is_rejected_when_the_pipe_is_ma
     with pytest.raises(ValueError, match="GPipe cannot be built:") as refusal:
         pipe_by_costs(make(), 2, 2, costs="params", remat=remat, **how)
     assert text in str(refusal.value)
-    assert "and stage 0 recomputes its forwards (remat='always')" in str(refusal.value) or remat == "never"
+    assert "and stage 0 recomputes its forward passes (remat='always')" in str(refusal.value) or remat == "never"
 
 
 @pytest.mark.parametrize("remat", ["always", "except_last", 1, ["always", "never"]], ids=str)
 @pytest.mark.parametrize("make", [layers, lambda: layers(nn.EmbeddingBag), lambda: nn.Sequential(*layers())])
 def test_a_scaled_weight_in_a_stage_that_recomputes_is_rejected_when_the_pipe_is_made(make: Any, remat: Any) -> None:
-    with pytest.raises(ValueError, match=r"stage 0 recomputes its forwards \(remat=.*Pass remat='never'") as refusal:
+    with pytest.raises(
+        ValueError, match=r"stage 0 recomputes its forward passes \(remat=.*Pass remat='never'"
+    ) as refusal:
         gpipe.GPipe(make(), 2, 2, remat=remat)
     assert "weight.renorm_(2.0, 0, 1.5)" in str(refusal.value)
 
 
 def test_of_a_model_too() -> None:
-    with pytest.raises(ValueError, match=r"layer 0 \(embed: Embedding\) scales its weight .* recomputes"):
+    with pytest.raises(ValueError, match=r"layer 0 \(embed: Embedding\) .*\[embedding-max-norm\]"):
         pipe_by_costs(Model(tied=False), 2, 2, sample=X, costs="params")
 
 

@@ -27,12 +27,12 @@ class Pair(nn.Module):
 
 def test_words_that_step_and_call_do_not_know_are_refused_with_ours() -> None:
     pipe: Any = make()
-    assert "give loss_fn=" in refusal(lambda: pipe.step(X, Y, criterion=F.mse_loss), TypeError)
-    assert "give targets=" in refusal(lambda: pipe.step(X, target=Y, loss_fn=F.mse_loss), TypeError)
-    assert "the rest by name" in refusal(lambda: pipe.step(X, Y, F.mse_loss, "sum"), TypeError)
+    assert "Pass loss_fn= to each step" in refusal(lambda: pipe.step(X, Y, criterion=F.mse_loss), TypeError)
+    assert "'target'. Use targets=" in refusal(lambda: pipe.step(X, target=Y, loss_fn=F.mse_loss), TypeError)
+    assert "Pass other arguments by name" in refusal(lambda: pipe.step(X, Y, F.mse_loss, "sum"), TypeError)
     assert "pipe((x, mask))" in refusal(lambda: pipe(X, Y), TypeError)
     assert "pipe(x)" in refusal(lambda: pipe(x=X), TypeError)
-    assert "give the layers as one" in refusal(lambda: gpipe.GPipe(*layers(), 2, 2), TypeError)  # type: ignore[arg-type,call-arg]
+    assert "Pass all layers in one list" in refusal(lambda: gpipe.GPipe(*layers(), 2, 2), TypeError)  # type: ignore[arg-type,call-arg]
 
 
 @pytest.mark.parametrize(

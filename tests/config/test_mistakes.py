@@ -124,22 +124,22 @@ def test_skips_below_a_layer_are_refused_unless_something_runs_them() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"chunks": 8}, "there is no chunks=; give micro_batches="),
-        ({"n_microbatches": 8}, "there is no n_microbatches=; give micro_batches="),
-        ({"num_stages": 2}, "there is no num_stages=; give partitions="),
-        ({"num_partitions": 2}, "there is no num_partitions=; give partitions="),
+        ({"chunks": 8}, "'chunks'. Use micro_batches="),
+        ({"n_microbatches": 8}, "'n_microbatches'. Use micro_batches="),
+        ({"num_stages": 2}, "'num_stages'. Use partitions="),
+        ({"num_partitions": 2}, "'num_partitions'. Use partitions="),
         (
             {"checkpoint": "always"},
-            "there is no checkpoint=; give remat='always', 'except_last', 'never' or how many",
+            "'checkpoint'. Use remat='always', 'except_last', 'never', or the number",
         ),
-        ({"device": "cpu"}, "there is no device=; give devices="),
-        ({"loss_fn": F.mse_loss}, "there is no loss_fn=; give to each step: pipe.step(inputs, targets, loss_fn)"),
-        ({"remats": "never"}, "there is no remats=; give remat="),
-        ({"wings": 2}, "there is no wings=; leave it out\nknown are model, partitions"),
-        ({"chunks": 8, "num_stages": 2}, "there is no num_stages=; give partitions="),
-        ({"balance": [2, 1]}, "there is no balance=; give the layers of each stage as partitions=[...]"),
-        ({"costs": [1, 2]}, "there is no costs=; give plan=gpipe.find_plan(..., costs=...)"),
-        ({"verify": False}, "there is no verify=; give pipe.verify_steps = False"),
+        ({"device": "cpu"}, "'device'. Use devices="),
+        ({"loss_fn": F.mse_loss}, "'loss_fn'. Pass it to each step: pipe.step(inputs, targets, loss_fn)"),
+        ({"remats": "never"}, "'remats'. Use remat="),
+        ({"wings": 2}, "'wings'. Remove it.\nKnown arguments: model, partitions"),
+        ({"chunks": 8, "num_stages": 2}, "'num_stages'. Use partitions="),
+        ({"balance": [2, 1]}, "'balance'. Use partitions=[<layers of each stage>, ...]"),
+        ({"costs": [1, 2]}, "'costs'. Use plan=gpipe.find_plan(..., costs=...)"),
+        ({"verify": False}, "'verify'. Set pipe.verify_steps = False"),
     ],
 )
 def test_words_of_other_libraries_are_refused_with_ours(given: dict[str, Any], text: str) -> None:
@@ -150,13 +150,16 @@ def test_words_of_other_libraries_are_refused_with_ours(given: dict[str, Any], t
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ({"micro_batches": True}, "micro_batches=True; give M"),
-        ({"micro_batches": "8"}, "micro_batches='8'; give M"),
+        ({"micro_batches": True}, "micro_batches=True is invalid"),
+        ({"micro_batches": "8"}, "micro_batches='8' is invalid"),
         ({"micro_batches": np.int64(8)}, "as an int: int(...), not a int64"),
         ({"partitions": np.array([2, 1])}, "or the layers of each partition, as a list of ints"),
-        ({"ties": ("0.weight", "2.weight")}, "give groups of names: [('0.weight', '5.weight')]"),
-        ({"batch_norm": True}, "batch_norm=True; known are 'micro', 'deferred', 'synchronized'"),
-        ({"driver": gpipe.Threads(0)}, "intra_op_threads=0; give a whole number"),
+        (
+            {"ties": ("0.weight", "2.weight")},
+            "is not a list of groups of names. Pass e.g. [('0.weight', '5.weight')]",
+        ),
+        ({"batch_norm": True}, "batch_norm=True is unknown"),
+        ({"driver": gpipe.Threads(0)}, "intra_op_threads=0 is invalid"),
         ({"sample": X.numpy()}, "sample is a numpy array; give a tensor"),
     ],
 )

@@ -288,9 +288,9 @@ def test_who_comes_back_when_the_others_are_through_is_told_so(tmp_path: Path, f
 WRONG: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({}, {"GPIPE_REPLICAS": ""}, "give each of them GPIPE_REPLICAS"),
     ({}, {"GPIPE_REPLICA": "2"}, "they are 1, 2 and"),
-    ({"batch_norm": "synchronized"}, {}, "survive=True: batch_norm='synchronized'"),
-    ({"sample": [[1.0] * 4] * 4}, {}, "would cut each replica elsewhere"),
-    ({"seed": None}, {}, "survive=True: give seed="),
+    ({"batch_norm": "synchronized"}, {}, "survive=True does not support batch_norm='synchronized'"),
+    ({"sample": [[1.0] * 4] * 4}, {}, "measured costs differ per replica"),
+    ({"seed": None}, {}, "survive=True requires a seed"),
     ({}, {"GPIPE_MEETING": "open"}, "is open to others"),
     ({}, {"GPIPE_MEETING": "file"}, "is no folder nor can be one"),
 ]

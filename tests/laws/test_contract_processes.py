@@ -391,10 +391,8 @@ def test_a_pipe_in_several_processes_needs_a_driver(pool: WorkerPool) -> None:
     """Bug story: without driver='process' each process trained a copy of its own, and nothing said so."""
     found = answers(pool.run(forget_driver, world=2))
     for rank, (forgotten, partitions, losses) in enumerate(found):
-        assert (
-            "driver= is not given, and torch.distributed has 2 processes. Pass driver='process' for one" in forgotten
-        )
-        assert "micro_batches=0; give M" in forgotten
+        assert "driver= is missing, but torch.distributed has 2 processes. Pass driver='process'" in forgotten
+        assert "micro_batches=0 is invalid" in forgotten
         assert partitions == 2
         with gpipe.GPipe(network(), 2, 2, seed=rank) as pipe:
             assert losses == [pipe.step(*data(0, 10 + rank), F.mse_loss).item()] * 2

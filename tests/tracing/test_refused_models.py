@@ -622,7 +622,7 @@ class Scripted(nn.Module):
         (lambda: Net(same), {"blocks": []}, r"blocks is empty"),
         (lambda: Net(same), {"blocks": ["layers", "layers.1"]}, r"'layers.1' stands in another block"),
         (lambda: Net(same), {"sample": None}, r"a Net is no sequence of layers; give sample="),
-        (lambda: Net(same), {"ties": [("a", "b")]}, r"ties= is for layers"),
+        (lambda: Net(same), {"ties": [("a", "b")]}, r"ties= is only for a sequence of layers"),
     ],
     ids=["compiled", "scripted", "scripted blocks", "no blocks", "no parameters", "unknown", "text", "empty",
          "inside", "no sample", "ties"],

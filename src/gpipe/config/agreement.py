@@ -1,4 +1,4 @@
-"""What processes do together while a pipe is built: they agree on a plan, and compare what they were given."""
+"""Lets processes agree on a plan while they build a pipe, and checks that all of them have the same model."""
 
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -11,19 +11,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from gpipe._torch.accelerator import memory_of
 from gpipe.config import options
-from gpipe.config.check import (
-    Arguments,
-    Mistakes,
-    RematOf,
-    check,
-    count_ranks,
-    draw_seed,
-    first_rows,
-    read_model_of,
-    read_schedule,
-)
+from gpipe.config.arguments import Arguments, Mistakes, Settings
 from gpipe.config.make_plan import make_plan
-from gpipe.config.settings import Settings
+from gpipe.config.resolve import RematOf, count_ranks, draw_seed, first_rows, read_schedule, resolve, trace_model
 from gpipe.distributed.agree import agree
 from gpipe.distributed.mesh import Position, find_position
 from gpipe.distributed.rendezvous import BUILDING, LINKING, Rendezvous
@@ -36,141 +26,167 @@ from gpipe.stages.remote_layers import Outline, build_on_meta, materialize
 from gpipe.stages.shared_weights import find_ties, tie
 
 
-def position_of(asked: Arguments) -> Position:
-    """Finds the position of this process in the mesh; a ValueError lists all mistakes, if it has none."""
-    ranks = count_ranks(asked, read_schedule(asked, Mistakes()))  # what is wrong with these is said when all meet
-    position, wrong = find_position(asked.mesh, asked.partitions, ranks)
-    if wrong:
-        traced = read_model_of(asked)
-        check(asked, None, build_on_meta(asked.model, 0) if traced is None else None, traced, *wrong)
+def find_own_position(arguments: Arguments) -> Position:
+    """Returns the position of this process in the mesh.
+
+    Raises:
+        ValueError: If this process has no position. The error lists all mistakes in the arguments.
+    """
+    ranks = count_ranks(arguments, read_schedule(arguments, Mistakes()))  # `resolve` reports these mistakes.
+    position, mistakes = find_position(arguments.mesh, arguments.partitions, ranks)
+    if mistakes:
+        traced = trace_model(arguments)
+        resolve(arguments, None, build_on_meta(arguments.model, 0) if traced is None else None, traced, *mistakes)
     assert position is not None
     return position
 
 
-def memory_by_row(position: Position, hosts: Sequence[str], memory: Sequence[float]) -> list[float]:
-    """The bytes that a rank of each row may hold: the least of its replicas; processes of a host share its CPU's."""
+def memory_by_rank(position: Position, hosts: Sequence[str], memory: Sequence[float]) -> list[float]:
+    """Returns the number of bytes that each pipeline rank may hold, the minimum over its replicas.
+
+    Processes on the same host share the memory of its CPU evenly.
+    """
     shared = position.device.type == "cpu"
-    each = [own / (hosts.count(host) if shared else 1) for own, host in zip(memory, hosts, strict=True)]
-    return [min(each[member] for member in position.members[row :: position.rows]) for row in range(position.rows)]
+    limits = [size / (hosts.count(host) if shared else 1) for size, host in zip(memory, hosts, strict=True)]
+    return [min(limits[member] for member in position.members[row :: position.rows]) for row in range(position.rows)]
 
 
 def agree_on_plan(
-    asked: Arguments, position: Position, rendezvous: Rendezvous
+    arguments: Arguments, position: Position, rendezvous: Rendezvous
 ) -> tuple[Settings, Plan, dict[str, Any], str]:
-    """Has rank 0 make the plan, and builds this process's layers; returns what all share, and a drawn name, too."""
-    drawn = draw_seed() if asked.seed is None else None
-    own_name = secrets.token_hex(8)
-    every = rendezvous.greet(position, {"drawn": drawn, "memory": memory_of(position.device), "name": own_name})
-    seed = every[0]["drawn"] if asked.seed is None else asked.seed
-    asked = replace(asked, seed=seed)
-    if (asked.fits_remat or asked.schedule == AUTO) and asked.memory is None and asked.sample is not None:
-        memory = memory_by_row(position, rendezvous.hosts, [one["memory"] for one in every])
-        asked = replace(asked, remat=options.Remat(memory))
-    told: Any = agree(rendezvous)[0] if position.rank else None
-    traced = read_model_of(asked)
+    """Makes the plan on rank 0, sends it to all ranks, and builds the layers of this process.
+
+    Returns:
+        The settings, the plan, the values that all processes share, and a random name that rank 0 drew for the pipe.
+    """
+    drawn = draw_seed() if arguments.seed is None else None
+    greeting = {"drawn": drawn, "memory": memory_of(position.device), "name": secrets.token_hex(8)}
+    greetings = rendezvous.greet(position, greeting)
+    seed = greetings[0]["drawn"] if arguments.seed is None else arguments.seed
+    arguments = replace(arguments, seed=seed)
+    needs_memory = arguments.fits_remat or arguments.schedule == AUTO
+    if needs_memory and arguments.memory is None and arguments.sample is not None:
+        memory = memory_by_rank(position, rendezvous.hosts, [greeting["memory"] for greeting in greetings])
+        arguments = replace(arguments, remat=options.Remat(memory))
+    received: Any = agree(rendezvous)[0] if position.rank else None
+    traced = trace_model(arguments)
     if traced is None:
-        sketch = build_on_meta(asked.model, seed if isinstance(seed, int) else 0)
+        sketch = build_on_meta(arguments.model, seed if isinstance(seed, int) else 0)
     else:
-        schedule = read_schedule(asked, Mistakes())
-        traced.learn_all(first_rows(asked), schedule.slices)
+        schedule = read_schedule(arguments, Mistakes())
+        traced.learn_all(first_rows(arguments), schedule.slices)
         sketch = Outline(dict(traced.layers), {}, 0, [])
-    if told and len(told["names"]) != len(sketch.layers):
-        count = len(told["names"])
-        raise ValueError(f"there are {count} layers on rank 0 and {len(sketch.layers)} on rank {position.rank}")
-    settings, placement, remat = check(asked, position, sketch, traced)
-    if told:
-        plan = Plan.from_json(told)  # who measures or searches by himself would find another
-        settings = settings.following(plan) if asked.schedule == AUTO else settings
+    if received and len(received["names"]) != len(sketch.layers):
+        raise ValueError(
+            f"model= has {len(sketch.layers)} layers on rank {position.rank}, but {len(received['names'])} on rank "
+            f"0. Build the same model in every process."
+        )
+    settings, placement, remat = resolve(arguments, position, sketch, traced)
+    if received:
+        plan = Plan.from_json(received)  # Measured costs differ per rank: a local search could return another plan.
+        settings = settings.with_schedule_of(plan) if arguments.schedule == AUTO else settings
     else:
-        settings, plan = make_plan(asked, settings, placement, remat)
+        settings, plan = make_plan(arguments, settings, placement, remat)
         agree(rendezvous, plan.to_json())
     rendezvous.phase = BUILDING
     bounds = zip(plan.rank_of, plan.partition.bounds, strict=True)
-    own = [at for row, (first, end) in bounds if row == position.row for at in range(first, end)]
+    own = [layer for row, (first, end) in bounds if row == position.row for layer in range(first, end)]
     if traced is not None:
         traced.realize(own, settings.seed)
         weights = _checksums(settings.layers)
     else:
-        named, wrong = materialize(sketch, own)
-        Mistakes(wrong).raise_all()
-        weights = _checksums(named)  # before some are tied, which is done only where they are held
-        settings = replace(settings, layers=named, tied=_tie(named, asked.ties, sketch, own))
-    same = _words_of(asked, settings, placement, remat)
-    agree(rendezvous, same=same)
+        layers, mistakes = materialize(sketch, own)
+        Mistakes(mistakes).raise_all()
+        weights = _checksums(layers)  # Before tying, which changes only the copies in the processes that hold them.
+        settings = replace(settings, layers=layers, tied=_tie(layers, arguments.ties, sketch, own))
+    shared = _shared_values(arguments, settings, placement, remat)
+    agree(rendezvous, same=shared)
     rendezvous.phase = LINKING
     _compare_weights(rendezvous, settings, weights)
-    return settings, plan, same, every[0]["name"]
+    return settings, plan, shared, greetings[0]["name"]
 
 
-def _words_of(asked: Arguments, settings: Settings, placement: Placement, remat: RematOf) -> dict[str, Any]:
-    """What must be the same in all processes, by name."""
-    cuts = asked.partitions
-    same = {
+def _shared_values(arguments: Arguments, settings: Settings, placement: Placement, remat: RematOf) -> dict[str, Any]:
+    """Returns the values that must be equal in all processes, by name."""
+    cuts = arguments.partitions
+    values = {
         "partitions": cuts if isinstance(cuts, int) else tuple(cuts),
-        "micro_batches": asked.micro_batches,
-        "remat": "auto" if asked.fits_remat else remat,
+        "micro_batches": arguments.micro_batches,
+        "remat": "auto" if arguments.fits_remat else remat,
         "placement": placement,
-        "schedule": settings.schedule.name if asked.schedule != AUTO else AUTO,
+        "schedule": settings.schedule.name if arguments.schedule != AUTO else AUTO,
         "stages_per_rank": settings.schedule.stages_per_rank,
         "slices": settings.schedule.slices,
         "seed": settings.seed,
         "intra_op_threads": settings.driver.intra_op_threads,
         "batch_norm": settings.batch_norm,
-        "ties": [list(group) for group in asked.ties],
+        "ties": [list(group) for group in arguments.ties],
         "sample": [] if settings.traced is None else settings.traced.sample_names,
         "path": [] if settings.traced is None else settings.traced.outlines(),
     }
     for name, layer in settings.layers.items():
-        same |= _words(name, layer)
-    return same
+        values |= _describe_layer(name, layer)
+    return values
 
 
-def _words(name: str, layer: nn.Module) -> dict[str, str]:
-    """What a layer is, built or on the meta device: its shapes, and what torch's modules in it say of themselves."""
-    every = layer.named_parameters(remove_duplicate=False)  # `ties` are tied only where they are held
-    shapes = (f"{path} {tuple(parameter.shape)}" for path, parameter in every)
-    odd = LazyModuleMixin, nn.ParameterList, nn.ParameterDict  # these tell devices, or have no shape yet
+def _describe_layer(name: str, layer: nn.Module) -> dict[str, str]:
+    """Returns the parameter shapes of a layer and the reprs of torch's modules in it, also on the meta device."""
+    parameters = layer.named_parameters(remove_duplicate=False)  # Tied parameters may not be tied in this process.
+    shapes = (f"{path} {tuple(parameter.shape)}" for path, parameter in parameters)
+    skipped = LazyModuleMixin, nn.ParameterList, nn.ParameterDict  # Their repr has devices, or no shapes yet.
     return {f"layer {name}": f"{type(layer).__name__}({', '.join(shapes)})"} | {
         f"the repr of {path}": f"{type(module).__name__}({module.extra_repr()})"
         for path, module in layer.named_modules(prefix=name)
-        if type(module).__module__.startswith("torch.nn.") and not isinstance(module, odd)
+        if type(module).__module__.startswith("torch.nn.") and not isinstance(module, skipped)
     }
 
 
 def _checksums(layers: Mapping[str, nn.Module]) -> list[tuple[int, int]]:
-    """Of the weights and buffers of those layers that are built, by index."""
-    held = [(at, [*layer.parameters(), *layer.buffers()]) for at, layer in enumerate(layers.values())]
-    return [(at, checksum(tensors)) for at, tensors in held if not any(tensor.is_meta for tensor in tensors)]
+    """Returns the indices of the layers that are built, with a checksum of their weights and buffers."""
+    tensors_of = [[*layer.parameters(), *layer.buffers()] for layer in layers.values()]
+    return [
+        (index, checksum(tensors))
+        for index, tensors in enumerate(tensors_of)
+        if not any(tensor.is_meta for tensor in tensors)
+    ]
 
 
-def _compare_weights(rendezvous: Rendezvous, settings: Settings, mine: Sequence[tuple[int, int]]) -> None:
-    """Checks that a layer has the same weights in all processes that have it: which counts would depend on K."""
+def _compare_weights(rendezvous: Rendezvous, settings: Settings, weights: Sequence[tuple[int, int]]) -> None:
+    """Raises an error if a layer has different weights in different processes: results would depend on K."""
     layers = list(settings.layers.items())
-    first: dict[int, int] = {}  # checksums
-    pairs = [pair for theirs in agree(rendezvous, mine) for pair in theirs]
-    different = {at: layers[at] for at, found in sorted(pairs) if first.setdefault(at, found) != found}
-    apart = [f"layer {at} ({name}: {type(each).__name__})" for at, (name, each) in different.items()]
-    remedy = "build the layers alike on every rank (torch.manual_seed before, or callables), or load the same weights"
-    if apart:
-        Mistakes([f"the weights of {', '.join(apart)} differ between processes: {remedy}"]).raise_all()
+    first: dict[int, int] = {}
+    pairs = sorted(pair for gathered in agree(rendezvous, weights) for pair in gathered)
+    different = {index: layers[index] for index, value in pairs if first.setdefault(index, value) != value}
+    if different:
+        labels = [f"layer {index} ({name}: {type(layer).__name__})" for index, (name, layer) in different.items()]
+        message = (
+            f"{', '.join(labels)}: the weights differ between processes. Call torch.manual_seed with the same seed "
+            f"before you build the layers, pass callables that build them, or load the same weights. "
+            f"[weights-differ-between-processes]"
+        )
+        Mistakes([message]).raise_all()
 
 
 def _tie(
-    named: dict[str, nn.Module], ties: Sequence[Sequence[str]], sketch: Outline, own: Collection[int]
+    layers: dict[str, nn.Module], ties: Sequence[Sequence[str]], sketch: Outline, own: Collection[int]
 ) -> list[list[Slot]]:
-    """Gives this process's copies of tied weights the value of the first; places of each group, in all processes."""
-    groups, _ = find_ties(named, ties)
-    index_of = {name: index for index, name in enumerate(named)}
-    held = [module for index, layer in enumerate(named.values()) if index in own for module in layer.modules()]
-    for group, places in zip(ties, groups, strict=True):
-        same = {id(module.get_parameter(leaf)) for module, leaf in places}
-        here = [(module, leaf) for module in held for leaf, p in module._parameters.items() if id(p) in same]
+    """Sets the copies of tied parameters in this process to the value of the first one in each group.
+
+    Returns:
+        The places of the parameters of each group, in all processes.
+    """
+    groups, _ = find_ties(layers, ties)
+    index_of = {name: index for index, name in enumerate(layers)}
+    held = [module for index, layer in enumerate(layers.values()) if index in own for module in layer.modules()]
+    for names, slots in zip(ties, groups, strict=True):
+        tied = {id(module.get_parameter(name)) for module, name in slots}
+        here = [(module, name) for module in held for name, p in module._parameters.items() if id(p) in tied]
         if not here:
             continue
-        first = index_of[group[0].partition(".")[0]]
+        first = index_of[names[0].partition(".")[0]]
         if first not in own:
             built, _ = materialize(sketch, [first])
-            (((module, name), *_), *_), _ = find_ties(built, [group])
+            (((module, name), *_), *_), _ = find_ties(built, [names])
             with torch.no_grad():
                 here[0][0].get_parameter(here[0][1]).copy_(module.get_parameter(name))
         tie([here])

@@ -1,4 +1,4 @@
-"""A pipe is put together: read, planned and built in one process or, the same everywhere, in several."""
+"""Builds a pipe from its arguments, in one process, or consistently in several."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,12 +8,11 @@ import torch
 
 from gpipe.batch.microbatch import plain
 from gpipe.config import options
-from gpipe.config.agreement import agree_on_plan, position_of
-from gpipe.config.check import Arguments, Mistakes, RematOf, check, first_rows, read_model_of
+from gpipe.config.agreement import agree_on_plan, find_own_position
+from gpipe.config.arguments import Arguments, Mistakes, Settings
 from gpipe.config.make_plan import make_plan
 from gpipe.config.max_norm import find_scaled_weights
-from gpipe.config.options import read_driver
-from gpipe.config.settings import Settings
+from gpipe.config.resolve import RematOf, first_rows, read_driver, resolve, trace_model
 from gpipe.distributed.launcher import end_with_launcher
 from gpipe.distributed.mesh import Position, is_joined
 from gpipe.distributed.processes import OneProcess, Processes
@@ -31,29 +30,32 @@ from gpipe.stages.stage import Layer, Stage
 from gpipe.tracing.stage import TracedStage
 
 
-def assemble(asked: Arguments) -> tuple[Settings, Plan, OneProcess]:
-    """Joins the processes, reads the layers, makes the plan and builds the stages that run here."""
-    asked = replace(asked.follow_plan(), sample=plain(asked.sample))
-    driver, _ = read_driver(asked.driver, has_mesh=asked.mesh is not None)  # what is wrong is said by `check`
+def assemble(arguments: Arguments) -> tuple[Settings, Plan, OneProcess]:
+    """Connects the processes, reads the layers, makes the plan, and builds the stages of this process."""
+    arguments = replace(arguments.follow_plan(), sample=plain(arguments.sample))
+    driver = read_driver(arguments, Mistakes())  # `resolve` reports the mistakes.
     if not isinstance(driver, options.Processes):
-        return _assemble_alone(asked)
+        return _assemble_one_process(arguments)
     end_with_launcher()
     survives = driver.survive is True
     if not is_joined():
-        position_of(asked)  # says what is missing
+        find_own_position(arguments)  # Raises an error that says what is missing.
     with Rendezvous() as rendezvous:
-        position = position_of(asked)
+        position = find_own_position(arguments)
         if survives:
             variables()
-            if asked.seed is None or position.replicas != 1:
+            if arguments.seed is None:
+                raise ValueError("survive=True requires a seed. Pass the same seed= in all replicas.")
+            if position.replicas != 1:
                 raise ValueError(
-                    f"survive=True: give seed=, the same to all replicas, and start K={position.rows} processes for "
-                    f"each of them by a launcher of its own; this one has {position.replicas * position.rows}"
+                    f"survive=True: this launcher started {position.replicas * position.rows} processes for "
+                    f"{position.replicas} replicas. Start K={position.rows} processes for each replica, with a "
+                    f"launcher of its own."
                 )
-        settings, plan, same, name = agree_on_plan(asked, position, rendezvous)
+        settings, plan, shared, name = agree_on_plan(arguments, position, rendezvous)
         engine, costs, measured = build(settings, plan, position), plan.partition.seconds, plan.measured
-        if survives:  # `join` links up with the other replicas
-            meeting = Meeting(position.row, position.rows, name, position.timeout, same)
+        if survives:  # GPipe.join connects this replica with the others.
+            meeting = Meeting(position.row, position.rows, name, position.timeout, shared)
             processes: Processes = Survivors(meeting, engine, position, costs=costs, measured=measured)
             rendezvous.close()
         else:
@@ -68,50 +70,53 @@ def assemble(asked: Arguments) -> tuple[Settings, Plan, OneProcess]:
         return settings, plan, processes
 
 
-def _assemble_alone(asked: Arguments) -> tuple[Settings, Plan, OneProcess]:
-    settings, plan = make_plan(asked, *read(asked))
+def _assemble_one_process(arguments: Arguments) -> tuple[Settings, Plan, OneProcess]:
+    settings, plan = make_plan(arguments, *read(arguments))
     if (traced := settings.traced) is not None:
         if plan.slices > 1:
-            traced.prove_slices(first_rows(asked), plan.slices)
+            traced.prove_slices(first_rows(arguments), plan.slices)
         traced.realize(range(len(settings.layers)), settings.seed)
     return settings, plan, OneProcess(build(settings, plan, None))
 
 
-def read(asked: Arguments, *, builds: bool = True) -> tuple[Settings, Placement, RematOf]:
-    """Reads the layers and all arguments, in one process, where ties are tied at once.
+def read(arguments: Arguments, *, builds: bool = True) -> tuple[Settings, Placement, RematOf]:
+    """Reads the layers and all arguments in one process, and ties the parameters named by `ties`.
 
-    Unless it `builds`, layers that are given as callables stay on the meta device.
+    Args:
+        arguments: The arguments.
+        builds: Whether to build layers that are passed as callables. If False, they stay on the meta device.
     """
-    traced = read_model_of(asked)
-    sketch = None if builds or traced is not None else build_on_meta(asked.model, 0)
-    settings, placement, remat = check(asked, None, sketch, traced)
+    traced = trace_model(arguments)
+    sketch = None if builds or traced is not None else build_on_meta(arguments.model, 0)
+    settings, placement, remat = resolve(arguments, None, sketch, traced)
     tie(settings.tied)
     return replace(settings, tied=()), placement, remat
 
 
 def build(settings: Settings, plan: Plan, position: Position | None) -> PipelineStages:
-    """Puts the layers into stages, on their devices."""
+    """Groups the layers into stages and moves the stages of this process to their devices."""
     Mistakes(find_scaled_weights(settings, plan)).raise_all()
     row = None if position is None else position.row
     own = [stage for stage, rank in enumerate(plan.rank_of) if row in (None, rank)]
     devices = [settings.devices[rank] for rank in plan.rank_of]
-    make: Callable[[int, Sequence[Layer], torch.device], Stage] = Stage
+    make_stage: Callable[[int, Sequence[Layer], torch.device], Stage] = Stage
     if (traced := settings.traced) is not None:
         stage_of = [stage for stage, count in enumerate(plan.layers_per_partition) for _ in range(count)]
-        make = partial(TracedStage, parts=traced.parts, traces=traced.traces, stage_of=stage_of)
-    stages = cut_into_stages(settings.layers, plan.layers_per_partition, devices, own, make)
+        make_stage = partial(TracedStage, parts=traced.parts, traces=traced.traces, stage_of=stage_of)
+    stages = cut_into_stages(settings.layers, plan.layers_per_partition, devices, own, make_stage)
     if settings.batch_norm == "synchronized":
-        find_norms([layer for stage in stages for layer in stage.layers])  # refused everywhere alike
+        find_norms([layer for stage in stages for layer in stage.layers])  # Raises the same error in every process.
+    lowering = Lowering(
+        plan.rank_of,
+        settings.schedule,
+        plan.remat,
+        unsplit=plan.unsplit or (),
+        deferred_batch_norm=settings.batch_norm == "deferred",
+    )
     return PipelineStages(
         stages,
         plan.micro_batches,
-        Lowering(
-            plan.rank_of,
-            settings.schedule,
-            plan.remat,
-            unsplit=plan.unsplit or (),
-            deferred_batch_norm=settings.batch_norm == "deferred",
-        ),
+        lowering,
         traced=traced,
         tied=settings.tied,
         threaded=isinstance(settings.driver, options.Threads),

@@ -1,10 +1,8 @@
-"""What an argument of `GPipe` takes in place of a name, with what only that choice reads."""
+"""Classes that users pass to `GPipe` as the value of `driver` or `remat`, to set options of that choice."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
-
-from gpipe.errors import int_remedy, is_count
 
 
 @dataclass(frozen=True)
@@ -12,8 +10,8 @@ class Threads:
     """Runs each rank in a thread of this process.
 
     Args:
-        intra_op_threads: The number of CPU threads that one operation may use, the same on every rank. Results
-            depend on it bitwise.
+        intra_op_threads: The number of CPU threads that one operation may use, the same on every rank. A different
+            number changes the rounding of results. Default: 1.
 
     >>> import gpipe, torch
     >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2)] * 2, 2, 2, driver=gpipe.Threads(intra_op_threads=2))
@@ -28,7 +26,7 @@ class Lockstep:
     """Runs all ranks in the calling thread, for debugging.
 
     Args:
-        intra_op_threads: As for `Threads`.
+        intra_op_threads: The number of CPU threads that one operation may use, as for `Threads`.
 
     >>> Lockstep(intra_op_threads=2).name
     'lockstep'
@@ -43,9 +41,9 @@ class Processes:
     """Runs one rank in this process, and the others in other processes of torch.distributed.
 
     Args:
-        intra_op_threads: As for `Threads`.
-        survive: Whether each replica has its own launcher, so that training continues if one is lost. All processes
-            call `GPipe.join` (docs/how-to/fault-tolerance.md).
+        intra_op_threads: The number of CPU threads that one operation may use, as for `Threads`.
+        survive: Whether training continues if a replica is lost. Each replica then needs its own launcher, and all
+            processes call `GPipe.join` (docs/how-to/fault-tolerance.md). Default: False.
 
     >>> Processes(survive=True).intra_op_threads
     1
@@ -63,11 +61,12 @@ BatchNorm: TypeAlias = Literal["micro", "deferred", "synchronized"]
 
 @dataclass(frozen=True)
 class Remat:
-    """Recomputes as little as fits in memory; `remat="auto"` is `Remat()`.
+    """Recomputes as few micro-batches as the memory limit allows. `remat="auto"` means `Remat()`.
 
     Args:
-        memory: The bytes that each rank may hold, one number or one for each rank: weights, gradients, an optimizer
-            such as Adam, and activations. Default: the memory of its device, divided evenly among its ranks.
+        memory: The number of bytes that each rank may hold, or one number per rank. It covers weights, gradients, the
+            state of an optimizer like Adam, and activations. Default: the memory of the device, divided evenly among
+            its ranks.
 
     >>> import gpipe, torch
     >>> layers = [torch.nn.Linear(64, 64) for _ in range(4)]
@@ -77,22 +76,3 @@ class Remat:
     """
 
     memory: float | Sequence[float] | None = None
-
-
-def read_driver(driver: object, *, has_mesh: bool) -> tuple[Driver, list[str]]:
-    """Reads `driver=`; returns it, threads if it is invalid, and what is wrong with it."""
-    if driver is None:
-        return (Processes() if has_mesh else Threads()), []
-    if isinstance(driver, str) and driver in DRIVERS:
-        return DRIVERS[driver](), []
-    if not isinstance(driver, Driver):
-        known = ", ".join(map(repr, DRIVERS))
-        return Threads(), [
-            f"driver={driver!r}; known are {known}, and gpipe.Threads, gpipe.Lockstep, gpipe.Processes"
-        ]
-    wrong = []
-    if not is_count(count := driver.intra_op_threads):
-        wrong.append(f"intra_op_threads={count!r}; give a whole number of at least 1{int_remedy(count)}")
-    if isinstance(driver, Processes) and not isinstance(driver.survive, bool):
-        wrong.append(f"survive={driver.survive!r}; give True or False")
-    return driver, wrong

@@ -1,4 +1,4 @@
-"""Verifies a pipe: replays a step, runs the reference loop beside it, and leaves everything as it was."""
+"""Implements `GPipe.verify`: replays a step, optionally runs the reference loop, and restores all state."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ from gpipe.tracing.runs import arguments_of_each
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
 
-MOST_SHOWN = 10  # differences that a report prints
+MOST_SHOWN = 10  # differences in the text of a report
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class VerificationReport:
     Attributes:
         compared: The number of values that were compared: losses, outputs, gradients and buffers.
         differences: What differs, in the order in which it was computed. Empty if everything is bitwise identical.
-        findings: What could not be verified, and other findings of the replay.
+        findings: What could not be verified and why, and other findings of the replay.
 
     Example:
         >>> import torch, gpipe
@@ -73,9 +73,9 @@ def verify(
     *,
     against_model: bool,
 ) -> VerificationReport:
-    """Verifies one mini-batch, as `GPipe.verify` describes; the pipe is left as it was."""
+    """Verifies one mini-batch as `GPipe.verify` describes, and restores the pipe afterwards."""
     if against_model:
-        _check_is_here(pipe)
+        _check_whole_model(pipe)
     _trace(pipe, inputs, loss_fn)
     differences, losses = list[str](), list[Tensor]()
     with torch.inference_mode(False), torch.enable_grad(), _sandbox(pipe, loss_fn) as reset:
@@ -87,26 +87,29 @@ def verify(
         findings, compared = tuple(pipe._verifier.findings), pipe._verifier.compared
         if not against_model or differences:
             return VerificationReport(compared, tuple(differences), findings)
-        found = {f"the loss of micro-batch {m}": loss for m, loss in enumerate(losses)} | _results(pipe)
+        actual = {f"the loss of micro-batch {m}": loss for m, loss in enumerate(losses)} | _results(pipe)
         reset()
         (parts,) = split_alike(pipe.micro_batches, inputs=inputs)[1]
         outputs = pipe(MicroBatches(*_copies(parts)))
-        found |= {f"the output of micro-batch {m}": _tensors_of(output) for m, output in enumerate(outputs)}
+        actual |= {f"the output of micro-batch {m}": _tensors_of(output) for m, output in enumerate(outputs)}
         reset()
         with intra_op_threads(pipe._engine.intra_op_threads):
             expected = _reference_loop(pipe, _copies(inputs, targets), loss_fn, reduction)
         expected |= _results(pipe)
     summed = _summed_by_layer(pipe)
-    for name in (found.keys() | expected.keys()) - (summed & found.keys() & expected.keys()):
-        if differ(digest([found.get(name)]), digest([expected.get(name)])):
+    for name in (actual.keys() | expected.keys()) - (summed & actual.keys() & expected.keys()):
+        if differ(digest([actual.get(name)]), digest([expected.get(name)])):
             differences.append(f"{name} differs from the reference loop")
-    order = {f"{name} differs from the reference loop": at for at, name in enumerate(found | expected)}
+    order = {f"{name} differs from the reference loop": i for i, name in enumerate(actual | expected)}
     differences.sort(key=lambda text: order[text])
-    return VerificationReport(compared + len(found), tuple(differences), findings)
+    return VerificationReport(compared + len(actual), tuple(differences), findings)
 
 
 def _trace(pipe: "GPipe", inputs: Tree, loss_fn: object) -> None:
-    """Traces a model before the sandbox, which removes hooks that a forward installs, and that a trace relies on."""
+    """Traces the model before the sandbox starts.
+
+    Otherwise the sandbox would remove hooks that the first forward pass installs, and that the trace needs.
+    """
     traced = pipe._settings.traced
     if traced is None or pipe.plan.slices > 1 or pipe._processes.position is not None:
         return
@@ -116,19 +119,27 @@ def _trace(pipe: "GPipe", inputs: Tree, loss_fn: object) -> None:
         traced.begin(values, for_output=True)
 
 
-def _check_is_here(pipe: "GPipe") -> None:
+def _check_whole_model(pipe: "GPipe") -> None:
     devices = {stage.device for stage in pipe._engine.all}
     if pipe._processes.position is not None:
-        raise ValueError("against='model' needs the whole model in one process. Use verify() without it.")
+        raise ValueError("against='model' requires the whole model in one process. Call verify() without against=.")
     if len(devices) > 1:
-        raise ValueError(f"against='model' needs the model on one device, not on {len(devices)}. Use devices='cpu'.")
+        raise ValueError(
+            f"against='model' requires the model on one device, but it is on {len(devices)}. Use devices='cpu'."
+        )
     if pipe.plan.slices > 1:
-        raise ValueError("against='model' cannot compare slices, which round differently. Use a schedule without.")
+        raise ValueError(
+            "against='model' cannot compare slices, because they round differently. Use a schedule without slices."
+        )
 
 
 @contextmanager
 def _sandbox(pipe: "GPipe", loss_fn: object) -> Iterator[Callable[[], None]]:
-    """Leaves weights, gradients, buffers, random generators and counters as they were; yields what resets them."""
+    """Restores weights, gradients, buffers, random generators and counters on exit.
+
+    Yields:
+        A function that resets all of them in between, and sets gradients to None.
+    """
     roots = {**pipe._own_layers(), LOSS: loss_fn, **{f"global hook {n}": h for n, h in enumerate(global_hooks())}}
     parameters = [*pipe.parameters()]
     state = ReachableState.of(roots, parameters_too=parameters)
@@ -159,7 +170,7 @@ def _tensors_of(output: Tree) -> list[Tensor]:
 
 def _copies(*values: Tree) -> Any:
     return tuple(
-        MicroBatches(replace_tensors(value.parts, copy_of))  # type: ignore[arg-type]  # a tuple stays one
+        MicroBatches(replace_tensors(value.parts, copy_of))  # type: ignore[arg-type]  # A tuple stays a tuple.
         if isinstance(value, MicroBatches)
         else replace_tensors(value, copy_of)
         for value in values
@@ -167,7 +178,7 @@ def _copies(*values: Tree) -> Any:
 
 
 def _results(pipe: "GPipe") -> dict[str, Tree]:
-    """The gradients and buffers of a pipe, by what they are called in messages."""
+    """Returns the gradients and buffers of a pipe, by the names that messages use for them."""
     deferred = pipe._engine.lowering.deferred_batch_norm
     statistics = {
         id(buffer)
@@ -181,7 +192,10 @@ def _results(pipe: "GPipe") -> dict[str, Tree]:
 
 
 def _summed_by_layer(pipe: "GPipe") -> set[str]:
-    """The gradients of tied weights, which are summed by layer: the same for every K, but rounded differently."""
+    """Returns the message names of the gradients of tied weights.
+
+    gpipe sums them layer by layer, so they are the same for every K, but the reference loop rounds them differently.
+    """
     shared = {id(item.parameter) for item in pipe._engine.shared}
     return {f"the gradient of {name}" for name, p in pipe.named_parameters() if id(p) in shared}
 
@@ -192,7 +206,7 @@ def _reference_loop(
     loss_fn: Callable[..., object] | None,
     reduction: Reduction | None,
 ) -> dict[str, Tree]:
-    """Runs the layers micro-batch by micro-batch, and the backward of each at once."""
+    """Runs the forward and backward pass of one micro-batch after the other. Returns losses and outputs by name."""
     traced, seed, step = pipe._settings.traced, pipe.seed, pipe.step_number
     is_own, (inputs, targets) = loss_fn is None, batch
     trees = {"inputs": inputs} if is_own else {"inputs": inputs, "targets": targets}
@@ -210,16 +224,16 @@ def _reference_loop(
         if traced is None:
             output, held = _run_layers(pipe, value, m)
         else:
-            (given,), held = arguments_of_each(traced.model, [value]), {}
+            (arguments,), held = arguments_of_each(traced.model, [value]), {}
             with traced.rng_scope(seed, step, m):
-                output = traced.model(*given.args, **given.kwargs)
+                output = traced.model(*arguments.args, **arguments.kwargs)
         expected[f"the output of micro-batch {m}"] = _tensors_of(output)
         popped = {name: held[name].pop(name) for name in getattr(loss_fn, "pop", ())}
         with rng_scope(seed, step, len(pipe), m):
             loss = own_loss(output) if loss_fn is None else call_loss(loss_fn, output, goal, popped)[0]
         expected[f"the loss of micro-batch {m}"] = loss.detach()
         if weight:
-            with ThreadState.here().rank_thread():  # no autocast, as for backwards of the pipe
+            with ThreadState.here().rank_thread():  # Without autocast, as in the backward passes of the pipe.
                 loss.backward(torch.full_like(loss, weight))
     return expected
 

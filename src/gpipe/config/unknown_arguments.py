@@ -1,4 +1,4 @@
-"""Refuses unknown arguments of `GPipe`, `step` and a call: names what to write instead of other libraries' words."""
+"""Rejects unknown arguments of `GPipe`, `step` and calls, and suggests the gpipe name of what the user meant."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,84 +11,99 @@ from gpipe.errors import entrance
 P = ParamSpec("P")
 R = TypeVar("R")
 
-HOW_MANY = "micro_batches= of GPipe, how many, not how many rows each has"
-NO_NAME = "the mini-batch without a name: pipe(x), or pipe.step(x, targets, loss_fn)"
-BESIDE_INPUTS = (
-    "a call of the pipe got a mini-batch without a name and also {names}. Pass all arguments of the model by name, "
-    "or all of them in one dict"
+MICRO_BATCHES = "Use micro_batches=<number of micro-batches>"
+NOT_ROWS = "Use micro_batches=<number of micro-batches>, not the number of rows in each"
+POSITIONAL = "Pass the mini-batch by position: pipe(x) or pipe.step(x, targets, loss_fn)"
+MIXED = (
+    "The mini-batch was passed both by position and by name ({names}). Pass all arguments of the model by name, or "
+    "all of them in one dict."
 )
-WORDS = {
-    "chunks": "micro_batches= of GPipe, how many",
-    "n_microbatches": "micro_batches= of GPipe, how many",
-    "micro_batch_size": HOW_MANY,
-    "batch_size": HOW_MANY,
-    "num_stages": "partitions=",
-    "num_partitions": "partitions=",
-    "checkpoint": "remat='always', 'except_last', 'never' or how many micro-batches at once keep what is inside",
-    "layers": "model=",
-    "balance": "the layers of each stage as partitions=[...]; or plan=gpipe.find_plan(..., balance='minmax')",
-    "costs": "plan=gpipe.find_plan(..., costs=...)",
-    "blocks": "gpipe.layers_of(model, sample, blocks=[...]) in place of the model",
-    "stages_per_rank": "schedule=gpipe.Interleaved(stages)",
-    "slices": "schedule=gpipe.Sliced(schedule, slices)",
-    "memory": "remat=gpipe.Remat(memory=...)",
-    "deferred_batch_norm": "batch_norm='deferred'",
-    "sync_batch_norm": "batch_norm='synchronized'",
-    "intra_op_threads": "driver=gpipe.Threads(intra_op_threads=...)",
-    "survive": "driver=gpipe.Processes(survive=True)",
-    "verify": "pipe.verify_steps = False once the pipe is built",
-    "device_mesh": "mesh=, a DeviceMesh with a dimension 'pp'",
-    "loss_fn": "to each step: pipe.step(inputs, targets, loss_fn)",
-    "criterion": "loss_fn= to each step",
-    "optimizer": "none: make your own over pipe.parameters(), and step it after pipe.step(...)",
-    "inputs": NO_NAME,
-    "x": NO_NAME,
-    "input_ids": "all of the batch as one dict: pipe.step(batch)",
-    "mask": "one value: pipe({'x': x, 'mask': mask})",
-    "labels": "targets= to each step",
-    "targets": "it to pipe.step(inputs, targets, loss_fn)",
+FIXES = {
+    "chunks": MICRO_BATCHES,
+    "n_microbatches": MICRO_BATCHES,
+    "micro_batch_size": NOT_ROWS,
+    "batch_size": NOT_ROWS,
+    "num_stages": "Use partitions=",
+    "num_partitions": "Use partitions=",
+    "checkpoint": "Use remat='always', 'except_last', 'never', or the number of micro-batches that keep activations",
+    "layers": "Use model=",
+    "balance": "Use partitions=[<layers of each stage>, ...], or plan=gpipe.find_plan(..., balance='minmax')",
+    "costs": "Use plan=gpipe.find_plan(..., costs=...)",
+    "blocks": "Pass gpipe.layers_of(model, sample, blocks=[...]) instead of the model",
+    "stages_per_rank": "Use schedule=gpipe.Interleaved(stages)",
+    "slices": "Use schedule=gpipe.Sliced(schedule, slices)",
+    "memory": "Use remat=gpipe.Remat(memory=...)",
+    "deferred_batch_norm": "Use batch_norm='deferred'",
+    "sync_batch_norm": "Use batch_norm='synchronized'",
+    "intra_op_threads": "Use driver=gpipe.Threads(intra_op_threads=...)",
+    "survive": "Use driver=gpipe.Processes(survive=True)",
+    "verify": "Set pipe.verify_steps = False after you have created the pipe",
+    "device_mesh": "Use mesh=, a DeviceMesh with a dimension 'pp'",
+    "loss_fn": "Pass it to each step: pipe.step(inputs, targets, loss_fn)",
+    "criterion": "Pass loss_fn= to each step",
+    "optimizer": "Create an optimizer of pipe.parameters(), and call optimizer.step() after pipe.step(...)",
+    "inputs": POSITIONAL,
+    "x": POSITIONAL,
+    "input_ids": "Pass the batch as one dict: pipe.step(batch)",
+    "mask": "Pass one value: pipe({'x': x, 'mask': mask})",
+    "labels": "Pass targets= to each step",
+    "targets": "Pass them to pipe.step(inputs, targets, loss_fn)",
 }
-"""Words of other libraries, and of other entrances of a pipe."""
+"""How to fix a call with an argument name of a different library, or of a different function of gpipe."""
 TOO_MANY = {
-    "__init__": "give the layers as one: GPipe([layer, layer, ...], partitions, micro_batches), the rest by name",
-    "verify": "verify() takes (inputs, targets, loss_fn) by position. Pass the other arguments by name",
-    "step": "step takes (inputs, targets, loss_fn), the rest by name; several inputs are a tuple or a dict",
-    "forward": "a pipe takes one value, as its first layer does; give several as a tuple, pipe((x, mask)), or a dict",
+    "__init__": "Pass all layers in one list: GPipe([layer, layer, ...], partitions, micro_batches). Pass other "
+    "arguments by name.",
+    "verify": "verify() takes (inputs, targets, loss_fn) by position. Pass other arguments by name.",
+    "step": "step() takes (inputs, targets, loss_fn) by position. Pass other arguments by name, and several inputs "
+    "as a tuple or dict.",
+    "forward": "A pipe takes one value, the input of its first layer. Pass several values as a tuple, pipe((x, "
+    "mask)), or a dict.",
 }
 
 
 def checked_entrance(function: Callable[P, R]) -> Callable[P, R]:
-    """An `entrance` that gives our word for each unknown keyword, and says what to do with too many values."""
+    """Decorates a public function so that calls with unknown or too many arguments raise a helpful error."""
     return entrance(function, partial(_explain, function))
 
 
 def _explain(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
-    """What is wrong with arguments that a function does not take; None: Python says it as well."""
+    """Returns a message for arguments that do not match a function, or None to keep Python's message."""
     parameters = inspect.signature(function).parameters.values()
-    known = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY]
-    if unknown := [word for word in kwargs if word not in known]:
-        return _instead_of(unknown, known)
+    known = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY and p.name != "self"]
+    if unknown := [name for name in kwargs if name not in known]:
+        return _reject(function.__name__, unknown, known)
     positional = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
     return TOO_MANY[function.__name__] if len(args) > positional else None
 
 
 def check_names(batch: Mapping[str, object], *, is_model: bool, has_inputs: bool) -> None:
-    """Rejects arguments by name in a call of a pipe of layers, and beside a mini-batch in a call of a model."""
+    """Rejects keyword arguments of a call, unless the pipe runs a model and has no positional input.
+
+    Args:
+        batch: The keyword arguments.
+        is_model: Whether the pipe runs a model, whose forward accepts keyword arguments.
+        has_inputs: Whether the call has a positional mini-batch too.
+    """
     if not is_model:
-        raise TypeError(_instead_of(batch, ["gather"]))
+        raise TypeError(_reject("forward", batch, ["gather"]))
     if has_inputs:
-        raise TypeError(BESIDE_INPUTS.format(names=", ".join(f"{name}=" for name in batch)))
+        raise TypeError(MIXED.format(names=", ".join(f"{name}=" for name in batch)))
 
 
-def _instead_of(unknown: Collection[str], known: Sequence[str]) -> str:
-    found = [f"there is no {word}=; {_instead(word, known)}" for word in unknown]
-    if not all(word in WORDS for word in unknown):
-        found.append(f"known are {', '.join(name for name in known if name != 'self')}")
-    return "\n".join(found)
+def _reject(function: str, unknown: Collection[str], known: Sequence[str]) -> str:
+    """Returns one line for each unknown argument, and a list of the known ones if an argument has no fixed answer."""
+    callee = {"__init__": "GPipe", "forward": "pipe"}.get(function, function)
+    lines = [f"{callee}() got an unexpected keyword argument {name!r}. {_suggest(name, known)}." for name in unknown]
+    if not all(name in FIXES for name in unknown):
+        lines.append(f"Known arguments: {', '.join(known)}.")
+    return "\n".join(lines)
 
 
-def _instead(word: str, known: Sequence[str]) -> str:
-    close = [word] if word in WORDS else get_close_matches(word, [*known, *WORDS], 1)
+def _suggest(name: str, known: Sequence[str]) -> str:
+    """Returns a fix for an unknown argument name, by its meaning or its spelling."""
+    if name in FIXES:
+        return FIXES[name]
+    close = get_close_matches(name, [*known, *FIXES], 1)
     if not close:
-        return "leave it out"
-    return f"give {close[0]}=" if close[0] in known else f"give {WORDS[close[0]]}"
+        return "Remove it"
+    return f"Use {close[0]}=" if close[0] in known else FIXES[close[0]]

@@ -81,7 +81,7 @@ class Recording(Recorder):
         if self._pipe.recorder is self:
             self._pipe.recorder = self._before
         self._meter.stop()
-        self._pipe._examination.tell(self._shared_lock())
+        self._pipe._findings.report(self._shared_lock())
 
     def __enter__(self) -> Self:
         if not self._is_on:
