@@ -50,7 +50,7 @@ class Partitioned(nn.Module):
             self._foreign = frozenset().union(*names.values()).difference(*map(names.__getitem__, self._own_layers()))
 
     def _own_layers(self) -> dict[str, nn.Module]:
-        return {layer.name: layer.module for stage in self._engine.own for layer in stage.layers}
+        return {layer.name: layer.module for stage in self._engine.local for layer in stage.layers}
 
     @property
     def is_model(self) -> bool:
@@ -151,7 +151,7 @@ class Partitioned(nn.Module):
     def stage_of(self) -> dict[str, int]:
         """The stage of each layer of this process, by its name; of a model, of each parameter and buffer by its."""
         traced = self._settings.traced
-        layers = [(layer.name, stage.index) for stage in self._engine.own for layer in stage.layers]
+        layers = [(layer.name, stage.index) for stage in self._engine.local for layer in stage.layers]
         if traced is None:
             return dict(layers)
         names = traced.names()

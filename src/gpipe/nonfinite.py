@@ -47,7 +47,7 @@ def detect_nonfinite(pipe: GPipe) -> Iterator[None]:
     if not isinstance(pipe, GPipe):
         raise TypeError(f"pipe is a {type(pipe).__name__}, not a gpipe.GPipe. Use gpipe.detect_nonfinite(pipe).")
     layers: dict[nn.Module, list[str]] = {}
-    for stage in pipe._engine.own:
+    for stage in pipe._engine.local:
         for layer in stage.layers:
             for module in modules_run(layer.module):
                 layers.setdefault(module, []).append(layer.name)

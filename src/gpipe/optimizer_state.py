@@ -32,8 +32,8 @@ def offload(optimizer: Optimizer) -> None:
 
     Raises:
         TypeError: If `optimizer` is not an optimizer of torch.
-        OSError: If there is no room for a file. `optimizer.step()` raises it, too. A note names the folder and the
-            number of bytes.
+        OSError: If a file does not fit on the disk. `optimizer.step()` raises it, too. A note names the folder and
+            the number of bytes.
 
     >>> import gpipe
     >>> layer = torch.nn.Linear(64, 64)

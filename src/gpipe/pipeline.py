@@ -100,8 +100,8 @@ class GPipe(Partitioned):
     """Trains a model as a pipeline of K partitions, with mini-batches split into M micro-batches (paper, section 2).
 
     Call `step` to run the forward and backward pass of one mini-batch through the pipeline. Results are bitwise
-    identical for every number of partitions, schedule, recomputation mode and driver. They equal those of the unsplit
-    layers, run one micro-batch after the other.
+    identical for every number of partitions, schedule, recomputation mode and driver. They equal the results of
+    the reference loop: the unsplit layers, run on one micro-batch after the other.
 
     Your modules are used in place, not copied. They are moved to `devices` and keep their names: `state_dict()` has
     the keys of `nn.Sequential(*layers)`.
@@ -167,14 +167,14 @@ class GPipe(Partitioned):
         ties: Groups of names of parameters that are shared although the modules do not show it, such as
             `[("0.weight", "5.weight")]`.
         seed: Seed of all random numbers in the layers. Default: drawn from torch's generator.
-        driver: What runs the partitions:
+        driver: How the partitions run:
 
             - `"threads"` (default), or `gpipe.Threads` with its options: each partition in a thread.
             - `"lockstep"`, or `gpipe.Lockstep`: all partitions in the calling thread, for debugging.
             - `"process"`, or `gpipe.Processes` with its options: one partition in this process. Every process makes
               the same calls; `reads_inputs` and `reads_targets` say which of them need data.
 
-            Required if torch.distributed is initialized with several processes and there is no `mesh`.
+            Required without `mesh` if torch.distributed is initialized with several processes.
 
     Raises:
         ValueError: If arguments are invalid. The message lists all errors that can be detected together.
@@ -195,7 +195,7 @@ class GPipe(Partitioned):
         All of these communicate collectively, so a failed rank is detected only after the process group's timeout.
 
         *Sliced* schedules require a causal language model of transformers, a `sample` with labels, and the model's
-        own loss. Bubble and memory are those of M x S micro-batches. Like a change of M, a change of the number of
+        own loss. Bubble and memory are like with M x S micro-batches. Like a change of M, a change of the number of
         slices S changes the rounding of results.
 
     Example:
@@ -338,8 +338,8 @@ class GPipe(Partitioned):
         Args:
             inputs: Input of the first layer: a tensor, or any pytree of tensors, with N rows each. Or
                 `gpipe.MicroBatches`, which are used without splitting.
-            targets: Second argument of `loss_fn`, with N rows per tensor. Or `gpipe.MicroBatches`, as many as in
-                `inputs`.
+            targets: Second argument of `loss_fn`, with N rows per tensor. Or `gpipe.MicroBatches`, of the same
+                number as in `inputs`.
             loss_fn: A function `(output, target) -> loss` of one micro-batch, or `(output, target) -> (loss,
                 metrics)`.
             reduction: How to combine the losses of micro-batches:
@@ -807,7 +807,7 @@ class GPipe(Partitioned):
         all of them can skip a step whose norm is not finite.
 
         Shared parameters and replicas count once. Gradients of layers under `fully_shard` are gathered one at a time,
-        and the norm is bitwise identical to that of unsharded replicas.
+        and unsharded replicas have the bitwise identical norm.
 
         Args:
             max_norm: Maximum norm of all gradients together.

@@ -31,7 +31,7 @@ ELSEWHERE = {
     "recipes/training.py": "a clock is read behind the one, and a file is waited for by the other",
     "synchronize": "what planner/measure.py calls",
     "Shards.gather": "it frees what the gather took sooner; torch waits before it uses a weight, anyway",
-    "DeviceStream.keep_pace": "it bounds memory, and orders nothing: memory.py counts it",
+    "DeviceStream.limit_queue": "it bounds memory, and orders nothing: memory.py counts it",
 }
 """Orders that the detector cannot miss, and why; by their module or function."""
 NOTICED = ("reported", "differs", "failed")  # torch itself refuses times of events that are not over

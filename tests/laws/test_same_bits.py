@@ -225,7 +225,7 @@ def poisoned_boundaries() -> Iterator[None]:
 
     def backward(run: Run, rank: Rank, step: CompiledAction) -> None:
         cell = rank.states[step.stage, step.micro_batch]
-        came = [tensor for crossing in cell.given for tensor in tensors_in(crossing.value)] if step.stage else []
+        came = [tensor for crossing in cell.inputs for tensor in tensors_in(crossing.value)] if step.stage else []
         came += [g for gradients in rank.inbox for g in gradients if isinstance(g, Tensor)]  # type: ignore[union-attr]
         own_backward(run, rank, step)
         for tensor in came:

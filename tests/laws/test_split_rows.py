@@ -28,7 +28,7 @@ def held() -> Iterator[list[tuple[int, int, int]]]:
 
     def do(split: SplitBackward, run: Run, rank: Rank, step: CompiledAction) -> None:
         state = rank.states[step.stage, step.micro_batch]
-        found.append((len(state.given), len(state.gradients), len(state.roots)))
+        found.append((len(state.inputs), len(state.gradients), len(state.roots)))
         backward_weight(split, run, rank, step)
 
     with pytest.MonkeyPatch.context() as patch:

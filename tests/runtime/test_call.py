@@ -65,25 +65,25 @@ def test_a_second_backward_is_refused_with_the_reason(driver: str, remat: str) -
     plain_call(reference, X, Y, squares, micro_batches=M, seed=4)
     assert_same_bits(pipe, reference)
     once = copy.deepcopy(gradients(pipe))
-    with pytest.raises(RuntimeError, match=r"backward has run already, .* call the pipe again, or add the losses up"):
+    with pytest.raises(RuntimeError, match=r"\[second-backward\]"):
         loss.backward()
     assert all(map(same_bits, gradients(pipe), once))
     output = pipe(X)
     first, second = output[:2].sum(), output[2:].sum()
     first.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward has run already"):
+    with pytest.raises(RuntimeError, match=r"\[second-backward\]"):
         second.backward()
 
 
-SOME = r"through a pipeline would add to \.grad of every parameter as well; call backward\(\) and read \.grad"
+SOME = r"\[gradients-of-some-inputs\]"
 UNUSED = "appears to not have been used in the graph"
 
 
 @pytest.mark.parametrize(
     ("differentiate", "reason"),
     [
-        (lambda loss, x, w: loss.backward(create_graph=True), "cannot be differentiated again, because its graph is"),
-        (lambda loss, x, w: torch.autograd.grad(loss, x, create_graph=True), "cannot be differentiated again"),
+        (lambda loss, x, w: loss.backward(create_graph=True), r"\[higher-derivatives\]"),
+        (lambda loss, x, w: torch.autograd.grad(loss, x, create_graph=True), r"\[higher-derivatives\]"),
         (lambda loss, x, w: torch.autograd.grad(loss, x), SOME),
         (lambda loss, x, w: torch.autograd.grad(loss, [x, *w], allow_unused=True), SOME),
         (lambda loss, x, w: loss.backward(inputs=x), SOME),
@@ -176,7 +176,7 @@ def test_gradients_of_inputs_come_back_from_another_device(
         value = replace_tensors(crossing.value, lambda tensor: there[id(tensor)])
         return BoundaryValue(value, [there[id(leaf)] for leaf in crossing.leaves])
 
-    monkeypatch.setattr(RankStream, "take_value", moved)
+    monkeypatch.setattr(RankStream, "receive_value", moved)
     inputs = [X.clone().requires_grad_() for _ in range(2)]
     squares(make(driver, remat)(inputs[0]), Y).backward()
     plain_call(build(), inputs[1], Y, squares, micro_batches=M, seed=4)

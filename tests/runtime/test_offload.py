@@ -257,7 +257,7 @@ def test_a_layer_that_fails_leaves_nothing_behind() -> None:
 
 def test_what_came_back_holds_no_file_open_and_can_be_written_to() -> None:
     x = torch.arange(3000.0, requires_grad=True)  # storages end within a page
-    host = FileHost(RankStream(torch.device("cpu"), alone=True))
+    host = FileHost(RankStream(torch.device("cpu"), single_device=True))
     before = open_files()
     inside, out = inside_of(nn.Sequential(*[nn.Softplus() for _ in range(9)]), x)
     gradient = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
@@ -276,7 +276,7 @@ def test_what_came_back_holds_no_file_open_and_can_be_written_to() -> None:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the allocator is not glibc's")
 def test_what_is_away_and_what_came_back_and_was_used_are_no_memory_of_the_process() -> None:
     x = torch.randn(64, 4096, requires_grad=True)  # 1 MiB
-    host = FileHost(RankStream(torch.device("cpu"), alone=True))
+    host = FileHost(RankStream(torch.device("cpu"), single_device=True))
 
     def resident() -> int:
         host.offload(Action(Kind.OFFLOAD, 0, 1), OffloadedActivations())  # a move has what is free given back

@@ -24,5 +24,5 @@ def test_steps_are_the_table(name: str) -> None:
         done = [action for step in steps for action in actions_of(step)]
         assert sorted(map(str, done)) == sorted(map(str, row))
         assert [step.action for step in steps] == [action for action in row if action.kind not in TRANSFERS]
-        assert all(row[step.at] == step.action for step in steps)
+        assert all(row[step.position] == step.action for step in steps)
     assert {str(action) for row in pipe.program.table for action in row if action.kind in TRANSFERS}

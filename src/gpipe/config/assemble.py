@@ -63,9 +63,9 @@ def assemble(arguments: Arguments) -> tuple[Settings, Plan, OneProcess]:
             processes = Processes(engine, position, sync_batch_norm=synchronized, costs=costs, measured=measured)
             processes.link(rendezvous)
         if settings.traced is None:
-            drop_remote_weights(engine.all, engine.own)
+            drop_remote_weights(engine.all, engine.local)
         else:
-            drop_remote_weights(engine.all, engine.own, settings.traced.buffers_between())
+            drop_remote_weights(engine.all, engine.local, settings.traced.buffers_between())
             settings.traced.let_go()
         return settings, plan, processes
 
@@ -96,8 +96,8 @@ def read(arguments: Arguments, *, builds: bool = True) -> tuple[Settings, Placem
 def build(settings: Settings, plan: Plan, position: Position | None) -> PipelineStages:
     """Groups the layers into stages and moves the stages of this process to their devices."""
     Mistakes(find_scaled_weights(settings, plan)).raise_all()
-    row = None if position is None else position.row
-    own = [stage for stage, rank in enumerate(plan.rank_of) if row in (None, rank)]
+    pp_rank = None if position is None else position.row
+    own = [stage for stage, rank in enumerate(plan.rank_of) if pp_rank in (None, rank)]
     devices = [settings.devices[rank] for rank in plan.rank_of]
     make_stage: Callable[[int, Sequence[Layer], torch.device], Stage] = Stage
     if (traced := settings.traced) is not None:
@@ -121,6 +121,6 @@ def build(settings: Settings, plan: Plan, position: Position | None) -> Pipeline
         tied=settings.tied,
         threaded=isinstance(settings.driver, options.Threads),
         intra_op_threads=settings.driver.intra_op_threads,
-        row=row,
+        pp_rank=pp_rank,
         replicas=1 if position is None else position.replicas,
     )

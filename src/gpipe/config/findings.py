@@ -28,7 +28,7 @@ class Findings:
         engine = processes.engine
         self.messages = [*examine_settings(settings, plan), *processes.findings()]
         self._is_first_step = True
-        self._layers = [layer.module for stage in engine.own for layer in stage.layers]
+        self._layers = [layer.module for stage in engine.local for layer in stage.layers]
         self._deferred = engine.lowering.deferred_batch_norm
         self._few_rows = FEW_ROWS  # Micro-batches with fewer rows are examined.
         for message in self.messages:

@@ -63,7 +63,7 @@ class ProcessContext(Context):
     def run_scope(self) -> Iterator[None]:
         """Around a step, a call or a backward: if it fails in one process, it fails in all."""
         processes = self.processes
-        with self.engine.threads.alone(), processes.linked().in_run(notes=self.notes_messages) as self.endpoint:
+        with self.engine.threads.exclusive(), processes.linked().in_run(notes=self.notes_messages) as self.endpoint:
             self._began, self._waited = time.perf_counter(), self.endpoint.waited
             yield
 
@@ -255,8 +255,8 @@ class ProcessContext(Context):
 
     def _meet_replicas(self, program: Program) -> AbstractContextManager[object]:
         """Prepares what replicas do together while they run: layers of `fully_shard`, and BatchNorm if asked."""
-        layers = [layer for stage in self.engine.own for layer in stage.layers]
-        own = self.engine.own if any_sharded(self.engine.modules) else ()
+        layers = [layer for stage in self.engine.local for layer in stage.layers]
+        own = self.engine.local if any_sharded(self.engine.modules) else ()
         spread = {stage.index: [*filter(is_sharded, stage.modules)] for stage in own}
         norms = find_norms(layers) if self.runs_every_backward else []
         reasons = [SPREAD] * any(spread.values()) + [LOCKSTEP] * any(norm.training for norm in norms)
@@ -284,7 +284,7 @@ class ProcessContext(Context):
     def _find_sharded(self) -> dict[int, GatheredWeights]:
         """What is spread over the replicas of the weights of the stages of this process, where anything is."""
         found = {}
-        for stage in self.engine.own:
+        for stage in self.engine.local:
             own = [m for m in stage.modules if is_sharded(m) and goes_over_replicas(m, self.position)]
             sizes = {p: p.nbytes for module in own for p in module.parameters() if reduces_itself(p)}
             if sizes:
@@ -297,7 +297,7 @@ class ProcessContext(Context):
         reduced = {action.stage for action in row if action.kind is Kind.REDUCE}
         seen = {id(leaf) for leaves in self.aliases.leaves.values() for leaf in leaves.values()}
         aside: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
-        for stage in self.engine.own:
+        for stage in self.engine.local:
             layers = {layer.index for layer in stage.layers}
             found: list[Tensor] = [p for layer in stage.layers for p in layer.module.parameters()]
             found += [  # in their places are the aliases

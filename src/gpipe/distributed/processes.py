@@ -88,7 +88,7 @@ class Processes(OneProcess):
     def findings(self) -> list[str]:
         if self.engine.lowering.deferred_batch_norm or self.sync_batch_norm or self.position.replicas == 1:
             return []
-        return find_replica_drift([layer.module for stage in self.engine.own for layer in stage.layers])
+        return find_replica_drift([layer.module for stage in self.engine.local for layer in stage.layers])
 
     def link(self, rendezvous: Rendezvous) -> None:
         """Connects with the other processes, who do so at the same time; the last that the rendezvous is for."""
@@ -107,7 +107,7 @@ class Processes(OneProcess):
         return self._endpoint
 
     def gather(self, request: Request, value: Tree) -> list[Any]:
-        with self.engine.threads.alone(), self.linked().in_run(notes=False) as endpoint:
+        with self.engine.threads.exclusive(), self.linked().in_run(notes=False) as endpoint:
             follow_first(endpoint, self.position, self.position.rank_of(self.engine.placement[0]), {CALLED: request})
             return self.end(value)
 

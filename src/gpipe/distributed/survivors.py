@@ -363,7 +363,7 @@ class Survivors(Processes):
         replica = meeting.members.index(meeting.name)
         self.position = replace(self.position, replica=replica, replicas=replicas, members=tuple(range(meeting.size)))
         self.rank, self.size = meeting.rank, meeting.size
-        self.engine.among(replicas)
+        self.engine.set_replicas(replicas)
         self.stragglers = self._stragglers(replicas=replicas)
         self._endpoint = connect(meeting, self.position, None, SILENCE)
         with self._endpoint.in_run(notes=False) as endpoint:

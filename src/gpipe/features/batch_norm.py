@@ -110,7 +110,7 @@ class DeferredBatchNorm(Feature):
         self._complete: list[int] = []  # the stages whose last forward has run
 
     def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
-        for stage in run.stages.own:
+        for stage in run.stages.local:
             self._statistics[stage.index] = DeferredStatistics.of([layer.module for layer in stage.layers])
         work[Kind.COMMIT] = self._commit
 

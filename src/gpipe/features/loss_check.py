@@ -125,7 +125,7 @@ class LossWatch:
         """Compares the weighted losses with the loss of several micro-batches in one call; `draw` keys the calls."""
         assert run.loss_fn is not None
         losses, weights = run.losses, run.loss_weights
-        parameters = [p for stage in run.stages.own for layer in stage.layers for p in layer.module.parameters()]
+        parameters = [p for stage in run.stages.local for layer in stage.layers for p in layer.module.parameters()]
         given, self._kept = dict(sorted(self._kept.items())), {}
         if len(given) < LEAST:
             return []

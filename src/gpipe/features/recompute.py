@@ -48,7 +48,10 @@ CHANGED = (
     "a parameter was changed or replaced, or train() or eval() was called, between a forward and its "
     "backward, which would recompute with the new value; call backward first, or use remat='never'"
 )
-UNSEEN_MODES = ", and would not see what a backward recomputes of this call; use step(), or remat='never'"
+UNSEEN_MODES = (
+    "{modes} is active, but has no effect on the recomputation in backward(). Use pipe.step(...), or remat='never'. "
+    "[mode-not-in-recomputation]"
+)
 
 
 class RecomputeError(RuntimeError):
@@ -143,7 +146,7 @@ class Recompute(Feature):
                 output = run_layers(run, rank, state)
             else:
                 output = variables.run(run_layers, run, rank, state)
-            differs = kept.fingerprint.differs(output, state.stage_run.stage, state.given)
+            differs = kept.fingerprint.differs(output, state.stage_run.stage, state.inputs)
             if differs is True:
                 _raise_difference(run, state, as_before)
         if isinstance(differs, Tensor):
@@ -153,7 +156,7 @@ class Recompute(Feature):
 
 
 def _stages(run: Run) -> list[Stage]:
-    return [stage for stage in run.stages.own if run.routes[stage.index].micro_batches[Kind.RECOMPUTE]]
+    return [stage for stage in run.stages.local if run.routes[stage.index].micro_batches[Kind.RECOMPUTE]]
 
 
 def _versions(run: Run) -> tuple[list[tuple[int, int]], list[bool]]:
@@ -169,17 +172,17 @@ def _raise_difference(
     run: Run, state: MicroBatchState, as_before: Callable[[], AbstractContextManager[None]]
 ) -> None:
     """Raises an error that names the layer whose recomputation differs, if it does so again."""
-    arrived = {name: crossing.value for name, crossing in zip(state.routes.skips_in, state.given, strict=False)}
+    arrived = {name: crossing.value for name, crossing in zip(state.routes.skips_in, state.inputs, strict=False)}
     call, layer = StageCall(arrived, run.rng_key(state.micro_batch), state.progress), None
     layers = state.stage_run.stage.layers
     weights = {each.full_name(name): weight for each in layers for name, weight in each.module.named_parameters()}
     versions = {name: version(weight) for name, weight in weights.items()}
     if not run.context.runs_every_backward:  # Otherwise BatchNorm would wait for what replicas do not send again.
         with run.thread_state.around_layers():
-            layer = state.stage_run.stage.find_nondeterministic_layer(state.given[-1].value, call, as_before)
+            layer = state.stage_run.stage.find_nondeterministic_layer(state.inputs[-1].value, call, as_before)
     written = [name for name, weight in weights.items() if version(weight) != versions[name]]
     if layer is None:
-        raise recompute_error("a layer of this partition", tensors_left_on(run.stages.own), written)
+        raise recompute_error("a layer of this partition", tensors_left_on(run.stages.local), written)
     state.progress.found = str(layer)
     raise recompute_error(str(layer), written=written)
 

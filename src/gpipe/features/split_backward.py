@@ -80,7 +80,7 @@ class SplitBackward(Feature):
         pending = self.pending[task.stage]
 
         def accumulate(roots: Sequence[Tensor], gradients: Gradients) -> Iterable[Tensor]:
-            leaves = [leaf for crossing in state.given for leaf in crossing.leaves]
+            leaves = [leaf for crossing in state.inputs for leaf in crossing.leaves]
             pending[task.micro_batch] = backward_input(roots, gradients, leaves, list(pending.values()))
             return pending[task.micro_batch].gradients
 

@@ -79,7 +79,7 @@ class Generation:
         loops: Sequence[Loop],
     ) -> None:
         self._engine, self._traced, self._context, self._paths, self._loops = engine, traced, context, paths, loops
-        self._one_process = engine.row is None
+        self._one_process = engine.pp_rank is None
         in_turn = self._one_process and not engine.threaded
         self._placement = (0,) * len(engine.all) if in_turn else tuple(engine.placement)
         self._table = forward_only_table(self._placement, len(loops))
@@ -92,20 +92,20 @@ class Generation:
     def run(self) -> list[Any]:
         engine = self._engine
         own = torch.get_num_threads()
-        engine.threads.loops = self._loops
+        engine.threads.generation_threads = self._loops
         try:
-            for stage in engine.own:
+            for stage in engine.local:
                 stage.begin()
             if engine.threaded and self._one_process:
                 jobs = [partial(self._serve, rank) for rank in range(max(self._placement) + 1)]
                 engine.threads.run(jobs, self._context.cancel)
             else:
                 with intra_op_threads(engine.intra_op_threads):
-                    self._serve(engine.row or 0)
+                    self._serve(engine.pp_rank or 0)
         finally:
             for loop in self._loops:
                 loop.close()
-            engine.threads.loops = ()
+            engine.threads.generation_threads = ()
             torch.set_num_threads(own)  # a loop's number is also the default of threads to come
         return [loop.result for loop in self._loops]
 
@@ -202,7 +202,7 @@ class Generation:
         return self._paths[known]
 
     def _own(self, path: Path) -> frozenset[Place]:
-        return path.filled_by([layer.index for stage in self._engine.own for layer in stage.layers])
+        return path.filled_by([layer.index for stage in self._engine.local for layer in stage.layers])
 
     def _send(self, rank: int, to: int, kind: Control, m: int, value: Any) -> None:
         label = Label(kind, m, gradient=False)
@@ -295,7 +295,7 @@ def generate(
 ) -> Any:
     """See `GPipe.generate`; `paths` are those that are known."""
     with torch.no_grad(), context.run_scope():
-        traced = check_generates(traced, given, training=training, processes=engine.row is not None)
+        traced = check_generates(traced, given, training=training, processes=engine.pp_rank is not None)
         parts, rows, settings = _cut(traced.model, engine.micro_batches, context.begin_to_generate(given))
         loops = loops_of(traced.model, parts, rows, settings, engine.intra_op_threads)
         with engine.threads.turn(), said_once():
@@ -309,7 +309,7 @@ def cache_bytes(
     engine: PipelineStages, traced: TracedModel | None, given: Mapping[str, Any], *, training: bool
 ) -> list[int]:
     """See `GPipe.cache_bytes`."""
-    traced = check_generates(traced, given, training=training, processes=engine.row is not None)
+    traced = check_generates(traced, given, training=training, processes=engine.pp_rank is not None)
     new, length = (_setting(traced.model, given, name) for name in ("max_new_tokens", "max_length"))
     if new is None and length is None:
         raise ValueError(LENGTH)

@@ -196,7 +196,7 @@ class Recording(Recorder):
     def _layers(self) -> dict[int, list[nn.Module]]:
         engine = self._pipe._processes.engine
         layers: dict[int, list[nn.Module]] = {}
-        for stage in engine.own:
+        for stage in engine.local:
             layers.setdefault(engine.placement[stage.index], []).extend(layer.module for layer in stage.layers)
         return layers
 
@@ -253,7 +253,7 @@ class Recording(Recorder):
 
     def _shared_lock(self) -> list[str]:
         """The finding that ranks wait for each other's Python; on accelerators actions are no time of the host's."""
-        others, stages = self._others(), self._pipe._processes.engine.own
+        others, stages = self._others(), self._pipe._processes.engine.local
         on_host = self._driver == "threads" and all(stage.device.type == "cpu" for stage in stages)
         if others is None or not self.runs or not on_host:
             return []

@@ -1,7 +1,8 @@
-"""A call of the pipe under grad: one autograd node whose forward and backward are pipelined.
+"""Makes a call of the pipe one autograd node, whose forward and backward run through the pipeline.
 
-The graph is cut at stage boundaries, so the backward of the node can run each stage in the thread of its rank. The
-node holds the state of its forward: several forwards may precede their backwards, and a dropped output frees it.
+Stages have separate graphs, so the backward of the node can run each stage in the thread of its rank. The node
+owns the state of its forward pass. Several calls can precede their backward passes, and dropping an output frees its
+state.
 """
 
 from collections.abc import Sequence
@@ -23,46 +24,51 @@ from gpipe.stages.messages import Request
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 
 CREATE_GRAPH = (
-    "create_graph=True: the backward of a pipeline cannot be differentiated again, because its graph is cut at stage "
-    "boundaries; use the plain layers for higher derivatives"
+    "create_graph=True: a pipe has no graph for higher derivatives, because stages have separate graphs. Use the "
+    "model without a pipe for higher derivatives. [higher-derivatives]"
 )
 ONLY_SOME = (
-    "torch.autograd.grad and backward(inputs=...) through a pipeline would add to .grad of every parameter as well; "
-    "call backward() and read .grad"
+    "backward(): torch.autograd.grad and backward(inputs=...) would also accumulate gradients in .grad of every "
+    "parameter of the pipe. Call backward() without inputs=, and read .grad. [gradients-of-some-inputs]"
 )
 
 SECOND_BACKWARD = (
-    "this forward's backward has run already, and the pipeline has let go of what it kept; "
-    "call the pipe again, or add the losses up and call backward once"
+    "backward(): the backward pass of this call is already done, and its activations are freed. Call the pipe again, "
+    "or sum the losses and call backward() once. [second-backward]"
 )
 
 
 def pipelined(run: Run, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:
-    """Runs the forward of a call as one autograd node; returns the output of each micro-batch, in every process.
+    """Runs the forward pass of a call as one autograd node.
 
-    `leaves` are the tensors that each micro-batch's leaves were cut from. Autograd adds up the gradients of one
-    tensor in the order of the inputs of the node: that of the micro-batches.
+    Args:
+        run: The run of the call.
+        leaves: For each micro-batch, its inputs that require gradients. Autograd sums the gradients of one tensor in
+            the order of the micro-batches.
+
+    Returns:
+        The output of each micro-batch, in every process.
     """
-    # One anchor on each device: autograd keeps the node though no parameter is its input, and makes the streams of
-    # the caller wait for the gradients of the anchors, and so for those of parameters.
+    # The node needs an input on each device. Autograd then keeps the node, although no parameter is its input, and
+    # makes the streams of the caller wait for the gradients.
     anchors = [torch.empty(0, requires_grad=True, device=device) for device in run.stages.devices]
     outputs: list[Output] = []
-    tensors = iter(_Pipelined.apply(run, outputs, len(anchors), *anchors, *chain.from_iterable(leaves)))  # type: ignore[no-untyped-call]  # untyped in torch
+    tensors = iter(_Pipelined.apply(run, outputs, len(anchors), *anchors, *chain.from_iterable(leaves)))  # type: ignore[no-untyped-call]  # torch has no types for it.
     return [replace_tensors(output.value, lambda _: next(tensors)) for output in outputs]
 
 
 class _Pipelined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Run, outputs: list[Output], anchors: int, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: Run, outputs: list[Output], anchors: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         run_forward(run)
-        leaves = given[anchors:]
+        leaves = inputs[anchors:]
         outputs += run.context.gather_outputs(run.take_outputs(), len(run.micro_batch_sizes))
         tensors = [tensor for output in outputs for tensor in tensors_in(output.value)]
         ctx.wants = [output.wants_gradient for output in outputs]
         ctx.run, ctx.context = run, run.context
         ctx.devices = [leaf.device for leaf in leaves]
-        ctx.anchor = get_gradient_edge(given[0]).node
-        ctx.anchored = [anchor.device for anchor in given[:anchors]]
+        ctx.anchor = get_gradient_edge(inputs[0]).node
+        ctx.anchored = [anchor.device for anchor in inputs[:anchors]]
         ctx.set_materialize_grads(False)
         wants = chain.from_iterable(ctx.wants)
         ctx.mark_non_differentiable(*(tensor for tensor, wanted in zip(tensors, wants, strict=True) if not wanted))
@@ -71,10 +77,10 @@ class _Pipelined(torch.autograd.Function):
     @staticmethod
     @entrance
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Runs all backwards; returns the gradients of the leaves, micro-batch after micro-batch.
+        """Runs the backward pass of all micro-batches, and returns the gradients of their inputs.
 
-        Over processes only the output gradients of the last stage count. Input gradients reach all processes whose
-        inputs have a graph.
+        With several processes, only the output gradients in the process with the last stage have an effect. All
+        processes whose inputs require gradients receive the gradients of the inputs.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(CREATE_GRAPH)
@@ -87,28 +93,32 @@ class _Pipelined(torch.autograd.Function):
                 raise RuntimeError(SECOND_BACKWARD)
             with run.stages.threads.backward():
                 run.context.agree(run, Request.BACKWARD)
-                run.output_gradients = _parted(ctx.wants, gradients, runs_all=run.context.runs_every_backward)
+                run.output_gradients = _split_gradients(
+                    ctx.wants, gradients, runs_all=run.context.runs_every_backward
+                )
                 run_backward(run)
             for rank in run.ranks:
                 rank.stream.end(in_backward=True)
             run.report_findings(run.findings)
-            found = [gradient for m in range(len(run.inputs)) for gradient in run.input_gradients[m]]
-            found = run.context.share_input_gradients(found, run.input_shapes)
+            input_gradients = [gradient for m in range(len(run.inputs)) for gradient in run.input_gradients[m]]
+            input_gradients = run.context.share_input_gradients(input_gradients, run.input_shapes)
             run.context.finish(run)
-        each = zip(ctx.devices, found, strict=True)
-        given = [moved(one, device) if isinstance(one, Tensor) else None for device, one in each]
-        for device in filter(queues, set(ctx.devices)):  # autograd knows this node's stream alone
+        pairs = zip(ctx.devices, input_gradients, strict=True)
+        returned = [moved(g, device) if isinstance(g, Tensor) else None for device, g in pairs]
+        for device in filter(queues, set(ctx.devices)):  # Autograd waits only for the stream of this node.
             torch.accelerator.current_stream().wait_stream(current_stream(device))
-        return (None, None, None, *(torch.empty(0, device=device) for device in ctx.anchored), *given)
+        return (None, None, None, *(torch.empty(0, device=device) for device in ctx.anchored), *returned)
 
 
-def _parted(
+def _split_gradients(
     wants: Sequence[Sequence[bool]], gradients: Sequence[Tensor | None], *, runs_all: bool
 ) -> list[Gradients]:
-    """The gradients of each output. Undefined for an output without any, if its backward must run all the same."""
+    """Splits gradients by output. They are UNDEFINED for an unused output whose backward pass must still run."""
     remaining = iter(gradients)
-    parted: list[Gradients] = [[g for wanted, g in zip(some, remaining, strict=False) if wanted] for some in wants]
-    unused = [all(gradient is None for gradient in some) for some in parted]
+    by_output: list[Gradients] = [
+        [g for wanted, g in zip(output, remaining, strict=False) if wanted] for output in wants
+    ]
+    unused = [all(gradient is None for gradient in output) for output in by_output]
     runs_all = runs_all or all(unused)
-    each = zip(parted, unused, strict=True)
-    return [[UNDEFINED] * len(some) if runs_all and without else some for some, without in each]
+    pairs = zip(by_output, unused, strict=True)
+    return [[UNDEFINED] * len(output) if runs_all and is_unused else output for output, is_unused in pairs]

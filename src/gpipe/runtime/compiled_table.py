@@ -1,11 +1,11 @@
-"""Joins each SEND and RECEIVE of a table to the action that it is for.
+"""Compiles a program: joins each SEND and RECEIVE to the action that needs it.
 
-    rank 1 of the table    RECEIVE0  RECEIVE1  F0  F1  R0  B0  SEND0  R1  B1  SEND1
+    rank 1 of a program    RECEIVE0  RECEIVE1  F0  F1  R0  B0  SEND0  R1  B1  SEND1
     compiled               RECEIVE0+F0  RECEIVE1+F1  R0  B0+SEND0  R1  B1+SEND1
 
-Every action of the table is in one compiled action, and ranks perform them in the order of the table. A RECEIVE may
-come earlier in the table than the action that uses its message. If both ends of a route are on one rank, the table
-has no SEND, and the rank keeps the value.
+Ranks perform the compiled actions in the order of the program. A RECEIVE can come earlier in the program than the
+action that uses its message. If both ends of a route are on one rank, the program has no SEND or RECEIVE, and the
+rank keeps the value.
 """
 
 import zlib
@@ -22,10 +22,15 @@ from gpipe.stages.messages import Label
 
 
 class StageRoutes(NamedTuple):
-    """The routes into and out of one stage, the main line last, and the micro-batches of each kind of its actions.
+    """The routes of one stage, and the micro-batches of its actions.
 
-    Skips out of the stage are in the order in which their gradients are added: the last layer's pop first (note
-    "Sums" in skips.py). `skips_in` has the names of skip routes, `skips_out` the names of routes and stashes.
+    Attributes:
+        ins: The routes into the stage. The main route is the last.
+        outs: The routes out of the stage. The main route is the last. Skips are in the order in which their gradients
+            are summed: the last layer that pops comes first (note "Sums" in `skips.py`).
+        skips_in: The names of the skips in `ins`.
+        skips_out: For each skip in `outs`, its name and the name of its stash.
+        micro_batches: The micro-batches that have an action of each kind at the stage.
     """
 
     ins: tuple[Route, ...]
@@ -56,9 +61,9 @@ def _order(route: Route) -> tuple[bool, int]:
 
 
 class Transfer(NamedTuple):
-    """A message of an action: the rank at the other end, the label, and its SEND or RECEIVE.
+    """A message of an action: the other rank, the label, and the SEND or RECEIVE action.
 
-    Both are None if the other end is on the same rank.
+    `peer` and `action` are None if both ends are on the same rank.
     """
 
     peer: int | None
@@ -67,10 +72,10 @@ class Transfer(NamedTuple):
 
 
 class CompiledAction(NamedTuple):
-    """An action that computes, or closes, with the messages that it receives from other stages and sends to them."""
+    """An action other than SEND and RECEIVE, with the messages that it receives and sends."""
 
     rank: int
-    at: int  # its place among the rank's actions
+    position: int  # in the row of the rank
     action: Action
     stage: int
     micro_batch: int
@@ -80,22 +85,23 @@ class CompiledAction(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledTable:
-    """A program, or half of one, as ranks perform it."""
+    """A program, or the forward or backward half of one, as ranks perform it."""
 
     program: Program
     routes: Sequence[StageRoutes]
 
     @cached_property
     def actions(self) -> tuple[CompiledAction, ...]:
-        """The actions of all ranks, in one legal total order. Every legal order has the same results."""
+        """The actions of all ranks in one legal order. All legal orders have the same results."""
         return tuple(
-            CompiledAction(rank, at, action, action.stage, action.micro_batch or 0, *self._transfers(action))
-            for rank, at, action in linearize(self.program)
+            CompiledAction(rank, position, action, action.stage, action.micro_batch or 0, *self._transfers(action))
+            for rank, position, action in linearize(self.program)
             if action.kind not in TRANSFERS
         )
 
     @cached_property
     def rows(self) -> list[list[CompiledAction]]:
+        """The actions of each rank, in order."""
         rows: list[list[CompiledAction]] = [[] for _ in self.program.table]
         for action in self.actions:
             rows[action.rank].append(action)
@@ -103,19 +109,19 @@ class CompiledTable:
 
     @cached_property
     def inbound(self) -> Sequence[tuple[Mapping[Label, int], Collection[int]]]:
-        """For each rank, the place of the RECEIVE of each message in its row, and the ranks that send any."""
-        found = []
+        """For each rank, the position of the RECEIVE of each message in its row, and the ranks that send messages."""
+        inbound = []
         for row, actions in zip(self.program.table, self.rows, strict=True):
-            place = {action: at for at, action in enumerate(row)}
-            receives = [each for action in actions for each in action.receives if each.peer is not None]
-            due = {label: place[action] for _, label, action in receives if action is not None}
-            found.append((due, {peer for peer, _, _ in receives if peer is not None}))
-        return found
+            positions = {action: position for position, action in enumerate(row)}
+            receives = [transfer for action in actions for transfer in action.receives if transfer.peer is not None]
+            due = {label: positions[action] for _, label, action in receives if action is not None}
+            inbound.append((due, {peer for peer, _, _ in receives if peer is not None}))
+        return inbound
 
     def _transfers(self, action: Action) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-        """Returns the messages that an action receives and sends."""
-        ends, receives, sends = self.routes[action.stage], fed_by(action, self.program), feeds(action, self.program)
-        routes = (*ends.ins, *ends.outs)
+        """Returns the messages that an action receives, and the messages that it sends."""
+        receives, sends = fed_by(action, self.program), feeds(action, self.program)
+        routes = (*self.routes[action.stage].ins, *self.routes[action.stage].outs)
         return (
             tuple(self._transfer(Kind.RECEIVE, action, route) for route in routes if route in receives),
             tuple(self._transfer(Kind.SEND, action, route) for route in routes if route in sends),
@@ -132,7 +138,7 @@ class CompiledTable:
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A program with its halves, and the routes of its stages."""
+    """A compiled program, its forward and backward halves, and the routes of its stages."""
 
     whole: CompiledTable
     forward: CompiledTable
@@ -145,18 +151,18 @@ class CompiledProgram:
 
     @cached_property
     def kinds(self) -> frozenset[Kind]:
-        """The kinds of its actions."""
+        """The kinds of actions in the program."""
         return frozenset(action.kind for action in self.program.actions)
 
     @cached_property
     def checksum(self) -> int:
-        """The same for the same program, whatever is gathered: processes with other stages may not know that yet."""
+        """A checksum that processes compare. It ignores UNSHARD and RESHARD, which may differ between processes."""
         return zlib.crc32(self.program.only({*Kind} - SHARDS).to_text().encode())
 
     @classmethod
     def of(cls, program: Program, gathered: Collection[int] = ()) -> "CompiledProgram":
-        """Compiles a program that keeps the laws; some stages gather their weights from replicas, and free them."""
+        """Compiles a valid program. Stages in `gathered` all-gather their weights from replicas before use."""
         routes = tuple(StageRoutes.of(program, stage) for stage in range(program.stages))
-        every = (place_shards(each, gathered) for each in (program, *halves(program)))
-        whole, forward, backward = (CompiledTable(each, routes) for each in every)
+        programs = (program, *halves(program))
+        whole, forward, backward = (CompiledTable(place_shards(each, gathered), routes) for each in programs)
         return cls(whole, forward, backward, routes)

@@ -1,7 +1,7 @@
-"""Connects the ranks of this process with each other and with other processes, in one mini-batch.
+"""Connects ranks in one mini-batch: messages between them, and collective operations of processes.
 
-`Context` is for one process, whose ranks pass messages by reference. `gpipe.distributed` has the implementation for
-one of several processes.
+`Context` is the implementation for one process, whose ranks pass messages by reference. `ProcessContext` in
+`gpipe.distributed` is the implementation for several processes.
 """
 
 from __future__ import annotations
@@ -25,75 +25,77 @@ if TYPE_CHECKING:
 
 
 class Context:
-    """A process without others, in one mini-batch."""
+    """The context of a pipe in one process. Collective operations do nothing, because there is only one process."""
 
-    replica, replicas = 0, 1  # the number of this one, and how many there are
-    runs_every_backward = False  # whether other replicas wait for each backward of this one, also of weight 0
-    notes_messages = False  # whether to note what crosses between processes, and when
+    replica, replicas = 0, 1  # the number of this replica, and the number of replicas
+    runs_every_backward = False  # whether other replicas wait for each backward pass, even if its loss has weight 0
+    notes_messages = False  # whether to record the messages between processes
 
     def __init__(self, ranks: int) -> None:
         self._queues = [SimpleQueue[tuple[Label, Message, ReadyEvent] | None]() for _ in range(ranks)]
-        self._early = defaultdict[int, dict[Label, tuple[Message, ReadyEvent]]](dict)  # by rank, which alone asks
+        self._early = defaultdict[int, dict[Label, tuple[Message, ReadyEvent]]](
+            dict
+        )  # by receiving rank; only its thread reads the entry
         self.cancelled = False  # whether a rank has failed
 
-    # Between processes, before and after a pass over the micro-batches.
+    # Collective operations of processes, before and after the actions of a mini-batch.
 
     run_scope: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Around a step, a call or a backward: if it fails in one process, it fails in all."""
+    """Returns a context for a step, a call or a backward pass: if it fails in one process, it fails in all."""
 
     def agree(self, run: Run, request: Request) -> None:
-        """Checks that all processes do the same, and sends them the settings of the process of the first stage."""
+        """Checks that all processes make the same request, and sends them the settings of the first stage."""
 
     def check_same(self, **settings: object) -> None:
-        """Checks that all replicas were given the same."""
+        """Raises an error if replicas have different settings."""
 
-    sum_over_replicas: Callable[[float], float] = staticmethod(float)  # adds up a number of each replica
+    sum_over_replicas: Callable[[float], float] = staticmethod(float)  # sums one number per replica
 
     def gather_outputs(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
-        """Sends the outputs of the last stage to every process of the replica."""
+        """Sends the outputs of the last stage to every process of the replica, and returns them."""
         return list(outputs)
 
     def check_inputs(self, shapes: Sequence[Any]) -> None:
-        """Checks that the inputs of a call have a graph in all processes alike, or none; by the shapes in each."""
+        """Checks, by their shapes, that the inputs of a call require gradients in all processes alike."""
 
     def share_input_gradients(self, gradients: Gradients, shapes: Sequence[Any]) -> Gradients:
-        """Sends the gradients of a call's inputs to every process whose inputs have a graph."""
+        """Sends the gradients of a call's inputs to every process whose inputs require gradients."""
         return gradients
 
     def finish(self, run: Run, value: Tree = None, *, trains: bool = False) -> list[Any]:
-        """Ends a pass after all processes have reached its end; gathers a value from each."""
+        """Waits until all processes have finished, completes the features, and gathers a value from each process."""
         run.hooks.complete(run)
         return [value]
 
     def begin_to_generate(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Sends the prompts and the random state of the process of the first stage to all processes."""
+        """Sends the prompts and the random state of the first stage's process to all processes."""
         return settings
 
     def end_generation(self) -> None:
-        """Ends it after all processes have reached its end."""
+        """Waits until all processes have finished generating."""
 
-    # Of ranks, in a pass.
+    # Operations of ranks, between the actions of a mini-batch.
 
     def name(self, rank: int) -> str:
-        """A rank of this process, in messages."""
+        """Returns the name of a rank for error messages."""
         return f"rank {rank}"
 
     new_progress: Callable[[], LayerProgress] = staticmethod(LayerProgress)
-    """Makes the record of the layers that a stage has begun."""
+    """Returns a new record of the layers that a stage has started."""
 
     def running(self, table: CompiledTable, aliases: WeightAliases) -> AbstractContextManager[object]:
-        """Around the actions of all ranks of this process."""
+        """Returns a context for the actions of all ranks of this process."""
         return nullcontext()
 
     def reach(self, at: int) -> None:
-        """Notes which of its actions a rank is at."""
+        """Records the position of the current action of a rank."""
 
     def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
-        """Sends a message to a rank, without waiting for it."""
+        """Sends a message to a rank without waiting for its receipt."""
         self._queues[rank].put((label, message, mark))
 
     def receive(self, rank: int, sender: int, label: Label) -> tuple[Message, ReadyEvent]:
-        """Waits for a message to a rank, and keeps others that come before it."""
+        """Waits for one message to a rank, and keeps messages that arrive before it."""
         early = self._early[rank]
         if label in early:
             return early.pop(label)
@@ -102,29 +104,29 @@ class Context:
             if other == label:
                 return message, mark
             early[other] = (message, mark)
-        self._queues[rank].put(None)  # for the next call
+        self._queues[rank].put(None)  # The next call must find it, too.
         raise Cancelled
 
     def cancel(self) -> None:
-        """Wakes every rank that waits, now or later, with `Cancelled`."""
+        """Raises `Cancelled` in every rank that waits for a message, now or later."""
         self.cancelled = True
         for queue in self._queues:
             queue.put(None)
 
     def keep_exchanges(self, micro_batches: int) -> None:
-        """Keeps what replicas exchange within the forwards and backwards of these micro-batches, to repeat them."""
+        """Keeps messages of other replicas in the actions of the first micro-batches, to replay them."""
 
     def repeat(self, action: Action) -> None:
-        """Begins an action again, with the messages that were kept of it."""
+        """Prepares to replay an action with the kept messages."""
 
     def begin(self, action: Action) -> None:
-        """Begins an exchange that overlaps the next actions of its rank."""
+        """Starts a collective action that overlaps with the next actions of its rank."""
         raise AssertionError(action)
 
     def close(self, action: Action) -> None:
-        """Performs an exchange, or ends one that was begun."""
+        """Performs a collective action, or waits for one that `begin` has started."""
         raise AssertionError(action)
 
     def of_replicas(self, kind: Control, value: Tree, number: int = 0) -> list[Any]:
-        """Gathers a value from each replica, by replica; once a run for each kind and number."""
+        """Gathers a value from each replica, in order. Call it once per run for each `kind` and `number`."""
         return [value]

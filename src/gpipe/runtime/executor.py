@@ -1,15 +1,15 @@
-"""Performs the actions of a mini-batch: forwards and backwards together, or one half of them.
+"""Runs the program of a mini-batch: each rank performs its actions in order.
 
-A `step` is one pass over the table. A call is two, its forward and its backward, with anything between them. In a
-pass each rank performs its actions in their order, all ranks in the calling thread or each in its own.
+A `step` runs the whole program. A call runs its forward half, and `backward()` runs its backward half later. All
+ranks run in the calling thread, or each rank runs in its own thread or process.
 
-Three ranks, four micro-batches, fill-drain; F forwards, B backwards, each of a micro-batch:
+Three ranks, four micro-batches, schedule "gpipe"; F is a forward pass, B a backward pass, of one micro-batch each:
 
     rank 0   F0 F1 F2 F3          B0 B1 B2 B3
     rank 1      F0 F1 F2 F3    B0 B1 B2 B3
     rank 2         F0 F1 F2 F3 B0 B1 B2 B3
 
-Before an action a rank receives what the action needs. After it, the rank sends the results to other ranks.
+Before an action, a rank receives the messages that the action needs. After it, the rank sends the results.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,17 @@ from gpipe.stages.stage import StageRun
 from gpipe.stages.thread_state import ThreadState
 from gpipe.stages.tree import tensors_in
 
+UNSEEN_BY_THREADS = (
+    "{modes} is active in the calling thread, but has no effect in rank threads. Leave the mode, or use "
+    "driver='lockstep', which runs in the calling thread. [mode-not-in-threads]"
+)
+INTERRUPTED = (
+    "The mini-batch was interrupted, and .grad may hold partial sums. Call zero_grad() before the next step."
+)
+
 
 def run_step(run: Run) -> None:
-    """Performs the whole table."""
+    """Runs the whole program of a mini-batch."""
     with run.stages.threads.turn():
         _prepare(run)
         _run_table(run, run.compiled.whole)
@@ -39,22 +47,22 @@ def run_step(run: Run) -> None:
 
 
 def run_forward(run: Run) -> None:
-    """Performs the forward half, and keeps what the backward half needs."""
+    """Runs the forward half of a program. The run keeps the state that the backward half needs."""
     with run.stages.threads.turn():
         _prepare(run)
         _run_table(run, run.compiled.forward)
 
 
 def run_backward(run: Run) -> None:
-    """Performs the backward half."""
-    # The thread of a device in autograd must not wait for a step of another caller, which needs that thread.
+    """Runs the backward half of a program."""
+    # Do not block autograd's device thread here: the step of a different caller may need it to finish.
     with nullcontext() if run.stages.queues else run.stages.threads.turn():
         _run_table(run, run.compiled.backward)
         _finish(run)
 
 
 def begin_ranks(run: Run, features: Sequence[Feature]) -> None:
-    """Makes the ranks of this process for a mini-batch with these features."""
+    """Creates the ranks of this process for a mini-batch with these features."""
     run.features, run.hooks = features, Hooks(features)
     run.work = work = {**WORK}
     for feature in features:
@@ -67,16 +75,16 @@ def begin_ranks(run: Run, features: Sequence[Feature]) -> None:
 
 def run_rank(run: Run, rank: Rank, table: CompiledTable) -> None:
     """Performs the actions of one rank, in its own thread or process."""
-    context, at = run.context, 0
-    started: dict[int, CompiledAction] = {}  # by stage
+    context, position = run.context, 0
+    started: dict[int, CompiledAction] = {}  # overlapped actions that have not ended, by stage
     try:
         scope = RankScope(run.seed, run.step_number)
         with run.thread_state.rank_thread(), as_rank(), rank.stream.enter(), scope as rank.scope:
             for task in table.rows[rank.rank]:
-                at = task.at
+                position = task.position
                 if context.cancelled:
                     raise Cancelled
-                context.reach(at)
+                context.reach(position)
                 if task.stage in started:
                     perform(run, rank, started.pop(task.stage))
                 if task.action.kind in OVERLAPPED:
@@ -85,15 +93,15 @@ def run_rank(run: Run, rank: Rank, table: CompiledTable) -> None:
                 else:
                     perform(run, rank, task)
             for task in started.values():
-                at = task.at
+                position = task.position
                 perform(run, rank, task)
     except BaseException as error:
-        run.hooks.note_error(run, rank, table, at, error)
+        run.hooks.note_error(run, rank, table, position, error)
         raise
 
 
 def lockstep(run: Run, table: CompiledTable) -> None:
-    """Performs the actions of all ranks in the calling thread, in one legal order: for debuggers."""
+    """Performs the actions of all ranks in the calling thread, in one legal order. Debuggers can stop in it."""
     with run.thread_state.rank_thread(), RankScope(run.seed, run.step_number) as scope:
         for rank in run.ranks:
             rank.scope = scope
@@ -103,16 +111,16 @@ def lockstep(run: Run, table: CompiledTable) -> None:
                 with rank.stream.enter():
                     perform(run, rank, task)
             except BaseException as error:
-                run.hooks.note_error(run, rank, table, task.at, error)
+                run.hooks.note_error(run, rank, table, task.position, error)
                 raise
 
 
 def perform(run: Run, rank: Rank, task: CompiledAction) -> None:
-    """Performs one action."""
+    """Performs one action: receives its messages, then calls the function for its kind."""
     if task.receives:
         run.work[Kind.RECEIVE](run, rank, task)
     run.work[task.action.kind](run, rank, task)
-    rank.stream.keep_pace()
+    rank.stream.limit_queue()
 
 
 def _prepare(run: Run) -> None:
@@ -121,21 +129,30 @@ def _prepare(run: Run) -> None:
 
 
 def _run_table(run: Run, table: CompiledTable) -> None:
-    """Performs the actions of this process in a table, or in half of one."""
+    """Performs the actions of this process in a program, or in one half of it."""
     stages, is_backward = run.stages, table is run.compiled.backward
-    # On a device, the backward of a call is in the thread of the device in autograd: other threads would wait for it.
+    # On a GPU, `backward()` of a call runs in autograd's device thread, and rank threads would wait for that thread.
     in_threads = stages.threaded and not (is_backward and stages.queues)
-    _begin(run, backward=is_backward)
-    if in_threads:
-        ThreadState.here().refuse_unsupported(  # of a backward, too
-            " in the calling thread and would not see what the rank threads do; leave it outside, or use "
-            "driver='lockstep', which runs in the calling thread"
-        )
+    _begin(run, is_backward=is_backward)
+    if in_threads:  # `backward()` may be called under different modes than the forward pass, so they are read again.
+        ThreadState.here().refuse_unsupported(UNSEEN_BY_THREADS)
     try:
         run.aliases.put_in_place()
         threads = intra_op_threads(stages.intra_op_threads)
-        with run.thread_state.without_kept_casts(), unseeded(stages.devices), threads:
-            _run_ranks(run, table, in_threads=in_threads)
+        with (
+            run.thread_state.without_kept_casts(),
+            unseeded(stages.devices),
+            threads,
+            run.context.running(table, run.aliases),
+            run.hooks.around_pass(run, table),
+        ):
+            if in_threads:
+                jobs = [partial(copy_context().run, run_rank, run, rank, table) for rank in run.ranks]
+                stages.threads.run(jobs, run.context.cancel)
+            elif stages.pp_rank is None:
+                lockstep(run, table)
+            else:
+                run_rank(run, run.ranks[0], table)
         run.aliases.put_back()
     except BaseException as error:
         run.aliases.put_back()
@@ -148,41 +165,30 @@ def _run_table(run: Run, table: CompiledTable) -> None:
             rank.stream.end()
 
 
-def _begin(run: Run, *, backward: bool) -> None:
-    """Follows what others have done to the layers since, and begins the work of each rank."""
+def _begin(run: Run, *, is_backward: bool) -> None:
+    """Prepares the stages and streams, and checks gradients if the last mini-batch was interrupted."""
+    stages = run.stages.local
     if run.trains:
-        run.stages.threads.follow_interrupted(layer.module for stage in run.stages.own for layer in stage.layers)
-    given = [*run.targets, *(run.output_gradients if backward else [crossing.value for crossing in run.inputs])]
-    devices = {tensor.device for tensor in tensors_in(given)}
-    for stage in () if backward else run.stages.own:
+        run.stages.threads.check_interrupted(layer.module for stage in stages for layer in stage.layers)
+    inputs = run.output_gradients if is_backward else [boundary.value for boundary in run.inputs]
+    devices = {tensor.device for tensor in tensors_in([*run.targets, *inputs])}
+    for stage in () if is_backward else stages:
         stage.begin()
     for rank in run.ranks:
         rank.stream.begin(devices)
 
 
-def _run_ranks(run: Run, table: CompiledTable, *, in_threads: bool) -> None:
-    """Performs the actions of each rank in its own thread, or all in this one."""
-    with run.context.running(table, run.aliases), run.hooks.around_pass(run, table):
-        if in_threads:
-            jobs = [partial(copy_context().run, run_rank, run, rank, table) for rank in run.ranks]
-            run.stages.threads.run(jobs, run.context.cancel)
-        elif run.stages.row is None:
-            lockstep(run, table)
-        else:
-            run_rank(run, run.ranks[0], table)
-
-
 def _finish(run: Run) -> None:
-    """Adds up the gradients of shared weights, unless the table does, and checks that nothing is left."""
+    """Sums the gradients of shared weights, unless the program does, and checks that no rank keeps any state."""
     if run.trains and run.stages.shared and Kind.TIE not in run.compiled.kinds:
         run.aliases.add_up()
     for rank in run.ranks:
         if rank.states or rank.local_messages:
-            raise AssertionError(f"the store of rank {rank.rank} is not empty after the step; this is a bug in gpipe")
+            raise AssertionError(f"Rank {rank.rank} still keeps state after the step. This is a bug in gpipe.")
 
 
 def _clear(run: Run) -> None:
-    """Drops everything that a failed run keeps: the traceback of its error refers to it."""
+    """Drops everything that a failed run keeps, because the traceback of its error refers to the run."""
     run.features, run.hooks, run.work = (), Hooks(), {}
     run.inputs, run.targets, run.outputs = (), (), {}
     run.call_loss = call_loss_fn
@@ -190,6 +196,3 @@ def _clear(run: Run) -> None:
         rank.states.clear()
         rank.local_messages.clear()
         rank.inbox, rank.outbox = [], ()
-
-
-INTERRUPTED = "the mini-batch was interrupted; .grad may have a part of its sums: zero_grad() before the next step"

@@ -1,4 +1,4 @@
-"""The hooks by which features take part in a mini-batch: the runtime calls them, and knows no feature."""
+"""The hooks of features. The runtime calls them and does not depend on any feature."""
 
 from __future__ import annotations
 
@@ -20,51 +20,48 @@ _NOTHING = nullcontext()
 
 
 class Feature:
-    """A feature in one mini-batch of one process, with the state that it keeps of it.
+    """Base class of features. An object holds the state of a feature in one mini-batch of one process.
 
-    A feature overrides the hooks that it needs. It gets the run and the rank as arguments, and keeps neither.
+    A feature overrides the hooks that it needs. It must not keep the run or the rank: both are passed to its hooks.
     """
 
     alters_layers: ClassVar[bool] = False
-    """Whether layers compute something else with it, so that a repetition of their actions needs it, too."""
+    """Whether the feature changes the results of layers, so that a replay of their actions needs it, too."""
 
     def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
-        """Adds the functions that perform its kinds of action to `work`, or wraps other functions there."""
+        """Adds functions for kinds of action to `work`, or wraps functions in it."""
 
     def around_pass(self, run: Run, table: CompiledTable) -> AbstractContextManager[object]:
-        """Returns a context around the actions of all ranks of this process."""
+        """Returns a context for the actions of all ranks of this process in `table`."""
         raise NotImplementedError
 
     def around_layers(
-        self, run: Run, rank: Rank, state: MicroBatchState, entered: Sequence[BoundaryInput], call: StageCall
+        self, run: Run, rank: Rank, state: MicroBatchState, attached: Sequence[BoundaryInput], call: StageCall
     ) -> AbstractContextManager[object]:
-        """Returns a context around the layers of a stage. At its end, `call.output` is what they returned."""
+        """Returns a context for the layers of a stage. At its exit, `call.output` is their output."""
         raise NotImplementedError
 
     def complete(self, run: Run) -> None:
-        """Makes lasting what the mini-batch has changed, after it has succeeded in all processes."""
+        """Makes changes permanent, after the mini-batch has succeeded in all processes."""
 
-    def note_error(self, run: Run, rank: Rank, table: CompiledTable, at: int, error: BaseException) -> None:
-        """Adds notes to an exception of action number `at` of a rank."""
+    def note_error(self, run: Run, rank: Rank, table: CompiledTable, position: int, error: BaseException) -> None:
+        """Adds notes to an exception of the action at a position of the rank's row."""
 
 
 class Hooks:
-    """The hooks of several features, only those that they override. Later features are around earlier ones."""
+    """Calls the hooks of several features, only those that they override. Later features wrap earlier ones."""
 
     def __init__(self, features: Sequence[Feature] = ()) -> None:
         outermost = features[::-1]
-        self._around_pass = [f.around_pass for f in outermost if type(f).around_pass is not Feature.around_pass]
-        self._around_layers = [
-            f.around_layers for f in outermost if type(f).around_layers is not Feature.around_layers
-        ]
-        self._complete = [f.complete for f in features if type(f).complete is not Feature.complete]
-        self._note_error = [f.note_error for f in features if type(f).note_error is not Feature.note_error]
+        self._around_pass = _overridden(outermost, "around_pass")
+        self._around_layers = _overridden(outermost, "around_layers")
+        self._complete, self._note_error = _overridden(features, "complete"), _overridden(features, "note_error")
 
     def around_pass(self, *args: Any) -> AbstractContextManager[object]:
-        return _entered(self._around_pass, args) if self._around_pass else _NOTHING
+        return _enter_all(self._around_pass, args) if self._around_pass else _NOTHING
 
     def around_layers(self, *args: Any) -> AbstractContextManager[object]:
-        return _entered(self._around_layers, args) if self._around_layers else _NOTHING
+        return _enter_all(self._around_layers, args) if self._around_layers else _NOTHING
 
     def complete(self, run: Run) -> None:
         for hook in self._complete:
@@ -75,8 +72,12 @@ class Hooks:
             hook(*args)
 
 
+def _overridden(features: Sequence[Feature], hook: str) -> list[Callable[..., Any]]:
+    return [getattr(f, hook) for f in features if getattr(type(f), hook) is not getattr(Feature, hook)]
+
+
 @contextmanager
-def _entered(hooks: Sequence[Callable[..., AbstractContextManager[object]]], args: Sequence[Any]) -> Iterator[None]:
+def _enter_all(hooks: Sequence[Callable[..., AbstractContextManager[object]]], args: Sequence[Any]) -> Iterator[None]:
     with ExitStack() as stack:
         for hook in hooks:
             stack.enter_context(hook(*args))

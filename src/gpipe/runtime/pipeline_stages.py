@@ -1,4 +1,4 @@
-"""The stages of a pipe, and the tables that mini-batches run."""
+"""The stages of a pipe, and the compiled programs of its mini-batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class PipelineStages:
-    """The stages of a pipe, with the threads and streams of the ranks in this process: one `row`, or all ranks."""
+    """The stages of a pipe, with the threads and streams of the ranks in this process.
+
+    Attributes:
+        all: All stages of the pipe.
+        local: The stages that this process runs.
+        pp_rank: The pipeline rank of this process, or None if it runs all ranks.
+        threaded: Whether each rank runs in its own thread.
+        replicas: The number of data-parallel replicas.
+        gathered: Stages whose weights are gathered from the replicas, as far as this process knows.
+    """
 
     all: Sequence[Stage]
     micro_batches: int
@@ -34,27 +43,27 @@ class PipelineStages:
     tied: Tied
     threaded: bool
     intra_op_threads: int
-    row: int | None
+    pp_rank: int | None
     replicas: int
 
     def __post_init__(self) -> None:
         self.placement = self.lowering.placement
         stages, layers = self.all, [layer for stage in self.all for layer in stage.layers]
         self.layers = [layer.module for layer in layers]
-        self.own = tuple(s for s in stages if self.row in (None, self.placement[s.index]))  # what runs here
-        self.reads_inputs, self.reads_targets = self.own[0] is stages[0], self.own[-1] is stages[-1]
-        self.stages_of: dict[int, list[Stage]] = {}  # of each rank that runs here
-        for stage in self.own:
+        self.local = tuple(s for s in stages if self.pp_rank in (None, self.placement[s.index]))
+        self.reads_inputs, self.reads_targets = self.local[0] is stages[0], self.local[-1] is stages[-1]
+        self.stages_of: dict[int, list[Stage]] = {}  # the stages of each rank of this process
+        for stage in self.local:
             self.stages_of.setdefault(self.placement[stage.index], []).append(stage)
         self.stashes = tuple(name for layer in layers for name in layer.stash)
-        self.devices = {stage.device for stage in self.own} | {CPU}  # where this process computes
+        self.devices = {stage.device for stage in self.local} | {CPU}  # where this process computes
         self.queues = any(map(queues, self.devices))
         self.shared = find_shared(self.layers, self.tied)
-        shared = frozenset(slot for one in self.shared for slots in one.slots.values() for slot in slots)
+        shared = frozenset(slot for weight in self.shared for slots in weight.slots.values() for slot in slots)
         for stage in stages:
             stage.shared = shared
-        self.modules = [module for stage in self.own for module in stage.modules]
-        self.gathered: dict[int, GatheredWeights] = {}  # by stage, as far as this process knows
+        self.modules = [module for stage in self.local for module in stage.modules]
+        self.gathered: dict[int, GatheredWeights] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -62,7 +71,7 @@ class PipelineStages:
         self._compiled: dict[ProgramKey, CompiledProgram] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles without threads, streams and compiled programs."""
+        """Returns the state without threads, streams and compiled programs."""
         return {k: v for k, v in vars(self).items() if k not in {"threads", "streams", "_compiled"}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -71,55 +80,57 @@ class PipelineStages:
 
     @property
     def stage_of(self) -> list[int]:
-        """The stage of each layer and, after the last, of the loss."""
-        found = stage_of_layers(self.all)
-        return [*found, found[-1]]
+        """The stage of each layer. The last entry is the stage of the loss."""
+        stages = stage_of_layers(self.all)
+        return [*stages, stages[-1]]
 
     @cached_property
     def streams(self) -> dict[int, RankStream]:
+        """The stream of each rank of this process, by rank."""
         devices = {rank: stages[-1].device for rank, stages in sorted(self.stages_of.items())}
-        alone = len(set(devices.values())) == 1
+        single_device = len(set(devices.values())) == 1
         return {
-            rank: DeviceStream(device) if queues(device) else RankStream(device, alone=alone)
+            rank: DeviceStream(device) if queues(device) else RankStream(device, single_device=single_device)
             for rank, device in devices.items()
         }
 
-    def among(self, replicas: int) -> None:
-        """Sets the number of replicas."""
+    def set_replicas(self, replicas: int) -> None:
+        """Changes the number of replicas, and drops all compiled programs."""
         self.replicas = replicas
         self._compiled.clear()
 
     def gather(self, stages: Mapping[int, GatheredWeights]) -> None:
-        """Notes that the weights of these stages are gathered from the replicas."""
+        """Records that the weights of these stages are gathered from the replicas. New stages need new programs."""
         if not stages.items() <= self.gathered.items():
             self.gathered |= stages
             self._compiled.clear()
 
-    def compiled(self, wanted: ProgramKey) -> CompiledProgram:
-        if wanted not in self._compiled:
-            program = self._make_program(wanted)
+    def compiled(self, key: ProgramKey) -> CompiledProgram:
+        """Returns the compiled program for a kind of mini-batch. It is created, checked and compiled at first use."""
+        if key not in self._compiled:
+            program = self._make_program(key)
             check(program)
-            self._compiled[wanted] = CompiledProgram.of(program, self.gathered)
-        return self._compiled[wanted]
+            self._compiled[key] = CompiledProgram.of(program, self.gathered)
+        return self._compiled[key]
 
-    def _make_program(self, wanted: ProgramKey) -> Program:
-        program = self.lowering.program(wanted, self.skip_routes(wanted.loss_pops, wanted.path))
-        if self.row is None or not wanted.trains:
+    def _make_program(self, key: ProgramKey) -> Program:
+        program = self.lowering.program(key, self.skip_routes(key.loss_pops, key.path))
+        if self.pp_rank is None or not key.trains:
             return program
         program = place_ties(program, self.stages_that_share())
         return place_reduces(program, range(len(self.all))) if self.replicas > 1 else program
 
     def skip_routes(self, loss_pops: Sequence[Pop], path: int) -> list[Route]:
-        """The routes of stashes between stages. The loss is in the stage of the last layer."""
+        """Returns the routes of stashed values between stages. The loss belongs to the stage of the last layer."""
         stage_of = self.stage_of
         if self.traced is None:
-            own = [pop for stage in self.all for layer in stage.layers for pop in layer.pop]
+            pops = [pop for stage in self.all for layer in stage.layers for pop in layer.pop]
         else:
-            own = self.traced.pops(path, stage_of)
-        roads = [Route(stage_of[pop.source], stage_of[pop.target], pop.route_name) for pop in [*own, *loss_pops]]
-        return [road for road in roads if road.source != road.target]
+            pops = self.traced.pops(path, stage_of)
+        routes = [Route(stage_of[pop.source], stage_of[pop.target], pop.route_name) for pop in [*pops, *loss_pops]]
+        return [route for route in routes if route.source != route.target]
 
     def stages_that_share(self) -> list[int]:
-        """The stages that use weights of other stages, too."""
+        """Returns the stages of all layers that share weights."""
         stage_of = self.stage_of
-        return sorted({stage_of[index] for item in self.shared for index in item.slots})
+        return sorted({stage_of[layer] for weight in self.shared for layer in weight.slots})

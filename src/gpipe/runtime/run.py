@@ -1,7 +1,7 @@
-"""One mini-batch: everything that is known and kept of it. A `step` or a call makes it, and it ends with them.
+"""The state of one mini-batch: `Run`, the state of each rank in it, and of each micro-batch at a stage.
 
-Stages and pipe keep nothing of it, so that several may be alive: a call waits for its backward while others begin
-and end.
+Every `step` and every call of the pipe creates a `Run`. The stages and the pipe hold no state of a mini-batch, so
+several runs can exist at once: a call may wait for its backward pass while other mini-batches begin and end.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _NO_ALIASES = WeightAliases((), ())
 
 @dataclass(slots=True)
 class MicroBatchState:
-    """The state of one micro-batch at one stage, from its forward to its backward.
+    """The state of one micro-batch at one stage, from its forward pass to its backward pass.
 
     Attributes:
-        given: The inputs that the stage received, one for each route into it, the main one last.
-        gradients: The gradients of the leaves of each input, once the backward has run.
-        roots: The tensors at which the backward begins: the outputs, route by route, or the loss.
+        inputs: The inputs that the stage received, one for each route into it. The main route is the last.
+        gradients: The gradients of the leaf tensors of each input, after the backward pass.
+        roots: The tensors at which the backward pass starts: the outputs of each route, or the loss.
     """
 
     micro_batch: int
     stage_run: StageRun
     routes: StageRoutes
-    given: list[BoundaryValue]
+    inputs: list[BoundaryValue]
     progress: LayerProgress
     gradients: list[Gradients] = field(default_factory=list)
     roots: list[Tensor] = field(default_factory=list)
@@ -59,14 +59,14 @@ class MicroBatchState:
 
 @dataclass(eq=False)
 class Rank:
-    """One rank of this process in one mini-batch, with its state between actions.
+    """The state of one rank in one mini-batch, between its actions.
 
     Attributes:
-        states: By stage and micro-batch. Empty at the end.
-        local_messages: Messages between its stages. Empty at the end.
+        states: The state of each micro-batch, by stage and micro-batch. Empty at the end.
+        local_messages: Messages between stages of this rank. Empty at the end.
         inbox: The messages that the current action has received.
-        outbox: The messages that the current action is about to send.
-        scope: The random numbers of its layers. With `driver="lockstep"` all ranks have the same.
+        outbox: The messages that the current action will send.
+        scope: Sets the random numbers of the layers. With `driver="lockstep"`, all ranks share one scope.
     """
 
     rank: int
@@ -80,102 +80,105 @@ class Rank:
 
 
 def call_loss_fn(run: Run, m: int, output: Tree, target: Tree, popped: Mapping[str, object]) -> tuple[Tensor, object]:
-    """Calls the loss function of a run for a micro-batch; returns the loss and metrics."""
+    """Calls the loss function of a run on the output of micro-batch `m`, and returns the loss and the metrics."""
     assert run.loss_fn is not None
     return call_loss(run.loss_fn, output, target, popped)
 
 
 @dataclass(eq=False)
 class Run:
-    """One mini-batch."""
+    """One mini-batch: its settings, micro-batches, weights of losses, and results.
+
+    `step` and calls of the pipe set the attributes that have defaults, before the executor runs the program.
+    """
 
     stages: PipelineStages
     context: Context
-    thread_state: ThreadState  # of the caller
+    thread_state: ThreadState  # modes of the calling thread
     seed: int
-    step_number: int  # keys randomness, together with the seed
+    step_number: int  # Random numbers of layers depend on the seed and this number.
     training: bool  # whether the pipe is in training mode
-    features: Sequence[Feature] = ()  # later ones are around earlier ones
-    choose_features: Callable[[Run], Sequence[Feature]] = attrgetter("features")  # once the table is compiled
+    features: Sequence[Feature] = ()  # Later features wrap earlier ones.
+    choose_features: Callable[[Run], Sequence[Feature]] = attrgetter("features")  # called after `compile`
     hooks: Hooks = field(default_factory=Hooks)
-    work: Mapping[Kind, Work] = field(default_factory=dict)  # the function for each kind of action
+    work: Mapping[Kind, Work] = field(default_factory=dict)  # the function that performs each kind of action
     ranks: Sequence[Rank] = ()
     report_findings: Callable[[Sequence[str]], object] = len
-    call: int = 0  # its number, if it is a call
-    gathers: bool = False  # whether every process gets the output
-    micro_batch_sizes: tuple[int, ...] = ()  # in rows
-    ready_made: bool = False  # whether the micro-batches were given as such
-    slices: int = 1  # of each micro-batch; they count as micro-batches here
-    path: int = 0  # the path that a traced model takes
-    own_weights: tuple[float, ...] = ()  # of each micro-batch in the model's own loss, if it gives one
+    call: int = 0  # the number of the call, 0 for a step
+    gathers: bool = False  # whether every process receives the output
+    micro_batch_sizes: tuple[int, ...] = ()  # numbers of rows
+    ready_made: bool = False  # whether the caller passed `gpipe.MicroBatches`
+    slices: int = 1  # slices per micro-batch; the program treats each slice as a micro-batch
+    path: int = 0  # the control-flow path of a traced model
+    own_weights: tuple[float, ...] = ()  # weights of micro-batches in the model's own loss
     inputs: Sequence[BoundaryValue] = ()
     targets: Sequence[Tree] = ()
-    loss_fn: Callable[..., object] | None = None  # None: the loss is computed outside
+    loss_fn: Callable[..., object] | None = None  # None in a call: the caller computes the loss.
     call_loss: Callable[[Run, int, Tree, Tree, Mapping[str, object]], tuple[Tensor, object]] = call_loss_fn
     loss_pops: Sequence[Pop] = ()
-    scale: float = 1.0  # of the gradients
-    loss_weights: Sequence[float] = ()  # of each micro-batch in the loss
-    loss_gradients: Sequence[float | None] = ()  # None: weight 0
+    scale: float = 1.0  # a factor for the gradients
+    loss_weights: Sequence[float] = ()  # the weight of each micro-batch in the loss
+    loss_gradients: Sequence[float | None] = ()  # the gradient of each micro-batch's loss; None for weight 0
     outputs: dict[int, Output] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     metrics: dict[int, object] = field(default_factory=dict)
-    output_gradients: Sequence[Gradients] = ()  # of the tensors of each output that require one
-    input_shapes: Sequence[object] = ()  # of a call's inputs that want a gradient, in each process
+    output_gradients: Sequence[Gradients] = ()  # for each output of a call, those of tensors that require gradients
+    input_shapes: Sequence[object] = ()  # for each process, shapes of a call's inputs that require gradients
     input_gradients: dict[int, Gradients] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        self.trains = self.thread_state.grad  # whether there is a backward
+        self.trains = self.thread_state.grad  # whether there is a backward pass
 
     @property
     def first(self) -> int:
-        """The number of the first micro-batch, or slice, of this replica, by which randomness is keyed."""
+        """The number of this replica's first micro-batch (or slice) among all replicas. It is part of random keys."""
         return self.context.replica * self.stages.micro_batches * self.slices
 
     def compiled_program(self) -> CompiledProgram:
-        """The checked table of such a mini-batch, compiled."""
-        halved, pops = self.loss_fn is None, tuple(self.loss_pops)
-        number = len(self.micro_batch_sizes)
-        return self.stages.compiled(ProgramKey(number, self.trains, halved, pops, self.path, self.slices))
+        """Returns the compiled program for mini-batches like this one."""
+        number, is_call, pops = len(self.micro_batch_sizes), self.loss_fn is None, tuple(self.loss_pops)
+        return self.stages.compiled(ProgramKey(number, self.trains, is_call, pops, self.path, self.slices))
 
     def compile(self) -> None:
-        """Compiles the table of the mini-batch, and makes the aliases of shared weights."""
+        """Compiles the program of the mini-batch, and creates aliases of shared weights for each stage."""
         self.compiled = self.compiled_program()
         self.routes: Sequence[StageRoutes] = self.compiled.routes
         shared = self.stages.shared
-        self.aliases = WeightAliases(shared, self.stages.own) if shared else _NO_ALIASES
+        self.aliases = WeightAliases(shared, self.stages.local) if shared else _NO_ALIASES
 
     def feature(self, kind: type[F]) -> F | None:
-        """The feature of a class, if the run has it."""
+        """Returns the feature of a class, or None if the run does not have it."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def rng_key(self, micro_batch: int) -> RngKey:
+        """Returns the key of the random numbers that layers draw for a micro-batch."""
         return RngKey(self.seed, self.step_number, self.first + micro_batch)
 
     def weigh(self, reduction: Reduction) -> None:
-        """Sets the weights of the micro-batches as a reduction says."""
+        """Sets the weights of the micro-batches according to a reduction."""
         over_replicas = self.context.sum_over_replicas
         self.set_weights(loss_weights(reduction, self.micro_batch_sizes, self.targets, over_replicas))
 
     def set_weights(self, weights: Sequence[float]) -> None:
-        """Sets the weights of the micro-batches in the loss, and with them the gradients of their losses."""
+        """Sets the weights of the micro-batches in the loss, and the gradients of their losses."""
         self.loss_weights = weights
         runs_all = self.context.runs_every_backward
         self.loss_gradients = [weight * self.scale if weight or runs_all else None for weight in weights]
 
     def take_outputs(self) -> list[Output]:
-        """Returns the outputs of all micro-batches, and drops them."""
-        made, self.outputs = self.outputs, {}
-        return [made[m] for m in range(len(made))]
+        """Removes and returns the outputs of all micro-batches."""
+        outputs, self.outputs = self.outputs, {}
+        return [outputs[m] for m in range(len(outputs))]
 
     def result(self) -> tuple[Tensor | None, list[object] | None, Tensor | None]:
-        """Returns the loss of this replica, and the metrics (if there are any) and losses of micro-batches."""
+        """Returns the loss of this replica, and metrics and losses of its micro-batches, each None if absent."""
         loss: Tensor | None = None
         for m, weight in enumerate(self.loss_weights):
             if weight:
-                share = self.losses[m] * weight
-                loss = share if loss is None else loss + share
+                weighted = self.losses[m] * weight
+                loss = weighted if loss is None else loss + weighted
         each = range(len(self.loss_weights))
         losses = torch.stack([self.losses[m] for m in each]) if each else None
         return loss, list(map(self.metrics.get, each)) if self.metrics else None, losses

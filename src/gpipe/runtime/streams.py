@@ -1,7 +1,8 @@
-"""Where a rank's work is queued: on a CPU nowhere, on other devices a stream to compute on, and some to copy on.
+"""The streams of a rank. On a GPU, a rank has a stream for computation, and streams for copies. A CPU has none.
 
-A tensor that crosses from rank to rank carries a mark of when its maker's stream has it ready; the taker's stream
-waits for the mark, not the thread. Memory that another stream uses is recorded on it, so that it is not reused early.
+With a tensor, a rank sends an event that its stream has recorded after computing the tensor. The stream of the
+receiver waits for the event; its thread does not wait. `record_stream` keeps memory from being reused while a
+different stream still uses it.
 """
 
 import time
@@ -21,89 +22,93 @@ from gpipe.stages.memory_layout import moved
 from gpipe.stages.messages import ReadyEvent
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 
-Stamp: TypeAlias = torch.Event | float  # when something happened on a stream
-MOST_QUEUED = 4  # actions of a rank that the host may be ahead of its device
+Stamp: TypeAlias = torch.Event | float  # a point in time on a stream: on a CPU, seconds
+MOST_QUEUED = 4  # The most actions of a rank that are queued on its device.
 
 _DEVICE, _NOWHERE = attrgetter("device"), nullcontext()
 
 
 class RankStream:
-    """A rank's queue of work on a device whose operations are done when they return."""
+    """The stream of a rank on a device without streams, such as a CPU: operations are done when they return."""
 
-    def __init__(self, device: torch.device, *, alone: bool = False) -> None:
+    def __init__(self, device: torch.device, *, single_device: bool = False) -> None:
         self.device = device
-        self.alone = alone  # no rank is on another device: whatever arrives is here
-        self.called: dict[torch.device, torch.Event] = {}  # what the caller has queued on each device
+        self.single_device = single_device  # whether all ranks are on this device, so that no message is copied
+        self.caller_events: dict[torch.device, torch.Event] = {}  # events on the streams of the calling thread
 
     def begin(self, devices: Iterable[torch.device]) -> None:
-        """Makes this stream wait for the calling thread's streams, on these devices and this one."""
-        self.called = {
+        """Makes this stream wait for the streams of the calling thread on these devices and its own."""
+        self.caller_events = {
             device: event_on(current_stream(device)) for device in {self.device, *devices} if queues(device)
         }
 
     def end(self, *, in_backward: bool = False) -> None:
-        """Makes the calling thread's stream wait for this one.
+        """Makes the stream of the calling thread wait for this one.
 
-        In a backward of autograd that thread is the engine's, whose own stream is of whichever device it serves.
+        In a backward pass, the calling thread belongs to autograd, and its current stream may be on any device.
         """
 
     def enter(self) -> AbstractContextManager[object]:
-        """Queues here what is done inside."""
+        """Returns a context in which operations are queued on this stream."""
         return _NOWHERE
 
-    mark: Callable[[], ReadyEvent] = staticmethod(time.perf_counter)  # marks what was queued so far
-    stamp: Callable[[], Stamp] = staticmethod(time.perf_counter)  # now, on this stream
+    mark: Callable[[], ReadyEvent] = staticmethod(time.perf_counter)  # returns an event after all queued operations
+    stamp: Callable[[], Stamp] = staticmethod(time.perf_counter)  # returns the current time on this stream
 
-    def keep_pace(self) -> None:
-        """Waits until no more than `MOST_QUEUED` actions are queued: each holds memory until it is done."""
+    def limit_queue(self) -> None:
+        """Waits until at most `MOST_QUEUED` actions are queued, because queued actions hold memory."""
 
     def seconds(self, since: Stamp, until: Stamp) -> float:
-        return until - since  # type: ignore[operator]  # times
+        """Returns the seconds between two stamps."""
+        return until - since  # type: ignore[operator]  # Both are floats.
 
-    def take(self, message: BoundaryValue | Gradients, mark: ReadyEvent) -> BoundaryValue | Gradients:
-        """Brings what another rank made to this device."""
+    def receive(self, message: BoundaryValue | Gradients, mark: ReadyEvent) -> BoundaryValue | Gradients:
+        """Copies a message to this device if necessary. `mark` is the event that the sender recorded."""
         if isinstance(message, BoundaryValue):
-            return self.take_value(message, mark)
-        return self.take_gradients(message, mark)
+            return self.receive_value(message, mark)
+        return self.receive_gradients(message, mark)
 
-    def take_value(self, crossing: BoundaryValue, mark: ReadyEvent) -> BoundaryValue:
-        """Brings what another rank made to this device; its leaves stay leaves."""
-        there = set(map(_DEVICE, tensors_in(crossing.value)))
-        if not isinstance(mark, torch.Event) and {self.device}.issuperset(there):
+    def receive_value(self, crossing: BoundaryValue, mark: ReadyEvent) -> BoundaryValue:
+        """Copies the tensors of a boundary value to this device if necessary. Leaf tensors remain leaves."""
+        sources = set(map(_DEVICE, tensors_in(crossing.value)))
+        if not isinstance(mark, torch.Event) and {self.device}.issuperset(sources):
             return crossing
-        brought: dict[int, Tensor] = {}
+        moved_tensors: dict[int, Tensor] = {}
 
         def move(tensor: Tensor) -> Tensor:
-            leaf = carry_attributes(tensor, self.bring(tensor.detach(), mark))
-            brought[id(tensor)] = leaf.requires_grad_() if tensor.requires_grad else leaf
-            return brought[id(tensor)]
+            leaf = carry_attributes(tensor, self.to_device(tensor.detach(), mark))
+            moved_tensors[id(tensor)] = leaf.requires_grad_() if tensor.requires_grad else leaf
+            return moved_tensors[id(tensor)]
 
         value = replace_tensors(crossing.value, move)
-        versions = crossing.versions if {self.device}.issuperset(there) else None  # a copy has versions of its own
-        leaves = [brought[id(leaf)] for leaf in crossing.leaves]
+        versions = (
+            crossing.versions if {self.device}.issuperset(sources) else None
+        )  # Copies have new version counters.
+        leaves = [moved_tensors[id(leaf)] for leaf in crossing.leaves]
         return replace(crossing, value=value, leaves=leaves, versions=versions)
 
-    def take_gradients(self, gradients: Gradients, mark: ReadyEvent) -> Gradients:
-        return [self.bring(found, mark) if isinstance(found, Tensor) else found for found in gradients]
+    def receive_gradients(self, gradients: Gradients, mark: ReadyEvent) -> Gradients:
+        """Copies gradients to this device if necessary."""
+        return [self.to_device(g, mark) if isinstance(g, Tensor) else g for g in gradients]
 
-    def bring_all(self, value: Tree) -> Tree:
-        """Brings a value that the caller has made to this device."""
-        return value if self.alone else replace_tensors(value, lambda tensor: self.bring(tensor, None))
+    def tree_to_device(self, value: Tree) -> Tree:
+        """Copies the tensors of a value of the caller to this device if necessary."""
+        return value if self.single_device else replace_tensors(value, lambda tensor: self.to_device(tensor, None))
 
-    def bring(self, tensor: Tensor, mark: ReadyEvent) -> Tensor:
-        """One tensor on this device, whole by the time it is used here; without a mark the caller has made it."""
-        mark = self.called.get(tensor.device) if mark is None else mark
+    def to_device(self, tensor: Tensor, mark: ReadyEvent) -> Tensor:
+        """Returns a tensor on this device, after its event. `mark` is None for tensors that the caller computed."""
+        mark = self.caller_events.get(tensor.device) if mark is None else mark
         if isinstance(mark, torch.Event):
             mark.synchronize()
         return moved(tensor, self.device)
 
 
 class DeviceStream(RankStream):
-    """A rank's queue of work on a device with streams.
+    """The streams of a rank on a device that has them, such as a GPU.
 
-    A copy between devices runs on a stream of its source and arrives on one of its target. Both are only for copies,
-    so that a device waits only for the copies it needs. A copy is allocated on the stream of arrivals: on the
-    computing stream it would wait for all that is computed before.
+    A copy between devices uses a stream of its source and a stream of its target. Both are only for copies, so that a
+    device waits only for the copies that it needs. The target allocates the copy on its stream for arrivals.
+    Allocated on the computing stream, the copy would wait for all computation that was queued before.
 
         source  compute   ==F0==+==F1==
                 out             +-copy-+
@@ -114,19 +119,19 @@ class DeviceStream(RankStream):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.compute, self.arrivals = torch.Stream(device), torch.Stream(device)
-        self._out: dict[torch.device, torch.Stream] = {}  # of each source
-        self._queued: deque[torch.Event] = deque()  # of actions that may not be done yet
-        self._given: torch.Event | None = None  # when the last of what the caller gave on the CPU is copied
+        self._out: dict[torch.device, torch.Stream] = {}  # streams for copies, by source device
+        self._queued: deque[torch.Event] = deque()  # events after actions that may not be done
+        self._host_copy: torch.Event | None = None  # the event after the last copy from the CPU
 
     def begin(self, devices: Iterable[torch.device]) -> None:
         super().begin(devices)
-        self.compute.wait_event(self.called[self.device])
-        self.arrivals.wait_event(self.called[self.device])
+        self.compute.wait_event(self.caller_events[self.device])
+        self.arrivals.wait_event(self.caller_events[self.device])
 
     def end(self, *, in_backward: bool = False) -> None:
-        if self._given is not None:  # the caller may write again into pinned memory
-            self._given.synchronize()
-            self._given = None
+        if self._host_copy is not None:  # The caller may overwrite its pinned memory after the step.
+            self._host_copy.synchronize()
+            self._host_copy = None
         current_stream(self.device).wait_stream(self.compute)
         if in_backward:
             torch.accelerator.current_stream().wait_stream(current_stream(self.device))
@@ -141,16 +146,16 @@ class DeviceStream(RankStream):
         return event_on(self.compute, enable_timing=True)
 
     def seconds(self, since: Stamp, until: Stamp) -> float:
-        until.synchronize()  # type: ignore[union-attr]  # events
-        return float(since.elapsed_time(until)) / 1e3  # type: ignore[union-attr, arg-type]  # events
+        until.synchronize()  # type: ignore[union-attr]  # Both are events.
+        return float(since.elapsed_time(until)) / 1e3  # type: ignore[union-attr, arg-type]
 
-    def keep_pace(self) -> None:
+    def limit_queue(self) -> None:
         self._queued.append(event_on(self.compute))
         if len(self._queued) > MOST_QUEUED:
             self._queued.popleft().synchronize()
 
-    def bring(self, tensor: Tensor, mark: ReadyEvent) -> Tensor:
-        mark = self.called.get(tensor.device) if mark is None else mark
+    def to_device(self, tensor: Tensor, mark: ReadyEvent) -> Tensor:
+        mark = self.caller_events.get(tensor.device) if mark is None else mark
         if tensor.device == self.device:
             if isinstance(mark, torch.Event):
                 self.compute.wait_event(mark)
@@ -166,14 +171,14 @@ class DeviceStream(RankStream):
             streams.enter_context(queued_on(self.arrivals))
             copied = moved(tensor, self.device, non_blocking=True)
         if not queues(tensor.device):
-            self._given = event_on(self.arrivals)
+            self._host_copy = event_on(self.arrivals)
         self.compute.wait_stream(self.arrivals)
         copied.record_stream(self.compute)
         return copied
 
 
 def event_on(stream: torch.Stream, *, enable_timing: bool = False) -> torch.Event:
-    """An event that comes when what was queued on a stream so far is done."""
+    """Records and returns an event on a stream, after all operations queued so far."""
     event = torch.Event(stream.device, enable_timing=enable_timing)
     event.record(stream)
     return event

@@ -47,10 +47,14 @@ class ThreadState:
             unsupported,
         )
 
-    def refuse_unsupported(self, why: str) -> None:
-        """Refuses modes that cannot be carried to where layers will run."""
+    def refuse_unsupported(self, message: str) -> None:
+        """Raises an error with this message if a mode is active that gpipe cannot activate where layers run.
+
+        The message has a placeholder `{modes}`.
+        """
         if self.unsupported:
-            raise ValueError(f"{', '.join(type(mode).__name__ for mode in self.unsupported)} is active{why}")
+            modes = ", ".join(type(mode).__name__ for mode in self.unsupported)
+            raise ValueError(message.format(modes=modes))
 
     @contextmanager
     def without_kept_casts(self) -> Iterator[None]:

@@ -276,7 +276,7 @@ def _is_in(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
 
 def _name_of(run: Run, leaf: Tensor) -> tuple[str, str | None]:
     """Returns the name of a parameter in the pipe, and a description of its layer."""
-    for stage in run.stages.own:
+    for stage in run.stages.local:
         for layer in stage.layers:
             for name, parameter in layer.module.named_parameters():
                 if parameter is leaf:

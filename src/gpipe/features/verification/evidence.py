@@ -64,12 +64,12 @@ class StagesState:
         """Copies the current state. The state of the loss is copied only if replays call the loss."""
         hooks = {f"global module hook {number}": hook for number, hook in enumerate(global_hooks())}
         parameters: list[Tensor] = [
-            p for stage in run.stages.own for layer in stage.layers for p in layer.module.parameters()
+            p for stage in run.stages.local for layer in stage.layers for p in layer.module.parameters()
         ]
         parameters += [leaf for leaves in run.aliases.leaves.values() for leaf in leaves.values()]
         parameters += run.aliases.sources.values()
         states = {}
-        for stage in run.stages.own:
+        for stage in run.stages.local:
             roots: dict[str, object] = {**hooks, "saved-tensor hooks": run.thread_state.hooks}
             for layer in stage.layers:  # Not the whole model of a traced layer: it holds the layers of all stages.
                 is_part = "stands_for" in vars(layer.module)
@@ -126,7 +126,7 @@ class StagesState:
 def _digests_of_weights(run: Run) -> dict[str, tuple[Tensor, Digest]]:
     return {
         layer.full_name(name): (parameter, digest([parameter.detach()]))
-        for stage in run.stages.own
+        for stage in run.stages.local
         for layer in stage.layers
         for name, parameter in layer.module.named_parameters()
         if not is_lazy(parameter) and not parameter.is_meta

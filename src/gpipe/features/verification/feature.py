@@ -86,7 +86,7 @@ class Verification(Feature):
             if self.record is not None:
                 self.record.begin_pass(run, only_forward=table is run.compiled.forward)
                 for rank in run.ranks:  # after the copies that were made here
-                    rank.stream.begin([*rank.stream.called])
+                    rank.stream.begin([*rank.stream.caller_events])
             yield
             run.findings += self._variables_set()
             if self.record is not None and table is run.compiled.forward:
@@ -105,7 +105,7 @@ class Verification(Feature):
 
     def _begin(self, run: Run) -> None:
         """Starts the record of a step, after the aliases of shared weights have been made."""
-        stages = run.stages.own
+        stages = run.stages.local
         self.verifier.count_attempt(self.combination)
         if reason := _reason_against(stages):
             self._give_up(run, reason)

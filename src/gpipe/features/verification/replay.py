@@ -71,7 +71,7 @@ class Replays:
         if not record.calls_loss:
             replay.loss_fn = None
         features = [type(feature)() for feature in run.features if feature.alters_layers]
-        own, micro_batches = run.stages.own, len(run.micro_batch_sizes)
+        own, micro_batches = run.stages.local, len(run.micro_batch_sizes)
         replays = StepRecord(own, micro_batches, run.slices, calls_loss=record.calls_loss, replays=record)
         begin_ranks(replay, [*features, replays])
         return replay
@@ -84,7 +84,7 @@ class Replays:
 
     def _queue_ranks_behind(self) -> None:
         for rank in self.run.ranks:
-            rank.stream.begin([*rank.stream.called])
+            rank.stream.begin([*rank.stream.caller_events])
 
     def state(self) -> StagesState:
         """Copies the current state."""
@@ -151,7 +151,7 @@ class Replays:
                 rank.scope = scope
                 with rank.stream.enter():
                     _perform_again(replay, rank, action, self.record.stages[action.stage])
-                rank.stream.keep_pace()
+                rank.stream.limit_queue()
         for stage in stages:
             self.record.stages[stage].drop_gradients()
 

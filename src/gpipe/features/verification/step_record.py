@@ -251,7 +251,7 @@ class StepRecord(Feature):
     @records
     def _begin_forward(self, record: StageRecord, run: Run, rank: Rank, task: CompiledAction) -> None:
         m = task.micro_batch
-        received = rank.inbox if task.stage else [rank.stream.take_value(run.inputs[m], None)]
+        received = rank.inbox if task.stage else [rank.stream.receive_value(run.inputs[m], None)]
         values = [crossing for crossing in received if isinstance(crossing, BoundaryValue)]
         record.input_digests[m] = digest([crossing.value for crossing in values])
         record.given = [] if self._replays is None else values
@@ -260,14 +260,14 @@ class StepRecord(Feature):
             record.inputs[m] = [*map(copy_boundary, values)]
             if task.stage == len(run.stages.all) - 1 and run.loss_fn is not None:
                 record.targets[m] = replace_tensors(
-                    run.targets[m], lambda target: copy_of(rank.stream.bring(target, None))
+                    run.targets[m], lambda target: copy_of(rank.stream.to_device(target, None))
                 )
 
     @records
     def _begin_backward(self, record: StageRecord, run: Run, rank: Rank, task: CompiledAction) -> None:
         m = task.micro_batch
         saved = rank.states[task.stage, m]
-        if differ(record.input_digests[m], digest([crossing.value for crossing in saved.given])):
+        if differ(record.input_digests[m], digest([crossing.value for crossing in saved.inputs])):
             record.written_inputs.append(Quantity(INPUT, m, self.writer))
         if self._replays is not None:
             before = self._replays.stages[task.stage].weights
@@ -277,12 +277,12 @@ class StepRecord(Feature):
             return
         given = rank.inbox if task.receives else []
         if not task.receives and run.loss_fn is None:
-            given = [rank.stream.take_gradients(run.output_gradients[m], None)]
+            given = [rank.stream.receive_gradients(run.output_gradients[m], None)]
         received = [copy_gradients(gradients) for gradients in given if isinstance(gradients, list)]
         record.gradients.setdefault(m, received)  # those of outputs come only now
         slices = run.feature(Slices)
         earlier = [] if slices is None else slices.earlier_leaves(task.stage, m)
-        boundary = {id(leaf) for leaf in chain(earlier, *(crossing.leaves for crossing in saved.given))}
+        boundary = {id(leaf) for leaf in chain(earlier, *(crossing.leaves for crossing in saved.inputs))}
         reached = {id(leaf): leaf for leaf in leaves_of(saved.roots) if id(leaf) not in boundary}
         parameters = parameters_of(run, run.stages.all[task.stage])
         if not self.calls_loss and not task.receives:
@@ -367,7 +367,7 @@ class StepRecord(Feature):
     def _note_boundary(self, stage: Stage, state: MicroBatchState, entered: Sequence[BoundaryInput]) -> None:
         """Records the inputs that the layers of a forward or recomputation receive."""
         pairs = zip(
-            entered[: len(state.routes.ins)], state.given, strict=False
+            entered[: len(state.routes.ins)], state.inputs, strict=False
         )  # the inputs of a call come from outside
         several = sum(len(value.aliases) for value in entered) > 1
         self.stages[stage.index].incomplete = [

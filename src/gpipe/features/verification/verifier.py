@@ -57,7 +57,7 @@ class Verifier:
             return None
         children = [*chain.from_iterable(part._modules.values() for part in self._parts)]
         if not self._parts or self._children != children:
-            roots = (layer.module for stage in run.stages.own for layer in stage.layers)
+            roots = (layer.module for stage in run.stages.local for layer in stage.layers)
             self._parts = list(dict.fromkeys(chain.from_iterable(root.modules() for root in roots)))
             self._children = [*chain.from_iterable(part._modules.values() for part in self._parts)]
         model = [
