@@ -216,9 +216,9 @@ def test_an_encoder_of_torch_asks_how_its_mask_lies_before_it_nests() -> None:
 
     names: list[str] = []
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, batch_first=True), 2).eval()
-    with relied_on("ASKS_HOW_A_MASK_LIES", "refuses what evaluates in nested tensors"), torch.no_grad(), Calls():
+    with relied_on("CHECKS_MASK_ALIGNMENT", "refuses what evaluates in nested tensors"), torch.no_grad(), Calls():
         encoder(torch.zeros(2, 3, 4), src_key_padding_mask=torch.zeros(2, 3, dtype=torch.bool))
-        assert dispatcher.ASKS_HOW_A_MASK_LIES in names
+        assert dispatcher.CHECKS_MASK_ALIGNMENT in names
 
 
 def test_what_a_node_saved_lies_in_another_storage_as_it_did_before() -> None:

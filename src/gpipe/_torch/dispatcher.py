@@ -82,7 +82,7 @@ def are_below_a_mode(keys: Any) -> bool:
     return bool(keys.has(torch._C.DispatchKey.Python))
 
 
-ASKS_HOW_A_MASK_LIES: str = "_nested_tensor_from_mask_left_aligned"
+CHECKS_MASK_ALIGNMENT: str = "_nested_tensor_from_mask_left_aligned"
 """By what `nn.TransformerEncoder` asks whether it may compute in nested tensors."""
 ATTENTION_ON_CPU = "aten::_scaled_dot_product_flash_attention_for_cpu"
 

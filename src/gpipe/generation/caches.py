@@ -17,7 +17,7 @@ from torch import Tensor
 from gpipe._torch.trees import map_tensors
 from gpipe.stages.memory_layout import version
 from gpipe.stages.tree import tensors_in
-from gpipe.tracing.interpreter import CARRIED_AS_THEY_ARE, DTYPES
+from gpipe.tracing.interpreter import DTYPES, SENT_BY_VALUE
 
 Place: TypeAlias = tuple[int, int]
 """A layer of a cache: 0 in the decoder's own, or 1 in that of what it takes from an encoder; its number there."""
@@ -128,7 +128,7 @@ def _said(value: Any) -> Any:
         return {"items": [_said(item) for item in value]}
     if isinstance(value, torch.device):
         return {"device": True}
-    return {"plain": value} if isinstance(value, CARRIED_AS_THEY_ARE) else None
+    return {"plain": value} if isinstance(value, SENT_BY_VALUE) else None
 
 
 def stand_in(layer: Any, layout: Layout) -> Any:

@@ -21,7 +21,7 @@ from gpipe.stages.digest import differ, digest
 from gpipe.stages.stage import Layer, LayerProgress, RngKey, Stage
 from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.interpreter import StageInterpreter, describe
-from gpipe.tracing.meta_model import Dry, as_kind_of, exchanged, lacks_values, on_cpu, zeros
+from gpipe.tracing.meta_model import DryRun, as_kind_of, lacks_values, on_cpu, replaced_tensors, zeros
 from gpipe.tracing.model import TracedModel
 from gpipe.tracing.parts import ModelPart, Parts
 from gpipe.tracing.proof import compare
@@ -109,8 +109,8 @@ class Passing:
         interpreter = make(trace, live, self.log, frozenset(leaving))
         own = self.path.filled_by(layers)
         with nullcontext() if self.cache is None else caches.seen_by(self.cache, own, self.before):
-            self.output = interpreter.go(inputs)
-        self.live = {value_id: interpreter.made.get(value_id) for value_id in leaving}
+            self.output = interpreter.interpret(inputs)
+        self.live = {value_id: interpreter.produced.get(value_id) for value_id in leaving}
         if tells and self.cache is not None:
             self.layouts |= {
                 place: caches.layout_of(layer) for place, layer in layers_in(self.cache).items() if place in own
@@ -155,16 +155,16 @@ def _heard(message: Any) -> dict[Place, Layout]:
 class _CacheTracer(Tracer):
     """Notes beside which operations fill which layer of a cache."""
 
-    def __init__(self, shallow_copy: ShallowCopy, dry: Dry | None, cache: Any) -> None:
+    def __init__(self, shallow_copy: ShallowCopy, dry: DryRun | None, cache: Any) -> None:
         super().__init__(shallow_copy, dry)
         self._cache = cache
         self.filled: dict[Place, list[int]] = {}
 
-    def do(self, call: OpCall) -> Any:
+    def execute(self, call: OpCall) -> Any:
         """Does what an operation is; a unit that fails without values runs again, with the cache as it was."""
         cache, dry = self._cache, self.dry
         if cache is None:
-            return super().do(call)
+            return super().execute(call)
         before = marks(cache)
         if dry is not None:
             was = copy_of_cache(cache, zeros)
@@ -174,17 +174,17 @@ class _CacheTracer(Tracer):
                 caches.put_back(cache, was)
                 before = marks(cache)
 
-            dry.again = again
-        made = super().do(call)
+            dry.before_retry = again
+        made = super().execute(call)
         for place, mark in marks(cache).items():
             if mark != before.get(place, []):
-                self.filled.setdefault(place, []).append(self.at)
+                self.filled.setdefault(place, []).append(self.op_index)
         if dry is not None:
             caches.put_back(cache, copy_of_cache(cache, partial(_layout, dry)))
         return made
 
 
-def _layout(dry: Dry, tensor: Tensor) -> Tensor:
+def _layout(dry: DryRun, tensor: Tensor) -> Tensor:
     """Numbers without values; lengths, which are whole, with theirs."""
     return dry.like(tensor) if (tensor.is_floating_point() or tensor.is_meta) and not is_fake(tensor) else tensor
 
@@ -202,7 +202,7 @@ def find_path(
     model = traced.model
     if lacks_values(model):  # no process has all of them
         return foretell(traced, given, known).path
-    with unchanged(model), torch.no_grad(), exchanged(model, on_cpu):
+    with unchanged(model), torch.no_grad(), replaced_tensors(model, on_cpu):
         given = _apart(given, on_cpu)
         path = _traced(traced, given, known, None).path
         _prove(traced, given, path, stages)
@@ -219,7 +219,7 @@ class Foretold(NamedTuple):
 
 def foretell(traced: TracedModel, given: ForwardArguments, known: Mapping[Place, int]) -> Foretold:
     """Runs a forward without values."""
-    model, dry = traced.model, Dry()
+    model, dry = traced.model, DryRun()
     given = _apart(given, partial(_layout, dry))
     with ExitStack() as stack:
         for module in model.modules():
@@ -228,7 +228,7 @@ def foretell(traced: TracedModel, given: ForwardArguments, known: Mapping[Place,
                 stack.callback(vars(module).update, own)
                 stack.callback(vars(module).pop, "forward")
                 vars(module)["forward"] = lambda value, n=module.out_features: value.new_empty((*value.shape[:-1], n))
-        with exchanged(model, _on_meta), unchanged(model), torch.no_grad(), dry.faking(model):
+        with replaced_tensors(model, _on_meta), unchanged(model), torch.no_grad(), dry.fake_tensors(model):
             return _traced(traced, given, known, dry)
 
 
@@ -251,7 +251,7 @@ def _apart(given: ForwardArguments, change: Callable[[Tensor], Tensor] = Tensor.
     return ForwardArguments(*structure.filled(leaves))
 
 
-def _traced(traced: TracedModel, given: ForwardArguments, known: Mapping[Place, int], dry: Dry | None) -> Foretold:
+def _traced(traced: TracedModel, given: ForwardArguments, known: Mapping[Place, int], dry: DryRun | None) -> Foretold:
     given = _apart(given)
     cache = cache_in(given)
     tracer = _CacheTracer(ShallowCopy(traced.parts), dry, cache)

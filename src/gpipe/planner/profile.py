@@ -32,7 +32,7 @@ from gpipe.stages.memory_layout import strided_parts
 from gpipe.stages.quantized import is_quantized, numbers_in, stored_in
 from gpipe.stages.skips import skip_names
 from gpipe.stages.tree import Tree, replace_tensors, tensors_in
-from gpipe.tracing.meta_model import exchanged
+from gpipe.tracing.meta_model import replaced_tensors
 from gpipe.tracing.stage import SingleLayer
 
 T = TypeVar("T")
@@ -207,7 +207,10 @@ class _Run:
             return made
         saved: Storages = WeakValueDictionary()
         # what a quantizer made stays, and what is computed of it has no values
-        with untouched(layer), exchanged(layer, lambda own: own if is_quantized(own) else self._fakes.like(own)):
+        with (
+            untouched(layer),
+            replaced_tensors(layer, lambda own: own if is_quantized(own) else self._fakes.like(own)),
+        ):
             output, found = self._run(layer, values, saved, known, is_last=is_last)
         for source, tensor in popped.values():
             if tensor is not None:

@@ -1,5 +1,5 @@
-"""Any model as stages: its forward is traced, cut, and interpreted part by part.
+"""Splits any model into stages: traces its forward, splits the trace at blocks, and interprets the parts.
 
-The tracer runs it once, whole, and writes a trace: its operations, in order. Cut at its blocks, each stage interprets
-the forward from the top and does the operations of its own layers alone.
+The tracer runs the model once and records its operations in order: the trace. Each stage then runs the forward from
+the top, but executes only the operations of its own layers.
 """

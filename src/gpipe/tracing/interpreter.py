@@ -1,7 +1,8 @@
-"""Interprets a model's forward: its code runs from the top, and of its operations only those of some layers are done.
+"""Runs a traced model's forward as an interpreter: its Python code runs from the top, but only some layers compute.
 
-Operations are calls of units, and functions of torch between them. What those before returned is taken from what
-crossed the cut; what did not cross, a placeholder stands for. Behind its own last operation the interpreter stops.
+The forward consists of operations: calls of units, and functions of torch between them. The results of earlier
+operations are the tensors that crossed the stage boundary, or placeholders. The interpreter stops after the last
+operation of its layers.
 """
 
 import weakref
@@ -21,7 +22,7 @@ from gpipe.stages.buffers import Slot
 from gpipe.stages.rng import PipeRngScope
 from gpipe.stages.stage import Layer, LayerProgress, RngKey
 from gpipe.stages.tree import hides_tensors
-from gpipe.tracing.meta_model import Dry
+from gpipe.tracing.meta_model import DryRun
 from gpipe.tracing.parts import ModelPart
 from gpipe.tracing.shallow_copy import ShallowCopy
 from gpipe.tracing.trace import CannotSplitError, Collected, OpCall, Trace, ValueId, open_lists, take_apart
@@ -31,50 +32,51 @@ LAYOUT = frozenset({
     "is_signed", "__len__", "stride", "is_contiguous", "storage_offset", "get_device", "__hash__", "__repr__",
     "__str__", "__format__", "requires_grad_",
 })  # fmt: skip
-"""What is asked of a tensor without a look at its values, beside its attributes."""
+"""Methods of a tensor that do not read its values. Getters of attributes do not read them either."""
 TENSORS_OF = frozenset({"T", "mT", "H", "mH", "real", "imag", "data", "grad"})
-"""The attributes of a tensor that are tensors themselves."""
+"""Attributes of a tensor that are tensors themselves."""
 RANDOM = frozenset({
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli",
     "multinomial", "normal", "poisson", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
     "feature_dropout", "feature_alpha_dropout", "rrelu", "gumbel_softmax", "bernoulli_", "cauchy_",
     "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
 })  # fmt: skip
-"""Functions of torch that draw random numbers: they are operations, whatever they are given."""
+"""Functions of torch that use random numbers: they are operations, whatever their arguments are."""
 
-OTHER_OPS = (
-    "the forward takes another path than on the sample: {now} where {then} came. A branch on a value or on "
-    "whether gradients are recorded (x.requires_grad), a dropped layer or a changed setting leads elsewhere. Name "
-    "the modules inside of which it branches (of a mixture of experts, the one that chooses among them): "
-    "blocks=[...], with names as in model.named_modules(); or give a sample that takes the "
-    "path of training, and one path alone"
+OTHER_OP = (
+    "The forward takes a different path than on the sample: it reaches {now}, but the trace of the sample has {then} "
+    "there. Pass a sample that takes the path of training, or name the modules that contain the branch as blocks: "
+    "gpipe.layers_of(model, sample, blocks=[...]). [branch-on-value]"
 )
 OTHER_SIZE = (
-    "the forward takes another path than on the sample: {now} where {then} came. An input has shape {shape}, and had "
-    "{known} on the sample: the forward may treat a size of 1 differently. Avoid this size, for example by fewer "
-    "micro_batches=, or make the pipe with a sample that has it, sample=batch[:1]"
+    "The forward takes a different path than on the sample: it reaches {now}, but the trace of the sample has {then} "
+    "there. An input has shape {shape}, but had shape {known} on the sample; the forward may treat a size of 1 "
+    "differently. Avoid this size, for example by fewer micro_batches=, or create the pipe with a sample that has "
+    "it, such as sample=batch[:1]. [branch-on-shape]"
 )
-OTHER_VALUE = "{name} returns another structure than on the sample; let it return the same with every input"
+OTHER_STRUCTURE = (
+    "{name}: the returned value has a different structure than on the sample. Return the same structure for every "
+    "input. [block-structure-differs]"
+)
 OTHER_OUTPUT = (
-    "the model's output has other parts than it has by itself on the sample. Caches, and what blocks put elsewhere "
-    "than into lists that the forward opens in a context variable, as transformers does, are not seen in layers: "
-    "leave them out of what the model is given, and of model.config"
+    "The output of the split model has a different structure than the model's output on the sample. Remove caches "
+    "from the inputs and from model.config, and return what blocks store elsewhere. gpipe only sees lists that the "
+    "forward opens in a context variable. [output-structure-differs]"
 )
-NOT_THERE = (
-    "{name} needs a value that an earlier layer made, and that did not cross the cuts: on the sample it was not "
-    "needed here, or it is of a kind that cannot cross ({kind}). Let blocks hand on tensors, in tuples, lists, "
-    "dicts or dataclasses, or name other blocks: blocks=[...]"
+MISSING = (
+    "{name}: {value} of an earlier layer did not cross the stage boundary. Only tensors that the sample needed here "
+    "can cross. Return tensors from blocks, in tuples, lists, dicts or dataclasses, or choose different blocks: "
+    "gpipe.layers_of(model, sample, blocks=[...]). [value-missing-at-boundary]"
 )
-
-HOLDS = (
-    "{name} is given a {kind} (argument {argument}) that holds tensors of an earlier layer. Only tensors in tuples, "
-    "lists, dicts and dataclasses cross the cuts. Pass these tensors to blocks as arguments. Prefix tuning of peft "
-    "keeps its prefixes in such a cache: use PromptTuningConfig, PromptEncoderConfig or LoraConfig"
+HIDDEN_TENSORS = (
+    "{name}: argument {argument} is a {kind} that holds tensors of an earlier layer, but only tensors in tuples, "
+    "lists, dicts and dataclasses cross stage boundaries. Pass these tensors to blocks as arguments. With peft, "
+    "replace prefix tuning by PromptTuningConfig, PromptEncoderConfig or LoraConfig. [tensors-in-object]"
 )
 
 
 def asks_for_layout(function: Callable[..., Any]) -> bool:
-    """Whether a function of tensors, or the getter of an attribute, looks at no values.
+    """Whether a function of tensors, or the getter of an attribute, does not read values.
 
     >>> asks_for_layout(Tensor.size), asks_for_layout(Tensor.shape.__get__), asks_for_layout(Tensor.mT.__get__)
     (True, True, False)
@@ -84,67 +86,72 @@ def asks_for_layout(function: Callable[..., Any]) -> bool:
 
 
 class Placeholder(Tensor):
-    """A tensor without values or memory: whoever asks for its layout gets it, whoever computes with it is refused."""
+    """A tensor without values or memory. Its layout can be read; computing with it raises an error."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not asks_for_layout(func):
-            _refuse(getattr(func, "__name__", str(func)), "a tensor")
+            raise _missing(getattr(func, "__name__", str(func)), "a tensor")
         with as_plain_tensors():
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Never:  # type: ignore[override]
-        _refuse(str(func), "a tensor")
+        raise _missing(str(func), "a tensor")
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # without what it holds: there is nothing
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # without values: there are none
         return f"Placeholder({tuple(self.shape)}, {self.dtype})"
 
 
 class OpaquePlaceholder:
-    """Stands for a value of a kind that does not cross cuts: whoever looks into it is refused."""
+    """Stands for a value that cannot cross stage boundaries. Reading its attributes raises an error."""
 
     def __getattr__(self, name: str) -> Never:
         if name.startswith("__"):
             raise AttributeError(name)
-        _refuse(f"between blocks .{name}", "an array of numpy, an object of a class")
+        raise _missing(f"between blocks .{name}", "an array or an object")
 
 
-def _refuse(name: str, kind: str) -> Never:
-    raise CannotSplitError(NOT_THERE.format(name=name, kind=kind))
+def _missing(name: str, value: str) -> CannotSplitError:
+    return CannotSplitError(MISSING.format(name=name, value=value))
 
 
-SAMPLE_KEY = RngKey(0, 0, 0)  # when a sample is, for its random numbers
+SAMPLE_KEY = RngKey(0, 0, 0)  # keys the random numbers of runs on the sample
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-CARRIED_AS_THEY_ARE = (bool, int, float, str, type(None))
-Described: TypeAlias = list[list[Any]]  # of each leaf what `describe` says of it
+SENT_BY_VALUE = (bool, int, float, str, type(None))
+Descriptions: TypeAlias = list[list[Any]]  # one for each leaf: see `describe`
 
 
-def describe(leaves: Sequence[Any]) -> Described:
-    """What is written down of what an operation returned: of a tensor its layout, of plain values themselves."""
+def describe(leaves: Sequence[Any]) -> Descriptions:
+    """Returns a JSON description of each leaf: the layout of a tensor, a plain value itself, `[]` for an object."""
     return [
         [str(leaf.dtype), list(leaf.shape), leaf.requires_grad]
         if isinstance(leaf, Tensor)
-        else ([leaf] if isinstance(leaf, CARRIED_AS_THEY_ARE) else [])
+        else ([leaf] if isinstance(leaf, SENT_BY_VALUE) else [])
         for leaf in leaves
     ]
 
 
 class Interpreter(TorchFunctionMode):
-    """Runs a forward on a shallow copy, operation by operation; `dry` does those of a model without values."""
+    """Runs a forward on a shallow copy of the model, operation by operation.
 
-    def __init__(self, shallow_copy: ShallowCopy, dry: Dry | None = None) -> None:
+    Attributes:
+        op_index: The index of the next operation.
+        dry: Executes the operations of a model on the meta device. None if the model has values.
+    """
+
+    def __init__(self, shallow_copy: ShallowCopy, dry: DryRun | None = None) -> None:
         super().__init__()
         self.shallow_copy = shallow_copy
         self.dry = dry
-        self.at = 0  # the number of the next operation
+        self.op_index = 0
         self._in_unit = False
         self._value_ids: dict[int, tuple[weakref.ref[Tensor], ValueId]] = {}
-        self._outside = copy_context()
+        self._outer_context = copy_context()
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        self.shallow_copy.on_call = self._unit
-        self._outside = copy_context()
+        self.shallow_copy.on_call = self._call_unit
+        self._outer_context = copy_context()
         try:
             with self:
                 return self.shallow_copy.root(*args, **kwargs)
@@ -152,225 +159,239 @@ class Interpreter(TorchFunctionMode):
             self.shallow_copy.on_call = None
 
     def value_id_of(self, tensor: Tensor) -> ValueId | None:
-        found = self._value_ids.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
+        entry = self._value_ids.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def name_as(self, tensor: Tensor, value_id: ValueId) -> None:
         self._value_ids[id(tensor)] = weakref.ref(tensor), value_id
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        kwargs = kwargs or {}
         if self._in_unit or asks_for_layout(func):
-            return func(*args, **given)
-        call = OpCall.of(getattr(func, "__name__", str(func)), func, args, given)
+            return func(*args, **kwargs)
+        call = OpCall.of(getattr(func, "__name__", str(func)), func, args, kwargs)
         if call.name not in RANDOM and not any(map(self._depends, call.tensors)):
-            return self.free(call)
+            return self.run_free(call)
         if call.name == "__iter__":
-            return iter(self.op(call._replace(name="unbind", func=torch.unbind)))
-        return self.op(call)
+            return iter(self.run_op(call._replace(name="unbind", func=torch.unbind)))
+        return self.run_op(call)
 
     def _depends(self, tensor: Tensor) -> bool:
         return self.value_id_of(tensor) is not None or tensor.requires_grad or isinstance(tensor, nn.Parameter)
 
-    def _unit(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_unit(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self.shallow_copy.parts.units[name]
         if self._in_unit:
             return unit(*args, **kwargs)
-        lists = open_lists(self._outside)
+        lists = open_lists(self._outer_context)
         call = OpCall.of(name, unit, args, kwargs, lists)
         self._in_unit = True
         try:
             with paused(self):
-                return self._collect(name, lists, self.op(call))
+                return self._add_collected(name, lists, self.run_op(call))
         finally:
             self._in_unit = False
 
     @staticmethod
-    def _collect(name: str, lists: Sequence[list[Any]], made: Any) -> Any:
-        """Adds to the lists that are open what a unit did; gives what it returned (note "Collections")."""
-        more = made.more if isinstance(made, Collected) else []
-        if len(more) != len(lists):
-            raise CannotSplitError(OTHER_VALUE.format(name=name))
-        for one, new in zip(lists, more, strict=True):
-            one += new
-        return made.returned if lists else made
+    def _add_collected(name: str, lists: Sequence[list[Any]], result: Any) -> Any:
+        """Adds the items that a unit collected to the open lists, and returns its result (note "Collections")."""
+        additions = result.additions if isinstance(result, Collected) else []
+        if len(additions) != len(lists):
+            raise CannotSplitError(OTHER_STRUCTURE.format(name=name))
+        for items, added in zip(lists, additions, strict=True):
+            items += added
+        return result.returned if lists else result
 
-    def do(self, call: OpCall) -> Any:
-        return call.do() if self.dry is None else self.dry.do(call)
+    def execute(self, call: OpCall) -> Any:
+        return call.execute() if self.dry is None else self.dry.execute(call)
 
-    def free(self, call: OpCall) -> Any:
-        """Does what depends on whole numbers of the inputs alone, and is no operation."""
-        return call.do()
+    def run_free(self, call: OpCall) -> Any:
+        """Runs a function that is not an operation: it depends only on integer and boolean inputs."""
+        return call.execute()
 
     @abstractmethod
-    def op(self, call: OpCall) -> Any:
-        """Does the next operation, or says what comes of it."""
+    def run_op(self, call: OpCall) -> Any:
+        """Runs the next operation, or returns its known result."""
 
 
-class Enough(BaseException):
-    """Ends an interpretation behind its last operation."""
+class StopInterpretation(BaseException):
+    """Ends the forward after the last operation of the layers."""
 
 
 class StageInterpreter(Interpreter):
-    """Does the operations of consecutive layers."""
+    """Runs the operations of consecutive layers.
+
+    Args:
+        shallow_copy: The copy of the model to run.
+        trace: The trace of the path that the forward takes.
+        layers: The layers to run.
+        values: The tensors that crossed the stage boundary.
+        log: The descriptions of the inputs, then of the results of all earlier operations. Grows, except in the
+            last layer.
+        wanted: The tensors that later layers need. After the run, `produced` holds those that exist.
+        device: The device for placeholders.
+        rng_key: Keys the random numbers. Default: the key of the sample.
+        progress: Receives the current layer, for error messages.
+        dry: Executes the operations of a model on the meta device.
+    """
 
     def __init__(
         self,
         shallow_copy: ShallowCopy,
         trace: Trace,
         layers: Sequence[Layer],
-        values: Mapping[ValueId, Tensor | None],  # what crossed the cut
-        # of what the operations before returned, inputs first; it grows, but with the last layer
-        log: list[Described],
-        wanted: frozenset[ValueId],  # of what the layers make; behind them it is `made`, as far as there is a tensor
+        values: Mapping[ValueId, Tensor | None],
+        log: list[Descriptions],
+        wanted: frozenset[ValueId],
         device: torch.device,
         rng_key: RngKey = SAMPLE_KEY,
         progress: LayerProgress | None = None,
-        dry: Dry | None = None,
+        dry: DryRun | None = None,
     ) -> None:
         super().__init__(shallow_copy, dry)
         self.trace, self.log, self.device = trace, log, device
         self.last_layer = layers[-1].index
         self.is_last = self.last_layer == len(trace.starts) - 1
         self.begin, self.end = trace.starts[layers[0].index], (*trace.starts, len(trace.ops))[self.last_layer + 1]
-        self.made = {one: value for one, value in values.items() if one in wanted and value is not None}
+        self.produced = {
+            value_id: value for value_id, value in values.items() if value_id in wanted and value is not None
+        }
         self._values, self._wanted = values, wanted
         self._progress = progress or LayerProgress()
-        self._to_enter = list(layers)
+        self._layers_to_enter = list(layers)
         self._layer = layers[0]
         self._rng_scope = PipeRngScope(rng_key.seed, rng_key.step, self._layer.index, rng_key.micro_batch)
-        self._own: Mapping[int, Slot] = {}  # the model's parameters, by identity: where the layer has its own
+        self._layer_slots: Mapping[int, Slot] = {}  # where the layer holds the model's parameters, by their identity
 
-    def go(self, inputs: Sequence[Any]) -> Any:
-        """Interprets; gives the output of the model, if the last layer is among those done."""
-        described = zip(self.log[0], inputs, strict=True)
+    def interpret(self, inputs: Sequence[Any]) -> Any:
+        """Runs the forward. Returns the model's output if the last layer is among the layers, otherwise None."""
         leaves = [
-            self._arrived(ValueId(-1, at), said) if given is None else given
-            for at, (said, given) in enumerate(described)
+            self._receive(ValueId(-1, index), description) if leaf is None else leaf
+            for index, (description, leaf) in enumerate(zip(self.log[0], inputs, strict=True))
         ]
         args, kwargs = self.trace.inputs.filled(leaves)
         output = None
-        with suppress(Enough):
+        with suppress(StopInterpretation):
             output = self.run(args, kwargs)
-            self._refuse_unlike(output)
+            self._check_end(output)
         self._enter(self.last_layer)
-        self.shallow_copy.refuse_changed_buffers()
+        self.shallow_copy.reject_changed_buffers()
         return output
 
-    def _arrived(self, value_id: ValueId, described: Sequence[Any]) -> Any:
-        """What came across the cut of an operation before, or of an input, or what stands for it."""
-        found: Any = self._values.get(value_id)
-        if found is None:
-            match described:
-                case [dtype, shape, wants_gradient]:
-                    found = without_memory(Placeholder, shape, DTYPES[dtype], self.device, wants_gradient)
-                case [value]:
-                    return value
+    def _receive(self, value_id: ValueId, description: Sequence[Any]) -> Any:
+        """Returns the value that crossed the stage boundary for an input or earlier operation, or a placeholder."""
+        value: Any = self._values.get(value_id)
+        if value is None:
+            match description:
+                case [dtype, shape, requires_grad]:
+                    value = without_memory(Placeholder, shape, DTYPES[dtype], self.device, requires_grad)
+                case [plain]:
+                    return plain
                 case _:
                     return OpaquePlaceholder()
-        self.name_as(found, value_id)
-        return found
+        self.name_as(value, value_id)
+        return value
 
-    def _unit(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.at < self.begin:
-            return self._collect(name, open_lists(self._outside), self._pass(self._next(name)))
-        return super()._unit(name, args, kwargs)
+    def _call_unit(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.op_index < self.begin:
+            return self._add_collected(name, open_lists(self._outer_context), self._skip_op(self._advance(name)))
+        return super()._call_unit(name, args, kwargs)
 
-    def _next(self, name: str) -> int:
-        """The number of an operation that is called now, which the trace has there too."""
-        at, self.at = self.at, self.at + 1
-        then = self.trace.ops[at].name if at < len(self.trace.ops) else "the end"
+    def _advance(self, name: str) -> int:
+        """Returns the index of the operation that is called now, after a check that the trace has it there too."""
+        index, self.op_index = self.op_index, self.op_index + 1
+        then = self.trace.ops[index].name if index < len(self.trace.ops) else "the end"
         if then != name:
             raise self._other_path(name, then)
-        return at
+        return index
 
     def _other_path(self, now: str, then: str) -> CannotSplitError:
-        """Makes the error for an operation that the trace does not have; names an input whose size is or was 1."""
-        for at, described in enumerate(self.log[0]):
-            known, _ = self.trace.layouts.get(ValueId(-1, at), ((), None))
-            match described:
-                case [_, shape, _] if any(
-                    (one == 1) != (other == 1) for one, other in zip(shape, known, strict=False)
-                ):
+        """Returns the error for an operation that is not in the trace. It names an input whose size is or was 1."""
+        for index, description in enumerate(self.log[0]):
+            known, _ = self.trace.layouts.get(ValueId(-1, index), ((), None))
+            match description:
+                case [_, shape, _] if any((new == 1) != (old == 1) for new, old in zip(shape, known, strict=False)):
                     return CannotSplitError(OTHER_SIZE.format(now=now, then=then, shape=shape, known=[*known]))
-        return CannotSplitError(OTHER_OPS.format(now=now, then=then))
+        return CannotSplitError(OTHER_OP.format(now=now, then=then))
 
-    def op(self, call: OpCall) -> Any:
-        """Does an operation, or gives what it brought before."""
-        at = self._next(call.name)
-        if at < self.begin:
-            return self._pass(at)
-        self._enter(self.trace.layer_of(at))
-        made = self._do_own(call)
-        op = self.trace.ops[at]
-        leaves, structure = take_apart(made)
-        # of other rows, `unbind` gives another number of tensors
-        has_rows = type(made) is tuple is op.returns.spec.type and at in self.trace.inside
-        is_other = structure is not op.returns and structure != op.returns and not has_rows
+    def run_op(self, call: OpCall) -> Any:
+        index = self._advance(call.name)
+        if index < self.begin:
+            return self._skip_op(index)
+        self._enter(self.trace.layer_of(index))
+        result = self._execute_in_layer(call)
+        op = self.trace.ops[index]
+        leaves, structure = take_apart(result)
+        # With a different number of rows, `unbind` returns a different number of tensors.
+        may_vary = type(result) is tuple is op.returns.spec.type and index in self.trace.inside
+        differs = structure is not op.returns and structure != op.returns and not may_vary
         for place, leaf in enumerate(leaves):
-            if place in op.again:
-                is_other = is_other or self.value_id_of(leaf) != op.again[place]
+            if place in op.repeated:
+                differs = differs or self.value_id_of(leaf) != op.repeated[place]
             elif isinstance(leaf, Tensor):
-                value_id = ValueId(at, place)
+                value_id = ValueId(index, place)
                 self.name_as(leaf, value_id)
                 if value_id in self._wanted:
-                    self.made[value_id] = leaf
-        if is_other:
-            raise CannotSplitError(OTHER_VALUE.format(name=call.name))
+                    self.produced[value_id] = leaf
+        if differs:
+            raise CannotSplitError(OTHER_STRUCTURE.format(name=call.name))
         if not self.is_last:
             self.log.append(describe(leaves))
-            if self.at == self.end:
-                raise Enough
-        return made
+            if self.op_index == self.end:
+                raise StopInterpretation
+        return result
 
-    def _pass(self, at: int) -> Any:
-        op = self.trace.ops[at]
-        leaves = [self._arrived(ValueId(at, place), described) for place, described in enumerate(self.log[at + 1])]
-        for place, (maker, leaf) in op.again.items():
+    def _skip_op(self, index: int) -> Any:
+        """Returns the result of an operation of an earlier layer, from the log and the values that crossed."""
+        op = self.trace.ops[index]
+        leaves = [
+            self._receive(ValueId(index, place), description) for place, description in enumerate(self.log[index + 1])
+        ]
+        for place, (maker, leaf) in op.repeated.items():
             known = ValueId(maker, leaf), self.log[maker + 1][leaf]
-            leaves[place] = leaves[leaf] if maker == at else self._arrived(*known)
+            leaves[place] = leaves[leaf] if maker == index else self._receive(*known)
         return op.returns.filled(leaves) if len(leaves) == op.returns.spec.num_leaves else tuple(leaves)
 
-    def _do_own(self, call: OpCall) -> Any:
+    def _execute_in_layer(self, call: OpCall) -> Any:
         if Placeholder in map(type, call.tensors):
-            _refuse(call.name, "a tensor")
+            raise _missing(call.name, "a tensor")
         if OpaquePlaceholder in map(type, (*call.args, *call.kwargs.values())):
-            _refuse(call.name, "an object that holds more than tensors")
+            raise _missing(call.name, "an array or an object")
         with self._layer.aliased, self._rng_scope:
-            if self._own and any(id(tensor) in self._own for tensor in call.tensors):
-                call = call.given(self._own_parameter)
+            if self._layer_slots and any(id(tensor) in self._layer_slots for tensor in call.tensors):
+                call = call.map_tensors(self._parameter_of_layer)
             try:
-                return self.do(call)
+                return self.execute(call)
             except CannotSplitError as error:
-                given = [*enumerate(call.args), *call.kwargs.items()] if call.unit is not None else []
-                for at, value in given:
+                arguments = [*enumerate(call.args), *call.kwargs.items()] if call.unit is not None else []
+                for argument, value in arguments:
                     if hides_tensors(value, Placeholder):
-                        text = HOLDS.format(name=call.name, kind=type(value).__name__, argument=at)
+                        text = HIDDEN_TENSORS.format(name=call.name, kind=type(value).__name__, argument=argument)
                         raise CannotSplitError(text, error.places) from error
                 raise
 
     def _enter(self, index: int) -> None:
-        while self._to_enter and self._to_enter[0].index <= index:
-            layer = self._layer = self._to_enter.pop(0)
+        while self._layers_to_enter and self._layers_to_enter[0].index <= index:
+            layer = self._layer = self._layers_to_enter.pop(0)
             self._progress.enter()
             self._rng_scope.set_layer(layer.index)
-            self._own = layer.module.own_parameters() if isinstance(layer.module, ModelPart) else {}
+            self._layer_slots = layer.module.slots_of_parameters() if isinstance(layer.module, ModelPart) else {}
 
-    def _own_parameter(self, tensor: Tensor) -> Tensor:
-        """A parameter as the layer has it: in place of one that others use too, its alias."""
-        if id(tensor) not in self._own:
+    def _parameter_of_layer(self, tensor: Tensor) -> Tensor:
+        """Returns the layer's own alias of a parameter that several layers use; other tensors unchanged."""
+        if id(tensor) not in self._layer_slots:
             return tensor
-        holder, leaf = self._own[id(tensor)]
-        found = holder._parameters[leaf]
-        assert found is not None
-        return found
+        holder, leaf = self._layer_slots[id(tensor)]
+        parameter = holder._parameters[leaf]
+        assert parameter is not None
+        return parameter
 
-    def _refuse_unlike(self, output: Any) -> None:
-        """Refuses another end than that of the trace, and an output that is not whole."""
-        if self.at != len(self.trace.ops):
-            raise self._other_path("the end", self.trace.ops[self.at].name)
+    def _check_end(self, output: Any) -> None:
+        """Raises an error if the forward ends earlier than the trace, or if its output is incomplete."""
+        if self.op_index != len(self.trace.ops):
+            raise self._other_path("the end", self.trace.ops[self.op_index].name)
         leaves, structure = take_apart(output)
         if structure != self.trace.output:
             raise CannotSplitError(OTHER_OUTPUT)
         if any(isinstance(leaf, (Placeholder, OpaquePlaceholder)) for leaf in leaves):
-            _refuse("the output", "a tensor, or an object that holds some")
+            raise _missing("the output", "a tensor or an object")

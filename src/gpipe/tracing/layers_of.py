@@ -1,7 +1,4 @@
-"""Shows a model as the layers that a pipe cuts it into.
-
-Tells a model from a sequence of layers, and traces it.
-"""
+"""Shows a model as the layers into which a pipe splits it, and distinguishes a model from a sequence of layers."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -22,15 +19,15 @@ from gpipe.tracing.trace import Trace, ValueId
 
 @dataclass(frozen=True)
 class LiveValue:
-    """A tensor that crosses a cut.
+    """A tensor that crosses the boundary between two layers.
 
     >>> LiveValue("embed", (2, 3), torch.float32).bytes
     24
 
     Attributes:
-        name: What made it: a module, a function, or an input.
-        shape: On the sample.
-        dtype: Its type.
+        name: The module, function or input that it comes from.
+        shape: Its shape on the sample.
+        dtype: Its dtype.
     """
 
     name: str
@@ -39,7 +36,7 @@ class LiveValue:
 
     @property
     def bytes(self) -> int:
-        """Its size on the sample."""
+        """Size in bytes on the sample."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -52,13 +49,13 @@ class ModelLayer:
     ('0', 'Linear', 9, 1)
 
     Attributes:
-        index: Its number, which keys its randomness (`gpipe.rng_scope`).
-        name: That of the block, or of a module beside blocks.
-        kind: The class of that.
+        index: The index of the layer, which keys its random numbers (`gpipe.rng_scope`).
+        name: The name of its block, or of a module outside blocks.
+        kind: The class name of that block or module.
         modules: The names of the modules that run in it.
-        parameters: How many numbers it learns; what is tied counts in each layer.
-        seconds: What its forward took on the sample, once.
-        live: What crosses a cut behind it.
+        parameters: The number of its parameters. Tied parameters count in each layer.
+        seconds: The time of one forward on the sample.
+        live: The tensors that cross the boundary after the layer.
     """
 
     index: int
@@ -71,7 +68,7 @@ class ModelLayer:
 
 
 class ModelLayers(Sequence[ModelLayer]):
-    """The layers of a model, in order; `gpipe.GPipe` takes them in place of the model.
+    """The layers of a model, in order. Pass them to `gpipe.GPipe` in place of the model.
 
     >>> layers = layers_of(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), torch.ones(2, 2))
     >>> len(layers), layers[-1].name
@@ -97,28 +94,28 @@ class ModelLayers(Sequence[ModelLayer]):
         return len(self._layers)
 
     @overload
-    def __getitem__(self, at: int) -> ModelLayer: ...
+    def __getitem__(self, index: int) -> ModelLayer: ...
     @overload
-    def __getitem__(self, at: slice) -> Sequence[ModelLayer]: ...
-    def __getitem__(self, at: int | slice) -> ModelLayer | Sequence[ModelLayer]:
-        return self._layers[at]
+    def __getitem__(self, index: slice) -> Sequence[ModelLayer]: ...
+    def __getitem__(self, index: int | slice) -> ModelLayer | Sequence[ModelLayer]:
+        return self._layers[index]
 
     def rng_scope(self, seed: int, step: int, micro_batch: int) -> AbstractContextManager[None]:
-        """A context around one forward of the model itself: it draws random numbers as a pipe of it does.
+        """Returns a context for one forward of the model itself, in which it uses the random numbers of a pipe.
 
-        By forward hooks of the blocks it enters `gpipe.rng_scope(seed, step, layer, micro_batch)` for one layer after
-        another: the next begins where a block has returned, and behind the first where the first block is called.
+        Hooks of the blocks enter `gpipe.rng_scope(seed, step, layer, micro_batch)` for one layer after another. A
+        layer ends when its block returns. The first layer also ends when the first block is called.
         """
         return self.traced.rng_scope(seed, step, micro_batch)
 
     def __str__(self) -> str:
-        wide = max(len(layer.name) for layer in self)
-        lines = [f"{'layer':>5}  {'name':<{wide}}  {'parameters':>12}  {'ms':>7}  live behind it"]
+        width = max(len(layer.name) for layer in self)
+        lines = [f"{'layer':>5}  {'name':<{width}}  {'parameters':>12}  {'ms':>7}  live after it"]
         for layer in self:
             live = ", ".join(f"{value.name} {'x'.join(map(str, value.shape))}" for value in layer.live)
             milliseconds = f"{layer.seconds * 1e3:.2f}"
             lines.append(
-                f"{layer.index:>5}  {layer.name:<{wide}}  {layer.parameters:>12,}  {milliseconds:>7}  {live}"
+                f"{layer.index:>5}  {layer.name:<{width}}  {layer.parameters:>12,}  {milliseconds:>7}  {live}"
             )
         return "\n".join(lines)
 
@@ -131,16 +128,20 @@ def _live(trace: Trace, value_id: ValueId) -> LiveValue:
 
 
 def layers_of(model: nn.Module, sample: Tree, blocks: Sequence[str] | None = None) -> ModelLayers:
-    """The layers that a pipe would cut a model into, and what lives at each cut between them.
+    """Splits a model into layers, as a pipe does. Shows the tensors that cross each boundary between them.
 
     Args:
-        model: Any module; it stays as it is.
-        sample: An example micro-batch: what a call of the model is given.
-        blocks: The names of the modules between which it may be cut; by default those that the model says are not
-            to be split, else the members of its lists of modules.
+        model: Any module. It is not changed.
+        sample: An example micro-batch: the arguments of a call of the model.
+        blocks: The names of the modules to split between. Default: the modules in the model's `_no_split_modules`,
+            otherwise the members of its lists of modules.
+
+    Returns:
+        The layers. Pass them to `gpipe.GPipe` in place of the model.
 
     Raises:
-        ValueError: The model cannot be cut so that it gives the same bits; says why, and what to do.
+        ValueError: If the model cannot be split with bitwise identical results. The message says why, and how to fix
+            it.
 
     Example:
         >>> class Net(nn.Module):
@@ -148,8 +149,8 @@ def layers_of(model: nn.Module, sample: Tree, blocks: Sequence[str] | None = Non
         ...         super().__init__()
         ...         self.embed = nn.Embedding(10, 4)
         ...         self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        ...     def forward(self, words):
-        ...         value = self.embed(words)
+        ...     def forward(self, tokens):
+        ...         value = self.embed(tokens)
         ...         for block in self.blocks:
         ...             value = value + block(value).relu()
         ...         return value
@@ -164,51 +165,61 @@ def layers_of(model: nn.Module, sample: Tree, blocks: Sequence[str] | None = Non
 
 
 COMPILED = (
-    "give the model itself (torch.compile(model) keeps it as ._orig_mod; after model.compile() make it anew), and "
-    "compile its blocks: for block in model.layers: block.compile()"
+    "{model}: the model is compiled as a whole, so gpipe cannot trace its operations. Pass the original model "
+    "(._orig_mod of a module that torch.compile returned), and compile its blocks: for block in model.layers: "
+    "block.compile(). [compiled-model]"
 )
-SCRIPTED = "give the model that was scripted"
+SCRIPTED = (
+    "{model}: the model is scripted, so gpipe cannot trace its operations. Pass the model from before "
+    "torch.jit.script. [torchscript-module]"
+)
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def is_model(given: object) -> bool:
-    """Whether what is given as layers is a model with a forward of its own.
+def is_model(value: object) -> bool:
+    """Whether a value is a model with a forward of its own, and not a sequence of layers.
 
     >>> class Net(nn.Sequential):
     ...     def forward(self, x): return super().forward(x) + x
     >>> is_model(nn.Sequential()), is_model(Net()), is_model(nn.Linear(2, 2)), is_model([nn.Linear(2, 2)])
     (False, True, True, False)
     """
-    if isinstance(given, (ModelLayers, torch.jit.ScriptModule)):
+    if isinstance(value, (ModelLayers, torch.jit.ScriptModule)):
         return True
-    own = (nn.Sequential.forward, Sequential.forward)
-    return isinstance(given, nn.Module) and type(given).forward not in own and not isinstance(given, LISTS)
+    sequential_forwards = (nn.Sequential.forward, Sequential.forward)
+    return (
+        isinstance(value, nn.Module)
+        and type(value).forward not in sequential_forwards
+        and not isinstance(value, LISTS)
+    )
 
 
-def read_model(given: object, sample: Tree) -> TracedModel | None:
-    """The model as layers; None if these are layers already, or there is no sample to trace it on."""
-    if isinstance(given, ModelLayers):
-        return given.traced
-    if not isinstance(given, nn.Module) or not is_model(given):
+def read_model(model: object, sample: Tree) -> TracedModel | None:
+    """Traces a model on a sample. Returns None for a sequence of layers, or without a sample."""
+    if isinstance(model, ModelLayers):
+        return model.traced
+    if not isinstance(model, nn.Module) or not is_model(model):
         return None
-    _check_is_plain(given)
-    return None if sample is None else TracedModel(given, sample, None)
+    _check_is_plain(model)
+    return None if sample is None else TracedModel(model, sample, None)
 
 
-def _check_is_plain(given: nn.Module) -> None:
-    """Rejects a model that is compiled or scripted, or has scripted parts: what it does cannot be traced."""
-    if is_compiled(given) or isinstance(given, torch.jit.ScriptModule):
-        what, instead = ("compiled", COMPILED) if is_compiled(given) else ("scripted", SCRIPTED)
-        raise ValueError(f"the model is {what} as a whole, and what it does cannot be seen any more; {instead}")
-    if scripted := [name for name, part in given.named_modules() if isinstance(part, torch.jit.ScriptModule)]:
-        raise ValueError(f"{scripted[0]} in the {type(given).__name__} {OF_TORCHSCRIPT}")
+def _check_is_plain(model: nn.Module) -> None:
+    """Raises an error for a model that is compiled or scripted, or contains scripted modules."""
+    name = type(model).__name__
+    if is_compiled(model):
+        raise ValueError(COMPILED.format(model=name))
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(SCRIPTED.format(model=name))
+    if scripted := [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]:
+        raise ValueError(f"{scripted[0]} in the {name} {OF_TORCHSCRIPT}")
 
 
-def why_not_layers(given: object) -> list[str]:
-    """What is wrong with what is to be layers, since there is no sample to make a model some on."""
-    if is_model(given):
+def why_not_layers(model: object) -> list[str]:
+    """Returns the mistake of passing a model with its own forward, but no sample to trace it on."""
+    if is_model(model):
         return [
-            f"a {type(given).__name__} is no sequence of layers; give sample=, an example mini-batch, on which its "
-            f"forward is recorded to be cut into layers, or give an nn.Sequential of its layers"
+            f"{type(model).__name__} is not a sequence of layers. Pass sample=, an example mini-batch on which gpipe "
+            f"traces its forward, or pass an nn.Sequential of its layers. [sample-required]"
         ]
     return []

@@ -1,21 +1,22 @@
-"""A model on the meta device: traced without values, and given them where it is trained.
+"""Traces models on the meta device without values, and initializes their weights where they are trained.
 
 Rules:
-1. A layer's values depend on (seed, index) and on what stands in the layer, on nothing else. While they are made, all
-   other tensors of the model are on the meta device, where to write is nothing and draws nothing from a generator; so
-   it does not matter which layers have values already, or ever get some here.
-2. The model's own code gives them, in the order in which a constructor would: parts before the module that they are
-   part of. First comes `_init_weights(part)` of the innermost module around a part that has one, which is what
-   transformers calls, and many a model that says `self.apply(self._init_weights)`; what it leaves empty is given by
-   `reset_parameters()`, which the modules of torch have.
-3. A tensor under several names is the first layer's that has it, and is made where it stands in that layer first.
-4. Nothing changes unless all that is asked for has values.
 
-Note "The same objects". Memory of another device cannot be put into a parameter by `.data`. A new parameter in place
-of the old would have to be put wherever that stands, and whatever else refers to it, a module's list or an optimizer,
-would lose it. So the tensors are swapped inside of their objects (`torch.utils.swap_tensors`), which keeps ties,
-attributes and `requires_grad`. That is refused where somebody has a weak reference, as an RNN has to its weights;
-there the new parameter is put in all places where modules have the old one.
+1. The initial values of a layer depend only on (seed, index) and on the layer. While they are computed, all other
+   tensors of the model are on the meta device, where writes do nothing and use no random numbers. So it does not
+   matter which layers are already initialized, or are ever initialized in this process.
+2. The model's own code initializes them, in the order of a constructor: children before the module that contains
+   them. First gpipe calls `_init_weights(child)` of the innermost module around a child that has this method, as
+   transformers does, and many models with `self.apply(self._init_weights)`. For tensors that remain uninitialized it
+   calls `reset_parameters()`, which torch's modules have.
+3. A tensor with several names belongs to the first layer that has it, under its first name in that layer.
+4. Nothing changes unless all requested tensors get values.
+
+Note "The same objects". `.data` cannot assign memory of a different device to a parameter. A new parameter would have
+to replace the old one everywhere, and other references to it, such as an optimizer's, would become stale. So
+`torch.utils.swap_tensors` swaps the contents of the objects, which keeps ties, attributes and `requires_grad`. torch
+rejects this for tensors with weak references, such as the weights of an RNN. For these, a new parameter replaces the
+old one in all modules.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,9 +37,10 @@ from gpipe.stages.shared_weights import put_parameter
 from gpipe.tracing.runs import can_be_called, lacks_memory
 from gpipe.tracing.trace import CannotSplitError, OpCall
 
-BRANCHES = (
-    "{name} needs values between blocks, and the model is on the meta device and has none: its path depends on them. "
-    "Build it for real, or name other blocks: blocks=[...]"
+NEEDS_VALUES_BETWEEN_BLOCKS = (
+    "{name}: it needs values between blocks, but the model is on the meta device and has none. Create the model with "
+    "values, or choose blocks that contain this code: gpipe.layers_of(model, sample, blocks=[...]). "
+    "[meta-values-needed]"
 )
 
 
@@ -47,85 +49,88 @@ def lacks_values(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-class Dry:
-    """Does the operations of a model without values."""
+class DryRun:
+    """Executes the operations of a model without values, on fake tensors."""
 
-    again: Callable[[], None] = staticmethod(lambda: None)
-    """Called where a unit that has failed without values is to run again, on zeros."""
+    before_retry: Callable[[], None] = staticmethod(lambda: None)
+    """Called before a unit that failed without values runs again, on zeros."""
 
     def __init__(self) -> None:
         self._fakes = Fakes()
 
-    def faking(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Has the modules of a model have tensors without values that say to be on the CPU."""
-        return exchanged(model, lambda tensor: self.like(tensor) if tensor.is_meta else tensor)
+    def fake_tensors(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Replaces the meta tensors of a model by fake tensors that report the CPU as their device."""
+        return replaced_tensors(model, lambda tensor: self.like(tensor) if tensor.is_meta else tensor)
 
     def like(self, tensor: Tensor) -> Tensor:
         return self._fakes.like(tensor)
 
-    def do(self, call: OpCall) -> Any:
+    def execute(self, call: OpCall) -> Any:
         unit = call.unit
         try:
             with self._fakes.inside():
-                return call.do()
-        except Exception as error:  # some operations of units cannot be done without values, or not yet
+                return call.execute()
+        except Exception as error:  # torch cannot run some operations on fake tensors
             if unit is None and isinstance(error, NEEDS_VALUES):
-                raise CannotSplitError(BRANCHES.format(name=call.name)) from error
+                raise CannotSplitError(NEEDS_VALUES_BETWEEN_BLOCKS.format(name=call.name)) from error
             if unit is None or lacks_memory(error):
                 raise
-        self.again()
-        with exchanged(unit, zeros), torch.no_grad():
-            made = call.given(zeros).do()
-        return map_tensors(made, lambda tensor: tensor if is_fake(tensor) else self.like(tensor))
+        self.before_retry()
+        with replaced_tensors(unit, zeros), torch.no_grad():
+            result = call.map_tensors(zeros).execute()
+        return map_tensors(result, lambda tensor: tensor if is_fake(tensor) else self.like(tensor))
 
 
 @contextmanager
-def exchanged(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Has a model have others in place of its parameters and buffers, one for each."""
-    others = {id(tensor): other(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    with ExitStack() as back:
+def replaced_tensors(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Replaces each parameter and buffer of a model by `other(tensor)` inside the context."""
+    replacements = {id(tensor): replace(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    with ExitStack() as undo:
         for module in model.modules():
             for name, parameter in module._parameters.items():
-                back.callback(put_parameter, module, name, parameter)
-                put_parameter(module, name, others.get(id(parameter)))
+                undo.callback(put_parameter, module, name, parameter)
+                put_parameter(module, name, replacements.get(id(parameter)))
             for name, buffer in module._buffers.items():
-                back.callback(module._buffers.__setitem__, name, buffer)
-                module._buffers[name] = others.get(id(buffer))
+                undo.callback(module._buffers.__setitem__, name, buffer)
+                module._buffers[name] = replacements.get(id(buffer))
         yield
 
 
 def zeros(tensor: Any) -> Any:
-    """Zeros in place of a tensor without values."""
+    """Returns zeros for a fake tensor. Returns anything else unchanged."""
     return as_kind_of(tensor, torch.zeros(tensor.shape, dtype=tensor.dtype)) if is_fake(tensor) else tensor
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU, or one without values where it is."""
+    """Returns a copy of a tensor on the CPU. Returns CPU and meta tensors unchanged."""
     return tensor if tensor.is_cpu or tensor.is_meta else as_kind_of(tensor, tensor.detach().cpu())
 
 
-def as_kind_of(tensor: Tensor, made: Tensor) -> Tensor:
-    """What was made for a tensor, a parameter if that is one."""
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+def as_kind_of(tensor: Tensor, value: Tensor) -> Tensor:
+    """Returns `value`, as a parameter if `tensor` is one."""
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
-FREE = -1  # the index, in keys, of what belongs to no layer
-ODD = 0xA5  # what bytes of whole numbers are filled with before they get values; floats are filled with NaN
+FREE = -1  # the layer index of tensors that belong to no layer, in random keys
+SENTINEL = 0xA5  # marks the bytes of uninitialized integer tensors; floats are marked with NaN
 
-WITHOUT = (
-    "{names} have no values: they are on the meta device, and neither _init_weights of the model nor "
-    "reset_parameters() of the modules that hold them gives them any. Build the model for real, without "
-    "torch.device('meta'), or give those modules a reset_parameters() that fills them"
+NOT_INITIALIZED = (
+    "{names}: on the meta device, and neither _init_weights of the model nor reset_parameters() of their modules "
+    "initializes them. Create the model without torch.device('meta'), or add a reset_parameters() that fills them. "
+    "[meta-not-initialized]"
 )
-UNKNOWN = (
-    "{names} are on the meta device and neither parameters nor buffers, so nothing can give them values; let "
-    "their modules have them by register_buffer(name, value, persistent=False)"
+NOT_REGISTERED = (
+    "{names}: on the meta device, but neither parameters nor buffers, so gpipe cannot initialize them. Register them "
+    "with register_buffer(name, value, persistent=False). [meta-plain-tensor]"
 )
-HOOKED = "{names} have hooks, which would not come along; register them when the pipe is built"
+HOOKED = (
+    "{names}: they have hooks, which the initialized tensors would not keep. Register these hooks after you have "
+    "created the pipe. [meta-tensor-hooks]"
+)
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor stands: a module, its parameters or its buffers, and the name there."""
+    """The place of a tensor in a model: the module, its dict of parameters or buffers, and the key there."""
 
     module: nn.Module
     held: dict[str, Any]
@@ -133,17 +138,28 @@ class TensorPlace(NamedTuple):
     tensor: Tensor
 
 
-Places = Mapping[str, TensorPlace]  # by the names that their tensors have in the model
+Places = Mapping[str, TensorPlace]  # by the names of their tensors in the model
 
 
 def give_values(
     model: nn.Module,
-    layers: Sequence[Collection[str]],  # the names of what each has, of which one tensor may have several
+    layers: Sequence[Collection[str]],
     own: Collection[int],
     seed: int,
-    free: Collection[str] = (),  # the names of what belongs to no layer, and gets values too
+    free: Collection[str] = (),
 ) -> None:
-    """Gives what is on the meta device of a model's own layers memory and initial values."""
+    """Allocates and initializes the meta tensors of some layers.
+
+    Args:
+        model: The model.
+        layers: The names of the tensors of each layer. A tensor may have several names.
+        own: The indices of the layers to initialize.
+        seed: The seed of the initial values.
+        free: The names of tensors that belong to no layer. They are initialized too.
+
+    Raises:
+        ValueError: If some of these tensors cannot be initialized. Then nothing has changed.
+    """
     places = {
         f"{path}.{key}".lstrip("."): TensorPlace(module, held, key, tensor)
         for path, module in model.named_modules(remove_duplicate=False)
@@ -151,94 +167,99 @@ def give_values(
         for key, tensor in held.items()
         if tensor is not None
     }
-    asked = {*free, *(name for index in own for name in layers[index])}
-    wanted = {id(place.tensor): name for name, place in places.items() if name in asked and place.tensor.is_meta}
-    seen: set[int] = set()
-    made: dict[int, Tensor] = {}
-    for index, group in (*enumerate(layers), (FREE, free)):
-        of_group = [places[name] for name in reversed([*places]) if name in set(group)]  # each where it stands first
-        mine = {id(place.tensor): place for place in of_group if id(place.tensor) not in seen}
-        seen |= mine.keys()
-        if not mine.keys().isdisjoint(wanted):
+    requested = {*free, *(name for index in own for name in layers[index])}
+    wanted = {id(place.tensor): name for name, place in places.items() if name in requested and place.tensor.is_meta}
+    assigned: set[int] = set()
+    values: dict[int, Tensor] = {}
+    for index, names in (*enumerate(layers), (FREE, free)):
+        of_group = [places[name] for name in reversed([*places]) if name in set(names)]  # each where it stands first
+        new = {id(place.tensor): place for place in of_group if id(place.tensor) not in assigned}
+        assigned |= new.keys()
+        if not new.keys().isdisjoint(wanted):
             with seeded(rng_seed(seed, FREE, index, 0)):
-                given = _initial_values(model, places, [*mine.values()], index)
-            made |= {it: value for it, value in given.items() if it in wanted}
-    if mistakes := list(_find_mistakes(model, places, wanted, made)):
-        raise ValueError("; ".join(mistakes))
-    _put(places, made)
+                initialized = _initial_values(model, places, [*new.values()], index)
+            values |= {key: value for key, value in initialized.items() if key in wanted}
+    if mistakes := list(_find_mistakes(model, places, wanted, values)):
+        raise ValueError("\n".join(mistakes))
+    _put(places, values)
 
 
 def _find_mistakes(
-    model: nn.Module, places: Places, wanted: Mapping[int, str], made: Collection[int]
+    model: nn.Module, places: Places, wanted: Mapping[int, str], values: Collection[int]
 ) -> Iterator[str]:
-    known = {id(place.tensor) for place in places.values()}
-    unknown = [
+    registered = {id(place.tensor) for place in places.values()}
+    unregistered = [
         f"{path}.{key}".lstrip(".")
         for path, module in (model.named_modules() if wanted else ())
         for key, value in vars(module).items()
-        if isinstance(value, Tensor) and value.is_meta and id(value) not in known
+        if isinstance(value, Tensor) and value.is_meta and id(value) not in registered
     ]
-    without = [name for it, name in wanted.items() if it not in made]
-    hooked = [name for name in wanted.values() if has_hooks(places[name].tensor)]
-    for names, text in ((without, WITHOUT), (unknown, UNKNOWN), (hooked, HOOKED)):
+    uninitialized = [name for key, name in wanted.items() if key not in values]
+    with_hooks = [name for name in wanted.values() if has_hooks(places[name].tensor)]
+    for names, text in ((uninitialized, NOT_INITIALIZED), (unregistered, NOT_REGISTERED), (with_hooks, HOOKED)):
         if names:
             yield text.format(names=", ".join(names))
 
 
-def _initial_values(model: nn.Module, places: Places, mine: Sequence[TensorPlace], index: int) -> dict[int, Tensor]:
-    """The values that the model's own code gives to tensors, by their identities; it may give some none."""
-    given: dict[int, Tensor] = {}
+def _initial_values(model: nn.Module, places: Places, own: Sequence[TensorPlace], index: int) -> dict[int, Tensor]:
+    """Returns the values with which the model's own code initializes tensors, by identity. Some may be missing."""
+    values: dict[int, Tensor] = {}
     try:
         for by_model in (True, False):
-            left = [place for place in mine if id(place.tensor) not in given and _can_have_values(place.tensor)]
-            if left:
-                given |= _run(model, places, left, by_model=by_model)
+            missing = [place for place in own if id(place.tensor) not in values and _can_have_values(place.tensor)]
+            if missing:
+                values |= _run_initialization(model, places, missing, by_model=by_model)
     except Exception as error:
-        error.add_note(f"while layer {index} got its initial values")
+        error.add_note(f"This happened while gpipe initialized the weights of layer {index}.")
         raise
-    return given
+    return values
 
 
 def _can_have_values(tensor: Tensor) -> bool:
     return not is_lazy(tensor) and not is_wrapper(tensor)
 
 
-def _run(model: nn.Module, places: Places, left: Sequence[TensorPlace], *, by_model: bool) -> dict[int, Tensor]:
-    """Initializes a model where the tensors at these places, and the others beside them, are on the CPU."""
-    beside = {place.module for place in left}
-    with ExitStack() as back, torch.no_grad(), torch.device("cpu"):
+def _run_initialization(
+    model: nn.Module, places: Places, missing: Sequence[TensorPlace], *, by_model: bool
+) -> dict[int, Tensor]:
+    """Runs the model's initialization with the tensors at these places, and others in the same modules, on the CPU.
+
+    Returns the tensors that it has written, by the identity of the original.
+    """
+    holders = {place.module for place in missing}
+    with ExitStack() as undo, torch.no_grad(), torch.device("cpu"):
         for place in {(id(place.held), place.key): place for place in places.values()}.values():  # each once
-            is_beside = place.module in beside
-            back.callback(place.held.__setitem__, place.key, place.tensor)
-            if _can_have_values(place.tensor) and (is_beside or not place.tensor.is_meta):
-                place.held[place.key] = _alike(place.tensor, "cpu" if is_beside else "meta")
-        stand_ins = [place.held[place.key] for place in left]
-        addresses = [_fill(stood) for stood in stand_ins]
-        _initialize(model, beside, (), by_model=by_model)
-        found = [place.held[place.key] for place in left]
-    given = {}
-    for place, made, stood, address in zip(left, found, stand_ins, addresses, strict=True):
-        if isinstance(made, Tensor) and not made.is_meta and made.shape == stood.shape:
-            if made is not stood:  # somebody put another in its place
-                stood.data = made.detach().to(stood.dtype)
-            if stood.data_ptr() != address or _is_written(stood):
-                given[id(place.tensor)] = stood
-    return given
+            in_holder = place.module in holders
+            undo.callback(place.held.__setitem__, place.key, place.tensor)
+            if _can_have_values(place.tensor) and (in_holder or not place.tensor.is_meta):
+                place.held[place.key] = _empty_like(place.tensor, "cpu" if in_holder else "meta")
+        originals = [place.held[place.key] for place in missing]
+        addresses = [_fill(tensor) for tensor in originals]
+        _initialize(model, holders, (), by_model=by_model)
+        results = [place.held[place.key] for place in missing]
+    values = {}
+    for place, result, original, address in zip(missing, results, originals, addresses, strict=True):
+        if isinstance(result, Tensor) and not result.is_meta and result.shape == original.shape:
+            if result is not original:  # the initialization assigned a new tensor
+                original.data = result.detach().to(original.dtype)
+            if original.data_ptr() != address or _is_written(original):
+                values[id(place.tensor)] = original
+    return values
 
 
-def _alike(tensor: Tensor, device: str) -> Tensor:
-    made = torch.empty_like(tensor, device=device, requires_grad=False)
+def _empty_like(tensor: Tensor, device: str) -> Tensor:
+    empty = torch.empty_like(tensor, device=device, requires_grad=False)
     if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, tensor.requires_grad)
-        made.__class__ = type(tensor)
-    made.__dict__.update(tensor.__dict__)
-    return made
+        empty = nn.Parameter(empty, tensor.requires_grad)
+        empty.__class__ = type(tensor)
+    empty.__dict__.update(tensor.__dict__)
+    return empty
 
 
 def _initialize(module: nn.Module, holders: set[nn.Module], around: tuple[nn.Module, ...], *, by_model: bool) -> None:
-    """Has the model's own code give values: to parts before what they are part of, if they hold what is wanted.
+    """Runs the model's own initialization: children first, and only modules that contain one of the `holders`.
 
-    `by_model` is whether by `_init_weights` of the innermost module around each, or by its own `reset_parameters`.
+    If `by_model`, calls `_init_weights` of the innermost module around each. Otherwise calls `reset_parameters`.
     """
     if holders.isdisjoint(module.modules()):
         return
@@ -256,11 +277,11 @@ def _initialize(module: nn.Module, holders: set[nn.Module], around: tuple[nn.Mod
 
 
 def _fill(tensor: Tensor) -> int:
-    """Fills a tensor with what shows whether it gets values; gives its address."""
+    """Marks a tensor as uninitialized, and returns its address."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(torch.nan)
     elif tensor.numel():
-        _bytes(tensor).fill_(ODD)
+        _bytes(tensor).fill_(SENTINEL)
     return tensor.data_ptr()
 
 
@@ -269,21 +290,21 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _is_written(tensor: Tensor) -> bool:
-    """Whether a tensor that was filled has values: a float in each place, whatever else in some."""
+    """Whether a tensor that `_fill` marked has values since: no NaN in a float tensor, a changed byte in others."""
     if tensor.is_floating_point() or tensor.is_complex():
         return not bool(tensor.isnan().any())
-    return not tensor.numel() or not bool((_bytes(tensor) == ODD).all())
+    return not tensor.numel() or not bool((_bytes(tensor) == SENTINEL).all())
 
 
-def _put(places: Places, made: Mapping[int, Tensor]) -> None:
+def _put(places: Places, values: Mapping[int, Tensor]) -> None:
     by_tensor: dict[int, list[TensorPlace]] = {}
     for place in places.values():
         by_tensor.setdefault(id(place.tensor), []).append(place)
-    for it, value in made.items():
-        same = by_tensor[it]
+    for key, value in values.items():
+        tied = by_tensor[key]
         try:
-            torch.utils.swap_tensors(same[0].tensor, value)
-        except RuntimeError:  # somebody has a weak reference: note "The same objects"
-            for place in same:
+            torch.utils.swap_tensors(tied[0].tensor, value)
+        except RuntimeError:  # a weak reference exists: note "The same objects"
+            for place in tied:
                 place.held[place.key] = value
                 refresh_weights_of_rnn(place.module)

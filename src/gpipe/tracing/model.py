@@ -14,7 +14,7 @@ from gpipe.stages.skips import Pop
 from gpipe.stages.stage import RngKey
 from gpipe.stages.tree import Tree, replace_tensors
 from gpipe.tracing import runs
-from gpipe.tracing.meta_model import exchanged, give_values, lacks_values, on_cpu
+from gpipe.tracing.meta_model import replaced_tensors, give_values, lacks_values, on_cpu
 from gpipe.tracing.own_loss import COUNT, OwnLoss, loss_in, takes_count, tried
 from gpipe.tracing.parts import (
     Parts,
@@ -121,7 +121,9 @@ class TracedModel:
             return works[0]
         if "blocks=[" not in str(refused[0]):
             names = ", ".join(find_blocks(model)[:3])
-            refused[0].args = (f"{refused[0]}; or name other blocks than {names}, ...: blocks=[...]",)
+            text, _, slug = str(refused[0]).rpartition(" [")
+            other_blocks = f"Or choose other blocks than {names}, ...: gpipe.layers_of(model, sample, blocks=[...])."
+            refused[0].args = (f"{text} {other_blocks} [{slug}",)
         raise refused[0]
 
     def _trace_first(self, sample: Tree) -> First:
@@ -303,7 +305,7 @@ class TracedModel:
     def let_go(self) -> None:
         """Has the model have what the layers have in place of parameters that other processes hold."""
         for part in self.layers.values():
-            part.lead()
+            part.push_parameters()
 
     def pops(self, number: int, stage_of: Sequence[int]) -> list[Pop]:
         """The uses of tensors that have routes of their own."""
@@ -326,7 +328,8 @@ class TracedModel:
             raise ValueError(TOO_MANY.format(model=type(self.model).__name__, most=MOST_TRACES, one=one, other=other))
         value = replace_tensors(value, on_cpu)
         try:
-            with runs.unchanged(self.model), exchanged(self.model, on_cpu):  # its layers may be on several devices
+            # The model's layers may be on several devices.
+            with runs.unchanged(self.model), replaced_tensors(self.model, on_cpu):
                 given = runs.arguments(self.model, value)
                 if known is None or lacks_values(self.model):
                     found = trace_forward(self.parts, given)

@@ -1,4 +1,4 @@
-"""Proves that in layers a model gives what it gives by itself, to the last bit."""
+"""Verifies on the sample that a split model computes bitwise the same results as the model itself."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipe._torch.dispatcher import ASKS_HOW_A_MASK_LIES, is_fake
+from gpipe._torch.dispatcher import CHECKS_MASK_ALIGNMENT, is_fake
 from gpipe._torch.trees import keystr, map_tensors, tree_flatten_with_path
 from gpipe.batch.microbatch import count_rows
 from gpipe.stages.buffers import untouched
@@ -17,7 +17,7 @@ from gpipe.stages.rng import rng_scope
 from gpipe.stages.stage import Layer
 from gpipe.stages.tree import Tree, replace_tensors
 from gpipe.tracing.interpreter import SAMPLE_KEY, StageInterpreter, describe
-from gpipe.tracing.meta_model import Dry, lacks_values
+from gpipe.tracing.meta_model import DryRun, lacks_values
 from gpipe.tracing.runs import ForwardArguments, arguments, failing_apart, is_of_code, watched
 from gpipe.tracing.shallow_copy import ShallowCopy
 from gpipe.tracing.stage import rng_scopes
@@ -25,38 +25,36 @@ from gpipe.tracing.trace import CannotSplitError, OpCall, Structure, Trace, Valu
 from gpipe.tracing.tracer import TracerRun
 
 OTHER_STRUCTURE = (
-    "interpreted in layers, the {model} gives an output of other parts than by itself: {parts}. Caches (use_cache), "
-    "and what blocks put elsewhere than into lists that the forward opens in a context variable, as transformers "
-    "does, are not seen in layers; turn them off, in model.config or in what the model is given, or collect so"
+    "The output of the split {model} has a different structure than the model's output: {split} instead of "
+    "{expected}. Turn off caches (use_cache=False) in the inputs and in model.config, and return what blocks store "
+    "elsewhere. gpipe only sees lists that the forward opens in a context variable. [split-output-structure-differs]"
 )
-OTHER_BITS = (
-    "interpreted in layers, the {model} gives other values than by itself: {what}. Something between blocks depends "
-    "on what is not seen there (a cache, a value that one block leaves for another, a random number): let it be part "
-    "of what blocks are given and return, or name other blocks: blocks=[...]. Or a block keeps a tensor from call to "
-    "call as an attribute, of which nothing is known: let it be a buffer, self.register_buffer(name, tensor). Or an "
-    "nn.TransformerEncoder is evaluated with a padding mask, which it does in nested tensors, as layers cannot: make "
-    "it with enable_nested_tensor=False, or set its use_nested_tensor to False"
+OTHER_VALUES = (
+    "The split {model} computes different values than the model: {difference}. A value reaches a later block by a "
+    "path that gpipe does not see. Pass it to the block as an argument, register state that a block keeps between "
+    "calls with register_buffer(name, tensor), or choose different blocks: gpipe.layers_of(model, sample, "
+    "blocks=[...]). [split-output-differs]"
 )
-NESTED = (
-    "an nn.TransformerEncoder of the {model} is evaluated with a padding mask, and computes in nested tensors, as "
-    "layers cannot, wherever no word stands behind padding. So the values of each mask say which path it takes: make "
-    "the encoder with enable_nested_tensor=False, or set its use_nested_tensor to False"
+NESTED_TENSORS = (
+    "{model} evaluates an nn.TransformerEncoder with a padding mask, which uses nested tensors for some masks, and "
+    "these cannot cross layers. Create the encoder with enable_nested_tensor=False, or set its use_nested_tensor to "
+    "False. [nested-tensor-encoder]"
 )
 
 
 class LastLayer(NamedTuple):
-    """The last layer of a model, and what came to it of a sample: it runs again on other inputs, blocks do not."""
+    """The last layer of a model and its inputs from the sample, so that it can run again without the blocks."""
 
     shallow_copy: ShallowCopy
     trace: Trace
     values: Mapping[ValueId, Tensor | None]
     log: Sequence[list[list[Any]]]
 
-    def run(self, given: ForwardArguments) -> Any:
-        """What the model gives of these arguments, and of what came of the sample's."""
-        leaves, _ = take_apart(replace_tensors(tuple(given), copy_of))
+    def run(self, arguments: ForwardArguments) -> Any:
+        """Returns the model's output for these arguments and the sample's values before the last layer."""
+        leaves, _ = take_apart(replace_tensors(tuple(arguments), copy_of))
         values = map_tensors({**self.values}, copy_of)
-        inputs = [None if ValueId(-1, at) in self.trace.carried else leaf for at, leaf in enumerate(leaves)]
+        inputs = [None if ValueId(-1, index) in self.trace.carried else leaf for index, leaf in enumerate(leaves)]
         log = [describe(leaves), *self.log[1:]]
         index, parts, device = len(self.trace.starts) - 1, self.shallow_copy.parts, _device_of(leaves)
         layers, ops = [Layer(index, str(index), parts.model)], self.trace.ops[self.trace.starts[-1] :]
@@ -64,118 +62,132 @@ class LastLayer(NamedTuple):
         self.shallow_copy.refresh()
         last = StageInterpreter(self.shallow_copy, self.trace, layers, values, log, frozenset(), device)
         with untouched(units):
-            return last.go(inputs)
+            return last.interpret(inputs)
 
     def outputs(self, parts: Sequence[Tree]) -> Iterator[Any]:
-        """What comes of the sample, which is the first part, and of its rows in the others, one behind another."""
+        """Yields the output for the sample, which is the first part, and then for parts of its rows."""
         model, rows, first = self.shallow_copy.parts.model, count_rows(parts[0]), 0
         yield self.run(arguments(model, parts[0]))
         for part in parts[1:]:
             end = first + count_rows(part)
-            yield self._of_rows(first, end, rows).run(arguments(model, part))
+            yield self._slice_rows(first, end, rows).run(arguments(model, part))
             first = end
 
-    def _of_rows(self, first: int, end: int, rows: int) -> "LastLayer":
+    def _slice_rows(self, first: int, end: int, rows: int) -> "LastLayer":
         if any(value is not None and value.shape[:1] != (rows,) for value in self.values.values()):
-            raise ValueError("what comes to the last layer is not of rows alone")
-        log = [[_cut(said, end - first, rows) for said in described] for described in self.log]
+            raise ValueError(f"An input of the last layer does not have {rows} rows.")
+        log = [[_slice_description(leaf, end - first, rows) for leaf in descriptions] for descriptions in self.log]
         values = map_tensors({**self.values}, lambda value: value[first:end])
         return self._replace(values=values, log=log)
 
 
-def _cut(said: list[Any], part: int, rows: int) -> list[Any]:
-    """What is written down of a tensor, of part of its rows; of anything else as it is."""
-    match said:
-        case [dtype, [first, *others], wants_gradient] if first == rows:
-            return [dtype, [part, *others], wants_gradient]
+def _slice_description(description: list[Any], part: int, rows: int) -> list[Any]:
+    """Returns the description of `part` rows of a tensor that has `rows`. Returns other descriptions unchanged."""
+    match description:
+        case [dtype, [first, *others], requires_grad] if first == rows:
+            return [dtype, [part, *others], requires_grad]
         case _:
-            return said
+            return description
 
 
 class Proof(NamedTuple):
-    """What a proof shows beside: the output, the seconds of each layer, and the last one, if there are values."""
+    """The results of a verified run in layers.
+
+    Attributes:
+        output: The output of the split model.
+        seconds: The seconds of each layer's forward.
+        last: The last layer. None if the model has no values.
+    """
 
     output: Any
     seconds: list[float]
     last: LastLayer | None
 
 
-def prove(found: TracerRun, given: ForwardArguments) -> Proof:
-    """Proves what a run of a model's forward has shown, in the model's mode."""
-    model = found.parts.model
-    if lacks_values(model):  # there are layouts alone to be compared
-        dry = Dry()
-        with dry.faking(model):
-            proof = _interpreted(found, given, dry)
-            compare(model, *map(_detached, (found.output, proof.output)))  # it was traced with gradients
+def prove(run: TracerRun, arguments: ForwardArguments) -> Proof:
+    """Verifies a traced forward in the model's current mode.
+
+    If the model is on the meta device, compares only layouts.
+
+    Raises:
+        CannotSplitError: If an output or a buffer of the split model differs.
+    """
+    model = run.parts.model
+    if lacks_values(model):
+        dry = DryRun()
+        with dry.fake_tensors(model):
+            proof = _run_layers(run, arguments, dry)
+            compare(model, *map(_detached, (run.output, proof.output)))  # the tracer ran with gradients
         return proof
-    with rng_scopes(found.parts, found.trace, SAMPLE_KEY), watched(model) as expected:
-        own = given.call(model)
+    with rng_scopes(run.parts, run.trace, SAMPLE_KEY), watched(model) as expected:
+        output = arguments.call(model)
     with watched(model) as buffers:
-        proof = failing_apart(model, given, lambda: _interpreted(found, given, None))
-    compare(model, own, proof.output)
+        proof = failing_apart(model, arguments, lambda: _run_layers(run, arguments, None))
+    compare(model, output, proof.output)
     for name in {*expected, *buffers}:
         if _differ(expected.get(name), buffers.get(name)):
-            text = OTHER_BITS.format(model=type(model).__name__, what=f"the buffer {name}")
+            text = OTHER_VALUES.format(model=type(model).__name__, difference=f"the buffer {name} differs")
             raise CannotSplitError(text, [name.rpartition(".")[0]])
     return proof
 
 
 class _EchoingInterpreter(StageInterpreter):
-    """Has each unit run once more behind its operation, on other inputs, and forgets what comes of it.
+    """Runs each unit once more after its operation, on different inputs, and discards the result.
 
-    So does a pipeline, whose micro-batches follow one another: what a block leaves somewhere for a later one is of
-    another by the time it is read.
+    So does a pipeline, where the next micro-batch follows. If a block leaves a tensor somewhere for a later block,
+    that block then reads the tensor of a different micro-batch.
     """
 
     seconds_of_echoes = 0.0
 
-    def do(self, call: OpCall) -> Any:
-        made = super().do(call)
-        may_nest = call.name == ASKS_HOW_A_MASK_LIES and not torch.is_grad_enabled()
-        if may_nest and (self.dry is not None or not made):  # another mask may lead where nothing shows it
-            raise CannotSplitError(NESTED.format(model=type(self.shallow_copy.parts.model).__name__))
+    def execute(self, call: OpCall) -> Any:
+        result = super().execute(call)
+        may_nest = call.name == CHECKS_MASK_ALIGNMENT and not torch.is_grad_enabled()
+        if may_nest and (self.dry is not None or not result):  # a different mask may lead to nested tensors
+            raise CannotSplitError(NESTED_TENSORS.format(model=type(self.shallow_copy.parts.model).__name__))
         if call.unit is not None and self.dry is None:
             start = time.perf_counter()
             self._echo(call, call.unit)
             self.seconds_of_echoes += time.perf_counter() - start
-        return made
+        return result
 
     def _echo(self, call: OpCall, unit: nn.Module) -> None:
-        real = any(map(is_carried, call.tensors))
-        other = call.given(lambda tensor: _other(tensor) if is_carried(tensor) or not real else tensor)
+        has_floats = any(map(is_carried, call.tensors))
+        echo = call.map_tensors(lambda tensor: _different(tensor) if is_carried(tensor) or not has_floats else tensor)
         try:
-            with rng_scope(0, 0, 0, 0), watched(unit):  # the layer goes on to draw as if there were none
-                other.do()
+            with rng_scope(0, 0, 0, 0), watched(unit):  # do not use up random numbers of the layer
+                echo.execute()
         except Exception as error:
-            if not is_of_code(error):  # else it cannot do with them, or not twice with one cache
+            # Errors of code are expected: the unit may not accept such inputs, or not twice with one cache.
+            if not is_of_code(error):
                 error.add_note(
-                    f"while {call.name} ran once more on rows in another order, or on smaller numbers, as another "
-                    f"micro-batch may have them, to see that it leaves nothing behind for other layers"
+                    f"This happened while gpipe ran {call.name} again on the sample with its rows in a different "
+                    f"order, or with smaller numbers, to check that it leaves no state for other layers. Pass a "
+                    f"sample for which such inputs are valid. [second-run-failed]"
                 )
                 raise
 
 
-def _other(tensor: Tensor) -> Tensor:
-    """A tensor of the same kind that is another: rows in another order, or smaller numbers."""
+def _different(tensor: Tensor) -> Tensor:
+    """Returns a different tensor of the same layout: with rows in a different order, or with smaller numbers."""
     if isinstance(tensor, nn.Parameter) or not tensor.dim():
         return tensor
-    other = tensor.detach().roll(1, 0 if len(tensor) > 1 else -1)
-    if is_carried(tensor) and (len(tensor) == 1 or torch.equal(other, tensor)):
-        other = tensor.detach() * 0.5
-    return other.requires_grad_(tensor.requires_grad)
+    different = tensor.detach().roll(1, 0 if len(tensor) > 1 else -1)
+    if is_carried(tensor) and (len(tensor) == 1 or torch.equal(different, tensor)):
+        different = tensor.detach() * 0.5
+    return different.requires_grad_(tensor.requires_grad)
 
 
 def _device_of(leaves: Sequence[Any]) -> torch.device:
     return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
-def _interpreted(found: TracerRun, given: ForwardArguments, dry: Dry | None) -> Proof:
-    """What the model gives when each layer is interpreted by itself."""
-    trace, parts = found.trace, found.parts
-    leaves, _ = take_apart(replace_tensors(tuple(given), copy_of))
+def _run_layers(run: TracerRun, arguments: ForwardArguments, dry: DryRun | None) -> Proof:
+    """Runs the model's forward in layers, one layer after another."""
+    trace, parts = run.trace, run.parts
+    leaves, _ = take_apart(replace_tensors(tuple(arguments), copy_of))
     values: dict[ValueId, Tensor | None] = {value_id: leaves[value_id.leaf] for value_id in trace.carried}
-    inputs = [None if ValueId(-1, at) in values else leaf for at, leaf in enumerate(leaves)]
+    inputs = [None if ValueId(-1, index) in values else leaf for index, leaf in enumerate(leaves)]
     log = [describe(leaves)]
     shallow_copy = ShallowCopy(parts)
     device = _device_of(leaves)
@@ -184,23 +196,23 @@ def _interpreted(found: TracerRun, given: ForwardArguments, dry: Dry | None) -> 
         start = time.perf_counter()
         if index:
             live = {value_id: values[value_id] for value_id in trace.live_before(index)}
-            values = map_tensors(live, copy_of)  # as a cut does
+            values = map_tensors(live, copy_of)  # as a stage boundary does
             shallow_copy.refresh()
         if index == len(trace.starts) - 1 and dry is None:
-            last = LastLayer(shallow_copy, trace, map_tensors(values, _alone), list(log))
+            last = LastLayer(shallow_copy, trace, map_tensors(values, _as_leaf), list(log))
         wanted = frozenset(edge.value_id for edge in trace.edges if edge.source <= index < edge.target)
         layer = Layer(index, str(index), parts.model)
         used = {edge.value_id: values[edge.value_id] for edge in trace.edges if edge.target == index}
-        arrived = used if index else values  # what else lives may go another way
-        interpreter = _EchoingInterpreter(shallow_copy, trace, [layer], arrived, log, wanted, device, dry=dry)
-        output = interpreter.go(inputs)
-        values = {**{one: values.get(one) for one in wanted}, **interpreter.made}
+        received = used if index else values  # other live values may bypass the stage of this layer
+        interpreter = _EchoingInterpreter(shallow_copy, trace, [layer], received, log, wanted, device, dry=dry)
+        output = interpreter.interpret(inputs)
+        values = {**{value_id: values.get(value_id) for value_id in wanted}, **interpreter.produced}
         seconds.append(time.perf_counter() - start - interpreter.seconds_of_echoes)
     return Proof(output, seconds, last)
 
 
-def _alone(value: Tensor) -> Tensor:
-    """A value without the graph behind it, which later operations in place do not change."""
+def _as_leaf(value: Tensor) -> Tensor:
+    """Returns a copy of a tensor without its autograd graph, which later in-place operations do not change."""
     return copy_of(value.detach()).requires_grad_(value.requires_grad)
 
 
@@ -209,37 +221,36 @@ def _detached(output: Any) -> Any:
     return structure.filled([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
-def compare(model: nn.Module, own: Any, found: Any) -> None:
-    """Refuses an output of layers that is not the model's own."""
-    (leaves, structure), (others, other) = take_apart(own), take_apart(found)
+def compare(model: nn.Module, expected: Any, output: Any) -> None:
+    """Raises an error if the output of the split model differs from the model's own, bitwise or in structure."""
+    (expected_leaves, expected_structure), (leaves, structure) = take_apart(expected), take_apart(output)
     name = type(model).__name__
-    if structure != other:
-        parts = f"{str(other.spec)[:200]} where it gives {str(structure.spec)[:200]}"
-        raise CannotSplitError(OTHER_STRUCTURE.format(model=name, parts=parts))
-    for at, pair in enumerate(zip(leaves, others, strict=True)):
+    if structure != expected_structure:
+        split, own = str(structure.spec)[:200], str(expected_structure.spec)[:200]
+        raise CannotSplitError(OTHER_STRUCTURE.format(model=name, split=split, expected=own))
+    for index, pair in enumerate(zip(expected_leaves, leaves, strict=True)):
         if _differ(*pair):
-            what = f"output{_place_of(structure, at)} {_difference(*pair)}"
-            raise CannotSplitError(OTHER_BITS.format(model=name, what=what))
+            difference = f"output{_path_of(structure, index)} {_difference(*pair)}"
+            raise CannotSplitError(OTHER_VALUES.format(model=name, difference=difference))
 
 
-def _differ(one: Any, other: Any) -> bool:
-    if is_fake(one) or is_fake(other):
-        return describe([one]) != describe([other])
-    return bool(differ(digest([one]), digest([other])))
+def _differ(expected: Any, leaf: Any) -> bool:
+    if is_fake(expected) or is_fake(leaf):
+        return describe([expected]) != describe([leaf])
+    return bool(differ(digest([expected]), digest([leaf])))
 
 
-def _place_of(structure: Structure, at: int) -> str:
-    """Where a leaf stands; its number, where plain dataclasses hold some."""
-    places = tree_flatten_with_path(structure.filled(range(structure.spec.num_leaves)))[0]
-    return keystr(places[at][0]) if len(places) == structure.spec.num_leaves else f", leaf {at},"
+def _path_of(structure: Structure, index: int) -> str:
+    """Returns the path of a leaf in a value, or its index if dataclasses hold some of the leaves."""
+    paths = tree_flatten_with_path(structure.filled(range(structure.spec.num_leaves)))[0]
+    return keystr(paths[index][0]) if len(paths) == structure.spec.num_leaves else f", leaf {index},"
 
 
-def _difference(one: Any, other: Any) -> str:
-    """How one leaf of an output differs from what it should be, in words."""
-    if not isinstance(one, Tensor) or describe([one]) != describe([other]):
-        return f"is {other!s:.80} where it should be {one!s:.80}"
+def _difference(expected: Any, leaf: Any) -> str:
+    if not isinstance(expected, Tensor) or describe([expected]) != describe([leaf]):
+        return f"is {leaf!s:.80} instead of {expected!s:.80}"
     try:
-        torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(leaf, expected, rtol=0, atol=0, equal_nan=True)
     except AssertionError as error:
-        return f"differs: {' '.join(str(error).split())}"
-    return "differs in the signs of zeros, or in what NaNs hold"
+        return f"differs: {' '.join(str(error).split()).removesuffix('.')}"
+    return "differs in the signs of zeros or in the bits of NaNs"

@@ -1,8 +1,10 @@
-"""Cuts what a causal model is given into slices along its tokens, and proves on the sample that these make the whole.
+"""Splits the inputs of a causal language model into slices along the sequence dimension.
 
-A slice is a forward of its own, that is told by a cache, as in generation, how many tokens came before it, and
-attends to their keys and values. What follows the last token of a slice, the next slice knows: so labels are shifted
-before they are cut, and the model's own loss takes them as `shift_labels`.
+Each slice is a separate forward pass. It receives a KV cache, as in generation, which holds the number of preceding
+tokens and their keys and values. The label of a slice's last token is in the next slice, so labels are shifted before
+they are split, and passed to the model as `shift_labels`.
+
+`prove_slices` runs the sample whole and in slices, and raises an error if the outputs differ.
 """
 
 import math
@@ -24,80 +26,92 @@ from gpipe.tracing.trace import take_apart
 
 CACHE, MASK = "past_key_values", "attention_mask"
 BY_TOKENS = ("input_ids", "inputs_embeds", "labels", "position_ids", "shift_labels", "token_type_ids")
-"""The inputs that have tokens in their second dimension, and are cut there; masks go to a slice up to its end."""
+"""Inputs with tokens in their second dimension, which are split there. A slice receives the mask up to its end."""
 NO_CACHE = (
-    "slices={slices}: the {model} takes no past_key_values, by which a slice of a sequence attends to those before "
-    "it; slices are for causal language models of transformers. Leave gpipe.Sliced out"
+    "slices={slices}: {model} does not accept past_key_values, which a slice needs to attend to earlier slices. "
+    "Remove gpipe.Sliced; it supports causal language models of transformers. [slices-need-cache]"
 )
 NO_VALUES = (
-    "slices={slices}: the {model} has no values yet (it is on the meta device), and it is tried on the sample if "
-    "slices make the whole; build it with values, or leave gpipe.Sliced out"
+    "slices={slices}: {model} is on the meta device, but gpipe must run the sample to verify that slices reproduce "
+    "the full sequence. Initialize the model first, or remove gpipe.Sliced. [slices-need-weights]"
 )
 OWN_LOSS = (
-    "slices={slices} is for the model's own loss, which is told the labels across the borders of slices: have "
-    "step(batch) given a dict of input_ids and labels, and make the pipe with such a sample; for another loss, leave "
-    "gpipe.Sliced out"
+    "slices={slices} requires the model's own loss, because a custom loss_fn does not see labels across slice "
+    "boundaries. Pass a dict with input_ids and labels, both as sample= and to step(batch). To use another loss, "
+    "remove gpipe.Sliced. [slices-need-model-loss]"
 )
-NOT_CUT = (
-    "slices={slices}: {name} has the shape {shape}, dtype {dtype}, and it is not known how it is cut along {tokens} "
-    "tokens; leave it out, or leave gpipe.Sliced out. Cut are {known}, and attention_mask [rows, tokens] of integers "
-    "or booleans, which are 0 or False for padding"
+NOT_SLICED = (
+    "slices={slices}: {name} has shape {shape} and dtype {dtype}, and gpipe cannot split it along {tokens} tokens. "
+    "Remove it, or remove gpipe.Sliced. gpipe splits {known}, and an attention_mask of shape [rows, tokens] with "
+    "integers or booleans, where 0 or False is padding. [slices-unknown-dimension]"
 )
-TOO_SHORT = "slices={slices}: a micro-batch of {tokens} tokens cannot be cut into so many; give fewer, or longer rows"
+TOO_SHORT = (
+    "slices={slices}: a micro-batch has only {tokens} tokens. Use fewer slices, or longer rows. "
+    "[slices-too-few-tokens]"
+)
 WINDOW = (
-    "slices={slices}: the {model} attends to a window of {window} tokens, and the sample has {tokens}: it was not "
-    "tried whether slices see the same. Give a sample that is longer, or leave gpipe.Sliced out"
+    "slices={slices}: {model} attends to a window of {window} tokens, but the sample has only {tokens} tokens, so "
+    "gpipe could not verify slices beyond the window. Pass a longer sample, or remove gpipe.Sliced. "
+    "[slices-attention-window]"
 )
 PACKED = (
-    "slices={slices}: position_ids begin anew within a row, as those of packed sequences do, and no attention_mask "
-    "says what belongs together; a slice would attend to other sequences. Leave gpipe.Sliced out"
+    "slices={slices}: position_ids restart within a row, as in packed sequences, but no attention_mask separates the "
+    "sequences, so a slice would attend to other sequences. Remove gpipe.Sliced. [slices-packed-rows]"
 )
 WHOLE_LENGTH = (
-    "slices={slices}: rotary positions of the {model} ({kind}) depend on the length of the whole sequence, of which "
-    "a slice shows a part; leave gpipe.Sliced out"
+    "slices={slices}: the rotary positions of {model} ({kind}) depend on the length of the whole sequence, but a "
+    "slice sees only a part of it. Remove gpipe.Sliced. [slices-rotary-length]"
 )
 ROUTER = (
-    "slices={slices}: with output_router_logits the loss has a part for the router that is no mean over labels; "
-    "leave gpipe.Sliced out, or output_router_logits"
+    "slices={slices}: with output_router_logits, the loss has a router term that is not a mean over labels. Remove "
+    "gpipe.Sliced or output_router_logits. [slices-router-loss]"
 )
 CHECKPOINTED = (
-    "slices={slices}: under gradient checkpointing the {model} leaves out the cache, by which a slice attends to "
-    "those before it; call model.gradient_checkpointing_disable(), and give remat= in its place"
+    "slices={slices}: under gradient checkpointing, {model} ignores the cache that a slice needs to attend to "
+    "earlier slices. Call model.gradient_checkpointing_disable(), and pass remat= instead. "
+    "[slices-gradient-checkpointing]"
 )
-OTHERWISE = (
-    "slices={slices}: in slices the {model} {what}. It mixes tokens by more than attention to earlier ones with a "
-    "cache of their keys and values, or its loss is no mean over labels: leave gpipe.Sliced out"
+FAILS = (
+    "slices={slices}: {model} fails when run in slices, with {error}. Remove gpipe.Sliced; it supports models that "
+    "mix tokens only by causal attention with a KV cache. [slices-differ]"
+)
+NOT_A_MEAN = "slices={slices}: {model} has no loss that is a mean over labels. Remove gpipe.Sliced. [slices-differ]"
+DIFFERS = (
+    "slices={slices}: {model} computes results that differ by {distance:.3g} when run in slices. It mixes tokens "
+    "other than by causal attention with a KV cache, or its loss is not a mean over labels. Remove gpipe.Sliced. "
+    "[slices-differ]"
 )
 FROM_PADDING = (
-    "slices={slices}: in slices the {model} {what}. Some labels of the sample are predicted from padding, which "
-    "slices see otherwise: have those of padding and of the first token behind it be -100, or leave gpipe.Sliced out"
+    "slices={slices}: {model} computes a loss that differs by {distance:.3g} when run in slices. The sample has "
+    "labels that are predicted from padding, whose outputs depend on the slice. Set the labels of padding, and of "
+    "the first token after it, to -100, or remove gpipe.Sliced. [slices-padding-labels]"
 )
 
 
 def cache_of(model: nn.Module, tokens: int, keys: SliceKeys) -> Any:
-    """The cache that a slice is given: so many tokens came before, whose keys and values `keys` has."""
-    from transformers import cache_utils  # which a model that takes one has imported
+    """Returns the cache of a slice: `tokens` preceding tokens, whose keys and values are in `keys`."""
+    from transformers import cache_utils  # a model that accepts a cache has imported it already
 
-    kinds: Any = cache_utils  # untyped
+    untyped: Any = cache_utils
     config: Any = model.config
-    layers = [kinds.DynamicLayer() for _ in range(config.get_text_config(decoder=True).num_hidden_layers)]
+    layers = [untyped.DynamicLayer() for _ in range(config.get_text_config(decoder=True).num_hidden_layers)]
     for block, layer in enumerate(layers):
         vars(layer).update(update=partial(keys.add, block), get_seq_length=lambda: tokens)
-    made = kinds.Cache(layers=layers)
-    vars(made)["tokens_before"] = tokens
-    return made
+    cache = untyped.Cache(layers=layers)
+    vars(cache)["tokens_before"] = tokens
+    return cache
 
 
 def tokens_before(value: object) -> int | None:
-    """How many tokens came before a slice, of its cache; None of anything else."""
+    """Returns the number of tokens before a slice, if the value is the cache of a slice."""
     return getattr(value, "__dict__", {}).get("tokens_before")
 
 
 def cut(model: nn.Module, value: Tree, slices: int) -> list[dict[str, Any]]:
-    """A micro-batch in slices, the first ones a token longer where they are uneven.
+    """Splits a micro-batch into slices. If the tokens do not divide evenly, the first slices are one token longer.
 
     Raises:
-        ValueError: It cannot be cut.
+        ValueError: If gpipe cannot split the micro-batch.
     """
     if not isinstance(value, Mapping) or not isinstance(labels := value.get("labels"), Tensor):
         raise ValueError(OWN_LOSS.format(slices=slices))
@@ -112,100 +126,107 @@ def cut(model: nn.Module, value: Tree, slices: int) -> list[dict[str, Any]]:
     if isinstance(positions, Tensor) and value.get(MASK) is None and bool((positions.diff(dim=-1) != 1).any()):
         raise ValueError(PACKED.format(slices=slices))
     following = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-    given = {"shift_labels": following, **{name: one for name, one in value.items() if one is not None}}
-    for name, one in given.items():
-        is_whole = not one.dim() if isinstance(one, Tensor) else name != CACHE and not tensors_in(one)
-        shape, dtype = tuple(getattr(one, "shape", ())), getattr(one, "dtype", None)
-        is_mask = name == MASK and shape == labels.shape and not torch.is_floating_point(one)
+    inputs = {"shift_labels": following, **{name: item for name, item in value.items() if item is not None}}
+    for name, item in inputs.items():
+        is_whole = not item.dim() if isinstance(item, Tensor) else name != CACHE and not tensors_in(item)
+        shape, dtype = tuple(getattr(item, "shape", ())), getattr(item, "dtype", None)
+        is_mask = name == MASK and shape == labels.shape and not torch.is_floating_point(item)
         if not (is_whole or is_mask or (name in BY_TOKENS and shape[1:2] == (tokens,))):
-            told = {"name": name, "shape": shape, "dtype": dtype, "tokens": tokens, "known": ", ".join(BY_TOKENS)}
-            raise ValueError(NOT_CUT.format(slices=slices, **told))
+            known = ", ".join(BY_TOKENS)
+            raise ValueError(
+                NOT_SLICED.format(slices=slices, name=name, shape=shape, dtype=dtype, tokens=tokens, known=known)
+            )
 
-    def of_slice(first: int, end: int) -> dict[str, Any]:
+    def inputs_of_slice(first: int, end: int) -> dict[str, Any]:
         parts = {
-            name: one[:, 0 if name == MASK else first : end].contiguous()  # as losses want to view them
-            if isinstance(one, Tensor) and one.dim()
-            else one
-            for name, one in given.items()
+            name: item[:, 0 if name == MASK else first : end].contiguous()  # losses call `view` on labels
+            if isinstance(item, Tensor) and item.dim()
+            else item
+            for name, item in inputs.items()
         }
         return {**parts, "use_cache": False, CACHE: cache_of(model, first, SliceKeys())}
 
-    return [of_slice(first, end) for first, end in pairwise(accumulate(rows_of_parts(tokens, slices), initial=0))]
+    ends = accumulate(rows_of_parts(tokens, slices), initial=0)
+    return [inputs_of_slice(first, end) for first, end in pairwise(ends)]
 
 
 def check_takes_cache(model: nn.Module, slices: int, *, lacks_values: bool) -> None:
-    """Refuses a model that takes no cache as decoders of transformers do, or cannot be tried."""
+    """Raises an error if a model has no values, or does not accept a cache like decoders of transformers."""
     config = getattr(model, "config", None)
     is_decoder = hasattr(config, "get_text_config") and not getattr(config, "is_encoder_decoder", False)
-    told = {"slices": slices, "model": type(model).__name__}
+    fields = {"slices": slices, "model": type(model).__name__}
     if lacks_values or not (is_decoder and takes(model.forward, CACHE)):
-        raise ValueError((NO_VALUES if lacks_values else NO_CACHE).format(**told))
-    known: Any = config.get_text_config(decoder=True)  # type: ignore[union-attr]
-    if getattr(known, "output_router_logits", False):
-        raise ValueError(ROUTER.format(**told))
+        raise ValueError((NO_VALUES if lacks_values else NO_CACHE).format(**fields))
+    text_config: Any = config.get_text_config(decoder=True)  # type: ignore[union-attr]
+    if getattr(text_config, "output_router_logits", False):
+        raise ValueError(ROUTER.format(**fields))
     for kind in ("longrope", "dynamic"):
-        if kind in str(getattr(known, "rope_parameters", None)):  # by kind of layer in some models
-            raise ValueError(WHOLE_LENGTH.format(kind=kind, **told))
+        if kind in str(getattr(text_config, "rope_parameters", None)):  # by kind of layer in some models
+            raise ValueError(WHOLE_LENGTH.format(kind=kind, **fields))
 
 
 def prove_slices(model: nn.Module, value: Tree, slices: int, loss_of_model: OwnLoss) -> None:
-    """Compares what a model gives in slices with what it gives for the whole, in evaluation, within rounding.
+    """Verifies, in evaluation mode, that slices reproduce a model's outputs and loss up to rounding differences.
 
     Raises:
-        ValueError: It is something else, or does not run.
+        ValueError: If they differ, or if the model fails in slices.
     """
-    parts, config, told = cut(model, value, slices), model.config, {"slices": slices, "model": type(model).__name__}
+    parts, config, fields = cut(model, value, slices), model.config, {"slices": slices, "model": type(model).__name__}
     tokens = sum(part["labels"].shape[1] for part in parts)
     window = getattr(config.get_text_config(decoder=True), "sliding_window", None)  # type: ignore[union-attr, operator]  # of transformers
     if isinstance(window, int) and window >= tokens:
-        raise ValueError(WINDOW.format(window=window, tokens=tokens, **told))
+        raise ValueError(WINDOW.format(window=window, tokens=tokens, **fields))
     with unchanged(model), torch.no_grad():
         model.train(False)
         whole = arguments(model, without_cache(model, value)).call(model)
         try:
-            found = _in_slices(model, parts)
+            outputs = _run_in_slices(model, parts)
         except Exception as error:
             if lacks_memory(error):
                 raise
-            what = f"fails with {type(error).__name__}: {error}"
-            raise ValueError(OTHERWISE.format(what=what, **told)) from error
-    losses = [loss for output in (whole, *found) if (loss := loss_in(output)) is not None]
+            raise ValueError(
+                FAILS.format(error=f"{type(error).__name__}: {error}".removesuffix("."), **fields)
+            ) from error
+    losses = [loss for output in (whole, *outputs) if (loss := loss_in(output)) is not None]
     if len(losses) <= slices or loss_of_model.average.by == "rows":
-        raise ValueError(OTHERWISE.format(what="has no loss that is a mean over labels", **told))
+        raise ValueError(NOT_A_MEAN.format(**fields))
     counts = [loss_of_model.count(part) for part in parts]
     shares = loss_of_model.shares(counts, sum(counts))
-    said = [loss * share for loss, share in zip(losses[1:], shares, strict=True) if share]
+    weighted = [loss * share for loss, share in zip(losses[1:], shares, strict=True) if share]
     following, mask = torch.cat([part["shift_labels"] for part in parts], 1), parts[-1].get(MASK)
     real = torch.ones_like(following, dtype=torch.bool) if mask is None else mask.bool()
-    columns = zip(*map(tensors_of, (whole, *found)), strict=True)
-    pairs = [(own[real], torch.cat(some, 1)[real]) for own, *some in columns if own.shape[:2] == real.shape]
-    for own, other in [*pairs, (losses[0], torch.stack(said).sum())]:
-        away, near = float((own - other).abs().max()), rounding(own.dtype) * float(own.abs().max())
-        if not away <= near:
-            from_padding = not own.dim() and bool((following[~real] != IGNORED).any())
-            what = f"gives what is {away:.3g} away from the whole"
-            raise ValueError((FROM_PADDING if from_padding else OTHERWISE).format(what=what, **told))
+    columns = zip(*map(tensors_of, (whole, *outputs)), strict=True)
+    pairs = [
+        (expected[real], torch.cat(sliced, 1)[real])
+        for expected, *sliced in columns
+        if expected.shape[:2] == real.shape
+    ]
+    for expected, result in [*pairs, (losses[0], torch.stack(weighted).sum())]:
+        distance = float((expected - result).abs().max())
+        if not distance <= rounding(expected.dtype) * float(expected.abs().max()):
+            from_padding = not expected.dim() and bool((following[~real] != IGNORED).any())
+            raise ValueError((FROM_PADDING if from_padding else DIFFERS).format(distance=distance, **fields))
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """What two ways to compute the same may be apart by, of the largest number; some compute in float32 within."""
+    """Returns the relative rounding difference to accept. Some models compute in float32 inside."""
     eps: float = torch.finfo(dtype).eps
     return max(1e-7, min(math.sqrt(eps), 256 * eps))
 
 
-def _in_slices(model: nn.Module, parts: Sequence[Mapping[str, Any]]) -> list[Any]:
-    found, done = [], list[SliceKeys]()
+def _run_in_slices(model: nn.Module, parts: Sequence[Mapping[str, Any]]) -> list[Any]:
+    outputs, earlier = [], list[SliceKeys]()
     for part in parts:
-        keys = SliceKeys(list(done))
+        keys = SliceKeys(list(earlier))
         cache = cache_of(model, tokens_before(part[CACHE]) or 0, keys)
-        found.append(arguments(model, {**part, CACHE: cache}).call(model))
+        outputs.append(arguments(model, {**part, CACHE: cache}).call(model))
         if not keys.made:
-            raise ValueError("nothing is put into its cache")
+            raise ValueError("The model does not put keys and values into its cache.")
         keys.keep()
-        done.append(keys)
-    return found
+        earlier.append(keys)
+    return outputs
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """The tensors in an output, without those in a cache."""
+    """Returns the tensors in an output, except those in a cache."""
     return [leaf for leaf in take_apart(output)[0] if isinstance(leaf, Tensor)]

@@ -1,20 +1,20 @@
-"""The trace that a model's forward takes: its operations, which layer does which, and what crosses between layers.
+"""The trace of a model's forward: its operations, the layer of each, and the tensors that cross between layers.
 
-An operation is a call of a unit, or of a function of torch between units on what depends on
-parameters, on values of the inputs that are no whole numbers, or on chance. Whatever else the forward does - masks,
-positions, rotary tables - is done by every layer for itself.
+An operation is a call of a unit, or of a function of torch between units. Such a function is an operation if it
+depends on parameters, on inputs of floating point, or on random numbers. Every layer repeats the rest of the forward,
+such as masks, positions and rotary tables.
 
     forward      embed  mask  block  block  add  norm  head  loss
     operation      0      -     1      2     3    4     5    6..9
     layer          0     all    1      2    -------- 3 ---------
 
-Note "Relay". A value that several later layers use goes from the layer that made it to the first of these, from there
-to the next, and its gradient comes back the same way: so the gradients of its uses are added one after another, from
-the last use to the first, as autograd adds them where nothing is cut.
+Note "Relay". A tensor that several later layers use is relayed: from the layer that computes it to the first of them,
+from there to the next, and so on. Its gradient returns along the same route. So the gradients of its uses are summed
+from the last use to the first, as autograd sums them in the unsplit model.
 
-Note "Collections". A forward may open lists, in a context variable that it sets, to which hooks in units add: so
-transformers collects hidden states, attentions and what routers give. What a unit adds counts to what it returns, and
-where it ran in a layer before, it is added again to the lists that the forward has there.
+Note "Collections". A forward may open lists in a context variable, to which hooks in units append: transformers
+collects hidden states, attentions and router logits this way. The items that a unit appends count as part of its
+result. Layers after the unit append them again to the lists of their own run of the forward.
 """
 
 from bisect import bisect_right
@@ -32,17 +32,21 @@ from gpipe.stages.skips import Pop
 
 
 class CannotSplitError(ValueError):
-    """A model's forward does what cannot be computed in parts to the same bits; says what, where, and what to do."""
+    """Raised if gpipe cannot split a model into stages with bitwise identical results.
+
+    Attributes:
+        places: Names of modules. Making each of them a block may avoid the error.
+    """
 
     def __init__(self, text: str, places: Iterable[str] = ()) -> None:
         super().__init__(text)
-        self.places = tuple(places)  # modules that may be a block each instead
+        self.places = tuple(places)
 
 
 class ValueId(NamedTuple):
-    """Names a tensor in each interpretation: the operation that made it, and its place among what that returned."""
+    """Identifies a tensor: the operation that returned it, and its index among the leaves of the result."""
 
-    op: int  # -1 made the inputs
+    op: int  # -1 for the inputs
     leaf: int
 
     def __str__(self) -> str:
@@ -50,12 +54,12 @@ class ValueId(NamedTuple):
 
 
 Leaves = list[Any]
-Again = Mapping[int, ValueId]  # the leaves that are the same tensors as others before them, each with what these are
+Repeated = Mapping[int, ValueId]  # the leaves that are the same tensors as earlier leaves, and the ids of those
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What holds the leaves of a value."""
+    """The structure of a value without its leaves."""
 
     spec: TreeSpec
 
@@ -63,7 +67,7 @@ class Structure:
         return tree_unflatten(leaves, self.spec)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy or a pickle is made of a value of this structure: of torch's own specs it would warn."""
+        """Pickles an example value instead of torch's tree spec, because pickling a spec prints a warning."""
         return _structure_of, (self.filled(range(self.spec.num_leaves)),)
 
 
@@ -71,20 +75,20 @@ def _structure_of(value: Any) -> Structure:
     return take_apart(value)[1]
 
 
-ONE = Structure(tree_flatten(0)[1])  # of a value that is one leaf
+SINGLE_LEAF = Structure(tree_flatten(0)[1])
 
 
 def take_apart(value: Any) -> tuple[Leaves, Structure]:
-    """The leaves of a value, also of dataclasses in it, and its structure.
+    """Splits a value into its leaves and its structure, and also opens dataclasses.
 
     >>> @dataclass
-    ... class Made: one: int; more: list
-    >>> leaves, structure = take_apart((Made(1, [2, 3]), 4))
+    ... class Pair: first: int; rest: list
+    >>> leaves, structure = take_apart((Pair(1, [2, 3]), 4))
     >>> leaves, structure.filled([5, 6, 7, 8])
-    ([1, 2, 3, 4], (Made(one=5, more=[6, 7]), 8))
+    ([1, 2, 3, 4], (Pair(first=5, rest=[6, 7]), 8))
     """
     if isinstance(value, Tensor):
-        return [value], ONE
+        return [value], SINGLE_LEAF
     leaves, spec = tree_flatten(value)
     if any(map(_is_dataclass, leaves)):
         leaves, spec = tree_flatten(tree_map(_opened, value))
@@ -96,33 +100,44 @@ def _is_dataclass(value: object) -> bool:
 
 
 def _opened(leaf: Any) -> Any:
-    """A dataclass opened, and those in it, for torch's trees to look into."""
+    """Replaces a dataclass, and dataclasses in it, by nodes that torch's trees look into."""
     if not _is_dataclass(leaf):
         return leaf
-    inside = {field.name: tree_map(_opened, getattr(leaf, field.name)) for field in fields(leaf)}
-    return OpenDataclass(type(leaf), inside)
+    return OpenDataclass(
+        type(leaf), {field.name: tree_map(_opened, getattr(leaf, field.name)) for field in fields(leaf)}
+    )
 
 
 def is_carried(leaf: object) -> bool:
-    """Whether an input is carried only to those layers that use it: all but whole numbers, which every layer has."""
+    """Whether an input is sent only to the layers that use it: a floating-point or complex tensor."""
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation of a forward."""
+    """One operation of a forward.
 
-    name: str  # the unit's, or the function's
+    Attributes:
+        name: The name of the unit or function.
+        is_unit: Whether it is a call of a unit.
+        uses: The tensors among its arguments that other operations or the inputs provide.
+        raw: The names of the parameters among its arguments.
+        returns: The structure of its result.
+        repeated: Leaves of the result that are the same tensors as earlier leaves.
+        inner: Other units that the unit calls, or whose parameters it uses.
+    """
+
+    name: str
     is_unit: bool
-    uses: frozenset[ValueId]  # what it was given of what others made
-    raw: tuple[str, ...]  # the parameters that it was given as they are
-    returns: Structure  # how what it returned is put together
-    again: Again  # the leaves of that which are known by other value ids
-    inner: tuple[str, ...]  # the other units that a unit called, or whose parameters it used
+    uses: frozenset[ValueId]
+    raw: tuple[str, ...]
+    returns: Structure
+    repeated: Repeated
+    inner: tuple[str, ...]
 
 
 class Edge(NamedTuple):
-    """The way of a tensor from a layer that has it to the next that uses it (note "Relay")."""
+    """One hop of a tensor, from a layer that has it to the next layer that uses it (note "Relay")."""
 
     value_id: ValueId
     source: int
@@ -135,72 +150,93 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What the forward did with inputs of one structure."""
+    """The operations of a forward for inputs of one structure.
 
-    inputs: Structure  # how they are put together
-    carried: tuple[ValueId, ...]  # those inputs that go to the layers that use them; all others go to every layer
-    ops: tuple[Op, ...]  # in order
-    starts: tuple[int, ...]  # the first operation of each layer
-    results: frozenset[ValueId]  # the tensors of the output that operations or inputs brought
-    output: Structure  # how it is put together
-    buffers: frozenset[str]  # those that are read between units
-    taken: frozenset[int]  # the leaves of the inputs that any function between units was given
-    layouts: Mapping[ValueId, tuple[tuple[int, ...], torch.dtype]]  # of all that operations or inputs brought
+    Attributes:
+        inputs: The structure of the inputs.
+        carried: The inputs that are sent only to the layers that use them. Every layer has all other inputs.
+        ops: The operations in order.
+        starts: The index of the first operation of each layer.
+        results: The tensors of the output that are operation results or inputs.
+        output: The structure of the output.
+        buffers: The names of the buffers that functions between units read.
+        taken: The indices of the inputs that functions between units read.
+        layouts: The shape and dtype of each operation result and input.
+    """
+
+    inputs: Structure
+    carried: tuple[ValueId, ...]
+    ops: tuple[Op, ...]
+    starts: tuple[int, ...]
+    results: frozenset[ValueId]
+    output: Structure
+    buffers: frozenset[str]
+    taken: frozenset[int]
+    layouts: Mapping[ValueId, tuple[tuple[int, ...], torch.dtype]]
 
     def layer_of(self, op: int) -> int:
-        """The layer that does an operation; the inputs are with the first."""
+        """Returns the layer that runs an operation. The inputs belong to the first layer."""
         return max(bisect_right(self.starts, op) - 1, 0)
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
         users: dict[ValueId, set[int]] = {value_id: {len(self.starts) - 1} for value_id in self.results}
-        for at, op in enumerate(self.ops):
+        for index, op in enumerate(self.ops):
             for value_id in op.uses:
-                users.setdefault(value_id, set()).add(self.layer_of(at))
-        found = []
+                users.setdefault(value_id, set()).add(self.layer_of(index))
+        edges = []
         for value_id, layers in sorted(users.items()):
-            here = self.layer_of(value_id.op)
+            source = self.layer_of(value_id.op)
             for layer in sorted(layers):
-                if layer > here:
-                    found.append(Edge(value_id, here, layer))
-                    here = layer
-        return tuple(found)
+                if layer > source:
+                    edges.append(Edge(value_id, source, layer))
+                    source = layer
+        return tuple(edges)
 
     @cached_property
     def inside(self) -> frozenset[int]:
-        """The functions of which nothing crosses a cut: those that give tuples of tensors may give other numbers."""
+        """The functions between units whose results never cross between layers. Their number of tensors may vary."""
         crosses = {edge.value_id.op for edge in self.edges}
-        return frozenset(at for at, op in enumerate(self.ops) if not op.is_unit and at not in crosses)
+        return frozenset(index for index, op in enumerate(self.ops) if not op.is_unit and index not in crosses)
 
     def live_before(self, layer: int) -> list[ValueId]:
-        """What crosses a cut before a layer."""
+        """Returns the tensors that cross the boundary before a layer."""
         return [edge.value_id for edge in self.edges if edge.source < layer <= edge.target]
 
 
 class Collected(NamedTuple):
-    """What a unit returned, and what it has put beside that into each of the lists that were open."""
+    """The result of a unit, and the items that it appended to each open list."""
 
     returned: Any
-    more: list[list[Any]]
+    additions: list[list[Any]]
 
 
 def open_lists(outside: Context) -> list[list[Any]]:
-    """The lists, alone or in a dict, in the context variables that were set since; code in units may add to them."""
+    """Returns the lists in context variables that were set since, directly or in a dict. Units may append to them."""
     now = copy_context()
-    held = [value for variable, value in now.items() if value is not outside.get(variable)] if len(now) else ()
-    inner = (value.values() if isinstance(value, dict) else [value] for value in held)
-    return [one for values in inner for one in values if isinstance(one, list)]
+    changed = [value for variable, value in now.items() if value is not outside.get(variable)] if len(now) else ()
+    members = (value.values() if isinstance(value, dict) else [value] for value in changed)
+    return [member for values in members for member in values if isinstance(member, list)]
 
 
 class OpCall(NamedTuple):
-    """A call of a unit, or of a function of torch between units."""
+    """A call of a unit, or of a function of torch between units.
+
+    Attributes:
+        name: The name of the unit or function.
+        func: The unit or function.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        tensors: The tensors among the arguments, also in containers.
+        lists: The open lists, to which a unit may append.
+    """
 
     name: str
-    func: Callable[..., Any]  # the unit, or the function
+    func: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    tensors: Sequence[Tensor]  # among these, also in containers
-    lists: Sequence[list[Any]] = ()  # those to which a unit may add
+    tensors: Sequence[Tensor]
+    lists: Sequence[list[Any]] = ()
 
     @classmethod
     def of(
@@ -218,22 +254,23 @@ class OpCall(NamedTuple):
 
     @property
     def unit(self) -> nn.Module | None:
-        """The unit that is called; None for a function."""
+        """The unit that is called. None for a function."""
         return self.func if isinstance(self.func, nn.Module) else None
 
-    def do(self) -> Any:
-        """What it returns; where lists are open, with what it added to them, which is taken out."""
+    def execute(self) -> Any:
+        """Calls the function. If lists are open, moves the items that it appends into the result."""
         if not self.lists:
             return self.func(*self.args, **self.kwargs)
         before = list(map(len, self.lists))
         try:
             returned = self.func(*self.args, **self.kwargs)
-            return Collected(returned, [one[at:] for one, at in zip(self.lists, before, strict=True)])
+            return Collected(returned, [items[length:] for items, length in zip(self.lists, before, strict=True)])
         finally:
-            for one, at in zip(self.lists, before, strict=True):
-                del one[at:]
+            for items, length in zip(self.lists, before, strict=True):
+                del items[length:]
 
-    def given(self, change: Callable[[Tensor], Tensor]) -> "OpCall":
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "OpCall":
+        """Returns the same call with each tensor replaced by `change(tensor)`."""
         args, kwargs = map_tensors((self.args, dict(self.kwargs)), change)
         return OpCall.of(self.name, self.func, args, kwargs, self.lists)
 
@@ -241,15 +278,15 @@ class OpCall(NamedTuple):
 PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
-def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
+def _collect(values: Iterable[Any], tensors: list[Tensor]) -> None:
     for value in values:
         if type(value) in PLAIN:
             continue
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            _collect(value, found)
+            _collect(value, tensors)
         elif isinstance(value, dict):
-            _collect(value.values(), found)
+            _collect(value.values(), tensors)
         elif _is_dataclass(value):
-            _collect((getattr(value, field.name) for field in fields(value)), found)
+            _collect((getattr(value, field.name) for field in fields(value)), tensors)
