@@ -95,7 +95,7 @@ def test_what_builds_a_layer_stays_one() -> None:
         ({nn.ReLU(), nn.Tanh()}, "layers is a set, which has no order; give a list"),
         ("relu", "layers is a str; give an nn.Sequential"),
         (torch.ones(2), "layers is a Tensor; give an nn.Sequential"),
-        (Two(), "a Two is no sequence of layers; give sample=, an example mini-batch"),
+        (Two(), "Two is not a sequence of layers"),
     ],
 )
 def test_what_is_no_sequence_of_layers_is_refused_with_what_to_write(wrong: object, text: str) -> None:

@@ -72,7 +72,7 @@ def make(**changes: Any) -> gpipe.GPipe:
         ({"batch_norm": "even"}, "batch_norm='even' is unknown. Pass one of 'micro', 'deferred', 'synchronized'"),
         ({"model": []}, "model= has no layers"),
         ({"model": nn.Sequential()}, "model= has no layers"),
-        ({"model": nn.Linear(1, 1)}, "a Linear is no sequence of layers; give sample=, an example mini-batch"),
+        ({"model": nn.Linear(1, 1)}, "Linear is not a sequence of layers"),
         ({"model": 3}, "layers is a int; give an nn.Sequential, or a list"),
         ({"model": [nn.Tanh(), "relu", 3]}, f"layer 1 is a str; {A_LAYER}"),
         ({"model": [nn.Tanh(), "relu", 3]}, f"layer 2 is a int; {A_LAYER}"),

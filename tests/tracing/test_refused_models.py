@@ -133,23 +133,23 @@ def by_numpy(net: Net, x: Tensor, at: int) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[Net, Tensor, int], Tensor], str]] = {
-    "autograd.Function": (lambda net, x, at: Doubled.apply(x), r"layers.1 is given .*autograd.Function.* Put that"),
+    "autograd.Function": (lambda net, x, at: Doubled.apply(x), "layers.1: .*untraceable-tensor"),
     "reentrant checkpoint": (
-        lambda net, x, at: checkpoint(torch.tanh, x, use_reentrant=True), "use_reentrant=True",
+        lambda net, x, at: checkpoint(torch.tanh, x, use_reentrant=True), "untraceable-tensor",
     ),
-    "vmap": (lambda net, x, at: torch.vmap(lambda row: row * 2)(x), "what torch does not show"),
-    "Python's random": (lambda net, x, at: x * random.random(), "draws from Python's generator between .*layerdrop"),
-    "numpy's random": (lambda net, x, at: x * float(np.random.rand()), "draws from numpy's generator between blocks"),
-    "layers dropped": (drops, r"the Net draws a random number, .* between blocks.* to 0"),
-    "a tensor left": (keeps, "the Net leaves tensors in Net.seen, .* Return them as part of the output"),
-    "tensors collected": (collects, "the Net leaves tensors in Net.history"),
-    "numbers collected": (collects_numbers, "the Net changes Net.history each time .* count outside of the model"),
-    "a count": (counts, "the Net changes Net.count each time"),
-    "a buffer in place": (writes_buffer, "the Net changes the buffer mean between blocks"),
-    "a buffer by .data": (writes_data, "the Net changes the buffer mean between blocks"),
-    "another buffer": (assigns_buffer, "the Net changes the buffer mean between blocks"),
-    "made of nothing": (fills, r"is given a tensor .* then written into.*x.new_zeros"),
-    "numpy": (by_numpy, "between blocks .mean needs a value .*an array of numpy.* Let blocks hand on tensors"),
+    "vmap": (lambda net, x, at: torch.vmap(lambda row: row * 2)(x), "untraceable-tensor"),
+    "Python's random": (lambda net, x, at: x * random.random(), "Python's generator.*random-between-blocks"),
+    "numpy's random": (lambda net, x, at: x * float(np.random.rand()), "numpy's generator.*random-between-blocks"),
+    "layers dropped": (drops, "random number.*random-between-blocks"),
+    "a tensor left": (keeps, r"Net\.seen.*tensor-left-on-module"),
+    "tensors collected": (collects, r"Net\.history.*tensor-left-on-module"),
+    "numbers collected": (collects_numbers, r"Net\.history.*state-between-blocks"),
+    "a count": (counts, r"Net\.count.*state-between-blocks"),
+    "a buffer in place": (writes_buffer, "buffer mean .*buffer-between-blocks"),
+    "a buffer by .data": (writes_data, "buffer mean .*buffer-between-blocks"),
+    "another buffer": (assigns_buffer, "buffer mean .*buffer-between-blocks"),
+    "made of nothing": (fills, "untraceable-tensor"),
+    "numpy": (by_numpy, r"between blocks \.mean: .*value-missing-at-boundary"),
 }  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def test_what_is_between_blocks_is_refused_when_recorded(name: str) -> None:
     between, message = REFUSED[name]
     model = Net(between)
     torch.manual_seed(2)
-    with pytest.raises(ValueError, match=f"(?s){message}"):
+    with pytest.raises(ValueError, match=rf"(?s){message}.*\]$"):
         made(model)
     assert model.count == 0
     assert model.seen is None
@@ -185,7 +185,7 @@ def test_a_function_of_autograd_whose_output_crosses_a_cut_is_refused(grad: bool
     def kept(function: Callable[[Tensor], Tensor]) -> nn.Module:
         return Written(lambda layers, x: through(layers[1:], layers[0](x)) + function(layers[0](x)))
 
-    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"torch.autograd.Function"):
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"\[untraceable-tensor\]"):
         made(kept(Doubled.apply), remat="never")
     step(made(kept(torch.tanh)))
 
@@ -197,9 +197,8 @@ def test_a_function_of_autograd_whose_output_crosses_a_cut_is_refused(grad: bool
 def test_a_branch_on_a_size_of_one_is_rejected_with_the_size_and_advice_that_works(between: Any) -> None:
     """As by einx, which x-transformers uses."""
     model = Net(between)
-    with pytest.raises(ValueError, match=r"shape \[1, 6\], and had \[3, 6\] on the sample: .* size of 1") as raised:
+    with pytest.raises(ValueError, match=r"shape \[1, 6\], .* \[3, 6\] .*\[branch-on-shape\]"):
         step(made(model), M)
-    assert "fewer micro_batches=, or make the pipe with a sample that has it, sample=batch[:1]" in str(raised.value)
     expected = sum(squared(model(row), torch.ones(1, W)) / M for row in vectors(M).split(1))
     torch.testing.assert_close(step(made(model, sample=vectors(1)), M), expected.detach())  # type: ignore[union-attr]
     step(made(model), 8)
@@ -211,7 +210,7 @@ def test_a_branch_on_a_value_that_goes_another_way_is_refused() -> None:
 
     pipe = made(Net(branch))
     step(pipe)
-    with pytest.raises(ValueError, match=r"takes another path than on the sample: (div|mul) where .* one path"):
+    with pytest.raises(ValueError, match=r"reaches (div|mul), .*\[branch-on-value\]"):
         pipe.step(vectors(8) * 1e5, torch.ones(8, W), squared)
     step(pipe)
 
@@ -252,7 +251,7 @@ def test_an_encoder_that_computes_in_nested_tensors_is_refused_where_it_may(
                 assert torch.equal(pipe(bare), model(**bare))
                 assert torch.equal(pipe(causal), model(**causal))  # with both masks it takes the path of training
                 if nested:
-                    with pytest.raises(ValueError, match=r"nested tensors.* enable_nested_tensor=False"):
+                    with pytest.raises(ValueError, match=r"\[nested-tensor-encoder\]"):
                         pipe(given)
                     model.encoder.use_nested_tensor = False
                 assert torch.equal(pipe(given), model(**given))
@@ -267,7 +266,7 @@ def test_an_encoder_that_is_frozen_later_is_refused_too() -> None:
     with pipe_by_costs(model, 2, 2, sample=given, costs="params") as pipe:
         assert torch.equal(pipe(given), model(**given))
         model.requires_grad_(False)
-        with pytest.raises(ValueError, match="enable_nested_tensor=False"):
+        with pytest.raises(ValueError, match=r"\[nested-tensor-encoder\]"):
             pipe(given)
 
 
@@ -283,7 +282,7 @@ def test_an_encoder_without_values_is_refused_where_it_may_compute_in_nested_ten
             assert traced.begin([given])
     traced.model.eval()
     assert traced.begin([given])
-    with torch.no_grad(), pytest.raises(ValueError, match="nested tensors"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"\[nested-tensor-encoder\]"):
         traced.begin([given])
 
 
@@ -300,7 +299,7 @@ def test_a_path_is_proven_with_gradients_and_without(training: bool) -> None:
     with made(model) as pipe:
         step(pipe)
         for _ in range(2):
-            with torch.no_grad(), pytest.raises(ValueError, match="gives other values than by itself"):
+            with torch.no_grad(), pytest.raises(ValueError, match=r"\[split-output-differs\]"):
                 pipe(vectors(8))
         step(pipe)
 
@@ -325,7 +324,7 @@ def with_gradients(layers: nn.ModuleList, x: Tensor) -> Tensor:
     [
         (in_training, r"has 5 layers, and 6 with the sample: there it also does randn_like, add\."),
         (in_evaluation, r"has 6 layers, and 5 with the sample: here it also does softmax\."),
-        (with_gradients, r"another path than on the sample: layers\.1 where mul came.* gradients are recorded"),
+        (with_gradients, r"reaches layers\.1, .* mul .*\[branch-on-value\]"),
     ],
 )
 def test_what_one_mode_does_beside_is_named_with_the_mode(written: Callable[..., Tensor], why: str) -> None:
@@ -344,7 +343,7 @@ def test_a_change_through_a_view_across_a_cut_is_refused() -> None:
         part.mul_(2)
         return x + base
 
-    with pytest.raises(ValueError, match="gives other values than by itself"):
+    with pytest.raises(ValueError, match=r"\[split-output-differs\]"):
         made(Written(views))
 
 
@@ -369,20 +368,20 @@ def test_a_buffer_may_grow_between_blocks_but_not_change() -> None:
         return net
 
     step(made(scaled_by(lambda rows: torch.ones(rows))), 32)
-    with pytest.raises(ValueError, match=r"changes the buffer plain.table between blocks, .* inside of a block"):
+    with pytest.raises(ValueError, match=r"buffer plain\.table .*\[buffer-between-blocks\]"):
         step(made(scaled_by(lambda rows: torch.full((1,), float(rows)))), 32)
 
 
 def test_hooks_on_open_modules_are_refused() -> None:
     model = Net(lambda net, x, at: x)
     hook = model.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"Net has a hook, .* Put the hook on a block"):
+    with pytest.raises(ValueError, match=r"Net has a hook.*\[hook-around-blocks\]"):
         made(model)
     hook.remove()
     pipe = made(model)
     step(pipe)
     model.register_full_backward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="Net has a hook"):
+    with pytest.raises(ValueError, match=r"Net has a hook.*\[hook-around-blocks\]"):
         step(pipe)
 
 
@@ -397,7 +396,7 @@ def test_hooks_on_modules_without_parameters_run_once() -> None:
     later = Net(lambda net, x, at: net.plain(x))
     pipe = made(later)
     later.plain.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"plain has a hook, .* before the pipe is made"):
+    with pytest.raises(ValueError, match=r"plain has a hook.*\[hook-around-blocks\]"):
         step(pipe)
 
 
@@ -413,7 +412,7 @@ def test_a_forward_that_is_set_on_a_module_is_walked_through_if_it_is_a_method()
     loss = step(made(model))
     torch.testing.assert_close(loss, squared(plain(vectors(8)), torch.ones(8, W)).detach())
     model.forward = partial(forward, model)  # type: ignore[method-assign]  # as accelerate does
-    with pytest.raises(ValueError, match=r"Net has a forward that was set on it .*accelerate.* or set it on blocks"):
+    with pytest.raises(ValueError, match=r"\[replaced-forward\]"):
         made(model)
     model.forward = MethodType(forward, model)  # type: ignore[method-assign]
     for inner, names in ((model, [f"inner.layers.{at}" for at in range(5)]), (model.layers[1], ["block"])):
@@ -445,7 +444,7 @@ def test_what_a_block_keeps_is_to_be_a_buffer() -> None:
         torch.manual_seed(1)
         return Written(through, [Averages(as_buffer=as_buffer) for _ in range(3)])
 
-    differs = r"output differs: .* \d+ / 18 .*absolute difference: 0.\d+ .*self.register_buffer"
+    differs = r"output differs: .* \d+ / 18 .*absolute difference: 0.\d+ .*\[split-output-differs\]"
     with pytest.raises(ValueError, match=differs):
         made(whole(as_buffer=False))
     model, plain = whole(as_buffer=True), whole(as_buffer=True)
@@ -460,7 +459,7 @@ def test_a_replaced_module_is_refused() -> None:
     pipe = made(model)
     step(pipe)
     model.layers[1] = nn.Linear(W, W)
-    with pytest.raises(ValueError, match=r"a part of layers was replaced .* make a new pipe"):
+    with pytest.raises(ValueError, match=r"layers: .*\[module-replaced\]"):
         step(pipe)
 
 
@@ -506,7 +505,7 @@ def test_parameters_of_a_module_that_is_used_in_a_block_are_that_blocks_too(by: 
 
 
 def test_a_block_that_uses_a_parameter_of_its_parent_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"layers.0 uses weight by a reference, .* Hand it to layers.0"):
+    with pytest.raises(ValueError, match=r"layers\.0: it uses weight .*\[parameter-by-reference\]"):
         made(Shares("parent"))
 
 
@@ -516,7 +515,7 @@ def test_blocks_that_are_not_called_are_refused() -> None:
             x = x + layer.get_submodule("inner")(x)
         return x
 
-    with pytest.raises(ValueError, match=r"none of the blocks \(layers.0, .*\) is called .* of the Written.* Name"):
+    with pytest.raises(ValueError, match=r"Written .* layers\.0, .*\[blocks-not-called\]"):
         made(Written(forward))
     step(made(Written(forward), blocks=[f"layers.{at}.inner" for at in range(5)]))
 
@@ -578,8 +577,8 @@ def test_a_tuple_is_one_argument_and_the_note_says_so() -> None:
 
     with pytest.raises(TypeError, match="missing 1 required positional argument") as raised:
         made(Sum(through), sample=(vectors(5), vectors(5)))
-    assert "the tuple that was given is one argument of the forward; " in raised.value.__notes__[0]
-    assert raised.value.__notes__[0].endswith("x, y")
+    assert "The tuple was passed to the forward as one argument." in raised.value.__notes__[0]
+    assert raised.value.__notes__[0].endswith("x, y. [sample-is-one-argument]")
     made(Sum(through), sample={"x": vectors(5), "y": vectors(5)})
 
 
@@ -609,19 +608,19 @@ class Scripted(nn.Module):
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        (lambda: torch.compile(Net(same), backend="eager"), {}, r"compiled as a whole.* block.compile\(\)"),
-        (lambda: torch.jit.script(Scripted()), {}, r"scripted as a whole.* give the model that was scripted"),
+        (lambda: torch.compile(Net(same), backend="eager"), {}, "compiled-model"),
+        (lambda: torch.jit.script(Scripted()), {}, "torchscript-module"),
         (
             lambda: Written(through, [*map(torch.jit.script, blocks())]), {},
-            r"layers.0 in the Written is of TorchScript, .*; give the plain module",
+            r"layers\.0: .* Written .*torchscript-module",
         ),
-        (Scripted, {}, r"in a Scripted there is no list of blocks .* blocks=\[...\]"),
-        (nn.Identity, {}, r"in a Identity there is no list of blocks"),
-        (lambda: Net(same), {"blocks": ["layers.9"]}, r"there is no module 'layers.9'"),
-        (lambda: Net(same), {"blocks": "layers.1"}, r"give names of modules"),
-        (lambda: Net(same), {"blocks": []}, r"blocks is empty"),
-        (lambda: Net(same), {"blocks": ["layers", "layers.1"]}, r"'layers.1' stands in another block"),
-        (lambda: Net(same), {"sample": None}, r"a Net is no sequence of layers; give sample="),
+        (Scripted, {}, "Scripted .*no-list-of-blocks"),
+        (nn.Identity, {}, "Identity .*no-list-of-blocks"),
+        (lambda: Net(same), {"blocks": ["layers.9"]}, r"'layers\.9'.*block-not-found"),
+        (lambda: Net(same), {"blocks": "layers.1"}, "blocks-not-names"),
+        (lambda: Net(same), {"blocks": []}, "empty-blocks"),
+        (lambda: Net(same), {"blocks": ["layers", "layers.1"]}, r"'layers\.1' .*nested-blocks"),
+        (lambda: Net(same), {"sample": None}, "Net .*sample-required"),
         (lambda: Net(same), {"ties": [("a", "b")]}, r"ties= is only for a sequence of layers"),
     ],
     ids=["compiled", "scripted", "scripted blocks", "no blocks", "no parameters", "unknown", "text", "empty",
@@ -687,9 +686,7 @@ def test_an_object_with_tensors_of_an_earlier_layer_is_named() -> None:
             x = layer(x, cache=cache)
         return x
 
-    with pytest.raises(
-        ValueError, match=r"layers.2 is given a Slotted \(argument cache\) that holds tensors of an ear"
-    ):
+    with pytest.raises(ValueError, match=r"layers\.2: argument cache is a Slotted .*\[tensors-in-object\]"):
         made(Written(forward, [nn.Linear(W, W), Reads(W, W), Reads(W, W)]))
 
 
@@ -709,7 +706,7 @@ def test_what_goes_from_block_to_block_past_the_forward_is_refused(way: str, row
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + get()
 
-    with pytest.raises(ValueError, match="interpreted in layers, the Written gives other values than by itself"):
+    with pytest.raises(ValueError, match=r"Written .*\[split-output-differs\]"):
         gpipe.GPipe(Written(through, [First(3, 3), nn.Linear(3, 3), Last(3, 3)]), 2, 1, sample=torch.randn(rows, 3))
 
 
@@ -736,7 +733,7 @@ def test_blocks_that_look_into_a_list_that_others_add_to_are_refused(*, returned
         return x + sum(found) if returned else x
 
     layers = [Adds(3, 3), nn.Linear(3, 3), Looks(3, 3), nn.Linear(3, 3)]
-    with pytest.raises(ValueError, match="needs a value that an earlier layer made, and that did not cross the cuts"):
+    with pytest.raises(ValueError, match=r"\[value-missing-at-boundary\]"):
         gpipe.GPipe(Written(opens, layers), 2, 1, sample=torch.randn(6, 3))
 
 
@@ -758,7 +755,7 @@ def test_a_list_that_is_not_added_to_as_on_the_sample_is_refused(found: Callable
     model, ones = Written(opens, [Adds(3, 3) for _ in range(3)]), torch.ones(4, 3)
     with gpipe.GPipe(model, 2, 2, sample=ones) as pipe:
         assert torch.equal(pipe(ones), torch.cat([model(part) for part in ones.split(2)]))
-        with pytest.raises(ValueError, match="returns another structure than on the sample"):
+        with pytest.raises(ValueError, match=r"\[block-structure-differs\]"):
             pipe(-ones)
 
 
@@ -773,7 +770,7 @@ def test_rows_that_are_taken_apart_and_cross_a_cut_are_as_many_as_on_the_sample(
     model, x = Written(apart, [nn.Linear(3, 3) for _ in range(4)]), torch.randn(8, 3)
     with gpipe.GPipe(model, 3, 2, sample=x) as pipe:
         assert torch.equal(pipe(x), torch.cat([model(part) for part in x.split(4)]))
-        with pytest.raises(ValueError, match="unbind returns another structure than on the sample"):
+        with pytest.raises(ValueError, match=r"unbind: .*\[block-structure-differs\]"):
             pipe(x[:6])
 
 

@@ -210,7 +210,7 @@ def test_nobody_else_is_asked() -> None:
     give_values(model, layers, [0], 0)
     with pytest.raises(OSError, match="no such table") as raised:
         give_values(model, layers, [1], 0)
-    assert raised.value.__notes__ == ["while layer 1 got its initial values"]
+    assert raised.value.__notes__ == ["This happened while gpipe initialized the weights of layer 1."]
     assert model.get_parameter("1.weight").is_meta
 
 
@@ -230,9 +230,7 @@ class Raw(nn.Module):
 
 def test_what_nothing_gives_values_to_is_refused_and_nothing_changes() -> None:
     model = on_meta(lambda: nn.Sequential(Raw(), nn.Linear(2, 2)))
-    with pytest.raises(
-        ValueError, match=r"^0.gain, 0.partly, 0.flags, 0.count have no values: .* Build the model for"
-    ):
+    with pytest.raises(ValueError, match=r"^0.gain, 0.partly, 0.flags, 0.count: .*\[meta-not-initialized\]"):
         given_at_once(model)
     assert all(tensor.is_meta for tensor in tensors(model).values())
     give_values(model, [["1.weight", "1.bias"]], [0], 0)  # whoever does not hold them has no complaint
@@ -245,7 +243,7 @@ def test_tensors_that_are_no_buffers_and_hooks_are_refused() -> None:
         made[0].get_parameter("weight").register_hook(lambda gradient: None)
         return made
 
-    refused = r"^0.factor are on the .* register_buffer\(name, value.*; 0.alias have hooks, .* register them when"
+    refused = r"^0.factor: .*\[meta-plain-tensor\]\n0.alias: .*\[meta-tensor-hooks\]"
     with pytest.raises(ValueError, match=refused):
         given_at_once(on_meta(build))
 

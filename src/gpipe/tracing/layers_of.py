@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from gpipe._torch.modes import is_compiled
-from gpipe.stages.invalid_layers import OF_TORCHSCRIPT
 from gpipe.stages.quantized import numbers_in
 from gpipe.stages.skips import Sequential
 from gpipe.stages.tree import Tree
@@ -173,6 +172,10 @@ SCRIPTED = (
     "{model}: the model is scripted, so gpipe cannot trace its operations. Pass the model from before "
     "torch.jit.script. [torchscript-module]"
 )
+SCRIPTED_MODULE = (
+    "{name}: this module of {model} is scripted, so gpipe cannot check its state. Pass the module from before "
+    "torch.jit.script. [torchscript-module]"
+)
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -212,7 +215,7 @@ def _check_is_plain(model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(SCRIPTED.format(model=name))
     if scripted := [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]:
-        raise ValueError(f"{scripted[0]} in the {name} {OF_TORCHSCRIPT}")
+        raise ValueError(SCRIPTED_MODULE.format(name=scripted[0], model=name))
 
 
 def why_not_layers(model: object) -> list[str]:

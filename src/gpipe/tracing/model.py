@@ -14,7 +14,7 @@ from gpipe.stages.skips import Pop
 from gpipe.stages.stage import RngKey
 from gpipe.stages.tree import Tree, replace_tensors
 from gpipe.tracing import runs
-from gpipe.tracing.meta_model import replaced_tensors, give_values, lacks_values, on_cpu
+from gpipe.tracing.meta_model import give_values, lacks_values, on_cpu, replaced_tensors
 from gpipe.tracing.own_loss import COUNT, OwnLoss, loss_in, takes_count, tried
 from gpipe.tracing.parts import (
     Parts,

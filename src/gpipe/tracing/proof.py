@@ -35,6 +35,11 @@ OTHER_VALUES = (
     "calls with register_buffer(name, tensor), or choose different blocks: gpipe.layers_of(model, sample, "
     "blocks=[...]). [split-output-differs]"
 )
+OTHER_VALUES_OF_ENCODER = (
+    "The split {model} computes different values than the model: {difference}. In evaluation, its "
+    "nn.TransformerEncoder may use nested tensors, which cannot cross layers. Create the encoder with "
+    "enable_nested_tensor=False, or set its use_nested_tensor to False. [nested-tensor-encoder]"
+)
 NESTED_TENSORS = (
     "{model} evaluates an nn.TransformerEncoder with a padding mask, which uses nested tensors for some masks, and "
     "these cannot cross layers. Create the encoder with enable_nested_tensor=False, or set its use_nested_tensor to "
@@ -126,8 +131,7 @@ def prove(run: TracerRun, arguments: ForwardArguments) -> Proof:
     compare(model, output, proof.output)
     for name in {*expected, *buffers}:
         if _differ(expected.get(name), buffers.get(name)):
-            text = OTHER_VALUES.format(model=type(model).__name__, difference=f"the buffer {name} differs")
-            raise CannotSplitError(text, [name.rpartition(".")[0]])
+            raise _other_values(model, f"the buffer {name} differs", [name.rpartition(".")[0]])
     return proof
 
 
@@ -224,14 +228,19 @@ def _detached(output: Any) -> Any:
 def compare(model: nn.Module, expected: Any, output: Any) -> None:
     """Raises an error if the output of the split model differs from the model's own, bitwise or in structure."""
     (expected_leaves, expected_structure), (leaves, structure) = take_apart(expected), take_apart(output)
-    name = type(model).__name__
     if structure != expected_structure:
         split, own = str(structure.spec)[:200], str(expected_structure.spec)[:200]
-        raise CannotSplitError(OTHER_STRUCTURE.format(model=name, split=split, expected=own))
+        raise CannotSplitError(OTHER_STRUCTURE.format(model=type(model).__name__, split=split, expected=own))
     for index, pair in enumerate(zip(expected_leaves, leaves, strict=True)):
         if _differ(*pair):
-            difference = f"output{_path_of(structure, index)} {_difference(*pair)}"
-            raise CannotSplitError(OTHER_VALUES.format(model=name, difference=difference))
+            raise _other_values(model, f"output{_path_of(structure, index)} {_difference(*pair)}")
+
+
+def _other_values(model: nn.Module, difference: str, places: Sequence[str] = ()) -> CannotSplitError:
+    encoders = (module for module in model.modules() if isinstance(module, nn.TransformerEncoder))
+    may_nest = any(encoder.use_nested_tensor and not encoder.training for encoder in encoders)
+    text = OTHER_VALUES_OF_ENCODER if may_nest else OTHER_VALUES
+    return CannotSplitError(text.format(model=type(model).__name__, difference=difference), places)
 
 
 def _differ(expected: Any, leaf: Any) -> bool:
