@@ -235,10 +235,10 @@ def test_what_a_node_saved_lies_in_another_storage_as_it_did_before() -> None:
         (one,) = saved
         assert one.is_as_saved
         storage = one.tensor.untyped_storage().clone()
-        one.let_go()
-        with pytest.raises(RuntimeError, match="have been offloaded to the host"):
+        one.release_storage()
+        with pytest.raises(RuntimeError, match="are offloaded to host memory"):
             autograd.unpack(one)
-        one.lay_in(storage)
+        one.restore_storage(storage)
         y.sum().backward()
         assert x.grad is not None
         assert torch.equal(x.grad, 2 * (x.detach() * 2).exp())
@@ -366,8 +366,15 @@ def test_context_variables_of_torch_are_known() -> None:
 def test_devices_of_any_maker() -> None:
     """What only an accelerator shows is in tests/accelerator, on a simulated one."""
     cpu, meta = accelerator.CPU, torch.device("meta")
-    with relied_on("accelerators", "finds where ranks can be"), relied_on("awake", "keeps generators as they are"):
-        assert len(accelerator.accelerators()) == torch.accelerator.device_count() >= len(accelerator.awake())
+    with (
+        relied_on("accelerators", "finds where ranks can be"),
+        relied_on("initialized_accelerators", "keeps generators as they are"),
+    ):
+        assert (
+            len(accelerator.accelerators())
+            == torch.accelerator.device_count()
+            >= len(accelerator.initialized_accelerators())
+        )
     with relied_on("kinds", "keeps each kind's autocast"):
         assert accelerator.kinds()[0] == "cpu"
     with relied_on("queues", "tells who needs streams"):
@@ -657,14 +664,14 @@ def test_tensors() -> None:
 def test_a_rank_that_leaves_an_autocast_is_heard_of() -> None:
     with relied_on("as_rank", "keeps a rank's casts of weights while another rank leaves its autocast"):
         with modes.as_rank():
-            assert torch.clear_autocast_cache is not modes._forget
+            assert torch.clear_autocast_cache is not modes._clear_cache
             with torch.autocast("cpu", torch.bfloat16):
                 assert modes._rounds._inside == {threading.get_ident()}
             assert not modes._rounds._inside | modes._rounds._left
         with torch.autocast("cpu", torch.bfloat16):  # no rank
             assert not modes._rounds._inside
-        assert torch.clear_autocast_cache is modes._forget
-        assert torch.autocast_increment_nesting is modes._enter
+        assert torch.clear_autocast_cache is modes._clear_cache
+        assert torch.autocast_increment_nesting is modes._increment_nesting
 
 
 def test_a_rank_enters_again_when_the_casts_of_before_are_forgotten() -> None:
@@ -1044,17 +1051,20 @@ def test_a_scaler_looks_at_what_a_process_holds() -> None:
 def test_a_thread_may_go_by_a_key() -> None:
     with relied_on("unused_key", "is where random operations are seen"):
         key = dispatcher.unused_key()
-    with relied_on("goes_by", "sees that scopes are nested"), relied_on("go_by", "enters and leaves a scope"):
-        assert not dispatcher.goes_by(key)
-        dispatcher.go_by(key, True)
-        inside = dispatcher.goes_by(key)
-        dispatcher.go_by(key, False)
+    with (
+        relied_on("is_key_included", "sees that scopes are nested"),
+        relied_on("include_key", "enters and leaves a scope"),
+    ):
+        assert not dispatcher.is_key_included(key)
+        dispatcher.include_key(key, True)
+        inside = dispatcher.is_key_included(key)
+        dispatcher.include_key(key, False)
         assert inside
-        assert not dispatcher.goes_by(key)
-    with relied_on("leave_out", "draws below the kernel that saw it"):
-        dispatcher.leave_out(key, True)
+        assert not dispatcher.is_key_included(key)
+    with relied_on("exclude_key", "draws below the kernel that saw it"):
+        dispatcher.exclude_key(key, True)
         left_out = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
-        dispatcher.leave_out(key, False)
+        dispatcher.exclude_key(key, False)
         assert left_out
         assert not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
     with relied_on("stash", "keeps the scope of a thread"), relied_on("stashed", "finds the scope of a thread"):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import gpipe
-from gpipe._torch.dispatcher import goes_by
+from gpipe._torch.dispatcher import is_key_included
 from gpipe.stages import rng
 from tests.support.interrupts import find_places, interrupt
 from tests.support.plain_loop import weights_of
@@ -56,7 +56,7 @@ def state_of(pipe: gpipe.GPipe) -> dict[str, object]:
         "runs": pipe._engine.threads._runs,
         "threads of operations": torch.get_num_threads(),
         "grad mode": torch.is_grad_enabled(),
-        "whether randomness is keyed": bool(rng._installed) and goes_by(rng._installed[0]),
+        "whether randomness is keyed": bool(rng._installed) and is_key_included(rng._installed[0]),
         "modes": torch.overrides._get_current_function_mode_stack(),
     }
 

@@ -1,6 +1,6 @@
-"""Devices of any maker, as `torch.accelerator` names them: CUDA, ROCm, XPU and others, and CPUs beside them.
+"""Devices of any vendor, through `torch.accelerator`: CUDA, ROCm, XPU and others, and CPUs.
 
-A device *queues* if its kernels run later than they are called, on streams. CPUs do not; MPS has one stream alone.
+A device *queues* if it runs kernels asynchronously, on streams. CPUs do not; MPS has only one stream.
 """
 
 import os
@@ -18,31 +18,31 @@ WITHOUT_STREAMS = frozenset({"cpu", "meta", "mps"})
 
 
 def queues(device: torch.device) -> bool:
-    """Whether a device has streams to choose from."""
+    """Whether a device has several streams."""
     return device.type not in WITHOUT_STREAMS
 
 
 def accelerators() -> list[torch.device]:
-    """The accelerators of this process; none where there are CPUs alone."""
+    """Returns the accelerators of this process. The list is empty if there are only CPUs."""
     kind = torch.accelerator.current_accelerator(check_available=True)
-    return [torch.device(kind.type, at) for at in range(torch.accelerator.device_count())] if kind else []
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())] if kind else []
 
 
 @cache
 def kinds() -> tuple[str, ...]:
-    """The kinds of devices for which a thread may have an autocast."""
+    """Returns the device types for which a thread may have an autocast."""
     kind = torch.accelerator.current_accelerator()
     return ("cpu",) if kind is None else ("cpu", kind.type)
 
 
-def awake() -> list[torch.device]:
-    """The accelerators, if torch has begun to use them: it does where it is asked for their generators."""
-    found = accelerators()
-    return found if found and torch.get_device_module(found[0]).is_initialized() else []
+def initialized_accelerators() -> list[torch.device]:
+    """Returns the accelerators if torch has initialized them. Reading their generators would initialize them."""
+    devices = accelerators()
+    return devices if devices and torch.get_device_module(devices[0]).is_initialized() else []
 
 
 def numbered(device: torch.device) -> torch.device:
-    """A device with its number, but for the CPU, which is one whatever its name."""
+    """Returns a device with its index. Returns the CPU without an index."""
     if device.type == "cpu":
         return CPU
     if device.index is None and device.type != "meta":
@@ -51,7 +51,7 @@ def numbered(device: torch.device) -> torch.device:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that random operations on a device take when given none."""
+    """Returns the generator that random operations on a device use by default."""
     if device.type in ("cpu", "meta"):
         return torch.default_generator
     if device.type == "mps":
@@ -60,39 +60,39 @@ def default_generator(device: torch.device) -> torch.Generator:
     return generators[numbered(device).index]
 
 
-_standing_in: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock)
+_generator_locks: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock)
 
 
 @contextmanager
 def own_generator(device: torch.device) -> Iterator[torch.Generator]:
-    """The default generator of a device, while no other stands in for it."""
-    with _standing_in[numbered(device)]:
+    """Yields the default generator of a device. Waits while `standing_in` replaces its state."""
+    with _generator_locks[numbered(device)]:
         yield default_generator(device)
 
 
 @contextmanager
 def standing_in(generator: torch.Generator) -> Iterator[None]:
-    """Has what draws from its device's default generator draw from this one, for operations that take none.
+    """Replaces the state of a device's default generator by the state of `generator` inside the context.
 
-    The lock keeps apart the threads that draw on one device. Generators of CUDA's kind change places by reference.
+    A lock makes other threads that use random numbers on this device wait. CUDA generators swap states by reference.
     """
     default = default_generator(generator.device)
-    with _standing_in[numbered(generator.device)]:
+    with _generator_locks[numbered(generator.device)]:
         if _shares_states(generator.device.type):
-            own = default.graphsafe_get_state()
+            original = default.graphsafe_get_state()
             default.graphsafe_set_state(generator)
             try:
                 yield
             finally:
-                default.graphsafe_set_state(own)
+                default.graphsafe_set_state(original)
         else:
-            before = default.get_state()
+            default_state = default.get_state()
             default.set_state(generator.get_state())
             try:
                 yield
                 generator.set_state(default.get_state())
             finally:
-                default.set_state(before)
+                default.set_state(default_state)
 
 
 @cache
@@ -105,18 +105,21 @@ def _shares_states(kind: str) -> bool:
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream that this thread queues on."""
+    """Returns the stream on which this thread queues kernels."""
     return torch.accelerator.current_stream(device)
 
 
 @contextmanager
 def queued_on(stream: torch.Stream | None) -> Iterator[None]:
-    """Queues on a stream, if any, what is done inside. A `torch.Stream` itself cannot be entered by two at once."""
+    """Queues kernels on a stream inside the context. Does nothing if `stream` is None.
+
+    In contrast to a `torch.Stream`, two threads can enter it at once.
+    """
     if stream is None:
         yield
         return
     before, device = current_stream(stream.device), torch.accelerator.current_device_index()
-    torch.accelerator.set_stream(stream)  # and the device with it
+    torch.accelerator.set_stream(stream)  # also sets the device
     try:
         yield
     finally:
@@ -125,7 +128,10 @@ def queued_on(stream: torch.Stream | None) -> Iterator[None]:
 
 
 def put_data(parameter: Tensor, data: Tensor) -> None:
-    """`parameter.data = data`, also where torch has none, as between a CPU and an NPU; hooks stay, not gradients."""
+    """Assigns `parameter.data = data`, also between devices where torch cannot, such as a CPU and an NPU.
+
+    Keeps hooks, but not gradients.
+    """
     if torch._has_compatible_shallow_copy_type(parameter, data):
         parameter.data = data
         return
@@ -135,38 +141,38 @@ def put_data(parameter: Tensor, data: Tensor) -> None:
 
 
 def keep_parameters(module: nn.Module, device: torch.device, move: Callable[[Tensor], Tensor]) -> None:
-    """Moves the parameters for which `module.to(device)` would make others, if torch does so there, as on an NPU."""
+    """Moves parameters that `module.to(device)` would replace by new objects, as it does on an NPU."""
     for parameter in module.parameters():
-        of_torch = not hasattr(parameter, "__tensor_flatten__")  # others are moved by what they hold
-        if of_torch and not torch._has_compatible_shallow_copy_type(parameter, torch.empty(0, device=device)):
+        is_plain = not hasattr(parameter, "__tensor_flatten__")  # `to` moves the inner tensors of wrapper subclasses
+        if is_plain and not torch._has_compatible_shallow_copy_type(parameter, torch.empty(0, device=device)):
             gradient = parameter.grad
             put_data(parameter, move(parameter.data))
             parameter.grad = None if gradient is None else move(gradient)
 
 
 def copied_to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Copies on the CPU: each is queued behind what its device has to do, and all are waited for at once."""
-    given = list(tensors)
-    copies = [tensor.to(CPU, copy=True, non_blocking=queues(tensor.device)) for tensor in given]
-    for device in {tensor.device for tensor in given if queues(tensor.device)}:
+    """Copies tensors to the CPU. Queues all copies, then waits for each device once."""
+    originals = list(tensors)
+    copies = [tensor.to(CPU, copy=True, non_blocking=queues(tensor.device)) for tensor in originals]
+    for device in {tensor.device for tensor in originals if queues(tensor.device)}:
         current_stream(device).synchronize()
     return copies
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until all that was queued on a device is done."""
+    """Waits until a device has finished all queued kernels."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(device)
 
 
 def memory_of(device: torch.device) -> int:
-    """The bytes that a device holds when it is empty; of a CPU, those of the machine."""
+    """Returns the total memory of a device in bytes. For a CPU, this is the memory of the machine."""
     if queues(device):
         return int(torch.accelerator.get_memory_info(device)[1])
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def name_of(device: torch.device) -> str:
-    """What a device is called by its maker, as far as torch can say."""
+    """Returns the product name of a device, or its torch name if torch does not know it."""
     module = torch.get_device_module(device)
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else str(device)

@@ -1,8 +1,8 @@
-"""What autograd's engine, nodes and tensors do not say in public.
+"""Internals of autograd's engine, nodes and tensors.
 
-Products with weights, as nodes have them: a node computes the gradients of its input and of its weights in one go.
-Where the weights' are to be computed later, they must be computed as torch would have: the formulas here are those of
-its `derivatives.yaml`, for real numbers.
+For matrix products and convolutions, a node computes the gradients of its input and its weights together. If gpipe
+defers the weight gradients, it must compute them exactly as torch does. The formulas in this module are those of
+torch's `derivatives.yaml`, for real numbers.
 """
 
 import sys
@@ -23,72 +23,73 @@ _run_backward: Callable[..., object] = torch.autograd.Variable._execution_engine
 def accumulate_gradients(
     roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor], ends: Sequence[GradientEdge] = ()
 ) -> None:
-    """Adds to `.grad` of all leaves, or at the `ends`; `torch.autograd.backward` takes 29 us more to check."""
+    """Adds gradients to `.grad` of all leaves, or at `ends`. `torch.autograd.backward` checks more (29 us)."""
     _run_backward(
         tuple(roots),
         tuple(gradients),
         False,  # keep_graph
         False,  # create_graph
-        tuple(ends),  # inputs: it runs their nodes and those on the way, and computes nothing for others
+        tuple(ends),  # inputs: restricts the backward pass to the nodes that lead to them
         allow_unreachable=True,
         accumulate_grad=True,
     )
 
 
 will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
-"""Whether the backward that is under way comes to a node: not if it is for some inputs alone."""
-running_node: Callable[[], Any] = torch._C._current_autograd_node  # the node whose backward this thread runs, or None
+"""Whether the running backward pass will execute a node. A pass restricted to some inputs skips other nodes."""
+running_node: Callable[[], Any] = torch._C._current_autograd_node
+"""Returns the node whose backward this thread runs, or None."""
 
 
 def node_number(node: Any) -> int:
-    """How many nodes this thread had made when it made a node: which layer did follows from it."""
+    """Returns how many nodes this thread had created before this node, which tells the layer of the node."""
     return int(node._sequence_nr())
 
 
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The number that the next node of this thread will have."""
+"""Returns the number that the next node of this thread will have."""
 
 
 def gradient_hooks_of(tensor: Tensor) -> list[Any]:
-    """The dicts of hooks that see the gradient of a tensor, or that it has been accumulated."""
+    """Returns the dicts of a tensor's hooks: on its gradient, and on the accumulation of its gradient."""
     return [getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether somebody put a hook on a tensor."""
+    """Whether a tensor has a hook on its gradient."""
     return bool(tensor._backward_hooks)
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Whether somebody put a hook on a tensor, or on what accumulates its gradient."""
+    """Whether a tensor has a hook on its gradient, or on the accumulation of its gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def is_differentiated_forward() -> bool:
-    """Whether this thread is within `torch.autograd.forward_ad.dual_level()`, so that tensors may have tangents."""
+    """Whether this thread is inside `torch.autograd.forward_ad.dual_level()`, so that tensors may have tangents."""
     return forward_ad._current_level >= 0
 
 
 copy_each: Callable[[list[Tensor], tuple[Tensor, ...]], object] = torch._foreach_copy_
-"""Copies tensors into others all at once; `Tensor.copy_` does one."""
+"""Copies several tensors into others at once. `Tensor.copy_` copies one."""
 negative_view: Callable[[Tensor], Tensor] = torch._neg_view
-"""A view with the other sign, as `torch.conj(x).imag` is one."""
+"""Returns a view with the opposite sign, such as the view that `torch.conj(x).imag` creates."""
 
 
 def memory_users(tensor: Tensor) -> int:
-    """How many tensors there are of the memory of one, but for that which it is a view of and keeps alive."""
-    users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # one is the storage's own, in Python
+    """Returns the number of tensors that share a tensor's memory. The base of a view does not count."""
+    users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # without the Python storage object
     return users - tensor._is_view()
 
 
-def is_held(tensors: Sequence[Any], at: int) -> bool:
-    """Whether code in Python refers to a tensor, beside a list, or to that which it is a view of."""
-    known = sys.getrefcount(tensors[at]) > _LISTED
-    return known or (tensors[at]._is_view() and sys.getrefcount(tensors[at]._base) > _BASE)
+def is_held(tensors: Sequence[Any], index: int) -> bool:
+    """Whether Python code other than the list refers to `tensors[index]`, or to its base if it is a view."""
+    is_referenced = sys.getrefcount(tensors[index]) > _LISTED
+    return is_referenced or (tensors[index]._is_view() and sys.getrefcount(tensors[index]._base) > _BASE)
 
 
 _fresh = [torch.empty(2)[1:]]
-_LISTED, _BASE = sys.getrefcount(_fresh[0]), sys.getrefcount(_fresh[0]._base)  # what counts where nobody else does
+_LISTED, _BASE = sys.getrefcount(_fresh[0]), sys.getrefcount(_fresh[0]._base)  # counts without other references
 _nodes: Any = torch._C._functions
 WEIGHT_SLOTS: dict[type, tuple[int, ...]] = {
     _nodes.AddmmBackward0: (2, 0),
@@ -96,31 +97,37 @@ WEIGHT_SLOTS: dict[type, tuple[int, ...]] = {
     _nodes.BmmBackward0: (1,),
     _nodes.ConvolutionBackward0: (1, 2),
 }
-"""The kinds of node that are products, and the places of their weight and of its bias among what they were given."""
+"""The node types of products with weights, and the argument positions of the weight and its bias."""
 LAYOUT_NODES: frozenset[type] = frozenset({
     _nodes.TBackward0, _nodes.TransposeBackward0, _nodes.PermuteBackward0, _nodes.ViewBackward0,
     _nodes.UnsafeViewBackward0, _nodes.ExpandBackward0, _nodes.UnsqueezeBackward0, _nodes.SqueezeBackward1,
     _nodes.CloneBackward0, _nodes.ToCopyBackward0,
 })  # fmt: skip
-"""The kinds of node that lay out or cast one tensor, and save none for it."""
+"""The node types that only change the layout or dtype of one tensor, and save no tensor."""
 LEAF_NODE: type[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
-"""The kind of node that adds to the `.grad` of a leaf."""
-PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter})  # what is no subclass of a tensor with a life of its own
-OPERANDS = PLAIN | {FakeTensor}  # what a product may have saved: for its bytes to be counted, also what has no values
+"""The node type that accumulates into the `.grad` of a leaf."""
+PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter})  # without other subclasses
+OPERANDS = PLAIN | {FakeTensor}  # fake tensors too, so that their bytes can be counted
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """What a product saved, for the gradients of its weights."""
+    """A product whose weight gradients can be computed later.
 
-    x: Tensor  # what it was given
-    gradients: Callable[[Tensor, tuple[int, ...]], tuple[Tensor, ...]]  # for some places, from that of the product
+    Attributes:
+        x: The input that the node saved.
+        gradients: Computes the gradients of the arguments at some positions from the gradient of the product.
+    """
+
+    x: Tensor
+    gradients: Callable[[Tensor, tuple[int, ...]], tuple[Tensor, ...]]
 
 
 def read_product(node: Any) -> Product | None:
-    """What a node of `WEIGHT_SLOTS` saved; None where the formulas are not for it, or others' hooks unpack it.
+    """Reads the product of a node of `WEIGHT_SLOTS`.
 
-    Hooks may unpack a tensor once and for its own node alone, as those of `torch.utils.checkpoint` do.
+    Returns None if the formulas do not apply, or if saved-tensor hooks of other code would have to unpack the input.
+    Such hooks may unpack a tensor only once, for its own node, as the hooks of `torch.utils.checkpoint` do.
     """
     match type(node).__name__:
         case "AddmmBackward0" if node._saved_alpha == 1 and node._saved_beta == 1:
@@ -135,12 +142,12 @@ def read_product(node: Any) -> Product | None:
             if x is not None and weight is not None:
                 names = "bias_sym_sizes_opt stride padding dilation transposed output_padding groups"
                 options = [getattr(node, f"_saved_{name}") for name in names.split()]
-                return Product(x, partial(_of_convolution, x, weight, options))
+                return Product(x, partial(_convolution_gradients, x, weight, options))
     return None
 
 
 def _read_matrix_product(node: Any, name: str, bias_slot: int | None) -> Product | None:
-    """With a matrix, perhaps plus a bias: of that the gradient is the product's, which autograd sums to its shape."""
+    """Reads a product with a matrix. Autograd sums the product's gradient to the shape of the bias."""
     x, sizes, strides = _plain(node, name), node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
     if x is None:
         return None
@@ -153,16 +160,16 @@ def _read_matrix_product(node: Any, name: str, bias_slot: int | None) -> Product
     return Product(x, gradients)
 
 
-def _of_convolution(
+def _convolution_gradients(
     x: Tensor, weight: Tensor, options: list[Any], dy: Tensor, slots: tuple[int, ...]
 ) -> tuple[Tensor, ...]:
-    """In one go: torch has kernels that compute both."""
-    made = torch.ops.aten.convolution_backward(dy, x, weight, *options, [False, 1 in slots, 2 in slots])
-    return tuple(made[slot] for slot in slots)
+    """Computes both gradients in one call, because torch has kernels for both."""
+    gradients = torch.ops.aten.convolution_backward(dy, x, weight, *options, [False, 1 in slots, 2 in slots])
+    return tuple(gradients[slot] for slot in slots)
 
 
 def _plain(node: Any, name: str) -> Tensor | None:
-    """A tensor that a node saved, out of its graph, if it is a plain one of real numbers that no hook unpacks."""
+    """Returns a saved tensor without its graph. None for subclasses, complex numbers and hooks of other code."""
     if getattr(node, f"_raw_saved_{name}").unpack_hook not in (None, unpack):
         return None
     saved = getattr(node, f"_saved_{name}")
@@ -173,55 +180,61 @@ def _plain(node: Any, name: str) -> Tensor | None:
 
 @dataclass(slots=True, eq=False)
 class SavedTensor:
-    """A tensor that a node saved, out of its graph, and how often it had been changed in place by then."""
+    """A tensor that a node saved, without its graph.
 
-    tensor: Tensor  # while it is away, an empty one
+    Attributes:
+        tensor: The tensor. Empty while its storage is offloaded.
+        version: Its version when the node saved it.
+        away: Its storage offset, shape and strides while its storage is offloaded, otherwise None.
+    """
+
+    tensor: Tensor
     version: int
-    away: tuple[Any, torch.Size, tuple[int, ...]] | None = None  # how it lay in the storage that is away
+    away: tuple[Any, torch.Size, tuple[int, ...]] | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> "SavedTensor":
-        """What a hook is to give for what a node saves, with what was put on it as attributes."""
-        own = tensor.detach()
-        vars(own).update(vars(tensor) | vars(own))
-        return cls(own, tensor._version)
+        """Packs a tensor for a node. Keeps attributes that were set on the tensor."""
+        detached = tensor.detach()
+        vars(detached).update(vars(tensor) | vars(detached))
+        return cls(detached, tensor._version)
 
     @property
     def is_as_saved(self) -> bool:
-        """Whether its storage has its very numbers: it was not changed since, and is no view with other signs."""
+        """Whether its storage has the saved values: it is unchanged, and not a conjugate or negative view."""
         return self.tensor._version == self.version and not (self.tensor.is_conj() or self.tensor.is_neg())
 
     @property
     def address(self) -> int:
-        """Where its storage is, if it is dense memory that can be had; else 0."""
+        """The address of its storage, or 0 if the tensor is not plain, strided memory."""
         tensor = self.tensor
         if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             return 0
         try:
             return tensor.untyped_storage().data_ptr()
-        except RuntimeError:  # of a level of torch.func or forward mode that has ended
+        except RuntimeError:  # from a level of torch.func or forward mode that has ended
             return 0
 
-    def let_go(self) -> None:
+    def release_storage(self) -> None:
         tensor = self.tensor
         self.away = tensor.storage_offset(), tensor.shape, tensor.stride()
         self.tensor = tensor.new_empty(0)
 
-    def lay_in(self, storage: torch.UntypedStorage) -> None:
-        """Takes a storage in which it lies as it did."""
+    def restore_storage(self, storage: torch.UntypedStorage) -> None:
+        """Restores the tensor in a storage, with its offset, shape and strides."""
         assert self.away is not None
         self.tensor.set_(storage, *self.away)
         self.version, self.away = self.tensor._version, None
 
 
-WITH_THE_HOST = "a backward of another stage or micro-batch needs tensors that have been offloaded to the host"
+OFFLOADED = "A backward pass of a different stage or micro-batch needs activations that are offloaded to host memory."
 
 
 def unpack(saved: SavedTensor) -> Tensor:
-    """What a hook is to give a node for what it saved; where there is a hook, torch looks for no changes itself."""
+    """Returns the tensor that a node saved. Checks that it is unchanged, which torch does not do with hooks."""
     tensor = saved.tensor
     if saved.away is not None:
-        raise RuntimeError(WITH_THE_HOST)
+        raise RuntimeError(OFFLOADED)
     if tensor._version != saved.version:
         raise RuntimeError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -232,7 +245,7 @@ def unpack(saved: SavedTensor) -> Tensor:
 
 
 def has_node_hooks(node: Node) -> bool:
-    """Whether somebody put a hook behind a node, where what it computed is seen."""
+    """Whether a node has hooks on its result."""
     handle = node.register_hook(lambda made, came: None)
     try:
         return len(handle.hooks_dict_ref() or ()) > 1

@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint`, as the frames of its functions show it."""
+"""Reads the state of `torch.utils.checkpoint` from the frames of its functions."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -16,30 +16,38 @@ RERUNS = os.path.join(os.path.dirname(torch.__file__), "_prims", "rng_prims.py")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFrame:
-    """The forward of a checkpoint that is under way, or its recompute in a backward."""
+    """A running forward of a checkpoint, or its recomputation in a backward pass.
+
+    Attributes:
+        recomputes: Whether this is the recomputation.
+        preserves: Whether it keeps the states of default generators (`preserve_rng_state`).
+        cpu: The state of the CPU generator before the forward, if saved.
+        devices: The saved states of the generators of its inputs' devices, by index.
+        release: Makes the recomputation leave the default generators unchanged.
+    """
 
     recomputes: bool
-    preserves: bool  # whether it was told to keep the states of default generators (`preserve_rng_state`)
-    cpu: Tensor | None  # the state of the CPU's generator that it noted before the forward
-    devices: Mapping[int, Tensor]  # those of the devices that its inputs are on, by index
-    release: Callable[[], None]  # tells the forward to leave the default generators alone in its recompute
+    preserves: bool
+    cpu: Tensor | None
+    devices: Mapping[int, Tensor]
+    release: Callable[[], None]
 
     def state(self, device: torch.device) -> Tensor | None:
-        """The state of a device's generator, if it was noted."""
+        """Returns the saved state of a device's generator, or None."""
         return self.cpu if device.type in ("cpu", "meta") else self.devices.get(device.index)
 
 
 def read_checkpoint(frame: FrameType) -> CheckpointFrame | None:
-    """What a frame shows of a checkpoint, if it is of one."""
+    """Reads a frame of `torch.utils.checkpoint`. Returns None for other frames."""
     if not is_of_checkpoints(frame.f_code):
         return None
     names = frame.f_locals
     match frame.f_code.co_name:
         case "forward" if "ctx" in names:  # reentrant
             return _read(vars(names["ctx"]), partial(setattr, names["ctx"], "preserve_rng_state", False))
-        case "backward" if "outputs" not in names:  # with them, it runs the backward of what it recomputed
+        case "backward" if "outputs" not in names:  # with outputs, the recomputation has ended
             return _read(vars(names["ctx"]), recomputes=True)
-        case "checkpoint" | "_checkpoint_impl" if "gen" in names:  # not reentrant, in torch 2.13 and in 2.15
+        case "checkpoint" | "_checkpoint_impl" if "gen" in names:  # not reentrant, in torch 2.13 and 2.15
             inner = names["gen"].gi_frame.f_locals
             return _read(inner, partial(_release, inner["recompute_fn"]))
         case "recompute_fn":
@@ -48,7 +56,7 @@ def read_checkpoint(frame: FrameType) -> CheckpointFrame | None:
 
 
 def is_of_checkpoints(code: CodeType) -> bool:
-    """Whether code is of `torch.utils.checkpoint`."""
+    """Whether code belongs to `torch.utils.checkpoint`."""
     return code.co_filename == checkpoint.__file__
 
 
@@ -66,5 +74,5 @@ def _release(recompute: Any) -> None:
 
 
 def reruns_by_default_generator(code: CodeType) -> bool:
-    """Whether this is code of torch that runs compiled code again by the state of the default generator."""
+    """Whether code belongs to torch's function that reruns compiled code with the state of the default generator."""
     return "run_and_save_rng_state" in code.co_qualname and code.co_filename == RERUNS

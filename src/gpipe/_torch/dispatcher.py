@@ -1,4 +1,4 @@
-"""torch's dispatcher: kernels of one's own for operations, operations as they are done, tensors without values."""
+"""Internals of torch's dispatcher: custom kernels for operators, modes that observe operators, and fake tensors."""
 
 import ctypes
 import logging
@@ -24,29 +24,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpipe._torch.trees import tree_leaves
 
 Operator: TypeAlias = torch._ops.OpOverload[..., Any]
-"""One overload of an operation of torch, such as `torch.ops.aten.add.Tensor`."""
+"""One overload of an operator of torch, such as `torch.ops.aten.add.Tensor`."""
 UNUSED_KEY = "TESTING_ONLY_GenericMode"
 
 
 def unused_key() -> Any:
-    """The dispatch key that torch keeps for its own tests, above those of autograd and below those of modes."""
+    """Returns the dispatch key that torch reserves for its own tests. It comes after autograd and before modes."""
     return torch._C._dispatch_key_parse(UNUSED_KEY)
 
 
-goes_by: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
-"""Whether operations of this thread go by the kernels of a key."""
-go_by: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
-"""Has operations of this thread go by the kernels of a key, or no longer."""
-leave_out: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
-"""Has operations of this thread leave out the kernels of a key though they go by it, or no longer."""
+is_key_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
+"""Whether operators of this thread use the kernels of a key."""
+include_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
+"""Sets whether operators of this thread use the kernels of a key."""
+exclude_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
+"""Sets whether operators of this thread skip the kernels of a key although it is included."""
 
 
 SLOT = "gpipe.keyed"
-"""Where something is kept for a thread, and for the threads of the autograd engine where it runs what this begins."""
+"""A thread-local slot. Threads of the autograd engine inherit its value from the thread that calls backward."""
 
 
 def _stash_holds() -> bool:
-    """Whether torch holds what it keeps: 2.11 lets go of it all the same, and it would be freed in use."""
+    """Whether torch keeps a reference to the object in a slot. torch 2.11 does not, and would free it in use."""
     probe = object()
     before = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls(SLOT, probe)
@@ -63,84 +63,85 @@ def _stash_and_hold(value: object) -> None:
 
 
 stash: Callable[[object], None] = partial(torch._C._stash_obj_in_tls, SLOT) if _stash_holds() else _stash_and_hold
-"""Keeps something in the slot."""
+"""Stores an object in the slot."""
 forget_stashed: Callable[[], None] = partial(torch._C._remove_obj_from_tls, SLOT)
-"""Forgets what was stashed for this thread, which is about to end.
+"""Clears the slot of this thread, which is about to end.
 
-Torch itself would let go of it when the thread has ended for Python, and would need the interpreter for that, which
-may end at the same time: then the process is aborted.
+Otherwise torch would release the object after the thread has ended for Python. This needs the interpreter, and if
+the interpreter ends at the same time, the process aborts.
 """
-stashed: Callable[[], Any] = partial(torch._C._get_obj_in_tls, SLOT)  # what was stashed last
+stashed: Callable[[], Any] = partial(torch._C._get_obj_in_tls, SLOT)
+"""Returns the object in the slot."""
 
 
 keys_below: Callable[[Any], Any] = torch._C._dispatch_keyset_full_after
-"""The keys that come after a key, as what `redispatch` is given."""
+"""Returns the keys that come after a key, for `redispatch`."""
 
 
 def are_below_a_mode(keys: Any) -> bool:
-    """Whether a call comes through Python below a key: there is a mode, or a subclass of Tensor."""
+    """Whether these keys include Python: a mode is active, or an argument is a subclass of Tensor."""
     return bool(keys.has(torch._C.DispatchKey.Python))
 
 
 CHECKS_MASK_ALIGNMENT: str = "_nested_tensor_from_mask_left_aligned"
-"""By what `nn.TransformerEncoder` asks whether it may compute in nested tensors."""
+"""The function that `nn.TransformerEncoder` calls to decide whether a mask allows nested tensors."""
 ATTENTION_ON_CPU = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
 def random_operators() -> Iterator[Operator]:
-    """The operations that say of themselves that they draw, and are not made of others that do.
+    """Yields the operators that torch tags as random and that have kernels of their own.
 
-    Attention as the CPU has it says so and never does: it refuses dropout.
+    Skips attention on the CPU, which has the tag but never uses random numbers, because it rejects dropout.
     """
     for name in torch._C._dispatch_get_all_op_names():
         qualified, _, overload = name.partition(".")
         tags = torch._C._get_operation_overload(qualified, overload)[2]
-        made = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
-        if torch.Tag.nondeterministic_seeded in tags and not made and qualified != ATTENTION_ON_CPU:
+        is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+        if torch.Tag.nondeterministic_seeded in tags and not is_composite and qualified != ATTENTION_ON_CPU:
             namespace, _, packet = qualified.partition("::")
             yield getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 def arguments_of(operator: Operator) -> list[str]:
-    """The names of an operation's arguments, in order."""
+    """Returns the names of an operator's arguments in order."""
     return [argument.name for argument in operator._schema.arguments]
 
 
 def let_control_flow_pass(key: Any) -> None:
-    """Has `torch.cond` and its like, which have a dispatcher of their own, leave a key alone."""
+    """Makes `torch.cond` and other higher-order operators, which have their own dispatcher, ignore a key."""
     for operator in torch._ops._higher_order_ops.values():
         operator.fallthrough(key)
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
 
 
 def is_one_generator(generator: torch.Generator, other: torch.Generator) -> bool:
-    """Whether two objects of Python stand for one generator."""
+    """Whether two Python objects wrap the same generator."""
     return bool(generator._cdata == other._cdata)  # type: ignore[attr-defined]  # not in torch's types
 
 
 class Operations(TorchDispatchMode):
-    """Sees the tensors that operations inside make; it may be entered again and again, by one thread at a time."""
+    """Observes the tensors of operators inside the context. Only one thread at a time may enter it; it may nest."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given, came = tree_leaves((args, kwargs or {})), tree_leaves(made)
-        self.see([leaf for leaf in given if isinstance(leaf, Tensor)], [t for t in came if isinstance(t, Tensor)])
-        return made
+        result = func(*args, **(kwargs or {}))
+        inputs, outputs = tree_leaves((args, kwargs or {})), tree_leaves(result)
+        self.see([leaf for leaf in inputs if isinstance(leaf, Tensor)], [t for t in outputs if isinstance(t, Tensor)])
+        return result
 
     @abstractmethod
-    def see(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """Is told of an operation's tensors."""
+    def see(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Receives the tensors of one operator call."""
 
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-"""What an operation raises that cannot tell its output, or its layout, without values."""
+"""Raised by an operator on fake tensors whose output or output shape depends on values."""
 
 
-GROUPED_PRODUCT = torch.ops.aten._grouped_mm  # rows of groups by a matrix for each: what experts of transformers do
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm  # one matrix for each group of rows: experts in transformers use it
 
 
 class _FakeMode(FakeTensorMode):
-    """Has grouped products of any dtype, which torch without values refuses but in bfloat16."""
+    """Supports grouped products of every dtype. torch's own fake kernel supports only bfloat16."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not GROUPED_PRODUCT.default:
@@ -157,14 +158,14 @@ def _grouped_product(
 
 
 class Fakes:
-    """Makes tensors without values, and has operations do without."""
+    """Creates fake tensors, and runs operators on them."""
 
     def __init__(self) -> None:
         self._mode = _FakeMode(allow_non_fake_inputs=True)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Inside, operations do without values, also of tensors that have some; what cannot is raised, not logged."""
+        """Runs operators without values, also if arguments have values. Errors are raised, and not logged."""
         logger = logging.getLogger(FakeTensor.__module__)
         before, logger.disabled = logger.disabled, True
         try:
@@ -174,19 +175,19 @@ class Fakes:
             logger.disabled = before
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A tensor of this layout that says to be on the CPU; a parameter if this is one."""
+        """Returns a fake tensor of this layout that reports the CPU as its device. A parameter stays a parameter."""
         with self._mode:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-            return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 def without_memory(
     kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool
 ) -> Tensor:
-    """A tensor of a class with a `__torch_dispatch__`; no fake, though this thread makes fakes of what it makes."""
+    """Returns a tensor without memory, of a class with `__torch_dispatch__`. It is not fake, even in a fake mode."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 def is_fake(tensor: object) -> bool:
-    """Whether a tensor has no values, though it says to be somewhere."""
+    """Whether a tensor is fake: it reports a device, but has no values."""
     return isinstance(tensor, FakeTensor)

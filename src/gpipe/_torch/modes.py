@@ -1,11 +1,11 @@
-"""What is set in a thread beside grad mode and autocast, how many CPU threads it uses, and if a compiler is there.
+"""Modes of a thread besides grad mode and autocast, its number of CPU threads, and detection of the compiler.
 
-Keeps rank threads apart in autocast's cache of casts, of which torch has one for all threads.
+It also separates rank threads in autocast's cache of casts, which torch shares between all threads. A weight that is
+used twice inside an autocast is cast once, and its gradients are summed in the lower precision. torch clears the
+cache when any thread leaves its outermost autocast, so a rank that leaves could make another cast a weight twice.
 
-A weight that is used twice inside an autocast is cast once, and its gradients are added up in the lower precision;
-the cache is cleared when any thread leaves its outermost autocast. So a rank that leaves one would have another's
-weight cast twice. Here the cache is cleared only when no rank is inside, and a rank that has left enters again only
-when it was: ranks go through their autocasts in rounds, and each finds the casts that it would find alone.
+Here the cache is cleared only when no rank is inside an autocast, and a rank that has left waits for this before it
+enters again. So ranks pass through their autocasts in rounds, and each finds the same casts as without other ranks.
 """
 
 import inspect
@@ -33,32 +33,32 @@ R = TypeVar("R")
 saved_tensor_hooks: Callable[[], tuple[Callable[[Tensor], object], Callable[[object], Tensor]] | None] = partial(
     torch._C._autograd._top_saved_tensors_default_hooks, False
 )
-"""The innermost `torch.autograd.graph.saved_tensors_hooks` of this thread."""
+"""Returns the innermost `torch.autograd.graph.saved_tensors_hooks` of this thread."""
 
 
 class OwnMode(torch.overrides.TorchFunctionMode):
-    """A mode of ours that only watches: pipes may be called inside it."""
+    """A mode of gpipe that only observes. Pipes may be called inside it."""
 
 
 def modes_here() -> tuple[torch.device | None, list[object]]:
-    """The default device of this thread, if one is set, and its modes: `torch.get_default_device` has one, too."""
-    device, others = None, list[object]()
+    """Returns the default device of this thread, if set, and its other modes except those of gpipe."""
+    device, modes = None, list[object]()
     for mode in torch.overrides._get_current_function_mode_stack():
         if isinstance(mode, torch.utils._device.DeviceContext):
             device = mode.device
         elif not isinstance(mode, OwnMode):
-            others.append(mode)
-    return device, [*others, *torch.utils._python_dispatch._get_current_dispatch_mode_stack()]
+            modes.append(mode)
+    return device, [*modes, *torch.utils._python_dispatch._get_current_dispatch_mode_stack()]
 
 
 def as_plain_tensors() -> AbstractContextManager[None]:
-    """Inside, functions of torch take objects of a subclass of Tensor for plain tensors."""
-    found: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
-    return found
+    """Makes torch functions treat objects of a Tensor subclass as plain tensors inside the context."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
 
 
 class paused:  # noqa: N801  # it reads as a function, like torch.no_grad
-    """A context: inside, a mode of this thread sees nothing, unless another one was entered since."""
+    """Turns a mode off inside the context, if it is the innermost mode of this thread."""
 
     def __init__(self, mode: torch.overrides.TorchFunctionMode) -> None:
         self._mode: object = mode
@@ -76,7 +76,7 @@ class paused:  # noqa: N801  # it reads as a function, like torch.no_grad
 
 @contextmanager
 def intra_op_threads(number: int) -> Iterator[None]:
-    """Lets an operation use so many CPU threads inside."""
+    """Sets the number of CPU threads that an operator uses inside the context."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(number)
@@ -86,46 +86,46 @@ def intra_op_threads(number: int) -> Iterator[None]:
 
 
 ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""What attention is to the dispatcher on the CPU, of which torch does not count the operations."""
+"""The dispatcher's name of attention on the CPU. torch does not count its operations."""
 ATTENTION_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 LSTM_ON_CPU = torch.ops.aten.mkldnn_rnn_layer
-"""What a layer of an LSTM is to the dispatcher on the CPU, likewise; other recurrent layers are matrix products."""
+"""The dispatcher's name of an LSTM layer on the CPU. Other recurrent layers consist of matrix products."""
 LSTM_ON_CPU_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward
-BILINEAR = torch.ops.aten._trilinear  # what `torch.nn.functional.bilinear` is to it, and its backward
+BILINEAR = torch.ops.aten._trilinear  # the dispatcher's name of `torch.nn.functional.bilinear` and its backward
 
 
 def flop_counter(formulas: Mapping[Any, Callable[..., int]]) -> FlopCounterMode:
-    """Counts floating-point operations, but not by modules: for that torch hangs hooks on what they take and give."""
+    """Returns a counter of floating-point operations without counts by module, which would need hooks."""
     counter = FlopCounterMode(display=False, custom_mapping=dict(formulas))
-    everywhere: Any = nullcontext()  # says of all operations that they are in no module
-    everywhere.parents = frozenset({"Global"})
-    counter.mod_tracker = everywhere
+    no_tracker: Any = nullcontext()  # attributes all operations to no module
+    no_tracker.parents = frozenset({"Global"})
+    counter.mod_tracker = no_tracker
     return counter
 
 
 def is_vmapped() -> bool:
-    """Whether this thread is below `vmap`, `torch.func.grad` or another transform."""
+    """Whether this thread is inside `vmap`, `torch.func.grad` or another transform of `torch.func`."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
 def is_traced_by_compiler() -> bool:
-    """Whether a compiler makes a graph of what this thread runs, so that no number is really made."""
+    """Whether a compiler traces the operators of this thread, so that they compute no values."""
     kinds = torch._C._TorchDispatchModeKey
-    stands: Callable[[Any], object] = torch._C._get_dispatch_mode
-    return bool(torch._C._len_torch_dispatch_stack()) and any(map(stands, (kinds.FAKE, kinds.PROXY)))
+    get_mode: Callable[[Any], object] = torch._C._get_dispatch_mode
+    return bool(torch._C._len_torch_dispatch_stack()) and any(map(get_mode, (kinds.FAKE, kinds.PROXY)))
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Keeps `torch.compile` out of a function: it would trace locks, threads and queues.
+    """Excludes a function from `torch.compile`, which would trace its locks, threads and queues.
 
-    `torch.compiler.disable` would load the compiler, which takes seconds, and its guard takes 20 us a call.
+    `torch.compiler.disable` would import the compiler, which takes seconds, and its guard takes 20 us per call.
     """
     hidden, eval_frame = torch._compile._disable_dynamo(function), torch._C._dynamo.eval_frame
 
     @wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-        # or the compiler looks at each frame that this thread begins
+        # The second condition: the compiler examines each new frame of this thread.
         compiles = torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None
         return (hidden if compiles else function)(*args, **kwargs)
 
@@ -133,85 +133,86 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module's forward is `torch.compile`'s, or `module.compile()` was called."""
+    """Whether a module was returned by `torch.compile`, or its `compile()` was called."""
     return "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None
 
 
 def without_compiler(called: Any) -> Any:
-    """The module or function that `torch.compile` wrapped; what it did not wrap is given back."""
+    """Returns the module or function that `torch.compile` wrapped. Returns anything else unchanged."""
     if isinstance(called, nn.Module):
         return getattr(called, "_orig_mod", called)
     return inspect.unwrap(called) if hasattr(called, "_torchdynamo_orig_callable") else called
 
 
 def variables_of_torch() -> set[ContextVar[Any]]:
-    """The context variables of torch's own modules, among them one for each setting of its compiler."""
-    held = [vars(module) for name, module in [*sys.modules.items()] if name.partition(".")[0] == "torch"]
-    configs = (config for names in held if type(config := names.get("_config")) is dict)
+    """Returns the context variables of torch's own modules, including one for each setting of its compiler."""
+    modules = [vars(module) for name, module in [*sys.modules.items()] if name.partition(".")[0] == "torch"]
+    configs = (config for names in modules if type(config := names.get("_config")) is dict)
     settings = chain.from_iterable(config.values() for config in configs)
     overrides = (getattr(setting, "user_override", None) for setting in settings)
-    found = chain(chain.from_iterable(names.values() for names in held), overrides)
-    return {each for each in found if type(each) is ContextVar}  # some modules hold what warns when it is looked at
+    values = chain(chain.from_iterable(names.values() for names in modules), overrides)
+    return {value for value in values if type(value) is ContextVar}  # isinstance would make some values warn
 
 
 class _Rounds:
-    """Who is inside an autocast, and who has left one since the casts were forgotten."""
+    """The rank threads that are inside an autocast, and those that have left since the cache was last cleared."""
 
-    def __init__(self, forget: Callable[[], None]) -> None:
-        self._forget = forget
+    def __init__(self, clear_cache: Callable[[], None]) -> None:
+        self._clear_cache = clear_cache
         self._changed = threading.Condition()
         self._inside: set[int] = set()
         self._left: set[int] = set()
 
     def enter(self) -> None:
-        """Waits until no cast of this thread is left from before."""
+        """Waits until the cache has been cleared since this thread last left an autocast."""
         me = threading.get_ident()
         with self._changed:
             self._changed.wait_for(lambda: me not in self._left)
             self._inside.add(me)
 
     def leave(self) -> None:
-        """Has all casts forgotten once nobody needs any."""
+        """Clears the cache if no rank is inside an autocast any more."""
         me = threading.get_ident()
         with self._changed:
             self._inside.discard(me)
             self._left.add(me)
             if not self._inside:
-                self._forget()
+                self._clear_cache()
                 self._left.clear()
                 self._changed.notify_all()
 
 
-_enter, _forget = torch.autocast_increment_nesting, torch.clear_autocast_cache
-_rounds = _Rounds(_forget)
-_ranks: set[int] = set()  # the threads that are ranks of runs
+_increment_nesting, _clear_cache = torch.autocast_increment_nesting, torch.clear_autocast_cache
+_rounds = _Rounds(_clear_cache)
+_ranks: set[int] = set()  # the ids of rank threads
 _lock = threading.Lock()
 
 
-def _entered() -> int:
-    depth = _enter()
+def _increment_nesting_in_rounds() -> int:
+    depth = _increment_nesting()
     if depth == 1 and threading.get_ident() in _ranks:
         _rounds.enter()
     return depth
 
 
-def _cleared() -> None:
+def _clear_cache_in_rounds() -> None:
     if threading.get_ident() in _ranks:
         _rounds.leave()
     else:
-        _forget()
+        _clear_cache()
 
 
 @contextmanager
 def as_rank() -> Iterator[None]:
-    """While entered, this thread is a rank of a run, which has its casts for itself."""
+    """Marks this thread as a rank inside the context, so that other ranks do not clear its casts."""
     with _lock:
         _ranks.add(threading.get_ident())
-        torch.autocast_increment_nesting, torch.clear_autocast_cache = _entered, _cleared
+        torch.autocast_increment_nesting = _increment_nesting_in_rounds
+        torch.clear_autocast_cache = _clear_cache_in_rounds
     try:
         yield
     finally:
         with _lock:
             _ranks.discard(threading.get_ident())
             if not _ranks:
-                torch.autocast_increment_nesting, torch.clear_autocast_cache = _enter, _forget
+                torch.autocast_increment_nesting, torch.clear_autocast_cache = _increment_nesting, _clear_cache

@@ -1,7 +1,7 @@
-"""Trees of values: leaves in containers, and the structure apart from the leaves. torch has no public ones.
+"""Trees of values: leaves in containers, and the structure without the leaves. torch's own trees are private.
 
-Each cell walks through what crosses, most of it tuples, lists and dicts: these are gone through here, five times as
-fast, and all other containers as torch does.
+Each action traverses the values that cross its stage boundary, mostly tuples, lists and dicts. This module traverses
+these five times as fast as torch, and leaves other containers to torch.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-_LEAVES = frozenset({Tensor, int, float, bool, str, type(None)})  # kinds that hold nothing, for torch as well
+_LEAVES = frozenset({Tensor, int, float, bool, str, type(None)})  # types that are leaves for torch too
 
 
 def tree_leaves(value: object) -> list[Any]:
-    """The leaves of a value, in order."""
+    """Returns the leaves of a value in order."""
     leaves: list[Any] = []
     _gather(value, leaves)
     return leaves
@@ -41,11 +41,11 @@ def _gather(value: object, leaves: list[Any]) -> None:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], object]) -> Any:
-    """The value with each tensor among its leaves changed."""
+    """Returns a value with `change` applied to each tensor among its leaves."""
     kind = type(value)
     if kind is Tensor:
         return change(value)
-    if kind in _LEAVES or kind is Size:  # which torch would make a tuple of
+    if kind in _LEAVES or kind is Size:  # torch would turn a Size into a tuple
         return value
     if kind is list:
         return [map_tensors(item, change) for item in value]
@@ -57,35 +57,32 @@ def map_tensors(value: Any, change: Callable[[Tensor], object]) -> Any:
 
 
 def registration(kind: type) -> Any:
-    """How a class was registered with torch's trees: its `serialized_type_name`, `to_dumpable_context` and reverse.
-
-    None where it was not, or without a name.
-    """
-    known = _pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
-    return None if known is None or known.serialized_type_name == _pytree.NO_SERIALIZED_TYPE_NAME_FOUND else known
+    """Returns the named registration of a class in torch's trees, with functions for its context, or None."""
+    node = _pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
+    return None if node is None or node.serialized_type_name == _pytree.NO_SERIALIZED_TYPE_NAME_FOUND else node
 
 
 def registered_class(name: str) -> type | None:
-    """The class that was registered with torch's trees under a name, if there is one."""
+    """Returns the class that was registered in torch's trees under a name, or None."""
     return None if name == _pytree.NO_SERIALIZED_TYPE_NAME_FOUND else _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name)
 
 
 class OpenDataclass:
-    """A dataclass as a node of torch's trees, which take those for leaves; flat, it is made of its fields."""
+    """A dataclass as a node of torch's trees, which treat dataclasses as leaves. Unflattening recreates it."""
 
     def __init__(self, kind: type, held: dict[str, Any]) -> None:
         self.kind, self.held = kind, held
 
     @staticmethod
-    def made(values: Iterable[Any], kind_and_names: tuple[type, tuple[str, ...]]) -> object:
-        """An object of the dataclass with these values in its fields."""
+    def create(values: Iterable[Any], kind_and_names: tuple[type, tuple[str, ...]]) -> object:
+        """Creates an object of the dataclass with these field values, without calling its constructor."""
         kind, names = kind_and_names
-        made: object = object.__new__(kind)
+        instance: object = object.__new__(kind)
         for name, value in zip(names, values, strict=True):
-            object.__setattr__(made, name, value)
-        return made
+            object.__setattr__(instance, name, value)
+        return instance
 
 
 _pytree.register_pytree_node(
-    OpenDataclass, lambda one: ([*one.held.values()], (one.kind, tuple(one.held))), OpenDataclass.made
+    OpenDataclass, lambda node: ([*node.held.values()], (node.kind, tuple(node.held))), OpenDataclass.create
 )

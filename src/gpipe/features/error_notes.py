@@ -2,7 +2,7 @@
 
 import torch
 
-from gpipe._torch.autograd import WITH_THE_HOST
+from gpipe._torch.autograd import OFFLOADED
 from gpipe.batch.losses import own_loss
 from gpipe.errors import RemoteError, frames_of, innermost_code
 from gpipe.runtime.compiled_table import CompiledTable
@@ -118,7 +118,7 @@ def advice(error: BaseException, layer: str | None) -> str:
         return TOO_FEW_VALUES
     if said.startswith(CHANGED):
         return OF_ANOTHER
-    if said.startswith((SECOND_BACKWARD, WITH_THE_HOST)):
+    if said.startswith((SECOND_BACKWARD, OFFLOADED)):
         return GRAPH_OF_ANOTHER
     if UNUSED in said:
         return OF_AN_EARLIER_STAGE

@@ -70,13 +70,13 @@ class OffloadedStorage:
         """Lets go of it."""
         self.storage = None
         for one in self.saved:
-            one.let_go()
+            one.release_storage()
 
     def lay_in(self, storage: UntypedStorage) -> None:
         """Puts the saved tensors into a new storage, in the same layout."""
         self.storage = storage
         for one in self.saved:
-            one.lay_in(storage)
+            one.restore_storage(storage)
 
 
 @dataclass(eq=False)

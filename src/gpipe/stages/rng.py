@@ -173,7 +173,7 @@ def _kernel(func: dispatcher.Operator, own: Any, below: Any) -> Callable[..., ob
         if keyed is None and device.type in ("cpu", "meta") and not dispatcher.are_below_a_mode(keys):
             return func.redispatch(keys & below, *args, **kwargs)  # it is made of others, which are seen in turn
         generator = dispatcher.stashed().generator(device)
-        dispatcher.leave_out(own, True)
+        dispatcher.exclude_key(own, True)
         try:
             if keyed is None:
                 # dropout, fused attention and cuDNN's RNNs on GPUs; dropout on the CPU below a mode or a subclass
@@ -182,7 +182,7 @@ def _kernel(func: dispatcher.Operator, own: Any, below: Any) -> Callable[..., ob
             kwargs["generator"] = generator
             return keyed(*args[:most], **kwargs)
         finally:
-            dispatcher.leave_out(own, False)
+            dispatcher.exclude_key(own, False)
 
     return untraced(kernel)  # it runs within compiled code too, and there dynamo would trace it
 
@@ -261,19 +261,19 @@ class rng_scope:  # noqa: N801  # it reads as a function at every use, like torc
     def __enter__(self) -> Self:
         if not _installed:
             _install()
-        nested = dispatcher.goes_by(_installed[0])
+        nested = dispatcher.is_key_included(_installed[0])
         self._entered = (dispatcher.stashed() if nested else None, sys._getframe(1), self._entered)
         self.grad = torch.is_grad_enabled()
         dispatcher.stash(self)
         if not nested:
-            dispatcher.go_by(_installed[0], True)
+            dispatcher.include_key(_installed[0], True)
         return self
 
     def __exit__(self, *_: object) -> None:
         outer, _, self._entered = self._entered
         if outer is None:
             dispatcher.forget_stashed()  # what a thread of the user's ends with
-            dispatcher.go_by(_installed[0], False)
+            dispatcher.include_key(_installed[0], False)
         else:
             dispatcher.stash(outer)
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpipe._torch.accelerator import CPU, awake, default_generator, keep_parameters, put_data
+from gpipe._torch.accelerator import CPU, default_generator, initialized_accelerators, keep_parameters, put_data
 from gpipe.stages.invalid_layers import describe_invalid_layer, describe_invalid_sequence, required_arguments
 from gpipe.stages.memory_layout import moved
 from gpipe.stages.rng import rng_seed
@@ -66,7 +66,7 @@ def build(maker: Callable[[], object], seed: int, index: int) -> object:
 @contextmanager
 def seeded(key: int) -> Iterator[None]:
     """Seeds torch's generators, numpy's and Python's; they are as they were when it is left."""
-    devices = awake()
+    devices = initialized_accelerators()
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices):
