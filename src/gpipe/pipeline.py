@@ -15,8 +15,8 @@ from gpipe.batch.inputs import (
     check_loss_fn,
     check_numbers,
     read_scale,
-    refuse_gradients_of_inputs,
-    refuse_transforms,
+    reject_gradients_of_inputs,
+    reject_transforms,
     split_alike,
     split_targets,
 )
@@ -439,7 +439,7 @@ class GPipe(Partitioned):
             both = self._engine.reads_targets and run.loss_fn is not own_loss
             values, *target_parts = self._cut(run, {"inputs": inputs} | ({"targets": targets} if both else {}))
         if run.trains:
-            refuse_gradients_of_inputs(values)
+            reject_gradients_of_inputs(values)
         run.inputs = [BoundaryValue(value, []) for value in values]
         if self._engine.stashes or hasattr(run.loss_fn, "pop"):
             run.loss_pops = find_loss_pops(self._engine.layers, skip_names(run.loss_fn, "pop"))
@@ -530,7 +530,7 @@ class GPipe(Partitioned):
         if batch:
             check_names(batch, is_model=self.is_model, has_inputs=inputs is not None)
             inputs = batch
-        refuse_transforms(inputs)
+        reject_transforms(inputs)
         returned: list[Tree] = []
         run, shapes = self._repeat_if_lost(partial(self._call, inputs, returned, gather=gather))
         self._calls += 1

@@ -1,4 +1,4 @@
-"""What one call of a pipe is given, checked and cut into micro-batches."""
+"""Checks the arguments of a step or call, and splits its inputs and targets into micro-batches."""
 
 import math
 from collections.abc import Sequence
@@ -24,87 +24,131 @@ from gpipe.batch.microbatch import (
 from gpipe.stages.tree import Tree, tensors_in
 
 NO_GRAPH = (
-    "a pipe is run by threads or processes, which torch.jit and torch.export cannot follow; trace, script or export "
-    "the plain layers: torch.nn.Sequential(*layers)"
+    "torch.jit and torch.export cannot trace a pipe, because it runs layers in threads or processes. Trace, script "
+    "or export the layers instead: torch.nn.Sequential(*layers). [pipe-not-traceable]"
 )
 
 
 def scaler_device(devices: Sequence[torch.device]) -> torch.device:
-    """Where a scaler's own numbers are: torch copies them to CPUs without waiting, so there if a rank is on one."""
+    """Returns the device for the state of a GradScaler: a CPU if the pipe uses one, else the last device.
+
+    torch copies the state to CPUs without waiting for the copy, so a CPU must hold the state itself.
+    """
     return next((device for device in devices if device.type == "cpu"), devices[-1])
 
 
 def read_scale(scale: float, scaler: Any, devices: Sequence[torch.device], *, processes: int = 1) -> float:
-    """The factor of the gradients, which a scaler knows; `devices` are those of the stages."""
+    """Returns the factor by which a step multiplies its loss, and with it all gradients.
+
+    Args:
+        scale: The factor. Must be 1 if there is a `scaler`.
+        scaler: A GradScaler that determines the factor, or None.
+        devices: The devices of the stages.
+        processes: The number of processes of the pipe.
+
+    Raises:
+        TypeError: If `scale` is not a number, or if the scaler does not support these devices or processes.
+        ValueError: If `scale` is 0 or not finite, or if both arguments set the factor.
+    """
     if scaler is None:
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-            raise TypeError(f"scale={scale!r}; give a number, or scaler= for a torch.amp.GradScaler")
+            raise TypeError(f"scale={scale!r} is not a number. Pass a number, or scaler= with a gpipe.GradScaler.")
         if not math.isfinite(scale) or not scale:
-            raise ValueError(f"scale={scale!r} would leave nothing of the gradients; give a finite number, not 0")
+            raise ValueError(f"scale={scale!r} would erase all gradients. Pass a finite number other than 0.")
         return scale
     if scale != 1.0:
-        raise ValueError(f"scale={scale!r} and scaler= both say how gradients are scaled; leave scale out")
+        raise ValueError(f"scale={scale!r} cannot be combined with scaler=, which sets the scale. Remove scale=.")
     if not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"scaler is a {type(scaler).__name__}; give a torch.amp.GradScaler or a gpipe.GradScaler")
-    is_torchs, why = scaler.is_enabled() and not hasattr(scaler, "agrees"), "scaler is a torch.amp.GradScaler, which"
-    if is_torchs and processes > 1:
-        alone = "looks at the gradients of this process alone: some ranks would skip a step that others do"
-        raise TypeError(f"{why} {alone}; make it gpipe.GradScaler(pipe) in every process")
-    if is_torchs and len({device.type for device in devices}) > 1:
-        copies = "copies its numbers between devices and CPUs without waiting, and this pipe is on both"
-        raise TypeError(f"{why} {copies}; make it gpipe.GradScaler(pipe)")
-    return float(scaler.scale(torch.ones((), device=scaler_device(devices))))  # which also tells it that it is in use
+        kind = type(scaler).__name__
+        raise TypeError(
+            f"scaler= is a {kind}, not a GradScaler. Pass gpipe.GradScaler(pipe) or a torch.amp.GradScaler."
+        )
+    is_of_torch = scaler.is_enabled() and not hasattr(scaler, "agrees")
+    if is_of_torch and processes > 1:
+        raise TypeError(
+            "scaler= is a torch.amp.GradScaler, which checks only the gradients of its own process, so ranks could "
+            "skip different steps. Use gpipe.GradScaler(pipe) in every process. [scaler-per-process]"
+        )
+    if is_of_torch and len({device.type for device in devices}) > 1:
+        raise TypeError(
+            "scaler= is a torch.amp.GradScaler, which copies its state between accelerators and CPUs without "
+            "synchronization, and this pipe uses both. Use gpipe.GradScaler(pipe). [scaler-on-mixed-devices]"
+        )
+    return float(
+        scaler.scale(torch.ones((), device=scaler_device(devices)))
+    )  # This call also initializes the scaler.
 
 
-def check_numbers(**given: object) -> None:
-    """Checks that what has these names are numbers."""
-    for name, value in given.items():
+def check_numbers(**numbers: object) -> None:
+    """Raises a TypeError if an argument is neither a number nor a tensor."""
+    for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
-            raise TypeError(f"{name}={value!r}; give a number")
+            raise TypeError(f"{name}={value!r} is not a number. Pass a number.")
 
 
 def check_loss_fn(loss_fn: object) -> None:
-    """Checks that a loss can be called with an output and a target."""
+    """Raises a TypeError if a loss function is not callable, or if it is a module class instead of an instance."""
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         name = f"nn.{loss_fn.__name__}" if hasattr(nn, loss_fn.__name__) else loss_fn.__name__
-        raise TypeError(f"loss_fn is the class {name}; give one of it: {name}()")
+        raise TypeError(f"loss_fn is the class {name}, not a loss. Pass an instance: {name}().")
     if not callable(loss_fn):
-        found = "None" if loss_fn is None else f"a {type(loss_fn).__name__}"
-        remedy = "give a function of (output, target), such as nn.MSELoss() or torch.nn.functional.mse_loss"
-        raise TypeError(f"loss_fn is {found}; {remedy}")
+        kind = "None" if loss_fn is None else f"a {type(loss_fn).__name__}"
+        raise TypeError(
+            f"loss_fn is {kind}, not a function. Pass a function of (output, target), such as nn.MSELoss() or "
+            f"torch.nn.functional.mse_loss."
+        )
 
 
 def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list[Tree]]]:
-    """Cuts trees of as many rows as the `inputs` among them, by name; gives the rows of each part, and the parts.
+    """Splits inputs and targets into the same number of non-empty micro-batches.
 
-    There are at most `micro_batches` parts, and none is empty. Ready-made ones are taken as they are.
+    `gpipe.MicroBatches` are used without splitting.
+
+    Args:
+        micro_batches: The maximum number of micro-batches.
+        **trees: The values by argument name. Their number of rows is that of `inputs`.
+
+    Returns:
+        The number of rows of each micro-batch, and the list of micro-batches of each value.
+
+    Raises:
+        ValueError: If values do not have the same rows, or if there are too many ready-made micro-batches.
+        TypeError: If a value cannot be split.
     """
     check_values(**trees)
     inputs = trees["inputs"]
     if MicroBatches in map(type, trees.values()):
-        check_ready_made(**{what: _count_parts(tree) for what, tree in trees.items()})
+        check_ready_made(**{name: _count_parts(tree) for name, tree in trees.items()})
         assert isinstance(inputs, MicroBatches)
         if len(inputs) > micro_batches:
-            remedy = f"make the pipe with micro_batches={len(inputs)}, or put several of them together"
-            given = f"{len(inputs)} ready-made micro-batches were given"
-            raise ValueError(f"{given} to a pipe with micro_batches={micro_batches}; {remedy}")
+            raise ValueError(
+                f"inputs has {len(inputs)} gpipe.MicroBatches, but the pipe has micro_batches={micro_batches}. "
+                f"Create the pipe with micro_batches={len(inputs)}, or combine some micro-batches. "
+                f"[too-many-micro-batches]"
+            )
         parts = [take_parts(tree) for tree in trees.values() if isinstance(tree, MicroBatches)]
         return [count_rows(part, m) for m, part in enumerate(inputs)], parts
     rows = count_rows(inputs)
     count = min(micro_batches, rows)
-    found, mistakes = [], list[str]()
-    for what, tree in trees.items():
+    parts, errors = [], list[str]()
+    for name, tree in trees.items():
         try:
-            found.append(split(tree, rows, count, what, strict=True))
+            parts.append(split(tree, rows, count, name, strict=True))
         except ValueError as error:
-            mistakes.append(str(error))
-    if mistakes:
-        raise ValueError("\n".join(mistakes))
-    return rows_of_parts(rows, count), found
+            errors.append(str(error))
+    if errors:
+        raise ValueError("\n".join(errors))
+    return rows_of_parts(rows, count), parts
 
 
 def split_targets(targets: Tree, rows: Sequence[int], *, ready_made: bool) -> list[Tree]:
-    """Cuts targets as inputs were cut that others have: into parts of so many rows, or ready-made ones."""
+    """Splits targets in a process that has no inputs, into micro-batches with the rows of the first stage's inputs.
+
+    Args:
+        targets: The targets, or `gpipe.MicroBatches` of them.
+        rows: The number of rows of each micro-batch.
+        ready_made: Whether the inputs are `gpipe.MicroBatches`.
+    """
     check_values(targets=targets)
     check_ready_made(inputs=len(rows) if ready_made else None, targets=_count_parts(targets))
     if isinstance(targets, MicroBatches):
@@ -117,38 +161,57 @@ def _count_parts(tree: Tree) -> int | None:
 
 
 def check_ready_made(**counts: int | None) -> None:
-    """Checks that all or none of these are ready-made, and as many parts."""
+    """Raises a ValueError unless all arguments are `gpipe.MicroBatches` of the same length, or none is.
+
+    Args:
+        **counts: The number of micro-batches of each argument; None for values that gpipe splits.
+    """
     if len(set(counts.values())) == 1:
         return
-    plain = [what for what, count in counts.items() if count is None]
-    if plain:
-        ready = [what for what, count in counts.items() if count is not None]
-        remedy = "give both as gpipe.MicroBatches, an element for each micro-batch, or neither"
-        raise ValueError(f"{' and '.join(ready)} are gpipe.MicroBatches and {' and '.join(plain)} are not; {remedy}")
-    why = f"{' and '.join(f'{what} are {count} micro-batches' for what, count in counts.items())}"
-    raise ValueError(f"{why}; give a target for each micro-batch of the inputs")
+    unsplit = [name for name, count in counts.items() if count is None]
+    if unsplit:
+        ready_made = [name for name, count in counts.items() if count is not None]
+        raise ValueError(
+            f"{' and '.join(ready_made)}: got gpipe.MicroBatches, but {' and '.join(unsplit)} are not. Pass "
+            f"gpipe.MicroBatches for all of them, with one element per micro-batch, or for none. "
+            f"[micro-batches-mixed]"
+        )
+    each = " and ".join(f"{name} has {count}" for name, count in counts.items())
+    raise ValueError(
+        f"gpipe.MicroBatches differ in length: {each} micro-batches. Pass one target per micro-batch of the inputs. "
+        f"[micro-batches-mixed]"
+    )
 
 
 def check_values(**trees: Tree) -> None:
-    """Checks that all in these trees can be split, or taken as it is."""
-    if strange := list(chain.from_iterable(map(find_unsplittable, trees, trees.values()))):
-        raise TypeError("\n".join(strange))
+    """Raises a TypeError if a value in these trees can neither be split nor be passed on unchanged."""
+    if errors := list(chain.from_iterable(map(find_unsplittable, trees, trees.values()))):
+        raise TypeError("\n".join(errors))
 
 
-def refuse_transforms(inputs: Tree) -> None:
-    """Refuses to be made a graph of, and forward-mode differentiation: tangents would be lost at the first cut."""
+def reject_transforms(inputs: Tree) -> None:
+    """Rejects `torch.jit` tracing, `torch.export`, and forward-mode differentiation.
+
+    Raises:
+        TypeError: If the call is being traced or exported.
+        ValueError: If an input has a tangent: stage boundaries do not pass tangents on.
+    """
     traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # untyped in torch
     if traced or torch.compiler.is_exporting():
         raise TypeError(NO_GRAPH)
     if not is_differentiated_forward():
         return
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors_in(as_tree(inputs))):
-        remedy = "use the plain layers for forward-mode derivatives"
-        raise ValueError(f"an input has a tangent (torch.autograd.forward_ad), and a pipeline carries none: {remedy}")
+        raise ValueError(
+            "inputs: a tensor has a tangent (torch.autograd.forward_ad), but a pipe does not support forward-mode "
+            "derivatives. Compute them with the layers outside the pipe. [forward-mode-derivative]"
+        )
 
 
-def refuse_gradients_of_inputs(inputs: Tree) -> None:
-    """Refuses inputs of a step that would wait for gradients."""
+def reject_gradients_of_inputs(inputs: Tree) -> None:
+    """Raises a ValueError if an input of a step requires a gradient."""
     if any(map(attrgetter("requires_grad"), tensors_in(inputs))):
-        remedy = "use loss_fn(pipe(inputs), targets).backward(), or detach the input"
-        raise ValueError(f"an input requires a gradient, and step() gives none to its inputs; {remedy}")
+        raise ValueError(
+            "inputs: a tensor requires a gradient, but step() does not compute gradients of inputs. Use "
+            "loss_fn(pipe(inputs), targets).backward(), or detach the tensor. [input-requires-grad]"
+        )

@@ -1,6 +1,6 @@
-"""Splits a mini-batch into micro-batches, merges their outputs, and weighs uneven ones.
+"""Splits a mini-batch into micro-batches, merges their outputs, and computes their weights in the loss.
 
-Finds what in inputs and targets cannot be split by rows into micro-batches, and says what to give instead.
+Rejects values in inputs and targets that cannot be split by rows.
 """
 
 from collections import UserDict
@@ -26,11 +26,14 @@ Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Tree], object]
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """A tensor, a list or what else might have rows, that every micro-batch takes whole, however long it is.
+    """Wraps a tensor, or another value, that every micro-batch receives without splitting.
+
+    Args:
+        tensor: The value. Its first dimension or its length may have any size.
 
     >>> import gpipe, torch
     >>> pipe = gpipe.GPipe([torch.nn.Identity()], partitions=1, micro_batches=2)
-    >>> cosines = gpipe.Whole(torch.zeros(1, 8))  # not split, though the batch has 4 rows
+    >>> cosines = gpipe.Whole(torch.zeros(1, 8))  # not split, although the batch has 4 rows
     >>> with torch.no_grad():
     ...     pipe.step((torch.ones(4, 8), cosines), torch.ones(4, 8), lambda out, y: (out[0] + out[1] - y).mean())
     tensor(0.)
@@ -41,20 +44,21 @@ class Whole:
 
 @dataclass(frozen=True, eq=False, init=False)
 class MicroBatches(Sequence[Tree]):
-    """Ready-made micro-batches, in place of a mini-batch: nothing is split, and each has rows and lengths of its own.
+    """A mini-batch that is already split. gpipe uses its elements as micro-batches without splitting them.
 
-    An element is one micro-batch: all that the first layer takes of it or, as a target, all that the loss takes.
+    Each element is one micro-batch, with its own number of rows and its own lengths. As inputs, it holds all
+    arguments of the first layer; as targets, everything that the loss needs.
 
     Args:
-        parts: The micro-batches, at least one and at most M.
+        parts: The micro-batches, at least 1 and at most M.
 
     Raises:
-        ValueError: There are none, or one is ready-made micro-batches itself.
-        TypeError: It is one value and no sequence of micro-batches.
+        ValueError: If there are no micro-batches, or if one is a `MicroBatches` itself.
+        TypeError: If `parts` is a single value, such as a tensor.
 
     >>> import gpipe, torch
     >>> pipe = gpipe.GPipe([torch.nn.Identity()], partitions=1, micro_batches=4)
-    >>> sentences = gpipe.MicroBatches([torch.ones(3, 5), torch.ones(2, 9)])  # each padded by itself
+    >>> sentences = gpipe.MicroBatches([torch.ones(3, 5), torch.ones(2, 9)])  # padded separately
     >>> [output.shape for output in pipe(sentences)]
     [torch.Size([3, 5]), torch.Size([2, 9])]
     """
@@ -64,98 +68,126 @@ class MicroBatches(Sequence[Tree]):
     def __init__(self, parts: Iterable[Tree]) -> None:
         if isinstance(parts, (Tensor, Mapping, str, bytes)) or not isinstance(parts, Iterable):
             raise TypeError(
-                f"gpipe.MicroBatches takes a list with an element for each micro-batch, "
-                f"gpipe.MicroBatches([first, second, ...]), and not a {type(parts).__name__}"
+                f"gpipe.MicroBatches() got a {type(parts).__name__}, not a list of micro-batches. Pass a list with "
+                f"one element per micro-batch: gpipe.MicroBatches([first, second, ...])."
             )
         object.__setattr__(self, "parts", tuple(parts))
         if not self.parts:
-            raise ValueError("gpipe.MicroBatches of nothing: give at least one micro-batch, or skip this step")
+            raise ValueError("gpipe.MicroBatches() got no micro-batches. Pass at least one, or skip this step.")
         if any(isinstance(part, MicroBatches) for part in self.parts):
             raise ValueError(
-                "a micro-batch is gpipe.MicroBatches itself; give all micro-batches in one list: "
-                "gpipe.MicroBatches([*some, *others])"
+                "gpipe.MicroBatches() got an element that is a gpipe.MicroBatches itself. Pass all micro-batches in "
+                "one list: gpipe.MicroBatches([*first, *second])."
             )
 
     def __len__(self) -> int:
         return len(self.parts)
 
-    def __getitem__(self, at: Any) -> Any:
-        return MicroBatches(self.parts[at]) if isinstance(at, slice) else self.parts[at]
+    def __getitem__(self, index: Any) -> Any:
+        return MicroBatches(self.parts[index]) if isinstance(index, slice) else self.parts[index]
 
 
 def plain(value: Tree) -> Tree:
-    """A mapping of a class that torch's trees do not know, such as what a tokenizer gives, as a dict."""
+    """Converts a `UserDict`, such as the output of a tokenizer, to a dict, which torch's pytree functions support."""
     if isinstance(value, MicroBatches):
         return MicroBatches([plain(part) for part in value])
     return dict(value) if isinstance(value, UserDict) else value
 
 
-def as_tree(given: Tree) -> Tree:
-    """What was given as a tree: of ready-made micro-batches, all of them."""
-    return given.parts if isinstance(given, MicroBatches) else given
+def as_tree(value: Tree) -> Tree:
+    """Returns the tuple of all parts for `MicroBatches`, and any other value itself."""
+    return value.parts if isinstance(value, MicroBatches) else value
 
 
-def take_parts(given: MicroBatches) -> list[Tree]:
-    """Ready-made micro-batches as the layers take them, with what is wrapped in `Whole` as it is."""
-    return [tree_map(lambda leaf: leaf.tensor if isinstance(leaf, Whole) else leaf, part) for part in given.parts]
+def take_parts(micro_batches: MicroBatches) -> list[Tree]:
+    """Returns the micro-batches as the layers receive them, with each `Whole` replaced by its tensor."""
+    return [
+        tree_map(lambda leaf: leaf.tensor if isinstance(leaf, Whole) else leaf, part) for part in micro_batches.parts
+    ]
 
 
-def count_rows(inputs: Tree, at: int | None = None) -> int:
-    """N, the rows of a mini-batch, or of micro-batch `at`: the first dimension of its first tensor that has one."""
-    holds, is_empty, remedy = "the inputs hold", "the mini-batch is empty", "skip this batch"
-    if at is not None:
-        holds, is_empty, remedy = f"inputs[{at}] holds", f"inputs[{at}] is empty", "leave this micro-batch out"
+def count_rows(inputs: Tree, index: int | None = None) -> int:
+    """Returns the number of rows: the first dimension of the first tensor that has one.
+
+    Args:
+        inputs: The inputs of a mini-batch, or of one micro-batch.
+        index: The number of the micro-batch, if it is one of `gpipe.MicroBatches`.
+
+    Raises:
+        ValueError: If there is no such tensor, or if it has no rows.
+    """
+    name, unit = ("inputs", "mini-batch") if index is None else (f"inputs[{index}]", "micro-batch")
     leaves = tree_leaves(inputs)
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
     if first is not None and len(first):
         return len(first)
     if first is not None:
-        raise ValueError(f"{is_empty}: its first tensor has shape {tuple(first.shape)}; {remedy}")
+        raise ValueError(
+            f"{name}: the {unit} has no rows, because its first tensor has shape {tuple(first.shape)}. Skip this "
+            f"{unit}. [no-rows]"
+        )
+    kind = "None" if inputs is None else f"a {type(inputs).__name__}"
     if leaves and all(isinstance(leaf, (int, float)) for leaf in leaves):
-        instead = f"not numbers in a {type(inputs).__name__}: torch.tensor(...) makes one of them"
+        kind = f"a {type(inputs).__name__} of numbers"
     elif isinstance(inputs, (dict, list, tuple)) and not leaves:
-        instead = f"not an empty {type(inputs).__name__}"
-    else:
-        instead = f"not {'None' if inputs is None else 'a ' + type(inputs).__name__} without one"
+        kind = f"an empty {type(inputs).__name__}"
     raise ValueError(
-        f"{holds} no tensor with rows; give at least one tensor whose first dimension is the batch, {instead}"
+        f"{name} is {kind} and has no tensor with a batch dimension. Pass at least one tensor whose first dimension "
+        f"is the batch; torch.tensor(...) converts numbers. [no-batch-dimension]"
     )
 
 
-POSITIONS = "position_ids"  # of the name of what multimodal models take as [3, rows, tokens]
-OFFSETS = "cu_seq"  # of the name of what says where in packed rows each sequence begins: cu_seqlens, cu_seq_lens_q
+POSITIONS = "position_ids"
+"""Part of the name of a tensor that multimodal models expect as [3, rows, tokens]."""
+OFFSETS = "cu_seq"
+"""Part of the name of the offsets of packed sequences: cu_seqlens, cu_seq_lens_q."""
 PACKED = (
-    "{path} says where sequences begin that are packed behind one another, and {rows} rows of the mini-batch "
-    "are to be split without regard to them: each micro-batch needs offsets of its own. Pack each micro-batch by "
-    "itself, gpipe.MicroBatches([first, second, ...]), or put the sequences into rows, padded"
+    "{path} has the offsets of packed sequences, which do not fit the micro-batches after the {rows} rows of the "
+    "mini-batch are split. Pack each micro-batch separately and pass gpipe.MicroBatches([first, second, ...]), or "
+    "pad the sequences to one per row. [packed-offsets]"
 )
-AS_LONG = (
-    "{path} is a {kind} of {rows} values, as many as the mini-batch has rows, and only tensors are split by rows; "
-    "make it a tensor, torch.tensor(...), or give each micro-batch its own, gpipe.MicroBatches([...]), or wrap it "
-    "(or the object that has it) in gpipe.Whole if every micro-batch needs all of it"
+SEQUENCE = (
+    "{path} is a {kind} with {rows} entries, one per row of the mini-batch, but only tensors are split into "
+    "micro-batches. Convert it with torch.tensor(...), or pass gpipe.MicroBatches([...]). If every micro-batch needs "
+    "all entries, wrap it (or the object that holds it) in gpipe.Whole. [sequence-not-split]"
 )
-
 NOT_ROWS = (
-    "{path} has shape {shape}, but the mini-batch has {rows} rows; split by rows, or wrap it in gpipe.Whole if every "
-    "micro-batch needs all of it"
+    "{path} has shape {shape}, but the mini-batch has {rows} rows. Pass a tensor with these rows in its first "
+    "dimension, or wrap it in gpipe.Whole if every micro-batch needs all of it. [rows-differ]"
 )
-TWICE = "{path} has shape {shape}, and its first or its second dimension may be the {rows} rows of the mini-batch"
-LATER = (
-    ". If the rows are its dimension {at}, split all tensors yourself: gpipe.MicroBatches([...]), also for sample="
+ROWS_IN_LATER_DIMENSION = (
+    "{path} has shape {shape}, but the mini-batch has {rows} rows. If dimension {dimension} holds the rows, split "
+    "all tensors yourself and pass gpipe.MicroBatches([...]), also as sample=. If every micro-batch needs all of it, "
+    "wrap it in gpipe.Whole. [rows-in-later-dimension]"
+)
+AMBIGUOUS_ROWS = (
+    "{path} has shape {shape}, and either of its first two dimensions can be the {rows} rows of the mini-batch. If "
+    "dimension 1 holds the rows, split all tensors yourself and pass gpipe.MicroBatches([...]), also as sample=. "
+    "[ambiguous-rows]"
 )
 
 
-def split(tree: Tree, rows: int, parts: int, what: str, *, strict: bool = False) -> list[Tree]:
-    """Splits each tensor of `rows` rows as `tensor_split` does: the first parts are one row larger.
+def split(tree: Tree, rows: int, parts: int, name: str, *, strict: bool = False) -> list[Tree]:
+    """Splits each tensor in a tree by rows, as `tensor_split` does: the first parts may have one more row.
 
-    Tensors without dimensions, other values and what is wrapped in `Whole` go to every part as they are. What may
-    have an entry for each row and is no tensor is refused if `strict`: any sequence or array of that length, also in
-    an attribute, but a `torch.Size`, and those that hold tensors with rows. So are offsets of packed rows, always.
+    Every part receives tensors without dimensions, values that are not tensors, and values in `Whole` unchanged.
+
+    Args:
+        tree: The inputs or targets of a mini-batch.
+        rows: The number of rows of the mini-batch.
+        parts: The number of micro-batches.
+        name: The name of the argument, for messages.
+        strict: Whether to reject sequences and arrays that are not tensors and have one entry per row, also in
+            attributes of objects. `torch.Size` and sequences of tensors with rows are always allowed.
+
+    Raises:
+        ValueError: If a tensor has a different number of rows, if `strict` rejects a value, or if a value holds the
+            offsets of packed sequences.
     """
     if type(tree) is Tensor and tree.dim() > 0 and tree.shape[0] == rows:
         return list(tree.tensor_split(parts))
-    if mistakes := [*_find_uncut(tree, rows, what, offsets=parts > 1, strict=strict and parts > 1)]:
-        raise ValueError("\n".join(mistakes))
+    if errors := [*_find_unsplit(tree, rows, name, offsets=parts > 1, strict=strict and parts > 1)]:
+        raise ValueError("\n".join(errors))
     leaves, spec = tree_flatten(tree)
     columns: list[Sequence[object]] = [
         leaf.tensor_split(parts)
@@ -166,122 +198,137 @@ def split(tree: Tree, rows: int, parts: int, what: str, *, strict: bool = False)
     return [tree_unflatten([column[part] for column in columns], spec) for part in range(parts)]
 
 
-def _find_uncut(tree: Tree, rows: int, what: str, *, offsets: bool, strict: bool) -> Iterator[str]:
-    for path, value in _seen_in(tree, what):
-        length, of_tensor = _length(value), isinstance(value, Tensor)
-        if length and (OFFSETS in path.lower() or ((length != rows or not of_tensor) and _rises_to(rows, value))):
+def _find_unsplit(tree: Tree, rows: int, name: str, *, offsets: bool, strict: bool) -> Iterator[str]:
+    """Yields a message for each value that `split` rejects."""
+    for path, value in _walk(tree, name):
+        length, is_tensor = _length(value), isinstance(value, Tensor)
+        if length and (OFFSETS in path.lower() or ((length != rows or not is_tensor) and _are_offsets(value, rows))):
             if offsets:
                 yield PACKED.format(path=path, rows=rows)
-        elif of_tensor and length is not None:
-            twice = offsets and POSITIONS in path and value.dim() == 3 and value.shape[:2] == (rows, rows)
-            if twice or length != rows:
-                later = LATER.format(at=[*value.shape].index(rows, 1)) if rows in value.shape[1:] else ""
-                text = (TWICE if twice else NOT_ROWS) + later
-                yield text.format(path=path, shape=tuple(value.shape), rows=rows)
-        elif strict and length == rows and not of_tensor:
-            yield AS_LONG.format(path=path, rows=rows, kind=type(value).__name__)
+        elif is_tensor and length is not None:
+            ambiguous = offsets and POSITIONS in path and value.dim() == 3 and value.shape[:2] == (rows, rows)
+            if ambiguous or length != rows:
+                later = rows in value.shape[1:]
+                text = AMBIGUOUS_ROWS if ambiguous else ROWS_IN_LATER_DIMENSION if later else NOT_ROWS
+                dimension = [*value.shape].index(rows, 1) if later else None
+                yield text.format(path=path, shape=tuple(value.shape), rows=rows, dimension=dimension)
+        elif strict and length == rows and not is_tensor:
+            yield SEQUENCE.format(path=path, rows=rows, kind=type(value).__name__)
 
 
-def _seen_in(tree: Tree, what: str) -> Iterator[tuple[str, Any]]:
-    """A value and all that can be seen in it, also in attributes of objects, each with its path."""
-    todo, seen = [(what, tree)], dict[int, object]()
-    while todo and len(seen) < MAX_OBJECTS:
-        path, value = todo.pop()
+def _walk(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
+    """Yields a value and all values reachable by items and attributes, each with its path."""
+    pending, seen = [(name, tree)], dict[int, object]()
+    while pending and len(seen) < MAX_OBJECTS:
+        path, value = pending.pop()
         yield path, value
         if id(value) in seen or isinstance(value, (Tensor, Whole, nn.Module, *OPAQUE)):
             continue
         seen[id(value)] = value
-        if type(value) in (dict, list, tuple):  # as torch does, sooner
+        if type(value) in (dict, list, tuple):  # The same result as torch's pytree functions, but faster.
             pairs: Any = value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
-            inner = [(f"[{key!r}]", one) for key, one in pairs]
+            inner = [(f"[{key!r}]", item) for key, item in pairs]
         else:
             leaves, _ = tree_flatten_with_path(value, is_leaf=partial(is_not, value))
-            inner = [(keystr(at), one) for at, one in leaves]
-        if len(inner) == 1 and inner[0][1] is value:  # an object
-            with suppress(Exception):  # some raise when they are asked for attributes
-                names: Any = getattr(value, "__dataclass_fields__", None) or getattr(value, "__dict__", ())
-                inner = [(f".{name}", getattr(value, name, None)) for name in names]
-        todo += [(f"{path}{at}", one) for at, one in reversed(inner)]
+            inner = [(keystr(keys), item) for keys, item in leaves]
+        if len(inner) == 1 and inner[0][1] is value:  # The value is a leaf for torch: look at its attributes.
+            with suppress(Exception):  # Attribute access runs code of the object's class.
+                attributes: Any = getattr(value, "__dataclass_fields__", None) or getattr(value, "__dict__", ())
+                inner = [(f".{attribute}", getattr(value, attribute, None)) for attribute in attributes]
+        pending += [(f"{path}{keys}", item) for keys, item in reversed(inner)]
 
 
 def _length(value: Any) -> int | None:
-    """How many entries a value has, if none of them has rows of its own; None if it does not tell."""
+    """Returns the number of entries; None for scalars, strings, sizes and sequences of tensors with rows."""
     if isinstance(value, (str, bytes, torch.Size)):
         return None
-    if hasattr(type(value), "__array__"):  # a tensor, or of numpy and the like
+    if hasattr(type(value), "__array__"):  # A tensor, or an array of NumPy, pandas or JAX.
         return next(iter(getattr(value, "shape", ())), None)
-    held = tree_leaves(value) if isinstance(value, Sequence) else []
-    rows = any(isinstance(one, Whole) or (isinstance(one, Tensor) and one.dim()) for one in held)
+    items = tree_leaves(value) if isinstance(value, Sequence) else []
+    have_rows = any(isinstance(item, Whole) or (isinstance(item, Tensor) and item.dim()) for item in items)
     with suppress(Exception):
-        return None if rows or all(one is None for one in held) else len(value)
+        return None if have_rows or all(item is None for item in items) else len(value)
     return None
 
 
-def _rises_to(rows: int, value: Any) -> bool:
-    """Whether a value has whole numbers in order, from 0 to so many, or tensors of them."""
+def _are_offsets(value: Any, rows: int) -> bool:
+    """Whether the entries are integers in ascending order, from 0 to the number of rows."""
     if isinstance(value, Tensor) and (value.is_meta or value.dim() != 1 or value.is_floating_point()):
         return False
     try:
-        numbers = [one.item() if isinstance(one, Tensor) else one for one in value]
-    except Exception:  # of code of its class
+        numbers = [item.item() if isinstance(item, Tensor) else item for item in value]
+    except Exception:  # Iteration runs code of the object's class.
         return False
-    whole = all(isinstance(one, Integral) for one in numbers)
-    return whole and sorted(numbers) == numbers and (numbers[0], numbers[-1]) == (0, rows)
+    are_integers = all(isinstance(item, Integral) for item in numbers)
+    return are_integers and sorted(numbers) == numbers and (numbers[0], numbers[-1]) == (0, rows)
 
 
 CANNOT_MERGE = (
-    "the outputs of the micro-batches cannot be put together: output{path} {why}. Have the rows of the micro-batch "
-    "in the first dimension; or use step(), where the loss sees each micro-batch's output; or give the micro-batches "
-    "as gpipe.MicroBatches([...]), for a list of their outputs"
+    "output{path} {problem}, so the outputs of the micro-batches cannot be joined. Return the rows of the "
+    "micro-batch in the first dimension. Alternatively, use step(), where the loss sees each output separately, or "
+    "pass gpipe.MicroBatches([...]) to get a list of outputs. [outputs-cannot-be-joined]"
 )
 SEVERAL_ROWS = (
-    "output{path} has several rows for each row of the mini-batch, and those of the micro-batches are put one behind "
-    "the other: right if rows and positions are flattened into the first dimension, wrong if that is anything else"
+    "output{path} has several rows for each row of the mini-batch, and gpipe concatenates them along the first "
+    "dimension. Ignore this if a layer flattens rows and positions into that dimension. Otherwise return rows first. "
+    "[several-output-rows]"
 )
 
 
-def merge(parts: Sequence[Tree], rows: Sequence[int], tell: Callable[[Sequence[str]], object] | None = None) -> Tree:
-    """Puts the outputs of micro-batches of so many rows together again; what is no tensor must be the same for all.
+def merge(
+    parts: Sequence[Tree], rows: Sequence[int], report: Callable[[Sequence[str]], object] | None = None
+) -> Tree:
+    """Concatenates the outputs of micro-batches.
 
-    With somebody to `tell` of it, an output may have several rows for each; else it may be one tensor for all.
+    Values that are not tensors must be equal in all micro-batches.
+
+    Args:
+        parts: The output of each micro-batch.
+        rows: The number of rows of each micro-batch.
+        report: Receives findings. With it, an output may have several rows for each input row. Without it, the same
+            tensor may be the output of all micro-batches.
+
+    Raises:
+        TypeError: If the outputs cannot be concatenated.
     """
     if len(parts) == 1:
         return parts[0]
-    if all(isinstance(part, Tensor) for part in parts):  # torch's walks of trees leave cycles behind
-        return _merge_leaf("", parts, rows, tell)
+    if all(isinstance(part, Tensor) for part in parts):  # torch's pytree functions create reference cycles.
+        return _merge_leaf("", parts, rows, report)
     flat = [tree_flatten_with_path(part) for part in parts]
     if any(spec != flat[0][1] for _, spec in flat):
-        raise TypeError(CANNOT_MERGE.format(path="", why="has other parts for one micro-batch than for another"))
+        problem = "does not have the same structure in all micro-batches"
+        raise TypeError(CANNOT_MERGE.format(path="", problem=problem))
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return tree_unflatten(
-        [_merge_leaf(keystr(column[0][0]), [leaf for _, leaf in column], rows, tell) for column in columns],
+        [_merge_leaf(keystr(column[0][0]), [leaf for _, leaf in column], rows, report) for column in columns],
         flat[0][1],
     )
 
 
 def _merge_leaf(
-    path: str, leaves: Sequence[Any], rows: Sequence[int], tell: Callable[[Sequence[str]], object] | None
+    path: str, leaves: Sequence[Any], rows: Sequence[int], report: Callable[[Sequence[str]], object] | None
 ) -> object:
-    first, why = leaves[0], f"is {leaves[0]!r} for one micro-batch and another for others"
+    first, problem = leaves[0], f"is {leaves[0]!r} for the first micro-batch and different for another one"
     if isinstance(first, Tensor):
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        times = len(first) // rows[0] if tell and first.dim() else 1
+        times = len(first) // rows[0] if report and first.dim() else 1
         if first.dim() and shapes == [(count * times, *first.shape[1:]) for count in rows]:
-            if tell and times > 1:
-                tell([SEVERAL_ROWS.format(path=path)])
+            if report and times > 1:
+                report([SEVERAL_ROWS.format(path=path)])
             return torch.cat([*leaves])
-        found = (f"{shape} for {count} rows" for shape, count in zip(shapes, rows, strict=True))
-        why = f"has the shape {' and '.join(dict.fromkeys(found))}"
-        same = tell is None and len(set(shapes)) == 1 and all(leaf is first or leaf.equal(first) for leaf in leaves)
+        each = (f"{shape} for {count} rows" for shape, count in zip(shapes, rows, strict=True))
+        problem = f"has the shape {' and '.join(dict.fromkeys(each))}"
+        same = report is None and len(set(shapes)) == 1 and all(leaf is first or leaf.equal(first) for leaf in leaves)
     else:
         same = all(leaf is first or (not isinstance(leaf, Tensor) and leaf == first) for leaf in leaves)
     if not same:
-        raise TypeError(CANNOT_MERGE.format(path=path, why=why))
+        raise TypeError(CANNOT_MERGE.format(path=path, problem=problem))
     return first
 
 
 def rows_of_parts(rows: int, parts: int) -> list[int]:
-    """The rows of each micro-batch, where a mini-batch has so many: the first ones have one more."""
+    """Returns the number of rows of each micro-batch. The first ones have one more if `rows` is not divisible."""
     return [rows // parts + (part < rows % parts) for part in range(parts)]
 
 
@@ -289,42 +336,69 @@ def loss_weights(
     reduction: Reduction,
     rows: Sequence[int],
     targets: Sequence[Tree],
-    over_replicas: Callable[[float], float] = float,  # adds the weight of this mini-batch to that of the others
+    over_replicas: Callable[[float], float] = float,
 ) -> list[float]:
-    """The share w_i of each micro-batch in the loss: 1 each for "sum", else in proportion, in float64."""
+    """Returns the weight of each micro-batch in the loss of the mini-batch.
+
+    Args:
+        reduction: "sum" for weights of 1, "mean" for weights proportional to the rows, or a function that returns the
+            weight for a target.
+        rows: The number of rows of each micro-batch.
+        targets: The target of each micro-batch.
+        over_replicas: Sums a weight over the data-parallel replicas. Default: there is one replica.
+
+    Raises:
+        TypeError: If `reduction` is none of these, or if it returns something other than a number.
+        ValueError: If a weight is negative or not finite, or if all weights are 0.
+    """
     if reduction == "sum":
         return [1.0] * len(rows)
     if reduction == "mean":
-        raw = [float(n) for n in rows]
+        weights = [float(n) for n in rows]
     elif callable(reduction):
-        raw = [_weight(reduction(target)) for target in targets]
+        weights = [_weight(reduction(target)) for target in targets]
     else:
-        raise TypeError(f"reduction={reduction!r}: give 'mean', 'sum' or a function of the target giving a weight")
-    if not all(0 <= weight < float("inf") for weight in raw):
-        raise ValueError(f"the weights of the micro-batches are {raw}; each must be finite and at least 0")
-    total = over_replicas(sum(raw))
+        raise TypeError(f"reduction={reduction!r} is not valid. Pass 'mean', 'sum', or a function target -> weight.")
+    if not all(0 <= weight < float("inf") for weight in weights):
+        raise ValueError(
+            f"reduction= returned the weights {weights} for the micro-batches. Return finite weights of at least 0. "
+            f"[invalid-loss-weights]"
+        )
+    total = over_replicas(sum(weights))
     if total == 0:
-        raise ValueError("the weights of all micro-batches are 0: there is nothing to average; skip this mini-batch")
-    return [weight / total for weight in raw]
+        raise ValueError(
+            "The weights of all micro-batches are 0, so there is nothing to average: no label of the mini-batch "
+            "counts, or reduction= returned 0. Skip this mini-batch. [all-weights-zero]"
+        )
+    return [weight / total for weight in weights]
 
 
-def _weight(returned: object) -> float:
+def _weight(value: object) -> float:
+    """Converts the result of the user's reduction function to a float."""
     try:
-        return float(returned)  # type: ignore[arg-type]  # whatever float takes
+        return float(value)  # type: ignore[arg-type]  # whatever float accepts
     except (TypeError, ValueError, RuntimeError) as error:
-        found = f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
+        kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise TypeError(
-            f"reduction must return the weight of a micro-batch, one number such as how many labels count; it "
-            f"returned {found}"
+            f"reduction= returned {kind}. Return the weight of the micro-batch as one number, such as its number of "
+            f"labels that count. [invalid-loss-weights]"
         ) from error
 
 
-IGNORED = -100  # the label that torch's losses ignore by default, and users' losses by habit
-TWO_ROWS = 2  # on which a model's forward is recorded, if there are so many: BatchNorm in training refuses one
+IGNORED = -100
+"""The default `ignore_index` of torch's losses, which custom losses also use."""
+TWO_ROWS = 2
+"""Rows with which a model is traced, if the sample has that many: BatchNorm in training mode rejects one row."""
 
 
 def first_micro_batch(sample: Tree, micro_batches: int, least: int = 1) -> Tree:
-    """The first micro-batch of a sample with labels that count, of so many rows at least, if it has them."""
+    """Returns the first micro-batch of a sample that has labels which are not all ignored, or else the first one.
+
+    Args:
+        sample: A mini-batch, or None.
+        micro_batches: M.
+        least: The minimum number of rows of the micro-batch, if the sample has that many.
+    """
     if sample is None:
         return None
     if isinstance(sample, MicroBatches):
@@ -332,60 +406,73 @@ def first_micro_batch(sample: Tree, micro_batches: int, least: int = 1) -> Tree:
     else:
         parts = split(sample, rows := count_rows(sample), min(micro_batches, max(rows // least, 1)), "sample")
 
-    def counts(part: Tree) -> bool:
+    def has_labels(part: Tree) -> bool:
         return not any(not leaf.is_meta and (leaf == IGNORED).all() for leaf in tensors_in(part))
 
-    return next(filter(counts, parts), parts[0])
+    return next(filter(has_labels, parts), parts[0])
 
 
-INSIDE = (
-    "gpipe.MicroBatches, which stand for all inputs or all targets and in no other value; put the other values into "
-    "each micro-batch: gpipe.MicroBatches([(x, mask), ...])"
+NESTED_MICRO_BATCHES = (
+    "{path} contains gpipe.MicroBatches, which must be the whole inputs or the whole targets. Put the other values "
+    "into each micro-batch: gpipe.MicroBatches([(x, mask), ...]). [nested-micro-batches]"
 )
-NUMPY = "a numpy array{}; give a tensor: torch.from_numpy(...)"
+NUMPY = (
+    "{path} is a numpy array, but only tensors are split. Convert it with torch.from_numpy(...). [array-not-tensor]"
+)
+ARRAY = (
+    "{path} is a {kind}, but only tensors are split. Convert it with torch.as_tensor(numpy.asarray(...)). "
+    "[array-not-tensor]"
+)
+NESTED_TENSOR = (
+    "{path} is a nested tensor, which cannot be split by rows. Convert it with torch.nested.to_padded_tensor(...) "
+    "and pass a mask. [nested-tensor]"
+)
+SPARSE = "{path} is sparse ({layout}) and cannot be split. Convert it with {path}.to_dense(). [sparse-input]"
+PACKED_SEQUENCE = (
+    "{path} is a {kind}, which cannot be split by rows. Pass the padded tensor and the lengths that "
+    "nn.utils.rnn.pad_packed_sequence(...) returns. [packed-sequence]"
+)
+LOADER = (
+    "{path} is a {kind}, not a mini-batch. Pass one mini-batch at a time: for x, y in loader: pipe.step(x, y, "
+    "loss_fn). [loader-not-batch]"
+)
+OBJECT_WITH_TENSORS = (
+    "{path} is a {kind} that holds tensors, but gpipe only splits tensors in tuples, lists and dicts. Use one of "
+    "these, or register the class with torch.utils._pytree.register_pytree_node. If every micro-batch needs the "
+    "whole object, wrap it in gpipe.Whole. [object-with-tensors]"
+)
 
 
-def find_unsplittable(what: str, tree: Tree) -> Iterator[str]:
-    """What is in a tree that cannot be split into micro-batches, or be one of them, each with what to do."""
+def find_unsplittable(name: str, tree: Tree) -> Iterator[str]:
+    """Yields a message for each value that can neither be split into micro-batches nor be part of one."""
     if type(tree) is Tensor and tree.layout is torch.strided and not tree.is_nested:
         return
     ready_made = isinstance(tree, MicroBatches)
     leaves, _ = tree_flatten_with_path(as_tree(tree), is_leaf=lambda value: isinstance(value, PackedSequence))
-    for path, leaf in leaves:
+    for keys, leaf in leaves:
         is_plain = isinstance(leaf, (*OPAQUE, torch.Generator, np.generic))
-        if not is_plain and (found := _why_not_split(leaf, ready_made=ready_made)):
-            yield f"{what}{keystr(path)} is {found}"
+        if not is_plain and (text := _why_not_split(leaf, ready_made=ready_made)):
+            layout = leaf.layout if isinstance(leaf, Tensor) else None
+            yield text.format(path=f"{name}{keystr(keys)}", kind=type(leaf).__name__, layout=layout)
 
 
 def _why_not_split(leaf: object, *, ready_made: bool) -> str | None:
-    name = f"a {type(leaf).__name__}"
+    """Returns the template of the message for a leaf that cannot be split, else None."""
     match leaf:
         case Tensor() if leaf.is_nested:
-            return (
-                "a nested tensor, which has no rows to split; pad it (torch.nested.to_padded_tensor), and give a mask"
-            )
+            return NESTED_TENSOR
         case Tensor() if leaf.layout is not torch.strided and not ready_made:
-            return f"sparse ({leaf.layout}), which cannot be split into micro-batches; give t.to_dense()"
-        case MicroBatches():
-            return INSIDE
-        case Whole(np.ndarray()):
-            return NUMPY.format(" in gpipe.Whole")
-        case Whole(MicroBatches()):
-            return f"gpipe.Whole with {INSIDE}"
+            return SPARSE
+        case MicroBatches() | Whole(MicroBatches()):
+            return NESTED_MICRO_BATCHES
+        case np.ndarray() | Whole(np.ndarray()):
+            return NUMPY
         case Tensor() | Whole():
             return None
-        case np.ndarray():
-            return NUMPY.format("")
         case PackedSequence():
-            return f"{name}; give it padded, by nn.utils.rnn.pad_packed_sequence, and the lengths"
+            return PACKED_SEQUENCE
         case DataLoader() | Dataset() | Iterator():
-            return f"{name}; give one mini-batch of it at a time: for x, y in ...: pipe.step(x, y, loss_fn)"
-    if hasattr(type(leaf), "__array__"):  # of pandas, JAX and the like
-        return f"{name}; give a tensor: torch.as_tensor(numpy.asarray(...))"
-    if hides_tensors(leaf):
-        return (
-            f"{name} that holds tensors, which cannot be seen, and so not be split; give tuples, lists or dicts of "
-            f"tensors, register the class by torch.utils._pytree.register_pytree_node, or wrap it in gpipe.Whole if "
-            f"every micro-batch needs it whole"
-        )
-    return None
+            return LOADER
+    if hasattr(type(leaf), "__array__"):  # pandas, JAX and similar libraries
+        return ARRAY
+    return OBJECT_WITH_TENSORS if hides_tensors(leaf) else None
