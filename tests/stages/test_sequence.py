@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations
 
-from gpipe.stages.remote_layers import Outline, RemoteParameter, build_on_meta, materialize, stand_in
-from gpipe.stages.sequence import build_layers, cut_into_stages
+from gpipe.stages.remote_layers import MetaLayers, RemoteParameter, build_on_meta, materialize, stand_in
+from gpipe.stages.sequence import build_layers, split_into_stages
 from gpipe.stages.shared_weights import find_shared, find_ties
 from gpipe.stages.skips import find_pops
 from tests.support.odd_layers import Pop, Stash
@@ -142,13 +142,13 @@ def generators() -> tuple[object, ...]:
     return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
 
 
-def outlined(layers: Iterable[object], seed: int = 0) -> Outline:
+def outlined(layers: Iterable[object], seed: int = 0) -> MetaLayers:
     found = build_on_meta(layers, seed)
     assert not found.mistakes
     return found
 
 
-def realized(found: Outline, own: Collection[int]) -> dict[str, nn.Module]:
+def realized(found: MetaLayers, own: Collection[int]) -> dict[str, nn.Module]:
     layers, mistakes = materialize(found, own)
     assert not mistakes
     return layers
@@ -243,7 +243,7 @@ def test_a_weight_shared_between_a_module_and_a_callable_is_found_in_the_outline
 def test_stages_of_others_stay_where_they_are() -> None:
     layers = realized(outlined([lambda: nn.Linear(W, W)] * 4), [2, 3])
     layers["0"].bias = layers["1"].weight  # shared, and of another process
-    stages = cut_into_stages(layers, [2, 2], [CPU, CPU], own=[1])
+    stages = split_into_stages(layers, [2, 2], [CPU, CPU], own=[1])
     assert [next(layer.module.parameters()).is_meta for stage in stages for layer in stage.layers] == [
         *(True, True),
         *(False, False),

@@ -22,7 +22,7 @@ from gpipe.planner.search.plan import Plan
 from gpipe.schedule.schedules import Placement
 from gpipe.stages.buffers import Slot
 from gpipe.stages.digest import checksum
-from gpipe.stages.remote_layers import Outline, build_on_meta, materialize
+from gpipe.stages.remote_layers import MetaLayers, build_on_meta, materialize
 from gpipe.stages.shared_weights import find_ties, tie
 
 
@@ -75,7 +75,7 @@ def agree_on_plan(
     else:
         schedule = read_schedule(arguments, Mistakes())
         traced.learn_all(first_rows(arguments), schedule.slices)
-        sketch = Outline(dict(traced.layers), {}, 0, [])
+        sketch = MetaLayers(dict(traced.layers), {}, 0, [])
     if received and len(received["names"]) != len(sketch.layers):
         raise ValueError(
             f"model= has {len(sketch.layers)} layers on rank {position.rank}, but {len(received['names'])} on rank "
@@ -168,7 +168,7 @@ def _compare_weights(rendezvous: Rendezvous, settings: Settings, weights: Sequen
 
 
 def _tie(
-    layers: dict[str, nn.Module], ties: Sequence[Sequence[str]], sketch: Outline, own: Collection[int]
+    layers: dict[str, nn.Module], ties: Sequence[Sequence[str]], sketch: MetaLayers, own: Collection[int]
 ) -> list[list[Slot]]:
     """Sets the copies of tied parameters in this process to the value of the first one in each group.
 

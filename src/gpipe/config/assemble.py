@@ -24,7 +24,7 @@ from gpipe.runtime.pipeline_stages import PipelineStages
 from gpipe.schedule.lowering import Lowering
 from gpipe.schedule.schedules import Placement
 from gpipe.stages.remote_layers import build_on_meta, drop_remote_weights
-from gpipe.stages.sequence import cut_into_stages
+from gpipe.stages.sequence import split_into_stages
 from gpipe.stages.shared_weights import tie
 from gpipe.stages.stage import Layer, Stage
 from gpipe.tracing.stage import TracedStage
@@ -103,7 +103,7 @@ def build(settings: Settings, plan: Plan, position: Position | None) -> Pipeline
     if (traced := settings.traced) is not None:
         stage_of = [stage for stage, count in enumerate(plan.layers_per_partition) for _ in range(count)]
         make_stage = partial(TracedStage, parts=traced.parts, traces=traced.traces, stage_of=stage_of)
-    stages = cut_into_stages(settings.layers, plan.layers_per_partition, devices, own, make_stage)
+    stages = split_into_stages(settings.layers, plan.layers_per_partition, devices, own, make_stage)
     if settings.batch_norm == "synchronized":
         find_norms([layer for stage in stages for layer in stage.layers])  # Raises the same error in every process.
     lowering = Lowering(

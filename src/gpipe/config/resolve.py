@@ -28,7 +28,7 @@ from gpipe.schedule.schedules.by_name import (
     schedule_of_program,
 )
 from gpipe.stages.invalid_layers import find_invalid_layers
-from gpipe.stages.remote_layers import Outline, find_without_values
+from gpipe.stages.remote_layers import MetaLayers, find_without_values
 from gpipe.stages.sequence import build_layers
 from gpipe.stages.shared_weights import Tied, find_ties
 from gpipe.stages.skips import find_pops
@@ -41,7 +41,7 @@ RematOf: TypeAlias = tuple[lower.Remat, ...]
 
 
 def resolve(
-    arguments: Arguments, position: Position | None, outline: Outline | None, traced: TracedModel | None, *others: str
+    arguments: Arguments, position: Position | None, outline: MetaLayers | None, traced: TracedModel | None, *others: str
 ) -> tuple[Settings, Placement, RematOf]:
     """Returns the settings, the rank of each stage, and the recomputation mode of each stage.
 

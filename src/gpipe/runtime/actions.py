@@ -137,7 +137,7 @@ def run_layers(run: Run, rank: Rank, state: MicroBatchState) -> StageOutput:
         if boundary.sharing and output.changed:
             tensors = tensors_in(entry.value)
             if not output.changed.isdisjoint(id(tensors[index]) for index in boundary.sharing):
-                raise RuntimeError(f"{stage} changes {SHARED_IN_PLACE}")
+                raise RuntimeError(SHARED_IN_PLACE.format(stage=stage))
     _reject_gradients(state, "a layer")
     return output
 

@@ -1,9 +1,10 @@
-"""Cuts the autograd graph where a value leaves a stage, and brings gradients back across the cut.
+"""Detaches the values that leave a stage from its autograd graph, and returns gradients across the stage boundary.
 
-A boundary tensor is a leaf that shares the maker's memory. It is read-only to both sides: changed in place, it would
-be wrong for a recompute, and for the graph of the stage that made it.
+A boundary tensor is a leaf that shares memory with the tensor that the earlier stage computed. Neither stage may
+change it in place: a recomputation, and the graph of the earlier stage, still need its values.
 
-Asks the autograd graph which leaves a backward reaches, which tensors others were made from, which node raised.
+This module also searches the autograd graph: for the leaves that a backward reaches, for tensors that were computed
+from each other, and for the node that raised an error.
 """
 
 from collections import Counter
@@ -30,166 +31,208 @@ from gpipe.stages.tree import Tree, hides_tensors, reject_hidden_tensors, replac
 
 
 class Undefined(Enum):
-    """What autograd brings where a backward gave None: the node behind it runs all the same."""
+    """An undefined gradient: a backward function returned None, but autograd still runs the preceding nodes."""
 
     UNDEFINED = "undefined"
 
 
 UNDEFINED = Undefined.UNDEFINED
 Gradients: TypeAlias = list[Tensor | Undefined | None]
-"""What comes back for the leaves of a crossing; None where nothing did, because nothing depends on the leaf."""
+"""The gradients of the leaves of a `BoundaryValue`. None for a leaf that no output depends on."""
 
-CHANGED = (
-    "what {stage} was given has been changed in place since it was handed on: by the layer that made it, in a later "
-    "micro-batch (a buffer or a workspace that it returns and writes again), or by the caller, who wrote into the "
-    "inputs before the backward. Return a clone, and leave inputs alone until the backward is done"
+INPUT_CHANGED = (
+    "{stage}: its input was changed in place after it was passed on. Either the layer that returned it wrote it "
+    "again in a later micro-batch (a buffer or workspace that it reuses), or the caller wrote into the inputs before "
+    "the backward. Return a clone, and do not change inputs until the backward has finished. [input-changed-in-place]"
 )
-NO_STRIDES = (
-    "a {kind} tensor {why} cannot cross a cut; return it dense ({remedy}), or keep both layers in one partition"
+NESTED_AT_BOUNDARY = (
+    "A layer passes a nested tensor to another partition, but gpipe can only send strided tensors. Convert it with "
+    "torch.nested.to_padded_tensor(t, 0.0), or keep both layers in one partition. [nested-tensor-at-boundary]"
+)
+SPARSE_AT_BOUNDARY = (
+    "A layer passes a sparse tensor that requires a gradient to another partition, but gpipe can only send gradients "
+    "of strided tensors. Convert it with t.to_dense(), or keep both layers in one partition. "
+    "[sparse-tensor-at-boundary]"
 )
 
 
 @dataclass(slots=True)
 class BoundaryValue:
-    """A value as it crosses a boundary."""
+    """A value that crosses a stage boundary.
 
-    value: Any  # what the next stage sees
-    leaves: list[Tensor]  # its tensors that want a gradient, each once, in a fixed order
-    # leaves from which others that cross were made, if that is known here: their gradient is whole only there
+    Attributes:
+        value: The value, as the next stage receives it.
+        leaves: Its distinct tensors that require a gradient, in a fixed order.
+        ancestors: Indices of the leaves from which other leaves that leave the stage were computed. Their gradient is
+            only complete in the stage that computed them. None if this is not known.
+        sharing: Indices of tensors that share memory in the earlier stage, but perhaps not after they were sent.
+        versions: The versions of its tensors, once they were recorded.
+    """
+
+    value: Any
+    leaves: list[Tensor]
     ancestors: frozenset[int] | None = None
-    sharing: frozenset[int] = frozenset()  # the places of tensors that share memory here, and need not on arrival
-    versions: tuple[int, ...] | None = None  # of its tensors, as far as they are noted
+    sharing: frozenset[int] = frozenset()
+    versions: tuple[int, ...] | None = None
 
     def check(self, stage: object) -> None:
-        """Checks that nobody has changed the tensors of the value since it was handed on, or first looked at."""
-        now = versions(tensors_in(self.value))
-        if self.versions is not None and self.versions != now:
-            raise RuntimeError(CHANGED.format(stage=stage))
-        self.versions = now
+        """Raises a RuntimeError if a tensor was changed in place since its version was recorded.
+
+        The first call records the versions if they are not known.
+        """
+        current = versions(tensors_in(self.value))
+        if self.versions is not None and self.versions != current:
+            raise RuntimeError(INPUT_CHANGED.format(stage=stage))
+        self.versions = current
 
 
 def detach_boundary(value: Tree) -> tuple[BoundaryValue, list[Tensor]]:
-    """Detaches a value from its graph: what to send, and the tensors of the graph that its leaves stand for.
+    """Detaches a value from its autograd graph.
 
-    A tensor that appears twice stays one tensor, so that the gradients of its uses are summed in the same order as
-    if there were no boundary.
+    A tensor that appears twice stays one tensor. The gradients of its uses are then summed in the same order as
+    without a stage boundary.
+
+    Returns:
+        The value to send, and the tensors of the graph that correspond to its leaves.
+
+    Raises:
+        TypeError: If the value contains a nested tensor, a sparse tensor that requires a gradient, or hidden tensors.
     """
     reject_hidden_tensors(value)
     roots: list[Tensor] = []
     leaves: list[Tensor] = []
 
-    def cut(tensor: Tensor) -> Tensor:
+    def detach(tensor: Tensor) -> Tensor:
         if tensor.is_nested:
-            raise TypeError(NO_STRIDES.format(kind="nested", why="", remedy="torch.nested.to_padded_tensor(t, 0.0)"))
+            raise TypeError(NESTED_AT_BOUNDARY)
         if tensor.layout is not torch.strided and tensor.requires_grad:
-            raise TypeError(NO_STRIDES.format(kind="sparse", why="that wants a gradient", remedy="t.to_dense()"))
+            raise TypeError(SPARSE_AT_BOUNDARY)
         leaf = carry_attributes(tensor, tensor.detach())
         if tensor.requires_grad:
             roots.append(tensor)
             leaves.append(leaf.requires_grad_())
         return leaf
 
-    return BoundaryValue(replace_tensors(value, cut), leaves), roots
+    return BoundaryValue(replace_tensors(value, detach), leaves), roots
 
 
 def detached(value: Tree) -> Tree:
-    """The value cut from its graph, for those who keep track of gradients themselves."""
+    """Returns the value with all tensors detached, for callers that track gradients themselves."""
     reject_hidden_tensors(value)
     return replace_tensors(value, lambda tensor: carry_attributes(tensor, tensor.detach()))
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What the last stage made of a micro-batch, cut from its graph; `wants_gradient` says it of each tensor."""
+    """The detached output of the last stage for a micro-batch, and which of its tensors required a gradient."""
 
     value: Tree
     wants_gradient: tuple[bool, ...]
 
     @classmethod
     def of(cls, value: Tree) -> "Output":
-        wants = tuple(tensor.requires_grad for tensor in tensors_in(value))
-        return cls(detached(value), wants)
+        wants_gradient = tuple(tensor.requires_grad for tensor in tensors_in(value))
+        return cls(detached(value), wants_gradient)
 
 
-def carry_attributes(tensor: Tensor, other: Tensor) -> Tensor:
-    """Gives another tensor the attributes that somebody's code has put on this one; none may hold tensors."""
+def carry_attributes(tensor: Tensor, target: Tensor) -> Tensor:
+    """Copies the attributes that user code has set on a tensor to another tensor, and returns the latter.
+
+    Raises:
+        TypeError: If an attribute holds tensors.
+    """
     for name, attribute in vars(tensor).items():
         if isinstance(attribute, Tensor) or hides_tensors(attribute):
             raise TypeError(
-                f"the attribute {name!r} of a tensor holds tensors, whose gradients would be lost behind the cut; "
-                f"return a tuple or a dict of both"
+                f"The attribute {name!r} of a tensor holds tensors, whose gradients would be lost at the stage "
+                f"boundary. Return a tuple or a dict with all tensors instead. [tensor-in-attribute]"
             )
-        setattr(other, name, attribute)
-    return other
+        setattr(target, name, attribute)
+    return target
 
 
-def copy_boundary(crossing: BoundaryValue) -> BoundaryValue:
-    """A copy of a value that crossed a boundary: its tensors lie in memory as those of the original do."""
+def copy_boundary(boundary: BoundaryValue) -> BoundaryValue:
+    """Copies a boundary value, including the memory layout of its tensors."""
     copies: dict[int, Tensor] = {}
 
-    def copied(tensor: Tensor) -> Tensor:
-        other = carry_attributes(tensor, copy_of(tensor.detach())).requires_grad_(tensor.requires_grad)
-        copies[id(tensor)] = other
-        return other
+    def copy(tensor: Tensor) -> Tensor:
+        copied = carry_attributes(tensor, copy_of(tensor.detach())).requires_grad_(tensor.requires_grad)
+        copies[id(tensor)] = copied
+        return copied
 
-    value = replace_tensors(crossing.value, copied)
-    return replace(crossing, value=value, leaves=[copies[id(leaf)] for leaf in crossing.leaves], versions=None)
+    value = replace_tensors(boundary.value, copy)
+    return replace(boundary, value=value, leaves=[copies[id(leaf)] for leaf in boundary.leaves], versions=None)
 
 
 class BoundaryInput(NamedTuple):
-    """A value as one run of a stage is given it, the aliases of its leaves, and where their gradients will be."""
+    """A boundary value as one run of a stage receives it.
+
+    Attributes:
+        value: The value, with an alias in place of each leaf.
+        aliases: The aliases of the leaves.
+        gradients: The gradients of the leaves, filled in by the backward.
+        hooks: For each alias, a function that returns the hooks on its node. One of them is gpipe's own.
+    """
 
     value: Any
     aliases: Sequence[Tensor]
     gradients: Gradients
-    hooks: Sequence[Callable[[], Sized | None]]  # of each alias, the hooks on its node: ours is one
+    hooks: Sequence[Callable[[], Sized | None]]
 
 
-def attach_boundary(crossing: BoundaryValue) -> BoundaryInput:
-    """Gives a value that crossed a boundary to one run of a stage.
+def attach_boundary(boundary: BoundaryValue) -> BoundaryInput:
+    """Prepares a boundary value for one run of a stage.
 
-    Each leaf has an alias with a node of its own: for the layers it is a tensor that others made, the hooks that they
-    put on it are of this run alone, and what comes back is kept as autograd brings it, with its strides and
-    alignment (autograd would lay it out anew as `.grad` of a leaf).
+    The run receives an alias of each leaf, with its own autograd node:
+
+    - Layers see a tensor with a `grad_fn`, as without a stage boundary.
+    - Hooks that layers register on the alias belong to this run only.
+    - Its gradient is stored as autograd computes it, with its strides and alignment. The `.grad` of a leaf could have
+      a different layout.
     """
-    if not crossing.leaves:
-        return BoundaryInput(crossing.value, (), [], ())
-    gradients: Gradients = [None] * len(crossing.leaves)
+    if not boundary.leaves:
+        return BoundaryInput(boundary.value, (), [], ())
+    gradients: Gradients = [None] * len(boundary.leaves)
     aliases: dict[int, Tensor] = {}
     hooks: list[Callable[[], Sized | None]] = []
-    for at, leaf in enumerate(crossing.leaves):
-        alias = aliases[id(leaf)] = leaf.expand_as(leaf)  # a view, and unlike one of `view_as` with every stride
-        if (node := alias.grad_fn) is not None:  # under no_grad there is nothing to come back
-            hooks.append(node.register_hook(partial(_keep, gradients, at)).hooks_dict_ref)
+    for index, leaf in enumerate(boundary.leaves):
+        alias = aliases[id(leaf)] = leaf.expand_as(leaf)  # Unlike `view_as`, it keeps all strides.
+        if (node := alias.grad_fn) is not None:  # None under no_grad, where no gradient arrives.
+            hooks.append(node.register_hook(partial(_keep, gradients, index)).hooks_dict_ref)
         carry_attributes(leaf, alias)
-    value = replace_tensors(crossing.value, lambda tensor: aliases.get(id(tensor), tensor))
+    value = replace_tensors(boundary.value, lambda tensor: aliases.get(id(tensor), tensor))
     return BoundaryInput(value, list(aliases.values()), gradients, hooks)
 
 
-def _keep(gradients: Gradients, at: int, passed: object, came: tuple[Tensor | None, ...]) -> tuple[None]:
-    gradients[at] = UNDEFINED if came[0] is None else came[0]
-    return (None,)  # nothing for `.grad`
+def _keep(gradients: Gradients, index: int, inputs: object, outputs: tuple[Tensor | None, ...]) -> tuple[None]:
+    """Stores the gradient of an alias. As a hook on its node, returns None so that the leaf's `.grad` stays unset."""
+    gradients[index] = UNDEFINED if outputs[0] is None else outputs[0]
+    return (None,)
 
 
 def run_backward(roots: Sequence[Tensor], gradients: Gradients) -> None:
-    """Adds to `.grad` of all leaves, as `torch.autograd.backward` does, from those roots that have a gradient."""
+    """Runs `torch.autograd.backward` from the roots that have a gradient."""
     known, values = known_roots(roots, gradients)
     if known:
         accumulate_gradients(known, values)
 
 
 def known_roots(roots: Sequence[Tensor], gradients: Gradients) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The roots from which a backward starts, and a gradient for each."""
-    if {Tensor}.issuperset(map(type, gradients)):  # as most
-        return roots, gradients  # type: ignore[return-value]  # as it says
+    """Returns the roots from which a backward starts, and a gradient for each.
+
+    Roots whose gradient is None are left out. A root with an undefined gradient is replaced by a tensor computed from
+    it, whose backward passes None to the root's node, so autograd runs this node without a gradient.
+    """
+    if {Tensor}.issuperset(map(type, gradients)):  # The common case.
+        return roots, gradients  # type: ignore[return-value]  # all are tensors
     known: list[Tensor] = []
     values: list[Tensor] = []
     for root, gradient in zip(roots, gradients, strict=True):
         if gradient is None:
             continue
-        if isinstance(gradient, Undefined):  # a root behind this one makes autograd run this one's node without one
+        if isinstance(gradient, Undefined):
             with torch.enable_grad():
-                root = _Nothing.apply(root)  # type: ignore[no-untyped-call]  # untyped in torch
+                root = _PassNone.apply(root)  # type: ignore[no-untyped-call]  # untyped in torch
             gradient = torch.zeros_like(root)
         known.append(root)
         values.append(gradient)
@@ -197,22 +240,30 @@ def known_roots(roots: Sequence[Tensor], gradients: Gradients) -> tuple[Sequence
 
 
 def clone_shared_gradients(gradients: Iterable[list[Any]], kept: Iterable[Tensor] = ()) -> None:
-    """Puts a copy in place of each gradient that shares memory: with another, with what is kept, with a `.grad`.
+    """Replaces each gradient that shares memory with another tensor by a copy. Gradients sent to a stage must not.
 
-    Autograd hands one gradient to several nodes, and has a leaf without `.grad` take a view of one for its own, to
-    which later micro-batches add; and a function may have one place for the gradients of all. What goes to another
-    stage must be its own alone.
+    A gradient can share memory with:
+
+    - a gradient of another node, because autograd passes the same tensor to several nodes,
+    - the `.grad` of a leaf, to which later micro-batches add,
+    - memory that a custom function reuses for all its gradients.
+
+    Args:
+        gradients: Lists of gradients, changed in place.
+        kept: Tensors that stay in use.
     """
     known = set(map(storage_address, kept))
-    for some in gradients:
-        for at in range(len(some)):  # no variable refers to a gradient here: references are counted
-            address = storage_address(some[at]) if isinstance(some[at], Tensor) else 0
-            if address and (address in known or memory_users(some[at]) > 1 or is_held(some, at)):
-                some[at] = copy_of(some[at])
+    for row in gradients:
+        for i in range(len(row)):  # Do not assign row[i] to a variable: `is_held` counts references.
+            address = storage_address(row[i]) if isinstance(row[i], Tensor) else 0
+            if address and (address in known or memory_users(row[i]) > 1 or is_held(row, i)):
+                row[i] = copy_of(row[i])
             known.add(address)
 
 
-class _Nothing(torch.autograd.Function):
+class _PassNone(torch.autograd.Function):
+    """Passes None as the gradient of its input."""
+
     @staticmethod
     def forward(ctx: Any, root: Tensor) -> Tensor:
         return root.new_zeros(())
@@ -223,36 +274,41 @@ class _Nothing(torch.autograd.Function):
 
 
 def find_ancestors(roots: Sequence[Tensor]) -> set[int]:
-    """The indices of the tensors from which others of them were computed, or that are there twice."""
+    """Returns the indices of tensors from which others in the list were computed, or that appear twice."""
     seen: set[Node | None] = {None}
-    own: list[tuple[Any, int]] = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)]
-    edges = [*own]
-    for node, _ in edges:  # which grow meanwhile
+    root_edges: list[tuple[Any, int]] = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)]
+    edges = [*root_edges]
+    for node, _ in edges:  # The list grows during the loop.
         if node not in seen:
             seen.add(node)
             edges += node.next_functions
-    behind, times = set(edges[len(roots) :]), Counter(own)
-    return {at for at, edge in enumerate(own) if edge in behind or times[edge] > 1}
+    inner, times = set(edges[len(roots) :]), Counter(root_edges)
+    return {index for index, edge in enumerate(root_edges) if edge in inner or times[edge] > 1}
 
 
 def leaves_of(roots: Sequence[Tensor], until: Collection[Node] = ()) -> list[Tensor]:
-    """The leaves that autograd would reach from these tensors, not past certain nodes."""
+    """Returns the leaves that a backward from these tensors reaches.
+
+    Args:
+        roots: The tensors at which the backward starts.
+        until: Nodes at which the search stops.
+    """
     seen: set[Node | None] = {None, *until}
     leaves: list[Tensor] = []
     nodes: list[Any] = [root.grad_fn for root in roots]
-    for node in nodes:  # which grow meanwhile
+    for node in nodes:  # The list grows during the loop.
         if node in seen:
             continue
         seen.add(node)
         if type(node) is LEAF_NODE:
             leaves.append(node.variable)
         else:
-            nodes += [behind for behind, _ in node.next_functions]
+            nodes += [next_node for next_node, _ in node.next_functions]
     return leaves
 
 
 def failed_node(error: BaseException) -> int | None:
-    """The sequence number of the autograd node that raised, if it is written in Python."""
+    """Returns the sequence number of the autograd node that raised an error. None if it is not written in Python."""
     for frame, _ in walk_tb(error.__traceback__):
         node = frame.f_locals.get("self")
         if isinstance(node, torch.autograd.function.BackwardCFunction):

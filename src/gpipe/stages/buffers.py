@@ -1,10 +1,14 @@
-"""Restores buffers that a forward changed for its recompute, which leaves them as it found them.
+"""Saves the buffers that a forward changes, so that its recomputation can start from the same values.
 
-A copy of each buffer is kept, taken anew when the buffer has changed, so that forwards between two changes share one.
-What has changed is found by comparing with the copies, since not every write raises a version (`.data`, fused
-observers, torch's own normalizations). A small one that has changed counts as changed by every later forward of a
-step. On a GPU to compare would halt it: there small ones count so from the start, and larger ones by their version
-alone. A recompute works on a copy of what differs by then.
+`Buffers` keeps a copy of each buffer and renews it only after the buffer has changed. Forwards between two changes
+share the copy. A recomputation works on further copies, so it leaves the buffers unchanged.
+
+To find changed buffers, `Buffers` compares them with the copies: not every write increases a tensor's version.
+Examples are writes through `.data`, fused observers, and torch's own normalizations. Two rules limit the cost:
+
+- After a small buffer has changed once, it counts as changed in every later forward of the step.
+- On an accelerator, comparing would wait for the device. Small buffers there always count as changed, and larger ones
+  if their version has increased.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,19 +23,28 @@ from torch.nn.parameter import is_lazy
 from gpipe._torch.accelerator import put_data
 from gpipe.stages.digest import INTEGERS
 from gpipe.stages.memory_layout import copy_of, storage_address, strided_parts, version
-from gpipe.stages.quantized import leave_unpacked
+from gpipe.stages.quantized import prevent_packing
 from gpipe.stages.reachable_state import ReachableState
 
-Slot: TypeAlias = tuple[nn.Module, str]  # where a parameter or a buffer stands: a module, and its name there
-OWN = "gpipe.tracing."  # how the modules begin whose classes stand for parts of a model, and lead to all of it
-SMALL = 2**20  # bytes up to which a buffer is copied for a forward though it may be as before
+Slot: TypeAlias = tuple[nn.Module, str]
+"""The place of a parameter or buffer: a module, and the name in it."""
+TRACING = "gpipe.tracing."
+"""Prefix of the modules whose classes represent parts of a traced model. From them, the whole model is reachable."""
+SMALL = 2**20
+"""Maximum size in bytes of buffers that are copied for every forward, whether they changed or not."""
 
 
 class SavedBuffers(NamedTuple):
-    """The buffers of a stage before a forward: where they stand, and of each the tensor, its version, and a copy.
+    """The buffers of a stage before a forward.
 
-    `parts` are the modules that there were. What the forward `changed` its recompute changes as well, though by then
-    it may be what it was before.
+    Attributes:
+        parts: The modules that existed.
+        slots: The places of the buffers.
+        tensors: The buffer in each slot.
+        versions: The version of each buffer.
+        copies: A copy of each buffer.
+        changed: The slots whose buffers the forward changed. A recomputation changes them too, so it must work on
+            copies even if they have their earlier values again.
     """
 
     parts: list[nn.Module]
@@ -49,13 +62,13 @@ class Buffers:
         self.modules = list(modules)
         self._parts: list[nn.Module] = []
         self._children: list[nn.Module | None] = []
-        self._names: list[tuple[object, ...]] = []  # of the buffers, behind the module that has them
+        self._names: list[tuple[object, ...]] = []  # For each module with buffers: the module, then their names.
         self._slots: list[Slot] = []
-        self._copies: dict[Slot, tuple[Tensor, int, Tensor]] = {}  # with the tensor and its version then
-        self._changing: set[Slot] = set()  # small ones, by the forwards of this step
+        self._copies: dict[Slot, tuple[Tensor, int, Tensor]] = {}  # The buffer, its version, and the copy.
+        self._changing: set[Slot] = set()  # Small buffers that a forward of this step has changed.
 
     def find(self) -> None:
-        """Looks the modules up anew."""
+        """Searches the layers for modules again."""
         self._parts = list(dict.fromkeys(chain.from_iterable(map(nn.Module.modules, self.modules))))
         self._children = self._children_now()
 
@@ -63,20 +76,21 @@ class Buffers:
         return [*chain.from_iterable(part._modules.values() for part in self._parts)]
 
     def forget(self) -> None:
-        """Lets go of the copies, behind a forward that nobody compared with them."""
+        """Drops the copies after a forward whose changes were not looked for."""
         self._copies.clear()
 
     def _now(self) -> tuple[list[Slot], list[Tensor | None]]:
-        """Where buffers stand, the same list as long as none comes or goes, and what stands there."""
-        if not self._parts or self._children_now() != self._children:  # a forward may make some
+        """Returns the slots of all buffers, as the same list while they stay the same, and the buffers."""
+        if not self._parts or self._children_now() != self._children:  # A forward may create modules.
             self.find()
-        holders = [part for part in self._parts if part._buffers]  # most have none
+        holders = [part for part in self._parts if part._buffers]
         names = [(part, *part._buffers) for part in holders]
         if names != self._names:
             self._names, self._slots = names, [(part, name) for part in holders for name in part._buffers]
         return self._slots, [*chain.from_iterable(part._buffers.values() for part in holders)]
 
     def before(self) -> SavedBuffers:
+        """Saves the buffers before a forward."""
         slots, tensors = self._now()
         copies = [*map(self._copy, slots, tensors)]
         saved = [0 if copy is None else version(tensor) for tensor, copy in zip(tensors, copies, strict=True)]
@@ -87,53 +101,60 @@ class Buffers:
             return None
         if slot in self._changing:
             return copy_of(tensor.detach())
-        kept = self._copies.get(slot)
-        if kept is None or kept[0] is not tensor or kept[1] != version(tensor):
-            kept = self._copies[slot] = tensor, version(tensor), copy_of(tensor.detach())
-        return kept[2]
+        saved = self._copies.get(slot)
+        if saved is None or saved[0] is not tensor or saved[1] != version(tensor):
+            saved = self._copies[slot] = tensor, version(tensor), copy_of(tensor.detach())
+        return saved[2]
 
     def after(self, before: SavedBuffers, *, exact: bool = False) -> list[Slot]:
-        """The buffers that are not what they were, or are new; what had no value yet has the first one saved."""
+        """Returns the slots whose buffers a forward has changed or created, and records them in `before`.
+
+        For buffers that had no value before the forward, saves the first value.
+
+        Args:
+            before: The buffers before the forward.
+            exact: Whether to also compare values on accelerators, which waits for the device.
+        """
         changed = _changed(before, *self._now(), () if exact else self._changing, exact=exact)
         before.changed.update(changed)
         for slot in changed:
             self._copies.pop(slot, None)
         if not exact:
             new = [slot for slot in changed if slot not in self._changing]
-            _refuse_views(before, new)
+            _reject_views(before, new)
             self._changing.update(slot for slot in new if _is_small(slot[0]._buffers.get(slot[1])))
-        for at, (tensor, copy) in enumerate(zip(before.tensors, before.copies, strict=True)):
+        for index, (tensor, copy) in enumerate(zip(before.tensors, before.copies, strict=True)):
             if copy is None and tensor is not None and not is_lazy(tensor):
-                before.versions[at], before.copies[at] = -1, copy_of(tensor.detach())
+                before.versions[index], before.copies[index] = -1, copy_of(tensor.detach())
         return changed
 
     @contextmanager
     def as_before(self, before: SavedBuffers) -> Iterator[None]:
-        """Shows modules their buffers as they were, and puts the real ones back."""
+        """Gives modules copies of the saved buffers inside the context, and their current buffers again after it."""
         slots, tensors = self._now()
-        apart = _changed(before, slots, tensors, before.changed)
-        _refuse_views(before, [slot for slot in apart if slot not in before.changed])
-        now = dict(zip(slots, tensors, strict=True))
-        shown = dict(zip(before.slots, before.tensors, strict=True))
+        changed = _changed(before, slots, tensors, before.changed)
+        _reject_views(before, [slot for slot in changed if slot not in before.changed])
+        current = dict(zip(slots, tensors, strict=True))
+        restored = dict(zip(before.slots, before.tensors, strict=True))
         saved = dict(zip(before.slots, before.copies, strict=True))
-        copies: dict[int, Tensor] = {}  # one tensor in several slots stays one
-        for slot in apart:
-            if slot not in shown and slot[0] not in before.parts:  # the forward has made its module
-                shown[slot] = saved[slot] = now[slot]
-            if (tensor := shown.get(slot)) is not None and (copy := saved[slot]) is not None:
+        copies: dict[int, Tensor] = {}  # By the id of the buffer, so that one in several slots stays one tensor.
+        for slot in changed:
+            if slot not in restored and slot[0] not in before.parts:  # The forward created the module.
+                restored[slot] = saved[slot] = current[slot]
+            if (tensor := restored.get(slot)) is not None and (copy := saved[slot]) is not None:
                 if id(tensor) not in copies:
                     copies[id(tensor)] = copy_of(copy)
-                shown[slot] = copies[id(tensor)]
+                restored[slot] = copies[id(tensor)]
         try:
-            _put(apart, shown)
+            _put(changed, restored)
             yield
         finally:
-            _put(apart, now)
+            _put(changed, current)
 
 
-def _refuse_views(before: SavedBuffers, apart: Sequence[Slot]) -> None:
-    """Refuses changed buffers that share memory: copies of them would not change together."""
-    if not apart:
+def _reject_views(before: SavedBuffers, changed: Sequence[Slot]) -> None:
+    """Raises a RuntimeError for changed buffers that share memory, because copies of them would not."""
+    if not changed:
         return
     tensors = dict(zip(before.slots, before.tensors, strict=True))
     users: dict[int, set[int]] = {}
@@ -142,20 +163,20 @@ def _refuse_views(before: SavedBuffers, apart: Sequence[Slot]) -> None:
             users.setdefault(address, set()).add(id(tensor))
     names = [
         f"{type(slot[0]).__name__}.{slot[1]}"
-        for slot in apart
+        for slot in changed
         if (tensor := tensors.get(slot)) is not None
         if not is_lazy(tensor) and len(users.get(storage_address(tensor), ())) > 1
     ]
     if names:
         raise RuntimeError(
-            f"{', '.join(dict.fromkeys(names))}: buffers that lie in one memory, which a forward changes, so that a "
-            f"recompute would need them as they were; register one buffer and take views of it in the forward, or "
-            f"use remat='never' for this partition"
+            f"{', '.join(dict.fromkeys(names))}: a forward changes buffers that share memory, so a recomputation "
+            f"cannot restore them. Register one buffer and create views of it in the forward, or use remat='never' "
+            f"for this partition. [buffers-share-memory]"
         )
 
 
 def _put(slots: Sequence[Slot], tensors: Mapping[Slot, Tensor | None]) -> None:
-    """Puts tensors into slots; those that have none are no buffers."""
+    """Puts tensors into slots, and removes the buffers of slots without one."""
     for module, name in slots:
         if (module, name) in tensors:
             module._buffers[name] = tensors[module, name]
@@ -171,14 +192,19 @@ def _changed(
     *,
     exact: bool = False,
 ) -> list[Slot]:
-    """The slots whose buffers are not what they were, or were not there, and those that are known to change.
+    """Returns the slots whose buffers differ from the saved ones or are new.
 
-    If `exact`, a GPU is halted to compare.
+    Args:
+        before: The saved buffers.
+        slots: The current slots.
+        now: The current buffers.
+        known: Slots that count as changed.
+        exact: Whether to also compare values on accelerators, which waits for the device.
     """
     new = list[Slot]()
     if slots is not before.slots:
-        there = dict(zip(slots, now, strict=True))
-        new, now = [*there.keys() - set(before.slots)], [there.get(slot, GONE) for slot in before.slots]
+        current = dict(zip(slots, now, strict=True))
+        new, now = [*current.keys() - set(before.slots)], [current.get(slot, MISSING) for slot in before.slots]
     pairs = zip(before.slots, before.tensors, before.versions, before.copies, now, strict=True)
     return new + [
         slot
@@ -187,7 +213,8 @@ def _changed(
     ]
 
 
-GONE = torch.empty(0)
+MISSING = torch.empty(0)
+"""Stands for a buffer that no longer exists."""
 
 
 def _is_small(buffer: Tensor | None) -> bool:
@@ -197,7 +224,15 @@ def _is_small(buffer: Tensor | None) -> bool:
 
 
 def is_changed(was: Tensor | None, saved: int, copy: Tensor | None, now: Tensor | None, *, exact: bool) -> bool:
-    """Whether a buffer is another tensor than it `was`, of version `saved`, or no longer equals its copy."""
+    """Whether a buffer has changed.
+
+    Args:
+        was: The buffer when it was saved.
+        saved: Its version when it was saved.
+        copy: The saved copy.
+        now: The current buffer.
+        exact: Whether to also compare values on accelerators, which waits for the device.
+    """
     if now is not was:
         return True
     if now is None or copy is None:
@@ -218,9 +253,10 @@ def _bits_of(tensor: Tensor) -> list[Tensor]:
 
 @contextmanager
 def untouched(*layers: nn.Module) -> Iterator[None]:
-    """Puts back what running layers may change: their device, gradients, and state that they can reach.
+    """Restores the device, gradients and reachable state of layers after the context.
 
-    What a forward writes into parameters stays, and what cannot be copied, such as Python generators and open files.
+    Two kinds of changes remain: values that a forward writes into parameters, and state that cannot be copied, such
+    as Python generators and open files.
     """
     with state_kept(*layers), parameters_kept(*layers):
         yield
@@ -228,16 +264,22 @@ def untouched(*layers: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def state_kept(*layers: nn.Module) -> Iterator[None]:
-    """Puts back the state that layers can reach; neither gradients nor values of parameters."""
+    """Restores the state that layers can reach, except for gradients and the values of parameters.
+
+    Raises:
+        ValueError: If a layer is lazy, because its first forward cannot be undone.
+    """
     for layer in layers:
-        if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):  # what gives these values cannot be put back
+        if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):
             raise ValueError(
-                f"{type(layer).__name__} is lazy: run it once on an example, so that its weights have shapes"
+                f"{type(layer).__name__} is lazy, so its weights have no shapes. Run it once on an example "
+                f"mini-batch. [lazy-layer]"
             )
     parts = enumerate(dict.fromkeys(part for layer in layers for part in layer.modules()))
-    state = ReachableState.of({str(at): part for at, part in parts if not type(part).__module__.startswith(OWN)})
+    roots = {str(index): part for index, part in parts if not type(part).__module__.startswith(TRACING)}
+    state = ReachableState.of(roots)
     for layer in layers:
-        leave_unpacked(layer)  # an attribute, which is put back
+        prevent_packing(layer)  # `restore` resets the attribute that this sets.
     try:
         yield
     finally:
@@ -246,7 +288,7 @@ def state_kept(*layers: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def parameters_kept(*layers: nn.Module) -> Iterator[None]:
-    """Puts back the device and the gradients of parameters; inside there are no gradients at first."""
+    """Restores the device and the gradients of parameters after the context. Inside, gradients are None at first."""
     every = dict.fromkeys(parameter for layer in layers for parameter in layer.parameters())
     parameters = [(parameter, parameter.data, parameter.grad) for parameter in every]
     for parameter in every:
@@ -255,7 +297,7 @@ def parameters_kept(*layers: nn.Module) -> Iterator[None]:
         yield
     finally:
         for parameter, data, gradient in parameters:
-            parameter.grad = None  # it may be on another device than the parameter will be
+            parameter.grad = None  # It may be on a different device than the restored data.
             if parameter.device != data.device:
                 put_data(parameter, data)
             parameter.grad = gradient

@@ -1,12 +1,13 @@
-"""Digests of values, which are compared in place of the values.
+"""Compares values by digests, so that no copy of a large value is necessary.
 
-The digest of a large tensor has sums of its 64-bit words, by row and by column, in whole numbers: no bit of a word
-changes without its row, and words do not change places without their rows or columns. Small tensors are kept whole.
+The digest of a large tensor consists of integer sums of its 64-bit words, by row and by column of a table. Changing
+one word changes the sum of its row, and moving a word changes a sum unless its row and column stay the same. The
+digest of a small tensor is a copy.
 """
 
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,27 +19,35 @@ from gpipe.stages.dtensor import local_tensor
 from gpipe.stages.quantized import pieces_of
 from gpipe.stages.tree import OPAQUE, Tree
 
-if TYPE_CHECKING:
-    pass
-
-SMALL = 4096  # bytes up to which a tensor is held whole
-COLUMNS = 512  # words in a row
+SMALL = 4096
+"""Maximum size in bytes of tensors whose digest is a copy."""
+COLUMNS = 512
+"""64-bit words in a row of the table."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element, as what its bits are compared."""
+"""The integer dtype with which to compare elements bitwise, by their size in bytes."""
 
 
 class Digest(NamedTuple):
-    """A digest of a value: what is known of it at once, and words that its device may still be busy with."""
+    """A digest of a tree.
+
+    Attributes:
+        known: Properties that are known without waiting for a device: dtypes, shapes, types of other values.
+        words: Tensors that a device may still be computing.
+    """
 
     known: tuple[object, ...]
     words: list[Tensor]
 
 
 def digest(values: Sequence[Tree], *, outlives: bool = True) -> Digest:
-    """The digest of values. One that does not outlive them may have their own memory, and is compared at once.
+    """Returns the digest of some values.
 
-    >>> one, other = torch.arange(6000.0), torch.arange(6000.0)
-    >>> differ(digest([one]), digest([other])), differ(digest([one]), digest([other.roll(1)]))
+    Args:
+        values: Trees of tensors and other values.
+        outlives: Whether the digest is used after the values may have changed. If not, it can share their memory.
+
+    >>> values, same = torch.arange(6000.0), torch.arange(6000.0)
+    >>> differ(digest([values]), digest([same])), differ(digest([values]), digest([same.roll(1)]))
     (False, True)
     """
     known: list[object] = []
@@ -53,29 +62,34 @@ def digest(values: Sequence[Tree], *, outlives: bool = True) -> Digest:
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """A checksum of the bits of tensors, as far as they are on this process; lazy ones have none."""
+    """Returns a checksum of the bits of tensors. It covers the local shards of DTensors and skips lazy tensors."""
     pieces = [piece for tensor in tensors if not is_lazy(tensor) for piece in pieces_of(local_tensor(tensor))]
     words = digest([piece.detach() for piece in pieces]).words
     flat = (word.cpu().contiguous().view(-1).view(torch.uint8) for word in words)
     return zlib.crc32(b"".join(word.numpy().tobytes() for word in flat))
 
 
-def differ(one: Digest, other: Digest) -> "bool | Tensor":
-    """Whether two digests differ; for tensors on a GPU, a tensor there that will say it: to look would halt it."""
-    if one.known != other.known:
+def differ(first: Digest, second: Digest) -> "bool | Tensor":
+    """Returns whether two digests differ.
+
+    For tensors on an accelerator, returns a Boolean tensor on that device, because reading it would wait for the
+    device.
+    """
+    if first.known != second.known:
         return True
-    doubts = []
-    for a, b in zip(one.words, other.words, strict=True):
-        if a.device != b.device:  # the input of a step, and its copy on the device of the first stage
+    differences = []
+    for a, b in zip(first.words, second.words, strict=True):
+        if a.device != b.device:  # The input of a step, and its copy on the device of the first stage.
             b = b.to(a.device)
         if not a.is_cpu:
-            doubts.append((a != b).any())
+            differences.append((a != b).any())
         elif not torch.equal(a, b):
             return True
-    return torch.stack(doubts).any() if doubts else False
+    return torch.stack(differences).any() if differences else False
 
 
 def _words(tensor: Tensor, *, copied: bool) -> list[Tensor]:
+    """Returns the digest of one tensor. Tensors that are not plain and strided, or have no values, have none."""
     if tensor.is_quantized:
         tensor = tensor.int_repr()
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():

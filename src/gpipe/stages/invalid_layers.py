@@ -1,4 +1,4 @@
-"""Finds values that cannot be layers, and describes them in the user's words."""
+"""Finds values that cannot be layers of a pipe, and explains what to pass instead."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,106 +10,127 @@ from torch.nn.parameter import is_lazy
 
 from gpipe.stages.skips import Sequential, skip_names
 
-BUILDS = "a callable without arguments that builds one"
-OF_TORCHSCRIPT = "is of TorchScript, whose state cannot be looked after; give the plain module"
-PIPE = ("gpipe.pipeline", "GPipe")  # by name: it stands on this module
+TORCHSCRIPT = (
+    "{part} is a torch.jit.ScriptModule, whose state gpipe cannot track. Use the module from which it was scripted. "
+    "[torchscript-module]"
+)
+PIPE = ("gpipe.pipeline", "GPipe")
+"""Module and name of the pipe class, which cannot be imported here: its module imports this one."""
 
 
-def describe_invalid_layer(at: int, layer: object) -> str:
-    """Why something cannot be a layer, and what to give instead."""
-    kind, needed = type(layer).__name__, ", ".join(required_arguments(layer) or ["..."])
+def describe_invalid_layer(index: int, layer: object) -> str:
+    """Returns a message that says why a value cannot be a layer, and what to pass instead."""
+    kind, required = type(layer).__name__, ", ".join(required_arguments(layer) or ["..."])
     if isinstance(layer, type):
-        text = f"the class {layer.__name__}, which needs {needed}; give one of it: {_written(layer)}"
+        problem = f"the class {layer.__name__}, which requires arguments ({required})"
+        fix = f"Pass an instance: {_constructor_call(layer)}"
     elif isinstance(owner := getattr(layer, "__self__", None), nn.Module):
-        text = f"a method of a {type(owner).__name__}; give the module itself"
+        problem, fix = f"a method of a {type(owner).__name__}", "Pass the module itself"
     elif callable(layer):
         name = str(getattr(getattr(layer, "func", layer), "__name__", "<lambda>"))
-        called = "a function" if name == "<lambda>" else f"the function {name}"
-        module = {key.lower(): found for key, found in vars(nn).items()}.get(name.replace("_", ""))
+        problem = "a function" if name == "<lambda>" else f"the function {name}"
+        module = {key.lower(): value for key, value in vars(nn).items()}.get(name.replace("_", ""))
         if isinstance(module, type):
-            text = f"{called}; give a module: {_written(module)}"
+            fix = f"Pass a module: {_constructor_call(module)}"
         else:
-            text = f"{called} of ({needed}); give a module whose forward does it, or {BUILDS}"
+            problem += f" with required arguments ({required})"
+            fix = "Pass a module whose forward calls it, or a callable without arguments that builds a module"
     elif isinstance(layer, (list, tuple)):
-        text = f"a {kind}; join its layers: nn.Sequential(*...), or *... for a layer each"
+        problem, fix = f"a {kind}", "Join its layers with nn.Sequential(*...), or unpack it for one layer per element"
+    elif layer is None:
+        problem, fix = "None", "Remove it"
     else:
-        text = f"a {kind}; " + ("leave it out" if layer is None else f"give an nn.Module or {BUILDS}")
-    return f"layer {at} is {text}"
+        problem, fix = f"a {kind}", "Pass an nn.Module, or a callable without arguments that builds one"
+    return f"layer {index} is {problem}. {fix}. [invalid-layer]"
 
 
-def _written(module: type) -> str:
+def _constructor_call(module: type) -> str:
+    """Returns code that creates a module, such as `nn.Linear(...)`."""
     prefix = "nn." if getattr(nn, module.__name__, None) is module else ""
     return f"{prefix}{module.__name__}({'...' if required_arguments(module) else ''})"
 
 
 def required_arguments(layer: object) -> list[str] | None:
-    """The arguments that must be given to a callable; None where it does not say, as functions of torch."""
+    """Returns the names of a callable's required arguments; None if it has no signature, as functions of torch."""
     try:
-        parameters = inspect.signature(layer).parameters.values()  # type: ignore[arg-type]  # if it is callable
+        parameters = inspect.signature(layer).parameters.values()  # type: ignore[arg-type]  # raises if not callable
     except (ValueError, TypeError):
         return None
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in several]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in variadic]
 
 
 def describe_invalid_sequence(layers: object) -> str | None:
-    """Why something other than an nn.Sequential cannot be the sequence of layers; None if it can."""
+    """Returns a message if a value other than an `nn.Sequential` cannot be a sequence of layers, else None."""
+    problem = f"layers is a {type(layers).__name__}, not a sequence of layers"
     match layers:
         case Mapping() | nn.ModuleDict():
-            remedy = "; give its values in order: nn.Sequential(OrderedDict(...)), or list(layers.values())"
+            fix = "Pass its values in order: nn.Sequential(OrderedDict(...)), or list(layers.values())"
         case nn.ModuleList():
-            remedy = "; give list(layers), or nn.Sequential(*layers)"
+            fix = "Pass list(layers), or nn.Sequential(*layers)"
         case set() | frozenset():
-            remedy = ", which has no order; give a list"
+            problem, fix = f"layers is a {type(layers).__name__}, which has no order", "Pass a list"
         case Iterable() if not isinstance(layers, (str, bytes, Tensor, nn.Module)):
             return None
         case _:
-            remedy = "; give an nn.Sequential, or a list of modules or of callables that build one"
-    return f"layers is a {type(layers).__name__}{remedy}"
+            fix = "Pass an nn.Sequential, or a list of modules or of callables that build one"
+    return f"{problem}. {fix}. [invalid-layers]"
 
 
-def find_invalid_layers(named: Mapping[str, nn.Module]) -> Iterator[str]:
-    """The modules that cannot be layers, and what to do."""
-    for name, layer in named.items():
-        start = f"layer {name} ({type(layer).__name__})"
+def find_invalid_layers(layers: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yields a message for each module that cannot be a layer.
+
+    Args:
+        layers: The layers by name.
+    """
+    for name, layer in layers.items():
+        place = f"layer {name} ({type(layer).__name__})"
         if is_loss_of_torch(layer) and not skip_names(layer, "pop"):
-            yield f"{start} is a loss; give it to each step: pipe.step(inputs, targets, {_written(type(layer))})"
+            call = _constructor_call(type(layer))
+            yield f"{place} is a loss. Pass it to each step: pipe.step(inputs, targets, {call}). [loss-as-layer]"
         if isinstance(layer, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
-            yield f"{start} has no forward; give its parts as layers, or join them by nn.Sequential(*...)"
-        elif layer.forward == MethodType(nn.Module.forward, layer) and type(layer).__call__ is nn.Module.__call__:
-            yield f"{start} has no forward; give it one: def forward(self, x)"
-        if isinstance(layer, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            yield f"{start} is replicated already; give the plain layer, .module, and see mesh= for replicas"
-        kinds = {kind for part in layer.modules() for kind in type(part).__mro__}
-        if any((kind.__module__, kind.__qualname__) == PIPE for kind in kinds):
             yield (
-                f"{start} holds a pipe, and a pipe cannot run in another; give its layers instead, *pipe, and choose "
-                f"the cuts of all by partitions="
+                f"{place} has no forward method. Pass its elements as layers, or join them with nn.Sequential(*...). "
+                f"[layer-without-forward]"
+            )
+        elif layer.forward == MethodType(nn.Module.forward, layer) and type(layer).__call__ is nn.Module.__call__:
+            yield f"{place} has no forward method. Define one: def forward(self, x). [layer-without-forward]"
+        if isinstance(layer, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            yield (
+                f"{place} already replicates its module. Pass its .module, and use mesh= to create replicas of the "
+                f"pipe. [replicated-layer]"
+            )
+        classes = {base for part in layer.modules() for base in type(part).__mro__}
+        if any((base.__module__, base.__qualname__) == PIPE for base in classes):
+            yield (
+                f"{place} contains a pipe, but a pipe cannot run inside another one. Pass its layers instead, *pipe, "
+                f"and set the split points of all layers with partitions=. [pipe-in-layer]"
             )
         if any(isinstance(part, torch.jit.ScriptModule) for part in layer.modules()):
-            yield f"{start} {OF_TORCHSCRIPT}"
+            yield TORCHSCRIPT.format(part=f"{place}, or a part of it,")
         if lazy := [path for path, buffer in layer.named_buffers() if is_lazy(buffer)]:
             yield (
-                f"{start} is lazy, and its buffers ({', '.join(lazy)}) have no shapes. Run the layers once on an "
-                f"example mini-batch before you make the pipe"
+                f"{place} is lazy, and its buffers ({', '.join(lazy)}) have no shapes. Run the layers once on an "
+                f"example mini-batch before you create the pipe. [lazy-buffers]"
             )
-        for part in _find_buried_skips(layer):
+        for part in _find_nested_skips(layer):
             yield (
-                f"{start}: its part {part}, which only a layer of the pipe itself can; give the parts of layer "
-                f"{name} as layers of their own (*block instead of block), or have gpipe.Sequential(...) run them"
+                f"{place}: its part {part}, but only layers of the pipe can stash and pop. Pass the parts of layer "
+                f"{name} as separate layers (*block instead of block), or use gpipe.Sequential(...) to run them. "
+                f"[skip-inside-layer]"
             )
 
 
-def _find_buried_skips(layer: nn.Module) -> Iterator[str]:
-    """Parts of a layer that would stash or pop: only what runs them sees their stashes, and that is the layer."""
+def _find_nested_skips(layer: nn.Module) -> Iterator[str]:
+    """Yields a description of each part of a layer that has `stash` or `pop`, unless a `gpipe.Sequential` runs it."""
     run = {part for outer in layer.modules() if isinstance(outer, Sequential) for part in list(outer.modules())[1:]}
     for path, part in layer.named_modules():
-        for what in ("stash", "pop") if path and part not in run else ():
-            names = {name for name in skip_names(part, what) if isinstance(name, str)} - {*skip_names(layer, what)}
-            if names:
-                yield f"{path} ({type(part).__name__}) has {what} = {tuple(sorted(names))}"
+        for attribute in ("stash", "pop") if path and part not in run else ():
+            names = {name for name in skip_names(part, attribute) if isinstance(name, str)}
+            if names := names - {*skip_names(layer, attribute)}:
+                yield f"{path} ({type(part).__name__}) has {attribute} = {tuple(sorted(names))}"
 
 
 def is_loss_of_torch(module: nn.Module) -> bool:
-    """Whether torch wrote a module's forward, as that of a loss."""
+    """Whether a module's forward is that of a loss in `torch.nn`."""
     return getattr(getattr(type(module), "forward", None), "__module__", "") == "torch.nn.modules.loss"

@@ -1,7 +1,4 @@
-"""What ranks give each other: messages, under labels that say which.
-
-What crossed between processes in one run, as data: each end notes for itself which tensors, and when.
-"""
+"""Messages between ranks, and the labels that identify them."""
 
 from enum import IntEnum, StrEnum
 from typing import NamedTuple, TypeAlias
@@ -12,32 +9,32 @@ from gpipe.stages.boundary import BoundaryValue, Gradients
 
 Message: TypeAlias = BoundaryValue | Gradients
 ReadyEvent: TypeAlias = torch.Event | float | None
-"""When a tensor that crosses is whole: an event on its maker's stream, or on a CPU the time, for the recorder."""
+"""Signals that a tensor is complete: an event on the stream that computes it. On a CPU, the time, for recordings."""
 
 
 class Control(IntEnum):
-    """What processes tell each other outside of the program: in a label it stands where routes have their place."""
+    """Messages between processes that the schedule does not contain. In a label, they replace the route."""
 
-    AGREEMENT = -1  # what all processes tell each other
-    TIED_GRADIENTS = -2  # of shared weights, between the stages that use them
-    GRADIENTS = -3  # which gradients a replica has, and then the gradients, to the replica that adds them up
-    SUMMED_GRADIENTS = -4  # of all replicas
-    HEADER = -5  # what the first stage tells the others before a run
-    WEIGHT = -6  # by how much the micro-batches of a replica count
-    OUTPUT = -7  # of the last stage, for the others
-    DEFERRED_STATISTICS = -8  # of BatchNorm over the mini-batch of a replica
-    MICRO_BATCHES = -9  # how many a replica has
-    REDUCTION = -10  # by what a replica averages and scales losses
-    INPUT_GRADIENTS = -11  # of a call's inputs, for processes whose inputs have a graph
-    DECODED = -12  # of a micro-batch in generation, from a stage for the next
-    PROMPTS = -13  # what all processes generate from
-    STATE = -14  # of a replica, for one that comes back
-    SHARDS = -15  # of weights that `fully_shard` spreads over replicas, and of their gradients
-    BATCHNORM = -16  # statistics of a micro-batch at the stage's first BatchNorm; those of others follow below
+    AGREEMENT = -1  # values that must be equal in all processes
+    TIED_GRADIENTS = -2  # gradients of shared weights, between the stages that use them
+    GRADIENTS = -3  # which gradients a replica has and then these gradients, to the replica that sums them
+    SUMMED_GRADIENTS = -4  # the sum over all replicas
+    HEADER = -5  # properties of a run, from the first stage to the others
+    WEIGHT = -6  # the weight of a replica's micro-batches in the loss
+    OUTPUT = -7  # the output of the last stage, for the other processes
+    DEFERRED_STATISTICS = -8  # statistics of BatchNorm over the mini-batch of a replica
+    MICRO_BATCHES = -9  # the number of micro-batches of a replica
+    REDUCTION = -10  # the factors by which a replica averages and scales losses
+    INPUT_GRADIENTS = -11  # gradients of a call's inputs, for processes whose inputs require them
+    DECODED = -12  # a micro-batch in generation, from a stage to the next
+    PROMPTS = -13  # the prompts of a generation, for all processes
+    STATE = -14  # the state of a replica, for one that rejoins
+    SHARDS = -15  # shards of weights under `fully_shard`, and of their gradients
+    BATCHNORM = -16  # statistics of a micro-batch at a stage's first BatchNorm; the next BatchNorms use -17, -18, ...
 
 
 class Request(StrEnum):
-    """What the user called."""
+    """The method of the pipe that the user called."""
 
     STEP = "step"
     CALL = "the pipe itself"
@@ -48,7 +45,13 @@ class Request(StrEnum):
 
 
 class Label(NamedTuple):
-    """What a message carries: a route (its place in the program, or a `Control`), micro-batch, value or gradient."""
+    """Identifies a message.
+
+    Attributes:
+        route: The index of the route in the program, or a `Control`.
+        micro_batch: The micro-batch.
+        gradient: Whether the message carries gradients instead of values.
+    """
 
     route: int
     micro_batch: int
@@ -56,4 +59,4 @@ class Label(NamedTuple):
 
 
 class Cancelled(BaseException):
-    """Ends a rank that waits for a message which will not come, because another rank failed."""
+    """Ends a rank that waits for a message which will not arrive, because another rank has failed."""

@@ -1,10 +1,12 @@
-"""Weights as they are stored: those that a quantizer made have fewer bytes than numbers times their width.
+"""Finds the tensors in which weights are stored, including weights of quantization libraries.
 
-torchao's hold the tensors that they are made of. bitsandbytes' are bytes, and keep scales in objects of its own, in
-attributes of themselves or, of 8 bits and behind the first forward, of their module.
+- torchao's weights are wrapper subclasses, which hold the tensors that they consist of.
+- bitsandbytes' weights are bytes. Their scales are in other objects: in attributes of the weight or, for 8 bits after
+  the first forward, in attributes of the module.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from torch import Size, Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -15,66 +17,66 @@ from gpipe.stages.memory_layout import strided_parts
 
 
 def stored_in(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """The plain tensors in which parameters and buffers of modules lie, each once; lazy ones have none."""
-    found: dict[int, Tensor] = {}
-    for module in {part: None for one in modules for part in one.modules()}:
-        held = (*module._parameters.values(), *module._buffers.values())
-        own = [piece for tensor in held if tensor is not None and not is_lazy(tensor) for piece in pieces_of(tensor)]
-        for piece in (*own, *_beside(module)):
-            found.setdefault(id(piece) if piece.is_meta else piece.data_ptr() or id(piece), piece)
-    return list(found.values())
+    """Returns the distinct plain tensors in which parameters and buffers are stored. Lazy ones have none."""
+    stored: dict[int, Tensor] = {}
+    for part in {part: None for module in modules for part in module.modules()}:
+        state = [t for t in (*part._parameters.values(), *part._buffers.values()) if t is not None and not is_lazy(t)]
+        pieces = chain.from_iterable(map(pieces_of, state))
+        for piece in (*pieces, *_quantization_tensors(part)):
+            stored.setdefault(id(piece) if piece.is_meta else piece.data_ptr() or id(piece), piece)
+    return list(stored.values())
 
 
 def pieces_of(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors in which a tensor lies: itself, or those that one of a class of its own holds."""
+    """Returns the plain tensors in which a tensor is stored: itself, or the tensors that a subclass holds."""
     if type(tensor) in PLAIN:
         return [*strided_parts(tensor)]
     if is_wrapper(tensor):
-        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]  # which such a tensor has
-        return [piece for one in inner if isinstance(one, Tensor) for piece in pieces_of(one)]
-    held = (one for one in vars(tensor).values() if type(one) is Tensor)
-    return [tensor.detach().as_subclass(Tensor), *held, *_beside(tensor)]
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]  # a wrapper
+        return [piece for value in inner if isinstance(value, Tensor) for piece in pieces_of(value)]
+    attributes = (value for value in vars(tensor).values() if type(value) is Tensor)
+    return [tensor.detach().as_subclass(Tensor), *attributes, *_quantization_tensors(tensor)]
 
 
-def _states(owner: object) -> Iterator[dict[str, object]]:
-    """What objects of bitsandbytes hold that stand in attributes, and in theirs."""
-    for held in vars(owner).values():
-        if type(held).__module__.startswith("bitsandbytes.") and not isinstance(held, (Tensor, nn.Module)):
-            yield vars(held)
-            yield from _states(held)
+def _quantization_states(owner: object) -> Iterator[dict[str, object]]:
+    """Yields the attributes of each bitsandbytes object that is reachable through attributes of `owner`."""
+    for value in vars(owner).values():
+        if type(value).__module__.startswith("bitsandbytes.") and not isinstance(value, (Tensor, nn.Module)):
+            yield vars(value)
+            yield from _quantization_states(value)
 
 
-def _beside(owner: object) -> list[Tensor]:
-    return [one for state in _states(owner) for one in state.values() if isinstance(one, Tensor)]
+def _quantization_tensors(owner: object) -> list[Tensor]:
+    return [value for state in _quantization_states(owner) for value in state.values() if isinstance(value, Tensor)]
 
 
-PACKS = "support_avx512bf16_for_cpu"
-"""Where a module of bitsandbytes looks whether its first forward in evaluation packs its weights anew.
+PACKS_WEIGHTS = "support_avx512bf16_for_cpu"
+"""Attribute of a bitsandbytes module: whether its first forward in evaluation mode repacks its weights.
 
-They lose bits by it, and no gradient goes through them any more.
+Repacking loses precision, and repacked weights do not propagate gradients.
 """
 
 
-def leave_unpacked(module: nn.Module) -> None:
-    """Has the weights in a module stay as they are in evaluation."""
+def prevent_packing(module: nn.Module) -> None:
+    """Prevents the bitsandbytes modules in a module from repacking their weights in evaluation mode."""
     for part in module.modules():
-        if PACKS in vars(part):
-            vars(part)[PACKS] = False
+        if PACKS_WEIGHTS in vars(part):
+            vars(part)[PACKS_WEIGHTS] = False
 
 
-def forget_beside(module: nn.Module) -> None:
-    """Has a module hold nothing more beside its parameters of what these are made of."""
-    for state in [*_states(module)]:
-        state.update({name: None for name, one in state.items() if isinstance(one, Tensor)})
+def drop_quantization_state(module: nn.Module) -> None:
+    """Removes the scales and other tensors that bitsandbytes keeps outside of a module's parameters and buffers."""
+    for state in [*_quantization_states(module)]:
+        state.update({name: None for name, value in state.items() if isinstance(value, Tensor)})
 
 
 def numbers_in(parameter: Tensor) -> int:
-    """For how many numbers a parameter stands: a byte of bitsandbytes' of 4 bits has two."""
+    """Returns the number of weights in a parameter. A byte of a 4-bit parameter of bitsandbytes holds two."""
     shape = getattr(getattr(parameter, "quant_state", None), "shape", parameter.shape)
     return Size(shape).numel()
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Whether a tensor is a frozen weight that a quantizer made."""
-    by = type(tensor).__module__.partition(".")[0]
-    return by in ("bitsandbytes", "torchao") and not tensor.requires_grad and not tensor.is_meta
+    """Whether a tensor is a frozen weight of bitsandbytes or torchao that has values."""
+    library = type(tensor).__module__.partition(".")[0]
+    return library in ("bitsandbytes", "torchao") and not tensor.requires_grad and not tensor.is_meta

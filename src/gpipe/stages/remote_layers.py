@@ -1,4 +1,9 @@
-"""Builds layers without their weights, for the processes that do not run them."""
+"""Builds layers on the meta device, for processes that do not run them, and replaces the weights of such layers.
+
+If the user passes layers as callables, every process first builds all layers without weights (`build_on_meta`). It
+then builds the layers of its own stages again, with weights (`materialize`). The layers of other processes keep
+parameters that raise an error if their values or gradients are used (`RemoteParameter`).
+"""
 
 import sys
 import warnings
@@ -15,16 +20,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gpipe._torch.modules import refresh_weights_of_rnn
 from gpipe._torch.trees import tree_leaves, tree_map
 from gpipe.stages.invalid_layers import describe_invalid_sequence
-from gpipe.stages.quantized import forget_beside, is_quantized
+from gpipe.stages.quantized import drop_quantization_state, is_quantized
 from gpipe.stages.sequence import Maker, build, name_layers
 from gpipe.stages.stage import Stage
 
-READERS = (nn.Module._apply.__code__,)  # moves gradients along with their parameters, if there are any
-HELD = "this parameter is held by another process (layer {layer}); {instead}"
-TRAIN = "use pipe.parameters(), pipe.zero_grad(), pipe.clip_grad_norm_"
-COMPUTE = (
-    "compute by pipe(inputs) or pipe.step(...), which all processes call, or have the whole model in one process: "
-    "gpipe.save_weights(folder, pipe), and load it there"
+GRAD_READERS = (nn.Module._apply.__code__,)
+"""Code of torch that reads the gradient of every parameter, and may find None."""
+REMOTE_GRADIENT = (
+    "The parameter belongs to layer {layer}, which is in another process, and has no gradient here. Use "
+    "pipe.parameters(), pipe.zero_grad() or pipe.clip_grad_norm_(...). [remote-parameter]"
+)
+REMOTE_VALUES = (
+    "The parameter belongs to layer {layer}, which is in another process, and has no values here. Call pipe(inputs) "
+    "or pipe.step(...) in all processes. To use the whole model in one process, call gpipe.save_weights(folder, "
+    "pipe) and load the weights there. [remote-parameter]"
 )
 WITHOUT_VALUES = frozenset({
     "data", "detach", "detach_", "clone", "contiguous", "copy_", "requires_grad_", "share_memory_", "pin_memory",
@@ -32,153 +41,176 @@ WITHOUT_VALUES = frozenset({
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
     "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor",
 })  # fmt: skip
-"""What gives a tensor and needs no values: copies and moves, which have none either, and what is shaped alike."""
+"""Operations that return a tensor but do not read values: copies, moves, and new tensors of the same shape."""
 
 
 class RemoteParameter(nn.Parameter):
-    """Stands for a parameter of another process in a module of the user's; whoever computes with it is told so.
+    """A parameter of another process's layer, on the meta device. Reading its values or its gradient raises an error.
 
-    So is whoever asks for its gradient. A copy of it is one too. In another process, where a pickle may come to, it
-    is a plain parameter without values.
+    A copy is a `RemoteParameter` too. Unpickling returns a plain parameter on the meta device.
     """
 
     layer: int
 
     @property
     def grad(self) -> Tensor | None:
-        """Refused; to let go of it is fine, since there is none."""
-        if sys._getframe(1).f_code in READERS:
+        """Raises a RuntimeError. Assigning None is allowed."""
+        if sys._getframe(1).f_code in GRAD_READERS:
             return None
-        raise RuntimeError(HELD.format(layer=self.layer, instead=TRAIN))
+        raise RuntimeError(REMOTE_GRADIENT.format(layer=self.layer))
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         if gradient is not None:
-            raise RuntimeError(HELD.format(layer=self.layer, instead=TRAIN))
+            raise RuntimeError(REMOTE_GRADIENT.format(layer=self.layer))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses what needs values; attributes, sizes, copies and moves are as of any tensor on the meta device."""
-        named = getattr(func, "__name__", "")
-        name = getattr(getattr(func, "__self__", None), "__name__", "") if named == "__get__" else named
+        """Rejects operations that read values. All others behave as for any tensor on the meta device."""
+        func_name = getattr(func, "__name__", "")
+        name = getattr(getattr(func, "__self__", None), "__name__", "") if func_name == "__get__" else func_name
         cause = None
         try:
-            # of another class, since torch has it handle a function as if there were no subclass
+            # Called on nn.Parameter, torch handles the function as if there were no subclass.
             result = nn.Parameter.__torch_function__(func, types, args, kwargs or {})
             if name in WITHOUT_VALUES or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
                 return result
-        except RuntimeError as error:  # "no data", or not of the meta device
+        except RuntimeError as error:  # The meta device has no data, or does not support the function.
             cause = error
         remote = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RemoteParameter))
-        raise RuntimeError(HELD.format(layer=remote.layer, instead=COMPUTE)) from cause
+        raise RuntimeError(REMOTE_VALUES.format(layer=remote.layer)) from cause
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        found: Tensor = memo.setdefault(id(self), stand_in(self, self.layer))
-        return found
+        copied: Tensor = memo.setdefault(id(self), stand_in(self, self.layer))
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
 
 def stand_in(empty: Tensor, layer: int) -> Tensor:
-    """What stands for a tensor of another process's layer; `empty` is without values; buffers stay just that."""
+    """Returns a `RemoteParameter` for a parameter on the meta device. Buffers are returned unchanged."""
     if not isinstance(empty, nn.Parameter):
         return empty
-    made = RemoteParameter(empty.data, empty.requires_grad)
-    made.layer = layer
-    return made
+    parameter = RemoteParameter(empty.data, empty.requires_grad)
+    parameter.layer = layer
+    return parameter
 
 
 @dataclass(frozen=True)
-class Outline:
-    """All layers, on the meta device where they are given as callables, and what it takes to build those."""
+class MetaLayers:
+    """All layers of a pipe. Layers from callables are on the meta device; others are the user's modules.
 
-    layers: dict[str, nn.Module]  # by name; modules are the user's own
-    makers: dict[int, Maker]  # the callables, by the index of their layer
-    seed: int  # what the weights depend on
-    mistakes: list[str]  # what is wrong with the layers
+    Attributes:
+        layers: The layers by name.
+        makers: The callables by the index of their layer.
+        seed: The seed of the weights.
+        mistakes: Messages about invalid layers.
+    """
+
+    layers: dict[str, nn.Module]
+    makers: dict[int, Maker]
+    seed: int
+    mistakes: list[str]
 
 
-def build_on_meta(layers: object, seed: int) -> Outline:
-    """The layers as far as they can be known without weights: names, routes, shapes and numbers of parameters.
+def build_on_meta(layers: object, seed: int) -> MetaLayers:
+    """Builds all layers without weights, to find their names, skip connections and shapes.
 
-    Callables are called with the meta device as the default, where nothing is allocated. One that needs values there,
-    or has a device of its own, is built for real and left with shapes alone, so that one such layer at a time is in
-    memory.
+    Each callable runs with the meta device as default device, so it allocates no memory. If this fails, or if the
+    callable sets a device itself, it runs normally and its weights are then discarded. At most one such layer is in
+    memory at a time.
     """
     makers: dict[int, Maker] = {}
-    known = WeakIdKeyDictionary()
+    replacements = WeakIdKeyDictionary()
     if isinstance(layers, Iterable) and not describe_invalid_sequence(layers):
         layers = list(layers)
         for layer in layers:
-            if isinstance(layer, nn.Module):  # stays as it is, also where a callable puts it into another
-                known.update({part: part for part in (*layer.modules(), *_state(layer).values())})
+            if isinstance(layer, nn.Module):  # Keep the user's modules, also if a callable puts one into its layer.
+                replacements.update({part: part for part in (*layer.modules(), *_state(layer).values())})
 
-    def without_values(maker: Maker, index: int) -> object:
+    def build_empty(maker: Maker, index: int) -> object:
         makers[index] = maker
-        return _without_values(_build_empty(maker, seed, index), known)
+        return _without_values(_build_empty(maker, seed, index), replacements)
 
-    named, mistakes = name_layers(layers, without_values)
-    return Outline(named, makers, seed, mistakes)
+    named, mistakes = name_layers(layers, build_empty)
+    return MetaLayers(named, makers, seed, mistakes)
 
 
-def materialize(found: Outline, own: Collection[int]) -> tuple[dict[str, nn.Module], list[str]]:
-    """The layers of an outline with those of the indices `own` built anew for real, and what is wrong with them."""
+def materialize(meta: MetaLayers, own: Collection[int]) -> tuple[dict[str, nn.Module], list[str]]:
+    """Builds layers again, with weights.
+
+    Args:
+        meta: All layers, built without weights.
+        own: The indices of the layers that this process runs.
+
+    Returns:
+        All layers by name, and messages about callables that built a different layer this time.
+    """
     mistakes: list[str] = []
-    named = dict(found.layers)
-    for index, maker in found.makers.items():
+    named = dict(meta.layers)
+    for index, maker in meta.makers.items():
         if index in own:
-            layer = build(maker, found.seed, index)
-            mistakes += _find_differences(index, found.layers[str(index)], layer)
+            layer = build(maker, meta.seed, index)
+            mistakes += _find_differences(index, meta.layers[str(index)], layer)
             if isinstance(layer, nn.Module):
                 named[str(index)] = layer
     return named, mistakes
 
 
-def drop_remote_weights(stages: Sequence[Stage], own: Sequence[Stage], others: Iterable[Tensor] = ()) -> None:
-    """Leaves the layers of other stages without values, but for what a layer of one's own has too, and `others`.
+def drop_remote_weights(stages: Sequence[Stage], own: Sequence[Stage], kept: Iterable[Tensor] = ()) -> None:
+    """Replaces the weights and buffers of other processes' layers with tensors on the meta device.
 
-    They would keep the weights that they began with, and a model of the user's that holds them would be half trained.
+    Otherwise these layers would keep their initial weights, and a model that contains them would be partly trained.
+
+    Args:
+        stages: All stages.
+        own: The stages of this process. Tensors that their layers use stay unchanged.
+        kept: Other tensors that stay unchanged.
     """
-    mine = {part for stage in own for layer in stage.layers for part in layer.module.modules()}
-    kept = {id(tensor) for part in mine for tensor in (*part._parameters.values(), *part._buffers.values())}
-    kept |= set(map(id, others))
-    known = WeakIdKeyDictionary()
+    own_parts = {part for stage in own for layer in stage.layers for part in layer.module.modules()}
+    kept_ids = {id(tensor) for part in own_parts for tensor in (*part._parameters.values(), *part._buffers.values())}
+    kept_ids |= set(map(id, kept))
+    replacements = WeakIdKeyDictionary()
     layers = [layer for stage in stages for layer in stage.layers]
     for part, index in {part: layer.index for layer in layers for part in layer.module.modules()}.items():
-        if part not in mine:
-            forget_beside(part)
-        for held in (part._parameters, part._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and id(tensor) not in kept and not _is_empty(tensor):
-                    held[name] = known.setdefault(tensor, stand_in(_on_meta(tensor), index))
+        if part not in own_parts:
+            drop_quantization_state(part)
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in kept_ids and not _is_empty(tensor):
+                    tensors[name] = replacements.setdefault(tensor, stand_in(_on_meta(tensor), index))
         refresh_weights_of_rnn(part)
 
 
 def _build_empty(maker: Maker, seed: int, index: int) -> object:
-    """Builds a layer on the meta device, or for real if it asks for values there."""
+    """Builds a layer on the meta device, or on the default device if that raises an error."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # whoever builds the layer for real is warned
-        with suppress(Exception), torch.device("meta"):  # whatever is raised without values; other errors come again
+        warnings.simplefilter("ignore")  # The process that builds the layer with weights shows its warnings.
+        with suppress(Exception), torch.device("meta"):  # Errors of the callable itself are raised again below.
             return build(maker, seed, index)
         return build(maker, seed, index)
 
 
-def _without_values(value: object, known: WeakIdKeyDictionary) -> object:
-    """The same module or, if it has values, one of the same class, parts and names on the meta device.
+def _without_values(value: object, replacements: WeakIdKeyDictionary) -> object:
+    """Returns a copy of a module with its state on the meta device. Modules without values are returned unchanged.
 
-    The module itself stays as it is: it may be the user's. What is shared stays shared, by way of `known`.
+    The module itself may belong to the user and is not changed.
+
+    Args:
+        value: A module, a tensor, or an attribute of a module.
+        replacements: Replacements by original, so that shared modules and tensors stay shared.
     """
     if isinstance(value, Tensor):
-        return value if _is_empty(value) else known.setdefault(value, _on_meta(value))
+        return value if _is_empty(value) else replacements.setdefault(value, _on_meta(value))
     if not isinstance(value, nn.Module) or isinstance(value, torch.jit.ScriptModule):
         return value
     if all(map(_is_empty, _state(value).values())):
         return value
-    if value not in known:
-        known[value] = twin = value.__new__(type(value))
-        twin.__dict__ = tree_map(lambda leaf: _without_values(leaf, known), value.__dict__)
-    return known[value]
+    if value not in replacements:
+        replacements[value] = twin = value.__new__(type(value))
+        twin.__dict__ = tree_map(lambda leaf: _without_values(leaf, replacements), value.__dict__)
+    return replacements[value]
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -197,33 +229,35 @@ def _state(module: object) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def find_without_values(named: Mapping[str, nn.Module]) -> Iterator[str]:
-    """The modules that have no values, as those of other stages once a pipe of several processes is built."""
-    for name, layer in named.items():
+def find_without_values(layers: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yields a message for each layer with tensors on the meta device, such as remote layers of an earlier pipe."""
+    for name, layer in layers.items():
         if empty := [path for path, tensor in _state(layer).items() if tensor.is_meta and not is_lazy(tensor)]:
             yield (
-                f"layer {name} ({type(layer).__name__}) has no values: {', '.join(empty[:3])} on the meta "
-                f"device, as layers of other stages once a pipe over processes is built; build the layers anew, or "
-                f"give callables that build them"
+                f"layer {name} ({type(layer).__name__}): {', '.join(empty[:3])} is on the meta device and has no "
+                f"values. If the layers were part of an earlier pipe with several processes, build them again. "
+                f"Otherwise pass callables that build them. [layer-without-values]"
             )
 
 
 def _find_differences(index: int, empty: nn.Module, layer: object) -> Iterator[str]:
-    """What is wrong with a layer built for real, beside the one built without values."""
-    first, later = (
-        {name: None if is_lazy(tensor) else tuple(tensor.shape) for name, tensor in _state(one).items()}
-        for one in (empty, layer)
+    """Yields a message if a layer differs from the one that the same callable built on the meta device."""
+    first, second = (
+        {name: None if is_lazy(tensor) else tuple(tensor.shape) for name, tensor in _state(module).items()}
+        for module in (empty, layer)
     )
-    same = type(layer).__name__ == type(empty).__name__  # some are of classes made for them alone
-    if not same or first != later:
-        names = [name for name in first | later if first.get(name) != later.get(name)]
-        apart = [f"{name}: {first.get(name)}, then {later.get(name)}" for name in names]
+    same_class = type(layer).__name__ == type(empty).__name__  # By name: some classes are created for each instance.
+    if not same_class or first != second:
+        names = [name for name in first | second if first.get(name) != second.get(name)]
+        differences = "; ".join(f"{name}: {first.get(name)}, then {second.get(name)}" for name in names)
         yield (
-            f"layer {index}: its callable built a {type(empty).__name__} first and a {type(layer).__name__} later "
-            f"({'; '.join(apart)}); it is called in every process, so let every call build the same layer"
+            f"layer {index}: its callable built a {type(empty).__name__} in the first call and a "
+            f"{type(layer).__name__} in the second ({differences}). Let every call build the same layer, because "
+            f"each process calls it. [callable-builds-different-layers]"
         )
     elif missing := [name for name, tensor in _state(layer).items() if tensor.is_meta]:
         yield (
-            f"layer {index}: its callable gave no values to {', '.join(missing)}; let every call build the whole "
-            f"layer anew, and name weights that it shares with another layer in ties=... instead"
+            f"layer {index}: its callable did not initialize {', '.join(missing)}. Let every call build the whole "
+            f"layer, and pass the names of weights that it shares with another layer as ties=. "
+            f"[callable-leaves-weights-out]"
         )

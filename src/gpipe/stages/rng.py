@@ -1,17 +1,19 @@
-"""Keys random operations: what a scope draws is a function of (seed, step, layer, micro-batch) alone.
+"""Makes random operations independent of threads: their results depend on seed, step, layer and micro-batch only.
 
-torch keeps one generator for each device of a process, and rank threads would draw from it in any order. So a scope
-has generators of its own, which the random operations inside of it are given.
+torch has one generator per device and process, and rank threads would use it in an unpredictable order. An
+`rng_scope` therefore has its own generators, and passes them to the random operations that run inside it.
 
-torch's dispatcher has a key that nothing uses. Kernels for the random operations stand there, above those of
-autograd, and whoever enters an `rng_scope` has its own thread go by that key; all other operations cost nothing.
-Operations that are made of others (`F.dropout`, `nn.LSTM`) are seen as those; what draws and takes no generator
-borrows the default one under a lock.
+**Interception.** torch's dispatcher has a dispatch key that nothing else uses. gpipe registers kernels for all random
+operations under this key, with a higher priority than autograd. Entering an `rng_scope` enables the key in the
+current thread. Other operations have no overhead. Composite operations (`F.dropout`, `nn.LSTM`) reach the kernels
+through the operations that they consist of. Operations without a generator argument use the default generator, which
+is replaced under a lock.
 
-A recompute of `torch.utils.checkpoint`, in a backward, draws what its forward drew. torch's checkpoint notes the
-state of the default generator before the forward, and sets it before the recompute. So at the first draw inside of a
-checkpoint the state of the generator that is drawn from is written where torch noted the other: the recompute then
-begins there, whoever runs it. Frames of Python tell which checkpoints a draw is inside of.
+**Checkpoints.** A recomputation by `torch.utils.checkpoint` must draw the same numbers as its forward. torch's
+checkpoint saves the state of the default generator before the forward, and restores it before the recomputation. At
+the first draw inside a checkpoint, gpipe therefore overwrites the saved state with that of the scope's generator. The
+recomputation starts from this state, in whichever thread it runs. Python's stack frames show which checkpoints a draw
+is inside.
 """
 
 import hashlib
@@ -33,50 +35,65 @@ from gpipe._torch.autograd import node_number, running_node
 from gpipe._torch.checkpoint import CheckpointFrame, is_of_checkpoints, read_checkpoint, reruns_by_default_generator
 from gpipe._torch.modes import is_traced_by_compiler, is_vmapped, untraced
 
-MARK = "_gpipe_drew_here"  # on a state that was noted: what stands there now is a key's
-GENERATORS = "_gpipe_generators"  # beside the variables of a recompute: what it draws from
+MARK = "_gpipe_drew_here"
+"""Attribute of a saved generator state that gpipe has overwritten."""
+GENERATORS = "_gpipe_generators"
+"""Local variable that gpipe adds to the frame of a recomputation: its generators."""
 
-FORGETS = (
-    "something random is drawn inside of torch.utils.checkpoint, which does not keep what a recompute needs to draw "
-    "the same again ({}); {}, or let the pipeline recompute instead, with remat='always'"
+CHECKPOINT_WITHOUT_RNG_STATE = (
+    "A random operation runs inside torch.utils.checkpoint with preserve_rng_state=False, so a recomputation would "
+    "draw different numbers. Remove preserve_rng_state=False, or use remat='always' instead of the checkpoint. "
+    "[checkpoint-without-rng-state]"
 )
-UNSEEN = (
-    "a recompute of torch.utils.checkpoint draws random numbers, and its forward was not seen to draw any: a layer "
-    "must draw as often in a recompute as in its forward, on the same devices, and call "
-    "torch.utils.checkpoint.checkpoint"
+CHECKPOINT_ON_OTHER_DEVICE = (
+    "A random operation on {device} runs inside torch.utils.checkpoint, but none of the checkpoint's inputs is on "
+    "{device}, so a recomputation would draw different numbers. Pass an input on {device}, or use remat='always' "
+    "instead of the checkpoint. [checkpoint-without-rng-state]"
 )
-COMPILED = (
-    "something random is drawn inside of torch.utils.checkpoint within compiled code, by a backend that runs it "
-    "again by the state of torch's generator; compile by 'inductor', or what is inside of the checkpoint"
+UNSEEN_FORWARD = (
+    "A recomputation of torch.utils.checkpoint draws random numbers, but its forward did not. Draw the same numbers "
+    "on the same devices in the forward and in the recomputation, and call torch.utils.checkpoint.checkpoint itself. "
+    "[checkpoint-draws-differ]"
+)
+COMPILED_CHECKPOINT = (
+    "A random operation runs inside torch.utils.checkpoint in compiled code, and the compiler backend recomputes it "
+    "with torch's default generator. Use backend='inductor', or compile only the code inside the checkpoint. "
+    "[checkpoint-in-compiled-code]"
 )
 
 
 Generators: TypeAlias = dict[torch.device, torch.Generator]
-"""What a scope or a recompute draws from: one for each device, made when first drawn from."""
+"""The generators of a scope or recomputation by device, created at the first draw on each device."""
 
 
-def _generator(
-    known: Generators, device: torch.device, start: Callable[[torch.Generator], object]
+def _get_or_create(
+    generators: Generators, device: torch.device, start: Callable[[torch.Generator], object]
 ) -> torch.Generator:
-    if device not in known:
+    if device not in generators:
         generator = torch.Generator("cpu" if device.type == "meta" else device)
         start(generator)
-        known[device] = generator
-    return known[device]
+        generators[device] = generator
+    return generators[device]
 
 
-def _note(
+def _save_state(
     forward: CheckpointFrame, device: torch.device, generator: torch.Generator, *, needed: bool, releases: bool
 ) -> None:
-    """Has a checkpoint's recompute begin where a generator stands now, at the first draw of its forward."""
+    """Makes a checkpoint's recomputation start from the state of a generator, at the first draw of the forward.
+
+    Args:
+        forward: The frame of the checkpoint's forward.
+        device: The device of the draw.
+        generator: The generator of the scope.
+        needed: Whether a backward, and with it the recomputation, may follow.
+        releases: Whether the recomputation can leave torch's default generators unchanged.
+    """
     state = forward.state(device)
     if state is None:
-        why, remedy = "preserve_rng_state=False", "leave that out"
-        if forward.preserves:
-            why = f"the numbers are drawn on {device}, and none of its inputs is there"
-            remedy = f"give it one on {device}"
+        if needed and not forward.preserves:
+            raise RuntimeError(CHECKPOINT_WITHOUT_RNG_STATE)
         if needed:
-            raise RuntimeError(FORGETS.format(why, remedy))
+            raise RuntimeError(CHECKPOINT_ON_OTHER_DEVICE.format(device=device))
     elif not hasattr(state, MARK):
         state.copy_(generator.get_state())
         setattr(state, MARK, True)
@@ -84,41 +101,58 @@ def _note(
             forward.release()
 
 
-def _generator_of(frame: FrameType, seen: CheckpointFrame, device: torch.device, *, sure: bool) -> torch.Generator:
-    """What a recompute draws from on a device; if `sure`, it raises unless its forward has drawn under a key."""
+def _recompute_generator(
+    frame: FrameType, checkpoint: CheckpointFrame, device: torch.device, *, strict: bool
+) -> torch.Generator:
+    """Returns the generator of a recomputation on a device.
+
+    Args:
+        frame: The frame of the recomputation.
+        checkpoint: The state in this frame.
+        device: The device of the draw.
+        strict: Whether to raise a RuntimeError if the forward did not draw inside a scope.
+    """
 
     def start(generator: torch.Generator) -> None:
-        state = seen.state(device)
-        if state is None or (sure and not hasattr(state, MARK)):
-            raise RuntimeError(UNSEEN)
+        state = checkpoint.state(device)
+        if state is None or (strict and not hasattr(state, MARK)):
+            raise RuntimeError(UNSEEN_FORWARD)
         generator.set_state(state)
 
-    return _generator(frame.f_locals.setdefault(GENERATORS, {}), device, start)
+    return _get_or_create(frame.f_locals.setdefault(GENERATORS, {}), device, start)
 
 
-MOST_CODES = 10_000
-_others: dict[int, CodeType] = {}  # code that is none of checkpoints', to pass by: each draw walks a deep stack
+MAX_CODES = 10_000
+_ordinary_codes: dict[int, CodeType] = {}
+"""Code objects that do not belong to checkpoints. Each draw walks the whole stack and skips them quickly."""
 
 
 def _find_checkpoints(
     until: FrameType | None,
 ) -> tuple[list[CheckpointFrame], tuple[FrameType, CheckpointFrame] | None]:
-    """The checkpoints that a draw is inside of, up to a frame: forwards, and the recompute, if any, that has them."""
+    """Finds the checkpoints that the current draw is inside.
+
+    Args:
+        until: The frame at which the search stops.
+
+    Returns:
+        The forwards of checkpoints, innermost first, and the recomputation that contains them, if there is one.
+    """
     forwards: list[CheckpointFrame] = []
     frame = sys._getframe(1).f_back
     while frame is not None and frame is not until:
-        if _others.get(id(frame.f_code)) is not frame.f_code:
-            seen = read_checkpoint(frame)
-            if seen is not None and seen.recomputes:
-                return forwards, (frame, seen)
-            if seen is not None:
-                forwards.append(seen)
+        if _ordinary_codes.get(id(frame.f_code)) is not frame.f_code:
+            checkpoint = read_checkpoint(frame)
+            if checkpoint is not None and checkpoint.recomputes:
+                return forwards, (frame, checkpoint)
+            if checkpoint is not None:
+                forwards.append(checkpoint)
             elif reruns_by_default_generator(frame.f_code):
-                raise RuntimeError(COMPILED)
+                raise RuntimeError(COMPILED_CHECKPOINT)
             elif not is_of_checkpoints(frame.f_code):
-                if len(_others) > MOST_CODES:
-                    _others.clear()
-                _others[id(frame.f_code)] = frame.f_code
+                if len(_ordinary_codes) > MAX_CODES:
+                    _ordinary_codes.clear()
+                _ordinary_codes[id(frame.f_code)] = frame.f_code
         frame = frame.f_back
     return forwards, None
 
@@ -128,7 +162,7 @@ _installed: list[Any] = []
 
 
 def _install() -> None:
-    """Puts kernels where torch looks for them; they stand there as long as they are remembered."""
+    """Registers the kernels with torch's dispatcher, once. They stay registered while `_installed` holds them."""
     with _installing:
         if _installed:
             return
@@ -147,98 +181,117 @@ def _install() -> None:
 
 
 def _find_with_generator(func: dispatcher.Operator) -> dispatcher.Operator | None:
+    """Returns the overload of an operator that has the same arguments and a generator, if there is one."""
     packet = func.overloadpacket
     for other in (func, *(getattr(packet, name) for name in packet.overloads())):
         names = dispatcher.arguments_of(other)
         if "generator" in names and {*names, "generator"} == {*dispatcher.arguments_of(func), "generator"}:
-            found: dispatcher.Operator = other
-            return found
+            overload: dispatcher.Operator = other
+            return overload
     return None
 
 
-def _kernel(func: dispatcher.Operator, own: Any, below: Any) -> Callable[..., object]:
-    """What a random operation does in a thread that sees it."""
-    keyed, ours = _find_with_generator(func), dispatcher.arguments_of(func)
-    most = ours.index("generator") if "generator" in ours else len(ours)
-    dropout = ours.index("dropout_p") if "dropout_p" in ours else None
+def _kernel(func: dispatcher.Operator, key: Any, below: Any) -> Callable[..., object]:
+    """Returns the kernel of a random operation for threads inside an `rng_scope`.
+
+    Args:
+        func: The operator.
+        key: The dispatch key under which the kernel is registered.
+        below: The dispatch keys with lower priority.
+    """
+    with_generator, names = _find_with_generator(func), dispatcher.arguments_of(func)
+    most = names.index("generator") if "generator" in names else len(names)
+    dropout = names.index("dropout_p") if "dropout_p" in names else None
 
     def kernel(keys: Any, *args: object, **kwargs: object) -> object:
-        given: Any = kwargs.get("generator") or (args[most] if len(args) > most else None)
-        is_left = given is not None and not dispatcher.is_one_generator(given, default_generator(given.device))
-        if dropout is not None:  # attention, which without it draws nothing
-            is_left = not (args[dropout] if len(args) > dropout else kwargs.get("dropout_p", 0.0))
-        if is_left or is_vmapped() or is_traced_by_compiler():  # under `vmap` it will be drawn below
+        argument: Any = kwargs.get("generator") or (args[most] if len(args) > most else None)
+        unchanged = argument is not None and not dispatcher.is_one_generator(
+            argument, default_generator(argument.device)
+        )
+        if dropout is not None:  # Attention is random only with dropout.
+            unchanged = not (args[dropout] if len(args) > dropout else kwargs.get("dropout_p", 0.0))
+        if unchanged or is_vmapped() or is_traced_by_compiler():  # Under `vmap`, the draw happens below it.
             return func.redispatch(keys & below, *args, **kwargs)
         device = _device_of(args, kwargs)
-        if keyed is None and device.type in ("cpu", "meta") and not dispatcher.are_below_a_mode(keys):
-            return func.redispatch(keys & below, *args, **kwargs)  # it is made of others, which are seen in turn
+        if with_generator is None and device.type in ("cpu", "meta") and not dispatcher.are_below_a_mode(keys):
+            return func.redispatch(keys & below, *args, **kwargs)  # Composite: its operations reach their kernels.
         generator = dispatcher.stashed().generator(device)
-        dispatcher.exclude_key(own, True)
+        dispatcher.exclude_key(key, True)
         try:
-            if keyed is None:
-                # dropout, fused attention and cuDNN's RNNs on GPUs; dropout on the CPU below a mode or a subclass
+            if with_generator is None:
+                # Dropout, fused attention and cuDNN's RNNs on GPUs, and dropout on CPUs below a mode or subclass.
                 with standing_in(generator):
                     return func(*args, **kwargs)
             kwargs["generator"] = generator
-            return keyed(*args[:most], **kwargs)
+            return with_generator(*args[:most], **kwargs)
         finally:
-            dispatcher.exclude_key(own, False)
+            dispatcher.exclude_key(key, False)
 
-    return untraced(kernel)  # it runs within compiled code too, and there dynamo would trace it
+    return untraced(kernel)  # Otherwise dynamo would trace it when it runs in compiled code.
 
 
 def _device_of(args: Sequence[object], kwargs: Mapping[str, Any]) -> torch.device:
-    """Where an operation draws; with its index, but for the CPU, which has one generator whatever its name."""
+    """Returns the device on which an operation draws, with an index. The CPU has none, since it has one generator."""
     tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-    given = kwargs.get("device")
-    device = tensor.device if tensor is not None else CPU if given is None else torch.device(given)
+    argument = kwargs.get("device")
+    device = tensor.device if tensor is not None else CPU if argument is None else torch.device(argument)
     return numbered(device)
 
 
 @contextmanager
 def unseeded(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Around a run: puts back a default generator that a layer seeded; one that others drew from goes on from there.
+    """Restores the default generators that layers have seeded during a run. Draws from them remain in effect.
 
-    Layers that seed it within `torch.random.fork_rng` would else leave it seeded, where two do so at once: each puts
-    back what it found, which may be the other's seed.
+    `torch.random.fork_rng` is not enough if two layers use it at the same time: each restores the state that it
+    found, which may be the seed of the other.
     """
-    found: dict[torch.device, tuple[int, Tensor]] = {}
+    states: dict[torch.device, tuple[int, Tensor]] = {}
     for device in devices:
         with own_generator(device) as default:
-            found[device] = default.initial_seed(), default.get_state()
+            states[device] = default.initial_seed(), default.get_state()
     try:
         yield
     finally:
-        for device, (seed, state) in found.items():
+        for device, (seed, state) in states.items():
             with own_generator(device) as default:
                 if default.initial_seed() != seed:
                     default.set_state(state)
 
 
-IN_BACKWARD = (
-    "{} draws random numbers in its backward, where no key reaches them: they would depend on which rank comes "
-    "first. Draw them in the forward and keep them for the backward (ctx.save_for_backward). A layer that runs again "
-    "in its backward what drew in its forward (RevNet, Reformer) can do that by torch.utils.checkpoint, whose draws "
-    "are keyed, or leave it to the pipeline, by remat='always'"
+DRAW_IN_BACKWARD = (
+    "{layer} draws random numbers in its backward, where they would depend on the order of the ranks. Draw them in "
+    "the forward and save them with ctx.save_for_backward. To recompute the forward in the backward (RevNet, "
+    "Reformer), use torch.utils.checkpoint or remat='always'. [random-in-backward]"
 )
 
 
 def rng_seed(seed: int, step: int, layer: int, micro_batch: int) -> int:
-    """The number, of 63 bits, from which a scope's generators are seeded."""
+    """Returns the 63-bit seed of a scope's generators.
+
+    Raises:
+        ValueError: If an argument is not a 64-bit integer.
+    """
     try:
         packed = struct.pack("<4q", seed, step, layer, micro_batch)
     except struct.error as error:
         raise ValueError(
-            f"seed={seed!r}, step={step!r}, layer={layer!r}, micro_batch={micro_batch!r} key random numbers; give "
-            f"whole numbers of 64 bits"
+            f"seed={seed!r}, step={step!r}, layer={layer!r}, micro_batch={micro_batch!r}: all must be 64-bit "
+            f"integers. Pass integers from -2**63 to 2**63 - 1."
         ) from error
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
 class rng_scope:  # noqa: N801  # it reads as a function at every use, like torch.no_grad
-    """A context in which every random operation of this thread draws from the key (seed, step, layer, micro-batch).
+    """A context in which random numbers depend only on seed, step, layer and micro-batch.
 
-    The plain loop that a pipeline equals bit for bit enters it around each layer; its backward may be outside.
+    It affects all random operations of torch in the current thread. A loop without a pipeline draws the same numbers
+    as the pipe if it enters the scope around each layer. The backward can be outside.
+
+    Args:
+        seed: The seed of the pipe.
+        step: The number of the step.
+        layer: The index of the layer.
+        micro_batch: The number of the micro-batch.
 
     >>> import gpipe, torch
     >>> with gpipe.rng_scope(seed=0, step=3, layer=1, micro_batch=2):
@@ -250,9 +303,9 @@ class rng_scope:  # noqa: N801  # it reads as a function at every use, like torc
     """
 
     in_backward = False
-    piped = False  # whether the pipe will run its backward, and draw there what checkpoints need
-    grad = True  # whether it was entered in grad mode
-    _entered: tuple[Any, ...] = (None, None)  # the scope around, the frame that entered, and the same of before
+    piped = False  # Whether the pipe runs the backward, so that recomputations draw inside a scope.
+    grad = True  # Whether grad mode was enabled on entering.
+    _entered: tuple[Any, ...] = (None, None)  # The outer scope, the frame that entered, and the previous `_entered`.
 
     def __init__(self, seed: int, step: int, layer: int, micro_batch: int) -> None:
         self._seed, self._step, self._layer, self._micro_batch = seed, step, layer, micro_batch
@@ -272,42 +325,42 @@ class rng_scope:  # noqa: N801  # it reads as a function at every use, like torc
     def __exit__(self, *_: object) -> None:
         outer, _, self._entered = self._entered
         if outer is None:
-            dispatcher.forget_stashed()  # what a thread of the user's ends with
+            dispatcher.forget_stashed()  # A thread of the user must not end with a scope.
             dispatcher.include_key(_installed[0], False)
         else:
             dispatcher.stash(outer)
 
     def set_layer(self, layer: int) -> None:
-        """Draws for another layer from now on."""
+        """Uses the key of a different layer from now on."""
         self._layer, self._generators = layer, {}
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """The generator to draw from next on a device, for what was given none."""
+        """Returns the generator for the next draw on a device."""
         forwards, recompute = _find_checkpoints(self._entered[1])
         if recompute is None:
-            generator = self._own(device)
+            generator = self._scope_generator(device)
         else:
-            generator = _generator_of(*recompute, device, sure=self.in_backward)
-        needed = self.in_backward or self.grad or torch.is_grad_enabled()  # else no backward follows
+            generator = _recompute_generator(*recompute, device, strict=self.in_backward)
+        needed = self.in_backward or self.grad or torch.is_grad_enabled()  # Otherwise no backward follows.
         for forward in forwards:
-            _note(forward, device, generator, needed=needed, releases=self.piped)
+            _save_state(forward, device, generator, needed=needed, releases=self.piped)
         return generator
 
-    def _own(self, device: torch.device) -> torch.Generator:
-        place = self._seed, self._step, self._layer, self._micro_batch
-        return _generator(self._generators, device, lambda new: new.manual_seed(rng_seed(*place)))
+    def _scope_generator(self, device: torch.device) -> torch.Generator:
+        key = self._seed, self._step, self._layer, self._micro_batch
+        return _get_or_create(self._generators, device, lambda new: new.manual_seed(rng_seed(*key)))
 
 
 class PipeRngScope(rng_scope):
-    """A scope in a pipe, which runs the backward too."""
+    """A scope of a pipe, which also runs the backward."""
 
     piped = True
 
 
 class RankScope(PipeRngScope):
-    """The scope of all actions of a rank in a run: entered once, and told before each what it is.
+    """The scope of all actions of a rank in a run. The rank enters it once and sets the key before each action.
 
-    In a backward, recomputes of checkpoints draw what their forwards drew, and nothing else may.
+    During a backward, only recomputations of checkpoints may draw. They draw the same numbers as their forwards.
     """
 
     def __init__(self, seed: int, step: int) -> None:
@@ -315,22 +368,27 @@ class RankScope(PipeRngScope):
         self._maker: Callable[[int | None], str | None] = repr
 
     def begin_forward(self, layer: int, micro_batch: int) -> None:
-        """Goes on to the forward of a layer, or of the loss behind the last."""
+        """Uses the key of a layer's forward from now on. The loss function counts as a layer after the last one."""
         self._micro_batch, self.in_backward = micro_batch, False
         self.set_layer(layer)
 
     def begin_backward(self, maker: Callable[[int | None], str | None]) -> None:
-        """Goes on to a backward; `maker` says in words which layer made the node with a sequence number."""
+        """Rejects draws from now on, except in recomputations of checkpoints.
+
+        Args:
+            maker: Describes the layer that created the autograd node with a sequence number.
+        """
         self.in_backward, self._maker = True, maker
 
-    def _own(self, device: torch.device) -> torch.Generator:
+    def _scope_generator(self, device: torch.device) -> torch.Generator:
         if not self.in_backward:
-            return super()._own(device)
+            return super()._scope_generator(device)
         node = running_node()
-        for frame, _ in walk_stack(sys._getframe()):  # the outermost node, since others are made in a backward
+        for frame, _ in walk_stack(sys._getframe()):  # Find the outermost node: a backward can create inner ones.
             if frame is self._entered[1]:
                 break
-            found = frame.f_locals.get("self")
-            if isinstance(found, torch.autograd.function.BackwardCFunction):
-                node = found
-        raise RuntimeError(IN_BACKWARD.format(self._maker(None if node is None else node_number(node)) or "a layer"))
+            candidate = frame.f_locals.get("self")
+            if isinstance(candidate, torch.autograd.function.BackwardCFunction):
+                node = candidate
+        layer = self._maker(None if node is None else node_number(node)) or "a layer"
+        raise RuntimeError(DRAW_IN_BACKWARD.format(layer=layer))

@@ -1,16 +1,15 @@
-"""Finds the parameters that several layers use, and makes one of those that the user names as tied.
+"""Handles parameters that several layers use, and ties parameters that the user names.
 
-Gives each layer that uses a shared parameter a leaf of its own, and adds up the leaves' gradients in layer order.
+During a run, each layer that uses a shared parameter has an *alias* of it: a leaf with the same memory. The gradients
+of the aliases are accumulated over micro-batches, and then summed over layers in layer order. The result is therefore
+the same for all split points, and without any.
 
-The gradients are added up by layer, micro-batch after micro-batch, and then over the layers in their order: the same
-sum for every cut, also for none. The leaves, or aliases, stand in the modules only while a run is under way; in a
-module that itself belongs to several layers, only while one of them runs its forward, and the others wait for it:
-whatever the module refers to is then the layer's own.
+The aliases replace the parameter in the layers' modules only during a run. If several layers are the same module, it
+has the aliases of a layer only during the forward of this layer, and the forwards of the others wait.
 """
 
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeAlias
@@ -23,15 +22,19 @@ from gpipe._torch.modules import refresh_weights_of_rnn
 from gpipe.stages.boundary import run_backward
 from gpipe.stages.buffers import Slot
 from gpipe.stages.memory_layout import moved
-from gpipe.stages.stage import Layer, Stage
+from gpipe.stages.stage import NO_ALIASES, Layer, Stage
 
 Tied: TypeAlias = Sequence[Sequence[Slot]]
-"""Groups of slots whose parameters are one, though each process has its own."""
+"""Groups of slots whose parameters are tied, although they are different tensors, such as in different processes."""
 
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter that several layers use, and its slots in each of them, in layer order."""
+    """A parameter that several layers use.
+
+    Attributes:
+        slots: Its slots by the index of their layer, in layer order.
+    """
 
     slots: dict[int, list[Slot]]
 
@@ -44,20 +47,30 @@ class SharedParameter:
 
 
 def find_shared(layers: Sequence[nn.Module], tied: Tied = ()) -> list[SharedParameter]:
-    """The parameters that several layers use, found by identity, or because they are said to be one."""
-    one = {id(module._parameters[name]): group for group, found in enumerate(tied) for module, name in found}
+    """Returns the parameters that several layers use, because they are the same tensor or because they are tied."""
+    groups = {
+        id(module._parameters[name]): group for group, tied_slots in enumerate(tied) for module, name in tied_slots
+    }
     slots: dict[int, dict[int, list[Slot]]] = {}
     for index, layer in enumerate(layers):
         for module in layer.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    key = one.get(id(parameter), id(parameter))
+                    key = groups.get(id(parameter), id(parameter))
                     slots.setdefault(key, {}).setdefault(index, []).append((module, name))
     return [SharedParameter(by_layer) for by_layer in slots.values() if len(by_layer) > 1]
 
 
 def find_ties(layers: dict[str, nn.Module], ties: Sequence[Sequence[str]]) -> tuple[list[list[Slot]], list[str]]:
-    """Where the parameters of each group of names stand, and what is wrong with the names."""
+    """Finds the parameters that the user wants to tie.
+
+    Args:
+        layers: All layers by name.
+        ties: Groups of parameter names.
+
+    Returns:
+        The slots of the parameters of each group, and messages about invalid groups.
+    """
     slots = {
         f"{name}.{path}.{leaf}".replace("..", "."): (module, leaf)
         for name, layer in layers.items()
@@ -66,23 +79,32 @@ def find_ties(layers: dict[str, nn.Module], ties: Sequence[Sequence[str]]) -> tu
         if parameter is not None
     }
     groups = [[slots[name] for name in group if name in slots] for group in ties]
-    mistakes = [f"ties: there is no parameter {name!r}" for group in ties for name in group if name not in slots]
-    seen: set[int] = set()
-    for group, found in zip(ties, groups, strict=True):
-        parameters = [module.get_parameter(leaf) for module, leaf in found]
+    errors = [
+        f"ties: the layers have no parameter {name!r}. Use names as in the state_dict of the layers. [unknown-tie]"
+        for group in ties
+        for name in group
+        if name not in slots
+    ]
+    tied: set[int] = set()
+    for group, group_slots in zip(ties, groups, strict=True):
+        parameters = [module.get_parameter(leaf) for module, leaf in group_slots]
         ids, shapes = set(map(id, parameters)), {tuple(parameter.shape) for parameter in parameters}
-        if ids & seen:
-            mistakes.append(f"ties: {tuple(group)} has a parameter that another group has too; make them one group")
-        if len(set(group)) < max(len(group), 2) or len(shapes) > 1:
-            mistakes.append(
-                f"ties: {tuple(group)} must name two or more parameters once each, of one shape, not {sorted(shapes)}"
+        if ids & tied:
+            errors.append(
+                f"ties: {tuple(group)} and another group contain the same parameter. Combine them into one group. "
+                f"[overlapping-ties]"
             )
-        seen |= ids
-    return groups, mistakes
+        if len(set(group)) < max(len(group), 2) or len(shapes) > 1:
+            errors.append(
+                f"ties: {tuple(group)} is not a group of different parameters of one shape; the shapes are "
+                f"{sorted(shapes)}. Name two or more parameters of the same shape, each once. [invalid-tie]"
+            )
+        tied |= ids
+    return groups, errors
 
 
 def tie(groups: Sequence[Sequence[Slot]]) -> None:
-    """Makes the parameters of each group one, the first."""
+    """Replaces all parameters of each group with the first one."""
     for (first, name), *others in groups:
         for module, leaf in others:
             put_parameter(module, leaf, first._parameters[name])
@@ -90,52 +112,57 @@ def tie(groups: Sequence[Sequence[Slot]]) -> None:
 
 def put_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
     """Puts a parameter, or an alias of one, into a slot of a module."""
-    module._parameters[name] = parameter  # type: ignore[assignment]  # an alias is no Parameter, and need not be
+    module._parameters[name] = parameter  # type: ignore[assignment]  # An alias need not be a Parameter.
     refresh_weights_of_rnn(module)
 
 
-_OWN = nullcontext()
-
-
 class WeightAliases:
-    """The aliases of shared parameters in one run, for the layers that run in this process."""
+    """The aliases of shared parameters in one run, for the layers of this process.
+
+    Attributes:
+        users: For each shared parameter, the layers that use it, in all processes.
+        shared: The shared parameters that layers of this process use, with their slots in these layers.
+        sources: The parameters themselves.
+        leaves: The aliases of each parameter, by layer.
+    """
 
     def __init__(self, shared: Sequence[SharedParameter], stages: Sequence[Stage]) -> None:
         layers = {layer.index: (layer, stage.device) for stage in stages for layer in stage.layers}
-        self.users = {at: tuple(item.slots) for at, item in enumerate(shared)}  # in all processes
-        here = ({i: slots for i, slots in item.slots.items() if i in layers} for item in shared)
-        self.shared = {at: SharedParameter(slots) for at, slots in enumerate(here) if slots}
-        self.sources = {at: item.parameter for at, item in self.shared.items()}
+        self.users = {key: tuple(item.slots) for key, item in enumerate(shared)}
+        local = ({i: slots for i, slots in item.slots.items() if i in layers} for item in shared)
+        self.shared = {key: SharedParameter(slots) for key, slots in enumerate(local) if slots}
+        self.sources = {key: item.parameter for key, item in self.shared.items()}
         self._adds = False
-        self._own: list[tuple[nn.Module, str, Tensor | None]] = []  # what stands in the slots, while aliases do
+        self._replaced: list[tuple[nn.Module, str, Tensor | None]] = []
         self._hooks: list[RemovableHandle] = []
         self.leaves: dict[int, dict[int, Tensor]] = {}
         self._by_layer: dict[Layer, dict[Slot, Tensor]] = {}
-        owners: dict[nn.Module, set[int]] = {}
-        for at, item in self.shared.items():
-            source, leaves = self.sources[at], self.leaves.setdefault(at, {})
+        users: dict[nn.Module, set[int]] = {}
+        for key, item in self.shared.items():
+            source, leaves = self.sources[key], self.leaves.setdefault(key, {})
             for index, slots in item.slots.items():
                 layer, device = layers[index]
                 leaf = leaves[index] = moved(source.detach(), device).requires_grad_(source.requires_grad)
                 self._by_layer.setdefault(layer, {}).update(dict.fromkeys(slots, leaf))
                 for module, _ in slots:
-                    owners.setdefault(module, set()).add(index)
-        in_turn = {index for indices in owners.values() if len(indices) > 1 for index in indices}
-        self._in_turn = [layers[index][0] for index in in_turn]
+                    users.setdefault(module, set()).add(index)
+        in_turn = {index for indices in users.values() if len(indices) > 1 for index in indices}
+        self._in_turn = [layers[index][0] for index in in_turn]  # Layers that share a module.
         for module in (part for layer in self._in_turn for part in layer.module.modules()):
-            if is_compiled(module):  # its code would use the parameters of the first layer
+            if is_compiled(module):  # Its code would use the parameters of the first layer.
                 raise ValueError(
-                    f"a compiled {type(module).__name__} is several layers, which would need its code once for each; "
-                    f"give each layer a module of its own, and share their parameters, perhaps by ties=..."
+                    f"A compiled {type(module).__name__} is used as several layers, but compiled code cannot switch "
+                    f"parameters. Pass a separate module for each layer, and share the parameters, for example with "
+                    f"ties=. [compiled-module-in-several-layers]"
                 )
 
     def put_in_place(self) -> None:
-        """Has layers see their aliases in place of shared parameters."""
+        """Puts the aliases into the layers' modules."""
         turn, slots = threading.RLock(), [*chain(*self._by_layer.values())]
-        self._own = [(module, name, module._parameters[name]) for module, name in slots]
+        self._replaced = [(module, name, module._parameters[name]) for module, name in slots]
         for parameter in self.sources.values():
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_hook(self._refuse))
+                self._hooks.append(parameter.register_hook(self._reject_gradient))
         for layer, aliases in self._by_layer.items():
             if layer in self._in_turn:
                 layer.aliased = _Aliased(aliases, turn)
@@ -144,70 +171,75 @@ class WeightAliases:
                     put_parameter(module, name, leaf)
 
     def put_back(self) -> None:
-        """Has them see the parameters again; twice does no harm, where an interrupt has come amid the first time."""
-        for module, name, parameter in self._own:
+        """Puts the parameters back. A second call is safe, in case an interrupt ended the first one."""
+        for module, name, parameter in self._replaced:
             put_parameter(module, name, parameter)
         for layer in self._in_turn:
-            layer.aliased = _OWN
+            layer.aliased = NO_ALIASES
         for hook in self._hooks:
             hook.remove()
-        self._own, self._hooks = [], []
+        self._replaced, self._hooks = [], []
 
     @property
     def replaced(self) -> list[Tensor]:
-        """The parameters in whose places aliases are now."""
-        return [parameter for _, _, parameter in self._own if parameter is not None]
+        """The parameters that are currently replaced by aliases."""
+        return [parameter for _, _, parameter in self._replaced if parameter is not None]
 
-    def _refuse(self, gradient: Tensor) -> None:
-        """Refuses a gradient that comes to a shared parameter itself, not to an alias."""
-        if self._own and not self._adds:
+    def _reject_gradient(self, gradient: Tensor) -> None:
+        """Raises a RuntimeError if a gradient reaches a shared parameter itself instead of an alias."""
+        if self._replaced and not self._adds:
             raise RuntimeError(
-                f"a gradient came to a weight of shape {tuple(gradient.shape)}, which several layers share, past "
-                f"those layers: it is used elsewhere (in loss_fn, or by a reference that is no parameter), or by a "
-                f"module that is several layers itself and runs again in the backward (torch.utils.checkpoint: give "
-                f"it use_reentrant=False). Make it their parameter"
+                f"A weight of shape {tuple(gradient.shape)} is shared by several layers, but received a gradient "
+                f"from elsewhere. If loss_fn or another module uses it, make it a parameter of that layer. If one "
+                f"module is several layers and uses torch.utils.checkpoint, pass use_reentrant=False. "
+                f"[shared-weight-gradient]"
             )
 
-    def gradients(self, at: int) -> dict[int, Tensor | None]:
-        """What the layers here add to the gradient of a shared parameter, by layer."""
-        return {index: leaf.grad for index, leaf in sorted(self.leaves[at].items())}
+    def gradients(self, key: int) -> dict[int, Tensor | None]:
+        """Returns the gradients of the aliases of a shared parameter, by layer."""
+        return {index: leaf.grad for index, leaf in sorted(self.leaves[key].items())}
 
-    def add_up(self, found: Mapping[int, Mapping[int, Tensor | None]] | None = None) -> None:
-        """Adds the gradients of all aliases, or those `found` in all processes, to the parameters', by layer."""
-        for at, parameter in self.sources.items():
-            gradients = self.gradients(at) if found is None else found[at]
+    def add_up(self, gathered: Mapping[int, Mapping[int, Tensor | None]] | None = None) -> None:
+        """Sums the gradients of all aliases in layer order, and adds them to the gradients of the parameters.
+
+        Args:
+            gathered: The gradients from all processes, by parameter and layer. Default: those of this process.
+        """
+        for key, parameter in self.sources.items():
+            gradients = self.gradients(key) if gathered is None else gathered[key]
             total: Tensor | None = None
             for _, gradient in sorted(gradients.items()):
                 if gradient is not None:
                     gradient = moved(gradient, parameter.device)
-                    total = gradient if total is None else _plus(total, gradient)
+                    total = gradient if total is None else _sum(total, gradient)
             if total is not None:
                 self._adds = True
-                run_backward([parameter], [total])  # as autograd would, hooks and all
+                run_backward([parameter], [total])  # Runs the hooks of the parameter too.
                 self._adds = False
-            for leaf in self.leaves[at].values():
+            for leaf in self.leaves[key].values():
                 leaf.grad = None
 
 
-def _plus(one: Tensor, other: Tensor) -> Tensor:
-    return other + one if one.is_sparse and not other.is_sparse else one + other
+def _sum(first: Tensor, second: Tensor) -> Tensor:
+    """Adds two gradients. Torch requires a dense first operand if only one is sparse."""
+    return second + first if first.is_sparse and not second.is_sparse else first + second
 
 
 class _Aliased:
-    """While entered, modules have aliases in the slots of parameters; it waits for its turn."""
+    """A context in which modules have the aliases of one layer. Entering it waits until no other layer uses them."""
 
     def __init__(self, aliases: Mapping[Slot, Tensor], turn: threading.RLock) -> None:
         self._aliases, self._turn = aliases, turn
-        self._own: list[tuple[Slot, Tensor | None]] = []
+        self._replaced: list[tuple[Slot, Tensor | None]] = []
 
     def __enter__(self) -> None:
         self._turn.acquire()
         for (module, name), leaf in self._aliases.items():
-            self._own.append(((module, name), module._parameters[name]))
+            self._replaced.append(((module, name), module._parameters[name]))
             put_parameter(module, name, leaf)
 
     def __exit__(self, *_: object) -> None:
-        while self._own:
-            (module, name), parameter = self._own.pop()
+        while self._replaced:
+            (module, name), parameter = self._replaced.pop()
             put_parameter(module, name, parameter)
         self._turn.release()

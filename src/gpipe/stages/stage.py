@@ -1,7 +1,7 @@
-"""A stage: consecutive layers on one device, tensors in, tensors out.
+"""Runs a stage: consecutive layers on one device.
 
-A stage that works in place on what it is given gets copies. Whether it does is found out by its first run in each
-combination of training modes.
+Layers may change their input in place. The first run of a stage in each combination of training modes receives a copy
+of the input, and gpipe checks whether the layers change it. Later runs receive a copy only if they do.
 """
 
 from bisect import bisect_right
@@ -30,32 +30,38 @@ from gpipe.stages.tree import Tree, replace_tensors, tensors_in
 if TYPE_CHECKING:
     from gpipe.features.slices import SliceKeys
 
-LOSS = "loss_fn"  # what stands behind the last layer, in words
+LOSS = "loss_fn"
+"""Name of the loss function in messages that otherwise name a layer."""
 
-_OWN: AbstractContextManager[object] = nullcontext()
+NO_ALIASES: AbstractContextManager[object] = nullcontext()
 _NONE: frozenset[int] = frozenset()
-TRIES = 4  # times that a layer is run to see whether it gives the same
+TRIES = 4
+"""Number of times that a layer runs in the search for nondeterministic layers."""
 Modes: TypeAlias = tuple[bool, ...]
+"""The training mode of each layer."""
 
 BEGUN_IN_PLACE = (
-    "begun to change in place what it is given, so a recompute would see the new value; run the step again"
+    "{stage}: a layer changes its input in place, but did not in earlier runs, so gpipe did not copy the input. Run "
+    "the step again. [input-change-began]"
 )
 BACKWARD_INSIDE = (
-    "calls backward() in it, whose gradients of what {stage} is given the layers before would never see; take "
-    "gradients by torch.autograd.grad, or of a detached copy"
+    "{caller} calls backward(), but {stage} receives its input from earlier layers, and their gradients would be "
+    "lost. Use torch.autograd.grad, or call backward() on a detached copy. [backward-inside-forward]"
 )
 HOOKED_NODE = (
-    "puts a hook on the grad_fn of a tensor that it receives, which is not the node of the layer that computed the "
-    "tensor. Put the hook on the tensor (tensor.register_hook), or where the tensor is made."
+    "{stage}: a layer registers a hook on the grad_fn of a tensor that it receives, which is not the node of the "
+    "layer that computed the tensor. Register the hook on the tensor (tensor.register_hook), or in the layer that "
+    "computes it. [hook-on-received-node]"
 )
 SHARED_IN_PLACE = (
-    "in place a tensor that shares its memory with another one that it is given, and behind a cut the other one does "
-    "not change with it; let the layer work on a copy, or the layer before return a clone"
+    "{stage}: a layer changes an input in place that shares memory with another input, but across a stage boundary "
+    "the other one does not change with it. Change a copy, or return a clone from the earlier layer. "
+    "[shared-input-changed-in-place]"
 )
 
 
 class RngKey(NamedTuple):
-    """What keys the randomness of a stage: seed, step and micro-batch; a recompute has the same."""
+    """The random key of a stage. A recomputation uses the same key as its forward."""
 
     seed: int
     step: int
@@ -64,129 +70,185 @@ class RngKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Layer:
-    """One layer of the user's sequence, with its place and name in it."""
+    """One layer of the pipe.
+
+    Attributes:
+        index: Its index among all layers.
+        name: Its name among all layers.
+        module: The module.
+        stash: The names that it stashes.
+        pop: The stashes that it pops.
+        kind: Its description in messages. Default: the class of the module.
+        prefix: The prefix of its parameter names in the pipe. Default: its name and a dot.
+        aliased: A context in which its module has its own aliases of shared parameters (`WeightAliases`).
+    """
 
     index: int
     name: str
     module: nn.Module
     stash: tuple[str, ...] = ()
     pop: tuple[Pop, ...] = ()
-    kind: str = ""  # what it is, in words; by default its class
-    prefix: str | None = None  # of its parameters' names in the pipe; by default its own name
-    aliased: AbstractContextManager[object] = _OWN  # has it see its own aliases while it runs (shared_weights.py)
+    kind: str = ""
+    prefix: str | None = None
+    aliased: AbstractContextManager[object] = NO_ALIASES
 
     def __str__(self) -> str:
         return f"layer {self.index} ({self.name}: {self.kind or type(self.module).__name__})"
 
     def full_name(self, name: str) -> str:
-        """The name in the pipe of a parameter of the layer."""
+        """Returns the name in the pipe of a parameter of the layer."""
         return f"{self.name}.{name}" if self.prefix is None else f"{self.prefix}{name}"
 
 
 @dataclass(slots=True)
 class LayerProgress:
-    """How far a run through a stage got: autograd's sequence number before each layer, and before the loss."""
+    """Records how far a run through a stage has come, for error messages.
+
+    Attributes:
+        numbers: The sequence number of the next autograd node, before each layer and before the loss.
+        found: The layer that caused an error, if it is known. Otherwise messages name the layer that began last.
+    """
 
     numbers: list[int] = field(default_factory=list)
-    found: str = ""  # the layer to which an error was traced: messages name it instead of the last that began
+    found: str = ""
 
     def enter(self) -> None:
-        """Notes that the next layer begins, or behind the last layer the loss."""
+        """Records that the next layer, or after the last layer the loss, begins."""
         self.numbers.append(next_node_number())
 
     def last_of(self, layers: Sequence[Layer]) -> str | None:
-        """In words, what was begun last."""
+        """Describes the layer that began last, or the one that caused the error."""
         return self.found or layer_at(layers, len(self.numbers) - 1)
 
     def maker_of(self, number: int | None, layers: Sequence[Layer]) -> str | None:
-        """In words, what made the autograd node with this sequence number."""
+        """Describes the layer that created the autograd node with this sequence number."""
         return None if number is None else layer_at(layers, bisect_right(self.numbers, number) - 1)
 
 
-def layer_at(layers: Sequence[Layer], at: int) -> str | None:
-    """In words, the layer at a place in a stage, or the loss behind the last."""
-    if at < 0:
+def layer_at(layers: Sequence[Layer], position: int) -> str | None:
+    """Describes the layer at a position in a stage. The position after the last layer is that of the loss."""
+    if position < 0:
         return None
-    return str(layers[at]) if at < len(layers) else LOSS
+    return str(layers[position]) if position < len(layers) else LOSS
 
 
 @dataclass(slots=True)
 class StageCall:
-    """One run through a stage."""
+    """One run through a stage.
 
-    arrived: Mapping[str, Tensor | None]  # what skip routes bring, by route name
+    Attributes:
+        arrived: The stashes of earlier stages, by route name.
+        rng_key: The random key.
+        progress: The layers that have begun.
+        set_layer: Called with the index of each layer before it runs. Random numbers then use the key of this layer.
+        held: The stashes of the layers that have run.
+        keys: The keys and values of earlier slices, if the micro-batch is a slice of a sequence.
+        watch: Called after each layer, with its output.
+        output: The result, after all layers have run.
+    """
+
+    arrived: Mapping[str, Tensor | None]
     rng_key: RngKey
     progress: LayerProgress
-    set_layer: Callable[[int], object] = id  # told before each layer, by its index: from there on it draws
-    held: dict[str, Stashed] = field(default_factory=dict)  # what its layers have stashed
-    keys: "SliceKeys | None" = None  # of a slice of a sequence
-    watch: Callable[[Layer, Tree], None] | None = None  # called after each layer, with its output
-    output: "StageOutput | None" = None  # once the layers have run
+    set_layer: Callable[[int], object] = id
+    held: dict[str, Stashed] = field(default_factory=dict)
+    keys: "SliceKeys | None" = None
+    watch: Callable[[Layer, Tree], None] | None = None
+    output: "StageOutput | None" = None
 
 
 class StageOutput(NamedTuple):
-    """What a stage made of a micro-batch."""
+    """The result of a stage for one micro-batch.
 
-    values: list[Tree]  # one for each route out, the main one last
-    for_loss: Mapping[str, Tensor | None]  # what the loss pops
-    changed: frozenset[int]  # the ids of the tensors that it was given and would have changed in place
+    Attributes:
+        values: The values to send, one per outgoing route. The main route is last.
+        for_loss: The stashes that the loss function pops.
+        changed: The ids of input tensors that the layers changed in place, in a copy of the input.
+    """
+
+    values: list[Tree]
+    for_loss: Mapping[str, Tensor | None]
+    changed: frozenset[int]
 
 
 class Stage:
-    """Consecutive layers, run one after another for a micro-batch. What a mini-batch leaves is in its `StageRun`."""
+    """Consecutive layers that run one after another for each micro-batch.
+
+    `StageRun` holds the state of one mini-batch.
+
+    Attributes:
+        index: The number of the stage.
+        layers: The layers.
+        device: The device of the layers.
+        works_in_place: Whether the layers change their input in place, by training modes. Empty until known.
+        first: The index of the first layer.
+        shared: The slots of parameters that several layers use.
+    """
 
     def __init__(self, index: int, layers: Sequence[Layer], device: torch.device) -> None:
         self.index = index
         self.layers = tuple(layers)
         self.device = device
-        self.works_in_place: dict[Modes, bool] = {}  # on what it is given; not known, it gets copies
+        self.works_in_place: dict[Modes, bool] = {}
         self.first = self.layers[0].index
-        self.shared: frozenset[Slot] = frozenset()  # where parameters stand that several layers use
+        self.shared: frozenset[Slot] = frozenset()
 
     def begin(self) -> None:
-        """Follows what was changed in the layers since; before each pass over micro-batches."""
+        """Updates the stage for changes of its layers, before each pass over the micro-batches."""
 
     def restart(self) -> None:
-        """Forgets what runs have left in the stage itself; before a replay."""
+        """Discards the state that runs have left in the stage itself, before a replay."""
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules of the layers, each layer with all inside of it."""
+        """All modules of the layers, including submodules."""
         return [module for layer in self.layers for module in layer.module.modules()]
 
     def forward(
         self,
-        value: Tree,  # what the main line brings
+        value: Tree,
         call: StageCall,
-        departing: Sequence[tuple[str, str]],  # the routes to send stashes by: name of the route, name of the stash
-        for_loss: Sequence[Pop],  # what the loss pops, if this is the last stage
+        departing: Sequence[tuple[str, str]],
+        for_loss: Sequence[Pop],
         modes: Modes,
     ) -> StageOutput:
+        """Runs the layers for one micro-batch.
+
+        Args:
+            value: The value that arrives on the main route.
+            call: The run.
+            departing: The name of each outgoing skip route, and the name of its stash.
+            for_loss: The stashes that the loss function pops, if this is the last stage.
+            modes: The training modes of the layers.
+
+        Raises:
+            RuntimeError: If the layers change an input in place that they must not, or put a hook on its node.
+        """
         both = (value, call.arrived) if call.arrived else value
         used = given = tensors_in(both)
         copies = self.works_in_place.get(modes, True)
-        if copies or type(both) is not Tensor:  # a layer may change the dict that it is given
+        if copies or type(both) is not Tensor:  # A layer may change the containers that it receives.
             both = replace_tensors(both, _copy if copies else _same)
             used = tensors_in(both)
         before = versions(used)
         main = both
         if call.arrived:
-            main, call.arrived = both  # type: ignore[misc]  # the tuple of above
+            main, call.arrived = both  # type: ignore[misc]  # The tuple from the first line.
         try:
             made = self._run(main, call)
         except RuntimeError:
-            self.works_in_place.pop(modes, None)  # perhaps it has begun to, which torch refuses on a leaf
+            self.works_in_place.pop(modes, None)  # Perhaps a layer began to change its input, a leaf: torch raises.
             raise
         now = versions(used)
         changed = list(compress(given, map(ne, before, now))) if now != before else []
         if changed or (copies and not any(map(Tensor.is_inference, used))):
             self.works_in_place[modes] = bool(changed) or self.works_in_place.get(modes, False)
         if changed and not copies:
-            raise RuntimeError(f"{self} has {BEGUN_IN_PLACE}")
-        if changed and any(_share_storage(one, other) for one in changed for other in tensors_in(value)):
-            raise RuntimeError(f"{self} changes {SHARED_IN_PLACE}")
+            raise RuntimeError(BEGUN_IN_PLACE.format(stage=self))
+        if changed and any(_share_storage(tensor, other) for tensor in changed for other in tensors_in(value)):
+            raise RuntimeError(SHARED_IN_PLACE.format(stage=self))
         if copies and self.index and any(map(_is_hooked_copy, given, used)):
-            raise RuntimeError(f"{self} {HOOKED_NODE}")
+            raise RuntimeError(HOOKED_NODE.format(stage=self))
         values: list[Tree] = [call.held[stash].unchanged(stash) for _, stash in departing] if departing else []
         values.append(made)
         popped = {pop.name: self._pop(pop, call) for pop in for_loss} if for_loss else {}
@@ -204,10 +266,10 @@ class Stage:
 
     def __str__(self) -> str:
         first, last = self.layers[0], self.layers[-1]
-        return f"stage {self.index}, {first}," if first is last else f"stage {self.index}, from {first} to {last},"
+        return f"stage {self.index} ({first})" if first is last else f"stage {self.index} ({first} to {last})"
 
     def _run_layer(self, layer: Layer, value: Tree, call: StageCall) -> Tree:
-        if layer.aliased is _OWN and not (layer.pop or layer.stash):  # as most
+        if layer.aliased is NO_ALIASES and not (layer.pop or layer.stash):  # The common case.
             return layer.module(value)
         popped = {pop.name: self._pop(pop, call) for pop in layer.pop} if layer.pop else {}
         with layer.aliased:
@@ -215,23 +277,32 @@ class Stage:
         return keep_stashes(result, layer.stash, call.held)
 
     def _pop(self, pop: Pop, call: StageCall) -> Tensor | None:
-        """A stash for one use, of this stage or of an earlier one."""
-        own = pop.source >= self.first
-        return call.held[pop.name].pop(pop.name) if own else alias(call.arrived[pop.route_name])
+        """Returns a stash for one use. It comes from this stage or from an earlier one."""
+        is_local = pop.source >= self.first
+        return call.held[pop.name].pop(pop.name) if is_local else alias(call.arrived[pop.route_name])
 
     def find_nondeterministic_layer(
         self, value: Tree, call: StageCall, as_before: Callable[[], AbstractContextManager[None]]
     ) -> Layer | None:
-        """A layer that gives something else when it is given the same, and buffers `as_before`; None if none does."""
+        """Returns the first layer that returns different results when it runs again with the same inputs.
+
+        Args:
+            value: The input of the stage.
+            call: The run. Its stashes are overwritten.
+            as_before: Returns a context that restores the buffers before each run of a layer.
+
+        Returns:
+            The layer, or None if all layers are deterministic.
+        """
         key = call.rng_key
         for layer in self.layers:
-            tries = []
+            results = []
             for _ in range(TRIES):
                 with as_before(), PipeRngScope(key.seed, key.step, layer.index, key.micro_batch):
                     made = self._run_layer(layer, replace_tensors(value, copy_of), call)
-                all_made = [made, *(call.held[name].tensor for name in layer.stash)]
-                tries.append((digest(all_made), set(map(id, leaves_of(tensors_in(all_made))))))
-            first, *others = tries
+                outputs = [made, *(call.held[name].tensor for name in layer.stash)]
+                results.append((digest(outputs), set(map(id, leaves_of(tensors_in(outputs))))))
+            first, *others = results
             if any(differ(first[0], other[0]) is True or first[1] != other[1] for other in others):
                 return layer
             value = made
@@ -243,88 +314,91 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy that lies like the tensor, so that later runs without a copy give the same bits."""
+    """Copies a tensor with its memory layout, so that later runs without a copy return bitwise identical results."""
     if tensor.layout is not torch.strided:
         return tensor.clone()
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        return tensor  # expanded: torch itself refuses to work on it in place
+        return tensor  # Torch does not write to expanded tensors.
     return carry_attributes(tensor, copy_of(tensor))
 
 
 def _is_hooked_copy(tensor: Tensor, copied: Tensor) -> bool:
+    """Whether a layer registered a hook on the node of a copy, which is not the node of the original tensor."""
     return copied is not tensor and copied.grad_fn is not None and has_node_hooks(copied.grad_fn)
 
 
-def _share_storage(one: Tensor, other: Tensor) -> bool:
-    return one is not other and storage_address(one) == storage_address(other) != 0
+def _share_storage(tensor: Tensor, other: Tensor) -> bool:
+    return tensor is not other and storage_address(tensor) == storage_address(other) != 0
 
 
 class StageRun:
-    """A stage in one mini-batch: what it is found to be, once, and what it keeps between micro-batches."""
+    """A stage in one mini-batch: its training modes, its buffers, and relations between its outputs."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         modules = [layer.module for layer in stage.layers]
-        self.modes: Modes = tuple([module.training for module in modules])  # whether each is in training
-        self.buffers = Buffers(modules)  # what its forwards change
-        self._ancestors: dict[int, set[int]] = {}
+        self.modes: Modes = tuple([module.training for module in modules])
+        self.buffers = Buffers(modules)
+        self._ancestors: dict[int, set[int]] = {}  # By the number of leaves.
 
     def detach_boundary(self, values: Sequence[Tree]) -> tuple[list[BoundaryValue], list[list[Tensor]]]:
-        """Cuts what leaves the stage from its graph: what to send, and the tensors whose gradients come back.
+        """Detaches the values that leave the stage from its autograd graph.
 
-        Buffers leave as copies, since a later forward may write them. What crosses is told which of its leaves others
-        were made from that cross too, as in the first micro-batch of the run, and whether it shares memory with them.
+        Parameters and buffers are copied, because a later forward may change them. The ancestors of a boundary value
+        are those of the first micro-batch of the run.
+
+        Returns:
+            The values to send, and for each the tensors of the graph that correspond to its leaves.
         """
-        crossings: list[BoundaryValue] = []
+        boundaries: list[BoundaryValue] = []
         roots: list[list[Tensor]] = []
         tensors: list[list[Tensor]] = []
         for value in values:
-            crossing, some = detach_boundary(value)
-            held = tensors_in(crossing.value)
-            if len(crossing.leaves) < len(held):
-                crossing.value = replace_tensors(crossing.value, self._apart)
-                made, held = held, tensors_in(crossing.value)
-                crossing.sharing = frozenset(
-                    at for at, (a, b) in enumerate(zip(made, held, strict=True)) if a is not b
-                )
-            crossing.ancestors, crossing.versions = _NONE, versions(held)
-            crossings.append(crossing)
-            roots.append(some)
-            tensors.append(held)
+            boundary, value_roots = detach_boundary(value)
+            value_tensors = tensors_in(boundary.value)
+            if len(boundary.leaves) < len(value_tensors):
+                boundary.value = replace_tensors(boundary.value, self._copy_state)
+                originals, value_tensors = value_tensors, tensors_in(boundary.value)
+                pairs = enumerate(zip(originals, value_tensors, strict=True))
+                boundary.sharing = frozenset(index for index, (a, b) in pairs if a is not b)
+            boundary.ancestors, boundary.versions = _NONE, versions(value_tensors)
+            boundaries.append(boundary)
+            roots.append(value_roots)
+            tensors.append(value_tensors)
         if len(tensors) > 1 or len(tensors[0]) > 1:
-            self._note_relations(crossings, roots, tensors)
-        return crossings, roots
+            self._set_relations(boundaries, roots, tensors)
+        return boundaries, roots
 
-    def _note_relations(
-        self, crossings: Sequence[BoundaryValue], roots: Sequence[list[Tensor]], tensors: Sequence[list[Tensor]]
+    def _set_relations(
+        self, boundaries: Sequence[BoundaryValue], roots: Sequence[list[Tensor]], tensors: Sequence[list[Tensor]]
     ) -> None:
-        """Tells crossings of the leaves from which others were made, and which of their tensors share memory."""
+        """Sets the ancestors of boundary values, and which of their tensors share memory."""
         flat: list[Tensor] = list(chain.from_iterable(roots))
         if len(flat) not in self._ancestors:
-            # Without gradients, relations do not matter, and a view may lack the node that its base had.
+            # Without gradients, ancestors do not matter, and a view may lack the node of its base.
             self._ancestors[len(flat)] = find_ancestors(flat) if torch.is_grad_enabled() else set()
-        first, addresses = 0, {id(tensor): storage_address(tensor) for some in tensors for tensor in some}
-        used = Counter(address for address in addresses.values() if address)
-        for crossing, some, held in zip(crossings, roots, tensors, strict=True):
-            crossing.ancestors = frozenset(at - first for at in self._ancestors[len(flat)] if at >= first)
-            crossing.sharing |= {at for at, one in enumerate(held) if used[addresses[id(one)]] > 1}
-            first += len(some)
+        first, addresses = 0, {id(tensor): storage_address(tensor) for row in tensors for tensor in row}
+        users = Counter(address for address in addresses.values() if address)
+        for boundary, value_roots, value_tensors in zip(boundaries, roots, tensors, strict=True):
+            boundary.ancestors = frozenset(index - first for index in self._ancestors[len(flat)] if index >= first)
+            boundary.sharing |= {i for i, tensor in enumerate(value_tensors) if users[addresses[id(tensor)]] > 1}
+            first += len(value_roots)
 
-    def _apart(self, tensor: Tensor) -> Tensor:
-        """A tensor that is no parameter or buffer of the layers, nor a view of one: itself, or a copy."""
+    def _copy_state(self, tensor: Tensor) -> Tensor:
+        """Copies a tensor that shares memory with a parameter or buffer of the layers. Returns others unchanged."""
         return tensor if tensor.requires_grad or storage_address(tensor) not in self._memory else copy_of(tensor)
 
     @cached_property
     def _memory(self) -> set[int]:
-        held = (t for own in self.stage.modules for t in (*own._parameters.values(), *own._buffers.values()))
-        return {storage_address(t) for t in held if t is not None} - {0}
+        state = (t for part in self.stage.modules for t in (*part._parameters.values(), *part._buffers.values()))
+        return {storage_address(t) for t in state if t is not None} - {0}
 
     @cached_property
     def is_sharded(self) -> bool:
-        """Whether `fully_shard` was told of one of its modules."""
+        """Whether `fully_shard` was applied to a module of the stage."""
         return any(map(is_sharded, self.stage.modules))
 
 
 def stage_of_layers(stages: Sequence[Stage]) -> list[int]:
-    """The stage of each layer, in layer order."""
+    """Returns the stage of each layer, in layer order."""
     return [stage.index for stage in stages for _ in stage.layers]

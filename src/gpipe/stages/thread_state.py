@@ -1,9 +1,10 @@
-"""The modes of a calling thread, carried into the threads of ranks, which do not inherit them.
+"""Captures the modes of the calling thread and activates them in the threads of ranks, which do not inherit them.
 
-Note "Casts". Autocast keeps the casts of weights, for all threads together, and forgets them all when any thread
-leaves its outermost autocast: another rank's weight that is used twice would be cast twice, and its gradients added
-up in another precision. So a rank is run as if inside an autocast, and a run forgets before and after, lest a cast
-outlive its weight's value. Autocasts of the layers' own are kept apart by `gpipe._torch.modes`.
+Note "Casts": Autocast caches the casts of weights for all threads together, and clears this cache when any thread
+leaves its outermost autocast. A weight of another rank that is used twice would then be cast twice, and its gradients
+would be summed in a different precision. Each rank therefore runs as if it were inside an autocast. A run clears the
+cache before and after, so that no cast outlives the value of its weight. `gpipe._torch.modes` handles autocasts
+inside layers.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +22,18 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True)
 class ThreadState:
-    """The caller's modes: grad and inference mode, autocast, default device, saved-tensor hooks, denormal numbers."""
+    """The modes of a thread.
+
+    Attributes:
+        grad: Whether grad mode is enabled.
+        inference: Whether inference mode is enabled.
+        autocasts: The device types for which autocast is enabled, with their dtypes.
+        caches_casts: Whether autocast caches the casts of weights.
+        device: The default device, if one is set.
+        hooks: The innermost saved-tensor hooks.
+        flushes: Whether denormal numbers are flushed to zero.
+        unsupported: Active modes that cannot be activated in another thread.
+    """
 
     grad: bool
     inference: bool
@@ -34,6 +46,7 @@ class ThreadState:
 
     @classmethod
     def here(cls) -> "ThreadState":
+        """Returns the modes of the calling thread."""
         device, unsupported = modes_here()
         casting = tuple(filter(torch.is_autocast_enabled, kinds()))
         return cls(
@@ -58,7 +71,7 @@ class ThreadState:
 
     @contextmanager
     def without_kept_casts(self) -> Iterator[None]:
-        """For a pass, which begins and ends with no casts kept: note "Casts"."""
+        """Clears the cache of casts before and after a pass over the micro-batches (note "Casts")."""
         if not self.autocasts:
             yield
             return
@@ -70,20 +83,23 @@ class ThreadState:
 
     @contextmanager
     def rank_thread(self) -> Iterator[None]:
-        """For all actions of a rank: grad and inference mode, and no autocast, which is for layers alone."""
+        """Activates the modes that hold for all actions of a rank. Autocast is disabled: only layers run with it."""
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), ExitStack() as stack:
-            if self.autocasts:  # note "Casts"
+            if self.autocasts:  # See note "Casts".
                 torch.autocast_increment_nesting()
                 stack.callback(torch.autocast_decrement_nesting)
-            for kind in filter(torch.is_autocast_enabled, kinds()):  # the calling thread's
+            for kind in filter(torch.is_autocast_enabled, kinds()):  # In lockstep, this is the calling thread.
                 stack.enter_context(torch.autocast(kind, enabled=False))
-            if (own := flushes_denormals()) != self.flushes:
+            if (flushes := flushes_denormals()) != self.flushes:
                 torch.set_flush_denormal(self.flushes)
-                stack.callback(torch.set_flush_denormal, own)
+                stack.callback(torch.set_flush_denormal, flushes)
             yield
 
     def around_layers(self) -> AbstractContextManager[object]:
-        """What layers, and they alone, must be run in: a recompute may be far from the call."""
+        """Returns a context for running layers: autocast, default device and saved-tensor hooks of the caller.
+
+        Recomputations use it too, since they may run outside of these modes.
+        """
         if not self.autocasts and self.device is None and self.hooks is None:
             return _NOTHING
         stack = ExitStack()
@@ -97,7 +113,7 @@ class ThreadState:
 
 
 def flushes_denormals() -> bool:
-    """Whether this thread takes numbers too small to be normal for 0, as `torch.set_flush_denormal` has it."""
+    """Whether this thread flushes denormal numbers to zero (`torch.set_flush_denormal`)."""
     return _SMALLEST * 1.0 == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Records the messages that cross between processes in one run. Each end records its own view."""
+"""Records the messages that each process sends and receives in one run."""
 
 from typing import Any, NamedTuple, Self
 
@@ -6,7 +6,7 @@ from gpipe.stages.messages import Label
 
 
 class Payload(NamedTuple):
-    """A tensor of a message; `size` are the bytes that travel, what is only repeated once."""
+    """A tensor in a message. `size` is the number of bytes sent, without those that an expanded tensor repeats."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -14,36 +14,53 @@ class Payload(NamedTuple):
 
 
 class Crossed(NamedTuple):
-    """A message, as one of its ends knows it; times are in seconds."""
+    """A message, as one of its two processes recorded it. Times are in seconds.
+
+    Attributes:
+        sends: Whether this process sent the message.
+        peer: The rank of the other process.
+        label: The label of the message.
+        tensors: The tensors in the message.
+        asked: When this process called send or receive.
+        begun: When a sender had room and began to write. A receiver cannot know this and records `asked`.
+        ended: When the call was complete.
+    """
 
     sends: bool
     peer: int
     label: Label
     tensors: tuple[Payload, ...]
-    asked: float  # when this end called for it
-    begun: float  # when a sender had room and began to write; a receiver does not know it, and has when it asked
-    ended: float  # when this end was done
+    asked: float
+    begun: float
+    ended: float
 
 
 class Traffic(NamedTuple):
-    """All that one process sent and received in a run; `routes` are what the numbers of labels stand for."""
+    """All messages that one process sent and received in a run.
+
+    Attributes:
+        routes: The names of the routes, by the numbers in labels.
+        micro_batches: The number of micro-batches.
+        crossed: The messages.
+    """
 
     routes: tuple[str, ...] = ()
     micro_batches: int = 0
     crossed: tuple[Crossed, ...] = ()
 
     def moved(self, by: float) -> Self:
-        """The same by another clock."""
+        """Returns the same messages with all times shifted by some seconds."""
         crossed = (
-            one._replace(asked=one.asked + by, begun=one.begun + by, ended=one.ended + by) for one in self.crossed
+            message._replace(asked=message.asked + by, begun=message.begun + by, ended=message.ended + by)
+            for message in self.crossed
         )
         return self._replace(crossed=tuple(crossed))
 
     @classmethod
-    def of_json(cls, told: list[Any]) -> Self:
-        routes, micro_batches, rows = told
+    def of_json(cls, value: list[Any]) -> Self:
+        routes, micro_batches, rows = value
         crossed = []
-        for sends, peer, label, kind, *times in rows:
-            tensors = tuple(Payload(dtype, tuple(shape), size) for dtype, shape, size in kind)
-            crossed.append(Crossed(sends, peer, Label(*label), tensors, *times))
+        for sends, peer, label, tensors, *times in rows:
+            payloads = tuple(Payload(dtype, tuple(shape), size) for dtype, shape, size in tensors)
+            crossed.append(Crossed(sends, peer, Label(*label), payloads, *times))
         return cls(tuple(routes), micro_batches, tuple(crossed))

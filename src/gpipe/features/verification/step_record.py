@@ -384,7 +384,7 @@ class StepRecord(Feature):
         if any(alias.retains_grad or has_gradient_hooks(alias) for alias in record.incomplete):
             raise VerificationError(HOOKED.format(stage=stage))
         if any(len(hooks() or ()) > 1 for hooks in record.node_hooks):  # one is ours
-            raise VerificationError(f"{stage} {HOOKED_NODE}")
+            raise VerificationError(HOOKED_NODE.format(stage=stage))
 
     @records
     def _note_layer(self, record: StageRecord, micro_batch: int, layer: Layer, value: Tree) -> None:
