@@ -100,13 +100,13 @@ def test_a_step_takes_a_scaler(enabled: bool) -> None:
 def test_a_scale_beside_a_scaler_and_what_is_none_are_refused() -> None:
     pipe: Any = gpipe.GPipe(layers(), 2, 2)
     scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(ValueError, match=r"scale=2\.0 and scaler= both say how .* leave scale out"):
+    with pytest.raises(ValueError, match=r"scale=2\.0 cannot be combined with scaler="):
         pipe.step(X, Y, F.mse_loss, scale=2.0, scaler=scaler)
     with pytest.raises(TypeError, match=r"losses is a tuple"):
         pipe.step(X, Y, F.mse_loss, losses=())
-    with pytest.raises(TypeError, match=r"scaler is a float; give a torch\.amp\.GradScaler"):
+    with pytest.raises(TypeError, match=r"scaler= is a float"):
         pipe.step(X, Y, F.mse_loss, scaler=2.0)
-    with pytest.raises(TypeError, match=r"give a number, or scaler= for a torch\.amp\.GradScaler"):
+    with pytest.raises(TypeError, match=r"scale=.* is not a number"):
         pipe.step(X, Y, F.mse_loss, scale=scaler)
     assert pipe.step_number == 0
 

@@ -38,10 +38,10 @@ def test_words_that_step_and_call_do_not_know_are_refused_with_ours() -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "text"),
     [
-        (nn.MSELoss, "loss_fn is the class nn.MSELoss; give one of it: nn.MSELoss()"),
-        (None, "loss_fn is None; give a function of (output, target), such as nn.MSELoss()"),
-        ("mse", "loss_fn is a str; give a function of (output, target)"),
-        (torch.ones(()), "loss_fn is a Tensor; give a function of (output, target)"),
+        (nn.MSELoss, "loss_fn is the class nn.MSELoss, not a loss. Pass an instance: nn.MSELoss()."),
+        (None, "loss_fn is None, not a function. Pass a function of (output, target), such as nn.MSELoss()"),
+        ("mse", "loss_fn is a str, not a function. Pass a function of (output, target)"),
+        (torch.ones(()), "loss_fn is a Tensor, not a function. Pass a function of (output, target)"),
     ],
 )
 def test_what_is_no_loss_is_refused_before_anything_runs(loss_fn: Any, text: str) -> None:
@@ -58,14 +58,20 @@ class Output(NamedTuple):
 @pytest.mark.parametrize(
     ("loss_fn", "text"),
     [
-        (lambda out, target: (out - target) ** 2, "a tensor of shape (4, 2), torch.float32: add .mean()"),
-        (lambda out, target: F.mse_loss(out, target).item(), "return the tensor itself, without .item()"),
-        (lambda out, target: out.sum().to(torch.complex64), "a tensor of shape (), torch.complex64"),
-        (lambda out, target: (1.5, out), "1.5, a number that gradients cannot come from"),
-        (lambda out, target: None, "it returned None: does its `return` lack?"),
-        (lambda out, target: {"loss": out.mean()}, "a dict: return the loss in it, or (loss, metrics)"),
-        (lambda out, target: Output(out, out.mean()), "a Output: return its .loss"),
-        (lambda out, target: (out.mean(), 1, 2), "a tuple of 3: put what is not the loss into one"),
+        (lambda out, target: (out - target) ** 2, "a tensor of shape (4, 2), not the scalar loss"),
+        (
+            lambda out, target: F.mse_loss(out, target).item(),
+            "Return the tensor, without .item()",
+        ),
+        (lambda out, target: out.sum().to(torch.complex64), "a tensor of dtype torch.complex64"),
+        (lambda out, target: (1.5, out), "the Python number 1.5, which has no gradient"),
+        (
+            lambda out, target: None,
+            "Check that it has a return statement",
+        ),
+        (lambda out, target: {"loss": out.mean()}, "Return only the loss, or (loss, metrics). [loss-not-scalar]"),
+        (lambda out, target: Output(out, out.mean()), "Return its .loss. [loss-not-scalar]"),
+        (lambda out, target: (out.mean(), 1, 2), "a tuple of length 3"),
         (lambda out: out.mean(), "the loss is called as loss_fn(output, target)"),
         (lambda out, target, more: out.mean(), "the loss is called as loss_fn(output, target)"),
     ],
@@ -143,15 +149,15 @@ def rows() -> Iterator[Tensor]:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        (X.numpy(), "is a numpy array; give a tensor: torch.from_numpy(...)"),
+        (X.numpy(), "is a numpy array, but only tensors are split. Convert it with torch.from_numpy(...)"),
         ({"x": X, "y": np.ones(8)}, "['y'] is a numpy array"),
-        (Frame(), "is a Frame; give a tensor: torch.as_tensor(numpy.asarray(...))"),
-        (X.to_sparse(), "is sparse (torch.sparse_coo), which cannot be split into micro-batches; give t.to_dense()"),
-        (nn.utils.rnn.pack_sequence([X, X]), "is a PackedSequence; give it padded"),
-        (DataLoader(TensorDataset(X)), "is a DataLoader; give one mini-batch of it at a time"),
-        (TensorDataset(X), "is a TensorDataset; give one mini-batch of it at a time"),
-        (rows(), "is a generator; give one mini-batch of it at a time"),
-        (map(torch.relu, [X]), "is a map; give one mini-batch of it at a time"),
+        (Frame(), "is a Frame, but only tensors are split. Convert it with torch.as_tensor(numpy.asarray(...))"),
+        (X.to_sparse(), "is sparse (torch.sparse_coo) and cannot be split"),
+        (nn.utils.rnn.pack_sequence([X, X]), "is a PackedSequence, which cannot be split by rows"),
+        (DataLoader(TensorDataset(X)), "is a DataLoader, not a mini-batch"),
+        (TensorDataset(X), "is a TensorDataset, not a mini-batch"),
+        (rows(), "is a generator, not a mini-batch"),
+        (map(torch.relu, [X]), "is a map, not a mini-batch"),
     ],
 )
 def test_values_of_other_kinds_are_refused_with_how_to_turn_them_into_tensors(wrong: object, text: str) -> None:
@@ -160,7 +166,7 @@ def test_values_of_other_kinds_are_refused_with_how_to_turn_them_into_tensors(wr
 
 def test_nested_tensors_are_refused() -> None:
     wrong = torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged)  # which takes torch a second to load
-    check_refused(wrong, "is a nested tensor, which has no rows to split")
+    check_refused(wrong, "is a nested tensor, which cannot be split by rows")
 
 
 def check_refused(wrong: object, text: str) -> None:
@@ -174,12 +180,12 @@ def check_refused(wrong: object, text: str) -> None:
 
 def test_inputs_without_a_tensor_say_what_they_are() -> None:
     for wrong, text in (
-        (None, "not None without one"),
-        (torch.tensor(1.0), "not a Tensor without one"),
-        (gpipe.Whole(X), "not a Whole without one"),
-        ({}, "not an empty dict"),
-        ("words", "not a str without one"),
-        ([1.0, 2.0], "not numbers in a list: torch.tensor(...)"),
+        (None, "inputs is None and has no tensor"),
+        (torch.tensor(1.0), "inputs is a Tensor and has no tensor"),
+        (gpipe.Whole(X), "inputs is a Whole and has no tensor"),
+        ({}, "inputs is an empty dict"),
+        ("words", "inputs is a str and"),
+        ([1.0, 2.0], "inputs is a list of numbers and"),
     ):
         assert text in refusal(lambda wrong=wrong: make()(wrong), ValueError)  # type: ignore[misc]
 
@@ -187,8 +193,8 @@ def test_inputs_without_a_tensor_say_what_they_are() -> None:
 def test_a_list_with_a_value_for_each_row_would_go_whole_to_every_micro_batch() -> None:
     pipe = make()
     text = refusal(lambda: pipe.step((X, list(range(8))), ["a"] * 8, F.mse_loss), ValueError)
-    assert "inputs[1] is a list of 8 values" in text
-    assert "targets is a list of 8 values" in text
+    assert "inputs[1] is a list with 8 entries" in text
+    assert "targets is a list with 8 entries" in text
     pipe.step(X, (Y, [1, 2]), lambda output, target: F.mse_loss(output, target[0]))
 
 
@@ -219,7 +225,7 @@ def test_so_would_any_sequence_and_what_stands_in_an_object(values: Any, wrap: C
     # A tuple, a range, a deque, 0-dim tensors or an attribute went whole, where a list was refused.
     pipe = make()
     targets = (Y[:4], wrap(values))
-    assert f"is a {type(values).__name__} of 4 values" in refusal(
+    assert f"is a {type(values).__name__} with 4 entries" in refusal(
         lambda: pipe.step(X[:4], targets, first), ValueError
     )
     assert "targets" in refusal(lambda: split_targets(targets, [2, 2], ready_made=False), ValueError)
@@ -234,8 +240,8 @@ def test_numbers_that_are_tensors_arrays_in_objects_and_named_tuples_are_refused
         step = partial(pipe.step, X[:4], (Y[:4], values), first)
         assert "targets[1] is a" in refusal(step, ValueError)
     text = refusal(lambda: pipe.step(X[:2], (Y[:2], Told(np.ones((2, 3))), Fields(1, 2)), first), ValueError)
-    assert "targets[1].lengths is a ndarray of 2 values" in text
-    assert "targets[2] is a Fields of 2 values" in text
+    assert "targets[1].lengths is a ndarray with 2 entries" in text
+    assert "targets[2] is a Fields with 2 entries" in text
     for whole in (torch.Size([1, 2]), (None, None), {"a": 1, "b": 2}, "ab", Told(torch.Size([1, 2]))):
         pipe.step(X[:2], (Y[:2], whole), first)
 
@@ -264,14 +270,14 @@ def test_a_layer_that_is_given_none_or_a_tuple_is_told_where_it_may_come_from() 
 def test_a_weight_that_is_no_number_is_refused() -> None:
     wrong: list[Any] = [lambda target: None, lambda target: torch.ones(3), lambda target: "much"]
     for weight in wrong:
-        with pytest.raises(TypeError, match="reduction must return the weight of a micro-batch, one number"):
+        with pytest.raises(TypeError, match=r"\[invalid-loss-weights\]"):
             make().step(X, Y, F.mse_loss, reduction=weight)
 
 
 def test_a_scale_that_leaves_nothing_of_the_gradients_is_refused() -> None:
     pipe = gpipe.GPipe([nn.Linear(2, 1)], 1, 1)
     for scale in (float("nan"), float("inf"), -float("inf"), 0, 0.0):
-        with pytest.raises(ValueError, match="give a finite number, not 0"):
+        with pytest.raises(ValueError, match="would erase all gradients"):
             pipe.step(torch.ones(2, 2), torch.ones(2, 1), nn.functional.mse_loss, scale=scale)
 
 

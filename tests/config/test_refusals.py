@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 import gpipe
 from gpipe.distributed import mesh
 
-A_LAYER = "give an nn.Module or a callable without arguments that builds one"
+A_LAYER = "Pass an nn.Module, or a callable without arguments that builds one"
 
 
 def layers() -> list[nn.Module]:
@@ -73,10 +73,10 @@ def make(**changes: Any) -> gpipe.GPipe:
         ({"model": []}, "model= has no layers"),
         ({"model": nn.Sequential()}, "model= has no layers"),
         ({"model": nn.Linear(1, 1)}, "Linear is not a sequence of layers"),
-        ({"model": 3}, "layers is a int; give an nn.Sequential, or a list"),
-        ({"model": [nn.Tanh(), "relu", 3]}, f"layer 1 is a str; {A_LAYER}"),
-        ({"model": [nn.Tanh(), "relu", 3]}, f"layer 2 is a int; {A_LAYER}"),
-        ({"model": [nn.Tanh(), lambda: 3]}, f"layer 1 is a int; {A_LAYER}"),
+        ({"model": 3}, "layers is a int, not a sequence of layers. Pass an nn.Sequential, or a list"),
+        ({"model": [nn.Tanh(), "relu", 3]}, f"layer 1 is a str. {A_LAYER}"),
+        ({"model": [nn.Tanh(), "relu", 3]}, f"layer 2 is a int. {A_LAYER}"),
+        ({"model": [nn.Tanh(), lambda: 3]}, f"layer 1 is a int. {A_LAYER}"),
     ],
 )
 def test_a_wrong_argument_is_refused_with_what_to_do(changes: dict[str, Any], text: str) -> None:
@@ -171,14 +171,14 @@ def test_rows_that_do_not_match_are_refused_all_at_once(driver: str) -> None:
 @pytest.mark.parametrize("inputs", [X[:0], (X[:0], X), {"x": torch.empty(0, 3)}])
 def test_an_empty_batch_is_refused(inputs: object) -> None:
     for call in both(make(), inputs, Y[:0]):
-        with pytest.raises(ValueError, match=r"the mini-batch is empty: .* skip this batch"):
+        with pytest.raises(ValueError, match=r"\[no-rows\]"):
             call()
 
 
 def test_inputs_that_require_a_gradient_are_refused_by_step_unless_there_is_no_grad() -> None:
     pipe, x = make(), X.clone().requires_grad_()
     for inputs in (x, (gpipe.Whole(x), X), {"a": X, "b": [x]}):
-        with pytest.raises(ValueError, match=r"step\(\) gives none to its inputs; use loss_fn\(pipe\(inputs\)"):
+        with pytest.raises(ValueError, match=r"\[input-requires-grad\]"):
             pipe.step(inputs, Y, mse_loss)
     assert pipe.step_number == 0
     with torch.no_grad():
@@ -188,10 +188,10 @@ def test_inputs_that_require_a_gradient_are_refused_by_step_unless_there_is_no_g
 @pytest.mark.parametrize("remat", ["always", "never"])
 def test_a_loss_that_needs_no_gradient_is_refused(remat: str) -> None:
     pipe = make(remat=remat)
-    with pytest.raises(ValueError, match=r"the loss needs no gradient: .* or call step\(\) under torch\.no_grad"):
+    with pytest.raises(ValueError, match=r"\[loss-without-gradient\]"):
         pipe.step(X, Y, lambda out, target: mse_loss(out.detach(), target))
     pipe.requires_grad_(False)
-    with pytest.raises(ValueError, match="the loss needs no gradient"):
+    with pytest.raises(ValueError, match=r"\[loss-without-gradient\]"):
         pipe.step(X, Y, mse_loss)
     with torch.no_grad():
         pipe.step(X, Y, mse_loss)
@@ -200,17 +200,17 @@ def test_a_loss_that_needs_no_gradient_is_refused(remat: str) -> None:
 def test_weights_that_cannot_be_are_refused_before_anything_runs() -> None:
     pipe = make()
     weights: list[tuple[Callable[[object], object], str]] = [
-        (lambda target: 0.0, "the weights of all micro-batches are 0: there is nothing to average; skip"),
-        (lambda target: -1.0, r"are \[-1.0, -1.0\]; each must be finite and at least 0"),
-        (lambda target: float("nan"), r"are \[nan, nan\]; each must be finite"),
-        (lambda target: float("inf"), r"are \[inf, inf\]; each must be finite"),
-        (lambda target: torch.tensor(0), "the weights of all micro-batches are 0"),
+        (lambda target: 0.0, r"\[all-weights-zero\]"),
+        (lambda target: -1.0, r"weights \[-1.0, -1.0\] .*\[invalid-loss-weights\]"),
+        (lambda target: float("nan"), r"weights \[nan, nan\]"),
+        (lambda target: float("inf"), r"weights \[inf, inf\]"),
+        (lambda target: torch.tensor(0), r"\[all-weights-zero\]"),
     ]
     for weight, text in weights:
         with pytest.raises(ValueError, match=text):
             pipe.step(X, Y, mse_loss, reduction=weight)
     for unknown in ("average", 3):
-        with pytest.raises(TypeError, match="give 'mean', 'sum' or a function of the target giving a weight"):
+        with pytest.raises(TypeError, match=f"reduction={unknown!r}"):
             pipe.step(X, Y, mse_loss, reduction=unknown)  # type: ignore[call-overload]  # on purpose
     assert all(p.grad is None for p in pipe.parameters())
     assert pipe.step_number == 0
@@ -239,9 +239,7 @@ def test_tensors_hidden_in_an_object_cannot_cross_a_boundary_but_may_live_inside
     hiding = [Hides(3, 4), Finds(4, 2)]
     pipe = make(model=hiding, driver=driver, remat=remat)
     for call in both(pipe, X):
-        with pytest.raises(
-            TypeError, match=r"a Hidden holds tensors where torch cannot see them .* use tensors, tuples"
-        ):
+        with pytest.raises(TypeError, match=r"Hidden.*\[tensors-in-unregistered-class\]"):
             call()
     make(model=hiding, partitions=1, driver=driver, remat=remat).step(X, Y, mse_loss)
 
@@ -252,7 +250,7 @@ def test_an_output_without_rows_cannot_be_merged() -> None:
             return x.mean()
 
     pipe = make(model=[nn.Linear(3, 2), Mean()])
-    with pytest.raises(TypeError, match=r"output has the shape \(\) for 3 rows.* or use step\(\)"):
+    with pytest.raises(TypeError, match=r"output has the shape \(\) for 3 rows.*outputs-cannot-be-joined"):
         pipe(X)
     pipe.step(X, Y, lambda out, target: out)
 
@@ -297,11 +295,11 @@ def test_what_data_parallel_would_do_is_refused_with_the_reason(tmp_path: Path) 
 
 def test_ties_that_cannot_be_are_refused() -> None:
     wrong: list[tuple[Any, str]] = [
-        ([("0.weight", "1.weight"), ("1.weight", "0.weight")], "another group has too"),
-        ([("0.weight", "1.weight"), ("0.weight", "1.weight")], "another group has too"),
-        ([("0.weight", "1.weight", "0.weight")], "once each"),
-        ([("0.weight", "0.weight")], "once each"),
-        ([("0.weight", "9.weight")], "there is no parameter '9.weight'"),
+        ([("0.weight", "1.weight"), ("1.weight", "0.weight")], r"\[overlapping-ties\]"),
+        ([("0.weight", "1.weight"), ("0.weight", "1.weight")], r"\[overlapping-ties\]"),
+        ([("0.weight", "1.weight", "0.weight")], "each once"),
+        ([("0.weight", "0.weight")], "each once"),
+        ([("0.weight", "9.weight")], "no parameter '9.weight'"),
         ({"0.weight": "1.weight"}, "is not a list of groups of names"),
         ([("0.weight", 1)], "is not a list of groups of names"),
         (3, "ties=3 is not a list of groups of names"),
@@ -312,5 +310,5 @@ def test_ties_that_cannot_be_are_refused() -> None:
 
 
 def test_keys_of_more_than_64_bits_are_refused() -> None:
-    with pytest.raises(ValueError, match="give whole numbers of 64 bits"), gpipe.rng_scope(2**70, 0, 0, 0):
+    with pytest.raises(ValueError, match="must be 64-bit integers"), gpipe.rng_scope(2**70, 0, 0, 0):
         torch.rand(1)

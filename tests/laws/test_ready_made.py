@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -240,21 +241,33 @@ two, three = gpipe.MicroBatches([X] * 2), gpipe.MicroBatches([X] * 3)
 @pytest.mark.parametrize(
     ("inputs", "targets", "text"),
     [
-        (two, Y, "inputs are gpipe.MicroBatches and targets are not; give both as gpipe.MicroBatches"),
-        (two, None, "inputs are gpipe.MicroBatches and targets are not"),
-        (X, two, "targets are gpipe.MicroBatches and inputs are not"),
-        (three, two, "inputs are 3 micro-batches and targets are 2 micro-batches; give a target for each"),
-        (gpipe.MicroBatches([X] * 6), gpipe.MicroBatches([Y] * 6), "micro_batches=5; make the pipe with"),
-        (gpipe.MicroBatches([X, None]), two, "inputs[1] holds no tensor with rows; give at least one tensor"),
-        (gpipe.MicroBatches([torch.tensor(1.0), X]), two, "inputs[0] holds no tensor with rows"),
-        (gpipe.MicroBatches([[1, 2], X]), two, "inputs[0] holds no tensor with rows; .* not numbers in a list"),
-        (gpipe.MicroBatches([X, gpipe.Whole(X)]), two, "inputs[1] holds no tensor with rows"),
-        (gpipe.MicroBatches([X, X[:0]]), two, "inputs[1] is empty: .* leave this micro-batch out"),
+        (two, Y, "inputs: got gpipe.MicroBatches, but targets are not"),
+        (two, None, "inputs: got gpipe.MicroBatches, but targets are not"),
+        (X, two, "targets: got gpipe.MicroBatches, but inputs are not"),
+        (three, two, "inputs has 3 and targets has 2 micro-batches"),
+        (gpipe.MicroBatches([X] * 6), gpipe.MicroBatches([Y] * 6), "micro_batches=5. Create the pipe with"),
+        (gpipe.MicroBatches([X, None]), two, "inputs[1] is None and has no tensor"),
+        (
+            gpipe.MicroBatches([torch.tensor(1.0), X]),
+            two,
+            "inputs[0] is a Tensor and has no tensor",
+        ),
+        (
+            gpipe.MicroBatches([[1, 2], X]),
+            two,
+            "inputs[0] is a list of numbers and has no tensor",
+        ),
+        (
+            gpipe.MicroBatches([X, gpipe.Whole(X)]),
+            two,
+            "inputs[1] is a Whole and has no tensor",
+        ),
+        (gpipe.MicroBatches([X, X[:0]]), two, "inputs[1]: the micro-batch has no rows"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_do(inputs: Tree, targets: Tree, text: str) -> None:
     pipe = make(network())
-    with pytest.raises(ValueError, match=text.replace("[", r"\[")):
+    with pytest.raises(ValueError, match=re.escape(text)):
         pipe.step(inputs, targets, squares)
     pipe.step(two, two, squares)
     assert pipe.step_number == 1
@@ -264,22 +277,22 @@ def test_what_cannot_be_is_refused_with_what_to_do(inputs: Tree, targets: Tree, 
 def test_none_is_inside_of_another_value(given: Any) -> None:
     pipe = make(network())
     for call in (lambda: pipe.step(given, Y, squares), lambda: pipe.step(X, given, squares), lambda: pipe(given)):
-        with pytest.raises(TypeError, match=r"in no other value; .*gpipe\.MicroBatches\(\[\(x, mask\)"):
+        with pytest.raises(TypeError, match=r"\[nested-micro-batches\]"):
             call()
 
 
 @pytest.mark.parametrize("parts", [X, {"x": X}, "words", 3, None])
 def test_one_value_is_no_list_of_micro_batches(parts: Any) -> None:
-    with pytest.raises(TypeError, match=r"takes a list with an element for each micro-batch.* and not a"):
+    with pytest.raises(TypeError, match=r"gpipe\.MicroBatches\(\) got a \w+, not a list"):
         gpipe.MicroBatches(parts)
 
 
 def test_there_is_at_least_one_and_none_is_made_of_others() -> None:
     nothings: list[Iterable[Tree]] = [[], (), iter([])]
     for nothing in nothings:
-        with pytest.raises(ValueError, match="give at least one micro-batch, or skip this step"):
+        with pytest.raises(ValueError, match="got no micro-batches"):
             gpipe.MicroBatches(nothing)
-    with pytest.raises(ValueError, match=r"give all micro-batches in one list: gpipe\.MicroBatches\(\[\*some"):
+    with pytest.raises(ValueError, match=r"gpipe\.MicroBatches\(\[\*first"):
         gpipe.MicroBatches([X, two])
 
 
@@ -288,7 +301,7 @@ def test_there_is_at_least_one_and_none_is_made_of_others() -> None:
 )  # torch itself
 def test_an_input_that_wants_a_gradient_or_has_a_tangent() -> None:
     pipe = make(network())
-    with pytest.raises(ValueError, match=r"step\(\) gives none to its inputs"):
+    with pytest.raises(ValueError, match=r"\[input-requires-grad\]"):
         pipe.step(gpipe.MicroBatches([X, X.clone().requires_grad_()]), two, squares)
-    with forward_ad.dual_level(), pytest.raises(ValueError, match="an input has a tangent"):
+    with forward_ad.dual_level(), pytest.raises(ValueError, match=r"\[forward-mode-derivative\]"):
         pipe(gpipe.MicroBatches([X, {"x": forward_ad.make_dual(X, X)}]))

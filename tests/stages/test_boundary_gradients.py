@@ -31,7 +31,7 @@ def test_a_backward_inside_of_a_forward_is_refused_behind_a_cut(loss_fn: Any, wh
     """Bug story: gradients of what the stage was given were lost, silently."""
     inner = BackwardOfInput() if who == "a layer" else nn.Tanh()
     pipe = gpipe.GPipe([nn.Linear(3, 3), inner, nn.Linear(3, 3)], [1, 2], 2, remat=remat)
-    with pytest.raises(RuntimeError, match=rf"{who} calls backward\(\) in it, whose gradients"):
+    with pytest.raises(RuntimeError, match=rf"{who} calls backward\(\).*\[backward-inside-forward\]"):
         pipe.step(torch.randn(4, 3), torch.randn(4, 3), loss_fn)
 
 

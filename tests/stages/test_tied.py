@@ -304,8 +304,8 @@ def test_hooks_of_a_module_that_is_two_layers_fire_for_each(partitions: int) -> 
 @pytest.mark.parametrize(
     ("ties", "texts"),
     [
-        ([("0.weight",)], ["('0.weight',) must name two or more parameters"]),
-        ([("0.weight", "1.bias"), ("", "0.weight")], ["of one shape", "there is no parameter ''"]),
+        ([("0.weight",)], ["('0.weight',) is not a group of different parameters"]),
+        ([("0.weight", "1.bias"), ("", "0.weight")], ["of one shape", "no parameter ''"]),
     ],
 )
 def test_ties_that_cannot_be_are_refused_all_at_once(ties: list[tuple[str, ...]], texts: list[str]) -> None:

@@ -41,7 +41,11 @@ RematOf: TypeAlias = tuple[lower.Remat, ...]
 
 
 def resolve(
-    arguments: Arguments, position: Position | None, outline: MetaLayers | None, traced: TracedModel | None, *others: str
+    arguments: Arguments,
+    position: Position | None,
+    outline: MetaLayers | None,
+    traced: TracedModel | None,
+    *others: str,
 ) -> tuple[Settings, Placement, RematOf]:
     """Returns the settings, the rank of each stage, and the recomputation mode of each stage.
 

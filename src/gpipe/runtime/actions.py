@@ -187,4 +187,4 @@ def _reject_gradients(state: MicroBatchState, source: str) -> None:
     for gradients in state.gradients:
         for gradient in gradients:
             if gradient is not None:
-                raise RuntimeError(f"{source} {BACKWARD_INSIDE.format(stage=state.stage_run.stage)}")
+                raise RuntimeError(BACKWARD_INSIDE.format(source=source, stage=state.stage_run.stage))

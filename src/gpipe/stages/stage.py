@@ -45,7 +45,7 @@ BEGUN_IN_PLACE = (
     "the step again. [input-change-began]"
 )
 BACKWARD_INSIDE = (
-    "{caller} calls backward(), but {stage} receives its input from earlier layers, and their gradients would be "
+    "{source} calls backward(), but {stage} receives its input from earlier layers, and their gradients would be "
     "lost. Use torch.autograd.grad, or call backward() on a detached copy. [backward-inside-forward]"
 )
 HOOKED_NODE = (

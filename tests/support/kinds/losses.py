@@ -60,7 +60,7 @@ def s10_stashes_and_losses(draw: Draw) -> Case:
         (
             (Gate(), Balanced(), None),
             (Gate(), Balanced(), None),
-            (Gate(), F.mse_loss, (r"layer \d \(Gate\) stashes 'balance', which neither a later layer nor loss_fn",)),
+            (Gate(), F.mse_loss, (r"layer \d \(Gate\) stashes 'balance', but neither a later layer nor loss_fn",)),
             (nn.Tanh(), Balanced(), ("loss_fn pops 'balance', which no layer stashes",)),
         )
     )

@@ -82,7 +82,7 @@ def any_value(draw: Draw) -> Case:
     """A value crosses one cut, or two; a call cannot put rows together of which each is of a micro-batch."""
     passing = [Apply(lambda value: value) for _ in range(draw.randint(0, 1))]
     layers = [Makes(draw.choice(list(VALUES))), *passing, Uses()]
-    together = ("cannot be put together", "Have the rows of the micro-batch in the first dimension")
+    together = ("outputs-cannot-be-joined", "Return the rows of the micro-batch in the first dimension")
     return Case(layers, mini_batches(draw, WIDTH), loss=loss_of, cut=(1,) * len(layers), refusal=together)
 
 
@@ -214,7 +214,7 @@ def s6_hidden_tensors(draw: Draw) -> Case:
     """Containers that torch cannot look into: right within a stage, refused at a cut."""
     hide, find = draw.choice(HIDING)
     core = [Apply(lambda x: (hide(x), x * 2)), Apply(lambda v: find(v[0]) * v[1])]
-    words = (r"layer \d", "holds tensors where torch cannot see them")
+    words = (r"layer \d", "tensors-in-unregistered-class")
     return network(draw, WIDTH, core, before=1, refusal=words)
 
 
@@ -279,7 +279,7 @@ class Flat(nn.Module):
 
 @kind()
 def buffers_in_one_memory(draw: Draw) -> Case:
-    words = (r"Flat\.flat, Flat\.mean: buffers that lie in one memory",)
+    words = (r"Flat\.flat, Flat\.mean: a forward changes buffers that share memory",)
     return network(draw, WIDTH, Flat(), refusal=words)
 
 
@@ -312,7 +312,7 @@ def popped_thrice(draw: Draw) -> Case:
 def stash_changed_in_place(draw: Draw) -> Case:
     """A stash is what it was when stashed; who changes it is refused."""
     core = [Stash(), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), Pop()]
-    return network(draw, WIDTH, core, before=1, refusal=("stash|shares its memory|in.place",), must_refuse=True)
+    return network(draw, WIDTH, core, before=1, refusal=("stash|shares memory|in.place",), must_refuse=True)
 
 
 @kind()
