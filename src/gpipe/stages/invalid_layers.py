@@ -10,10 +10,6 @@ from torch.nn.parameter import is_lazy
 
 from gpipe.stages.skips import Sequential, skip_names
 
-TORCHSCRIPT = (
-    "{part} is a torch.jit.ScriptModule, whose state gpipe cannot track. Use the module from which it was scripted. "
-    "[torchscript-module]"
-)
 PIPE = ("gpipe.pipeline", "GPipe")
 """Module and name of the pipe class, which cannot be imported here: its module imports this one."""
 
@@ -107,7 +103,10 @@ def find_invalid_layers(layers: Mapping[str, nn.Module]) -> Iterator[str]:
                 f"and set the split points of all layers with partitions=. [pipe-in-layer]"
             )
         if any(isinstance(part, torch.jit.ScriptModule) for part in layer.modules()):
-            yield TORCHSCRIPT.format(part=f"{place}, or a part of it,")
+            yield (
+                f"{place} is or contains a torch.jit.ScriptModule, whose state gpipe cannot track. Use the module "
+                f"from which it was scripted. [torchscript-module]"
+            )
         if lazy := [path for path, buffer in layer.named_buffers() if is_lazy(buffer)]:
             yield (
                 f"{place} is lazy, and its buffers ({', '.join(lazy)}) have no shapes. Run the layers once on an "

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpipe._torch.accelerator import CPU, initialized_accelerators, default_generator, keep_parameters, put_data
+from gpipe._torch.accelerator import CPU, default_generator, initialized_accelerators, keep_parameters, put_data
 from gpipe.stages.invalid_layers import describe_invalid_layer, describe_invalid_sequence, required_arguments
 from gpipe.stages.memory_layout import moved
 from gpipe.stages.rng import rng_seed
