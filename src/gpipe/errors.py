@@ -1,7 +1,7 @@
-"""What a pipe raises for failures elsewhere, and short tracebacks.
+"""Exceptions of gpipe, and tracebacks without its internal frames.
 
-A user sees the line that called us, the public entrance, and the frames of the user's own layer. Where code of ours
-fails by a bug, all frames stay.
+A traceback shows the user's line, the public method it called, and the frames of the user's own layers. If gpipe
+itself fails because of a bug, all frames are kept.
 """
 
 import contextlib
@@ -11,10 +11,10 @@ from functools import wraps
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType, TracebackType
-from typing import ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 HOME = Path(__file__).parent
-THEIRS = tuple(f"{HOME / part}" for part in ("cli", "recipes"))  # models and training loops of ours are as a user's
+USER_LEVEL = tuple(f"{HOME / part}" for part in ("cli", "recipes"))  # their frames are shown, like a user's
 BUGS = (AssertionError, AttributeError, LookupError, NameError)
 
 P = ParamSpec("P")
@@ -23,72 +23,76 @@ Explain: TypeAlias = Callable[[Sequence[object], Mapping[str, object]], str | No
 _CODE = attrgetter("tb_frame.f_code")
 
 
-def entrance(function: Callable[P, R], explain: Explain = lambda args, kwargs: None) -> Callable[P, R]:
-    """Has what a function raises show the function's own frame and none behind it that is ours.
+def hide_internal_frames(function: Callable[P, R], explain: Explain = lambda args, kwargs: None) -> Callable[P, R]:
+    """Wraps a public function so that tracebacks of its exceptions show no internal frames below it.
 
-    What Python raises of arguments that the function does not take is said as `explain` says it.
+    Args:
+        function: The public function or method.
+        explain: Returns a better message for arguments that the function does not accept, or None to keep Python's.
     """
     code = innermost_code(function)
 
     @wraps(function)
-    def entered(*args: P.args, **kwargs: P.kwargs) -> R:
+    def public(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
             if type(error) is TypeError and code not in map(_CODE, frames_of(error)):
                 error.args = (explain(args, kwargs) or str(error),)
-            error.__traceback__ = folded(error, code)
+            error.__traceback__ = user_traceback(error, code)
             raise
 
-    return entered
+    return public
 
 
 def innermost_code(function: Callable[..., object]) -> CodeType:
-    """The code of a function that decorators have wrapped."""
+    """Returns the code object of a function without its decorators."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function.__code__
 
 
-def folded(error: BaseException, entrance: CodeType | None = None) -> TracebackType | None:
-    """The traceback of an exception without frames of ours, but for that of the entrance.
+def user_traceback(error: BaseException, public: CodeType | None = None) -> TracebackType | None:
+    """Returns the traceback of an exception without internal frames, except the frame of the `public` function.
 
-    Nor with those of `contextlib`: a context of ours that an interrupt left entered would be so as long as they are.
+    Frames of `contextlib` are removed too: they would keep a context manager of gpipe alive, and so entered, if an
+    interrupt left it open.
     """
     frames = frames_of(error)
-    if not frames or (isinstance(error, BUGS) and is_ours(frames[-1])):
+    if not frames or (isinstance(error, BUGS) and is_internal(frames[-1])):
         return error.__traceback__
     kept: TracebackType | None = None
     for frame in reversed(frames):
         code = frame.tb_frame.f_code
-        if code is entrance or not (is_ours(frame) or code.co_filename == contextlib.__file__):
-            kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno or 0)  # None: of no line
+        if code is public or not (is_internal(frame) or code.co_filename == contextlib.__file__):
+            kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno or 0)  # tb_lineno may be None
     return kept
 
 
 def frames_of(error: BaseException) -> list[TracebackType]:
-    """The traceback of an exception, from the outermost frame inwards."""
+    """Returns the traceback entries of an exception, outermost first."""
     frames = []
-    here = error.__traceback__
-    while here is not None:
-        frames.append(here)
-        here = here.tb_next
+    entry = error.__traceback__
+    while entry is not None:
+        frames.append(entry)
+        entry = entry.tb_next
     return frames
 
 
-def is_ours(frame: TracebackType) -> bool:
-    """Whether a frame is of the machinery."""
+def is_internal(frame: TracebackType) -> bool:
+    """Returns whether a frame runs code of gpipe, except the code of its commands and recipes."""
     file = frame.tb_frame.f_code.co_filename
-    return file.startswith(f"{HOME}{os.sep}") and not file.startswith(THEIRS)
+    return file.startswith(f"{HOME}{os.sep}") and not file.startswith(USER_LEVEL)
 
 
 class RemoteError(RuntimeError):
-    """Another process of the pipe failed, and with it this step here too.
+    """Another process of the pipe failed, and the current call failed with it.
 
     Attributes:
-        rank: The number of the process that failed: those of a replica stand side by side.
-        type_name: The type of its exception, by name; empty if the process is gone without a word.
-        traceback: Its traceback as text, as far as there is one.
+        rank: The rank of the failed process within the pipe. The processes of one replica have consecutive ranks.
+        type_name: The name of the type of its exception. Empty if the process ended without reporting one.
+        traceback: Its traceback as text. Empty if it reported none.
+        received: Whether the message came from another process. False if the user's code raised the exception.
 
     Example:
         >>> import gpipe
@@ -101,7 +105,10 @@ class RemoteError(RuntimeError):
         self.rank = rank
         self.type_name = type_name
         self.traceback = traceback
-        self.received = False  # from another process, not raised by the user's own code
+        self.received = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.rank), vars(self)  # the default passes only the message
 
 
 class VerificationError(RuntimeError):
@@ -127,19 +134,19 @@ class VerificationError(RuntimeError):
     """
 
 
-def received(message: str, rank: int, type_name: str = "", its_traceback: str = "") -> RemoteError:
-    """The exception of a failure in another process."""
-    error = RemoteError(message, rank, type_name, its_traceback)
+def received_error(message: str, rank: int, type_name: str = "", traceback: str = "") -> RemoteError:
+    """Returns the exception for a failure that another process reported, or that ended it."""
+    error = RemoteError(message, rank, type_name, traceback)
     error.received = True
     return error
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is a whole number of at least 1."""
+    """Returns whether a value is an int of at least 1 (and not a bool)."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def int_remedy(value: object) -> str:
-    """The remedy for a whole number of another library, in words."""
-    is_another = hasattr(value, "__index__") and type(value) not in (int, bool)
-    return f", as an int: int(...), not a {type(value).__name__}" if is_another else ""
+    """Returns the end of a message that asks for an int, if the value is an integer of another library."""
+    is_foreign_integer = hasattr(value, "__index__") and type(value) not in (int, bool)
+    return f", as an int: int(...), not a {type(value).__name__}" if is_foreign_integer else ""

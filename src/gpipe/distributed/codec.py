@@ -1,11 +1,10 @@
-"""Messages as bytes: a layout that says what there is, and the bytes of the tensors behind it. No pickle.
+"""Encodes messages as bytes, without pickle: a layout that describes the message, then the bytes of its tensors.
 
-A tensor keeps its memory layout (stages/memory_layout.py), since the bits of what comes of it depend on that. A
-layout is read once for as long as shapes stay the same: both ends keep those that they have seen.
+A tensor keeps its strides and alignment (see stages/memory_layout.py), because results computed from it depend on them. Both
+ends cache the layouts they have seen, so each layout is parsed once while shapes stay the same.
 
-What is no tensor is text, which names no class, module or attribute that the other end would look up by itself: only
-kinds of the tables below, and, by the name under which they were registered with torch's pytrees *in that process*,
-classes of the user.
+The layout is JSON. The receiver never imports a module or looks up an attribute by a name in it. A layout can name
+only the types in the tables below, and user classes that the receiving process has registered with torch's pytrees.
 """
 
 import json
@@ -24,67 +23,75 @@ import torch
 from torch import Tensor
 
 from gpipe._torch.trees import TreeSpec, registered_class, registration, tree_flatten, tree_unflatten
-from gpipe.errors import RemoteError, received
+from gpipe.errors import RemoteError, received_error
 from gpipe.stages.boundary import UNDEFINED, BoundaryValue, Undefined
 from gpipe.stages.memory_layout import LARGEST_UNIT, alignment, allocate
 from gpipe.stages.messages import Message
 from gpipe.stages.traffic import Payload
 
-ALIGNED_BYTES = 64  # bytes: where in a message tensors begin
-CACHED_LAYOUTS = 1024  # layouts
-LARGE_BYTES = 2**21  # of a tensor that gets pages of its own
-MOST_PIECES = 2**9  # that the system takes at once: not quite 2**10
-MOST_DIMENSIONS = 64  # torch's kernels take no more
+ALIGNED_BYTES = 64  # tensors begin at multiples of this offset
+CACHED_LAYOUTS = 1024
+LARGE_BYTES = 2**21  # buffers of at least this size are mapped, so that they can use huge pages
+MOST_PIECES = 2**9  # buffers in one sendmsg call; the kernel accepts just under 2**10
+MOST_DIMENSIONS = 64  # limit of torch's kernels
 SPARE_BYTES, REACH_PER_BYTE = 2**30, 2**16
-"""Bytes that a tensor may reach over, and how many for each byte of it besides: a column of a wide matrix."""
-DEEPEST_TREE = 100  # containers around a leaf
+"""Limit of the memory that a strided tensor spans: a constant, plus a factor for each byte of its elements.
+
+A column of a wide matrix stays within it.
+"""
+DEEPEST_TREE = 100  # nested containers
 DTYPES = {
-    str(found).removeprefix("torch."): found for found in vars(torch).values() if isinstance(found, torch.dtype)
+    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
 CONTAINERS = {kind.__name__: kind for kind in (tuple, list, dict, OrderedDict, torch.Size, deque, defaultdict)}
 FACTORIES = {kind.__name__: kind for kind in (list, dict, tuple, set, int, float, str)}
-"""What a defaultdict may make; a message may name nothing but this, those and classes that are registered."""
+"""Allowed default factories of a defaultdict."""
 LEAF = tree_flatten(0)[1]
 ADVICE = (
-    "return tensors, numbers, strings, None, or tuples, lists and dicts of them, or register the class with "
-    "torch.utils._pytree under a serialized_type_name, in every process"
+    "Return tensors, numbers, strings, None, or tuples, lists and dicts of them. Or register the class with "
+    "torch.utils._pytree under a serialized_type_name in every process. [cannot-be-sent]"
 )
 
 Buffer: TypeAlias = bytearray | mmap.mmap
 Shape: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool, int]
-"""What is known of a tensor before it comes: dtype, size, strides, whether it requires a gradient, alignment."""
+"""Metadata of a tensor: dtype, size, strides, whether it requires a gradient, and alignment."""
 
 
-class Gone(ConnectionError):  # noqa: N818 it is a state, and caught where it arises
-    """The process at the other end has ended, or cannot be reached any more."""
+class PeerClosed(ConnectionError):  # noqa: N818  # callers handle it as a state of the connection
+    """The peer process has ended, or can no longer be reached."""
 
 
-class Damaged(ValueError):  # noqa: N818 a state of the message
-    """What came is nothing that gpipe sends."""
+class CorruptMessage(ValueError):  # noqa: N818  # callers handle it as a state of the message
+    """A message is not in the format that gpipe sends."""
 
 
-def damaged(peer: int, error: object) -> RemoteError:
-    """What to raise where a process sent what cannot be."""
-    return received(f"rank {peer} sent what gpipe never sends: {error}", peer)
+def corrupt_message_error(peer: int, error: object) -> RemoteError:
+    """Returns the RemoteError to raise if a peer sent a corrupt message."""
+    return received_error(f"rank {peer} sent a message that gpipe never sends: {error}", peer)
 
 
 @contextmanager
-def reading(what: str, peer: int | None = None) -> Iterator[None]:
-    """While something is read that may be damaged; if it is known whose it is, a RemoteError says so."""
+def decoding(what: str, peer: int | None = None) -> Iterator[None]:
+    """Converts exceptions of the decoding inside it to `CorruptMessage`, or to a RemoteError if the peer is known."""
     try:
         yield
     except (ValueError, TypeError, LookupError, RuntimeError, RecursionError, OverflowError, AttributeError) as error:
-        said = f"{what} that gpipe does not send: {type(error).__name__}: {str(error)[:300]}"
-        found = error if isinstance(error, Damaged) else Damaged(said)
-        raise (found if peer is None else damaged(peer, found)) from error
+        text = f"{what} that gpipe does not send: {type(error).__name__}: {str(error)[:300]}"
+        corrupt = error if isinstance(error, CorruptMessage) else CorruptMessage(text)
+        raise (corrupt if peer is None else corrupt_message_error(peer, corrupt)) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a tensor's elements are in a message, and how they lie in memory.
+    """The position of a tensor's elements in a message, and their layout in memory.
 
-    `size` leaves out what is only repeated: dimensions of stride 0 have size 1, and are expanded at the end.
-    `dense` elements travel in the order of memory, others in the order of their indices.
+    Attributes:
+        shape: The metadata of the tensor.
+        start: The offset of its first byte.
+        end: The offset after its last byte.
+        size: The size of the elements that are sent: dimensions of stride 0 have size 1, and are expanded at the end.
+        strides: Strides for `size`.
+        dense: Whether elements are sent in memory order. If not, they are sent in index order.
     """
 
     shape: Shape
@@ -96,20 +103,27 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
-class At:
-    """Where a tensor belongs among the leaves of a message: its number."""
+class TensorIndex:
+    """A placeholder for a tensor among the leaves of a message: its index in the list of tensors."""
 
-    number: int
+    index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a message holds: a tree, or None for a list of gradients; its leaves; and an extent for each tensor."""
+    """The parsed layout of a message.
+
+    Attributes:
+        spec: The tree structure of a value, or None for a list of gradients.
+        leaves: The leaves of the tree, with a `TensorIndex` for each tensor.
+        extents: One extent for each tensor.
+        sharing: See `BoundaryValue`.
+    """
 
     spec: TreeSpec | None
     leaves: Sequence[object]
     extents: tuple[Extent, ...]
-    sharing: frozenset[int]  # see `BoundaryValue`
+    sharing: frozenset[int]
 
     @property
     def size(self) -> int:
@@ -117,32 +131,44 @@ class Layout:
 
 
 class Encoded(NamedTuple):
-    """A message as it is sent: its layout in bytes, and its tensors, each with the extent where it is put."""
+    """An encoded message.
+
+    Attributes:
+        layout: The layout as JSON.
+        extents: One extent for each tensor.
+        size: The number of bytes of all tensors, with padding for alignment.
+        tensors: The tensors.
+    """
 
     layout: bytes
     extents: tuple[Extent, ...]
-    size: int  # bytes that the tensors take, with what aligns them
+    size: int
     tensors: list[Tensor]
 
     def write(self, memory: Tensor) -> None:
+        """Copies the tensors to `memory`, each at its extent."""
         with torch.no_grad():
             for tensor, extent in zip(self.tensors, self.extents, strict=True):
                 if extent.end > extent.start:
-                    memory[extent.start : extent.end].view(tensor.dtype).copy_(flat(tensor, extent))
+                    memory[extent.start : extent.end].view(tensor.dtype).copy_(flat_elements(tensor, extent))
 
     def pieces(self) -> list[memoryview]:
-        """The `size` bytes, one after another: mostly the memory of the tensors itself."""
-        found, at = [], 0
+        """Returns the `size` bytes as consecutive buffers, mostly the memory of the tensors itself."""
+        pieces, offset = [], 0
         for tensor, extent in zip(self.tensors, self.extents, strict=True):
-            if extent.start > at:
-                found.append(memoryview(bytes(extent.start - at)))
-            found.append(flat(tensor, extent).cpu().view(torch.uint8).numpy().data)
-            at = extent.end
-        return found if len(found) < MOST_PIECES else [memoryview(b"".join(found))]
+            if extent.start > offset:
+                pieces.append(memoryview(bytes(extent.start - offset)))
+            pieces.append(flat_elements(tensor, extent).cpu().view(torch.uint8).numpy().data)
+            offset = extent.end
+        return pieces if len(pieces) < MOST_PIECES else [memoryview(b"".join(pieces))]
 
 
 def encode(message: Message) -> Encoded:
-    """What is sent of a message; a TypeError says what in it cannot go to another process."""
+    """Encodes a message.
+
+    Raises:
+        TypeError: If a value in it cannot be sent to another process.
+    """
     numbered: dict[int, tuple[int, Tensor]] = {}
     if isinstance(message, BoundaryValue):
         is_value, written, sharing = True, _write(message.value, numbered), sorted(message.sharing)
@@ -153,19 +179,19 @@ def encode(message: Message) -> Encoded:
     for tensor in tensors if is_value else ():
         if attributes := vars(tensor):
             raise TypeError(
-                f"a tensor with attributes of somebody's own ({', '.join(attributes)}) cannot go to another process "
-                f"with them; return a tuple or a dict of the tensor and of what it is to carry"
+                f"A tensor with custom attributes ({', '.join(attributes)}) cannot be sent to another process. "
+                f"Return a tuple or dict with the tensor and the values of these attributes. [cannot-be-sent]"
             )
     text = json.dumps([is_value, written, shapes, sharing]).encode()
     try:
-        layout = _read(text)  # as the other end will
-    except Damaged as error:
-        raise TypeError(f"this cannot go to another process: {error}; {ADVICE}") from error
+        layout = _parse_layout(text)  # as the receiver does
+    except CorruptMessage as error:
+        raise TypeError(f"A value cannot be sent to another process: {error}. {ADVICE}") from error
     return Encoded(text, layout.extents, layout.size, tensors)
 
 
 def payload_of(message: Message) -> tuple[Payload, ...]:
-    """What tensors a message carries, each once, with the bytes that travel; the same at both ends.
+    """Returns the tensors of a message, each once, with the number of bytes sent. Both ends return the same.
 
     >>> payload_of([torch.ones(2, 3), None, torch.ones(1).expand(4)])
     (Payload(dtype='float32', shape=(2, 3), size=24), Payload(dtype='float32', shape=(4,), size=4))
@@ -180,34 +206,44 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def decode(layout: bytes, memory: Buffer, offset: int = 0, *, size: int | None = None) -> Message:
-    """The message of a layout and a copy of the bytes behind it, which are said to be `size`; or raises `Damaged`."""
-    read = _read(layout)
-    if offset + read.size > len(memory) or size not in (None, read.size):
-        raise Damaged(f"tensors of {read.size} bytes, in a message of {size or len(memory) - offset}")
-    return assemble(layout, [_copy(extent, memory, offset) for extent in read.extents])
+    """Decodes a message, and copies its tensors out of `memory`.
 
+    Args:
+        layout: The layout as JSON.
+        memory: The buffer with the bytes of the tensors.
+        offset: Where these bytes begin.
+        size: The number of bytes that the sender announced, if known.
 
-def elements(layout: bytes, size: int, fill: Callable[[memoryview], None]) -> list[Tensor]:
-    """The bytes of each tensor of a message, in memory of its own; `fill` is given all `size` bytes to fill in turn.
-
-    There is no memory for the next before one is full.
+    Raises:
+        CorruptMessage: If the layout is invalid, or does not match the number of bytes.
     """
-    read, found, at = _read(layout), list[Tensor](), 0
-    if read.size != size:
-        raise Damaged(f"tensors of {read.size} bytes, in a message of {size}")
-    for extent in read.extents:
-        fill(memoryview(bytearray(extent.start - at)))
-        found.append(room(extent.end - extent.start))
-        fill(found[-1].numpy().data)
-        at = extent.end
-    return found
+    parsed = _parse_layout(layout)
+    if offset + parsed.size > len(memory) or size not in (None, parsed.size):
+        raise CorruptMessage(f"tensors of {parsed.size} bytes in a message of {size or len(memory) - offset} bytes")
+    return assemble(layout, [_copy(extent, memory, offset) for extent in parsed.extents])
 
 
-def room(size: int) -> Tensor:
-    """Memory of so many bytes to be written to, of which much costs nothing until it is.
+def read_elements(layout: bytes, size: int, fill: Callable[[memoryview], None]) -> list[Tensor]:
+    """Reads the `size` bytes of a message by calling `fill` on consecutive buffers, and returns them by tensor.
 
-    To be given fresh pages takes longer than a fast network: 32 ms for 64 MiB, 2 ms where they may be of 2 MiB. So
-    two memories that nobody uses any more are kept.
+    Memory for a tensor is allocated only after the previous tensor is complete.
+    """
+    parsed, buffers, offset = _parse_layout(layout), list[Tensor](), 0
+    if parsed.size != size:
+        raise CorruptMessage(f"tensors of {parsed.size} bytes in a message of {size} bytes")
+    for extent in parsed.extents:
+        fill(memoryview(bytearray(extent.start - offset)))
+        buffers.append(allocate_buffer(extent.end - extent.start))
+        fill(buffers[-1].numpy().data)
+        offset = extent.end
+    return buffers
+
+
+def allocate_buffer(size: int) -> Tensor:
+    """Returns an uninitialized buffer. Pages of large buffers take no memory until they are written.
+
+    Page faults of new memory take longer than a fast network: 32 ms for 64 MiB, 2 ms with pages of 2 MiB. Two unused
+    mappings are therefore kept for reuse.
     """
     if size < LARGE_BYTES:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -219,8 +255,8 @@ def room(size: int) -> Tensor:
         try:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise MemoryError(f"there is no memory for {size} bytes that travel between processes") from error
-        with suppress(OSError, AttributeError):  # no such pages here
+            raise MemoryError(f"No memory for a message of {size} bytes from another process.") from error
+        with suppress(OSError, AttributeError):  # the system has no huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, np.uint8, size)
     weakref.finalize(array, _spare.append, memory).atexit = False
@@ -230,27 +266,36 @@ def room(size: int) -> Tensor:
 _spare: deque[mmap.mmap] = deque(maxlen=2)
 
 
-def assemble(layout: bytes, elements: Sequence[Tensor]) -> Message:
-    """The message of a layout and the `elements` of its tensors."""
-    read = _read(layout)
-    # as bytes: torch reads complex128 from aligned addresses alone, or dies
-    tensors = [lay(one.view(extent.shape[0]), extent) for one, extent in zip(elements, read.extents, strict=True)]
-    items: list[Any] = [tensors[leaf.number] if isinstance(leaf, At) else leaf for leaf in read.leaves]
-    if read.spec is None:
+def assemble(layout: bytes, buffers: Sequence[Tensor]) -> Message:
+    """Builds a message from its layout and the bytes of each tensor."""
+    parsed = _parse_layout(layout)
+    # Buffers are uint8 up to here: torch crashes when it reads complex128 from an unaligned address.
+    tensors = [
+        restore_layout(buffer.view(extent.shape[0]), extent)
+        for buffer, extent in zip(buffers, parsed.extents, strict=True)
+    ]
+    items: list[Any] = [tensors[leaf.index] if isinstance(leaf, TensorIndex) else leaf for leaf in parsed.leaves]
+    if parsed.spec is None:
         return items
-    value = tree_unflatten(items, read.spec)
-    return BoundaryValue(value, [tensor for tensor in tensors if tensor.requires_grad], sharing=read.sharing)
+    value = tree_unflatten(items, parsed.spec)
+    return BoundaryValue(value, [tensor for tensor in tensors if tensor.requires_grad], sharing=parsed.sharing)
 
 
 def shape_of(tensor: Tensor) -> Shape:
-    """What is known of a tensor before it comes; one that is not dense, or more than a tensor, is refused."""
+    """Returns the metadata of a tensor.
+
+    Raises:
+        TypeError: If the tensor cannot be sent: it is sparse, quantized, of a subclass, or spans too much memory.
+    """
     if tensor.layout != torch.strided or type(tensor) is not Tensor:
         raise TypeError(
-            f"a {type(tensor).__name__} of layout {tensor.layout} cannot go to another process; return a dense "
-            f"torch.Tensor (of a DTensor, its full_tensor() or to_local())"
+            f"A {type(tensor).__name__} of layout {tensor.layout} cannot be sent to another process. Return a dense "
+            f"torch.Tensor. For a DTensor, use full_tensor() or to_local(). [cannot-be-sent]"
         )
     if tensor.is_quantized:
-        raise TypeError("a quantized tensor cannot go to another process; return its .dequantize()")
+        raise TypeError(
+            "A quantized tensor cannot be sent to another process. Return tensor.dequantize(). [cannot-be-sent]"
+        )
     if too_wide := _why_too_wide(tensor.dtype, tuple(tensor.shape), tensor.stride()):
         raise TypeError(too_wide)
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, alignment(tensor)
@@ -258,33 +303,33 @@ def shape_of(tensor: Tensor) -> Shape:
 
 @lru_cache(CACHED_LAYOUTS)
 def extents_of(shapes: tuple[Shape, ...]) -> tuple[Extent, ...]:
-    """Where tensors of these shapes are in a message."""
+    """Returns the extents of tensors with this metadata in a message."""
     extents: list[Extent] = []
-    at = 0
+    end = 0
     for shape in shapes:
-        dtype, size, strides, wants_gradient, aligned = shape
-        start = -(-at // ALIGNED_BYTES) * ALIGNED_BYTES
-        own = tuple(1 if stride == 0 and n else n for n, stride in zip(size, strides, strict=True))
-        ranked = sorted((stride, n) for n, stride in zip(own, strides, strict=True) if n != 1)
-        dense = apart = True
-        reach = 1  # elements up to the end of what was looked at
-        for stride, n in ranked:
-            dense, apart = dense and stride == reach, apart and stride >= reach
+        dtype, size, strides, requires_grad, aligned = shape
+        start = -(-end // ALIGNED_BYTES) * ALIGNED_BYTES
+        sent_size = tuple(1 if stride == 0 and n else n for n, stride in zip(size, strides, strict=True))
+        by_stride = sorted((stride, n) for n, stride in zip(sent_size, strides, strict=True) if n != 1)
+        dense = distinct = True
+        reach = 1  # elements spanned by the dimensions so far
+        for stride, n in by_stride:
+            dense, distinct = dense and stride == reach, distinct and stride >= reach
             reach = stride * (n - 1) + reach
-        if not apart and 0 not in size:  # elements that overlap in another way
-            own, strides, dense = size, _contiguous(size), True
-            shape = (dtype, size, strides, wants_gradient, aligned)
-        at = start + math.prod(own) * dtype.itemsize
-        extents.append(Extent(shape, start, at, own, strides, dense))
+        if not distinct and 0 not in size:  # elements overlap, other than by stride 0
+            sent_size, strides, dense = size, _contiguous(size), True
+            shape = (dtype, size, strides, requires_grad, aligned)
+        end = start + math.prod(sent_size) * dtype.itemsize
+        extents.append(Extent(shape, start, end, sent_size, strides, dense))
     return tuple(extents)
 
 
-def flat(tensor: Tensor, extent: Extent) -> Tensor:
-    """The elements of a tensor in one dimension, as they travel."""
+def flat_elements(tensor: Tensor, extent: Extent) -> Tensor:
+    """Returns the elements of a tensor in the order in which they are sent, in one dimension."""
     tensor = tensor.detach()
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-        return tensor.as_strided((tensor.numel(),), (1,))  # of one or none any stride is contiguous
-    for axis, count in enumerate(extent.size):  # without repetitions, which a copy would write out
+        return tensor.as_strided((tensor.numel(),), (1,))  # is_contiguous() ignores strides of dimensions of size 1
+    for axis, count in enumerate(extent.size):  # drop repeated elements
         tensor = tensor.narrow(axis, 0, count)
     strides = extent.strides if extent.dense else _contiguous(extent.size)
     if tensor.stride() != strides or tensor.is_conj() or tensor.is_neg():
@@ -299,33 +344,37 @@ def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
 def _copy(extent: Extent, memory: Buffer, offset: int) -> Tensor:
     size = extent.end - extent.start
     if not size:
-        return room(0)
-    found = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset + extent.start)
-    return room(size).copy_(found)
+        return allocate_buffer(0)
+    elements = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset + extent.start)
+    return allocate_buffer(size).copy_(elements)
 
 
-def lay(elements: Tensor, extent: Extent) -> Tensor:
-    """The tensor of these elements, laid as it left: in their own memory if it can be."""
-    dtype, size, strides, wants_gradient, aligned = extent.shape
+def restore_layout(elements: Tensor, extent: Extent) -> Tensor:
+    """Returns the tensor with these elements and the sender's strides and alignment, without a copy if possible."""
+    dtype, size, strides, requires_grad, aligned = extent.shape
     if elements.numel() and (not extent.dense or aligned != alignment(elements)):
-        found = elements.as_strided(extent.size, extent.strides) if extent.dense else elements.view(extent.size)
-        elements = allocate(dtype, extent.size, extent.strides, aligned, elements.device).copy_(found)
+        source = elements.as_strided(extent.size, extent.strides) if extent.dense else elements.view(extent.size)
+        elements = allocate(dtype, extent.size, extent.strides, aligned, elements.device).copy_(source)
     tensor = elements.as_strided(size, strides)
-    return tensor.requires_grad_() if wants_gradient else tensor
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
 def check_shape(shape: Shape) -> None:
-    """Checks that a tensor can lie like this, and takes little more memory than its elements need."""
-    dtype, size, strides, wants_gradient, aligned = shape
+    """Checks metadata from a peer.
+
+    Raises:
+        ValueError: If no tensor can have it, or if the tensor would span far more memory than its elements.
+    """
+    dtype, size, strides, requires_grad, aligned = shape
     is_sound = (
         all(type(number) is int and 0 <= number < 2**62 for number in (*size, *strides, aligned))
         and len(size) == len(strides) <= MOST_DIMENSIONS
         and aligned < LARGEST_UNIT
         and math.prod(max(n, 1) for n in size) * dtype.itemsize < 2**63
-        and (wants_gradient is False or (wants_gradient is True and (dtype.is_floating_point or dtype.is_complex)))
+        and (requires_grad is False or (requires_grad is True and (dtype.is_floating_point or dtype.is_complex)))
     )
     if not is_sound:
-        raise ValueError(f"a tensor that lies as {shape}")
+        raise ValueError(f"invalid tensor metadata {shape}")
     if too_wide := _why_too_wide(dtype, size, strides):
         raise ValueError(too_wide)
 
@@ -333,21 +382,21 @@ def check_shape(shape: Shape) -> None:
 def _why_too_wide(dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
     if 0 in size:
         return None
-    pairs = [(n, stride) for n, stride in zip(size, strides, strict=True) if stride]  # others are only repeated
+    pairs = [(n, stride) for n, stride in zip(size, strides, strict=True) if stride]  # stride 0 only repeats elements
     sent = math.prod(n for n, _ in pairs) * dtype.itemsize
     reach = (sum((n - 1) * stride for n, stride in pairs) + 1) * dtype.itemsize
     if reach <= SPARE_BYTES + REACH_PER_BYTE * sent:
         return None
     return (
-        f"a tensor of size {size} and strides {strides} would take {reach} bytes elsewhere, of which {sent} are its "
-        f"own; return its .contiguous()"
+        f"A tensor of size {size} and strides {strides} spans {reach} bytes, but its elements are only {sent} bytes. "
+        f"Return tensor.contiguous(). [cannot-be-sent]"
     )
 
 
 @lru_cache(CACHED_LAYOUTS)
-def _read(text: bytes) -> Layout:
-    with reading("a layout"):
-        is_value, written, named, sharing = json.loads(text.decode())  # of bytes it would guess the encoding
+def _parse_layout(text: bytes) -> Layout:
+    with decoding("a layout"):
+        is_value, written, named, sharing = json.loads(text.decode())  # json.loads(bytes) would guess the encoding
         shapes = tuple(
             (DTYPES[dtype], tuple(size), tuple(strides), *others) for dtype, size, strides, *others in named
         )
@@ -357,16 +406,16 @@ def _read(text: bytes) -> Layout:
             leaves, spec = tree_flatten(_build(written, DEEPEST_TREE))
         else:
             leaves, spec = [_build(item, 0) for item in written], None
-        numbers = {leaf.number for leaf in leaves if isinstance(leaf, At)}
-        if numbers != set(range(len(shapes))):
-            raise ValueError(f"tensors {sorted(numbers)} of {len(shapes)}")
+        indices = {leaf.index for leaf in leaves if isinstance(leaf, TensorIndex)}
+        if indices != set(range(len(shapes))):
+            raise ValueError(f"tensors {sorted(indices)} of {len(shapes)}")
         if not set(range(len(leaves))).issuperset(sharing):
-            raise ValueError(f"tensors that share memory: {sharing} of {len(leaves)}")
+            raise ValueError(f"tensors {sharing} of {len(leaves)} share memory")
         return Layout(spec, leaves, extents_of(shapes), frozenset(sharing))
 
 
 def _write(value: object, numbered: dict[int, tuple[int, Tensor]]) -> Any:
-    """A value in words of JSON: of a tensor its number, and a list of kind and parts of what is no number or text."""
+    """Returns a value as JSON. Anything except numbers, strings and None is a list of a type name and its content."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -386,7 +435,7 @@ def _write(value: object, numbered: dict[int, tuple[int, Tensor]]) -> Any:
     parts, spec = _parts_of(value)
     registered = registration(kind)
     if spec.type is None or (registered is None and kind not in CONTAINERS.values()):
-        raise TypeError(f"a {kind.__name__} cannot go to another process; {ADVICE}")
+        raise TypeError(f"A {kind.__name__} cannot be sent to another process. {ADVICE}")
     children = [_write(part, numbered) for part in parts]
     if kind in CONTAINERS.values():
         return [kind.__name__, _write(spec.context, numbered), children]
@@ -401,12 +450,12 @@ def _parts_of(value: object) -> tuple[list[Any], TreeSpec]:
 
 
 def _build(written: Any, deepest: int) -> object:
-    """What `_write` wrote, with `At` for tensors. Nothing is imported for it, and no attribute looked up by name."""
+    """Inverts `_write`, with a `TensorIndex` for each tensor. Imports nothing and looks up no attribute by name."""
     match written:
         case None | bool() | int() | float() | str():
             return written
         case ["tensor", int(number)] if number is not True and number >= 0:
-            return At(number)
+            return TensorIndex(number)
         case ["complex", int() | float() as real, int() | float() as imaginary]:
             return complex(real, imaginary)
         case ["bytes", str(digits)]:
@@ -419,25 +468,25 @@ def _build(written: Any, deepest: int) -> object:
             return UNDEFINED
         case [str(name), context, list(children)] if deepest:
             return _container(name, context, [_build(child, deepest - 1) for child in children], deepest)
-    raise ValueError(f"there is nothing that is written as {repr(written)[:100]}")
+    raise ValueError(f"no value is encoded as {repr(written)[:100]}")
 
 
 def _container(name: str, context: Any, parts: list[object], deepest: int) -> object:
     leaves = [LEAF] * len(parts)
     if name in CONTAINERS:
         context = _build(context, deepest - 1)
-        made = tree_unflatten(parts, TreeSpec(CONTAINERS[name], context, leaves))
-        again, spec = _parts_of(made)
-        if (again, spec.context) != (parts, context):  # other keys, or too few
-            raise ValueError(f"there is no {name} of {len(parts)} parts and {repr(context)[:100]}")
-        return made
-    form, _, known = name.partition(" ")
-    kind = registered_class(known)
+        container = tree_unflatten(parts, TreeSpec(CONTAINERS[name], context, leaves))
+        again, spec = _parts_of(container)
+        if (again, spec.context) != (parts, context):  # for example, duplicate keys
+            raise ValueError(f"no {name} has {len(parts)} parts and context {repr(context)[:100]}")
+        return container
+    form, _, registered_name = name.partition(" ")
+    kind = registered_class(registered_name)
     if kind is None or kind in CONTAINERS.values() or form not in ("namedtuple", "registered"):
-        raise ValueError(f"{name[:200]!r} is not registered with torch.utils._pytree in this process; register it")
+        raise ValueError(f"{name[:200]!r} is not registered with torch.utils._pytree in this process")
     if form == "registered":
         read = registration(kind).from_dumpable_context or (lambda context: _build(context, deepest - 1))
         return tree_unflatten(parts, TreeSpec(kind, read(context), leaves))
     if len(getattr(kind, "_fields", ())) != len(parts):
-        raise ValueError(f"{known} is no named tuple of {len(parts)} parts")
+        raise ValueError(f"{registered_name} is not a named tuple with {len(parts)} fields")
     return tree_unflatten(parts, TreeSpec(namedtuple, kind, leaves))

@@ -1,4 +1,4 @@
-"""What one of several processes shares with the others in a mini-batch: messages, agreement, reductions, progress."""
+"""Connects one of several processes with the others in one mini-batch: messages, checks, reductions and progress."""
 
 import json
 import logging
@@ -13,12 +13,18 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from gpipe.batch.losses import own_loss
-from gpipe.distributed.agree import CALLED, GRADIENTS, differences, follow_first
+from gpipe.distributed.communicator import CALLED, GRADIENTS, broadcast_header, differences
 from gpipe.distributed.endpoint import Endpoint, Exchange
 from gpipe.distributed.failures import Status
 from gpipe.distributed.mesh import host_name
-from gpipe.distributed.reduce import Shards, add_over_replicas, add_over_stages, goes_over_replicas, reduces_itself
-from gpipe.distributed.sync_batchnorm import LOCKSTEP, Synced, find_norms
+from gpipe.distributed.reduce import (
+    Shards,
+    add_over_replicas,
+    add_over_stages,
+    is_sharded_over_replicas,
+    shards_over_replicas,
+)
+from gpipe.distributed.sync_batchnorm import SyncBatchNormRun, find_norms
 from gpipe.features.error_notes import in_words
 from gpipe.features.recorder import Recorder, RemoteRecord
 from gpipe.features.sharding import any_sharded
@@ -44,11 +50,10 @@ if TYPE_CHECKING:
     from gpipe.distributed.processes import Processes
 
 logger = logging.getLogger("gpipe")
-SPREAD = "layers under fully_shard are gathered from all replicas"
 
 
 class ProcessContext(Context):
-    """One process of several, in one mini-batch."""
+    """The implementation of `Context` for one of several processes."""
 
     cancelled = False
 
@@ -57,21 +62,20 @@ class ProcessContext(Context):
         self.replica, self.replicas = self.position.replica, self.position.replicas
         self.runs_every_backward = processes.sync_batch_norm and self.replicas > 1
         self.first, self.last = (self.position.rank_of(self.engine.placement[stage]) for stage in (0, -1))
-        self._sync: Synced | None = None
+        self._sync: SyncBatchNormRun | None = None
 
     @contextmanager
     def run_scope(self) -> Iterator[None]:
-        """Around a step, a call or a backward: if it fails in one process, it fails in all."""
         processes = self.processes
-        with self.engine.threads.exclusive(), processes.linked().in_run(notes=self.notes_messages) as self.endpoint:
+        with self.engine.threads.exclusive(), processes.linked().in_run(records=self.notes_messages) as self.endpoint:
             self._began, self._waited = time.perf_counter(), self.endpoint.waited
             yield
 
     def agree(self, run: Run, request: Request) -> None:
-        verification = run.feature(Verification)  # perhaps None in a backward: its forward has decided
-        found = self._find_sharded() if self.replicas > 1 else {}
-        self._sharded = [(stage, *each) for stage, each in found.items()]
-        self.engine.gather(found)
+        verification = run.feature(Verification)  # may be None in a backward pass, whose forward pass has decided
+        sharded = self._find_sharded_weights() if self.replicas > 1 else {}
+        self._sharded = [(stage, *weights) for stage, weights in sharded.items()]
+        self.engine.gather(sharded)
         same = {
             CALLED: request,
             "the step number": run.step_number,
@@ -81,10 +85,10 @@ class ProcessContext(Context):
             "the call that backward belongs to": run.call,
             "whether the loss is the model's own": run.loss_fn is own_loss,
             "pipe.seed": run.seed,
-            "the autocast that is active": ", ".join(str(dtype) for _, dtype in run.thread_state.autocasts) or "none",
+            "the active autocast dtype": ", ".join(str(dtype) for _, dtype in run.thread_state.autocasts) or "none",
         }
 
-        def take(
+        def apply(
             rows: Sequence[int], path: int, own_weights: Sequence[float], ready_made: bool, verifies: bool
         ) -> int:
             run.micro_batch_sizes, run.path = tuple(rows), path
@@ -94,18 +98,19 @@ class ProcessContext(Context):
             return run.compiled_program().checksum
 
         wanted = verification is not None and verification.wanted
-        given = run.micro_batch_sizes, run.path, run.own_weights, run.ready_made, wanted
-        follow_first(self.endpoint, self.position, self.first, same, given, take)
+        values = run.micro_batch_sizes, run.path, run.own_weights, run.ready_made, wanted
+        broadcast_header(self.endpoint, self.position, self.first, same, values, apply)
 
     def check_same(self, **settings: object) -> None:
         if self.replicas == 1:
             return
         texts = {name: repr(value) for name, value in settings.items()}
         gathered = self.of_replicas(Control.REDUCTION, texts)
-        if mistakes := differences(dict(zip(self.position.ranks_of_row, gathered, strict=True))):
+        if mistakes := differences(dict(zip(self.position.dp_ranks, gathered, strict=True))):
             raise ValueError(
-                f"the replicas were given different things: {'; '.join(mistakes)}. Give step the same loss_fn, "
-                f"reduction, scale and scaler in every process, under the same autocast, and set the same seed"
+                f"Replicas have different arguments: {'; '.join(mistakes)}. In every process, pass the same loss_fn, "
+                f"reduction, scale and scaler to step, under the same autocast and with the same seed. "
+                f"[replicas-differ]"
             )
 
     def sum_over_replicas(self, number: float) -> float:
@@ -113,41 +118,44 @@ class ProcessContext(Context):
 
     def of_replicas(self, kind: Control, value: Tree, number: int = 0) -> list[Any]:
         label = Label(kind, number, gradient=False)
-        return self.endpoint.swap(label, dict.fromkeys(self.position.ranks_of_row, value))
+        return self.endpoint.all_to_all(label, dict.fromkeys(self.position.dp_ranks, value))
 
     def gather_outputs(self, outputs: Sequence[Output], micro_batches: int) -> list[Output]:
         own = [(output.value, output.wants_gradient) for output in outputs]
-        given = own if self.endpoint.rank == self.last else [None] * micro_batches
+        values = own if self.endpoint.rank == self.last else [None] * micro_batches
         labels = [Label(Control.OUTPUT, m, gradient=False) for m in range(micro_batches)]
-        peers = self.position.ranks_of_replica
-        return [Output(*self.endpoint.spread(self.last, peers, *each)) for each in zip(labels, given, strict=True)]
+        peers = self.position.replica_ranks
+        return [
+            Output(*self.endpoint.broadcast(self.last, peers, *each)) for each in zip(labels, values, strict=True)
+        ]
 
     def check_inputs(self, shapes: Sequence[Any]) -> None:
-        for rank, own in enumerate(shapes):
-            first = self.position.rank_of(self.engine.placement[0], rank // self.position.rows)
-            if own and own != shapes[first]:  # said by all alike
+        for rank, own in enumerate(shapes):  # every rank checks all shapes, so that all raise the same error
+            first = self.position.rank_of(self.engine.placement[0], rank // self.position.pp_size)
+            if own and own != shapes[first]:
                 raise ValueError(
-                    f"the inputs of rank {rank} that require a gradient have the shapes {own}, those of rank "
-                    f"{first}, which reads them, {shapes[first]}; give all processes the same, or those that do not "
-                    f"read inputs None"
+                    f"Inputs that require gradients have shapes {own} on rank {rank}, but {shapes[first]} on rank "
+                    f"{first}, which reads them. Pass the same inputs in all processes, or None where "
+                    f"pipe.reads_inputs is False. [input-gradients-differ]"
                 )
 
     def share_input_gradients(self, gradients: Gradients, shapes: Sequence[Any]) -> Gradients:
-        peers = [peer for peer in self.position.ranks_of_replica if shapes[peer] or peer == self.first]
+        peers = [peer for peer in self.position.replica_ranks if shapes[peer] or peer == self.first]
         if self.endpoint.rank not in peers:
             return []
         value = [gradient if isinstance(gradient, Tensor) else None for gradient in gradients]
-        return list(self.endpoint.spread(self.first, peers, Label(Control.INPUT_GRADIENTS, 0, gradient=False), value))
+        label = Label(Control.INPUT_GRADIENTS, 0, gradient=False)
+        return list(self.endpoint.broadcast(self.first, peers, label, value))
 
     def finish(self, run: Run, value: Tree = None, *, trains: bool = False) -> list[Any]:
         endpoint, recorder = self.endpoint, run.feature(Recorder)
         busy = time.perf_counter() - self._began - (endpoint.waited - self._waited)
-        seconds = torch.tensor(busy, dtype=torch.float64, device="cpu")  # a number would make the layout a new one
-        record = None if recorder is None else _recorded(recorder, run, endpoint)
+        seconds = torch.tensor(busy, dtype=torch.float64, device="cpu")  # a float would change the layout every step
+        record = None if recorder is None else _record_as_json(recorder, run, endpoint)
         try:
-            gathered = self.processes.end((value, seconds, record, self._sharded))
+            gathered = self.processes.finish_run((value, seconds, record, self._sharded))
         except TypeError as error:
-            error.add_note(f"rank {endpoint.rank} was telling the others the metrics that loss_fn returned")
+            error.add_note(f"rank {endpoint.rank} was sending the metrics that loss_fn returned to the other ranks")
             raise
         for _, _, _, sharded in gathered:
             self.engine.gather({stage: GatheredWeights(*each) for stage, *each in sharded})
@@ -155,52 +163,51 @@ class ProcessContext(Context):
             _join_records(recorder, endpoint.rank, [text for _, _, text, _ in gathered], run.slices)
         run.hooks.complete(run)
         if trains and not endpoint.rank:
-            for finding in self.processes.stragglers.note([float(theirs) for _, theirs, _, _ in gathered]):
+            for finding in self.processes.stragglers.record([float(busy) for _, busy, _, _ in gathered]):
                 logger.warning(finding)
-        return [theirs for theirs, *_ in gathered]
+        return [remote_value for remote_value, *_ in gathered]
 
     def begin_to_generate(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        is_first, peers = self.endpoint.rank == self.first, self.position.ranks_of_replica
+        is_first, peers = self.endpoint.rank == self.first, self.position.replica_ranks
         tensors = {name: value for name, value in settings.items() if value is None or tensors_in(value)}
-        others = {name: _in_words(value) for name, value in settings.items() if name not in tensors}
+        others = {name: _shown(value) for name, value in settings.items() if name not in tensors}
         same = {CALLED: Request.GENERATE, **{f"{name}=": text for name, text in others.items()}}
-        follow_first(self.endpoint, self.position, self.first, same)
+        broadcast_header(self.endpoint, self.position, self.first, same)
         label = Label(Control.PROMPTS, 0, gradient=False)
-        given = (tensors, torch.get_rng_state()) if is_first else None
-        tensors, state = self.endpoint.spread(self.first, peers, label, given)
+        prompts = (tensors, torch.get_rng_state()) if is_first else None
+        tensors, state = self.endpoint.broadcast(self.first, peers, label, prompts)
         torch.set_rng_state(state)
         others_of_replica = {*peers} - {self.endpoint.rank}
-        self.endpoint.expect({}, others_of_replica, lambda _, seen: f"in generate, in round {seen.at}")
+        self.endpoint.expect({}, others_of_replica, lambda _, status: f"in generate, in round {status.at}")
         return {**{name: settings[name] for name in others}, **tensors}
 
     def end_generation(self) -> None:
         self.endpoint.reach(-1)
-        self.processes.end(None)
+        self.processes.finish_run(None)
 
     def name(self, rank: int) -> str:
         return f"rank {self.endpoint.rank}"
 
     def new_progress(self) -> LayerProgress:
-        return LayerProgress(_Watched(self.endpoint.status))
+        return LayerProgress(_PublishedLayers(self.endpoint.status))
 
     @contextmanager
     def running(self, table: CompiledTable, aliases: WeightAliases) -> Iterator[None]:
-        """Around the actions of this process: expects its messages, and meets the replicas where they run in step."""
-        (due, senders), row = table.inbound[self.position.row], table.program.table[self.position.row]
-        sees = partial(describe_peer, self.engine, table.program)
-        self.endpoint.expect(due, set(map(self.position.rank_of, senders)), sees)
-        self.aliases, self._tied = aliases, False
-        self._aside = self._set_gradients_aside(row)
-        self._beside: dict[Action, Exchange[None]] = {}
+        (due, senders), row = table.inbound[self.position.pp_rank], table.program.table[self.position.pp_rank]
+        describe = partial(describe_peer, self.engine, table.program)
+        self.endpoint.expect(due, set(map(self.position.rank_of, senders)), describe)
+        self.aliases, self._ties_are_summed = aliases, False
+        self._earlier_gradients = self._remove_gradients(row)
+        self._exchanges: dict[Action, Exchange[None]] = {}
         self._shards = Shards(self.endpoint, self.position, {})
         well = False
         try:
-            with self._meet_replicas(table.program):
+            with self._prepare_replicas(table.program):
                 yield
             well = True
         finally:
             self._shards.end(well=well)
-            del self.aliases, self._aside, self._beside, self._shards
+            del self.aliases, self._earlier_gradients, self._exchanges, self._shards
         self.endpoint.reach(-1)
 
     def reach(self, at: int) -> None:
@@ -213,36 +220,39 @@ class ProcessContext(Context):
         return self.endpoint.receive(self.position.rank_of(sender), label)
 
     def cancel(self) -> None:
-        """Nothing to wake: this process has one rank, and the others learn of it by `Endpoint.fail`."""
+        """Does nothing: this process has one rank, and `Endpoint.fail` informs the other processes."""
 
     def begin(self, action: Action) -> None:
-        """Begins an UNSHARD or REDUCE, which goes on beside what this rank does next."""
-        if not (self.runs_every_backward or self._shards.goes_beyond):  # else others have messages meanwhile
-            self._begin(action)
+        """Starts an UNSHARD or REDUCE that overlaps the next actions of this rank.
+
+        If other messages are exchanged with the replicas meanwhile, `close` starts it instead.
+        """
+        if not (self.runs_every_backward or self._shards.uses_torch):
+            self._start(action)
 
     def close(self, action: Action) -> None:
-        """Adds up gradients of shared weights, or ends an exchange with the replicas, or frees what one gathered."""
+        """Completes an UNSHARD or REDUCE, or performs a RESHARD or TIE."""
         if action.kind is Kind.RESHARD:
             self._shards.free(action.stage)
         elif action.kind is not Kind.TIE:
-            if action not in self._beside:
-                self._begin(action)
-            self.endpoint.end_beside(self._beside.pop(action))
-        elif not self._tied:  # all stages of this process, which have run their backwards, at once
+            if action not in self._exchanges:
+                self._start(action)
+            self.endpoint.wait_async(self._exchanges.pop(action))
+        elif not self._ties_are_summed:  # the first TIE sums the gradients of all stages of this process
             add_over_stages(self.endpoint, self.position, self.engine.placement, self.engine.stage_of, self.aliases)
-            self._tied = True
+            self._ties_are_summed = True
 
-    def _begin(self, action: Action) -> None:
-        begun = self._reduce if action.kind is Kind.REDUCE else self._shards.gather
-        self._beside[action] = begun(action.stage)
-        self.endpoint.begin_beside(self._beside[action])
+    def _start(self, action: Action) -> None:
+        exchange = self._reduce if action.kind is Kind.REDUCE else self._shards.gather
+        self._exchanges[action] = exchange(action.stage)
+        self.endpoint.start_async(self._exchanges[action])
 
     def _reduce(self, stage: int) -> Exchange[None]:
-        aside = self._aside[stage]
-        yield from add_over_replicas(self.endpoint, self.position, stage, [parameter for parameter, _ in aside])
-        for parameter, before in aside:
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        earlier = self._earlier_gradients[stage]
+        yield from add_over_replicas(self.endpoint, self.position, stage, [parameter for parameter, _ in earlier])
+        for parameter, gradient in earlier:
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         yield from self._shards.reduce(stage)
 
     def keep_exchanges(self, micro_batches: int) -> None:
@@ -253,82 +263,88 @@ class ProcessContext(Context):
         if self._sync is not None:
             self._sync.replay(action)
 
-    def _meet_replicas(self, program: Program) -> AbstractContextManager[object]:
-        """Prepares what replicas do together while they run: layers of `fully_shard`, and BatchNorm if asked."""
+    def _prepare_replicas(self, program: Program) -> AbstractContextManager[object]:
+        """Prepares communication between replicas in a run, of `fully_shard` and of synchronized BatchNorm."""
         layers = [layer for stage in self.engine.local for layer in stage.layers]
-        own = self.engine.local if any_sharded(self.engine.modules) else ()
-        spread = {stage.index: [*filter(is_sharded, stage.modules)] for stage in own}
+        stages = self.engine.local if any_sharded(self.engine.modules) else ()
+        sharded = {stage.index: [*filter(is_sharded, stage.modules)] for stage in stages}
         norms = find_norms(layers) if self.runs_every_backward else []
-        reasons = [SPREAD] * any(spread.values()) + [LOCKSTEP] * any(norm.training for norm in norms)
-        if reasons:
+        synchronizes, gathers = any(norm.training for norm in norms), any(sharded.values())
+        if synchronizes or gathers:
             counts = self.of_replicas(Control.MICRO_BATCHES, program.micro_batches)
             if len(set(counts)) > 1:
+                feature = "Layers under fully_shard need" if gathers else "batch_norm='synchronized' needs"
                 raise ValueError(
-                    f"{' and '.join(reasons)}, but the replicas have {counts} of them; give each replica at least M "
-                    f"rows in every step, and leave out a last mini-batch that is smaller (drop_last=True)"
+                    f"{feature} the same number of micro-batches in all replicas, but they have {counts}. Pass at "
+                    f"least M rows to each replica in every step, for example by drop_last=True. [replicas-uneven]"
                 )
-        if any(spread.values()) and any(reduces_itself(parameter) for parameter in self.aliases.sources.values()):
-            raise ValueError(
-                "a weight that several layers share is under fully_shard, which puts another in its place while a "
-                "layer runs; leave layers that share weights as they are"
-            )
-        if any(spread.values()):
-            trains = any(action.kind in BACKWARDS for action in program.table[self.position.row])
-            self._shards = Shards(self.endpoint, self.position, spread, trains=trains)
-        if LOCKSTEP not in reasons:
+        row = program.table[self.position.pp_rank]
+        if gathers:
+            if any(is_sharded_over_replicas(parameter) for parameter in self.aliases.sources.values()):
+                raise ValueError(
+                    "A weight that several layers share is under fully_shard, which replaces it while a layer runs. "
+                    "Do not apply fully_shard to layers that share weights. [shared-weight-sharded]"
+                )
+            trains = any(action.kind in BACKWARDS for action in row)
+            self._shards = Shards(self.endpoint, self.position, sharded, trains=trains)
+        if not synchronizes:
             return nullcontext()
-        self._sync = self._sync or Synced(self.position, program.micro_batches)
-        row = program.table[self.position.row]
-        return self._sync.in_place(self.endpoint, norms, lambda: row[self.endpoint.at])
+        self._sync = self._sync or SyncBatchNormRun(self.position, program.micro_batches)
+        return self._sync.installed(self.endpoint, norms, lambda: row[self.endpoint.at])
 
-    def _find_sharded(self) -> dict[int, GatheredWeights]:
-        """What is spread over the replicas of the weights of the stages of this process, where anything is."""
-        found = {}
+    def _find_sharded_weights(self) -> dict[int, GatheredWeights]:
+        """Returns the size of the weights that are sharded over the replicas, for each stage that has some."""
+        gathered = {}
         for stage in self.engine.local:
-            own = [m for m in stage.modules if is_sharded(m) and goes_over_replicas(m, self.position)]
-            sizes = {p: p.nbytes for module in own for p in module.parameters() if reduces_itself(p)}
-            if sizes:
+            modules = [m for m in stage.modules if is_sharded(m) and shards_over_replicas(m, self.position)]
+            sharded = {p: p.nbytes for m in modules for p in m.parameters() if is_sharded_over_replicas(p)}
+            if sharded:
                 every = {p: p.nbytes for layer in stage.layers for p in layer.module.parameters() if not is_lazy(p)}
-                found[stage.index] = GatheredWeights(sum(sizes.values()), sum(sizes.values()) / sum(every.values()))
-        return found
+                size = sum(sharded.values())
+                gathered[stage.index] = GatheredWeights(size, size / sum(every.values()))
+        return gathered
 
-    def _set_gradients_aside(self, row: Sequence[Action]) -> dict[int, list[tuple[Tensor, Tensor | None]]]:
-        """Sets aside what gradients there are, by the first stage of this process that uses each weight."""
+    def _remove_gradients(self, row: Sequence[Action]) -> dict[int, list[tuple[Tensor, Tensor | None]]]:
+        """Removes the gradients of earlier steps, which a REDUCE must not sum, and returns them by stage.
+
+        A weight that several stages use is listed for the first stage of this process that uses it.
+        """
         reduced = {action.stage for action in row if action.kind is Kind.REDUCE}
         seen = {id(leaf) for leaves in self.aliases.leaves.values() for leaf in leaves.values()}
-        aside: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
+        removed: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
         for stage in self.engine.local:
             layers = {layer.index for layer in stage.layers}
-            found: list[Tensor] = [p for layer in stage.layers for p in layer.module.parameters()]
-            found += [  # in their places are the aliases
-                source for at, source in self.aliases.sources.items() if layers & self.aliases.leaves[at].keys()
+            parameters: list[Tensor] = [p for layer in stage.layers for p in layer.module.parameters()]
+            parameters += [  # layers have aliases in place of shared weights
+                source for index, source in self.aliases.sources.items() if layers & self.aliases.leaves[index].keys()
             ]
-            own = {id(p): p for p in found if id(p) not in seen and not reduces_itself(p)}
-            seen |= own.keys()
+            new = {id(p): p for p in parameters if id(p) not in seen and not is_sharded_over_replicas(p)}
+            seen |= new.keys()
             if stage.index in reduced:
-                aside[stage.index] = [(parameter, parameter.grad) for parameter in own.values()]
-                for parameter in own.values():
+                removed[stage.index] = [(parameter, parameter.grad) for parameter in new.values()]
+                for parameter in new.values():
                     parameter.grad = None
-        return aside
+        return removed
 
 
-def _in_words(value: object) -> str:
+def _shown(value: object) -> str:
+    """Returns the repr of a value, or only its type if the repr contains an address, which differs by process."""
     return type(value).__name__ if " at 0x" in (text := repr(value)) else text
 
 
-def describe_peer(engine: PipelineStages, program: Program, peer: int, seen: Status) -> str:
-    """In words, where another process of this host was last seen."""
+def describe_peer(engine: PipelineStages, program: Program, peer: int, status: Status) -> str:
+    """Returns a description of the action and layer of another process, for messages."""
     rank = peer % program.ranks
     row = program.table[rank]
-    if not 0 <= seen.at < len(row):
-        return "in a row of its own"
-    layers = engine.all[row[seen.at].stage].layers
-    layer = layer_at(layers, seen.layers - 1) or f"one of {', '.join(map(str, layers))}"
-    return in_words(program, rank, seen.at, layer, f"rank {peer}")
+    if not 0 <= status.at < len(row):
+        return "in a different program"
+    layers = engine.all[row[status.at].stage].layers
+    layer = layer_at(layers, status.layers - 1) or f"one of {', '.join(map(str, layers))}"
+    return in_words(program, rank, status.at, layer, f"rank {peer}")
 
 
-class _Watched(list[int]):
-    """Sequence numbers of the layers begun, whose count the other processes can see."""
+class _PublishedLayers(list[int]):
+    """Sequence numbers of the layers that have begun. Other processes can read their count in the status."""
 
     def __init__(self, status: Status) -> None:
         self._status = status
@@ -338,20 +354,16 @@ class _Watched(list[int]):
         self._status.layers = len(self)
 
 
-# Timelines of all processes, put together: each sends what it recorded of a run.
-
-
-def _recorded(recorder: Recorder, run: Run, endpoint: Endpoint) -> str:
+def _record_as_json(recorder: Recorder, run: Run, endpoint: Endpoint) -> str:
     assert recorder.ended is not None
     timeline, program = recorder.ended.timeline, run.compiled.program
     spans = [(str(span.action), span.start, span.end) for span in timeline.spans]
-    traffic = Traffic(tuple(map(str, program.routes)), program.micro_batches, tuple(endpoint.noted or ()))
-    moved = traffic.moved(-recorder.began)
-    return json.dumps([host_name(), recorder.began, timeline.seconds, spans, moved])
+    traffic = Traffic(tuple(map(str, program.routes)), program.micro_batches, tuple(endpoint.crossings or ()))
+    return json.dumps([host_name(), recorder.began, timeline.seconds, spans, traffic.moved(-recorder.began)])
 
 
 def _join_records(recorder: Recorder, rank: int, texts: Sequence[str | None], slices: int) -> None:
-    """Makes one timeline of those of all processes, if all of them record."""
+    """Joins the timelines of all processes into one, if all of them record."""
     records = []
     for remote, text in enumerate(texts):
         if text is not None:
@@ -363,6 +375,7 @@ def _join_records(recorder: Recorder, rank: int, texts: Sequence[str | None], sl
         return
     recorder.ended = None
     logger.warning(
-        "this step is not in the recording, since rank %s does not record: gpipe.record(pipe) in every process",
+        "The recording does not include this step, because these ranks do not record: %s. Call gpipe.record(pipe) in "
+        "every process. [recording-incomplete]",
         ", ".join(str(remote) for remote, text in enumerate(texts) if text is None),
     )

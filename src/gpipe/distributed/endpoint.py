@@ -1,15 +1,18 @@
-"""One process among those of a pipe: sends and receives messages, and learns when another fails.
+"""Sends and receives messages for one process of a pipe, and detects failures of the other processes.
 
-Note "Room". Only a few messages can be under way to a process that takes none, so whoever waits, for a message or for
-room, meanwhile takes all that its rank's actions have received by now. In the order in which the transfers were
-placed each SEND is followed by its RECEIVE; of what is not done, the first in that order can therefore always go on.
-And nothing is taken that is not due yet: what waits here does not grow with M.
+Room:
+    Only a few messages can be in flight to a process that receives none. A process that waits, for a message or for
+    room, therefore receives all messages that are due at its current action. This cannot deadlock: in the order in
+    which transfers were placed, each SEND is followed by its RECEIVE, so the first unfinished transfer can always
+    proceed. Messages that are not due yet stay in the connection, so memory does not grow with M.
 
-Note "Runs". All processes count their runs alike, and a message says of which run it is: what a failed run has left
-on its way is thrown away by the next.
+Runs:
+    All processes number their runs (steps, calls and backward passes) in the same way, and each message has the
+    number of its run. The next run drops the messages of a failed run.
 
-Note "Parting". A run ends when all have sent rank 0 a value at its end, and rank 0 those of all to all others. Who
-has these may leave at once, while others wait for them: for these it is no failure that somebody is gone.
+End of a run:
+    Each process sends a value to rank 0, and rank 0 sends all values to each process. A process that has them may
+    end at once. To the others, which still wait for the values, its end is not a failure.
 """
 
 import logging
@@ -25,45 +28,51 @@ from weakref import WeakSet
 
 import torch
 
-from gpipe.distributed.codec import Damaged, Gone, damaged, encode, payload_of
+from gpipe.distributed.codec import CorruptMessage, PeerClosed, corrupt_message_error, encode, payload_of
 from gpipe.distributed.connection import Connection
 from gpipe.distributed.failures import (
     LONG_WAIT_SECONDS,
     FailureDetector,
-    Memory,
-    Questions,
     Report,
     Status,
-    in_no_step,
+    StatusMemory,
+    StatusQuery,
+    outside_any_step,
 )
-from gpipe.distributed.nccl import Coming, NcclGroups
+from gpipe.distributed.nccl import NcclGroups, PendingMessage
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Control, Label, Message, ReadyEvent
 from gpipe.stages.traffic import Crossed
 from gpipe.stages.tree import Tree
 
 LONGEST_POLL = 2**31 - 1  # ms
-ANSWER_SECONDS = 1.0  # that processes of other hosts have to say what they are at
+ANSWER_SECONDS = 1.0  # for processes on other hosts to answer a status query
 
 logger = logging.getLogger("gpipe")
 
 T = TypeVar("T")
 
 
-class Awaited(NamedTuple):
-    """What an exchange waits for: a peer, a message of it that was not there (`reading`), or room for such bytes."""
+class WaitCondition(NamedTuple):
+    """The condition under which an exchange can continue.
+
+    Attributes:
+        peer: The peer that it waits for.
+        reading: Whether it waits for a message, and found the peer's stream empty.
+        room: The number of bytes that it waits to send, if it waits for room.
+    """
 
     peer: int
     reading: bool = False
     room: int | None = None
 
 
-Exchange: TypeAlias = Generator[Awaited, None, T]
-"""Sends and receives, and says whenever it can do nothing what it waits for."""
+Exchange: TypeAlias = Generator[WaitCondition, None, T]
+"""A coroutine that sends and receives messages. It yields a condition whenever it cannot continue."""
 
 
 class Poll:
-    """Sleeps until something comes by any control channel, or by the streams of those that are watched."""
+    """Waits for data on any control channel, or on the streams of watched peers."""
 
     def __init__(self, connections: Mapping[int, Connection]) -> None:
         self._connections = connections
@@ -74,24 +83,39 @@ class Poll:
             self._poll.register(connection.control.socket, select.POLLIN)
             self._poll.register(connection, 0)
 
-    def watch(self, wanted: Mapping[int, int]) -> None:
+    def watch(self, events_of: Mapping[int, int]) -> None:
+        """Watches the streams of these peers for these events, and no others."""
         for peer, events in self._watched.items():
-            if events != wanted.get(peer, 0):
-                self._watched[peer] = wanted.get(peer, 0)
+            if events != events_of.get(peer, 0):
+                self._watched[peer] = events_of.get(peer, 0)
                 self._poll.modify(self._connections[peer], self._watched[peer])
 
     def ignore(self, peer: int) -> None:
+        """Stops watching the control channel of a peer that has closed it."""
         with suppress(KeyError):  # it is ignored already
             self._poll.unregister(self._connections[peer].control.socket)
 
     def sleep(self, seconds: float) -> bool | None:
-        """Sleeps until something comes; whether by a control channel; None if nothing came in so many seconds."""
-        happened = self._poll.poll(min(max(seconds, 0.0) * 1000, LONGEST_POLL))
-        return not self._streams.issuperset(handle for handle, _ in happened) if happened else None
+        """Waits for data. Returns whether a control channel has some, or None after `seconds` without any."""
+        ready = self._poll.poll(min(max(seconds, 0.0) * 1000, LONGEST_POLL))
+        return not self._streams.issuperset(handle for handle, _ in ready) if ready else None
 
 
 class Endpoint:
-    """The connections of one process; what waits raises a RemoteError once another process has failed or is gone."""
+    """The connections of one process to all other processes of its pipe.
+
+    Methods that wait raise a RemoteError when another process fails or ends.
+
+    Attributes:
+        rank: The rank of this process within the pipe.
+        connections: The connection to each peer, ordered by rank.
+        due: For each message, the index of the action of this rank that receives it.
+        at: The index of the current action of this rank.
+        waited: Seconds spent waiting, in total.
+        crossings: The messages sent and received in this run, or None if they are not recorded.
+        status: The status that other processes can read.
+        detector: Detects failures of other processes.
+    """
 
     def __init__(
         self,
@@ -99,147 +123,168 @@ class Endpoint:
         connections: Mapping[int, Connection],
         limit: float,
         status: Status,
-        shared: Mapping[int, Memory],
+        shared: Mapping[int, StatusMemory],
         groups: NcclGroups | None = None,
-        questions: Questions | None = None,
+        query: StatusQuery | None = None,
     ) -> None:
         self.rank = rank
-        self.connections = dict(connections)  # in the order of their ranks
-        self.due: Mapping[Label, int] = {}  # at which of its actions each message is received
-        self.at = 0  # how many of them are done
-        self.waited = 0.0  # seconds, in all
-        self.noted: list[Crossed] | None = None  # what crossed in this run, if anybody wants to know
+        self.connections = dict(connections)
+        self.due: Mapping[Label, int] = {}
+        self.at = 0
+        self.waited = 0.0
+        self.crossings: list[Crossed] | None = None
         self.status = status
-        self._groups, self._questions = groups, questions or Questions({}, status)
-        self._parting = False
+        self._groups, self._query = groups, query or StatusQuery({}, status)
+        self._run_is_ending = False
         self._warns_at = math.inf
-        self._early: dict[tuple[int, Label], tuple[Message | Coming, ReadyEvent]] = {}
-        self._beside = deque[Exchange[None]]()
+        self._early: dict[tuple[int, Label], tuple[Message | PendingMessage, ReadyEvent]] = {}
+        self._async = deque[Exchange[None]]()
         self._sources: Collection[int] = ()
         self._poll = Poll(self.connections)
-        self.detector = FailureDetector(self.connections, shared, limit, self._questions)
+        self.detector = FailureDetector(self.connections, shared, limit, self._query)
         _endpoints.add(self)
 
     @contextmanager
-    def in_run(self, *, notes: bool) -> Iterator["Endpoint"]:
-        """Around what all processes do together: whoever fails inside has all fail. `notes` what crosses."""
+    def in_run(self, *, records: bool) -> Iterator["Endpoint"]:
+        """Surrounds a run of all processes: an exception inside is reported to all of them.
+
+        Args:
+            records: Whether to record the messages of the run in `crossings`.
+        """
         try:
             self.begin()
-            self.noted = [] if notes else None
+            self.crossings = [] if records else None
             yield self
         except BaseException as error:
             self.fail(error)
             raise
 
     def begin(self) -> None:
+        """Begins the next run, and raises failures that were reported since the last one."""
         self.detector.run += 1
-        self._parting = False
+        self._run_is_ending = False
         self._early.clear()
-        self._beside.clear()
-        self.expect({}, (), in_no_step)
+        self._async.clear()
+        self.expect({}, (), outside_any_step)
         self._check(self.connections)
 
-    def expect(self, due: Mapping[Label, int], sources: Collection[int], sees: Callable[[int, Status], str]) -> None:
-        """Begins the actions of a rank, by which messages are due from these sources."""
-        self.due, self._sources, self.detector.sees = due, sources, sees
+    def expect(
+        self, due: Mapping[Label, int], sources: Collection[int], describe: Callable[[int, Status], str]
+    ) -> None:
+        """Begins the actions of this rank.
+
+        Args:
+            due: For each message, the index of the action that receives it.
+            sources: The peers that send these messages.
+            describe: Returns a description of the current action of a peer, for messages.
+        """
+        self.due, self._sources, self.detector.describe = due, sources, describe
         self.reach(0)
 
     def reach(self, at: int) -> None:
-        """Notes how many actions are done, for this process and for those who watch it."""
+        """Records that this rank begins the action with this index, and advances asynchronous exchanges."""
         self.at = at
         self.status.reach(self.detector.run, at)
-        self._go_on()
+        self._advance_async()
 
-    def begin_beside(self, exchange: Exchange[None]) -> None:
-        """Begins an exchange that goes on whenever this process waits, or comes to its next action.
+    def start_async(self, exchange: Exchange[None]) -> None:
+        """Starts an exchange that advances whenever this process waits, or begins its next action.
 
-        It has a stream of messages to itself: with its peers nothing else is exchanged meanwhile.
+        Until it is done, this process must not exchange other messages with the same peers.
         """
-        self._beside.append(exchange)
-        self._go_on()
+        self._async.append(exchange)
+        self._advance_async()
 
-    def end_beside(self, exchange: Exchange[None]) -> None:
-        """Waits until what was begun beside is done, and what was begun before it."""
+    def wait_async(self, exchange: Exchange[None]) -> None:
+        """Waits until an asynchronous exchange, and all that were started before it, are done."""
         self._warns_at = time.monotonic() + LONG_WAIT_SECONDS
-        while (awaited := self._go_on()) and exchange in self._beside:
-            self._wait(awaited)
+        while (condition := self._advance_async()) and exchange in self._async:
+            self._wait(condition)
 
     @torch.no_grad()
-    def _go_on(self) -> Awaited | None:
-        """Does what can be done of what goes on beside; what that waits for then, None if nothing is left of it."""
-        while self._beside:
+    def _advance_async(self) -> WaitCondition | None:
+        """Advances the asynchronous exchanges. Returns the condition that the first one waits for, if any is left."""
+        while self._async:
             try:
-                return next(self._beside[0])
+                return next(self._async[0])
             except StopIteration:
-                self._beside.popleft()
+                self._async.popleft()
         return None
 
-    def _do(self, exchange: Exchange[T]) -> T:
+    def _complete(self, exchange: Exchange[T]) -> T:
         self._warns_at = time.monotonic() + LONG_WAIT_SECONDS
         try:
             while True:
-                self._wait(next(exchange), self._go_on())
+                self._wait(next(exchange), self._advance_async())
         except StopIteration as ended:
-            found: T = ended.value
-            return found
+            result: T = ended.value
+            return result
 
     def send(self, peer: int, label: Label, message: Message) -> None:
-        self._do(self.sending(peer, label, message))
+        """Sends a message. Waits until there is room for it."""
+        self._complete(self.sending(peer, label, message))
 
     def sending(self, peer: int, label: Label, message: Message) -> Exchange[None]:
-        asked, connection, groups = time.perf_counter(), self.connections[peer], self._groups
+        """Returns the exchange of `send`."""
+        called, connection, groups = time.perf_counter(), self.connections[peer], self._groups
         packed, following = (message, []) if groups is None else groups.pack(peer, message)
         encoded = encode(packed)
         try:
             while not connection.has_room(encoded.size):
                 connection.want_room()
-                yield Awaited(peer, room=encoded.size)
+                yield WaitCondition(peer, room=encoded.size)
             with groups.all_or_nothing() if groups and following else nullcontext():
                 begun = time.perf_counter()
-                left = connection.put(self.detector.run, label, encoded, begun)
+                is_sent = connection.put(self.detector.run, label, encoded, begun)
                 if groups and following:
                     groups.follow(peer, following)
-            while not left:
-                yield Awaited(peer, room=0)
-                left = connection.flush()
-        except Gone as gone:
-            self.detector.raise_lost(peer, gone)
-        if self.noted is not None:
-            self.noted.append(Crossed(True, peer, label, payload_of(message), asked, begun, time.perf_counter()))
+            while not is_sent:
+                yield WaitCondition(peer, room=0)
+                is_sent = connection.flush()
+        except PeerClosed as closed:
+            self.detector.raise_lost(peer, closed)
+        if self.crossings is not None:
+            ended = time.perf_counter()
+            self.crossings.append(Crossed(True, peer, label, payload_of(message), called, begun, ended))
 
     def send_value(self, peer: int, label: Label, value: Tree) -> None:
-        """Puts a value on its way that belongs to no graph."""
+        """Sends a value that needs no gradients."""
         self.send(peer, label, BoundaryValue(value, []))
 
     def receive(self, peer: int, label: Label) -> tuple[Message, ReadyEvent]:
-        return self._do(self.receiving(peer, label))
+        """Waits for a message, and returns it with the time at which the peer sent it."""
+        return self._complete(self.receiving(peer, label))
 
     def receiving(self, peer: int, label: Label) -> Exchange[tuple[Message, ReadyEvent]]:
-        asked = time.perf_counter()
+        """Returns the exchange of `receive`."""
+        called = time.perf_counter()
         try:
             while (peer, label) not in self._early:
                 if not (taken := self._take(peer, label)):
-                    yield Awaited(peer, reading=taken is None)
-            message, mark = self._early.pop((peer, label))
-            if isinstance(message, Coming):
+                    yield WaitCondition(peer, reading=taken is None)
+            message, sent = self._early.pop((peer, label))
+            if isinstance(message, PendingMessage):
                 message = message.finish()
-        except Gone as gone:
-            self.detector.raise_lost(peer, gone)
-        if self.noted is not None:
-            self.noted.append(Crossed(False, peer, label, payload_of(message), asked, asked, time.perf_counter()))
-        return message, mark
+        except PeerClosed as closed:
+            self.detector.raise_lost(peer, closed)
+        if self.crossings is not None:
+            ended = time.perf_counter()
+            self.crossings.append(Crossed(False, peer, label, payload_of(message), called, called, ended))
+        return message, sent
 
     def receive_value(self, peer: int, label: Label) -> Any:
-        return self._do(self.receiving_value(peer, label))
+        """Waits for a value."""
+        return self._complete(self.receiving_value(peer, label))
 
     def receiving_value(self, peer: int, label: Label) -> Exchange[Any]:
+        """Returns the exchange of `receive_value`."""
         message, _ = yield from self.receiving(peer, label)
         if not isinstance(message, BoundaryValue):
-            raise damaged(peer, "gradients in place of a value")
+            raise corrupt_message_error(peer, "gradients instead of a value")
         return message.value
 
-    def spread(self, source: int, peers: Iterable[int], label: Label, value: Tree = None) -> Any:
-        """Gives all these processes the value that one of them, the source, has."""
+    def broadcast(self, source: int, peers: Iterable[int], label: Label, value: Tree = None) -> Any:
+        """Sends the value of the source to all peers, and returns it. All of them must call it."""
         if self.rank != source:
             return self.receive_value(source, label)
         for peer in peers:
@@ -247,52 +292,57 @@ class Endpoint:
                 self.send_value(peer, label, value)
         return value
 
-    def swap(self, label: Label, values: Mapping[int, Tree]) -> list[Any]:
-        return self._do(self.swapping(label, values))
+    def all_to_all(self, label: Label, values: Mapping[int, Tree]) -> list[Any]:
+        """Sends a value to each of several ranks and returns their values, in the same order. All must call it."""
+        return self._complete(self.exchanging(label, values))
 
-    def swapping(self, label: Label, values: Mapping[int, Tree]) -> Exchange[list[Any]]:
-        """Sends each process a value, and gathers what they send, in their order; this process gets its own."""
+    def exchanging(self, label: Label, values: Mapping[int, Tree]) -> Exchange[list[Any]]:
+        """Returns the exchange of `all_to_all`."""
         for peer, value in values.items():
             if peer != self.rank:
                 yield from self.sending(peer, label, BoundaryValue(value, []))
-        found = dict(values)
+        received = dict(values)
         for peer in values:
             if peer != self.rank:
-                found[peer] = yield from self.receiving_value(peer, label)
-        return list(found.values())
+                received[peer] = yield from self.receiving_value(peer, label)
+        return list(received.values())
 
     def _take(self, peer: int, wanted: Label | None = None) -> bool | None:
-        """Takes the next message of a peer if it is wanted or due by now; whether it did, None if there is none."""
+        """Receives the next message of a peer if it is wanted or due. Returns whether it did, None without a message.
+
+        Messages of a failed run are dropped.
+        """
         connection, groups = self.connections[peer], self._groups
         try:
-            head = connection.head()  # of those that are thrown away, too: new slots come with them
+            head = connection.head()  # also for messages to drop: they may bring new slots
             if head is None:
                 return None
             is_stale = head.run < self.detector.run
-            if head.run > self.detector.run:  # the peer has failed, and gone on; its report will come
+            if head.run > self.detector.run:  # the peer failed in this run; its report arrives soon
                 return False
             if not is_stale and head.label != wanted and self.due.get(head.label, -1) > self.at:
                 return False
-            if groups is not None:  # what follows comes also for what is thrown away
+            if groups is not None:  # NCCL delivers the tensors of dropped messages too
                 with groups.all_or_nothing():
-                    message: Message | Coming = groups.expect(peer, connection.message(head))
+                    message: Message | PendingMessage = groups.expect(peer, connection.message(head))
                     connection.done(head)
             else:
                 message = [] if is_stale else connection.message(head)
                 connection.done(head)
-        except Damaged as error:
-            raise damaged(peer, error) from error
+        except CorruptMessage as error:
+            raise corrupt_message_error(peer, error) from error
         if not is_stale:
             self._early[peer, head.label] = (message, head.sent or None)
         return True
 
-    def _wait(self, awaited: Awaited, beside: Awaited | None = None) -> None:
-        """Waits until something happens that may help; takes what is due meanwhile (note "Room").
+    def _wait(self, condition: WaitCondition, async_condition: WaitCondition | None = None) -> None:
+        """Waits until a condition may hold, and receives due messages (see Room in the module docstring).
 
-        Who waits for a message has looked for it already, and found that peer's stream empty (`reading`) or not to be
-        read on; others wait until there is room for so many bytes. What goes on beside waits as well.
+        Args:
+            condition: The condition of the current exchange.
+            async_condition: The condition of the first asynchronous exchange, if there is one.
         """
-        peer, reading, room = awaited
+        peer, reading, room = condition
         writing = room is not None
         watched = {peer: self.connections[peer].events(reading=reading, writing=False)}
         for source in {*self._sources, peer} if writing else self._sources:
@@ -300,96 +350,104 @@ class Endpoint:
                 try:
                     while taken := self._take(source):
                         pass
-                except Gone:
+                except PeerClosed:
                     self.detector.raise_lost(source)
                 writes = writing and source == peer
                 watched[source] = self.connections[source].events(reading=taken is None, writing=writes)
-        for one in (awaited, beside) if beside else (awaited,):
-            if one.room is not None and self.connections[one.peer].has_room(one.room):
-                return  # came meanwhile, and is not announced again
-        if beside:
-            events = self.connections[beside.peer].events(reading=beside.reading, writing=beside.room is not None)
-            watched[beside.peer] = watched.get(beside.peer, 0) | events
+        for each in (condition, async_condition) if async_condition else (condition,):
+            if each.room is not None and self.connections[each.peer].has_room(each.room):
+                return  # room became free since the check, and would not be reported again
+        if async_condition:
+            other, reads, async_room = async_condition
+            events = self.connections[other].events(reading=reads, writing=async_room is not None)
+            watched[other] = watched.get(other, 0) | events
         self._poll.watch(watched)
         started = time.perf_counter()
         self.status.waits = True
         is_control = self._sleep(peer)
         if is_control is None:
-            self.detector.raise_timeout(peer)  # still seen to wait, by those who give up at the same time
+            self.detector.raise_timeout(peer)  # `waits` stays True, for ranks that time out at the same time
         self.status.waits = False
         self.waited += time.perf_counter() - started
         if is_control:
-            self._check(([peer] if writing else []) if self._parting else self.connections)
+            self._check(([peer] if writing else []) if self._run_is_ending else self.connections)
 
     def _sleep(self, peer: int) -> bool | None:
-        """Sleeps as `Poll` does, until the time is up; warns once of a wait that takes long.
+        """Waits as `Poll.sleep` does, up to the timeout of the process group. Warns once about a long wait.
 
-        Before it says something of others it asks them, a little earlier.
+        Shortly before the warning and before the timeout, it asks the other hosts for the status of their processes.
         """
         until, has_asked = time.monotonic() + self.detector.limit, False
         while True:
-            speaks_at = min(until, self._warns_at)
-            is_control = self._poll.sleep(speaks_at - (0.0 if has_asked else ANSWER_SECONDS) - time.monotonic())
+            reports_at = min(until, self._warns_at)
+            is_control = self._poll.sleep(reports_at - (0.0 if has_asked else ANSWER_SECONDS) - time.monotonic())
             now = time.monotonic()
             if is_control is not None or (has_asked and now >= until):
                 return is_control
             if not has_asked:
-                self._questions.ask()
+                self._query.ask()
                 has_asked = True
             elif now >= self._warns_at:
                 self._warns_at, has_asked = math.inf, False
                 where = "\n".join(self.detector.all_last_seen(self.detector.stuck(peer)))
-                logger.warning("rank %d has waited %g s for rank %d\n%s", self.rank, LONG_WAIT_SECONDS, peer, where)
+                logger.warning(
+                    "rank %d has waited %g s for rank %d.\n%s\n[long-wait]", self.rank, LONG_WAIT_SECONDS, peer, where
+                )
 
     def _check(self, needed: Collection[int]) -> None:
         for peer in self.detector.check(needed):
             self._poll.ignore(peer)
 
     def fail(self, error: BaseException) -> None:
+        """Reports an exception of this process to all others. Ends the NCCL groups if a process is lost."""
         report = Report.of(error, self.detector.run, self.rank)
         for connection in self.connections.values():
             connection.control.send(report.write())
         is_gone = any(connection.control.gone for connection in self.connections.values())
-        if self._groups is not None and (is_gone or not report.type_name):  # somebody is gone
+        if self._groups is not None and (is_gone or not report.type_name):
             self._groups.end()
 
-    def exchange(self, value: Tree) -> list[Any]:
-        """Sends a value to all processes, and gathers those of all, by rank: nobody has them before all have sent."""
+    def finish_run(self, value: Tree) -> list[Any]:
+        """Ends a run: gathers a value from each process, by rank, after all have reached the end of the run."""
         label = Label(Control.AGREEMENT, 0, gradient=False)
-        every: list[Any] = []
+        values: list[Any] = []
         if self.rank:
             self.send_value(0, label, value)
         else:
-            every = [value, *(self.receive_value(peer, label) for peer in self.connections)]
-        self._parting, self._sources = True, ()  # until the next run others may be gone with good reason
-        every = list(self.spread(0, self.connections, label, every))
+            values = [value, *(self.receive_value(peer, label) for peer in self.connections)]
+        self._run_is_ending, self._sources = True, ()  # a process that ends from here on has not failed
+        values = list(self.broadcast(0, self.connections, label, values))
         for peer, connection in () if self.rank else self.connections.items():
-            with suppress(Gone):  # who is gone by now has it
-                while not connection.flush():  # what was sent needs this process
-                    self._wait(Awaited(peer, reading=True))
+            with suppress(PeerClosed):  # it has received the values
+                while not connection.flush():  # unsent bytes would be lost if this process ended now
+                    self._wait(WaitCondition(peer, reading=True))
         if self._groups is not None:
             self._groups.settle()
-        return every
+        return values
 
-    def close(self, why: str = "") -> None:
-        """Ends all connections; the others see this process as gone, or are told why."""
+    def close(self, reason: str = "") -> None:
+        """Closes all connections. Sends the reason to the other processes, which report it if they need this one."""
         for connection in self.connections.values():
-            if why:
-                connection.control.send(Report(0, self.rank, "", why).write())
+            if reason:
+                connection.control.send(Report(0, self.rank, "", reason).write())
             connection.close()
-        self._questions.close()
+        self._query.close()
 
     def drop(self) -> None:
+        """Closes the descriptors of this process only: see `Connection.drop`."""
         for connection in self.connections.values():
             connection.drop()
-        self._questions.drop()
+        self._query.drop()
 
 
 _endpoints: "WeakSet[Endpoint]" = WeakSet()
 
 
 def _drop_all() -> None:
-    """In a forked process, say a DataLoader's, as long as it had connections nobody would see this process end."""
+    """Drops the connections in a forked process, such as a DataLoader worker.
+
+    While it held them, the other processes could not detect the end of the parent.
+    """
     for endpoint in _endpoints:
         endpoint.drop()
 

@@ -1,4 +1,4 @@
-"""Under torchrun: no process outlives the launcher that started it."""
+"""Ends workers of torchrun when torchrun itself is gone, even if it was killed."""
 
 import os
 import signal
@@ -9,20 +9,21 @@ from contextlib import suppress
 from pathlib import Path
 
 NAME = "gpipe-launcher"
-POLL_SECONDS = 0.5  # between two looks
-GRACE_SECONDS = 3.0  # between the two signals
-WORKER_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")  # which torchrun's workers and theirs have alone
+POLL_SECONDS = 0.5
+GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL
+WORKER_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")  # set in workers of torchrun and their children
 ADOPTERS = frozenset({"init", "systemd", "tini", "dumb-init", "docker-init", "catatonit", "runit", "s6-svscan"})
-"""Who becomes the parent of processes whose own is gone, by name."""
+"""Names of programs that adopt orphaned processes."""
 ANSWER_SECONDS = 2.0  # for the launcher's store to answer
 
 
 def end_with_launcher() -> None:
-    """Under torchrun, has this process end within four seconds after torchrun is gone, even if it was killed before.
+    """Starts a thread that ends this process at most four seconds after torchrun is gone. No-op without torchrun.
 
-    Else who starts again would have two runs write into one folder and share each GPU. It gets SIGTERM, so that a run
-    which catches that may save, and then SIGKILL. A thread looks who the launcher is: the kernel would tell too, but
-    on Linux alone, and already when the thread ends that started this process.
+    Otherwise a restarted job could share folders and GPUs with workers of the killed job. The process receives
+    SIGTERM, so that it can save a checkpoint, and then SIGKILL.
+
+    The thread polls, because PR_SET_PDEATHSIG exists only on Linux, and also fires when the parent's thread ends.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and all(thread.name != NAME for thread in threading.enumerate()):
         threading.Thread(target=_watch, args=[find_launcher()], name=NAME, daemon=True).start()
@@ -39,36 +40,37 @@ def _watch(launcher: int) -> None:
 
 
 def _exists(process: int) -> bool:
-    """Whether a process exists; this needs no file descriptor, of which there may be none."""
+    """Returns whether a process exists, without using a file descriptor, since none may be left."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # it belongs to a different user
         pass
     return True
 
 
 def find_launcher() -> int:
-    """The nearest process above this one that is no worker itself, as a script around this one is.
+    """Returns the nearest ancestor that is not itself a worker, such as a shell script around this process.
 
-    If the launcher is gone, it is whoever takes in what such processes leave.
+    If the launcher is gone, this is the process that adopted the orphans.
     """
-    own = {f"{name}={os.environ.get(name, '')}".encode() for name in WORKER_VARIABLES}
+    variables = {f"{name}={os.environ.get(name, '')}".encode() for name in WORKER_VARIABLES}
     above = os.getppid()
-    with suppress(OSError, ValueError, IndexError):  # not Linux, or not ours to see: then the parent it is
-        while above > 1 and own <= set(Path(f"/proc/{above}/environ").read_bytes().split(b"\0")):
+    with suppress(OSError, ValueError, IndexError):  # not Linux, or not readable: return the nearest known ancestor
+        while above > 1 and variables <= set(Path(f"/proc/{above}/environ").read_bytes().split(b"\0")):
             stat = Path(f"/proc/{above}/stat").read_text()
             above = int(stat.rpartition(")")[2].split()[1])
     return above
 
 
 def was_gone(launcher: int) -> bool:
-    """Whether the launcher was gone before anybody looked, as far as that can be told for sure.
+    """Returns whether the launcher had certainly ended before the thread started.
 
-    Then something else has taken this process in, and where the launcher of a single host kept its store nobody is.
+    This is certain if an init process has adopted this process, or if the store of a single-host launcher refuses
+    connections.
     """
-    with suppress(OSError):  # not Linux, or there is no descriptor left
+    with suppress(OSError):  # not Linux, or no file descriptor is left
         if Path(f"/proc/{launcher}/comm").read_text().strip() in ADOPTERS:
             return True
     known = os.environ

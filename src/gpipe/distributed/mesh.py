@@ -1,4 +1,4 @@
-"""The position of a process in the mesh: its row, its replica, and who else trains the same pipe."""
+"""The position of a process in the device mesh: its pipeline rank, its replica, and the other processes."""
 
 import os
 import socket
@@ -23,14 +23,23 @@ QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 @dataclass(frozen=True)
 class Position:
-    """Which row of the program this process runs, and for which replica.
+    """The position of a process in the mesh.
 
-    `members` are the ranks in the world of all processes of the pipe, by their numbers there (`rank_of`).
+    A pipe numbers its processes by replica, then by pipeline rank. This number is `rank`.
+
+    Attributes:
+        pp_rank: The rank in the pipeline: the row of the program that this process runs.
+        pp_size: The number of processes per replica.
+        replica: The index of the data-parallel replica.
+        replicas: The number of replicas.
+        members: The global rank of each process of the pipe, by `rank`.
+        device: The device of this process.
+        timeout: The timeout of the process group, in seconds.
     """
 
-    row: int
+    pp_rank: int
     replica: int
-    rows: int
+    pp_size: int
     replicas: int
     members: tuple[int, ...]
     device: torch.device
@@ -38,49 +47,53 @@ class Position:
 
     @property
     def rank(self) -> int:
-        """The number of this process among those of the pipe."""
-        return self.rank_of(self.row)
+        """The number of this process within the pipe."""
+        return self.rank_of(self.pp_rank)
 
-    def rank_of(self, row: int, replica: int | None = None) -> int:
-        """The number of the process that runs a row, for this replica if no other is given: replica by replica."""
-        return (self.replica if replica is None else replica) * self.rows + row
-
-    @property
-    def ranks_of_replica(self) -> range:
-        return range(self.rank_of(0), self.rank_of(0) + self.rows)
+    def rank_of(self, pp_rank: int, replica: int | None = None) -> int:
+        """Returns the number of a process within the pipe. The default replica is this process's own."""
+        return (self.replica if replica is None else replica) * self.pp_size + pp_rank
 
     @property
-    def ranks_of_row(self) -> list[int]:
-        """The processes that run what this one runs, one for each replica."""
-        return [self.rank_of(self.row, replica) for replica in range(self.replicas)]
+    def replica_ranks(self) -> range:
+        """The processes of this replica, including this one."""
+        return range(self.rank_of(0), self.rank_of(0) + self.pp_size)
+
+    @property
+    def dp_ranks(self) -> list[int]:
+        """The processes with the same stages as this one, one per replica, including this one."""
+        return [self.rank_of(self.pp_rank, replica) for replica in range(self.replicas)]
 
 
 def is_joined() -> bool:
-    """Whether this process is in a process group."""
+    """Returns whether torch.distributed is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 
 def world_size() -> int:
-    """How many processes are in the process group; 1 if there is none."""
+    """Returns the number of processes in the default process group, or 1 without torch.distributed."""
     return dist.get_world_size() if is_joined() else 1
 
 
 def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> tuple[Position | None, list[str]]:
-    """Reads the mesh, or makes one of the world; gives the position, and what is wrong.
+    """Returns the position of this process, or None and a list of mistakes.
 
-    `partitions` is what the user gave, `ranks` how many processes a replica needs for it; 0 if it cannot be.
+    Args:
+        mesh: The user's mesh, or None for one of all processes.
+        partitions: The argument of the user, for messages.
+        ranks: The number of processes per replica that `partitions` needs, or 0 if it is invalid.
     """
     if not is_joined():
         return None, [
-            "driver='process' needs torch.distributed: start with torchrun, and call "
-            "torch.distributed.init_process_group('gloo') (with GPUs 'cpu:gloo,cuda:nccl') first"
+            "driver='process' requires torch.distributed, which is not initialized. Start the script with torchrun, "
+            "and call torch.distributed.init_process_group('gloo') first (with GPUs: 'cpu:gloo,cuda:nccl')."
         ]
     if mesh is None:
         world = dist.get_world_size()
         if ranks < 1 or world % ranks:
             return None, [
-                f"partitions={partitions!r} over {world} processes: their number must be a multiple of K, one for "
-                f"each partition; start as many, or give mesh="
+                f"partitions={partitions!r} does not fit {world} processes: their number is not divisible by K, one "
+                f"process per partition. Start a multiple of K processes, or pass mesh=."
             ]
         table = torch.arange(world).reshape(world // ranks, ranks)
         kinds = [device.type for device in accelerators() if f"{device.type}:" in str(dist.get_backend_config())]
@@ -89,36 +102,41 @@ def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> 
         names = getattr(mesh, "mesh_dim_names", None) or ()
         if PIPELINE not in names:
             return None, [
-                f"mesh has the dimensions {tuple(names)}; name one {PIPELINE!r} for the partitions, and perhaps one "
-                f"{DATA!r} for replicas: init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'pp'))"
+                f"mesh= has the dimensions {tuple(names)}, but no {PIPELINE!r}. Name the dimension of the partitions "
+                f"{PIPELINE!r}, and the one of the replicas {DATA!r}: "
+                f"init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'pp'))."
             ]
         if dist.get_rank() not in mesh.mesh:
             return None, [
-                f"mesh has the ranks {mesh.mesh.flatten().tolist()}, and this process is rank {dist.get_rank()}; "
-                f"give a mesh of all processes"
+                f"mesh= has the ranks {mesh.mesh.flatten().tolist()}, but this process is rank {dist.get_rank()}. "
+                f"Pass a mesh of all processes that create the pipe."
             ]
         table, kind = _plane(mesh, names), mesh.device_type
         if ranks != table.shape[1]:
             return None, [
-                f"partitions={partitions!r}, but the mesh has {table.shape[1]} processes along {PIPELINE!r}; they "
-                f"must be as many"
+                f"partitions={partitions!r}, but mesh= has {table.shape[1]} processes along {PIPELINE!r}. Pass "
+                f"partitions={table.shape[1]}, or a mesh with one process per partition."
             ]
-    replica, row = (table == dist.get_rank()).nonzero()[0].tolist()
-    replicas, rows = table.shape
+    replica, pp_rank = (table == dist.get_rank()).nonzero()[0].tolist()
+    replicas, pp_size = table.shape
     device = torch.device("cpu")
     if kind != "cpu":
         if os.environ.get(QUEUES) == "1":
             return None, [
-                f"{QUEUES}=1 leaves a GPU one queue for all streams, in which a message that waits for its sender "
-                f"holds back what that sender waits for; leave it out, or give 16 or more"
+                f"{QUEUES}=1 gives a GPU a single hardware queue. A message that waits for its sender would block "
+                f"the work that the sender waits for. Unset {QUEUES}, or set it to 16 or more."
             ]
         at = os.environ.get("LOCAL_RANK", dist.get_rank() % torch.accelerator.device_count())
         device = torch.device(kind, int(at))
-    return Position(row, replica, rows, replicas, tuple(table.flatten().tolist()), device, timeout_of_world()), []
+    members = tuple(table.flatten().tolist())
+    return Position(pp_rank, replica, pp_size, replicas, members, device, timeout_of_world()), []
 
 
 def _plane(mesh: "DeviceMesh", names: Sequence[str]) -> torch.Tensor:
-    """The world's ranks, replicas by rows, that share this process's position in all other dimensions."""
+    """Returns the global ranks of the pipe of this process as [replicas, pp_size].
+
+    They have the coordinates of this process in all other dimensions of the mesh.
+    """
     table = mesh.mesh.cpu()
     own = (table == dist.get_rank()).nonzero()[0].tolist()
     plane = table[tuple(slice(None) if name in (PIPELINE, DATA) else at for name, at in zip(names, own, strict=True))]
@@ -128,13 +146,13 @@ def _plane(mesh: "DeviceMesh", names: Sequence[str]) -> torch.Tensor:
 
 
 def timeout_of_world() -> float:
-    """Seconds that the process group waits for others."""
+    """Returns the timeout of the default process group, in seconds."""
     assert dist.group.WORLD is not None
     return seconds_of_group(dist.group.WORLD)
 
 
 def host_name() -> str:
-    """What is the same for processes that share memory, a network and a clock."""
+    """Returns a string that is equal for processes that share memory, network namespace and clock."""
     parts = [socket.gethostname(), str(os.getuid())]
     with suppress(OSError):  # not Linux
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

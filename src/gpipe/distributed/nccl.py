@@ -1,20 +1,20 @@
-"""Tensors on GPUs go from process to process by NCCL, and not through the hosts' memory.
+"""Sends tensors on GPUs by NCCL, without a copy in host memory.
 
-The connection carries what a message is; its tensors follow over a process group. Both ends use a group in the order
-in which the connection brings the messages, so nothing else tells them which is which.
+The connection carries the description of a message, and its tensors follow over a process group. Both ends use a
+group in the order in which the connection delivers the messages. This order alone identifies the tensors.
 
-NCCL has one queue a group, in which a send waits for its receive. In a queue for several peers, or for both
-directions, they could wait for each other in a ring. So there are a few pairs of groups, one each direction, and in
-each pair a process has one peer: `matchings` says which.
+NCCL executes the operations of a group in one queue, in which a send waits for its receive. In a queue for several
+peers, or for both directions, operations could deadlock in a cycle. gpipe therefore creates a few pairs of groups,
+one group for each direction, so that a process has only one peer in each pair (see `matchings`).
 
-         rank 0 --A-- rank 1 --B-- rank 2 --A-- rank 3        A and B: a group down and a group up each
+         rank 0 --A-- rank 1 --B-- rank 2 --A-- rank 3        A and B: two groups each, one per direction
 
-What a failed run has left on its way is received by the next, and thrown away, so that both ends stay in step. Where
-they may not be, or if a process is gone, the groups end: what waits in a queue for it would keep the device busy for
-ever, and the next tensor could be taken for another.
+The run after a failed run receives and drops the tensors that are still in flight, so that both ends stay in step. If
+they may be out of step, or if a process is lost, the groups are aborted. Otherwise an operation without a peer would
+block the device forever, and a tensor could be mistaken for a different one.
 
-Assumed, since no two GPUs were at hand: that NCCL's queues of several groups go on independently of each other. How
-many tensors are under way is not bounded here. The groups last as long as the world's.
+Assumption, not tested with two GPUs: the queues of different NCCL groups progress independently. This module does not
+bound the number of tensors in flight. The groups live as long as the default process group.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ from torch import Tensor
 from gpipe._torch.accelerator import current_stream, queued_on, queues
 from gpipe._torch.trees import tree_flatten, tree_unflatten
 from gpipe.distributed import codec
-from gpipe.distributed.codec import Gone, reading
+from gpipe.distributed.codec import PeerClosed, decoding
 from gpipe.distributed.mesh import Position
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Message
@@ -39,72 +39,83 @@ from gpipe.stages.tree import Tree
 
 
 def matchings(pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Numbers pairs of processes, so that no process is in two pairs of the same number.
+    """Numbers pairs of processes so that pairs with the same number have no process in common.
 
     >>> matchings([(0, 1), (1, 2), (2, 3)])
     {(0, 1): 0, (1, 2): 1, (2, 3): 0}
     """
-    found: dict[tuple[int, int], int] = {}
+    numbers: dict[tuple[int, int], int] = {}
     for pair in sorted({(min(pair), max(pair)) for pair in pairs}):
-        used = {number for other, number in found.items() if set(other) & set(pair)}
-        found[pair] = next(number for number in range(len(used) + 1) if number not in used)
-    return found
+        used = {number for other, number in numbers.items() if set(other) & set(pair)}
+        numbers[pair] = next(number for number in range(len(used) + 1) if number not in used)
+    return numbers
 
 
 @dataclass(frozen=True)
-class Coming:
-    """A message some of whose tensors are on their way; `sharing` is None of gradients."""
+class PendingMessage:
+    """A received message with tensors that are still in flight.
+
+    Attributes:
+        sharing: See `BoundaryValue`. None for gradients.
+        tree: The message, with None in place of GPU tensors.
+        tensors: For each GPU tensor: its positions among the leaves, its extent, its elements, and the pending work.
+    """
 
     sharing: list[int] | None
     tree: Tree
     tensors: Sequence[tuple[list[int], codec.Extent, Tensor, dist.Work | None]]
 
     def finish(self) -> Message:
-        """The whole message, for what is queued on the current stream from now on."""
+        """Returns the complete message. The current stream waits for its tensors."""
         leaves, spec = tree_flatten(self.tree)
         for positions, extent, elements, work in self.tensors:
             if work is not None:
-                with _breaking_off():
+                with _backend_errors():
                     work.wait()
                 if queues(elements.device):
                     elements.record_stream(current_stream(elements.device))
-            tensor = codec.lay(elements.view(extent.shape[0]), extent)
+            tensor = codec.restore_layout(elements.view(extent.shape[0]), extent)
             for at in positions:
                 leaves[at] = tensor
         value = tree_unflatten(leaves, spec)
         if self.sharing is None:
             return value  # type: ignore[no-any-return]  # gradients
-        wanting = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
-        return BoundaryValue(value, list(wanting.values()), sharing=frozenset(self.sharing))
+        differentiable = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
+        return BoundaryValue(value, list(differentiable.values()), sharing=frozenset(self.sharing))
 
 
 class NcclGroups:
-    """The groups by which the tensors of one device go to and from other processes.
+    """The process groups that send the tensors of one device to other processes.
 
-    `crossings` are the pairs of rows that have tensors for each other; replicas of a row always have. All
-    processes of the world make it at the same time. Without a backend tensors go through the hosts' memory. Whatever
-    sends or waits raises `Gone` where the other end broke off.
+    All processes of the default process group must create it together. Methods that send or wait raise `PeerClosed`
+    if the peer aborted the group.
+
+    Args:
+        position: The position of this process in the mesh.
+        crossings: Pairs of pipeline ranks that send each other tensors. Replicas always do.
+        backend: The backend, or None to send tensors through host memory.
     """
 
     def __init__(self, position: Position, crossings: Iterable[tuple[int, int]], backend: str | None) -> None:
         self._rank, self._members, self._device = position.rank, position.members, position.device
-        rows, replicas, rank_of = range(position.rows), range(position.replicas), position.rank_of
+        pp_ranks, replicas, rank_of = range(position.pp_size), range(position.replicas), position.rank_of
         pairs = {(rank_of(low, replica), rank_of(high, replica)) for replica in replicas for low, high in crossings}
-        pairs |= {(rank_of(row, one), rank_of(row, two)) for row in rows for one, two in combinations(replicas, 2)}
+        pairs |= {(rank_of(rank, i), rank_of(rank, j)) for rank in pp_ranks for i, j in combinations(replicas, 2)}
         numbers = matchings(pairs) if backend else {}
-        limit = timedelta(seconds=position.timeout)
-        ways = {
-            number: [dist.new_group(backend=backend, timeout=limit) for _ in range(2)]
+        timeout = timedelta(seconds=position.timeout)
+        groups = {
+            number: [dist.new_group(backend=backend, timeout=timeout) for _ in range(2)]
             for number in sorted(set(numbers.values()))
         }
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}  # by sender and receiver
         for (low, high), number in numbers.items():
-            self._groups[low, high], self._groups[high, low] = ways[number]
-        self._under_way: list[tuple[dist.Work, Tensor]] = []
-        device = position.device  # where room is made, its stream: not behind what is queued to be computed
-        self._arriving = torch.Stream(device) if queues(device) else None
+            self._groups[low, high], self._groups[high, low] = groups[number]
+        self._in_flight: list[tuple[dist.Work, Tensor]] = []
+        device = position.device
+        # Receive on a separate stream, so that a receive does not wait for queued computations.
+        self._receive_stream = torch.Stream(device) if queues(device) else None
         self._ended = False
-        # NCCL connects two processes now: at the first message, the sender would wait before it says what comes
+        # Connect all pairs now. At the first message, the sender would block before it announces the message.
         byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
         for low, high in sorted(numbers, key=numbers.__getitem__):
             for sender, receiver in ((low, high), (high, low)):
@@ -114,20 +125,20 @@ class NcclGroups:
                     dist.recv(byte, self._members[sender], self._groups[sender, receiver])
 
     def pack(self, peer: int, message: Message) -> tuple[BoundaryValue, list[Tensor]]:
-        """What of a message the connection carries, and the tensors that follow it."""
+        """Returns the part of a message for the connection, and the tensors to send by NCCL."""
         leaves, spec = tree_flatten(message.value if isinstance(message, BoundaryValue) else message)
-        found: dict[int, tuple[Tensor, list[int]]] = {}
+        gpu_tensors: dict[int, tuple[Tensor, list[int]]] = {}
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.device.type == self._device.type:
-                found.setdefault(id(leaf), (leaf, []))[1].append(at)
+                gpu_tensors.setdefault(id(leaf), (leaf, []))[1].append(at)
                 leaves[at] = None
-        follow = (self._rank, peer) in self._groups
+        has_group = (self._rank, peer) in self._groups
         described, following = [], []
-        for tensor, positions in found.values():
+        for tensor, positions in gpu_tensors.values():
             shape = codec.shape_of(tensor)
             (extent,) = codec.extents_of((shape,))
-            elements = codec.flat(tensor, extent) if extent.end else None
-            if follow and elements is not None:
+            elements = codec.flat_elements(tensor, extent) if extent.end else None
+            if has_group and elements is not None:
                 following.append(elements.view(torch.uint8))
                 elements = None
             described.append((positions, shape, elements))
@@ -135,19 +146,19 @@ class NcclGroups:
         return BoundaryValue((sharing, tree_unflatten(leaves, spec), described), []), following
 
     def follow(self, peer: int, following: Sequence[Tensor]) -> None:
-        """Puts tensors on their way, in the order of their messages on the connection."""
-        self._under_way = [(work, kept) for work, kept in self._under_way if not work.is_completed()]
+        """Sends the tensors of the message that was just sent by the connection."""
+        self._in_flight = [(work, tensor) for work, tensor in self._in_flight if not work.is_completed()]
         for tensor in following:
-            with _breaking_off():
+            with _backend_errors():
                 work = dist.isend(tensor, self._members[peer], self._groups[self._rank, peer])
             assert work is not None  # this process is in the group
-            self._under_way.append((work, tensor))
+            self._in_flight.append((work, tensor))
 
-    def expect(self, peer: int, packed: Message) -> Coming:
-        """Has room for what follows a message that the connection brought, in that order, as soon as it is here."""
-        with reading("a message for a GPU"):
+    def expect(self, peer: int, packed: Message) -> PendingMessage:
+        """Starts to receive the tensors of a message that the connection delivered. Call it in that order."""
+        with decoding("a message for a GPU"):
             sent: Any = packed.value if isinstance(packed, BoundaryValue) else ()
-            sharing, tree, described = sent  # what `pack` gave
+            sharing, tree, described = sent  # see `pack`
             for _, shape, _ in described:
                 codec.check_shape(shape)
             extents = [codec.extents_of((shape,))[0] for _, shape, _ in described]
@@ -158,21 +169,21 @@ class NcclGroups:
                 elements = torch.empty(0) if elements is None else elements
                 elements = elements.to(self._device)
             else:
-                with queued_on(self._arriving), _breaking_off():
+                with queued_on(self._receive_stream), _backend_errors():
                     elements = torch.empty(extent.end, dtype=torch.uint8, device=self._device)
                     work = dist.irecv(elements, self._members[peer], self._groups[peer, self._rank])
                 assert work is not None
-                self._under_way.append((work, elements))  # also if the message is thrown away
+                self._in_flight.append((work, elements))  # also if the message is dropped
             tensors.append((positions, extent, elements, work))
-        return Coming(sharing, tree, tensors)
+        return PendingMessage(sharing, tree, tensors)
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """What is begun inside is ended, or the groups are: else the ends would take one tensor for another."""
+        """Aborts the groups if an exception leaves the context, because both ends may then be out of step."""
         if self._ended:
             raise RuntimeError(
-                "the process groups of this pipe were ended, because a process was interrupted or gone while tensors "
-                "were under way; make the pipe again"
+                "The process groups of this pipe were aborted, because a process was interrupted or lost while "
+                "tensors were in flight. Create the pipe again."
             )
         try:
             yield
@@ -181,36 +192,41 @@ class NcclGroups:
             raise
 
     def settle(self) -> None:
-        """Has what is queued on the current stream from now on wait for what is under way: memory may be reused."""
-        for work, _ in self._under_way:
-            with suppress(RuntimeError):  # who had all may be gone
-                if not work.is_completed():  # to wait twice is for ever with gloo
+        """Makes the current stream wait for all tensors in flight, so that their memory can be reused."""
+        for work, _ in self._in_flight:
+            with suppress(RuntimeError):  # a peer that has received everything may have ended
+                if not work.is_completed():  # waiting twice blocks forever with gloo
                     work.wait()
-        self._under_way.clear()
+        self._in_flight.clear()
 
     def end(self) -> None:
+        """Aborts all groups."""
         self._ended = True
         for group in {id(group): group for group in self._groups.values()}.values():
-            with suppress(RuntimeError):  # the backend cannot, or has already
+            with suppress(RuntimeError):  # the backend cannot abort, or has already
                 group.abort()
 
 
 def groups_for(position: Position, crossings: Iterable[tuple[int, int]], *, plain: bool) -> NcclGroups | None:
-    """The groups of a process whose stages have tensors for each other as `crossings` say; a CPU needs none.
+    """Creates the groups of this process, or returns None on a CPU.
 
-    What may not travel in the clear goes by the connections, through the hosts' memory: no backend encrypts.
+    Args:
+        position: The position of this process in the mesh.
+        crossings: Pairs of pipeline ranks that send each other tensors.
+        plain: Whether unencrypted communication is allowed. If not, tensors go through the connections and host
+            memory, because NCCL does not encrypt.
     """
     if position.device.type == "cpu":
         return None
-    named = dict(part.split(":") for part in str(dist.get_backend_config()).split(",") if ":" in part)
-    backend = named.get(position.device.type, "gloo")
+    backends = dict(part.split(":") for part in str(dist.get_backend_config()).split(",") if ":" in part)
+    backend = backends.get(position.device.type, "gloo")
     return NcclGroups(position, crossings, backend if plain and backend != "gloo" else None)
 
 
 @contextmanager
-def _breaking_off() -> Iterator[None]:
-    """While the backend may learn sooner than the connections that the other end is gone."""
+def _backend_errors() -> Iterator[None]:
+    """Converts errors of the backend to `PeerClosed`: it may detect a lost peer before the connection does."""
     try:
         yield
     except RuntimeError as error:
-        raise Gone(str(error)) from error
+        raise PeerClosed(str(error)) from error

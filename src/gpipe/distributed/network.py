@@ -1,7 +1,8 @@
-"""Where the other hosts reach this process: by which of its interfaces, and at which ports.
+"""Finds the address and the port at which other hosts can reach this process.
 
-`GPIPE_INTERFACE` names the interface, or else `GLOO_SOCKET_IFNAME`; without either it is the one by which this host
-reaches the first, `MASTER_ADDR`. `GPIPE_PORTS`, as `5000-5100`, are those that a firewall leaves open.
+- The interface is `GPIPE_INTERFACE`, or `GLOO_SOCKET_IFNAME` if that is not set. If neither is set, it is the
+  interface of the route to the first host, `MASTER_ADDR`.
+- `GPIPE_PORTS` is the range of ports that a firewall leaves open, for example `5000-5100`. Default: any free port.
 """
 
 import errno
@@ -18,96 +19,103 @@ from typing import Any
 
 INTERFACES = ("GPIPE_INTERFACE", "GLOO_SOCKET_IFNAME")
 PORTS = "GPIPE_PORTS"
-SIOCGIFADDR = 0x8915  # Linux's question for the address of an interface
+SIOCGIFADDR = 0x8915  # Linux's ioctl that returns the IPv4 address of an interface
 IPV6 = Path("/proc/thread-self/net/if_inet6")
 
 
 def own_host() -> str:
-    """The address of this host by which the others of the world reach it."""
+    """Returns the address at which the other hosts of the process group reach this host.
+
+    Raises:
+        ValueError: If no such address can be found.
+    """
     first, here = os.environ.get("MASTER_ADDR", ""), dict(interfaces())
     for name in INTERFACES:
         if named := os.environ.get(name):
-            found = [address for one in named.split(",") for address in here.get(one, [])]
-            if found:
-                return min(found, key=lambda address: (":" in address) != (":" in first))  # of the first's kind
-            raise ValueError(_refusal(f"{name}={named} is no interface by which they reach this one", here))
+            addresses = [address for interface in named.split(",") for address in here.get(interface, [])]
+            if addresses:
+                return min(addresses, key=lambda address: (":" in address) != (":" in first))  # IPv6 if `first` is
+            raise ValueError(_no_address(f"{name}={named} is not an interface that other hosts can reach", here))
     if not first:
-        raise ValueError(_refusal("MASTER_ADDR is not set, which would tell this one how it is reached", here))
+        raise ValueError(_no_address("MASTER_ADDR is not set", here))
     try:
-        ways = socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM)
+        targets = socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM)
     except OSError as error:
-        raise ValueError(_refusal(f"this one finds no address of MASTER_ADDR={first} ({error})", here)) from error
-    own = [address for kind, _, _, _, target in ways if (address := _own_end(kind, target))]
-    if found := [address for address in own if _is_reached(address)]:
-        return found[0]
-    known = ", ".join(sorted({str(target[0]) for *_, target in ways}))
+        raise ValueError(_no_address(f"MASTER_ADDR={first} cannot be resolved ({error})", here)) from error
+    own = [address for kind, _, _, _, target in targets if (address := _source_address(kind, target))]
+    if reachable := [address for address in own if _is_reachable(address)]:
+        return reachable[0]
+    resolved = ", ".join(sorted({str(target[0]) for *_, target in targets}))
     if not own:
-        raise ValueError(_refusal(f"this one knows no way to MASTER_ADDR={first} ({known})", here))
-    if first == known:
-        raise ValueError(_refusal(f"MASTER_ADDR={first} is the loopback address, on each host its own", here))
+        raise ValueError(_no_address(f"there is no route to MASTER_ADDR={first} ({resolved})", here))
+    if first == resolved:
+        raise ValueError(_no_address(f"MASTER_ADDR={first} is the loopback address", here))
     raise ValueError(
-        _refusal(
-            f"this one takes MASTER_ADDR={first} for itself ({known}), as a line of /etc/hosts may say of localhost "
-            f"and of a host's own name",
-            here,
-        )
+        _no_address(f"MASTER_ADDR={first} resolves to this host itself ({resolved}), perhaps by /etc/hosts", here)
     )
 
 
 def interfaces() -> Iterator[tuple[str, list[str]]]:
-    """The interfaces of this host, as far as Linux tells, each with the addresses by which other hosts reach it."""
-    for name, found in _addresses():
-        if usable := [address for address in found if _is_reached(address)]:
-            yield name, usable
+    """Yields the interfaces of this host that other hosts can reach, each with its addresses. Complete on Linux."""
+    for name, addresses in _addresses():
+        if reachable := [address for address in addresses if _is_reachable(address)]:
+            yield name, reachable
 
 
 def interface_of(address: str) -> str | None:
-    """The interface by which an address is reached; gloo takes that of the host's name, which is often another."""
+    """Returns the interface of the route to an address, or None if there is no route.
+
+    gloo's default is a different one: the interface of the host name.
+    """
     kind, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-    own = _own_end(kind, target).partition("%")[0]
-    return next((name for name, found in _addresses() if own in found), None)
+    own = _source_address(kind, target).partition("%")[0]
+    return next((name for name, addresses in _addresses() if own in addresses), None)
 
 
 def _addresses() -> Iterator[tuple[str, list[str]]]:
     lines = [line.split() for line in IPV6.read_text().splitlines()] if IPV6.exists() else []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            found = [str(ip_address(bytes.fromhex(line[0]))) for line in lines if line[5] == name]
-            with suppress(OSError):  # it has none, or this is not Linux
-                answer = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found.insert(0, socket.inet_ntoa(answer[20:24]))
-            yield name, found
+            addresses = [str(ip_address(bytes.fromhex(line[0]))) for line in lines if line[5] == name]
+            with suppress(OSError):  # it has no IPv4 address, or this is not Linux
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                addresses.insert(0, socket.inet_ntoa(answer[20:24]))
+            yield name, addresses
 
 
-def _own_end(kind: int, target: tuple[Any, ...]) -> str:
-    with socket.socket(kind, socket.SOCK_DGRAM) as probe, suppress(OSError):  # there is no way
-        probe.connect(target)  # sends nothing, but chooses the way
+def _source_address(kind: int, target: tuple[Any, ...]) -> str:
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe, suppress(OSError):  # there is no route
+        probe.connect(target)  # sends nothing, but selects the route
         return str(probe.getsockname()[0])
     return ""
 
 
-def _is_reached(address: str) -> bool:
-    """Whether other hosts can reach this address: one of IPv6 that holds for a link alone means nothing to them."""
+def _is_reachable(address: str) -> bool:
+    """Returns whether other hosts can reach this address. They cannot reach link-local IPv6 addresses by routing."""
     parsed = ip_address(address.partition("%")[0])
     return not (parsed.is_loopback or parsed.is_unspecified or (parsed.version == 6 and parsed.is_link_local))
 
 
-def _refusal(why: str, here: dict[str, list[str]]) -> str:
-    has = ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in here.items()) or "none"
+def _no_address(why: str, here: dict[str, list[str]]) -> str:
+    interfaces = ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in here.items()) or "none"
     return (
-        f"the processes are on several hosts, and {why}. Give torchrun the first host's address in their network, "
-        f"--rdzv-endpoint=ADDRESS:PORT, or set GPIPE_INTERFACE to the interface in it on each host; this one, "
-        f"{socket.gethostname()}, has {has}"
+        f"The processes are on several hosts, but host {socket.gethostname()} finds no address at which the others "
+        f"reach it: {why}. Set GPIPE_INTERFACE on each host to one of its interfaces (here: {interfaces}). Or pass "
+        f"the address of the first host to torchrun: --rdzv-endpoint=ADDRESS:PORT. [no-host-address]"
     )
 
 
 def listen(host: str) -> socket.socket:
-    """Listens at an address of this host, at the first of its ports that is free."""
-    given = os.environ.get(PORTS, "")
-    match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", given)
+    """Listens at an address of this host, at the first free port of `GPIPE_PORTS`.
+
+    Raises:
+        ValueError: If `GPIPE_PORTS` is invalid, or has no free port.
+    """
+    ports = os.environ.get(PORTS, "")
+    match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", ports)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if given and not 0 < low <= high < 2**16:
-        raise ValueError(f"{PORTS}={given} are no ports: give a range as 5000-5100, within 1-65535")
+    if ports and not 0 < low <= high < 2**16:
+        raise ValueError(f"{PORTS}={ports} is not a range of ports. Set it to a range such as 5000-5100.")
     for port in range(low, high + 1):
         try:
             return socket.create_server((host, port), family=family(host), backlog=1024)
@@ -115,11 +123,11 @@ def listen(host: str) -> socket.socket:
             if error.errno != errno.EADDRINUSE:
                 raise
     raise ValueError(
-        f"all ports of {PORTS}={given} are taken at {host}: give as many as there are processes on a host, and more "
-        f"where several pipes are made at once"
+        f"{PORTS}={ports} has no free port at {host}. Set it to a range with one port for each process on a host, "
+        f"times the number of pipes that are created at the same time."
     )
 
 
 def family(host: str) -> int:
-    """Of which kind an address is."""
+    """Returns the socket family of an address."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,15 +1,16 @@
-"""The processes of one pipe: their connections, and what they say to each other between runs."""
+"""The processes of one pipe: their connections, and the communication between runs."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from gpipe.distributed.agree import CALLED, Communicator, follow_first
+from gpipe.distributed.communicator import CALLED, Communicator, broadcast_header
 from gpipe.distributed.context import ProcessContext
 from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.mesh import Position
 from gpipe.distributed.nccl import groups_for
-from gpipe.distributed.rendezvous import LINKING, Rendezvous, connect
+from gpipe.distributed.rendezvous import LINKING, Rendezvous
+from gpipe.distributed.linking import connect
 from gpipe.distributed.stragglers import Stragglers
 from gpipe.features.batch_norm import find_replica_drift
 from gpipe.runtime.context import Context
@@ -19,50 +20,78 @@ from gpipe.stages.skips import find_loss_pops
 from gpipe.stages.tree import Tree
 
 T = TypeVar("T")
-Note: TypeAlias = Callable[[], Callable[[], object]]
-"""Notes how something is, and gives what puts it back."""
+Snapshot: TypeAlias = Callable[[], Callable[[], object]]
+"""Records a state, and returns a function that restores it."""
 
 
-class OneProcess(Communicator):
-    """The only process of a pipe."""
+class SingleProcess(Communicator):
+    """The only process of a pipe.
+
+    Attributes:
+        position: The position in the mesh, or None for a single process.
+        survives: Whether the pipe continues after the loss of a replica.
+        context: Creates the context of a run.
+    """
 
     position: Position | None = None
-    survives = False  # whether it goes on when a replica is lost
+    survives = False
 
     def __init__(self, engine: PipelineStages) -> None:
         self.engine = engine
         self.context: Callable[[], Context] = partial(Context, max(engine.placement) + 1)
-        """Makes what a mini-batch shares with other processes: here nothing."""
 
-    def survive(self, attempt: Callable[[], T], late: Callable[[list[Any]], T], note: Note) -> T:
-        """Does what all processes do together."""
+    def survive(self, attempt: Callable[[], T], late: Callable[[list[Any]], T], snapshot: Snapshot) -> T:
+        """Runs `attempt`, which all processes run together, and repeats it if a replica is lost.
+
+        Args:
+            attempt: The function to run.
+            late: Called instead of a repetition if the run has ended on other processes, with the values they
+                gathered.
+            snapshot: Records the state that `attempt` changes.
+        """
         return attempt()
 
     @property
     def living(self) -> list[int]:
-        """The replicas that take part, by the numbers that their launchers know."""
+        """The numbers of the replicas that currently take part."""
         return [0]
 
-    def let_in(self) -> None:
-        """Between two steps: comes together with replicas that wait for it."""
+    def admit_replicas(self) -> None:
+        """Admits replicas that wait to join. Call it between two steps."""
 
-    def join(self, keep: Callable[[], Tree], take: Callable[[Any], object], begins: Sequence[str]) -> None:
-        """Comes together with all replicas: `keep` gives the state of one, `take` has it in one that comes back.
+    def join(
+        self, get_state: Callable[[], Tree], set_state: Callable[[Any], object], checksums: Sequence[str]
+    ) -> None:
+        """Connects all replicas. A replica that comes back gets the state of the others.
 
-        `begins` says with what this one begins, its weights first.
+        Args:
+            get_state: Returns the state of this replica.
+            set_state: Sets the state of this replica.
+            checksums: Checksums of the initial state, beginning with the weights.
+
+        Raises:
+            ValueError: If the pipe was created without survive=True, or if replicas begin with different states.
         """
-        raise ValueError("join() is for a pipe made with survive=True")
+        raise ValueError("join() requires a pipe with survive=True. Pass driver=gpipe.Processes(survive=True).")
 
     def findings(self) -> list[str]:
-        """What is to be said of the stages before a run: nothing."""
+        """Returns findings about the stages of this process."""
         return []
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Ends the connections. The next run connects again."""
 
 
-class Processes(OneProcess):
-    """One of several processes of a pipe; which is slow is told by the costs of stages, in seconds if `measured`."""
+class Processes(SingleProcess):
+    """One of several processes of a pipe.
+
+    Args:
+        engine: The stages.
+        position: The position of this process in the mesh.
+        sync_batch_norm: Whether BatchNorm is synchronized over replicas.
+        costs: The cost of each stage, with which slow ranks are found.
+        measured: Whether the costs were measured.
+    """
 
     def __init__(
         self,
@@ -82,7 +111,7 @@ class Processes(OneProcess):
         self._endpoint: Endpoint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle leaves the connections behind."""
+        """Returns the state without the connections, which cannot be copied or pickled."""
         return {**vars(self), "_endpoint": None}
 
     def findings(self) -> list[str]:
@@ -91,13 +120,13 @@ class Processes(OneProcess):
         return find_replica_drift([layer.module for stage in self.engine.local for layer in stage.layers])
 
     def link(self, rendezvous: Rendezvous) -> None:
-        """Connects with the other processes, who do so at the same time; the last that the rendezvous is for."""
+        """Connects with the other processes, which must call it too, and ends the rendezvous."""
         plain = rendezvous.tls is None or len({*rendezvous.hosts}) == 1
         groups = groups_for(self.position, _pairs_of_ranks(self.engine), plain=plain)
         self._endpoint = connect(rendezvous, self.position, groups)
 
     def linked(self) -> Endpoint:
-        """The connections, made anew by all processes at once if they were closed."""
+        """Returns the connections. If they were closed, all processes connect again."""
         if self._endpoint is None:
             with Rendezvous() as rendezvous:
                 rendezvous.greet(self.position)
@@ -107,36 +136,37 @@ class Processes(OneProcess):
         return self._endpoint
 
     def gather(self, request: Request, value: Tree) -> list[Any]:
-        with self.engine.threads.exclusive(), self.linked().in_run(notes=False) as endpoint:
-            follow_first(endpoint, self.position, self.position.rank_of(self.engine.placement[0]), {CALLED: request})
-            return self.end(value)
+        """Gathers a value from each process, by rank, outside a step. All processes must make the same request."""
+        with self.engine.threads.exclusive(), self.linked().in_run(records=False) as endpoint:
+            first = self.position.rank_of(self.engine.placement[0])
+            broadcast_header(endpoint, self.position, first, {CALLED: request})
+            return self.finish_run(value)
 
-    def end(self, value: Tree) -> list[Any]:
-        """Ends a run once all processes have come to its end; gathers a value from each, by rank."""
-        return self.linked().exchange(value)
+    def finish_run(self, value: Tree) -> list[Any]:
+        """Ends a run after all processes have reached its end. Returns a value from each, by rank."""
+        return self.linked().finish_run(value)
 
     @property
     def living(self) -> list[int]:
         return [*range(self.position.replicas)]
 
-    def exchange(self, message: bytes, /) -> list[bytes]:
+    def all_gather(self, message: bytes, /) -> list[bytes]:
         return self.gather(Request.EXCHANGE, message)
 
     def gone(self) -> Collection[int]:
-        endpoint = self._endpoint  # once: another thread may close
+        endpoint = self._endpoint  # read once, because another thread may close it
         return () if endpoint is None else endpoint.detector.gone()
 
     def close(self) -> None:
-        """Ends the connections; the next run makes new ones."""
         if self._endpoint is not None:
             runs = self._endpoint.detector.run
-            self._endpoint.close(f"rank {self.rank} closed its pipe, after {runs} run{'s' * (runs != 1)}")
+            self._endpoint.close(f"rank {self.rank} closed its pipe, after {runs} run{'s' * (runs != 1)}.")
             self._endpoint = None
 
 
 def _pairs_of_ranks(stages: PipelineStages) -> set[tuple[int, int]]:
-    """The pairs of ranks that send each other values, or gradients of what they share, the lower one first."""
-    every = find_loss_pops(stages.layers, stages.stashes)  # a loss may pop any of them
+    """Returns the pairs of pipeline ranks that send each other messages, lower rank first."""
+    every = find_loss_pops(stages.layers, stages.stashes)  # a loss may pop any stash
     sharing, placement = stages.stages_that_share(), stages.placement
     paths = 1 if stages.traced is None else len(stages.traced.traces)
     pairs = [

@@ -1,69 +1,84 @@
-"""Who is slow among the processes of a pipe, so that all others wait for it."""
+"""Finds ranks that are slower than the others, which then wait for them."""
 
 from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
 
-SLOW = 2.0  # times its share
-WINDOW, ENOUGH = 5, 3  # steps that are looked at, and how many of them must be there
-NOTICEABLE = 0.05  # seconds a step; below it, it does not matter who is slow
-WARMING_UP = 10  # steps that are not looked at: caches, compilers and allocators fill
+SLOW_RATIO = 2.0
+WINDOW, LEAST_STEPS = 5, 3  # recent steps to examine, and the minimum
+NOTICEABLE_SECONDS = 0.05  # of busy time per step; less is not reported
+WARM_UP_STEPS = 10  # ignored, because caches, compilers and allocators warm up
 
 
 def ratios(busy: Sequence[float], shares: Sequence[float]) -> list[float]:
-    """How many times its share each rank was busy, as the other ranks (their median) set the pace.
+    """Returns the busy time of each rank relative to its share of the work and to the median of the other ranks.
 
     >>> ratios(busy=[1.0, 1.0, 1.0, 6.0], shares=[1.0, 1.0, 1.0, 2.0])
     [1.0, 1.0, 1.0, 3.0]
     """
     paces = [seconds / share if share else 0.0 for seconds, share in zip(busy, shares, strict=True)]
     ordered, middle = sorted(paces), (len(paces) - 1) // 2
-    above = ordered[min(middle + 1, len(paces) - 1)]  # the median of the others of those up to the middle
-    others = [above if pace <= ordered[middle] else ordered[middle] for pace in paces]
-    return [pace / other if other else 0.0 for pace, other in zip(paces, others, strict=True)]
+    above = ordered[min(middle + 1, len(paces) - 1)]  # for ranks up to the median, the median of the others
+    medians = [above if pace <= ordered[middle] else ordered[middle] for pace in paces]
+    return [pace / other if other else 0.0 for pace, other in zip(paces, medians, strict=True)]
 
 
 class Stragglers:
-    """Finds ranks that are slow in most of the last steps, and names each once.
+    """Finds ranks that were slow in most of the last steps, and reports each once.
 
-    The share of a rank is what its stages cost, if that was measured. Numbers of parameters say little of time: then
-    a rank can only be compared with those of other replicas that have the same layers.
+    If costs were measured, the share of a rank is the cost of its stages, and all ranks are compared. Otherwise a
+    rank is compared only with ranks that have the same layers in other replicas, because numbers of parameters do not
+    predict time.
+
+    Args:
+        placement: The pipeline rank of each stage.
+        costs: The cost of each stage.
+        replicas: The number of replicas.
+        measured: Whether the costs were measured.
     """
 
     def __init__(self, placement: Sequence[int], costs: Sequence[float], replicas: int, *, measured: bool) -> None:
-        self._rows = max(placement) + 1
+        self._pp_size = max(placement) + 1
         self._measured = measured
-        self._held = [[stage for stage, row in enumerate(placement) if row == rank] for rank in range(self._rows)]
-        ranks = range(self._rows * replicas)
-        self._alike = [ranks] if measured else [ranks[row :: self._rows] for row in range(self._rows)]
-        self._shares = [sum(costs[stage] for stage in held) if measured else 1.0 for held in self._held] * replicas
-        self._last = [deque[float](maxlen=WINDOW) for _ in ranks]
-        self._named: set[int] = set()
+        self._stages = [
+            [stage for stage, rank in enumerate(placement) if rank == pp_rank] for pp_rank in range(self._pp_size)
+        ]
+        ranks = range(self._pp_size * replicas)
+        self._comparable = [ranks] if measured else [ranks[start :: self._pp_size] for start in range(self._pp_size)]
+        shares = [sum(costs[stage] for stage in stages) if measured else 1.0 for stages in self._stages]
+        self._shares = shares * replicas
+        self._recent = [deque[float](maxlen=WINDOW) for _ in ranks]
+        self._reported: set[int] = set()
         self._steps = 0
 
-    def note(self, busy: Sequence[float]) -> list[str]:
-        """Notes for how many seconds each rank was busy in a step; gives what is to be said."""
+    def record(self, busy: Sequence[float]) -> list[str]:
+        """Records the busy seconds of each rank in a step, and returns warnings about newly found slow ranks."""
         self._steps += 1
-        if self._steps <= WARMING_UP:
+        if self._steps <= WARM_UP_STEPS:
             return []
-        for alike in self._alike:
-            found = ratios([busy[rank] for rank in alike], [self._shares[rank] for rank in alike])
-            for rank, ratio in zip(alike, found, strict=True):
-                self._last[rank].append(ratio)
+        for group in self._comparable:
+            group_ratios = ratios([busy[rank] for rank in group], [self._shares[rank] for rank in group])
+            for rank, ratio in zip(group, group_ratios, strict=True):
+                self._recent[rank].append(ratio)
         slow = [
             rank
-            for rank, last in enumerate(self._last)
-            if len(last) >= ENOUGH and min(last[-1], median_low(last)) >= SLOW and busy[rank] >= NOTICEABLE
+            for rank, recent in enumerate(self._recent)
+            if len(recent) >= LEAST_STEPS
+            and min(recent[-1], median_low(recent)) >= SLOW_RATIO
+            and busy[rank] >= NOTICEABLE_SECONDS
         ]
-        new = [rank for rank in slow if rank not in self._named]
-        self._named.update(new)
-        return [self._in_words(rank, median_low(self._last[rank]), busy[rank]) for rank in new]
+        new = [rank for rank in slow if rank not in self._reported]
+        self._reported.update(new)
+        return [self._warning(rank, median_low(self._recent[rank]), busy[rank]) for rank in new]
 
-    def _in_words(self, rank: int, ratio: float, seconds: float) -> str:
-        replica, row = divmod(rank, self._rows)
-        stages = f"stage{'s' * (len(self._held[row]) > 1)} {', '.join(map(str, self._held[row]))}"
-        share = "its share by the measured costs" if self._measured else "what the same layers take in other replicas"
+    def _warning(self, rank: int, ratio: float, seconds: float) -> str:
+        replica, pp_rank = divmod(rank, self._pp_size)
+        stages = f"stage{'s' * (len(self._stages[pp_rank]) > 1)} {', '.join(map(str, self._stages[pp_rank]))}"
+        expected = (
+            "expected from the measured costs" if self._measured else "needed for the same layers in other replicas"
+        )
         return (
-            f"rank {rank} ({stages}, replica {replica}) is slow, and the others wait for it: it was busy {ratio:.1f} "
-            f"times {share}, {seconds:.3g} s in the last step; something else may use its device"
+            f"Rank {rank} ({stages}, replica {replica}) is slow, and the other ranks wait for it: it was busy "
+            f"{ratio:.1f} times as long as {expected}, {seconds:.3g} s in the last step. Check whether a different "
+            f"program uses its device. [slow-rank]"
         )

@@ -1,8 +1,8 @@
-"""BatchNorm over replicas: a micro-batch is normalized together with the same micro-batch of the other replicas.
+"""BatchNorm over replicas: normalizes a micro-batch together with the same micro-batch of all other replicas.
 
-`torch.nn.SyncBatchNorm` does that on GPUs only, and by collectives, in which the others would hang when a rank fails.
-Here count, mean and variance of each replica travel as the messages of a run do; the rest is left to autograd.
-Running statistics are those of the micro-batch of all replicas, so all replicas have the same.
+`torch.nn.SyncBatchNorm` supports only GPUs, and uses collectives, which would hang if a rank fails. Here, replicas
+exchange count, mean and variance as messages of a run, and autograd computes the gradients. Running statistics are
+updated with the statistics of all replicas, so they are equal on all replicas.
 """
 
 from collections import Counter
@@ -23,29 +23,36 @@ from gpipe.schedule.action import Action, Kind
 from gpipe.stages.messages import Control, Label
 from gpipe.stages.stage import Layer
 
-LOCKSTEP = "batch_norm='synchronized' normalizes each micro-batch together with that of the other replicas"
 
+class SyncBatchNormRun:
+    """The synchronized BatchNorm modules of one process in one run.
 
-class Synced:
-    """The BatchNorms of one stage in one run."""
+    Attributes:
+        peers: The processes with the same stages, including this one.
+        micro_batches: The number of micro-batches.
+        kept: Statistics received in a forward pass, for its recomputation.
+        recorded: Statistics received for the recorded micro-batches, for their replay.
+        recorded_micro_batches: The number of micro-batches to record.
+        replayed: The action that is currently replayed with recorded statistics, or None outside a replay.
+    """
 
     def __init__(self, position: Position, micro_batches: int) -> None:
-        self.peers = position.ranks_of_row
+        self.peers = position.dp_ranks
         self.micro_batches = micro_batches
-        self.kept: dict[Label, Tensor] = {}  # what the replicas sent in a forward, for its recompute
-        self.recorded: dict[Label, Tensor] = {}  # what they sent in the recorded micro-batches, for a replay
+        self.kept: dict[Label, Tensor] = {}
+        self.recorded: dict[Label, Tensor] = {}
         self.recorded_micro_batches = 0
-        self.replayed: Action | None = None  # in a replay, in which exchanges are played back, what is replayed
+        self.replayed: Action | None = None
 
     @contextmanager
-    def in_place(
-        self, endpoint: Endpoint, norms: Sequence[AnyBatchNorm], now: Callable[[], Action]
+    def installed(
+        self, endpoint: Endpoint, norms: Sequence[AnyBatchNorm], current_action: Callable[[], Action]
     ) -> Iterator[None]:
-        """Has these normalize over replicas; `now` is the action that is being done."""
-        self.endpoint = endpoint  # the connections of a backward may be others
+        """Replaces the forward of BatchNorm modules inside the context."""
+        self.endpoint = endpoint  # a backward pass may use other connections than its forward pass
         self._uses: Counter[tuple[int, Action]] = Counter()
         for number, norm in enumerate(norms):
-            norm.__dict__["forward"] = partial(self._forward, number, norm, now)
+            norm.__dict__["forward"] = partial(self._forward, number, norm, current_action)
         try:
             yield
         finally:
@@ -53,89 +60,96 @@ class Synced:
                 del norm.__dict__["forward"]
 
     def exchange(self, label: Label, own: Mapping[int, Tensor], join: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        """Sends a tensor to each replica and joins those that they send; a replay gets what was recorded."""
+        """Sends a tensor to each replica and joins the received ones. A replay returns the recorded result."""
         if self.replayed is not None:
             return self.recorded[label]
-        joined = join(self.endpoint.swap(label, own))
+        joined = join(self.endpoint.all_to_all(label, own))
         if label.micro_batch % self.micro_batches < self.recorded_micro_batches:
             self.recorded[label] = joined
         return joined
 
     def replay(self, action: Action) -> None:
-        """Begins to replay an action: each use of a module counts from the first again."""
+        """Begins the replay of an action, in which the uses of each module are counted from 0 again."""
         self.replayed = action
         self._uses.clear()
 
-    def _forward(self, number: int, norm: AnyBatchNorm, now: Callable[[], Action], input: Tensor) -> Tensor:
+    def _forward(
+        self, number: int, norm: AnyBatchNorm, current_action: Callable[[], Action], input: Tensor
+    ) -> Tensor:
         if not norm.training:
             return AnyBatchNorm.forward(norm, input)
         check_dimensions(norm, input)
-        action = self.replayed or now()
+        action = self.replayed or current_action()
         use = self._uses[number, action]
         self._uses[number, action] += 1
         assert action.micro_batch is not None
         label = Label(Control.BATCHNORM - number, use * self.micro_batches + action.micro_batch, gradient=False)
         wide = input.float() if input.dtype.itemsize < 4 else input
-        variance, mean = torch.var_mean(wide, [at for at in range(input.dim()) if at != 1], correction=0)
+        variance, mean = torch.var_mean(wide, [axis for axis in range(input.dim()) if axis != 1], correction=0)
         own = torch.stack([torch.full_like(mean, input.numel() / input.shape[1]), mean, variance]).double()
-        again = action.kind is Kind.RECOMPUTE
-        gathered = _Exchange.apply(self, label, own, again)  # type: ignore[no-untyped-call]  # untyped in torch
-        batch = _merge(gathered, input)
-        if not again and norm.running_mean is not None:
+        recomputes = action.kind is Kind.RECOMPUTE
+        gathered = _Exchange.apply(self, label, own, recomputes)  # type: ignore[no-untyped-call]  # untyped in torch
+        batch = _merge(gathered, input.size())
+        if not recomputes and norm.running_mean is not None:
             update_running_statistics(norm, Statistics(batch.count, batch.mean.detach(), batch.squares.detach()))
         return _normalize(norm, wide, batch).to(input.dtype)
 
 
 def find_norms(layers: Sequence[Layer]) -> list[AnyBatchNorm]:
-    """The BatchNorms that some layers run, each once, in order; refused where one cannot be reached."""
+    """Returns the BatchNorm modules of layers, each once, in order.
+
+    Raises:
+        ValueError: If the forward of one cannot be replaced.
+    """
     modules = {module: None for layer in layers for module in layer.module.modules()}
     norms = [module for module in modules if isinstance(module, AnyBatchNorm)]
-    inside = {part for whole in modules if is_compiled(whole) for part in whole.modules()}
+    compiled = {part for whole in modules if is_compiled(whole) for part in whole.modules()}
     for norm in norms:
-        if norm in inside or type(norm).forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward):
-            why = "is inside of a compiled module" if norm in inside else "has a forward of its own"
+        if norm in compiled or type(norm).forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward):
+            why = "it is inside a compiled module" if norm in compiled else "its class defines a custom forward"
             raise ValueError(
-                f"batch_norm='synchronized' cannot replace the forward of a {type(norm).__name__}: it {why}"
+                f"batch_norm='synchronized' cannot replace the forward of a {type(norm).__name__}, because {why}. "
+                f"Use batch_norm='deferred' or 'micro'. [batch-norm-not-replaceable]"
             )
     return norms
 
 
-def _merge(gathered: Tensor, given: Tensor) -> Statistics:
-    """The statistics of all replicas together; `gathered` is [replicas, (count, mean, variance), channels]."""
+def _merge(gathered: Tensor, input_size: torch.Size) -> Statistics:
+    """Returns the statistics of all replicas. `gathered` is [replicas, (count, mean, variance), channels]."""
     counts, means, variances = gathered.unbind(1)
     count = counts.sum(0)
-    if count[0] <= 1:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {given.size()}")
+    if count[0] <= 1:  # torch's own message
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input_size}")
     mean = (counts * means).sum(0) / count
     squares = (counts * (variances + (means - mean) ** 2)).sum(0)
     return Statistics(int(count[0]), mean, squares)
 
 
-def _normalize(norm: AnyBatchNorm, given: Tensor, batch: Statistics) -> Tensor:
-    shape = [1, -1] + [1] * (given.dim() - 2)
-    scale = (batch.squares / batch.count + norm.eps).rsqrt().to(given.dtype)
+def _normalize(norm: AnyBatchNorm, input: Tensor, batch: Statistics) -> Tensor:
+    shape = [1, -1] + [1] * (input.dim() - 2)
+    scale = (batch.squares / batch.count + norm.eps).rsqrt().to(input.dtype)
     scale = scale if norm.weight is None else scale * norm.weight
-    made = (given - batch.mean.to(given.dtype).view(shape)) * scale.view(shape)
-    return made if norm.bias is None else made + norm.bias.view(shape)
+    output = (input - batch.mean.to(input.dtype).view(shape)) * scale.view(shape)
+    return output if norm.bias is None else output + norm.bias.view(shape)
 
 
 class _Exchange(torch.autograd.Function):
-    """Own statistics to those of each replica; back, what all replicas have for the own ones, added up."""
+    """Gathers the statistics of all replicas. Its backward sums the gradients of the replica's own statistics."""
 
     @staticmethod
-    def forward(ctx: Any, synced: Synced, label: Label, own: Tensor, again: bool) -> Tensor:
-        ctx.synced, ctx.back = synced, label._replace(gradient=True)
-        if again:
-            return synced.kept.pop(label)
-        gathered = synced.exchange(label, dict.fromkeys(synced.peers, own), torch.stack)
-        if synced.replayed is None:
-            synced.kept[label] = gathered
+    def forward(ctx: Any, run: SyncBatchNormRun, label: Label, own: Tensor, recomputes: bool) -> Tensor:
+        ctx.run, ctx.gradient_label = run, label._replace(gradient=True)
+        if recomputes:
+            return run.kept.pop(label)
+        gathered = run.exchange(label, dict.fromkeys(run.peers, own), torch.stack)
+        if run.replayed is None:
+            run.kept[label] = gathered
         return gathered
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[None, None, Tensor, None]:
-        each = dict(zip(ctx.synced.peers, gradients.contiguous(), strict=True))
-        return None, None, ctx.synced.exchange(ctx.back, each, _sum), None
+        by_peer = dict(zip(ctx.run.peers, gradients.contiguous(), strict=True))
+        return None, None, ctx.run.exchange(ctx.gradient_label, by_peer, _sum), None
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

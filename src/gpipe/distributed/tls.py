@@ -1,7 +1,8 @@
-"""Mutual TLS 1.3 between hosts, if files are named: certificate and key of this host, and the authority of the job.
+"""Mutual TLS 1.3 between hosts, if three files are configured: a certificate, its key, and the authority (CA).
 
-Both ends show a certificate of that authority, or there is no connection; nothing goes on in the clear. Whoever has
-such a certificate may be any rank: an authority is for one job. Within a host nothing is encrypted: memory is shared.
+Both ends of a connection must present a certificate of the authority; otherwise the connection fails. A certificate
+permits its owner to act as any rank, so use one authority per job. Connections within a host use shared memory and
+are not encrypted.
 """
 
 import hashlib
@@ -15,7 +16,14 @@ CERT, KEY, CA = VARIABLES = ("GPIPE_TLS_CERT", "GPIPE_TLS_KEY", "GPIPE_TLS_CA")
 
 
 class Identity(NamedTuple):
-    """What this process shows others and asks of them; `authority` and `about` say of whom and until when."""
+    """The TLS configuration of this process.
+
+    Attributes:
+        client: The context for outgoing connections.
+        server: The context for incoming connections.
+        authority: A fingerprint of the authority.
+        about: A description with the certificate, its end of validity, and the authority.
+    """
 
     client: ssl.SSLContext
     server: ssl.SSLContext
@@ -24,41 +32,46 @@ class Identity(NamedTuple):
 
 
 def identity() -> Identity | None:
-    """That of the files that are named; None if there are none. A ValueError says what is wrong with them."""
+    """Reads the configured files. Returns None if none are configured.
+
+    Raises:
+        ValueError: If some files are not configured, cannot be read, or do not belong together.
+    """
     files = [os.environ.get(name, "") for name in VARIABLES]
     if not any(files):
         return None
     if not all(files):
-        absent = " and ".join(name for name, file in zip(VARIABLES, files, strict=True) if not file)
-        raise ValueError(f"{absent} not set: TLS between hosts needs all of {', '.join(VARIABLES)}, or none")
+        missing = ", ".join(name for name, file in zip(VARIABLES, files, strict=True) if not file)
+        raise ValueError(f"TLS between hosts: {missing} not set. Set all of {', '.join(VARIABLES)}, or none of them.")
     client, server = (_context(side, *files) for side in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER))
-    server.num_tickets = 0  # nobody would read them
-    known = sorted(client.get_ca_certs(binary_form=True))
-    authority = hashlib.sha256(b"".join(known)).hexdigest()[:16]
-    shown = _shown_to_itself(client, server, files)
-    return Identity(client, server, authority, f"{files[0]} until {shown['notAfter']}, of authority {authority}")
+    server.num_tickets = 0  # session tickets are never used
+    certificates = sorted(client.get_ca_certs(binary_form=True))
+    authority = hashlib.sha256(b"".join(certificates)).hexdigest()[:16]
+    certificate = _verify_certificate(client, server, files)
+    about = f"{files[0]} until {certificate['notAfter']}, of authority {authority}"
+    return Identity(client, server, authority, about)
 
 
 def _context(side: int, cert: str, key: str, ca: str) -> ssl.SSLContext:
-    def has_passphrase() -> str:
-        raise ValueError("a key with a passphrase, which nobody is asked for; give one without")
+    def reject_passphrase() -> str:
+        raise ValueError("The key has a passphrase. Use a key without one.")
 
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # addresses are found as the job starts
+    context.check_hostname = False  # certificates do not name addresses, which are known only when the job starts
     context.verify_mode = ssl.CERT_REQUIRED
-    named = f"{CA}={ca}"
+    setting = f"{CA}={ca}"
     try:
         context.load_verify_locations(ca)
-        named = f"{CERT}={cert}, {KEY}={key}"
-        context.load_cert_chain(cert, key, has_passphrase)
+        setting = f"{CERT}={cert}, {KEY}={key}"
+        context.load_cert_chain(cert, key, reject_passphrase)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{named}: {error}") from error
+        raise ValueError(f"{setting}: {error}") from error
     return context
 
 
-def _shown_to_itself(client: ssl.SSLContext, server: ssl.SSLContext, files: list[str]) -> dict[str, object]:
-    """The certificate, once both ends have taken it in a handshake without a network."""
+def _verify_certificate(client: ssl.SSLContext, server: ssl.SSLContext, files: list[str]) -> dict[str, object]:
+    """Performs a handshake in memory, in which both ends verify the certificate, and returns the certificate."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)
     try:
@@ -67,25 +80,32 @@ def _shown_to_itself(client: ssl.SSLContext, server: ssl.SSLContext, files: list
                 end.do_handshake()
     except ssl.SSLError as error:
         why = getattr(error, "verify_message", error)
-        raise ValueError(f"{CERT}={files[0]} is refused by the authority {CA}={files[2]}: {why}") from error
+        raise ValueError(
+            f"{CERT}={files[0]} is not a valid certificate of the authority {CA}={files[2]}: {why}."
+        ) from error
     return dict(ends[0].getpeercert() or {})
 
 
-def altered(error: BaseException) -> bool:
-    """Whether what came by TLS is not what was sent, or was refused at the other end; else the connection ended."""
+def is_tampering(error: BaseException) -> bool:
+    """Returns whether TLS rejected received bytes or a certificate. Otherwise, the connection has only ended."""
     return isinstance(error, ssl.SSLError) and not isinstance(error, (ssl.SSLEOFError, ssl.SSLSyscallError))
 
 
 def check_authorities(authorities: Sequence[str]) -> None:
-    """Checks that all processes of the world, by rank, have the same authority for TLS, or none."""
+    """Checks that all ranks use the same TLS authority, or none.
+
+    Raises:
+        ValueError: If they do not.
+    """
     ranks: dict[str, list[int]] = {}
     for rank, authority in enumerate(authorities):
         ranks.setdefault(authority, []).append(rank)
     if len(ranks) > 1:
-        said = "; ".join(
-            f"ranks {of} have {f'the authority {authority}' if authority else 'no certificate'}"
-            for authority, of in ranks.items()
+        used = "; ".join(
+            f"ranks {members} use {f'authority {authority}' if authority else 'no TLS'}"
+            for authority, members in ranks.items()
         )
         raise ValueError(
-            f"TLS between hosts is for all ranks, or for none: {said}. Set {', '.join(VARIABLES)} on all"
+            f"TLS between hosts: ranks have different settings ({used}). Set the same authority in {CA}, and {CERT} "
+            f"and {KEY}, on all ranks."
         )

@@ -1,0 +1,219 @@
+"""A pipe that continues when a replica is lost, and admits replicas that come back (`survive=True`)."""
+
+import io
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from gpipe.distributed.endpoint import Endpoint
+from gpipe.distributed.folder_rendezvous import FolderRendezvous, replica_number
+from gpipe.distributed.linking import connect
+from gpipe.distributed.mesh import Position
+from gpipe.distributed.processes import Processes, Snapshot
+from gpipe.distributed.stragglers import Stragglers
+from gpipe.errors import RemoteError
+from gpipe.runtime.pipeline_stages import PipelineStages
+from gpipe.stages.messages import Control, Label, Request
+from gpipe.stages.tree import Tree
+
+T = TypeVar("T")
+MOST_ATTEMPTS = 8  # to connect again, while more replicas are lost
+SILENCE_SECONDS = 15.0  # a host that does not answer for this time is lost; shorter than without survive=True
+PAUSE_FACTOR = 4  # after a failed attempt to admit replicas, wait this multiple of its duration before the next
+NOT_JOINED = "survive=True requires join(). Call pipe.join(optimizer, ...) in every process before the first step."
+
+logger = logging.getLogger("gpipe")
+
+
+def is_loss(error: RemoteError) -> bool:
+    """Returns whether an exception reports the loss or the interruption of a process, and no other exception."""
+    return error.received and error.type_name in ("", KeyboardInterrupt.__name__)
+
+
+class ElasticProcesses(Processes):
+    """One process of a pipe that survives the loss of replicas.
+
+    When a replica is lost or comes back, all processes connect again. They repeat the run, unless it has already
+    ended on some of them.
+
+    Attributes:
+        rendezvous: The rendezvous of the replicas.
+        state_functions: The functions that `join` received: `get_state` and `set_state`.
+        received_state: Whether this replica received the state of the others in the last epoch.
+    """
+
+    survives = True
+
+    def __init__(
+        self,
+        rendezvous: FolderRendezvous,
+        engine: PipelineStages,
+        position: Position,
+        *,
+        costs: Sequence[float],
+        measured: bool,
+    ) -> None:
+        super().__init__(engine, position, costs=costs, measured=measured)
+        self.rendezvous = rendezvous
+        self._stragglers = partial(Stragglers, engine.placement, costs, measured=measured)
+        self.state_functions: tuple[Callable[[], Tree], Callable[[Any], object]] | None = None
+        self.received_state = False
+        self._is_connected = False  # whether all processes have completed the connection
+        self._replica_waits = False  # whether a replica waits to be admitted
+        self._admits_from = 0.0
+        self._runs, self._last = 0, list[Any]()  # the number of successful runs, and the values of the last one
+
+    def join(
+        self, get_state: Callable[[], Tree], set_state: Callable[[Any], object], checksums: Sequence[str]
+    ) -> None:
+        self.state_functions = get_state, set_state
+        self.regroup()
+        if not self.received_state:
+            self._check_initial_state(checksums)
+
+    def _check_initial_state(self, checksums: Sequence[str]) -> None:
+        gathered = self.gather(Request.EXCHANGE, list(checksums))
+        for rank, remote in enumerate(gathered):
+            first = gathered[rank % self.position.pp_size]
+            if remote != first:
+                replica = replica_number(self.rendezvous.members[rank // self.position.pp_size])
+                what = "weights or buffers" if remote[:1] != first[:1] else "optimizers or other arguments of join()"
+                raise ValueError(
+                    f"Replicas {self.living[0]} and {replica} begin with different {what}. Build and initialize them "
+                    f"in the same way in every replica: call torch.manual_seed first, and pass the same arguments."
+                )
+
+    def linked(self) -> Endpoint:
+        if self._endpoint is None:
+            self.regroup()
+        return super().linked()
+
+    def gather(self, request: Request, value: Tree) -> list[Any]:
+        gather = super().gather
+        return self.survive(lambda: gather(request, value), list, lambda: list)
+
+    def finish_run(self, value: Tree) -> list[Any]:
+        may_admit = not self.rank and time.monotonic() > self._admits_from
+        gathered = super().finish_run((value, may_admit and self.rendezvous.has_waiting_replica()))
+        self._replica_waits = gathered[0][1]
+        self._runs, self._last = self._runs + 1, [remote for remote, _ in gathered]
+        return self._last
+
+    def survive(self, attempt: Callable[[], T], late: Callable[[list[Any]], T], snapshot: Snapshot) -> T:
+        undo = snapshot()
+        while True:
+            try:
+                return attempt()
+            except RemoteError as error:
+                if not is_loss(error):
+                    raise
+            gathered = self.regroup()
+            if gathered is not None:
+                return late(gathered)
+            undo()
+
+    @property
+    def living(self) -> list[int]:
+        return [*map(replica_number, self.rendezvous.members)]
+
+    def admit_replicas(self) -> None:
+        if self._replica_waits:
+            self.regroup(admits=True)
+
+    def regroup(self, *, admits: bool = False) -> list[Any] | None:
+        """Connects all living replicas again.
+
+        Returns:
+            The gathered values of a run that has ended on other processes but not on this one, otherwise None.
+
+        Raises:
+            RemoteError: If this replica must end.
+            RuntimeError: If the replicas could not connect.
+        """
+        if self.state_functions is None:
+            raise ValueError(NOT_JOINED)
+        before, runs, failure = self.rendezvous.members, self._runs, None
+        for _ in range(MOST_ATTEMPTS):
+            self.rendezvous.meet(self._lost, admits=admits)
+            self._is_connected, begun = False, time.monotonic()
+            if self._endpoint is not None:
+                self._endpoint.close()
+            try:
+                gathered = self._connect(*self.state_functions)
+            except RemoteError as error:
+                failure, now, rejoining = error, time.monotonic(), self.rendezvous.rejoining
+                if not is_loss(error) or self.rendezvous.name in rejoining:  # its launcher starts it again
+                    raise
+                if rejoining:
+                    self._admits_from = now + PAUSE_FACTOR * (now - begun)
+            else:
+                self._log_changes(before)
+                return gathered if runs < self._runs else None
+        raise RuntimeError(f"The replicas could not connect in {MOST_ATTEMPTS} attempts. Restart them.") from failure
+
+    def _connect(self, get_state: Callable[[], Tree], set_state: Callable[[Any], object]) -> list[Any]:
+        """Connects the replicas of the epoch, sends the state to rejoining ones, and returns the last values."""
+        rendezvous = self.rendezvous
+        rendezvous.greet()
+        replicas, members = len(rendezvous.members), tuple(range(rendezvous.size))
+        replica = rendezvous.members.index(rendezvous.name)
+        self.position = replace(self.position, replica=replica, replicas=replicas, members=members)
+        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.engine.set_replicas(replicas)
+        self.stragglers = self._stragglers(replicas=replicas)
+        self._endpoint = connect(rendezvous, self.position, None, SILENCE_SECONDS)
+        with self._endpoint.in_run(records=False) as endpoint:
+            runs, last = max(endpoint.finish_run((self._runs, self._last)), key=lambda remote: remote[0])
+        with endpoint.in_run(records=False):
+            rejoining = [rendezvous.members.index(name) for name in rendezvous.rejoining]
+            source = next(index for index in range(replicas) if index not in rejoining)
+            ranks = [self.position.rank_of(self.position.pp_rank, index) for index in (source, *rejoining)]
+            if rejoining and self.rank in ranks:
+                state = _serialize(get_state()) if self.rank == ranks[0] else None
+                state = endpoint.broadcast(ranks[0], ranks, Label(Control.STATE, 0, gradient=False), state)
+                if self.rank != ranks[0]:
+                    set_state(_deserialize(state))
+            endpoint.finish_run(None)
+        self._runs, self._last, self._replica_waits = runs, list(last), False
+        self.received_state = rendezvous.name in rendezvous.rejoining
+        self._is_connected, rendezvous.fresh = True, False
+        return self._last
+
+    def _lost(self) -> list[str]:
+        """Returns the replicas whose connections have ended. Empty while processes connect, when they may end too.
+
+        In a network partition, connections end one after the other. A host that has been silent for half the limit
+        counts as lost, because its connections end soon.
+        """
+        if not self._is_connected or self._endpoint is None:
+            return []
+        ranks = {*self.gone(), *self._endpoint.detector.silent(SILENCE_SECONDS / 2)}
+        return [self.rendezvous.members[rank // self.position.pp_size] for rank in ranks]
+
+    def _log_changes(self, before: Sequence[str]) -> None:
+        now = self.rendezvous.members
+        if not before or self.position.pp_rank:
+            return
+        for name in before:
+            if name not in now:
+                logger.warning("Replica %d is lost. %d replicas continue.", replica_number(name), len(now))
+        for name in now:
+            if name not in before:
+                text = "Replica %d is back, with the state of the others. %d replicas continue."
+                logger.warning(text, replica_number(name), len(now))
+
+
+def _serialize(state: Tree) -> torch.Tensor:
+    """Serializes a state with `torch.save`, because it may contain values that messages cannot."""
+    written = io.BytesIO()
+    torch.save(state, written)
+    return torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
+
+
+def _deserialize(state: torch.Tensor) -> Any:
+    return torch.load(io.BytesIO(state.numpy().tobytes()), map_location="cpu", weights_only=True)

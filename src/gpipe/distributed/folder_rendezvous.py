@@ -1,0 +1,272 @@
+"""A rendezvous of replicas in a shared folder, for replicas that have separate launchers and may come and go.
+
+The replicas agree on their members in numbered epochs. A new epoch begins when a replica is lost or comes back:
+
+1. Each process writes a file that says that it has come to the next epoch.
+2. When every replica of the last epoch has come or is gone, one process claims the next epoch: it creates the epoch's
+   file with a hard link, which only one process can do. The file lists the members.
+
+A network partition therefore cannot leave two groups: a replica that is not in the file ends.
+
+A process holds a lock on a file as long as it lives; a free lock, or a closed connection, means that it is gone. A
+restarted replica has a new name, and is `fresh`: it has no state until the members send it theirs.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gpipe.distributed.communicator import Communicator, all_gather_checked
+from gpipe.distributed.failures import LONG_WAIT_SECONDS
+from gpipe.distributed.mesh import host_name
+from gpipe.distributed.tls import check_authorities, identity
+from gpipe.errors import is_count, received_error
+
+FOLDER, REPLICA, REPLICAS = "GPIPE_MEETING", "GPIPE_REPLICA", "GPIPE_REPLICAS"
+POLL_SECONDS = 0.005
+MINORITY_SECONDS = 3.0  # how long the smaller side of a partition waits for the larger one to claim the epoch
+
+logger = logging.getLogger("gpipe")
+
+
+def variables() -> tuple[str, int, int]:
+    """Returns the folder, the number of this replica, and the number of replicas, from the environment.
+
+    Raises:
+        ValueError: If a variable is missing or invalid.
+    """
+    folder, *texts = (os.environ.get(name, "") for name in (FOLDER, REPLICA, REPLICAS))
+    replica, replicas = (int(text) if text.isdecimal() else -1 for text in texts)
+    if not (folder and is_count(replicas) and 0 <= replica < replicas):
+        raise ValueError(
+            f"survive=True needs environment variables for the launcher of each replica, but {FOLDER}={folder!r}, "
+            f"{REPLICA}={texts[0]!r} and {REPLICAS}={texts[1]!r}. Set {FOLDER} to a folder that all replicas share, "
+            f"{REPLICA} to the number of the replica, from 0, and {REPLICAS} to the number of replicas."
+        )
+    return folder, replica, replicas
+
+
+class FolderRendezvous(Communicator):
+    """The rendezvous of one process with the processes of all replicas.
+
+    Args:
+        pp_rank: The pipeline rank of this process.
+        pp_size: The number of processes per replica.
+        nonce: A random string, equal on all processes of the replica.
+        timeout: The timeout in seconds.
+        settings: Settings that must be the same in all replicas, by name.
+
+    Attributes:
+        name: The name of this replica: its number and the nonce.
+        fresh: Whether this replica has no state that others may need.
+        epoch: The number of the current epoch.
+        members: The names of the replicas in the current epoch.
+        rejoining: The members that receive the state of the others.
+        hosts: The host of each process, after `greet`.
+        tls: The TLS contexts, if TLS is configured.
+    """
+
+    def __init__(self, pp_rank: int, pp_size: int, nonce: str, timeout: float, settings: Mapping[str, Any]) -> None:
+        folder, replica, self.expected = variables()
+        self.folder = Path(folder)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"{FOLDER}={folder} is not a folder and cannot be created ({error}). Set it to a folder that all "
+                f"replicas share."
+            ) from error
+        stat = self.folder.stat()
+        if stat.st_uid != os.getuid() or stat.st_mode & 0o077:
+            raise ValueError(
+                f"{FOLDER}={folder} belongs to or is accessible by other users, who could then join. Use a folder "
+                f"of your own with chmod 700."
+            )
+        self.pp_rank, self.pp_size = pp_rank, pp_size
+        self.name, self.settings = f"{replica}-{nonce}", {**settings, REPLICAS: self.expected}
+        self.digest = hashlib.sha256(repr(sorted(self.settings.items())).encode()).hexdigest()[:16]
+        self.fresh = True
+        self.epoch = 0
+        self.members: list[str] = []
+        self.rejoining: list[str] = []
+        self.hosts: list[str] = []
+        self.tls = identity()
+        self._timeout, self._exchanges = timeout, 0
+        alive = open(self._path("alive", self.name, f"{pp_rank}.new"), "w")  # noqa: SIM115  # open as long as it lives
+        fcntl.lockf(alive, fcntl.LOCK_EX)
+        os.rename(alive.name, self._path("alive", self.name, pp_rank))
+        self._alive = alive
+
+    def meet(self, lost: Callable[[], Collection[str]], *, admits: bool = False) -> None:
+        """Begins the next epoch with all living replicas.
+
+        Args:
+            lost: Returns the names of replicas whose connections have ended.
+            admits: Whether this process admits replicas that come back. False in the middle of a step.
+
+        Raises:
+            RemoteError: If this replica has lost a process, if the others continue without it, or after the timeout.
+        """
+        began, warns_at = time.monotonic(), time.monotonic() + LONG_WAIT_SECONDS
+        while True:
+            epochs = [int(path.name[6:]) for path in self.folder.glob("epoch-*")] if self.fresh else [self.epoch]
+            last = max(epochs, default=0)
+            last_epoch = self._read(f"epoch-{last}") or {}
+            before, epoch = last_epoch.get("members", []), last + 1
+            arrival = json.dumps([self.fresh, admits, self.digest]).encode()
+            self._put(f"came-{epoch}-{self.name}-{self.pp_rank}", arrival)
+            while True:
+                gone = {name for name in {*before, self.name} if self._is_gone(name)} | {*lost()}
+                if decided := self._read(f"epoch-{epoch}"):  # after `gone`: processes in the epoch close connections
+                    break
+                if self.name in gone:
+                    raise received_error("This replica lost a process. The others continue without it.", self.rank)
+                waited = time.monotonic() - began
+                if chosen := self._choose(epoch, before, gone, waited, last_epoch.get("same", self.digest)):
+                    self._claim(epoch, chosen)
+                elif waited > self._timeout:
+                    raise received_error(f"Timeout: {self._describe_wait(epoch, before, gone)}", self.rank)
+                elif time.monotonic() > warns_at:
+                    warns_at = math.inf
+                    logger.warning(self._describe_wait(epoch, before, gone) + " [long-wait]")
+                else:
+                    time.sleep(POLL_SECONDS)
+            if self.name in decided["members"]:
+                break
+            if not self.fresh:
+                raise received_error(
+                    "The other replicas continue without this one, which they consider lost.", self.rank
+                )
+        self.epoch, self.members, self.rejoining = epoch, decided["members"], decided["rejoining"]
+        self._exchanges = 0
+        self.rank = self.members.index(self.name) * self.pp_size + self.pp_rank
+        self.size = len(self.members) * self.pp_size
+
+    def greet(self) -> None:
+        """Gathers the hosts of all processes in the epoch, and checks that their settings are the same."""
+        about = [host_name(), self.tls.authority if self.tls else ""]
+        gathered = all_gather_checked(self, about, same=self.settings)
+        self.hosts = [host for host, _ in gathered]
+        check_authorities([authority for _, authority in gathered])
+
+    def _describe_wait(self, epoch: int, before: Collection[str], gone: Collection[str]) -> str:
+        came = {name for name, arrivals in self._arrivals(epoch).items() if len(arrivals) == self.pp_size}
+        wait = f"replica {replica_number(self.name)} waits in {self.folder}, for up to {self._timeout:g} s"
+        if not before or {*before} <= {*gone}:
+            missing = {*range(self.expected)} - {*map(replica_number, came)}
+            ended = " All replicas that it could join are gone. If training is complete, end this one." * bool(before)
+            return f"{wait}, for these replicas to start: {sorted(missing)}.{ended}"
+        if missing := {*map(replica_number, {*before} - {*gone} - came)}:
+            return f"{wait}, for these replicas: {sorted(missing)}."
+        return f"{wait}, until the running replicas admit it after a step."
+
+    def _choose(
+        self, epoch: int, before: Sequence[str], gone: Collection[str], waited: float, digest: str
+    ) -> Mapping[str, Any] | None:
+        """Returns the content of the file of the next epoch, or None if this process cannot decide it yet."""
+        came = self._arrivals(epoch)
+        whole = {name: arrivals for name, arrivals in came.items() if len(arrivals) == self.pp_size}
+        has_state = {name: not any(fresh for fresh, *_ in arrivals) for name, arrivals in came.items()}
+        living = [name for name in before if name not in gone and has_state.get(name, True)]
+        new = {replica_number(name): name for name in whole if name not in living and not self._is_gone(name)}
+        if not living:
+            chosen = [new[number] for number in sorted(new)]
+            return {"members": chosen, "rejoining": [], "same": self.digest} if len(new) == self.expected else None
+        if self.fresh and digest != self.digest:
+            raise ValueError(
+                "This replica has different layers or settings than the replicas that it would join. Start it with "
+                "the same script and arguments."
+            )
+        members = [name for name in living if name in whole]
+        if self.name not in members or (len(members) < len(living) and waited < self._timeout):
+            return None
+        unseen = [name for name in before if name in gone and not self._is_gone(name)]  # they may see each other
+        if len(members) < len(unseen) and waited < MINORITY_SECONDS:
+            return None
+        taken, admitted = set(map(replica_number, members)), list[str]()
+        if all(admits for name in members for _, admits, _ in whole[name]):
+            admitted = [name for number, name in new.items() if number not in taken and whole[name][0][2] == digest]
+        return {"members": sorted(members + admitted, key=replica_number), "rejoining": admitted, "same": digest}
+
+    def has_waiting_replica(self) -> bool:
+        """Returns whether a complete replica waits to be admitted."""
+        came = self._arrivals(self.epoch + 1)
+        return any(len(came[name]) == self.pp_size and not self._is_gone(name) for name in came.keys() - self.members)
+
+    def all_gather(self, message: bytes, /) -> list[bytes]:
+        self._exchanges += 1
+        place = f"said-{self.epoch}-{self._exchanges}"
+        self._put(f"{place}-{self.rank}", message)
+        until = time.monotonic() + self._timeout
+        paths = [self._path(place, rank) for rank in range(self.size)]
+        while not all(path.exists() for path in paths):
+            self.check()
+            if time.monotonic() > until:
+                raise received_error(f"no message in {self.folder} for {self._timeout:g} s.", self.rank)
+            time.sleep(POLL_SECONDS)
+        return [path.read_bytes() for path in paths]
+
+    def check(self, _: float = 0.0) -> None:
+        """Raises a RemoteError if a member is gone, or has left for the next epoch."""
+        for index, name in enumerate(self.members):
+            if self._is_gone(name) or [*self.folder.glob(f"came-{self.epoch + 1}-{name}-*")]:
+                text = f"replica {replica_number(name)} is gone, or has lost a different replica."
+                raise received_error(text, index * self.pp_size)
+
+    def close(self) -> None:
+        """Ends the communication through the folder after all have reached its end, and removes old files."""
+        self.all_gather(b"")
+        for path in self.folder.iterdir() if not self.rank else ():
+            kind, _, rest = path.name.partition("-")
+            if kind in ("came", "said") and int(rest.partition("-")[0]) < self.epoch:
+                path.unlink(missing_ok=True)
+
+    def _arrivals(self, epoch: int) -> dict[str, list[Any]]:
+        """Returns the messages of the processes that have come to an epoch, by replica."""
+        came: dict[str, list[Any]] = {}
+        for path in self.folder.glob(f"came-{epoch}-*"):
+            name = path.name.removeprefix(f"came-{epoch}-").rpartition("-")[0]
+            came.setdefault(name, []).append(self._read(path.name))
+        return came
+
+    def _is_gone(self, name: str) -> bool:
+        """Returns whether a process of a replica has ended. Skips this process: opening its file would unlock it."""
+        for pp_rank in range(self.pp_size):
+            if (name, pp_rank) != (self.name, self.pp_rank):
+                with suppress(OSError), open(self._path("alive", name, pp_rank)) as alive:
+                    fcntl.lockf(alive, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    return True
+        return False
+
+    def _path(self, *parts: object) -> Path:
+        return self.folder / "-".join(map(str, parts))
+
+    def _read(self, name: str) -> Any:
+        with suppress(FileNotFoundError):
+            return json.loads(self._path(name).read_bytes())
+        return None
+
+    def _put(self, name: str, message: bytes) -> None:
+        new = self._path("new", self.name, self.pp_rank)
+        new.write_bytes(message)
+        os.rename(new, self._path(name))  # atomic: other processes see the whole file or none
+
+    def _claim(self, epoch: int, chosen: Mapping[str, Any]) -> None:
+        new = self._path("new", self.name, self.pp_rank)
+        new.write_text(json.dumps(chosen))
+        with suppress(FileExistsError):  # a different process has claimed it
+            os.link(new, self._path("epoch", epoch))
+        new.unlink()
+
+
+def replica_number(name: str) -> int:
+    """Returns the number of a replica, which its launcher has set."""
+    return int(name.partition("-")[0])

@@ -1,0 +1,76 @@
+"""The parameters of a pipe over several processes: their names, and functions that would need all of them.
+
+`torch.nn.utils.clip_grad_norm_` and `torch.optim.LBFGS` combine all parameters they receive. In one of several
+processes they would combine only the parameters of its partition, and their result would depend on K.
+"""
+
+import sys
+import weakref
+from functools import cache
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gpipe.distributed.processes import SingleProcess
+from gpipe.errors import innermost_code
+from gpipe.runtime.pipeline_stages import PipelineStages
+
+NORMS = {
+    innermost_code(function): function.__name__ for function in (nn.utils.clip_grad_norm_, nn.utils.get_total_norm)
+}
+_partial: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # pipes with parameters in other processes
+
+
+def guard_partial_parameters(pipe: nn.Module, processes: SingleProcess) -> None:
+    """Rejects functions that would see only a part of the parameters.
+
+    Call it when `pipe` is created and when its parameters are listed. Norms of torch are rejected at once, if one of
+    them lists the parameters. The first pipe with several partitions also registers a hook that rejects LBFGS.
+
+    Raises:
+        ValueError: If `clip_grad_norm_` or `get_total_norm` of `torch.nn.utils` lists the parameters.
+    """
+    if processes.position is None or processes.position.pp_size == 1:
+        return
+    _partial.add(pipe)
+    _register_lbfgs_hook()
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]  # None ends it
+        if name := NORMS.get(frame.f_code):
+            raise ValueError(
+                f"torch.nn.utils.{name}() sees only the gradients of the partition of this process. Call "
+                f"pipe.clip_grad_norm_(max_norm) in every process instead. [partial-norm]"
+            )
+
+
+@cache
+def _register_lbfgs_hook() -> None:
+    register_optimizer_step_pre_hook(_reject_lbfgs)
+
+
+def _reject_lbfgs(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if not own.isdisjoint(parameter for pipe in list(_partial) for parameter in pipe.parameters()):
+            raise ValueError(
+                "LBFGS combines all parameters, but sees only those of the partition of this process. Train in one "
+                "process, or use a different optimizer. [partial-lbfgs]"
+            )
+
+
+def find_tied_names(engine: PipelineStages) -> dict[str, str]:
+    """Returns the first name of each parameter that has several names, for each of its other names."""
+    names = {
+        (layer.index, id(module), leaf): layer.full_name(f"{path}.{leaf}" if path else leaf)
+        for stage in engine.all
+        for layer in stage.layers
+        for path, module in layer.module.named_modules()
+        for leaf in module._parameters
+    }
+    first_of: dict[str, str] = {}
+    for shared in engine.shared:
+        places = [(layer, id(module), leaf) for layer, slots in shared.slots.items() for module, leaf in slots]
+        first, *others = [names[place] for place in places]  # a module that is several layers has several names
+        first_of |= dict.fromkeys(others, first)
+    return first_of
