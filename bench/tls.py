@@ -33,8 +33,8 @@ from bench.machine import facts
 from bench.report import describe, spread, table, write
 from bench.workloads import WORKLOADS
 from gpipe import GPipe
-from gpipe.distributed import rendezvous
-from gpipe.distributed.codec import Damaged, Gone, encode
+from gpipe.distributed import linking
+from gpipe.distributed.codec import CorruptMessage, PeerClosed, encode
 from gpipe.distributed.connection import ControlChannel, TcpConnection
 from gpipe.distributed.tls import CA, CERT, KEY, Identity, identity
 from gpipe.stages.boundary import BoundaryValue
@@ -130,7 +130,7 @@ def _news(end: ssl.SSLSocket, theirs: ssl.SSLSocket) -> tuple[str, float]:
             try:
                 if reads.read():
                     return "ACCEPTED", 0.0
-            except Damaged:
+            except CorruptMessage:
                 return "refused, and told as altered", time.perf_counter() - begun
             if reads.gone:
                 return "refused, as the connection ends", time.perf_counter() - begun
@@ -152,9 +152,9 @@ def _message(end: ssl.SSLSocket, theirs: ssl.SSLSocket) -> tuple[str, float]:
             try:
                 if reads.head() is not None:
                     return "ACCEPTED", 0.0
-            except Damaged:
+            except CorruptMessage:
                 return "refused, and told as altered", time.perf_counter() - begun
-            except Gone:
+            except PeerClosed:
                 return "refused, as the connection ends", time.perf_counter() - begun
             time.sleep(0.0002)
         return "HANGS", SECONDS
@@ -188,15 +188,15 @@ def refused_strangers(own: Identity, shown: str, folders: Sequence[str], count: 
             raise InterruptedError
 
     with ExitStack() as opened:
-        opened.enter_context(patch.object(rendezvous, "own_host", lambda: "127.0.0.1"))
-        listener = opened.enter_context(rendezvous.listening(crosses_hosts=True))
+        opened.enter_context(patch.object(linking, "own_host", lambda: "127.0.0.1"))
+        listener = opened.enter_context(linking.listening(crosses_hosts=True))
         thread = opened.enter_context(ThreadPoolExecutor(1))
         accepted = thread.submit(listener.accept, [(1, "messages")], TOKEN, math.inf, stop, own)
         for _ in range(count):
             begun, given = time.perf_counter(), b""
             with suppress(ssl.SSLError, ConnectionError), socket.create_connection(listener.address[1:3]) as bare:
                 end = context.wrap_socket(bare)
-                end.sendall(rendezvous.hello(TOKEN, 1, "messages"))
+                end.sendall(linking.hello(TOKEN, 1, "messages"))
                 given = end.recv(1)
             seconds.append(time.perf_counter() - begun)
             assert given == b"", "it has been let in"
@@ -218,11 +218,11 @@ def refused_impostors(own: Identity, shown: str, folders: Sequence[str], count: 
 
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as thread:
         answers = thread.submit(answer, server)
-        address = rendezvous.Address("", "127.0.0.1", server.getsockname()[1], "")
+        address = linking.Address("", "127.0.0.1", server.getsockname()[1], "")
         for _ in range(count):
             begun = time.perf_counter()
             with suppress(ssl.SSLError, ConnectionError):
-                rendezvous.dial(address, rendezvous.hello(TOKEN, 1, "messages"), SECONDS, local=False, tls=own)
+                linking.dial(address, linking.hello(TOKEN, 1, "messages"), SECONDS, local=False, tls=own)
                 raise AssertionError("it has been believed")
             seconds.append(time.perf_counter() - begun)
         answers.result()

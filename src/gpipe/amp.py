@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from gpipe._torch.modules import LocalGradScaler, awaits_unscale, found_infinite, note_infinite
 from gpipe.batch.inputs import scaler_device
-from gpipe.distributed.agree import agree
+from gpipe.distributed.communicator import all_gather_checked
 from gpipe.pipeline import GPipe
 
 
@@ -71,7 +71,7 @@ class GradScaler(LocalGradScaler):
             for group in mesh.get_all_groups():
                 dist.all_reduce(flag, dist.ReduceOp.MAX, group)
             is_infinite = bool(flag)
-        is_infinite = any(agree(self._pipe._processes, is_infinite))
+        is_infinite = any(all_gather_checked(self._pipe._processes, is_infinite))
         device = scaler_device(self._pipe.devices)
         flags = {device: torch.full((), float(is_infinite), device=device)}
         note_infinite(self, self if optimizer is None else optimizer, flags)

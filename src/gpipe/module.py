@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from gpipe._torch.modules import hold_state_of
 from gpipe.batch.inputs import NO_GRAPH
 from gpipe.config.arguments import Settings
-from gpipe.distributed.norms import find_tied_names, guard_part
-from gpipe.distributed.processes import OneProcess
+from gpipe.distributed.parameters import find_tied_names, guard_partial_parameters
+from gpipe.distributed.processes import SingleProcess
 from gpipe.features.recorder import Recorder
 from gpipe.planner.search.plan import Plan
 from gpipe.stages.skips import Sequential
@@ -28,12 +28,12 @@ class Partitioned(nn.Module):
     _given: tuple[weakref.ref[nn.Module], list[int]] | None = None
     """The `nn.Sequential` that it was given, and the ids of its layers, as they were."""
 
-    def __init__(self, settings: Settings, plan: Plan, processes: OneProcess) -> None:
+    def __init__(self, settings: Settings, plan: Plan, processes: SingleProcess) -> None:
         super().__init__()
         self._settings, self._plan = settings, plan
         self._processes, self._engine = processes, processes.engine
         self._foreign: frozenset[str] = frozenset()  # what other processes hold of a model
-        guard_part(self, processes)
+        guard_partial_parameters(self, processes)
         self.ties_of_names = {} if processes.position is None else find_tied_names(processes.engine)
 
     def _hold_layers(self) -> None:
@@ -173,7 +173,7 @@ class Partitioned(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this process by name, one that is shared with another under its first name there."""
-        guard_part(self, self._processes)
+        guard_partial_parameters(self, self._processes)
         first = self.ties_of_names if remove_duplicate else {}
         every = super().named_parameters("", recurse, remove_duplicate=False)
         for name, parameter in self._own_among(every, remove_duplicate):

@@ -389,7 +389,7 @@ class GPipe(Partitioned):
         slices = self._plan.slices
         if slices > 1 and not is_own:
             raise ValueError(OWN_LOSS.format(slices=slices))
-        self._processes.let_in()
+        self._processes.admit_replicas()
 
         def run_once(run: Run) -> list[Any]:
             run.slices = slices
@@ -797,7 +797,7 @@ class GPipe(Partitioned):
 
         Every process must call it. In one process, the list has one entry.
         """
-        return self._processes.exchange(message)
+        return self._processes.all_gather(message)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips the norm of all gradients of the model, and returns the norm before clipping.

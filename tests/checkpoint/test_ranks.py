@@ -79,7 +79,7 @@ def test_who_cannot_write_in_the_background_raises_its_own_error_though_others_d
 
     def save(own: RankPipe) -> Any:
         under_way = gpipe.save(tmp_path, own, background=True)  # type: ignore[arg-type]
-        own._processes.exchange = silent  # type: ignore[method-assign]
+        own._processes.all_gather = silent  # type: ignore[method-assign]
         return under_way.wait()
 
     monkeypatch.setattr("gpipe.checkpoint.save.write_part", write_part)
@@ -146,7 +146,7 @@ def test_a_rank_that_dies_leaves_no_checkpoint(background: bool, tmp_path: Path)
 
     def save(own: RankPipe) -> Any:
         if own._processes.rank == 2:
-            exchange, times = own._processes.exchange, iter([1])
+            exchange, times = own._processes.all_gather, iter([1])
 
             def die(told: bytes) -> list[bytes]:
                 if next(times, 0):
@@ -154,7 +154,7 @@ def test_a_rank_that_dies_leaves_no_checkpoint(background: bool, tmp_path: Path)
                 own._processes.meeting.leave()
                 raise SystemExit
 
-            own._processes.exchange = die  # type: ignore[method-assign]
+            own._processes.all_gather = die  # type: ignore[method-assign]
         return gpipe.save(tmp_path, own, background=background).wait()  # type: ignore[arg-type]
 
     raised = run_ranks(save, pipes)
@@ -183,7 +183,7 @@ def test_of_a_rank_that_dies_all_tell_what_they_did_meanwhile(
         gpipe.save(tmp_path, whole)
 
     def die_on_the_way(own: RankPipe) -> object:
-        exchange, left = own._processes.exchange, iter(range(agreed))
+        exchange, left = own._processes.all_gather, iter(range(agreed))
 
         def agree_or_die(told: bytes) -> list[bytes]:
             if own._processes.rank < 2 or next(left, None) is not None:
@@ -191,7 +191,7 @@ def test_of_a_rank_that_dies_all_tell_what_they_did_meanwhile(
             own._processes.meeting.leave()
             raise SystemExit
 
-        own._processes.exchange = agree_or_die  # type: ignore[method-assign]
+        own._processes.all_gather = agree_or_die  # type: ignore[method-assign]
         return act(tmp_path, own)
 
     *others, dead = run_ranks(die_on_the_way, pipes)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe.distributed.codec import Gone, encode
+from gpipe.distributed.codec import PeerClosed, encode
 from gpipe.distributed.connection import CHUNK_BYTES, INLINE_BYTES, SLOTS, Connection, Frame, TcpConnection
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Label
@@ -86,8 +86,10 @@ class Flow:
         self.under_way.append((self.sent, size))
         self.sent += 1
         if not isinstance(self.one, TcpConnection):
-            assert len(self.one._own) <= SLOTS
-            assert sum(slot.taken for slot in self.one._own) == sum(size > INLINE_BYTES for _, size in self.under_way)
+            assert len(self.one._slots) <= SLOTS
+            assert sum(slot.taken for slot in self.one._slots) == sum(
+                size > INLINE_BYTES for _, size in self.under_way
+            )
 
     def _has_room(self, size: int) -> bool:
         if self.one.flush() and self.one.has_room(size):
@@ -157,7 +159,7 @@ def test_what_was_sent_arrives_also_if_the_sender_is_gone(kind: type[Connection]
         wait_until(one.flush)
         one.close()
         assert [take(other)[0].label.route for _ in range(3)] == [0, 1, 2]
-        with pytest.raises(Gone):
+        with pytest.raises(PeerClosed):
             wait_until(lambda: other.head() is not None)
 
 
@@ -170,7 +172,7 @@ def test_who_sends_to_one_that_is_gone_is_told(kind: type[Connection]) -> None:
 
     with linked(kind) as (one, other):
         other.close()
-        with pytest.raises(Gone):
+        with pytest.raises(PeerClosed):
             sends(one)
 
 

@@ -148,7 +148,7 @@ def test_all_agree_and_then_may_leave_at_once(kind: type[Connection], size: int)
         with endpoints(size, kind, buffer=2**14) as every:
 
             def agree(endpoint: Endpoint, length: int = length) -> list[int]:
-                told = endpoint.exchange((endpoint.rank, torch.zeros(length)))
+                told = endpoint.finish_run((endpoint.rank, torch.zeros(length)))
                 endpoint.close()
                 assert all(tensor.numel() == length for _, tensor in told)
                 return [rank for rank, _ in told]

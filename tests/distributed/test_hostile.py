@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from gpipe.distributed.codec import Damaged, Gone, decode, encode
+from gpipe.distributed.codec import CorruptMessage, PeerClosed, decode, encode
 from gpipe.distributed.connection import LARGEST_CONTROL_BYTES, SLOT_HEADER_BYTES, Connection, Frame, TcpConnection
 from gpipe.distributed.endpoint import Endpoint
 from gpipe.errors import RemoteError
@@ -63,7 +63,7 @@ def damaged(data: bytes, seed: int) -> bytes:
 def test_a_damaged_layout_is_refused_or_gives_some_message(value: Any, seed: int) -> None:
     encoded, before = encode(BoundaryValue(value, [])), set(sys.modules)
     memory = bytearray(b"".join(map(bytes, encoded.pieces())) or b"\0")
-    with suppress(Damaged):
+    with suppress(CorruptMessage):
         decode(damaged(encoded.layout, seed), memory)
     assert set(sys.modules) == before
 
@@ -137,7 +137,7 @@ def test_a_hostile_layout_is_refused_and_names_only_what_is_known_here(
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
     for name, layout in (HOSTILE_LAYOUTS | {name: tree_of(tree) for name, tree in TREES.items()}).items():
-        with pytest.raises(Damaged):
+        with pytest.raises(CorruptMessage):
             pytest.fail(f"{name}: {decode(layout.encode(), bytearray(64))}")
     assert set(sys.modules) == before
     assert not (tmp_path / "ran").exists()
@@ -174,7 +174,7 @@ def test_a_class_goes_where_it_is_registered_and_nowhere_else() -> None:
         assert back.value.name == (1, "a")
     finally:
         pytree._deregister_pytree_node(Kept)
-    with pytest.raises(Damaged, match="not registered"):
+    with pytest.raises(CorruptMessage, match="not registered"):
         decode(tree_of(["registered tests.distributed.test_hostile.Kept", None, []]).encode(), bytearray(8))
 
 
@@ -231,7 +231,7 @@ class Bell:
         return b"!"
 
 
-@pytest.mark.parametrize("error", [Damaged("odd"), Gone("odd")])
+@pytest.mark.parametrize("error", [CorruptMessage("odd"), PeerClosed("odd")])
 def test_what_is_found_while_the_bell_is_heard_is_not_missed(error: Exception) -> None:
     """It rings once: who looked first, and then took the ring away, waited for another."""
     with endpoints(2, TcpConnection) as (endpoint, _):
@@ -297,5 +297,5 @@ def test_room_is_made_for_what_comes_and_not_for_what_is_said(kind: type[Connect
             news.shutdown(socket.SHUT_RDWR)
             with pytest.raises((RemoteError, MemoryError), match=r"rank 1 is gone|there is no memory for"):
                 endpoint.receive(1, LABEL)
-            assert len(endpoint.connections[1]._arrived.memory) < 2**20
+            assert len(endpoint.connections[1]._buffer.memory) < 2**20
         assert getrusage(RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB, whatever else this process does

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import pytest
 
 from gpipe.distributed import network
+from gpipe.distributed.linking import _keep_alive
 from gpipe.distributed.network import interface_of, interfaces, listen, own_host
-from gpipe.distributed.rendezvous import _keep_alive
 from two_hosts.hosts import ADDRESSES, ADDRESSES6, Hosts, missing, two_hosts
 from two_hosts.relay import WIRE, enter
 
@@ -147,9 +147,7 @@ def test_what_are_no_ports_is_refused(given: str, monkeypatch: pytest.MonkeyPatc
 
 @on_hosts
 @pytest.mark.parametrize("address", [ADDRESSES[0], ADDRESSES6[0]])
-@pytest.mark.parametrize(
-    ("stream", "limit"), [("messages", 0), ("back", 0), ("control", 30_000), ("questions", 30_000)]
-)
+@pytest.mark.parametrize(("stream", "limit"), [("messages", 0), ("back", 0), ("control", 30_000), ("query", 30_000)])
 def test_a_connection_between_hosts_is_kept_alive(address: str, stream: str, limit: int, hosts: Hosts) -> None:
     """That of tensors has no limit while they are under way: who is busy takes none, and is waited for."""
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.distributed import rendezvous
+from gpipe.distributed import linking, rendezvous
 from gpipe.distributed.failures import Status
 from tests.support.endpoints import LIMIT
 from tests.support.jobs.training import Json
@@ -334,16 +334,16 @@ def interrupted_in_a_message(rank: int, world: int) -> str:
 
 def interrupted_while_linking(rank: int, world: int) -> str:
     """Ctrl-C comes to rank 0 while it looks at the others, which look for it once it has taken its folder away."""
-    look = Status.memory_in
+    look = Status.map_from
 
-    def memory_in(folder: str) -> object:
+    def map_from(folder: str) -> object:
         if not rank:
             raise KeyboardInterrupt
         while Path(folder).exists():
             time.sleep(0.001)
         return look(folder)
 
-    with mock.patch.object(Status, "memory_in", memory_in), mock.patch.object(rendezvous, "REPORT_SECONDS", LIMIT):
+    with mock.patch.object(Status, "map_from", map_from), mock.patch.object(linking, "REPORT_SECONDS", LIMIT):
         return repr(raised_by(lambda: pipe_of(world)))
 
 

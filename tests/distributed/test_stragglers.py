@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gpipe
-from gpipe.distributed.stragglers import NOTICEABLE, SLOW, WARMING_UP, WINDOW, Stragglers, ratios
+from gpipe.distributed.stragglers import NOTICEABLE_SECONDS, SLOW_RATIO, WARM_UP_STEPS, WINDOW, Stragglers, ratios
 from tests.support.clock import Clock, Slow
 from tests.support.processes.launch import WorkerPool
 from tests.support.processes.outcome import answers
@@ -43,12 +43,12 @@ def warnings_of(layers: Sequence[nn.Module], measured: bool, steps: int) -> list
     return found
 
 
-SECONDS = st.floats(NOTICEABLE, 10)
+SECONDS = st.floats(NOTICEABLE_SECONDS, 10)
 
 
 def named(stragglers: Stragglers, steps: list[list[float]]) -> list[tuple[int, str]]:
     """At which step what was said."""
-    return [(at, text) for at, busy in enumerate(steps, 1) for text in stragglers.note(busy)]
+    return [(at, text) for at, busy in enumerate(steps, 1) for text in stragglers.record(busy)]
 
 
 @given(st.lists(SECONDS, min_size=2, max_size=8), st.floats(0.01, 100))
@@ -56,18 +56,18 @@ def test_ranks_that_are_busy_in_proportion_to_their_shares_all_have_ratio_1(shar
     assert all(abs(ratio - 1) < 1e-9 for ratio in ratios([pace * share for share in shares], shares))
 
 
-@given(st.lists(SECONDS, min_size=3, max_size=8), st.floats(SLOW + 0.01, 100), st.integers(0, 20), st.data())
+@given(st.lists(SECONDS, min_size=3, max_size=8), st.floats(SLOW_RATIO + 0.01, 100), st.integers(0, 20), st.data())
 def test_whoever_becomes_slow_is_named_once_within_five_steps(
     costs: list[float], times: float, before: int, data: st.DataObject
 ) -> None:
     slow = data.draw(st.integers(0, len(costs) - 1))
     busy = [cost * (times if rank == slow else 1) for rank, cost in enumerate(costs)]
     found = named(
-        Stragglers(range(len(costs)), costs, 1, measured=True), [costs] * (WARMING_UP + before) + [busy] * 30
+        Stragglers(range(len(costs)), costs, 1, measured=True), [costs] * (WARM_UP_STEPS + before) + [busy] * 30
     )
     assert len(found) == 1
     ((at, text),) = found
-    assert before < at - WARMING_UP <= before + WINDOW
+    assert before < at - WARM_UP_STEPS <= before + WINDOW
     assert f"rank {slow} (stage {slow}, replica 0)" in text
     assert "times its share by the measured costs" in text
 
@@ -75,19 +75,20 @@ def test_whoever_becomes_slow_is_named_once_within_five_steps(
 @given(st.lists(st.lists(st.floats(1.0, 1.4), min_size=4, max_size=4), max_size=20))
 def test_noise_names_nobody(steps: list[list[float]]) -> None:
     assert (
-        named(Stragglers(range(2), [3.0, 1.0], 2, measured=False), [[1.0, 1.0, 1.0, 1.0]] * WARMING_UP + steps) == []
+        named(Stragglers(range(2), [3.0, 1.0], 2, measured=False), [[1.0, 1.0, 1.0, 1.0]] * WARM_UP_STEPS + steps)
+        == []
     )
 
 
-LONG = 3 * (WARMING_UP + WINDOW)
+LONG = 3 * (WARM_UP_STEPS + WINDOW)
 EVEN, HICCUP = [1.0, 1.0], [1.0, 9.0]
 NOBODY = {
-    "two hiccups": ([1, 1], True, [EVEN] * WARMING_UP + [HICCUP, EVEN, EVEN, HICCUP, EVEN, EVEN, EVEN]),
+    "two hiccups": ([1, 1], True, [EVEN] * WARM_UP_STEPS + [HICCUP, EVEN, EVEN, HICCUP, EVEN, EVEN, EVEN]),
     "one with more to do": ([1, 4], True, [[1.0, 4.0]] * LONG),
     "one with more parameters": ([1, 4], False, [HICCUP] * LONG),
     "one whose costs nobody knows": ([1, 1], False, [HICCUP] * LONG),
-    "the first steps": ([1, 1], True, [HICCUP] * WARMING_UP),
-    "what takes no time": ([1, 1], True, [[NOTICEABLE / 20, NOTICEABLE * 0.99]] * LONG),
+    "the first steps": ([1, 1], True, [HICCUP] * WARM_UP_STEPS),
+    "what takes no time": ([1, 1], True, [[NOTICEABLE_SECONDS / 20, NOTICEABLE_SECONDS * 0.99]] * LONG),
     "what costs nothing": ([0, 1], True, [EVEN] * LONG),
     "one alone": ([1], True, [[1.0]] * LONG),
 }
@@ -109,8 +110,8 @@ def test_replicas_of_the_same_layers_are_compared_whatever_these_cost() -> None:
 
 
 def test_over_processes_rank_0_names_who_takes_longer_than_its_costs_say(pool: WorkerPool) -> None:
-    (text,), *others = answers(pool.run(warned, 2, 4.0, True, WARMING_UP + WINDOW))
+    (text,), *others = answers(pool.run(warned, 2, 4.0, True, WARM_UP_STEPS + WINDOW))
     assert text.startswith("rank 2 (stage 2, replica 0) is slow, and the others wait for it: it was busy ")
     assert others == [[], [], []]
     for slow, times in ((-1, 1.0), (2, 4.0)):  # of which nobody knows what they should take
-        assert answers(pool.run(warned, slow, times, False, WARMING_UP + WINDOW)) == [[], [], [], []]
+        assert answers(pool.run(warned, slow, times, False, WARM_UP_STEPS + WINDOW)) == [[], [], [], []]

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from gpipe.cli.doctor import CHECKS
-from gpipe.distributed import rendezvous
-from gpipe.distributed.codec import Damaged, Gone, encode
+from gpipe.distributed import linking
+from gpipe.distributed.codec import CorruptMessage, PeerClosed, encode
 from gpipe.distributed.connection import TcpConnection
-from gpipe.distributed.rendezvous import BY_TLS, Listener, dial, hello
+from gpipe.distributed.linking import STREAMS_WITH_TLS, Listener, dial, hello
 from gpipe.distributed.tls import CA, CERT, KEY, VARIABLES, identity
 from gpipe.errors import RemoteError
 from gpipe.stages.boundary import BoundaryValue
@@ -91,7 +91,7 @@ class Middle:
 def exchange(stream: str, altered: int = -1, *, tls: bool = True) -> tuple[list[torch.Tensor], list[bytes], Middle]:
     """What comes of `SENT` and `REPORT` if a byte of one of the streams is altered, and what the middle saw."""
     middle = Middle()
-    pairs = [middle.between() if name == stream else socket.socketpair() for name in BY_TLS[:3]]
+    pairs = [middle.between() if name == stream else socket.socketpair() for name in STREAMS_WITH_TLS[:3]]
     (m0, m1), (c0, c1), (a0, a1) = [encrypted(*pair) for pair in pairs] if tls else pairs
     middle.seen.clear()  # a handshake has all come: the other end has answered it
     middle.altered = altered
@@ -101,10 +101,10 @@ def exchange(stream: str, altered: int = -1, *, tls: bool = True) -> tuple[list[
         for number, tensor in enumerate(SENT):
             one.put(1, Label(number, 0, gradient=False), encode(BoundaryValue(tensor, [])), 0.0)
         one.control.send(REPORT)
-        with suppress(Gone):  # the other end may have hung up
+        with suppress(PeerClosed):  # the other end may have hung up
             wait_until(one.flush)
         one.close()
-        with suppress(Gone, Damaged):
+        with suppress(PeerClosed, CorruptMessage):
             while True:
                 wait_until(lambda: other.head() is not None)
                 head = other.head()
@@ -113,7 +113,7 @@ def exchange(stream: str, altered: int = -1, *, tls: bool = True) -> tuple[list[
                 assert isinstance(message, BoundaryValue)
                 tensors.append(message.value)
                 other.done(head)
-        with suppress(Damaged):
+        with suppress(CorruptMessage):
             while not other.control.gone:
                 reports += other.control.read()
     finally:
@@ -262,8 +262,8 @@ def test_a_certificate_that_has_expired_is_told_by_rank(pool: WorkerPool) -> Non
 
 @contextmanager
 def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
-    monkeypatch.setattr(rendezvous, "own_host", lambda: "127.0.0.1")
-    with rendezvous.listening(crosses_hosts=True) as own:
+    monkeypatch.setattr(linking, "own_host", lambda: "127.0.0.1")
+    with linking.listening(crosses_hosts=True) as own:
         yield own
 
 
@@ -322,13 +322,15 @@ def test_who_shows_no_certificate_of_the_authority_is_a_stranger_though_it_knows
 
         def dial_all() -> list[socket.socket]:
             stranger.result()
-            return [dial(own.address, hello(TOKEN, 1, one), LIMIT, local=False, tls=known()) for one in BY_TLS]
+            return [
+                dial(own.address, hello(TOKEN, 1, one), LIMIT, local=False, tls=known()) for one in STREAMS_WITH_TLS
+            ]
 
         stranger = threads.submit(come)
         dialled = threads.submit(dial_all)
-        found = own.accept([(1, one) for one in BY_TLS], TOKEN, math.inf, lambda: None, known())
-        assert rendezvous.WELCOME not in stranger.result()
-        for stream, end in zip(BY_TLS, dialled.result(), strict=True):
+        found = own.accept([(1, one) for one in STREAMS_WITH_TLS], TOKEN, math.inf, lambda: None, known())
+        assert linking.WELCOME not in stranger.result()
+        for stream, end in zip(STREAMS_WITH_TLS, dialled.result(), strict=True):
             with end, found[1, stream] as theirs:
                 end.sendall(b"here")
                 assert theirs.recv(100) == b"here"
@@ -351,7 +353,7 @@ def test_who_dials_an_impostor_says_nothing_to_it(shown: str) -> None:
             return b""
 
         said = thread.submit(answer)
-        address = rendezvous.Address("", "127.0.0.1", server.getsockname()[1], "")
+        address = linking.Address("", "127.0.0.1", server.getsockname()[1], "")
         with pytest.raises((ssl.SSLError, ConnectionError)):
             dial(address, hello(TOKEN, 1, "messages"), LIMIT, local=False, tls=known())
         assert TOKEN.encode() not in said.result()

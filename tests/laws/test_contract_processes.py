@@ -481,7 +481,7 @@ def test_nothing_is_pickled_by_us_or_for_us() -> None:
     # the optimizer's state as Trainer writes and reads it: of tensors and plain values alone
     assert found.pop("integrations/whole_checkpoints.py") == ["torch.save", "torch.load"]
     # what a replica that comes back is given by the others, with `weights_only`: of a job's own processes
-    assert found.pop("distributed/survivors.py") == ["torch.save", "torch.load"]
+    assert found.pop("distributed/elastic.py") == ["torch.save", "torch.load"]
     assert not any(found.values()), found
 
 

@@ -95,8 +95,8 @@ def test_gradients_that_are_added_over_replicas_stay_where_they_are() -> None:
         places = [Position(0, number, 1, 2, (0, 1), CPU, 60.0) for number in range(2)]
         sums = [add_over_replicas(made[n], places[n], 0, replicas[n]) for n in range(2)]
         for n in range(2):
-            made[n].begin_beside(sums[n])
-        together(*(lambda n=n: made[n].end_beside(sums[n]) for n in range(2)))
+            made[n].start_async(sums[n])
+        together(*(lambda n=n: made[n].wait_async(sums[n]) for n in range(2)))
     for some, lay in zip(replicas, before, strict=True):
         found = [p.grad for p in some if p.grad is not None]
         assert [(gradient.data_ptr(), gradient.stride()) for gradient in found] == lay

@@ -97,7 +97,7 @@ def receive(endpoint: Endpoint, peer: int, number: int, size: int = 8) -> None:
 def exchange(endpoint: Endpoint, told: bytes) -> list[Any]:
     try:
         endpoint.begin()
-        return endpoint.exchange(told)
+        return endpoint.finish_run(told)
     except BaseException as error:
         endpoint.fail(error)
         raise

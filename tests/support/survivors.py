@@ -20,9 +20,9 @@ from torch.nn.functional import mse_loss
 
 import gpipe
 from gpipe.checkpoint import save as saving
-from gpipe.distributed import context, endpoint, reduce, survivors
+from gpipe.distributed import context, elastic, endpoint, reduce
 from gpipe.distributed.failures import FailureDetector
-from gpipe.distributed.survivors import Meeting
+from gpipe.distributed.folder_rendezvous import FolderRendezvous
 from gpipe.planner.search import table_search
 from tests.support.plain_loop import accumulated, one_thread, parts_of, run_layers
 from tests.support.planned import pipe_by_costs
@@ -179,11 +179,11 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
 
 
 PLACES_OF_A_RETURN = {
-    "asked": (Meeting, "_choose"),
-    "let in": (Meeting, "greet"),
-    "given the state": (survivors, "_unpacked"),
-    "linked": (survivors.Survivors, "_tell"),
-    "joined": (survivors.Survivors, "let_in"),
+    "asked": (FolderRendezvous, "_choose"),
+    "let in": (FolderRendezvous, "greet"),
+    "given the state": (elastic, "_deserialize"),
+    "linked": (elastic.ElasticProcesses, "_log_changes"),
+    "joined": (elastic.ElasticProcesses, "admit_replicas"),
 }
 """What a replica that comes back calls next, by what it has done."""
 PLACES_OF_A_SAVE = {
@@ -254,7 +254,7 @@ def arm(pipe: gpipe.GPipe, number: int, step: int, place: str) -> None:
 
         pipe._new_run = before  # type: ignore[method-assign]
     else:  # in the exchange at the end, before or behind what this process says; its hub when it has told one other
-        exchange, send = endpoint.Endpoint.exchange, endpoint.Endpoint.send_value
+        exchange, send = endpoint.Endpoint.finish_run, endpoint.Endpoint.send_value
         told: list[int] = []
 
         def partly(self: Any, peer: int, *given: Any) -> None:
@@ -273,7 +273,7 @@ def arm(pipe: gpipe.GPipe, number: int, step: int, place: str) -> None:
             finally:
                 endpoint.Endpoint.send_value = send  # type: ignore[method-assign]
 
-        endpoint.Endpoint.exchange = in_end  # type: ignore[method-assign]
+        endpoint.Endpoint.finish_run = in_end  # type: ignore[method-assign]
 
 
 optimizer_of([nn.Parameter(torch.ones(1))])  # loads much of torch, once for all processes

@@ -33,7 +33,7 @@ class Member:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
         self.exchanges = 0
 
-    def exchange(self, told: bytes) -> list[bytes]:
+    def all_gather(self, told: bytes) -> list[bytes]:
         self.exchanges += 1
         with self.meeting.news:
             heard = self.meeting.told.setdefault(self.exchanges, {})

@@ -28,7 +28,7 @@ from gpipe.checkpoint.save import (
     stays,
     why_not_by_name,
 )
-from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of
+from gpipe.distributed.communicator import Communicator, FirstError, all_gather_checked, communicator_of
 from gpipe.planner.search.plan import Plan
 from gpipe.stages.dtensor import distribute_like
 
@@ -313,7 +313,7 @@ def _agree_which(folder: Path, team: Communicator) -> Found | None:
         except CheckpointError as wrong:
             findings = wrong.findings
     same, doing = {"folder": str(folder)}, f"asked for a checkpoint in {folder}"
-    known, findings = agree(team, [known, findings], same=same, error=failed.error, doing=doing)[0]
+    known, findings = all_gather_checked(team, [known, findings], same=same, error=failed.error, doing=doing)[0]
     if findings:
         raise CheckpointError(folder, findings)
     return Found(folder / known[0], known[1]) if known else None
@@ -328,7 +328,7 @@ def _agree_whole(found: Found, team: Communicator) -> Manifest:
             findings = find_damage(found.path, manifest, turn=team.rank, turns=team.size)
         except ValueError as wrong:
             findings = [str(wrong)]
-    findings = all_of(agree(team, findings, error=failed.error, doing=f"looked through {found.path}"))
+    findings = all_of(all_gather_checked(team, findings, error=failed.error, doing=f"looked through {found.path}"))
     if manifest is None or findings:
         older = reversed(checkpoints(found.path.parent)) if age(found.path.name) else ()
         beside = [str(other) for other in older if other != found.path]
@@ -364,7 +364,7 @@ def _agree_fit(
                 if optimizer is not None:
                     read_optimizer(pipe, optimizer, manifest, states, ready)
     own = [ready.findings, sorted(ready.names), sorted(ready.trained)]
-    gathered = agree(team, own, error=failed.error, doing=f"read {path}")
+    gathered = all_gather_checked(team, own, error=failed.error, doing=f"read {path}")
     findings, *every = map(all_of, zip(*gathered, strict=True))
     names, trained = map(set, every)
     if pipe is not None and not findings:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gpipe.checkpoint.files import DTYPE_NAMES, DTYPES, File, why_not_storable
-from gpipe.distributed.agree import versions
+from gpipe.distributed.communicator import versions
 
 MANIFEST = "manifest.json"
 FORMAT = "gpipe checkpoint"

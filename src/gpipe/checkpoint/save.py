@@ -35,8 +35,8 @@ from gpipe._torch.modes import intra_op_threads
 from gpipe.checkpoint.files import encoded, opened, put_file, why_not_storable, write_file
 from gpipe.checkpoint.folder import Draft, begin, clear_leftovers, lock, prune, publish
 from gpipe.checkpoint.manifest import MANIFEST, Encoder, Group, Manifest, Optimizer, to_bytes
-from gpipe.distributed.agree import Communicator, FirstError, agree, communicator_of, differences
-from gpipe.distributed.reduce import reduces_itself
+from gpipe.distributed.communicator import Communicator, FirstError, all_gather_checked, communicator_of, differences
+from gpipe.distributed.reduce import is_sharded_over_replicas
 from gpipe.errors import RemoteError
 from gpipe.stages.digest import checksum
 from gpipe.stages.dtensor import full_tensor
@@ -367,7 +367,7 @@ class Saving:
             return
         doing = f"waited for what is saved to {self._writing.path.parent}"
         try:
-            self._end(agree(self._team, self._name, error=self._failed.error, doing=doing)[0])
+            self._end(all_gather_checked(self._team, self._name, error=self._failed.error, doing=doing)[0])
             if self._name is None and self._thread is not None:
                 logger.warning("%s was not saved: the replica that writes it is lost", self._writing.path.name)
         except BaseException as error:
@@ -397,7 +397,9 @@ class Saving:
         try:
             with self._failed:
                 write_part(self._writing)
-            agree(self._team, error=self._failed.error, doing=f"wrote their parts to {self._writing.path.parent}")
+            all_gather_checked(
+                self._team, error=self._failed.error, doing=f"wrote their parts to {self._writing.path.parent}"
+            )
             with self._failed:
                 self._name = finish(self._writing)
             self.wait_once()
@@ -486,7 +488,7 @@ def save(
                 held.callback(draft.end)
         same = {"folder": str(root), "step_number": getattr(pipe, "step_number", None), "background": background}
         mine, doing = [draft and draft.path.name, *own], f"collected what to save to {root}"
-        gathered = agree(team, mine, same=same, error=failed.error, doing=doing)
+        gathered = all_gather_checked(team, mine, same=same, error=failed.error, doing=doing)
         name = gathered[0][0] or ""
         _compare(gathered, pipe.partitions)
         held = held.pop_all()  # until it is written
@@ -506,7 +508,7 @@ def _look(pipe: "GPipe", optimizer: object, replicas: int) -> tuple[str | None, 
     """The type of a rank's optimizer, None where there is nothing to train, and a checksum of its weights."""
     own = list(pipe.parameters())
     kind = "None" if any(parameter.requires_grad for parameter in own) else None
-    weights = [parameter for parameter in own if replicas > 1 and not reduces_itself(parameter)]
+    weights = [parameter for parameter in own if replicas > 1 and not is_sharded_over_replicas(parameter)]
     return kind if optimizer is None else type(optimizer).__name__, checksum(weights)
 
 

@@ -7,7 +7,7 @@ from types import FrameType
 
 from torch import nn
 
-from gpipe.distributed.agree import communicator_of
+from gpipe.distributed.communicator import communicator_of
 
 TERMINATED = 128 + signal.SIGTERM  # what a shell reports of a process that SIGTERM ended
 
@@ -46,7 +46,7 @@ def catch_sigterm(pipe: nn.Module, *, ctrl_c: bool = False) -> Iterator[Callable
     try:
         for number in caught:
             signal.signal(number, ask)
-        yield lambda: max(map(int, team.exchange(str(asked).encode())))
+        yield lambda: max(map(int, team.all_gather(str(asked).encode())))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

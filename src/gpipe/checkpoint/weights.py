@@ -27,7 +27,7 @@ from gpipe.checkpoint.files import (
 from gpipe.checkpoint.load import Ready, all_of, listed, put, read_weights
 from gpipe.checkpoint.manifest import LARGEST, CheckpointError, is_of
 from gpipe.checkpoint.save import check_order, first_names, settle, state_to_save, stays
-from gpipe.distributed.agree import FirstError, agree, communicator_of
+from gpipe.distributed.communicator import FirstError, all_gather_checked, communicator_of
 from gpipe.stages.dtensor import full_tensor
 
 SINGLE = "model.safetensors"
@@ -74,7 +74,9 @@ def load_weights(
             read_weights(pipe, shelf, lambda name: [rename(name) if rename else name], ready)
         if kept := [name for name, value in state_to_save(pipe).items() if stays(value)]:
             ready.findings.append(f"a quantizer made {listed(kept)}: have transformers read the base, or gpipe.load")
-    gathered = agree(team, [ready.findings, sorted(ready.names)], same={"folder": str(path)}, error=failed.error)
+    gathered = all_gather_checked(
+        team, [ready.findings, sorted(ready.names)], same={"folder": str(path)}, error=failed.error
+    )
     findings, names = map(all_of, zip(*gathered, strict=True))
     known = set(names)
     odd = [name for name in shelf.home if known and name not in known]  # none is known where files cannot be read
@@ -147,7 +149,9 @@ def save_weights(
         if team.rank == 0:
             make_folder(path)
     token = secrets.token_hex(4)
-    gathered = agree(team, [token, [list(shard) for shard in shards]], same={"folder": str(path)}, error=failed.error)
+    gathered = all_gather_checked(
+        team, [token, [list(shard) for shard in shards]], same={"folder": str(path)}, error=failed.error
+    )
     token, every = gathered[0][0], [names for _, lists in gathered for names in lists]
     files = {f"model-{at:05}-of-{len(every):05}.safetensors": names for at, names in enumerate(every, 1)}
     if len(every) <= 1:
@@ -159,11 +163,13 @@ def save_weights(
         with failed:
             for name, shard in own.items():
                 write_file(temporary[name], encoded(shard))
-        sizes = agree(team, sum(tensor.nbytes for shard in shards for tensor in shard.values()), error=failed.error)
+        sizes = all_gather_checked(
+            team, sum(tensor.nbytes for shard in shards for tensor in shard.values()), error=failed.error
+        )
         with failed:
             if team.rank == 0:
                 _put_in_place(path, files, temporary, sum(sizes))
-        agree(team, error=failed.error)
+        all_gather_checked(team, error=failed.error)
     finally:
         for name in own:
             temporary[name].unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from gpipe.config import options
 from gpipe.config.arguments import Arguments, Mistakes, Settings
 from gpipe.config.make_plan import make_plan
 from gpipe.config.resolve import RematOf, count_ranks, draw_seed, first_rows, read_schedule, resolve, trace_model
-from gpipe.distributed.agree import agree
+from gpipe.distributed.communicator import all_gather_checked
 from gpipe.distributed.mesh import Position, find_position
 from gpipe.distributed.rendezvous import BUILDING, LINKING, Rendezvous
 from gpipe.planner.search.candidates import AUTO
@@ -48,7 +48,7 @@ def memory_by_rank(position: Position, hosts: Sequence[str], memory: Sequence[fl
     """
     shared = position.device.type == "cpu"
     limits = [size / (hosts.count(host) if shared else 1) for size, host in zip(memory, hosts, strict=True)]
-    return [min(limits[member] for member in position.members[row :: position.rows]) for row in range(position.rows)]
+    return [min(limits[member] for member in position.members[row :: position.pp_size]) for row in range(position.pp_size)]
 
 
 def agree_on_plan(
@@ -68,7 +68,7 @@ def agree_on_plan(
     if needs_memory and arguments.memory is None and arguments.sample is not None:
         memory = memory_by_rank(position, rendezvous.hosts, [greeting["memory"] for greeting in greetings])
         arguments = replace(arguments, remat=options.Remat(memory))
-    received: Any = agree(rendezvous)[0] if position.rank else None
+    received: Any = all_gather_checked(rendezvous)[0] if position.rank else None
     traced = trace_model(arguments)
     if traced is None:
         sketch = build_on_meta(arguments.model, seed if isinstance(seed, int) else 0)
@@ -87,10 +87,10 @@ def agree_on_plan(
         settings = settings.with_schedule_of(plan) if arguments.schedule == AUTO else settings
     else:
         settings, plan = make_plan(arguments, settings, placement, remat)
-        agree(rendezvous, plan.to_json())
+        all_gather_checked(rendezvous, plan.to_json())
     rendezvous.phase = BUILDING
     bounds = zip(plan.rank_of, plan.partition.bounds, strict=True)
-    own = [layer for row, (first, end) in bounds if row == position.row for layer in range(first, end)]
+    own = [layer for row, (first, end) in bounds if row == position.pp_rank for layer in range(first, end)]
     if traced is not None:
         traced.realize(own, settings.seed)
         weights = _checksums(settings.layers)
@@ -100,7 +100,7 @@ def agree_on_plan(
         weights = _checksums(layers)  # Before tying, which changes only the copies in the processes that hold them.
         settings = replace(settings, layers=layers, tied=_tie(layers, arguments.ties, sketch, own))
     shared = _shared_values(arguments, settings, placement, remat)
-    agree(rendezvous, same=shared)
+    all_gather_checked(rendezvous, same=shared)
     rendezvous.phase = LINKING
     _compare_weights(rendezvous, settings, weights)
     return settings, plan, shared, greetings[0]["name"]
@@ -155,7 +155,7 @@ def _compare_weights(rendezvous: Rendezvous, settings: Settings, weights: Sequen
     """Raises an error if a layer has different weights in different processes: results would depend on K."""
     layers = list(settings.layers.items())
     first: dict[int, int] = {}
-    pairs = sorted(pair for gathered in agree(rendezvous, weights) for pair in gathered)
+    pairs = sorted(pair for gathered in all_gather_checked(rendezvous, weights) for pair in gathered)
     different = {index: layers[index] for index, value in pairs if first.setdefault(index, value) != value}
     if different:
         labels = [f"layer {index} ({name}: {type(layer).__name__})" for index, (name, layer) in different.items()]

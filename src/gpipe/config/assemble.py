@@ -15,9 +15,10 @@ from gpipe.config.max_norm import find_scaled_weights
 from gpipe.config.resolve import RematOf, first_rows, read_driver, resolve, trace_model
 from gpipe.distributed.launcher import end_with_launcher
 from gpipe.distributed.mesh import Position, is_joined
-from gpipe.distributed.processes import OneProcess, Processes
+from gpipe.distributed.processes import SingleProcess, Processes
 from gpipe.distributed.rendezvous import Rendezvous
-from gpipe.distributed.survivors import Meeting, Survivors, variables
+from gpipe.distributed.elastic import ElasticProcesses
+from gpipe.distributed.folder_rendezvous import FolderRendezvous, variables
 from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.planner.search.plan import Plan
 from gpipe.runtime.pipeline_stages import PipelineStages
@@ -30,7 +31,7 @@ from gpipe.stages.stage import Layer, Stage
 from gpipe.tracing.stage import TracedStage
 
 
-def assemble(arguments: Arguments) -> tuple[Settings, Plan, OneProcess]:
+def assemble(arguments: Arguments) -> tuple[Settings, Plan, SingleProcess]:
     """Connects the processes, reads the layers, makes the plan, and builds the stages of this process."""
     arguments = replace(arguments.follow_plan(), sample=plain(arguments.sample))
     driver = read_driver(arguments, Mistakes())  # `resolve` reports the mistakes.
@@ -48,15 +49,15 @@ def assemble(arguments: Arguments) -> tuple[Settings, Plan, OneProcess]:
                 raise ValueError("survive=True requires a seed. Pass the same seed= in all replicas.")
             if position.replicas != 1:
                 raise ValueError(
-                    f"survive=True: this launcher started {position.replicas * position.rows} processes for "
-                    f"{position.replicas} replicas. Start K={position.rows} processes for each replica, with a "
+                    f"survive=True: this launcher started {position.replicas * position.pp_size} processes for "
+                    f"{position.replicas} replicas. Start K={position.pp_size} processes for each replica, with a "
                     f"launcher of its own."
                 )
         settings, plan, shared, name = agree_on_plan(arguments, position, rendezvous)
         engine, costs, measured = build(settings, plan, position), plan.partition.seconds, plan.measured
         if survives:  # GPipe.join connects this replica with the others.
-            meeting = Meeting(position.row, position.rows, name, position.timeout, shared)
-            processes: Processes = Survivors(meeting, engine, position, costs=costs, measured=measured)
+            meeting = FolderRendezvous(position.pp_rank, position.pp_size, name, position.timeout, shared)
+            processes: Processes = ElasticProcesses(meeting, engine, position, costs=costs, measured=measured)
             rendezvous.close()
         else:
             synchronized = settings.batch_norm == "synchronized"
@@ -70,13 +71,13 @@ def assemble(arguments: Arguments) -> tuple[Settings, Plan, OneProcess]:
         return settings, plan, processes
 
 
-def _assemble_one_process(arguments: Arguments) -> tuple[Settings, Plan, OneProcess]:
+def _assemble_one_process(arguments: Arguments) -> tuple[Settings, Plan, SingleProcess]:
     settings, plan = make_plan(arguments, *read(arguments))
     if (traced := settings.traced) is not None:
         if plan.slices > 1:
             traced.prove_slices(first_rows(arguments), plan.slices)
         traced.realize(range(len(settings.layers)), settings.seed)
-    return settings, plan, OneProcess(build(settings, plan, None))
+    return settings, plan, SingleProcess(build(settings, plan, None))
 
 
 def read(arguments: Arguments, *, builds: bool = True) -> tuple[Settings, Placement, RematOf]:
@@ -96,7 +97,7 @@ def read(arguments: Arguments, *, builds: bool = True) -> tuple[Settings, Placem
 def build(settings: Settings, plan: Plan, position: Position | None) -> PipelineStages:
     """Groups the layers into stages and moves the stages of this process to their devices."""
     Mistakes(find_scaled_weights(settings, plan)).raise_all()
-    pp_rank = None if position is None else position.row
+    pp_rank = None if position is None else position.pp_rank
     own = [stage for stage, rank in enumerate(plan.rank_of) if pp_rank in (None, rank)]
     devices = [settings.devices[rank] for rank in plan.rank_of]
     make_stage: Callable[[int, Sequence[Layer], torch.device], Stage] = Stage

@@ -7,7 +7,7 @@ from torch import nn
 
 from gpipe._torch.modules import AnyBatchNorm
 from gpipe.config.arguments import Settings
-from gpipe.distributed.processes import OneProcess
+from gpipe.distributed.processes import SingleProcess
 from gpipe.planner.search.plan import Plan
 from gpipe.runtime.run import Run
 from gpipe.schedule.program import Program
@@ -24,7 +24,7 @@ logger = logging.getLogger("gpipe")
 class Findings:
     """Collects the findings of a pipe and logs each of them once."""
 
-    def __init__(self, settings: Settings, plan: Plan, processes: OneProcess) -> None:
+    def __init__(self, settings: Settings, plan: Plan, processes: SingleProcess) -> None:
         engine = processes.engine
         self.messages = [*examine_settings(settings, plan), *processes.findings()]
         self._is_first_step = True

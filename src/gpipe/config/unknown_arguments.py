@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from gpipe.errors import entrance
+from gpipe.errors import hide_internal_frames
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,7 +63,7 @@ TOO_MANY = {
 
 def checked_entrance(function: Callable[P, R]) -> Callable[P, R]:
     """Decorates a public function so that calls with unknown or too many arguments raise a helpful error."""
-    return entrance(function, partial(_explain, function))
+    return hide_internal_frames(function, partial(_explain, function))
 
 
 def _explain(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:

@@ -1,7 +1,7 @@
 """Encodes messages as bytes, without pickle: a layout that describes the message, then the bytes of its tensors.
 
-A tensor keeps its strides and alignment (see stages/memory_layout.py), because results computed from it depend on them. Both
-ends cache the layouts they have seen, so each layout is parsed once while shapes stay the same.
+A tensor keeps its strides and alignment (see stages/memory_layout.py), because results computed from it depend on
+them. Both ends cache the layouts they have seen, so each layout is parsed once while shapes stay the same.
 
 The layout is JSON. The receiver never imports a module or looks up an attribute by a name in it. A layout can name
 only the types in the tables below, and user classes that the receiving process has registered with torch's pytrees.

@@ -7,10 +7,10 @@ from typing import Any, TypeAlias, TypeVar
 from gpipe.distributed.communicator import CALLED, Communicator, broadcast_header
 from gpipe.distributed.context import ProcessContext
 from gpipe.distributed.endpoint import Endpoint
+from gpipe.distributed.linking import connect
 from gpipe.distributed.mesh import Position
 from gpipe.distributed.nccl import groups_for
 from gpipe.distributed.rendezvous import LINKING, Rendezvous
-from gpipe.distributed.linking import connect
 from gpipe.distributed.stragglers import Stragglers
 from gpipe.features.batch_norm import find_replica_drift
 from gpipe.runtime.context import Context

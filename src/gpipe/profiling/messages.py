@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from gpipe.distributed.reduce import MOST
+from gpipe.distributed.reduce import MESSAGES_PER_STAGE
 from gpipe.features.recorder import RecordedRun
 from gpipe.schedule.action import parse_route
 from gpipe.stages.messages import Control, Label
@@ -129,9 +129,9 @@ def _control(label: Label) -> Control:
 def _reductions(step: int, rank: int, own: Traffic) -> Iterator[Message]:
     """The messages of each stage's reduction as one: of its first, ranks tell which gradients they have."""
     found = [one for one in own.crossed if one.label.route < 0 and _control(one.label) in REDUCED]
-    for stage, of_stage in groupby(found, key=lambda one: one.label.micro_batch // MOST):
+    for stage, of_stage in groupby(found, key=lambda one: one.label.micro_batch // MESSAGES_PER_STAGE):
         parts = list(of_stage)
-        first = [one for one in parts if one.label.micro_batch % MOST == MOST - 1]
+        first = [one for one in parts if one.label.micro_batch % MESSAGES_PER_STAGE == MESSAGES_PER_STAGE - 1]
         buckets = {one.label.micro_batch: one.tensors[0] for one in parts if one not in first}
         yield Message(
             kind="reduce",

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from gpipe._torch.accelerator import current_stream, queues
 from gpipe._torch.autograd import will_run
-from gpipe.errors import entrance
+from gpipe.errors import hide_internal_frames
 from gpipe.runtime.executor import run_backward, run_forward
 from gpipe.runtime.run import Run
 from gpipe.stages.boundary import UNDEFINED, Gradients, Output
@@ -75,7 +75,7 @@ class _Pipelined(torch.autograd.Function):
         return tuple(tensors)
 
     @staticmethod
-    @entrance
+    @hide_internal_frames
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Runs the backward pass of all micro-batches, and returns the gradients of their inputs.
 

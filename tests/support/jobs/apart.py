@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 import gpipe
-from gpipe.distributed import rendezvous
+from gpipe.distributed import linking, rendezvous
 from gpipe.distributed.connection import TcpConnection
 
 Json = Any
@@ -29,8 +29,8 @@ def apart(rank: int, files: Mapping[str, str]) -> Iterator[list[bool]]:
 
     with (
         mock.patch.object(rendezvous, "host_name", return_value=f"host {rank}"),
-        mock.patch.object(rendezvous, "own_host", return_value="127.0.0.1"),
-        mock.patch.object(rendezvous, "TcpConnection", Noted),
+        mock.patch.object(linking, "own_host", return_value="127.0.0.1"),
+        mock.patch.object(linking, "TcpConnection", Noted),
         mock.patch.dict(os.environ, files),
     ):
         yield encrypted

@@ -59,7 +59,7 @@ def train_remotely(rank: int, world: int, *args: Any) -> Json:
     with (
         mock.patch("gpipe.distributed.context.host_name", **host),
         mock.patch("gpipe.distributed.rendezvous.host_name", **host),
-        mock.patch("gpipe.distributed.rendezvous.own_host", return_value="127.0.0.1"),
+        mock.patch("gpipe.distributed.linking.own_host", return_value="127.0.0.1"),
     ):
         return train(rank, world, *args)
 
@@ -106,6 +106,6 @@ def note_unrecorded(rank: int, world: int) -> Any:
     with gpipe.GPipe(wide_and_narrow(2), 2, MICRO_BATCHES, driver="process") as pipe:
         with gpipe.record(pipe):
             pipe.step(x, torch.ones(8, WIDTHS[2]), mse_loss)
-        noted = [linked(pipe).noted is None]
+        noted = [linked(pipe).crossings is None]
         pipe.step(x, torch.ones(8, WIDTHS[2]), mse_loss)
-        return [*noted, linked(pipe).noted is None]
+        return [*noted, linked(pipe).crossings is None]

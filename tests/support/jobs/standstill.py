@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.distributed import endpoint, rendezvous
+from gpipe.distributed import endpoint, linking
 from tests.support.jobs.two_hosts import meet
 from tests.support.plain_loop import squares
 from tests.support.processes.marks import wait_for
@@ -88,7 +88,7 @@ def main(name: str, fault: str, timeout: str) -> None:
     rank = meet(folder)
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(timeout)))
     layers = [nn.Sequential(nn.Linear(4, 4)), Held(folder, fault if rank else "")]
-    rendezvous.LONGEST_SILENCE = SILENCE
+    linking.LONGEST_SILENCE = SILENCE
     pipe = gpipe.GPipe(layers, [1, 1], MICRO_BATCHES, remat="never", driver="process")
     batch = torch.ones(MICRO_BATCHES, SIZE // 4, 4), torch.zeros(MICRO_BATCHES, SIZE // 4, 4)
     pipe.step(*batch, squares)

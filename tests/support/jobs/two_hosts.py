@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.distributed import rendezvous
+from gpipe.distributed import linking
 from gpipe.distributed.connection import TcpConnection
 from tests.support.plain_loop import plain_loop, squares
 from tests.support.processes.listening import Listening, family, listening_sockets
@@ -86,20 +86,20 @@ def local_losses(world: int) -> list[float]:
 def watch_listeners() -> list[Sequence[Any]]:
     """Notes what this process listens on while it waits for others to connect."""
     seen: list[Sequence[Any]] = []
-    accept = rendezvous.Listener.accept
+    accept = linking.Listener.accept
 
     def watched(self: Any, *given: Any) -> Any:
         seen.extend(listening_sockets([os.getpid()]))
         return accept(self, *given)
 
-    rendezvous.Listener.accept = watched  # type: ignore[assignment, method-assign]
+    linking.Listener.accept = watched  # type: ignore[assignment, method-assign]
     return seen
 
 
 def watch_secrets() -> list[str]:
     """Notes what ranks greet each other with, and of each tensor that leaves for the other host some bytes."""
     noted: list[str] = []
-    token_of, put = rendezvous.token_of, TcpConnection.put
+    token_of, put = linking.token_of, TcpConnection.put
 
     def watched_token(addresses: Any) -> str:
         noted.insert(0, token := token_of(addresses))
@@ -109,7 +109,7 @@ def watch_secrets() -> list[str]:
         noted.extend(bytes(piece[-64:-32]).hex() for piece in message.pieces() if len(piece) > 2**10)
         return put(self, run, label, message, sent)
 
-    rendezvous.token_of = watched_token
+    linking.token_of = watched_token
     TcpConnection.put = watched_put  # type: ignore[method-assign]
     return noted
 

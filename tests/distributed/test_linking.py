@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from gpipe.distributed import rendezvous
+from gpipe.distributed import linking
 from gpipe.distributed.failures import Status
-from gpipe.distributed.rendezvous import STREAMS, Address, Listener, dial, hello, token_of
+from gpipe.distributed.linking import STREAMS, Address, Listener, dial, hello, token_of
 from tests.support.endpoints import LIMIT
 from tests.support.processes.listening import Listening, family, listening_sockets
 
@@ -21,8 +21,8 @@ from tests.support.processes.listening import Listening, family, listening_socke
 @contextmanager
 def listening(monkeypatch: pytest.MonkeyPatch, *, crosses_hosts: bool = False) -> Iterator[Listener]:
     """A process that can be reached; other hosts would reach it by the loopback device."""
-    monkeypatch.setattr(rendezvous, "own_host", lambda: "127.0.0.1")
-    with rendezvous.listening(crosses_hosts=crosses_hosts) as own:
+    monkeypatch.setattr(linking, "own_host", lambda: "127.0.0.1")
+    with linking.listening(crosses_hosts=crosses_hosts) as own:
         yield own
 
 
@@ -75,7 +75,7 @@ def test_who_was_given_another_address_of_anybody_knows_another_token() -> None:
         [known[0]],
         known[::-1],
         [known[0], known[1]._replace(port=5001)],
-        [known[0]._replace(drawn="18"), known[1]],
+        [known[0]._replace(nonce="18"), known[1]],
     ]
     assert len({token_of(one) for one in (known, *others)}) == 5
 
@@ -139,7 +139,7 @@ def test_what_killed_processes_left_is_removed_and_what_lives_stays(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Killed with -9 while they linked up, processes left folders for ever in the memory of the host."""
-    monkeypatch.setattr(rendezvous, "MEMORY", str(tmp_path))
+    monkeypatch.setattr(linking, "SHARED_MEMORY", str(tmp_path))
     for name, files in {
         "gpipe-7-dead": ("status", "listener"),
         "gpipe-8-early": ("status",),
@@ -160,14 +160,14 @@ def test_where_the_memory_of_the_host_is_full_a_folder_on_disk_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Where it could not be written at all that was so; a full one ended GPipe(...) with a bare OSError."""
-    monkeypatch.setattr(rendezvous, "MEMORY", str(tmp_path))
-    shown_in = Status.shown_in
+    monkeypatch.setattr(linking, "SHARED_MEMORY", str(tmp_path))
+    create_in = Status.create_in
 
     def show(folder: str) -> Status:
         if Path(folder).parent == tmp_path:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return shown_in(folder)
+        return create_in(folder)
 
-    monkeypatch.setattr(Status, "shown_in", show)
+    monkeypatch.setattr(Status, "create_in", show)
     with listening(monkeypatch) as own:
         connect(own).close()
