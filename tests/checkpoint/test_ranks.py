@@ -27,8 +27,8 @@ def test_all_ranks_must_be_given_the_same(tmp_path: Path) -> None:
     for error in raised:
         assert isinstance(error, ValueError)
         assert str(error) == (
-            f"all ranks must be given the same: folder is '{tmp_path}/0' on rank 0 and '{tmp_path}/1' on rank 1; "
-            f"step_number is 2 on rank 0 and 7 on rank 2"
+            f"Ranks have different values: folder is '{tmp_path}/0' on rank 0 and '{tmp_path}/1' on rank 1; "
+            f"step_number is 2 on rank 0 and 7 on rank 2. Pass the same values on all ranks. [different-on-ranks]"
         )
     assert [list(folder.iterdir()) for folder in tmp_path.iterdir()] == [[]]
 

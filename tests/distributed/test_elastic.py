@@ -244,12 +244,14 @@ def test_a_cut_wire_leaves_one_replica_which_goes_on(blind: list[int], tmp_path:
     assert [1 - lost] in living
 
 
-@pytest.mark.parametrize(("what", "told"), [("weights", "other weights"), ("optimizer", "other optimizers")])
+@pytest.mark.parametrize(
+    ("what", "told"), [("weights", "weights or buffers"), ("optimizer", "optimizers or other arguments")]
+)
 def test_replicas_that_begin_otherwise_are_refused(what: str, told: str, tmp_path: Path, fleets: list[Fleet]) -> None:
     fleet = started(fleets, tmp_path, 2, 2, odd=[1, what])
     assert [fleet.end(0), fleet.end(1)] == [[1, 1]] * 2
     for replica in range(2):
-        assert f"replica 1 begins with {told}" in fleet.records(replica, 0)[-1]["refused"]
+        assert f"Replicas 0 and 1 begin with different {told}" in fleet.records(replica, 0)[-1]["refused"]
 
 
 def test_two_that_die_at_once_leave_the_third(tmp_path: Path, fleets: list[Fleet]) -> None:
@@ -281,18 +283,19 @@ def test_who_comes_back_when_the_others_are_through_is_told_so(tmp_path: Path, f
     assert fleet.end(1, 60) == [1, 1]
     (told,) = (record["refused"] for record in fleet.records(1, 0, 1) if "refused" in record)
     assert (
-        f"in vain replica 1 waits at {tmp_path}/meeting for replica 0, up to 5 s; all that it would join are" in told
+        f"Timeout: replica 1 waits in {tmp_path}/meeting, for up to 5 s, for these replicas to start: [0]. All"
+        in told
     )
 
 
 WRONG: list[tuple[dict[str, Any], dict[str, str], str]] = [
-    ({}, {"GPIPE_REPLICAS": ""}, "give each of them GPIPE_REPLICAS"),
-    ({}, {"GPIPE_REPLICA": "2"}, "they are 1, 2 and"),
+    ({}, {"GPIPE_REPLICAS": ""}, "GPIPE_REPLICAS=''"),
+    ({}, {"GPIPE_REPLICA": "2"}, "GPIPE_REPLICA='2'"),
     ({"batch_norm": "synchronized"}, {}, "survive=True does not support batch_norm='synchronized'"),
     ({"sample": [[1.0] * 4] * 4}, {}, "measured costs differ per replica"),
     ({"seed": None}, {}, "survive=True requires a seed"),
-    ({}, {"GPIPE_MEETING": "open"}, "is open to others"),
-    ({}, {"GPIPE_MEETING": "file"}, "is no folder nor can be one"),
+    ({}, {"GPIPE_MEETING": "open"}, "accessible by other users"),
+    ({}, {"GPIPE_MEETING": "file"}, "is not a folder and cannot be created"),
 ]
 
 
@@ -333,5 +336,5 @@ def test_a_pipe_is_joined_before_it_steps_and_calls_have_no_backward(tmp_path: P
     (told,) = answers(pool.run(alone, str(tmp_path), {}, {}, world=1))
     made, step, joined, call = told
     assert not (made + joined).startswith(("Value", "Type")), told
-    assert "call pipe.join(optimizer, ...) in every process" in step
+    assert "Call pipe.join(optimizer, ...) in every process" in step
     assert "[survive-needs-step]" in call

@@ -104,7 +104,7 @@ def test_who_does_not_connect_is_named_also_if_strangers_come_all_the_time(monke
         def come() -> None:
             strangers.append(ends.enter_context(connect(own)))
 
-        with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] did not connect within 5 s"):
+        with pytest.raises(TimeoutError, match=r"Ranks \[1, 2\] did not connect within 5 s"):
             own.accept([(1, "messages"), (2, "control")], TOKEN, 5.0, come)
         assert len(strangers) == 6
 

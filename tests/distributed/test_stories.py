@@ -486,7 +486,7 @@ def test_who_missed_a_pipe_that_the_others_waited_for_makes_the_next_with_them(w
     And the one that came late was told at once that it had said nothing for so many seconds.
     """
     found = answers(pool.run(comes_late, who, world=3))
-    said = f"rank {who} said nothing for 0.1 s, the timeout of the process group"
+    said = f"rank {who}: no message for 0.1 s, the timeout of the process group"
     for rank, (failed, _) in enumerate(found):
         assert len(failed) == 2 * (rank != who)
         assert all(said in text for text in failed)
@@ -497,8 +497,8 @@ def test_who_missed_a_pipe_that_the_others_waited_for_makes_the_next_with_them(w
 @pytest.mark.parametrize(
     ("job", "when"),
     [
-        (interrupted_in_a_message, "before it came to build the pipe, or as it began"),
-        (interrupted_while_linking, "while the processes linked up"),
+        (interrupted_in_a_message, "before it called GPipe(...), or at the beginning of that call"),
+        (interrupted_while_linking, "while the processes connected"),
     ],
 )
 def test_ctrl_c_while_a_pipe_is_made_is_told_as_that(job: Callable[[int, int], str], when: str) -> None:
@@ -513,14 +513,14 @@ def test_who_closes_its_pipe_too_early_is_named_as_that(who: int, pool: WorkerPo
     """The others were told that it was gone, which stood beside them."""
     found = answers(pool.run(closes_early, who, world=3))
     for rank, (failed, _) in enumerate(found):
-        assert failed == [f"rank {who} closed its pipe, after 1 run"] * 2 * (rank != who)
+        assert failed == [f"rank {who} closed its pipe, after 1 run."] * 2 * (rank != who)
     check_went_on([{"loss": loss} for _, loss in found])
 
 
 def test_who_died_in_a_step_is_said_to_have_died_there_in_all_that_follow() -> None:
     """The second call said that it had ended outside of any step."""
     first, *others = answers(run_ranks(3, dies_in_a_step, 1)[::2])[0]
-    assert "rank 1 is gone; it was last seen in the forward of micro-batch 1" in first
+    assert "rank 1 is gone: it was last seen in the forward of micro-batch 1" in first
     assert others == [first] * 2
 
 

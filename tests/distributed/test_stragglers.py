@@ -68,8 +68,8 @@ def test_whoever_becomes_slow_is_named_once_within_five_steps(
     assert len(found) == 1
     ((at, text),) = found
     assert before < at - WARM_UP_STEPS <= before + WINDOW
-    assert f"rank {slow} (stage {slow}, replica 0)" in text
-    assert "times its share by the measured costs" in text
+    assert f"Rank {slow} (stage {slow}, replica 0)" in text
+    assert "as long as expected from the measured costs" in text
 
 
 @given(st.lists(st.lists(st.floats(1.0, 1.4), min_size=4, max_size=4), max_size=20))
@@ -103,15 +103,16 @@ def test_nobody_is_named_without_reason() -> None:
 def test_replicas_of_the_same_layers_are_compared_whatever_these_cost() -> None:
     steps = [[1.0, 7.0, 1.0, 7.0, 1.0, 21.0]] * LONG
     ((_, text),) = named(Stragglers(range(2), [1.0, 9.0], 3, measured=False), steps)
-    assert text == (
-        "rank 5 (stage 1, replica 2) is slow, and the others wait for it: it was busy 3.0 times what the same layers "
-        "take in other replicas, 21 s in the last step; something else may use its device"
+    assert text.startswith(
+        "Rank 5 (stage 1, replica 2) is slow, and the other ranks wait for it: it was busy 3.0 times "
     )
+    assert "as long as needed for the same layers in other replicas, 21 s in the last step" in text
+    assert text.endswith("[slow-rank]")
 
 
 def test_over_processes_rank_0_names_who_takes_longer_than_its_costs_say(pool: WorkerPool) -> None:
     (text,), *others = answers(pool.run(warned, 2, 4.0, True, WARM_UP_STEPS + WINDOW))
-    assert text.startswith("rank 2 (stage 2, replica 0) is slow, and the others wait for it: it was busy ")
+    assert text.startswith("Rank 2 (stage 2, replica 0) is slow, and the other ranks wait for it: it was busy ")
     assert others == [[], [], []]
     for slow, times in ((-1, 1.0), (2, 4.0)):  # of which nobody knows what they should take
         assert answers(pool.run(warned, slow, times, False, WARM_UP_STEPS + WINDOW)) == [[], [], [], []]

@@ -196,19 +196,19 @@ def written(folder: Path, text: str) -> str:
 
 
 MISTAKES: dict[str, tuple[Make, str]] = {
-    "one is missing": (lambda _: {**authority().files, KEY: ""}, "GPIPE_TLS_KEY not set: TLS between hosts"),
-    "two are": (lambda _: {CA: authority().files[CA]}, "GPIPE_TLS_CERT and GPIPE_TLS_KEY not set"),
+    "one is missing": (lambda _: {**authority().files, KEY: ""}, "TLS between hosts: GPIPE_TLS_KEY not set"),
+    "two are": (lambda _: {CA: authority().files[CA]}, "GPIPE_TLS_CERT, GPIPE_TLS_KEY not set"),
     "no such file": (lambda _: authority().files | {CERT: "/no/file"}, r"GPIPE_TLS_CERT=/no/file, .*No such file"),
     "no such authority": (lambda _: authority().files | {CA: "/no/ca"}, r"GPIPE_TLS_CA=/no/ca: .*No such file"),
     "no certificate": (lambda p: authority().files | {CERT: written(p, "text")}, "GPIPE_TLS_CERT=.*file, .*PEM"),
     "no authority": (lambda p: authority().files | {CA: written(p, "")}, "GPIPE_TLS_CA=.*file: "),
     "another's key": (lambda _: authority().files | {KEY: authority("2").files[KEY]}, "KEY_VALUES_MISMATCH"),
-    "a passphrase": (encrypted_key, "GPIPE_TLS_KEY=.*locked.key: a key with a passphrase"),
+    "a passphrase": (encrypted_key, "GPIPE_TLS_KEY=.*locked.key: The key has a passphrase"),
     "another authority's": (
         lambda _: authority("2").files | {CA: authority().files[CA]},
-        "GPIPE_TLS_CERT=.* is refused by the authority GPIPE_TLS_CA=.*: unable to get local issuer certificate",
+        "GPIPE_TLS_CERT=.* is not a valid certificate of the authority GPIPE_TLS_CA=.*: unable to get local issuer",
     ),
-    "one that has expired": (lambda _: authority().certificate("old", -1), "old.pem is refused .*expired"),
+    "one that has expired": (lambda _: authority().certificate("old", -1), "old.pem is not a valid .*expired"),
     "one for servers alone": (lambda _: authority().certificate("half", usage="serverAuth"), "half.pem .* purpose"),
 }  # fmt: skip
 
@@ -241,8 +241,8 @@ def test_all_ranks_refuse_if_some_have_no_certificate_or_one_of_another_authorit
     files = [authority().files, {}, authority("2").files]
     own, other = (identity_of(files[rank]).authority for rank in (0, 2))
     said = (
-        f"TLS between hosts is for all ranks, or for none: ranks [0] have the authority {own}; ranks [1] have no "
-        f"certificate; ranks [2] have the authority {other}. Set {', '.join(VARIABLES)} on all"
+        f"TLS between hosts: ranks have different settings (ranks [0] use authority {own}; ranks [1] use no TLS; "
+        f"ranks [2] use authority {other}). Set the same authority in {CA}, and {CERT} and {KEY}, on all ranks."
     )
     found = answers(pool.run(jobs.refused, files, world=3))
     assert {kind for kind, _, _ in found} <= {"ValueError", "RemoteError"}  # which tells that of the first
@@ -255,7 +255,7 @@ def test_a_certificate_that_has_expired_is_told_by_rank(pool: WorkerPool) -> Non
     found = answers(pool.run(jobs.refused, files, world=3))
     assert [kind for kind, _, _ in found] == ["RemoteError", "RemoteError", "ValueError"]
     for kind, text, rank in found:
-        assert "gone.pem is refused by the authority" in text
+        assert "gone.pem is not a valid certificate of the authority" in text
         assert "certificate has expired" in text
         assert (rank, "rank 2 failed" in text) == ((2, True) if kind == "RemoteError" else (None, False))
 
@@ -393,7 +393,7 @@ def test_bytes_that_are_altered_are_told_as_that_with_the_rank(which: str) -> No
         end = connection._outgoing if which == "messages" else connection.control.socket  # type: ignore[attr-defined]
         socket.socket.send(end, b"\x17\x03\x03\x00\x20" + bytes(32))  # a record that nobody has encrypted
         with pytest.raises(
-            RemoteError, match=r"rank 1 sent what gpipe never sends: bytes that were altered on their way"
+            RemoteError, match=r"rank 1 sent a message that gpipe never sends: TLS rejected the received bytes"
         ):
             receive(first, 1, 0)
 

@@ -140,7 +140,7 @@ def test_a_cut_link_ends_the_step_on_both_hosts(tmp_path: Path) -> None:
             others = [peer for peer in range(4) if peer // workers != rank // workers]
             for peer in others:
                 assert f"rank {peer}" in record["told"], record
-            assert "cannot be reached: its host has not answered for" in record["told"]
+            assert "cannot be reached, because its host has not answered for" in record["told"]
             assert {record["encrypted"][str(peer)] for peer in others} == {bool(files)}
 
 
@@ -161,7 +161,7 @@ def test_a_rank_that_is_killed_on_the_other_host_is_missed_at_once_and_ipv6_will
         assert {one.port for one in {*heard(first["doors"])} - {*heard(first["listening"])}} == {5000}  # gloo's stay
 
 
-STILL = "rank 1: its process has not answered for"
+STILL = "rank 1: it has not answered for"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ STILL = "rank 1: its process has not answered for"
         ("stopped", STILL),
         ("held", STILL),
         ("slow", "rank 1: it was last seen in the forward of micro-batch 0, rank 1, stage 1, layer 1"),
-        ("busy", "rank 1: it was last seen outside of any step, after 1 run, and that for"),
+        ("busy", "rank 1: it has been outside any step, after 1 run, for"),
     ],
     ids=["stopped", "held", "slow", "busy"],
 )
@@ -193,4 +193,7 @@ def test_a_wire_that_is_cut_while_much_is_under_way_is_noticed_by_who_sends(tmp_
         hosts.cut()
         (tmp_path / "cut").touch()
         for rank, record in enumerate(records(tmp_path, [0, 1])):
-            assert f"rank {1 - rank} is gone; it cannot be reached: its host has not answered for" in record["error"]
+            assert (
+                f"rank {1 - rank} is gone: it cannot be reached, because its host has not answered for"
+                in record["error"]
+            )

@@ -176,7 +176,7 @@ def check_told(outcomes: list[Outcome], who: int, exception: str) -> None:
 @pytest.mark.parametrize("at", PLACES)
 def test_a_rank_that_dies_anywhere_is_named(at: int) -> None:
     who = at % 3
-    check_told(run_ranks(3, construct, who, "SIGKILL", at), who, " is gone; it ")
+    check_told(run_ranks(3, construct, who, "SIGKILL", at), who, " is gone: it ")
 
 
 @pytest.mark.parametrize("at", PLACES[1:-1])
@@ -215,7 +215,7 @@ def test_a_rank_that_says_nothing_is_named_after_the_timeout(pool: WorkerPool) -
     outcomes = pool.run(construct, 1, "sleep", 100, world=3, timeout=4, stuck=[1])
     for rank in (0, 2):
         assert outcomes[rank].error == "RemoteError", told_by(outcomes)
-        assert "rank 1 said nothing for 4 s, the timeout of the process group" in outcomes[rank].told
+        assert "rank 1: no message for 4 s, the timeout of the process group" in outcomes[rank].told
 
 
 @pytest.mark.parametrize("who", [0, 1])

@@ -390,9 +390,8 @@ class Endpoint:
             elif now >= self._warns_at:
                 self._warns_at, has_asked = math.inf, False
                 where = "\n".join(self.detector.all_last_seen(self.detector.stuck(peer)))
-                logger.warning(
-                    "rank %d has waited %g s for rank %d.\n%s\n[long-wait]", self.rank, LONG_WAIT_SECONDS, peer, where
-                )
+                seconds = LONG_WAIT_SECONDS
+                logger.warning(f"rank {self.rank} has waited {seconds:g} s for rank {peer}.\n{where}\n[long-wait]")
 
     def _check(self, needed: Collection[int]) -> None:
         for peer in self.detector.check(needed):

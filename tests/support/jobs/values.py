@@ -91,14 +91,14 @@ class Marked(Tensor):
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
-    "set": (lambda y: {1, 2}, "a set cannot go"),
-    "array": (lambda y: np.ones(3), "a ndarray cannot go"),
-    "module": (lambda y: nn.Tanh(), "a Tanh cannot go"),
+    "set": (lambda y: {1, 2}, "A set cannot be sent"),
+    "array": (lambda y: np.ones(3), "A ndarray cannot be sent"),
+    "module": (lambda y: nn.Tanh(), "A Tanh cannot be sent"),
     "dataclass": (lambda y: Held(y), "a Held holds tensors where torch cannot see them"),
-    "sparse": (lambda y: y.detach().to_sparse(), "a Tensor of layout torch.sparse_coo cannot go"),
-    "subclass": (lambda y: y.detach().as_subclass(Marked), "a Marked of layout torch.strided cannot go"),
-    "key": (lambda y: {frozenset(): y}, "cannot go to another process"),
-    "metrics": (lambda y: None, "a object cannot go"),
+    "sparse": (lambda y: y.detach().to_sparse(), "A Tensor of layout torch.sparse_coo cannot be sent"),
+    "subclass": (lambda y: y.detach().as_subclass(Marked), "A Marked of layout torch.strided cannot be sent"),
+    "key": (lambda y: {frozenset(): y}, "[cannot-be-sent]"),
+    "metrics": (lambda y: None, "A object cannot be sent"),
 }
 
 
