@@ -108,7 +108,7 @@ class RemoteError(RuntimeError):
         self.received = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.rank), vars(self)  # the default passes only the message
+        return rebuild, (type(self), self.args), vars(self)
 
 
 class VerificationError(RuntimeError):
@@ -132,6 +132,11 @@ class VerificationError(RuntimeError):
         ...     print(str(error)[:55])
         stage 1, from layer 2 (2: Clip) to layer 3 (3: Linear),
     """
+
+
+def rebuild(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """Creates an exception for pickle and copy, which would otherwise call its `__init__` with only the message."""
+    return kind.__new__(kind, *args)
 
 
 def received_error(message: str, rank: int, type_name: str = "", traceback: str = "") -> RemoteError:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gpipe.checkpoint.files import DTYPE_NAMES, DTYPES, File, why_not_storable
 from gpipe.distributed.communicator import versions
+from gpipe.errors import rebuild
 
 MANIFEST = "manifest.json"
 FORMAT = "gpipe checkpoint"
@@ -53,6 +54,9 @@ class CheckpointError(ValueError):
         super().__init__("\n".join([*lines, advice] if advice else lines))
         self.path = path
         self.findings = list(findings)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuild, (type(self), self.args), vars(self)
 
 
 class Group(TypedDict):

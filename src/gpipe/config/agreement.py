@@ -48,7 +48,9 @@ def memory_by_rank(position: Position, hosts: Sequence[str], memory: Sequence[fl
     """
     shared = position.device.type == "cpu"
     limits = [size / (hosts.count(host) if shared else 1) for size, host in zip(memory, hosts, strict=True)]
-    return [min(limits[member] for member in position.members[row :: position.pp_size]) for row in range(position.pp_size)]
+    return [
+        min(limits[member] for member in position.members[row :: position.pp_size]) for row in range(position.pp_size)
+    ]
 
 
 def agree_on_plan(

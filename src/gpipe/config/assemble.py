@@ -13,12 +13,12 @@ from gpipe.config.arguments import Arguments, Mistakes, Settings
 from gpipe.config.make_plan import make_plan
 from gpipe.config.max_norm import find_scaled_weights
 from gpipe.config.resolve import RematOf, first_rows, read_driver, resolve, trace_model
-from gpipe.distributed.launcher import end_with_launcher
-from gpipe.distributed.mesh import Position, is_joined
-from gpipe.distributed.processes import SingleProcess, Processes
-from gpipe.distributed.rendezvous import Rendezvous
 from gpipe.distributed.elastic import ElasticProcesses
 from gpipe.distributed.folder_rendezvous import FolderRendezvous, variables
+from gpipe.distributed.launcher import end_with_launcher
+from gpipe.distributed.mesh import Position, is_joined
+from gpipe.distributed.processes import Processes, SingleProcess
+from gpipe.distributed.rendezvous import Rendezvous
 from gpipe.distributed.sync_batchnorm import find_norms
 from gpipe.planner.search.plan import Plan
 from gpipe.runtime.pipeline_stages import PipelineStages
