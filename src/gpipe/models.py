@@ -1,4 +1,4 @@
-"""Networks as sequences of layers: those the GPipe paper trains, and the U-Net of torchgpipe's benchmarks."""
+"""Models as lists of layers: the models of the GPipe paper, and the U-Net of torchgpipe's benchmarks."""
 
 from gpipe.recipes.models.amoebanet import DropPath, amoebanet_b, amoebanet_d, drop_path_keep, set_keep
 from gpipe.recipes.models.transformer import transformer, transformer_lm

@@ -130,8 +130,8 @@ class Patient(Search):
     """A search that goes on as long as it may."""
 
     @property
-    def is_over(self) -> bool:
-        return len(self.beginnings[0]) > limit_of(self.source)
+    def is_finished(self) -> bool:
+        return len(self.partials[0]) > limit_of(self.source)
 
 
 @given(TOYS, SOURCES, WIDTHS)

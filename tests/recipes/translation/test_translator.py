@@ -21,7 +21,7 @@ from tests.support.toy_language import options
 
 
 def recipe_of(folder: Path, **changes: Any) -> TranslationRecipe:
-    return TranslationRecipe(options(folder, **{"layers": 2, "sentences": 4, **changes}).settled())
+    return TranslationRecipe(options(folder, **{"layers": 2, "sentences": 4, **changes}).resolved())
 
 
 def layers_of(recipe: TranslationRecipe) -> list[nn.Module]:
@@ -148,8 +148,8 @@ def test_what_is_asked_word_by_word_is_what_training_teaches(model: str, tmp_pat
         whole = translator(translator.batch(sentences).inputs)
         for length in range(min(len(one.english) for one in sentences) + 1):
             begun = torch.tensor([[BEGIN, *one.english[:length]] for one in sentences])
-            cache.follow(words, begun)
-            asked = translator.ask(words, begun, cache)[:, -1]
+            cache.reorder(words, begun)
+            asked = translator.next_logits(words, begun, cache)[:, -1]
             assert cache.get_seq_length() == length + 1
             for row, one in enumerate(sentences):
                 at = length + (len(one.source) + 1 if model == "decoder" else 0)

@@ -1,1 +1,1 @@
-"""Networks as sequences of layers: those the GPipe paper trains, and the U-Net of torchgpipe's benchmarks."""
+"""Builds models as lists of layers: the models of the GPipe paper, and the U-Net of torchgpipe's benchmarks."""

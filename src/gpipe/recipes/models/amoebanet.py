@@ -1,19 +1,22 @@
-"""AmoebaNet-D and AmoebaNet-B, the image classifiers of the GPipe paper, as sequences of layers.
+"""Builds AmoebaNet-D and AmoebaNet-B, the image classifiers of the GPipe paper, as lists of layers.
 
-For L normal cells the layers are L + 6:
+A model with L normal cells has L + 6 layers:
 
     stem | reduction reduction | normal ... | reduction | normal ... | reduction | normal ... | head
 
-A cell reads the output of the cell before it and that of the cell before that one, so what flows from layer
-to layer is the pair (output, previous output); the stem has only the first to give. Each reduction halves the
-image, and the filters double with each, from D/4 in the first one to 4D in the last stack.
+A cell reads the outputs of the two cells before it, so layers pass the pair (output, previous output) on. The stem
+passes only its output. Each reduction halves the height and width of the image and doubles the filters, from D/4 in
+the first reduction to 4D in the last stack.
 
-Cells are data, as evolution found them: Real et al. (AAAI 2019). Where the figures printed there and the TPU
-reference model differ, the reference is followed: its parameter counts are those of the GPipe paper. It pads a
-strided window at one side only; here padding is symmetric, which gives the same shapes, seen one pixel apart.
-It runs BatchNorm with torch's defaults; with the other constants that it states, decay 0.9997 and epsilon 1e-3, the
-running statistics would be useless for the first ten thousand steps.
-ScheduledDropPath is of Zoph et al. (2018), section 3: in training, more and more samples go without an output.
+The architecture of the cells is from Real et al. (AAAI 2019). If its figures differ from the public TPU reference
+model, this module follows the reference, whose numbers of parameters the GPipe paper states. Two things differ from
+the reference:
+
+- It pads strided windows on one side. This module pads on both sides, with the same shapes, shifted by one pixel.
+- It states a BatchNorm decay of 0.9997 and epsilon of 1e-3, with which the running statistics would be useless for
+  the first ten thousand steps. This module uses torch's defaults.
+
+ScheduledDropPath (Zoph et al., 2018, section 3) drops outputs of operations with increasing probability in training.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +29,10 @@ from torch.nn import functional as F
 
 
 class DropPath(nn.Module):
-    """Keeps what each sample has with probability `keep`, times 1 / keep, and else gives it zeros: any (N, ...).
+    """Sets the values of random samples to zero in training, and scales the other samples by 1 / keep.
 
-    In training mode only. A `keep` of 1, as it starts, hands x on and draws nothing.
+    Each sample of the input (N, ...) is kept with probability `keep`. With `keep` 1, the initial value, the input is
+    returned unchanged and no random numbers are drawn.
 
     >>> drop_path = DropPath()
     >>> drop_path.keep = 0.5
@@ -48,7 +52,9 @@ class DropPath(nn.Module):
 
 
 def set_keep(model: nn.Module, keep: float) -> None:
-    """Sets `keep` of every `DropPath` in a model or a pipe; call it before a step, never between its halves.
+    """Sets the attribute `keep` of every `DropPath` in a model or pipe.
+
+    Call it between steps. A call between a forward and its backward pass would change recomputed activations.
 
     >>> from gpipe.models import amoebanet_d
     >>> network = nn.Sequential(*amoebanet_d(layers=3, filters=16, classes=10))
@@ -57,17 +63,17 @@ def set_keep(model: nn.Module, keep: float) -> None:
     0.85
 
     Raises:
-        ValueError: A probability that is 0 or less, or more than 1.
+        ValueError: If `keep` is not greater than 0 and at most 1.
     """
     if not 0 < keep <= 1:
-        raise ValueError(f"keep={keep} is no share of the samples to keep: give more than 0, and at most 1")
+        raise ValueError(f"keep={keep} is out of range. Pass a number greater than 0 and at most 1.")
     for module in model.modules():
         if isinstance(module, DropPath):
             module.keep = keep
 
 
 def drop_path_keep(step: int, steps: int, final: float = 0.7) -> float:
-    """Says what share to keep in a step, counted from 0: it falls linearly from 1 to `final`, and stays there.
+    """Returns the value of `keep` for a step, counted from 0. It decreases linearly from 1 to `final`.
 
     >>> [drop_path_keep(step, steps=2) for step in range(4)]
     [1.0, 0.85, 0.7, 0.7]
@@ -80,10 +86,15 @@ State = tuple[Tensor, ...]
 
 
 class Genotype(NamedTuple):
-    """A cell as evolution found it: which operation reads which state, in pairs that are added.
+    """The architecture of a cell.
 
-    State 0 is the projected output of the previous cell, state 1 the adapted output of the one before it; each pair
-    adds one state. Operations on the first two have a `stride`. The states in `outputs`, in a row, are the output.
+    State 0 is the projected output of the previous cell, and state 1 the adapted output of the cell before it. Each
+    pair of operations adds one state: the sum of their outputs.
+
+    Attributes:
+        pairs: Pairs of operations, each with its name and the state that it reads.
+        outputs: The states that are concatenated to the output of the cell.
+        stride: Stride of operations on states 0 and 1.
     """
 
     pairs: tuple[tuple[tuple[str, int], tuple[str, int]], ...]
@@ -140,24 +151,24 @@ Size = tuple[int, int]
 def conv(
     inputs: int, outputs: int, kernel: Size = (1, 1), stride: Size = (1, 1), *, groups: int = 1, pad: bool = True
 ) -> nn.Conv2d:
-    """Makes a bias-free convolution; padded, it keeps the size, and rounds it up when strided.
+    """Builds a convolution without bias. With `pad`, it keeps the size of the image, divided by the stride.
 
-    Weights are drawn with variance 2 / fan-out. torch's own fan-out forgets `groups`, hence by hand.
+    The variance of the initial weights is 2 / fan-out. This is computed here, because torch's fan-out ignores groups.
     """
     height, width = kernel
     padding = (height // 2, width // 2) if pad else (0, 0)
-    made = nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups, bias=False)
-    nn.init.normal_(made.weight, std=(2 * groups / (outputs * height * width)) ** 0.5)
-    return made
+    layer = nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups, bias=False)
+    nn.init.normal_(layer.weight, std=(2 * groups / (outputs * height * width)) ** 0.5)
+    return layer
 
 
 def relu_conv_norm(inputs: int, outputs: int, kernel: Size = (1, 1), stride: Size = (1, 1)) -> nn.Sequential:
-    """Makes ReLU, convolution, BatchNorm. The ReLU is not in place: other operations read the same input."""
+    """Builds ReLU, convolution and BatchNorm. The ReLU is not in-place, because other operations read its input."""
     return nn.Sequential(nn.ReLU(), conv(inputs, outputs, kernel, stride), nn.BatchNorm2d(outputs))
 
 
 def _narrow(kernels: Sequence[Size], inputs: int, filters: int, stride: int) -> nn.Module:
-    """Makes convolutions of a fourth of the filters, between two of 1x1; wide ones are strided."""
+    """Builds convolutions with a quarter of the filters, between two 1x1 convolutions. Large kernels are strided."""
     narrow = filters // 4
     stages = [relu_conv_norm(inputs, narrow)]
     for height, width in kernels:
@@ -167,7 +178,7 @@ def _narrow(kernels: Sequence[Size], inputs: int, filters: int, stride: int) -> 
 
 
 def _separable(size: int, inputs: int, filters: int, stride: int) -> nn.Module:
-    """Makes two depthwise-separable convolutions in turn, the first one strided."""
+    """Builds two depthwise-separable convolutions. The first is strided."""
     stages: list[nn.Module] = []
     for channels, step in ((inputs, stride), (filters, 1)):
         depthwise = conv(channels, channels, (size, size), (step, step), groups=channels)
@@ -176,7 +187,7 @@ def _separable(size: int, inputs: int, filters: int, stride: int) -> nn.Module:
 
 
 def _pool(pool: Callable[[int], nn.Module], inputs: int, filters: int, stride: int) -> nn.Module:
-    """Makes a pooling, followed by a 1x1 convolution where the channels differ."""
+    """Builds a pooling layer, followed by a 1x1 convolution if the numbers of channels differ."""
     if inputs == filters:
         return pool(stride)
     return nn.Sequential(pool(stride), conv(inputs, filters), nn.BatchNorm2d(filters))
@@ -193,13 +204,13 @@ OPERATIONS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "separable3x3": partial(_separable, 3),
     "separable5x5": partial(_separable, 5),
 }
-"""Each makes a module from input channels, filters and stride."""
+"""Functions that build the module of an operation from input channels, filters and stride."""
 
 
 class FactorizedReduction(nn.Module):
     """Halves height and width: (N, inputs, H, W) -> (N, filters, ceil(H/2), ceil(W/2)).
 
-    Half of the filters see the even pixels, the other half the odd ones, so that no pixel is lost.
+    Half of the filters read the even pixels and the other half the odd pixels, so that no pixel is lost.
     """
 
     def __init__(self, inputs: int, filters: int) -> None:
@@ -210,17 +221,17 @@ class FactorizedReduction(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(x)
-        shifted = F.pad(x, (-1, 1, -1, 1))  # one pixel up and left; zeros come in at the far sides
-        halved: Tensor = self.norm(torch.cat([self.even(x), self.odd(shifted)], dim=1))
-        return halved
+        shifted = F.pad(x, (-1, 1, -1, 1))  # Shifts the image up and left by one pixel and fills it with zeros.
+        output: Tensor = self.norm(torch.cat([self.even(x), self.odd(shifted)], dim=1))
+        return output
 
 
 class Cell(nn.Module):
-    """One cell: (x, skip) -> (output, x), its input being the next cell's skip.
+    """Computes a cell: (x, skip) -> (output, x). Its input x is the skip input of the next cell.
 
-    The first cell of a network gets its input alone, `skip=None`, and reads it, unadapted, as the skip too.
-    What comes behind the pair is handed on. An `auxiliary` classifier adds its logits there in training mode.
-    `drop_path` falls on what each operation gives but `none`, each time anew.
+    The first cell receives only x, and uses it as the skip input, too. Further elements of the input tuple are passed
+    on. In training, an auxiliary classifier appends its logits to them. DropPath is applied to the output of each
+    operation except `none`.
     """
 
     def __init__(self, genotype: Genotype, inputs: int, skip: int | None, filters: int, *, larger: bool) -> None:
@@ -230,7 +241,7 @@ class Cell(nn.Module):
         self.project = relu_conv_norm(inputs, filters)
         self.drop_path = DropPath()
         self.adapt: nn.Module = nn.Identity()
-        if skip is not None and larger:  # the skip input is still of twice the size
+        if skip is not None and larger:  # The skip input is from before a reduction.
             self.adapt = FactorizedReduction(skip, filters)
         elif skip is not None and skip != filters:
             self.adapt = relu_conv_norm(skip, filters)
@@ -244,8 +255,8 @@ class Cell(nn.Module):
         states = [self.project(x), self.adapt(skip)]
         operations = iter(self.operations)
         for pair in self.genotype.pairs:
-            made = ((name, next(operations)(states[source])) for name, source in pair)
-            left, right = (out if name == "none" else self.drop_path(out) for name, out in made)
+            outputs = ((name, next(operations)(states[source])) for name, source in pair)
+            left, right = (x if name == "none" else self.drop_path(x) for name, x in outputs)
             states.append(left + right)
         output = torch.cat([states[i] for i in self.genotype.outputs], dim=1)
         if self.auxiliary is not None and self.training:
@@ -254,11 +265,11 @@ class Cell(nn.Module):
 
 
 _STEM_CHANNELS = 32
-_AUXILIARY_CHANNELS = (51, 307)  # 0.4 of 128 and 768
+_AUXILIARY_CHANNELS = (51, 307)  # 0.4 times 128 and 768.
 
 
 class Head(nn.Module):
-    """The classifier: (x, skip) -> logits (N, classes), beside the auxiliary logits if the state has them."""
+    """Classifies images: (x, skip) -> logits (N, classes). With auxiliary logits in the input, returns both."""
 
     def __init__(self, inputs: int, classes: int, dropout: float) -> None:
         super().__init__()
@@ -272,12 +283,12 @@ class Head(nn.Module):
 
 
 def _auxiliary_head(inputs: int, classes: int, image_size: int) -> nn.Module:
-    """Makes the classifier of a cell behind four halvings of the image: (N, inputs, S, S) -> (N, classes)."""
-    size = -(-((image_size - 1) // 2) // 8)  # the stem is not padded; the three reductions are, and round up
+    """Builds the auxiliary classifier of a cell after four reductions of the image: (N, inputs, S, S) -> logits."""
+    size = -(-((image_size - 1) // 2) // 8)  # The stem is not padded. The three reductions are, and round up.
     if size < 5:
         raise ValueError(
-            f"the auxiliary head pools windows of 5x5, but images of {image_size}x{image_size} pixels are "
-            f"{size}x{size} when they come there: use at least 67x67, or aux_head=False"
+            f"image_size={image_size} is too small for aux_head=True, because its input would have {size}x{size} "
+            "pixels, but it pools windows of 5x5. Use at least 67, or aux_head=False."
         )
     narrow, wide = _AUXILIARY_CHANNELS
     pooled = (size - 5) // 3 + 1
@@ -292,11 +303,11 @@ def _auxiliary_head(inputs: int, classes: int, image_size: int) -> nn.Module:
 def _amoebanet(
     normal: Genotype, reduction: Genotype, layers: int, filters: int, classes: int, dropout: float, aux: int | None
 ) -> list[nn.Module]:
-    """Builds the layers, with an auxiliary head for images of `aux` pixels a side unless it is None."""
+    """Builds the layers. With `aux`, the image size in pixels, adds an auxiliary classifier."""
     if layers < 3 or filters < 16:
         raise ValueError(
-            "AmoebaNet needs at least 3 layers (a normal cell for each stack) and 16 filters (4 in the first "
-            f"reduction): got layers={layers}, filters={filters}"
+            f"layers={layers}, filters={filters}: AmoebaNet requires at least 3 layers (one normal cell per stack) "
+            "and 16 filters (4 in the first reduction). Increase them."
         )
     cells = [(reduction, filters // 4), (reduction, filters // 2)]
     for i in range(layers):
@@ -312,7 +323,7 @@ def _amoebanet(
         cell = Cell(genotype, inputs, skip, width, larger=larger)
         network.append(cell)
         inputs, skip, larger = width * len(genotype.outputs), inputs, genotype is reduction
-        if aux is not None and len(network) == 2 * layers // 3 + 4:  # the last cell of the second stack
+        if aux is not None and len(network) == 2 * layers // 3 + 4:  # This is the last cell of the second stack.
             cell.auxiliary = _auxiliary_head(inputs, classes, aux)
     return [*network, Head(inputs, classes, dropout)]
 
@@ -326,12 +337,19 @@ def amoebanet_d(
     dropout: float = 0.5,
     image_size: int = 224,
 ) -> list[nn.Module]:
-    """Builds AmoebaNet-D (L, D) for images (N, 3, H, W): a list of L + 6 layers.
+    """Builds AmoebaNet-D (L, D) for images (N, 3, H, W) as a list of L + 6 layers.
 
-    The last layer gives logits (N, classes). With `aux_head`, the last cell of the second stack is classified
-    too, and in training mode the last layer gives (logits, auxiliary logits), both (N, classes); the loss of
-    the second is commonly weighted by 0.4. Only that head depends on `image_size`, height and width in pixels.
-    The defaults are the network of the paper's Table 2. For ScheduledDropPath, see `gpipe.models.set_keep`.
+    The last layer returns logits (N, classes). The default arguments are the model of the paper's Table 2. For
+    ScheduledDropPath, see `gpipe.models.set_keep`.
+
+    Args:
+        layers: L, the number of normal cells.
+        filters: D, the number of filters in the first stack of normal cells.
+        classes: Number of classes.
+        aux_head: Whether to add an auxiliary classifier after the second stack. In training, the last layer then
+            returns (logits, auxiliary logits), both (N, classes). The auxiliary loss usually has weight 0.4.
+        dropout: Dropout probability before the softmax layer.
+        image_size: Height and width in pixels. Only the auxiliary classifier depends on it.
 
     >>> with torch.device("meta"):
     ...     network = amoebanet_d(layers=3, filters=16, classes=10)
@@ -339,7 +357,8 @@ def amoebanet_d(
     (9, 99503)
 
     Raises:
-        ValueError: Fewer than 3 layers or 16 filters, or an image too small for the auxiliary head.
+        ValueError: If there are fewer than 3 layers or 16 filters, or images are too small for the auxiliary
+            classifier.
     """
     return _amoebanet(D_NORMAL, D_REDUCTION, layers, filters, classes, dropout, image_size if aux_head else None)
 
@@ -353,7 +372,7 @@ def amoebanet_b(
     dropout: float = 0.5,
     image_size: int = 224,
 ) -> list[nn.Module]:
-    """Builds AmoebaNet-B (L, D) as `amoebanet_d` builds D; the defaults are the paper's ImageNet network.
+    """Builds AmoebaNet-B (L, D) with the arguments of `amoebanet_d`. The default is the paper's model for ImageNet.
 
     >>> with torch.device("meta"):
     ...     network = amoebanet_b(layers=3, filters=16, classes=10)

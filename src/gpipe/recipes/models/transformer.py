@@ -1,18 +1,20 @@
-"""The Transformers of the GPipe paper as sequences of layers.
+"""Builds the Transformers of the GPipe paper as lists of layers.
 
-The language model of its Table 1, whose embedding and head have a matrix of vocabulary x model dimension each:
+The language model of its Table 1:
 
     embedding | block ... | head
 
-T(L, H, A), the translation model of its section 5:
+The translation model T(L, H, A) of its section 5:
 
     source embedding | encoder layer ... | bridge | decoder layer ... | head
          target, mask >---------- mask --> target
                     mask >----------------------------> memory, mask
 
-What flows from layer to layer is the source, and from the bridge on the target. The bridge stashes what the encoder
-made of the source, the `memory`, for every decoder layer; the first layer stashes the target for the bridge, and the
-`mask`, (N, S), which is true where the source may be attended to.
+The encoder layers pass the source on, and the layers after the bridge the target. Other values are skip connections:
+
+- `target`: the target tokens, from the first layer to the bridge.
+- `mask` (N, S): true where the source may be attended to, from the first layer to the encoder and decoder layers.
+- `memory`: the output of the encoder, from the bridge to the decoder layers.
 """
 
 import math
@@ -25,25 +27,25 @@ from torch.nn import functional as F
 
 
 def vocabulary(vocab: int, model_dim: int) -> nn.Parameter:
-    """Makes a vector of expected length 1 for each word, (vocab, model_dim)."""
+    """Builds an embedding matrix (vocab, model_dim) whose rows have an expected squared norm of 1."""
     return nn.Parameter(nn.init.normal_(torch.empty(vocab, model_dim), std=model_dim**-0.5))
 
 
 def init_xavier(linear: nn.Linear, gain: float = 1.0) -> None:
-    """Draws the weights of a layer after Glorot and Bengio, uniformly, and sets its bias to 0."""
+    """Initializes weights from the uniform distribution of Glorot and Bengio, and the bias with 0."""
     nn.init.xavier_uniform_(linear.weight, gain=gain)
     nn.init.zeros_(linear.bias)
 
 
 class Embedding(nn.Module):
-    """Token ids (N, T) -> vectors (N, T, model_dim) with the position added; T may change with each call."""
+    """Embeds tokens and their positions: token ids (N, T) -> (N, T, model_dim). T may change with each call."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Looks tokens up, at unit variance, and adds sines, then cosines (Vaswani et al., 2017, section 3.5)."""
+        """Returns the embeddings, scaled to unit variance, plus sinusoidal positions (Vaswani et al., 2017, 3.5)."""
         dim = self.weight.shape[1]
         x: Tensor = F.embedding(tokens, self.weight) * math.sqrt(dim)
         timescales = torch.logspace(0, 4, dim // 2, device=x.device)
@@ -54,8 +56,12 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """The softmax layer: (N, T, model_dim) -> logits (N, T, vocab).
 
-    Its input grows with every residual added, so it is normalized first; `affine` gives the norm parameters.
-    `clip_logits` keeps logits within -clip_logits ... clip_logits in training mode.
+    Normalizes its input first, because the residual layers before it do not normalize their outputs.
+
+    Args:
+        weight: The matrix (vocab, model_dim).
+        clip_logits: In training, logits are clamped to plus or minus this value. Default: no clamping.
+        affine: Whether the normalization has parameters.
     """
 
     def __init__(self, weight: nn.Parameter, clip_logits: float | None = None, *, affine: bool) -> None:
@@ -72,28 +78,34 @@ class Head(nn.Module):
         return logits
 
 
-class Kept:
-    """What an attention keeps of words: keys, values (N, heads, T, head_dim); where (N, T) words are, None if all."""
+class KeyValueCache:
+    """Caches the keys and values of one attention layer for generation.
+
+    Attributes:
+        keys: Keys (N, heads, T, head_dim) of all tokens so far.
+        values: Values (N, heads, T, head_dim) of all tokens so far.
+        mask: True (N, T) for tokens, false for padding. None if there is no padding.
+    """
 
     keys: Any = None
     values: Any = None
-    where: Any = None
+    mask: Any = None
 
-    def add(self, keys: Tensor, values: Tensor, where: Tensor | None) -> tuple[Any, Any, Any]:
-        """Takes in what is made of more words, or of none; gives what there is of all."""
+    def add(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Any, Any, Any]:
+        """Appends keys and values, which may be empty, and returns all keys, values and the mask."""
         if self.keys is None:
-            self.keys, self.values, self.where = keys, values, where
+            self.keys, self.values, self.mask = keys, values, mask
         elif keys.shape[2]:
             self.keys, self.values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
-            self.where = None if where is None else torch.cat([self.where, where], dim=1)
-        return self.keys, self.values, self.where
+            self.mask = None if mask is None else torch.cat([self.mask, mask], dim=1)
+        return self.keys, self.values, self.mask
 
 
 class CausalAttention(nn.Module):
-    """Causal self-attention, (N, T, model_dim) -> (N, T, model_dim).
+    """Causal self-attention: (N, T, model_dim) -> (N, T, model_dim).
 
-    Each dimension of a head's queries has a learned scale, shared by the heads. It starts at the usual
-    1 / sqrt(dimensions) and stays positive.
+    Each dimension of the queries has a learned, positive scale that all heads share. The initial scale is the usual
+    1 / sqrt(head dimension).
     """
 
     def __init__(self, model_dim: int, heads: int, dropout: float) -> None:
@@ -103,19 +115,19 @@ class CausalAttention(nn.Module):
         self.query_key_value = nn.Linear(model_dim, 3 * model_dim)
         self.out = nn.Linear(model_dim, model_dim)
         self.query_scale = nn.Parameter(torch.zeros(model_dim // heads))
-        init_xavier(self.query_key_value, gain=2**0.5)  # as three square matrices
+        init_xavier(self.query_key_value, gain=2**0.5)  # This is the initialization of three square matrices.
         init_xavier(self.out)
 
-    def forward(self, x: Tensor, where: Tensor | None = None, kept: Kept | None = None) -> Tensor:
-        """Lets each position attend to itself and to those before it; one alone to all `kept` words."""
+    def forward(self, x: Tensor, mask: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+        """Attends to the same and earlier positions. With a cache, a single position attends to all cached tokens."""
         rows, length, model_dim = x.shape
         packed = self.query_key_value(x).view(rows, length, 3, self.heads, model_dim // self.heads)
         query, key, value = packed.permute(2, 0, 3, 1, 4)
-        query = query * (F.softplus(self.query_scale) / math.log(2))  # a factor of 1 to start with
-        if kept is not None:
-            key, value, where = kept.add(key, value, where)
+        query = query * (F.softplus(self.query_scale) / math.log(2))  # The initial factor is 1.
+        if cache is not None:
+            key, value, mask = cache.add(key, value, mask)
         causal = key.shape[2] == length
-        mask = None if causal or where is None else where[:, None, None]
+        mask = None if causal or mask is None else mask[:, None, None]
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, is_causal=causal)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, length, model_dim))
@@ -123,11 +135,17 @@ class CausalAttention(nn.Module):
 
 
 class ResidualLayer(nn.Module):
-    """One attention or two and a feed-forward layer in a stack of `depth`, (N, T, model_dim) -> (N, T, model_dim).
+    """The base class of pre-norm Transformer layers: (N, T, model_dim) -> (N, T, model_dim).
 
-    Each reads the normalized x, and what it makes is added to x. Weights of the feed-forward layer start smaller the
-    deeper the stack is, each matrix by 1 / sqrt(depth), as section 5 of the GPipe paper scales them to train deep
-    models. A depth of 1 leaves them.
+    A layer has one or two attentions and a feed-forward network, each with a residual connection. The initial weights
+    of the feed-forward network are scaled by 1 / sqrt(depth), as section 5 of the GPipe paper does for deep models.
+
+    Args:
+        model_dim: Size of inputs and outputs.
+        ffn_dim: Hidden size of the feed-forward network.
+        depth: Number of layers in the stack. 1 for unscaled initial weights.
+        dropout: Dropout probability of the values added to the residual.
+        *attentions: One or two attention modules.
     """
 
     def __init__(self, model_dim: int, ffn_dim: int, depth: int, dropout: float, *attentions: nn.Module) -> None:
@@ -144,16 +162,17 @@ class ResidualLayer(nn.Module):
         self.ffn = nn.Sequential(widen, nn.ReLU(), narrow)
         self.dropout = nn.Dropout(dropout)
 
-    def fed_forward(self, x: Tensor) -> Tensor:
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """Adds the output of the feed-forward network to x."""
         out: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return out
 
 
 class Block(ResidualLayer):
-    """A layer of the language model."""
+    """A layer of the language model: (N, T, model_dim) -> (N, T, model_dim)."""
 
-    def forward(self, x: Tensor, where: Tensor | None = None, kept: Kept | None = None) -> Tensor:
-        return self.fed_forward(x + self.dropout(self.attention(self.attention_norm(x), where, kept)))
+    def forward(self, x: Tensor, mask: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+        return self.feed_forward(x + self.dropout(self.attention(self.attention_norm(x), mask, cache)))
 
 
 def transformer_lm(
@@ -167,14 +186,23 @@ def transformer_lm(
     scaled_init: bool = True,
     clip_logits: float | None = None,
 ) -> list[nn.Module]:
-    """Builds a language model, token ids (N, T) -> logits (N, T, vocab): a list of `layers` + 2 layers.
+    """Builds a language model as a list of `layers` + 2 layers: token ids (N, T) -> logits (N, T, vocab).
 
-    The default sizes are those of Table 1 of the GPipe paper. `tied` uses the embedding's Parameter, the very
-    object, as the weight of the head. `dropout` falls on attention and on what is added to the residual.
+    The default sizes are from Table 1 of the GPipe paper. The normalization before the softmax layer has no
+    parameters, because Table 1 does not count any.
 
-    `scaled_init` has the weights of the feed-forward layers start smaller by 1 / sqrt(`layers`), and `clip_logits`
-    keeps the logits within -clip_logits ... clip_logits in training mode: so section 5 of the paper trains deep
-    models. Its Table 1 counts no parameters in a norm of the head, so that one has none.
+    Args:
+        layers: Number of Transformer layers.
+        model_dim: Size of the embeddings and layer outputs. Must be even and divisible by `heads`.
+        ffn_dim: Hidden size of the feed-forward networks.
+        heads: Number of attention heads.
+        vocab: Number of tokens in the vocabulary.
+        tied: Whether the softmax layer uses the same Parameter as the embedding.
+        dropout: Dropout probability of attention weights and of values added to the residual.
+        scaled_init: Whether to scale initial weights of the feed-forward networks by 1 / sqrt(`layers`), as section 5
+            of the paper does for deep models.
+        clip_logits: In training, logits are clamped to plus or minus this value, as in section 5. Default: no
+            clamping.
 
     >>> with torch.device("meta"):
     ...     network = transformer_lm(layers=3)
@@ -182,14 +210,16 @@ def transformer_lm(
     (5, 282179008)
 
     Raises:
-        ValueError: No layer, dimensions that cannot be divided among the heads or into sines and cosines, or a
-            `clip_logits` that is not positive.
+        ValueError: If there are no layers, `model_dim` is odd or not divisible by `heads`, or `clip_logits` is not
+            positive.
     """
     if layers < 1 or model_dim % heads or model_dim % 2:
-        why = "a Transformer needs at least one layer and an even model_dim that is a multiple of heads"
-        raise ValueError(f"{why}: got layers={layers}, model_dim={model_dim}, heads={heads}")
+        raise ValueError(
+            f"layers={layers}, model_dim={model_dim}, heads={heads}: a Transformer requires at least one layer, and "
+            "an even model_dim that is divisible by heads. Change them."
+        )
     if clip_logits is not None and not clip_logits > 0:
-        raise ValueError(f"clip_logits={clip_logits} leaves no logits to choose from: give more than 0, or None")
+        raise ValueError(f"clip_logits={clip_logits} is out of range. Pass a number greater than 0, or None.")
     embedding = Embedding(vocabulary(vocab, model_dim))
     depth = layers if scaled_init else 1
     attentions = (CausalAttention(model_dim, heads, dropout) for _ in range(layers))
@@ -199,9 +229,9 @@ def transformer_lm(
 
 
 class Attention(nn.Module):
-    """Attention of x, (N, T, model_dim), to itself or a context, (N, S, model_dim): gives (N, T, model_dim).
+    """Attention of x (N, T, model_dim) to itself or to a context (N, S, model_dim): returns (N, T, model_dim).
 
-    The channels are heads * head_dim, whatever model_dim is.
+    `heads` times `head_dim` need not equal `model_dim`.
     """
 
     def __init__(self, model_dim: int, heads: int, head_dim: int, dropout: float) -> None:
@@ -217,26 +247,26 @@ class Attention(nn.Module):
             init_xavier(linear)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None, context: Tensor | None = None, kept: Kept | None = None
+        self, x: Tensor, mask: Tensor | None, context: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """Lets each position attend where the mask (N, S) is true; None is for positions up to its own."""
+        """Attends to the positions where the mask (N, S) is true. Without a mask, to the same and earlier ones."""
         context = x if context is None else context
         query, key, value = (
-            made.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (N, heads, length, head_dim)
-            for made in (self.query(x), self.key(context), self.value(context))
+            projected.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (N, heads, length, head_dim)
+            for projected in (self.query(x), self.key(context), self.value(context))
         )
         dropout = self.dropout if self.training else 0.0
-        if kept is not None:
-            key, value, mask = kept.add(key, value, mask)
-        where = None if mask is None else mask[:, None, None]
-        causal = where is None and key.shape == query.shape
-        mixed = F.scaled_dot_product_attention(query, key, value, where, dropout_p=dropout, is_causal=causal)
+        if cache is not None:
+            key, value, mask = cache.add(key, value, mask)
+        mask = None if mask is None else mask[:, None, None]
+        causal = mask is None and key.shape == query.shape
+        mixed = F.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, is_causal=causal)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
 
 class SourceEmbedding(nn.Module):
-    """Token ids (source (N, S), target (N, T)) -> the source as vectors (N, S, model_dim)."""
+    """Embeds the source: token ids (source (N, S), target (N, T)) -> (N, S, model_dim)."""
 
     stash = ("target", "mask")
 
@@ -247,25 +277,28 @@ class SourceEmbedding(nn.Module):
         self.pad = pad
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Embeds the source, and stashes the target and where the source may be read: words, or else the first."""
+        """Returns the embedded source, and stashes the target and the mask of tokens that are not padding.
+
+        If all tokens are padding, the mask includes the first, because a softmax over no position would be NaN.
+        """
         source, target = inputs
-        words = source != self.pad
-        first = torch.arange(source.shape[1], device=source.device) == 0  # a softmax over nothing would be NaN
-        mask = words | (first & ~words.any(dim=1, keepdim=True))
+        tokens = source != self.pad
+        first = torch.arange(source.shape[1], device=source.device) == 0
+        mask = tokens | (first & ~tokens.any(dim=1, keepdim=True))
         return self.dropout(self.embedding(source)), {"target": target, "mask": mask}
 
 
 class EncoderLayer(ResidualLayer):
-    """Attention of the source to itself and a feed-forward layer, (N, S, model_dim) -> (N, S, model_dim)."""
+    """A layer of the encoder: (N, S, model_dim) -> (N, S, model_dim)."""
 
     pop = ("mask",)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.fed_forward(x + self.dropout(self.attention(self.attention_norm(x), mask)))
+        return self.feed_forward(x + self.dropout(self.attention(self.attention_norm(x), mask)))
 
 
 class Bridge(nn.Module):
-    """From the encoder to the decoder: (N, S, model_dim) -> the target as vectors (N, T, model_dim)."""
+    """Connects encoder and decoder: (N, S, model_dim) -> embedded target (N, T, model_dim)."""
 
     pop = ("target",)
     stash = ("memory",)
@@ -277,22 +310,27 @@ class Bridge(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor | None, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Embeds the target, and stashes the normalized output of the encoder, if any."""
-        made = self.dropout(self.embedding(target))
-        return made, {"memory": self.norm(made[:, :0] if x is None else x)}
+        """Returns the embedded target, and stashes the normalized output of the encoder (empty if x is None)."""
+        embedded = self.dropout(self.embedding(target))
+        return embedded, {"memory": self.norm(embedded[:, :0] if x is None else x)}
 
 
 class DecoderLayer(ResidualLayer):
-    """Attention of the target to itself, then to the memory (N, S, model_dim), and a feed-forward layer."""
+    """A layer of the decoder, with attention to target and memory: (N, T, model_dim) -> (N, T, model_dim)."""
 
     pop = ("memory", "mask")
 
     def forward(
-        self, x: Tensor, memory: Tensor, mask: Tensor, own: Kept | None = None, other: Kept | None = None
+        self,
+        x: Tensor,
+        memory: Tensor,
+        mask: Tensor,
+        self_cache: KeyValueCache | None = None,
+        memory_cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Adds what each part makes of the normalized x, (N, T, model_dim); either attention may keep words."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), None, None, own))
-        return self.fed_forward(x + self.dropout(self.memory_attention(self.memory_norm(x), mask, memory, other)))
+        x = x + self.dropout(self.attention(self.attention_norm(x), None, None, self_cache))
+        attended = self.memory_attention(self.memory_norm(x), mask, memory, memory_cache)
+        return self.feed_forward(x + self.dropout(attended))
 
 
 def transformer(
@@ -309,27 +347,31 @@ def transformer(
     clip_logits: float | None = None,
     pad: int = 0,
 ) -> list[nn.Module]:
-    """Builds T(L, H, A), token ids (source (N, S), target (N, T)) -> logits (N, T, vocab): 2 * `layers` + 3 layers.
+    """Builds the translation model T(L, H, A) as a list of 2 L + 3 layers.
 
-    L encoder layers and L decoder layers, each with a feed-forward layer of width H and A heads of `head_dim`.
-    The logits at a position score the target's next word, of which they know nothing: target and labels are one
-    sentence, shifted by one. Sentences of a batch are made of one length by `pad` at the end, which changes nothing
-    at the words; the loss must leave out the labels that are padding. A source of padding alone is read as one word.
+    The input is a tuple of token ids, (source (N, S), target (N, T)), and the output are logits (N, T, vocab). The
+    logits at a position predict the next token of the target: use the target, shifted by one, as labels.
+
+    Pad shorter sentences with `pad` at the end. Padding does not change the logits at other tokens. The loss must
+    ignore labels that are padding. A source that consists only of padding is treated as a sentence of one token.
 
     Args:
-        layers: Of the encoder, and of the decoder: the paper's L.
-        ffn_dim: The paper's H.
-        heads: The paper's A.
-        model_dim: The width of what flows between layers; even.
-        head_dim: Channels of a head; all heads together need not have `model_dim`.
-        vocab: Words of source and target, which have one vocabulary.
-        matrices: 3 for a source embedding, a target embedding and a softmax layer of their own; 2 has the softmax
-            layer use the target embedding's Parameter, the very object, and 1 the source embedding too.
-        dropout: Falls on embeddings, on attention and on what is added to the residual.
-        scaled_init: Has the weights of the feed-forward layers start smaller by 1 / sqrt(`layers`), as the paper
-            does to train deep models; else they start as Glorot and Bengio have them.
-        clip_logits: Keeps logits within -clip_logits ... clip_logits in training mode; None leaves them.
-        pad: The token that is no word.
+        layers: L, the number of encoder layers, and of decoder layers.
+        ffn_dim: H, the hidden size of the feed-forward networks.
+        heads: A, the number of attention heads.
+        model_dim: Size of the embeddings and layer outputs. Must be even.
+        head_dim: Size of an attention head. `heads` times `head_dim` need not equal `model_dim`.
+        vocab: Number of tokens in the vocabulary of source and target.
+        matrices: Number of different matrices for source embedding, target embedding and softmax layer:
+
+            - 3 (default): all separate.
+            - 2: the softmax layer uses the same Parameter as the target embedding.
+            - 1: all use the same Parameter.
+        dropout: Dropout probability of embeddings, attention weights and values added to the residual.
+        scaled_init: Whether to scale initial weights of the feed-forward networks by 1 / sqrt(`layers`), as the paper
+            does for deep models.
+        clip_logits: In training, logits are clamped to plus or minus this value. Default: no clamping.
+        pad: The token id of padding.
 
     >>> with torch.device("meta"):
     ...     network = transformer(layers=24)
@@ -337,20 +379,20 @@ def transformer(
     (51, 1304955392)
 
     Raises:
-        ValueError: Sizes that cannot be; the message lists all mistakes.
+        ValueError: If arguments are invalid. The message lists all problems.
     """
     counts = {"layers": layers, "ffn_dim": ffn_dim, "heads": heads, "head_dim": head_dim}
-    mistakes = [f"{name}={number}: give at least 1" for name, number in counts.items() if number < 1]
+    problems = [f"{name}={number} is out of range. Pass at least 1." for name, number in counts.items() if number < 1]
     if model_dim < 2 or model_dim % 2:
-        mistakes.append(f"model_dim={model_dim}: give an even number, for positions are sines and cosines")
+        problems.append(f"model_dim={model_dim} is out of range. Pass a positive even number.")
     if matrices not in (1, 2, 3):
-        mistakes.append(f"matrices={matrices}: give 3 for none shared, 2 for target and softmax as one, 1 for all")
+        problems.append(f"matrices={matrices} is out of range. Pass 1, 2 or 3.")
     if clip_logits is not None and not clip_logits > 0:
-        mistakes.append(f"clip_logits={clip_logits}: give more than 0, or None")
+        problems.append(f"clip_logits={clip_logits} is out of range. Pass a number greater than 0, or None.")
     if not 0 <= pad < vocab:
-        mistakes.append(f"pad={pad}: give one of the {vocab} tokens, 0 ... {vocab - 1}")
-    if mistakes:
-        raise ValueError("\n".join(mistakes))
+        problems.append(f"pad={pad} is not a token id. Pass 0 to {vocab - 1}.")
+    if problems:
+        raise ValueError("\n".join(problems))
     depth = layers if scaled_init else 1
     attention = partial(Attention, model_dim, heads, head_dim, dropout)
     sizes = model_dim, ffn_dim, depth, dropout

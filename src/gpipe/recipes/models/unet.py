@@ -1,12 +1,12 @@
-"""The U-Net of torchgpipe's benchmarks (Kim et al., arXiv 2004.09910): long skips, hundreds of layers.
+"""Builds the U-Net of torchgpipe's benchmarks (Kim et al., arXiv 2004.09910): long skips and hundreds of layers.
 
-Five levels, each at half the size of the one above it:
+It has five levels, each with half the height and width of the level above it:
 
     e0 ------------------------> e0        e: B convolutions, stash the result, halve the size
       e1 ----------------> e1              bottom: B convolutions
         ...   bottom   ...                 and back: double the size, join the stashed result, B convolutions
 
-Every module is a layer by itself, so that a partition can be cut anywhere: 44 B + 21 layers.
+Each module is a separate layer, so that the model can be split anywhere. There are 44 B + 21 layers.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _LEVELS = 5
 
 
 class Stash(nn.Module):
-    """Hands x on, and keeps it under a name for a layer further down."""
+    """Returns its input, and stashes it under a name for a later layer."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -31,10 +31,9 @@ class Stash(nn.Module):
 
 
 class Join(nn.Module):
-    """Takes what was stashed under a name, (N, C, H, W), and puts it in front of x along the channels.
+    """Concatenates the tensor stashed under a name, (N, C, H, W), and its input along the channels.
 
-    Where an odd size was halved, rounding down, x is smaller than the stashed tensor: zeros fill it up at the
-    right and at the bottom.
+    If halving an odd size has made the input smaller, it is padded with zeros at the right and the bottom.
     """
 
     def __init__(self, name: str) -> None:
@@ -48,7 +47,7 @@ class Join(nn.Module):
 
 
 def _convolutions(count: int, inputs: int, inner: int, outputs: int, dropout: float) -> Iterator[nn.Module]:
-    """Yields `count` times convolution, dropout, norm, ReLU: inputs -> inner -> ... -> inner -> outputs."""
+    """Yields `count` times convolution, dropout, norm and ReLU, with channels inputs -> inner -> ... -> outputs."""
     for before, after in pairwise([inputs, *[inner] * (count - 1), outputs]):
         yield nn.Conv2d(before, after, 3, padding=1, bias=False)
         yield nn.Dropout2d(dropout)
@@ -57,10 +56,16 @@ def _convolutions(count: int, inputs: int, inner: int, outputs: int, dropout: fl
 
 
 def unet(b: int, c: int, *, inputs: int = 3, outputs: int = 1, dropout: float = 0.1) -> list[nn.Module]:
-    """Builds U-Net (B, C), images (N, inputs, H, W) -> logits (N, outputs, H, W): a list of 44 B + 21 layers.
+    """Builds U-Net (B, C) as a list of 44 B + 21 layers: images (N, inputs, H, W) -> logits (N, outputs, H, W).
 
-    B is the number of convolutions between two changes of size, C the number of channels at the top. H and W
-    are at least 64 pixels.
+    Images must have at least 64x64 pixels.
+
+    Args:
+        b: B, the number of convolutions between two changes of the image size.
+        c: C, the number of channels at the top level.
+        inputs: Number of channels of the images.
+        outputs: Number of channels of the logits.
+        dropout: Dropout probability after each convolution.
 
     >>> with torch.device("meta"):
     ...     network = unet(6, 72)
@@ -68,10 +73,10 @@ def unet(b: int, c: int, *, inputs: int = 3, outputs: int = 1, dropout: float = 
     (285, 362157516)
 
     Raises:
-        ValueError: No convolution, or an odd number of channels, which the last level cannot halve.
+        ValueError: If `b` is less than 1, or `c` is odd or less than 2.
     """
     if b < 1 or c < 2 or c % 2:
-        raise ValueError(f"a U-Net needs B >= 1 and an even C >= 2, got B={b}, C={c}")
+        raise ValueError(f"b={b}, c={c}: a U-Net requires b of at least 1 and an even c of at least 2. Change them.")
     widths, layers = [c * 2**level for level in range(_LEVELS)], list[nn.Module]()
     for level, width in enumerate(widths):
         layers += [*_convolutions(b, inputs, width, width, dropout), Stash(f"e{level}"), nn.MaxPool2d(2)]

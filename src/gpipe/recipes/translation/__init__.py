@@ -1,1 +1,1 @@
-"""The recipe of multilingual translation: one Transformer from many languages to English."""
+"""Trains one Transformer to translate from many languages to English."""

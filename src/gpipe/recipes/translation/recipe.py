@@ -1,4 +1,4 @@
-"""One Transformer that translates many languages to English, as section 5 of the GPipe paper trains it."""
+"""Trains one Transformer to translate from many languages to English, as in section 5 of the GPipe paper."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,26 +13,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe
-from gpipe.recipes.data import imported
+from gpipe.recipes.data import require
 from gpipe.recipes.data.pairs import Pair
 from gpipe.recipes.data.token_batches import END, PAD, Vocabulary, padded
 from gpipe.recipes.models.transformer import transformer, transformer_lm
 from gpipe.recipes.options.files import CONFIG, read_config
 from gpipe.recipes.options.training import TranslationOptions
 from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share, inverse_root
-from gpipe.recipes.training import watched
-from gpipe.recipes.translation.corpus import Corpus, Sentence, in_order
+from gpipe.recipes.training import with_progress
+from gpipe.recipes.translation.corpus import Corpus, Sentence, batch_by_length
 from gpipe.recipes.translation.translator import LAYOUTS
 
 VOCABULARY = "vocabulary.json"
 Decode = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
-"""Translates sources by a beam of a width, or greedily by one of 1."""
-EXAMPLES = 40
-SACREBLEU = ("sacrebleu", "translations are scored by sacrebleu", "translation")
+"""Translates source sentences (token ids) by a beam search of the given width. Width 1 is greedy decoding."""
+EXAMPLES = 40  # Approximate number of translations in evaluation.json.
+SACREBLEU = ("sacrebleu", "Scoring translations requires sacrebleu", "translation")
 
 
 class TranslationRecipe(Recipe[TranslationOptions]):
-    """A Transformer on the catalogues of Django, or on a table of sentences."""
+    """Trains a Transformer on Django's translations or on a table of sentences."""
 
     name: ClassVar[str] = "translation"
 
@@ -42,28 +42,29 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         self.title = f"Transformer T({o.layers}, {o.ffn_dim}, {o.heads}), {o.model_dim} wide"
         if o.model == "decoder":
             self.title = f"Transformer-{2 * o.layers}, {o.model_dim} wide"
-        self.reduction = count_words  # a micro-batch counts as many times as it has words
-        self.largest_norm = o.clip_norm
+        self.reduction = count_tokens  # The loss is a mean over tokens.
+        self.max_norm = o.clip_norm
         self._layout = LAYOUTS[o.model]
 
     @cached_property
     def corpus(self) -> Corpus:
-        """The sentences; a vocabulary that the run has, or the one it starts from, is kept."""
-        return Corpus(self.options, self._kept_vocabulary)
+        """The sentences of the options, with the vocabulary of this run or of the run that `--from` names."""
+        return Corpus(self.options, self._saved_vocabulary)
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The subwords; they are learnt from the sentences unless the run has some."""
-        return self._kept_vocabulary or self.corpus.vocabulary
+        """The saved vocabulary. If there is none, a vocabulary learned from the sentences."""
+        return self._saved_vocabulary or self.corpus.vocabulary
 
     @cached_property
-    def _kept_vocabulary(self) -> Vocabulary | None:
+    def _saved_vocabulary(self) -> Vocabulary | None:
         o = self.options
         if o.from_ is not None and not o.resume and (o.from_ / CONFIG).is_file():
-            kept = read_config(o.from_ / CONFIG).get("vocabulary", o.vocabulary)
-            if kept != o.vocabulary:
+            saved = read_config(o.from_ / CONFIG).get("vocabulary", o.vocabulary)
+            if saved != o.vocabulary:
                 raise ValueError(
-                    f"--vocabulary is {o.vocabulary}, and {o.from_} has one of {kept}, which is kept: leave it out"
+                    f"--vocabulary: {o.vocabulary} differs from {saved} in the run of --from, whose vocabulary is "
+                    "used. Remove --vocabulary."
                 )
         for run in (o.out if o.resume else None, o.from_):
             if run is not None and (run / VOCABULARY).is_file():
@@ -71,7 +72,7 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         return None
 
     @property
-    def steps_per_epoch(self) -> int:  # type: ignore[override]  # found out when asked for
+    def steps_per_epoch(self) -> int:  # type: ignore[override]  # Reading the corpus takes seconds, so it is lazy.
         return self.corpus.steps_per_epoch
 
     def layers(self) -> list[nn.Module]:
@@ -84,16 +85,20 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         return transformer(o.layers, o.ffn_dim, o.heads, pad=PAD, **sizes, **common)
 
     def sample(self, replicas: int) -> Batch:
-        """The mini-batch of median length of the first epoch."""
-        by_length = sorted(self.corpus.mini_batches(1), key=lambda some: max(sum(one.lengths) for one in some))
+        """Returns the mini-batch of median length in the first epoch."""
+
+        def longest(batch: Sequence[Sentence]) -> int:
+            return max(sum(sentence.lengths) for sentence in batch)
+
+        by_length = sorted(self.corpus.mini_batches(1), key=longest)
         typical = by_length[len(by_length) // 2]
         return self._layout.batch(typical[: max(1, len(typical) // replicas)])
 
     def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
         for sentences in self.corpus.mini_batches(epoch)[first:]:
-            own = share.of(torch.arange(len(sentences))).tolist()
-            batch = self._layout.batch([sentences[row] for row in own or [0]])
-            if not own:  # there are too few for this replica: one of them, of which no word counts
+            rows = share.of(torch.arange(len(sentences))).tolist()
+            batch = self._layout.batch([sentences[row] for row in rows or [0]])
+            if not rows:  # There are too few sentences for this replica. It gets one whose tokens do not count.
                 batch = batch._replace(targets=torch.full_like(batch.targets, PAD))
             yield batch
 
@@ -101,48 +106,50 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         return _cross_entropy(output, targets, "mean", self.options.label_smoothing)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Adam with the constants of Vaswani et al. (2017, section 5.3)."""
+        """Builds Adam with the constants of Vaswani et al. (2017, section 5.3)."""
         return torch.optim.Adam(parameters, lr=self.options.learning_rate, betas=(0.9, 0.98), eps=1e-9)
 
     def learning_rate_at(self, step: int, steps: int) -> float:
         return self.options.learning_rate * inverse_root(step, self.options.warm_up)
 
     @property
-    def data(self) -> str:  # type: ignore[override]  # likewise
+    def data(self) -> str:  # type: ignore[override]  # This is lazy, too.
         return self.corpus.data
 
     def measure(self, pipe: gpipe.GPipe) -> Mapping[str, float]:
-        """The mean negative log-likelihood of a word of the sentences held out for that, in nats."""
-        value, words = together(self.nlls(pipe, self.corpus.validation).values())
-        return {"nll": value / words}
+        """Returns the mean negative log-likelihood per token of the validation sentences, in nats."""
+        value, tokens = add_nlls(self.nlls(pipe, self.corpus.validation).values())
+        return {"nll": value / tokens}
 
     @torch.no_grad()
     def nlls(self, pipe: gpipe.GPipe, sentences: Sequence[Sentence]) -> dict[str, tuple[float, int]]:
-        """The negative log-likelihood of each language's sentences, and how many words it is of."""
-        found: dict[str, list[tuple[float, int]]] = {}
-        for some in in_order(sentences, self.options.tokens):
-            batch = self._layout.batch(some)
+        """Returns the total negative log-likelihood and the number of tokens of each language's sentences."""
+        nlls: dict[str, list[tuple[float, int]]] = {}
+        for group in batch_by_length(sentences, self.options.tokens):
+            batch = self._layout.batch(group)
             logits = pipe(batch.inputs, gather=True)
             rows = zip(logits, batch.targets.to(logits.device), strict=True)
-            values = torch.stack([_cross_entropy(own, targets, "sum") for own, targets in rows]).tolist()
-            for sentence, value in zip(some, values, strict=True):
-                found.setdefault(sentence.pair.language, []).append((value, len(sentence.english) + 1))
-        return {language: together(some) for language, some in found.items()}
+            values = torch.stack([_cross_entropy(row, targets, "sum") for row, targets in rows]).tolist()
+            for sentence, value in zip(group, values, strict=True):
+                nlls.setdefault(sentence.pair.language, []).append((value, len(sentence.english) + 1))
+        return {language: add_nlls(values) for language, values in nlls.items()}
 
     def model(self, layers: Sequence[nn.Module]) -> tuple[nn.Module, Any]:
-        """What translates by these layers; its sample are two pairs of nothing."""
+        """Returns a model with a `generate` method, and a sample of two empty pairs."""
         return self._layout(layers), self._layout.batch([Sentence(Pair("", "", ""), [], [])] * 2).inputs
 
     def translate(self, pipe: gpipe.GPipe, sources: Sequence[Sequence[int]], width: int) -> list[list[int]]:
+        """Translates source sentences (token ids) by a beam search of this width."""
         if not sources:
             return []
-        found = pipe.generate(padded([[*source, END] for source in sources]), width=width)
-        return [row[: row.index(END)] for row in found.tolist()]
+        generated = pipe.generate(padded([[*source, END] for source in sources]), width=width)
+        return [row[: row.index(END)] for row in generated.tolist()]
 
     def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:
-        imported(*SACREBLEU)  # to see whether it is there, before hours of translating
+        require(*SACREBLEU)  # Fails now instead of after hours of translating.
         nlls = self.nlls(pipe, self.corpus.test)
-        return evaluation_of(self.corpus, nlls, partial(self.translate, pipe), self.options.tokens, self.options.beam)
+        translate = partial(self.translate, pipe)
+        return evaluate_translations(self.corpus, nlls, translate, self.options.tokens, self.options.beam)
 
     def write(self, run: Path) -> None:
         self.vocabulary.save(run / VOCABULARY)
@@ -153,20 +160,28 @@ def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str, smoothing: f
     return F.cross_entropy(*flat, ignore_index=PAD, reduction=reduction, label_smoothing=smoothing)
 
 
-def count_words(targets: Tensor) -> Tensor:
-    """How many words are to be said."""
+def count_tokens(targets: Tensor) -> Tensor:
+    """Returns the number of target tokens that are not padding."""
     return (targets != PAD).sum()
 
 
-# How well sentences are translated: chrF and BLEU of each language, beside what needs no network.
+# Scores of translations, per language.
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the translations of a language, or of all, come to.
+    """Scores of the translations of one language, or of all languages.
 
-    `train` and `test` count pairs; `nll` is of the right translation, in nats a subword; chrF and BLEU, 0 to 100, are
-    of greedy translations, of beam search, of sources as they are, and of the most frequent English in training.
+    Attributes:
+        train: Number of training pairs.
+        test: Number of test pairs.
+        nll: Mean negative log-likelihood per token of the reference translations, in nats.
+        chrf: chrF (0 to 100) of greedy translations.
+        bleu: BLEU (0 to 100) of greedy translations.
+        beam_chrf: chrF of translations by beam search. None without beam search.
+        beam_bleu: BLEU of translations by beam search. None without beam search.
+        copy_chrf: chrF of the untranslated source sentences, as a baseline.
+        frequent_chrf: chrF of the most frequent English sentence of the training, as a baseline.
     """
 
     train: int
@@ -181,7 +196,7 @@ class Scores:
 
 
 class Translated(NamedTuple):
-    """A sentence of the test beside what was made of it."""
+    """A test sentence with its reference, greedy and beam search translations."""
 
     language: str
     source: str
@@ -190,81 +205,87 @@ class Translated(NamedTuple):
     beam: str | None
 
 
-def evaluation_of(
+def evaluate_translations(
     corpus: Corpus, nlls: Mapping[str, tuple[float, int]], decode: Decode, tokens: int, width: int
 ) -> Evaluation:
-    """Translates all of a test, so many `tokens` at once, greedily and by a beam of a `width` above 1, and compares.
+    """Translates the test sentences and scores the translations.
 
-    `nlls` are negative log-likelihoods by language, and of how many subwords.
+    Args:
+        corpus: The sentences.
+        nlls: Negative log-likelihood and number of tokens of each language.
+        decode: Translates token ids.
+        tokens: Maximum number of tokens to translate together.
+        width: Width of the beam search. 1: only greedy translations.
     """
-    likeliest = _translate(corpus, decode, 1, tokens, "greedily")
-    searched: Sequence[str | None] = [None] * len(likeliest)
+    greedy = _translate(corpus, decode, 1, tokens, "greedy decoding")
+    by_beam: Sequence[str | None] = [None] * len(greedy)
     if width > 1:
-        searched = _translate(corpus, decode, width, tokens // width, f"by a beam of {width}")
-    outcomes = zip(corpus.test, likeliest, searched, strict=True)
-    translated = [Translated(*one.pair, likely, found) for one, likely, found in outcomes]
+        by_beam = _translate(corpus, decode, width, tokens // width, f"beam search, width {width}")
+    outcomes = zip(corpus.test, greedy, by_beam, strict=True)
+    translated = [Translated(*sentence.pair, text, beam_text) for sentence, text, beam_text in outcomes]
     frequent = Counter(pair.english for pair in corpus.split.train).most_common(1)[0][0]
     trained = Counter(pair.language for pair in corpus.split.train)
-    apart = {name: [one for one in translated if one.language == name] for name in sorted(nlls)}
-    languages = {name: _scores(own, trained[name], nlls[name], frequent) for name, own in apart.items()}
-    overall = _scores(translated, trained.total(), together(nlls.values()), frequent)
+    languages = {}
+    for name in sorted(nlls):
+        selected = [each for each in translated if each.language == name]
+        languages[name] = _scores(selected, trained[name], nlls[name], frequent)
+    overall = _scores(translated, trained.total(), add_nlls(nlls.values()), frequent)
     numbers = {name: value for name, value in asdict(overall).items() if isinstance(value, float)}
     details = {
         "beam": width,
         "train": overall.train,
         "test": overall.test,
         "languages": {language: asdict(scores) for language, scores in languages.items()},
-        "examples": [one._asdict() for one in translated[:: max(1, len(translated) // EXAMPLES)]],
+        "examples": [example._asdict() for example in translated[:: max(1, len(translated) // EXAMPLES)]],
     }
     return Evaluation(numbers, details, "\n".join(table(languages, overall, width)))
 
 
-def _translate(corpus: Corpus, decode: Decode, width: int, tokens: int, what: str) -> list[str]:
-    found: dict[int, str] = {}
-    for some in watched(in_order(corpus.test, tokens), what):
-        for sentence, words in zip(some, decode([one.source for one in some], width), strict=True):
-            found[id(sentence)] = corpus.vocabulary.decode(words)
-    return [found[id(sentence)] for sentence in corpus.test]
+def _translate(corpus: Corpus, decode: Decode, width: int, tokens: int, title: str) -> list[str]:
+    texts: dict[int, str] = {}
+    for batch in with_progress(batch_by_length(corpus.test, tokens), title):
+        for sentence, ids in zip(batch, decode([sentence.source for sentence in batch], width), strict=True):
+            texts[id(sentence)] = corpus.vocabulary.decode(ids)
+    return [texts[id(sentence)] for sentence in corpus.test]
 
 
 def _scores(translated: Sequence[Translated], train: int, nll: tuple[float, int], frequent: str) -> Scores:
-    _, sources, right, likeliest, searched = zip(*translated, strict=True)
-    greedy = chrf(likeliest, right), bleu(likeliest, right)
-    by_beam: tuple[float | None, float | None] = None, None
-    if None not in searched:
-        by_beam = chrf(searched, right), bleu(searched, right)
-    without = chrf(sources, right), chrf([frequent] * len(right), right)
-    return Scores(train, len(translated), nll[0] / nll[1], *greedy, *by_beam, *without)
+    _, sources, references, greedy, by_beam = zip(*translated, strict=True)
+    beam_scores: tuple[float | None, float | None] = None, None
+    if None not in by_beam:
+        beam_scores = chrf(by_beam, references), bleu(by_beam, references)
+    greedy_scores = chrf(greedy, references), bleu(greedy, references)
+    baselines = chrf(sources, references), chrf([frequent] * len(references), references)
+    return Scores(train, len(translated), nll[0] / nll[1], *greedy_scores, *beam_scores, *baselines)
 
 
-def together(nlls: Iterable[tuple[float, int]]) -> tuple[float, int]:
-    """Negative log-likelihoods, and of how many words they are, as one."""
-    values, words = zip(*nlls, strict=True)
-    return fsum(values), sum(words)
+def add_nlls(nlls: Iterable[tuple[float, int]]) -> tuple[float, int]:
+    """Sums pairs of a negative log-likelihood and a number of tokens."""
+    values, tokens = zip(*nlls, strict=True)
+    return fsum(values), sum(tokens)
 
 
-def chrf(translations: Sequence[str], right: Sequence[str]) -> float:
-    """The chrF of sacrebleu, with its defaults."""
-    return float(imported(*SACREBLEU).corpus_chrf(list(translations), [list(right)]).score)
+def chrf(translations: Sequence[str], references: Sequence[str]) -> float:
+    """Returns the chrF score of sacrebleu with its default settings."""
+    return float(require(*SACREBLEU).corpus_chrf(list(translations), [list(references)]).score)
 
 
-def bleu(translations: Sequence[str], right: Sequence[str]) -> float:
-    """The BLEU of sacrebleu, with its defaults but for short texts, whose missing n-grams are left out."""
-    scorer = imported(*SACREBLEU).BLEU(effective_order=True)
-    return float(scorer.corpus_score(list(translations), [list(right)]).score)
+def bleu(translations: Sequence[str], references: Sequence[str]) -> float:
+    """Returns the BLEU score of sacrebleu with `effective_order=True`, which ignores n-grams that are too long."""
+    scorer = require(*SACREBLEU).BLEU(effective_order=True)
+    return float(scorer.corpus_score(list(translations), [list(references)]).score)
 
 
 def table(scores: Mapping[str, Scores], overall: Scores, width: int) -> list[str]:
-    """A line for each language, the one with most pairs to train on first, and one for all."""
+    """Returns the lines of a table with all languages, starting with the most frequent one, and their total."""
     first = max(8, *map(len, scores))
     lines = [
         f"{'language':{first}}  train  test    nll   chrF  BLEU   chrF  BLEU   copy  frequent",
         f"{'':{first}}                         greedy       beam {width}      chrF      chrF",
     ]
     ordered = sorted(scores.items(), key=lambda item: (-item[1].train, item[0]))
-    for name, one in [*ordered, ("together", overall)]:
-        beam = (one.beam_chrf, one.beam_bleu)
-        searched = "".join(f"{'-' if score is None else f'{score:.1f}':>6}" for score in beam)
-        numbers = f"{one.train:7}{one.test:6}{one.nll:7.3f} {one.chrf:6.1f}{one.bleu:6.1f}"
-        lines.append(f"{name:{first}}{numbers} {searched} {one.copy_chrf:6.1f}{one.frequent_chrf:10.1f}")
+    for name, row in [*ordered, ("all", overall)]:
+        beam = "".join(f"{'-' if score is None else f'{score:.1f}':>6}" for score in (row.beam_chrf, row.beam_bleu))
+        numbers = f"{row.train:7}{row.test:6}{row.nll:7.3f} {row.chrf:6.1f}{row.bleu:6.1f}"
+        lines.append(f"{name:{first}}{numbers} {beam} {row.copy_chrf:6.1f}{row.frequent_chrf:10.1f}")
     return lines
