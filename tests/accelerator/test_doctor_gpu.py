@@ -13,17 +13,17 @@ from tests.accelerator.installed import environment
 from tests.support import progress
 
 REHEARSED = {
-    "bits": "held",
-    "shared": "held",
-    "several": "held",
-    "nccl": "held",  # with gloo in its place, which it says
-    "memory": "held",
+    "bits": "passed",
+    "shared": "passed",
+    "several": "passed",
+    "nccl": "passed",  # with gloo in its place, which it says
+    "memory": "passed",
     "speed": "measured",
     "beside": "not run",
     "host": "measured",
     "graphs": "not run",
     "sanitizer": "not run",
-    "tests": "held",
+    "tests": "passed",
 }
 NOT_REHEARSED = [
     "NCCL, which sim has not",
@@ -50,7 +50,7 @@ def test_all_parts_are_rehearsed_and_what_is_not_is_listed(tmp_path: Path) -> No
     assert {name: part["verdict"] for name, part in parts.items()} == REHEARSED, said
     assert status == 0, said
     found = [finding for part in parts.values() for finding in part["findings"]]
-    missing = {finding["said"] for finding in found if finding["verdict"] == "not run"}
+    missing = {finding["text"] for finding in found if finding["verdict"] == "not run"}
     assert set(NOT_REHEARSED) <= missing
     assert parts["bits"]["findings"][0]["numbers"]["pipes"] == 9
     assert len(said.splitlines()) < 60

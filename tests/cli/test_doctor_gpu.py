@@ -30,7 +30,7 @@ def told(folder: Path) -> dict[str, list[tuple[str, str]]]:
     parts = json.loads((folder / "page.json").read_text())["parts"]
     assert all(json.loads((folder / f"{name}.json").read_text()) == part for name, part in parts.items())
     return {
-        name: [(part["verdict"], ""), *((finding["verdict"], finding["said"]) for finding in part["findings"])]
+        name: [(part["verdict"], ""), *((finding["verdict"], finding["text"]) for finding in part["findings"])]
         for name, part in parts.items()
     }
 
@@ -45,21 +45,21 @@ def test_a_part_that_fails_is_told_and_leaves_the_others_alone(
     assert not examine(tmp_path, (), FOUND, 3)
     said = capsys.readouterr().out
     assert told(tmp_path) == {
-        "falls_short": [("fell short", ""), ("held", "this"), ("fell short", "and not that")],
+        "falls_short": [("failed", ""), ("passed", "this"), ("failed", "and not that")],
         "raises": [
-            ("failed", ""),
-            ("held", "the first"),
-            ("failed", "status 1, RuntimeError: CUDA error: an illegal memory access (more in raises.log)"),
+            ("error", ""),
+            ("passed", "the first"),
+            ("error", "status 1, RuntimeError: CUDA error: an illegal memory access (see raises.log)"),
         ],
         "crashes": [
-            ("failed", ""), ("held", "what was before"), ("failed", "ended by SIGSEGV (more in crashes.log)")
+            ("error", ""), ("passed", "what was before"), ("error", "killed by SIGSEGV (see crashes.log)")
         ],
-        "exits": [("failed", ""), ("held", "begun"), ("failed", "status 7, nothing said (more in exits.log)")],
-        "finds_nothing": [("failed", ""), ("failed", "it found nothing (more in finds_nothing.log)")],
-        "works": [("held", ""), ("held", "one of 3"), ("measured", "8 ms")],
+        "exits": [("error", ""), ("passed", "begun"), ("error", "status 7, no output (see exits.log)")],
+        "finds_nothing": [("error", ""), ("error", "reported nothing (see finds_nothing.log)")],
+        "works": [("passed", ""), ("passed", "one of 3"), ("measured", "8 ms")],
     }  # fmt: skip
     assert "in crashes\n" in (tmp_path / "crashes.log").read_text()  # where it was
-    assert "Fell short: falls_short, raises, crashes, exits, finds_nothing." in said
+    assert "Failed: falls_short, raises, crashes, exits, finds_nothing." in said
     assert "gpipe 0.1.0 on 2 x A100, 40.0 GiB\n" in said
     assert max(map(len, said.split("\nPlease")[0].splitlines())) <= page.WIDTH
 
@@ -84,16 +84,16 @@ def test_a_part_that_stands_still_is_stopped_with_all_it_started(
     assert not examine(tmp_path, (), FOUND, 1)
     assert told(tmp_path) == {
         "stands_still": [
-            ("failed", ""),
-            ("held", "so far"),
-            ("failed", "stopped, since it was not done after 540 s (more in stands_still.log)"),
+            ("error", ""),
+            ("passed", "so far"),
+            ("error", "stopped after 540 s (see stands_still.log)"),
         ],
-        "works": [("held", ""), ("held", "one of 1"), ("measured", "8 ms")],
+        "works": [("passed", ""), ("passed", "one of 1"), ("measured", "8 ms")],
     }
     assert "faulty_parts.py" in log.read_text()  # where it stood
     started = int(log.read_text().split()[1])
     wait_until(lambda: all_stats().get(started, ["Z"])[0] == "Z")
-    assert "Fell short: stands_still." in capsys.readouterr().out
+    assert "Failed: stands_still." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("parts", [("works", "falls_short")], indirect=True)
@@ -101,11 +101,11 @@ def test_a_part_that_stands_still_is_stopped_with_all_it_started(
 def test_parts_are_run_one_by_one_onto_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert examine(tmp_path, ("works",), FOUND, 1)
     said = capsys.readouterr().out
-    assert "falls_short not run        0 s  not yet: --part falls_short" in said
-    assert "All that was run held.\nNot run: falls_short.\n" in said
+    assert "falls_short not run        0 s  Run it with --part falls_short." in said
+    assert "No check failed.\nNot run: falls_short.\n" in said
     assert not examine(tmp_path, ("falls_short",), FOUND, 1)
-    assert [lines[0] for lines in told(tmp_path).values()] == [("held", ""), ("fell short", "")]
-    with pytest.raises(ValueError, match="there is no part speeed; there are works, falls_short"):
+    assert [lines[0] for lines in told(tmp_path).values()] == [("passed", ""), ("failed", "")]
+    with pytest.raises(ValueError, match=r"--part: speeed .* Choose from works, falls_short"):
         examine(tmp_path, ("speeed",), FOUND, 1)
 
 
@@ -115,8 +115,8 @@ def test_without_an_accelerator_it_says_so_in_a_line(tmp_path: Path, capsys: pyt
         main(["doctor", "--gpu", "--out", str(tmp_path / "results")])
     said = capsys.readouterr().err
     assert end.value.code == 2
-    assert said.startswith("gpipe: torch 2.")
-    assert "sees no accelerator here" in said
+    assert said.startswith("gpipe: --gpu: torch 2.")
+    assert "finds no accelerator" in said
     assert said.count("\n") == 1
     assert not (tmp_path / "results").exists()
 
@@ -124,7 +124,7 @@ def test_without_an_accelerator_it_says_so_in_a_line(tmp_path: Path, capsys: pyt
 def test_parts_are_of_the_gpu_alone(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["doctor", "--part", "bits"])
-    assert (end.value.code, capsys.readouterr().err) == (2, "gpipe: --part and --quick are of --gpu: give that too\n")
+    assert (end.value.code, capsys.readouterr().err) == (2, "gpipe: --part, --quick: require --gpu. Add --gpu.\n")
 
 
 def test_a_wheel_says_which_parts_a_checkout_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,21 +133,21 @@ def test_a_wheel_says_which_parts_a_checkout_has(tmp_path: Path, monkeypatch: py
     assert examine(tmp_path / "results", (), FOUND, 1)
     assert told(tmp_path / "results")["graphs"][1] == (
         "not run",
-        "it comes with a checkout of gpipe: `make gpu` there",
+        "Requires a checkout of gpipe. Run `make gpu` there.",
     )
 
 
 def test_one_bit_and_an_error_fall_short() -> None:
     cpu = torch.device("cpu")
-    expected = bits.train_plainly(bits.images, cpu)
+    expected = bits.train_reference(bits.images, cpu)
     expected["3.weight.grad"][0, 0, 0, 0] = expected["3.weight.grad"][0, 0, 0, 0].nextafter(torch.tensor(9.0))
     ways = [{"schedule": "1f1b"}, {"schedule": "zb_v", "remat": "sometimes"}]
     try:
         *wrong, last = bits.compare("images", bits.images, lambda: expected, [cpu, cpu], ways)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert [finding.said.splitlines()[0] for finding in wrong] == [
+    assert [finding.text.splitlines()[0] for finding in wrong] == [
         "images: 1f1b: 1 of 28 tensors differ: 3.weight.grad ...",
         "images: zb_v sometimes: ValueError: GPipe cannot be built:",
     ]
-    assert (last.verdict, last.said) == ("fell short", "images: 0 of 2 pipes")
+    assert (last.verdict, last.text) == ("failed", "images: 0 of 2 pipes")

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.cli.gpu.bits import compare, devices, has_nccl, images, in_processes, train_plainly
+from gpipe.cli.gpu.bits import compare, devices, has_nccl, images, in_processes, train_reference
 from gpipe.cli.gpu.page import Finding
 from gpipe.schedule.schedules import SCHEDULES
 from tests.gpu.work import LAYERS, M, layers_of, medians, milliseconds, places, step_of, width_of_work
@@ -61,7 +61,7 @@ def judge(seconds: Mapping[str, float]) -> Iterator[Finding]:
     yield Finding("measured", f"a step over processes: {milliseconds(seconds)}", dict(seconds))
     ratios = {name: seconds[name] / seconds[f"torch {name}"] for name in THEIRS}
     said = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-    verdict = "held" if max(ratios.values()) <= SLOWER else "fell short"
+    verdict = "passed" if max(ratios.values()) <= SLOWER else "failed"
     yield Finding(verdict, f"of what torch's schedule of the same name takes: {said}; at most {SLOWER}", ratios)
 
 
@@ -208,7 +208,7 @@ def beside_graphs(device: torch.device, width: int, graphed: Callable[..., Any])
         same = len(left[0]) == len(left[1]) and all(map(torch.equal, *left))
         left.clear()
         seconds = medians(steps)
-        verdict = "measured" if remat == "never" else "held" if same else "fell short"
+        verdict = "measured" if remat == "never" else "passed" if same else "failed"
         said = f"{schedule}, remat {remat}: {'the same' if same else 'other'} bits, {milliseconds(seconds)}"
         yield Finding(verdict, said, seconds)
 
@@ -217,7 +217,7 @@ def few(every: int) -> Iterator[Finding]:
     """Pipes in lockstep, for tools that make all slow, or watch one thread."""
     there = devices()[:1] * 2
     ways = [{"schedule": name, "driver": "lockstep"} for name in ("1f1b", "zb_v")]
-    yield from compare("in lockstep", images, partial(train_plainly, images, there[0]), there, ways)
+    yield from compare("in lockstep", images, partial(train_reference, images, there[0]), there, ways)
 
 
 def sanitizer(every: int) -> Iterator[Finding]:
@@ -260,8 +260,8 @@ def under(name: str, tool: Sequence[str], settings: Mapping[str, str]) -> Findin
     found = sum(int(number or 1) for number in re.findall(REPORTS[name], done.stdout))
     if found or done.returncode:
         last = done.stdout.strip().splitlines()[-1:]
-        return Finding("fell short", f"{name}: {found} reports, status {done.returncode}, {' '.join(last)}"[:300])
-    return Finding("held", f"{name}: 0 reports")
+        return Finding("failed", f"{name}: {found} reports, status {done.returncode}, {' '.join(last)}"[:300])
+    return Finding("passed", f"{name}: 0 reports")
 
 
 def tests(every: int) -> Iterator[Finding]:
@@ -276,9 +276,9 @@ def tests(every: int) -> Iterator[Finding]:
     ]
     skips = Counter(skip.get("message") for case in cases if (skip := case.find("skipped")) is not None)
     for name in failed[:5]:
-        yield Finding("fell short", f"{name}")
+        yield Finding("failed", f"{name}")
     passed = len(cases) - len(failed) - skips.total()
-    verdict = "fell short" if failed else "held" if passed else "failed"
+    verdict = "failed" if failed else "passed" if passed else "error"
     yield Finding(verdict, f"{passed} passed, {len(failed)} failed", {"failed": failed})
     for reason, count in skips.items():
         yield Finding("not run", f"{count} skipped: {reason}")

@@ -19,12 +19,12 @@ def test_torchs_schedules_take_turns_with_ours() -> None:
     assert min(seconds.values()) > 0
 
 
-@pytest.mark.parametrize(("ours", "verdict"), [(1.0, "held"), (1.2, "fell short")])
+@pytest.mark.parametrize(("ours", "verdict"), [(1.0, "passed"), (1.2, "failed")])
 def test_slower_than_torch_falls_short(ours: float, verdict: str) -> None:
     seconds = {name: 1.0 for each in parts.THEIRS for name in (each, f"torch {each}")} | {"zb_v": ours}
     *_, judged = parts.judge(seconds)
     assert judged.verdict == verdict
-    assert f"zb_v {ours:.2f}" in judged.said
+    assert f"zb_v {ours:.2f}" in judged.text
 
 
 def graphed(layer: nn.Module, sample: tuple[Tensor]) -> Callable[[Tensor], Tensor]:
@@ -63,8 +63,8 @@ def graphed(layer: nn.Module, sample: tuple[Tensor]) -> Callable[[Tensor], Tenso
 
 def test_graphs_are_right_where_a_backward_follows_its_forward() -> None:
     found = [*parts.beside_graphs(torch.device("cpu"), 8, graphed)]
-    assert [finding.verdict for finding in found] == ["held", "held", "measured"]
-    assert [finding.said.partition(";")[0].partition(" ms")[0].split(": ")[1].split(",")[0] for finding in found] == [
+    assert [finding.verdict for finding in found] == ["passed", "passed", "measured"]
+    assert [finding.text.partition(";")[0].partition(" ms")[0].split(": ")[1].split(",")[0] for finding in found] == [
         "the same bits",
         "the same bits",
         "other bits",
@@ -74,15 +74,15 @@ def test_graphs_are_right_where_a_backward_follows_its_forward() -> None:
 @pytest.mark.parametrize(
     ("name", "prints", "status", "verdict", "said"),
     [
-        ("memcheck", "========= ERROR SUMMARY: 0 errors", 0, "held", "memcheck: 0 reports"),
-        ("memcheck", "========= ERROR SUMMARY: 3 errors", 1, "fell short", "memcheck: 3 reports, status 1"),
-        ("racecheck", "RACECHECK SUMMARY: 2 hazards displayed", 0, "fell short", "racecheck: 2 reports"),
-        ("memcheck", "Error: it cannot attach", 255, "fell short", "status 255, Error: it cannot attach"),
-        ("torch.cuda._sanitizer", "CSAN detected a possible data race on tensor", 1, "fell short", ": 1 reports"),
+        ("memcheck", "========= ERROR SUMMARY: 0 errors", 0, "passed", "memcheck: 0 reports"),
+        ("memcheck", "========= ERROR SUMMARY: 3 errors", 1, "failed", "memcheck: 3 reports, status 1"),
+        ("racecheck", "RACECHECK SUMMARY: 2 hazards displayed", 0, "failed", "racecheck: 2 reports"),
+        ("memcheck", "Error: it cannot attach", 255, "failed", "status 255, Error: it cannot attach"),
+        ("torch.cuda._sanitizer", "CSAN detected a possible data race on tensor", 1, "failed", ": 1 reports"),
     ],
 )
 def test_reports_of_tools_are_counted(name: str, prints: str, status: int, verdict: str, said: str) -> None:
     tool = [sys.executable, "-c", f"print({prints!r}); raise SystemExit({status})"]
     found = parts.under(name, tool, {})
     assert found.verdict == verdict
-    assert said in found.said
+    assert said in found.text

@@ -11,32 +11,32 @@ from gpipe.cli.gpu.page import Finding
 
 
 def works(every: int) -> Iterator[Finding]:
-    yield Finding("held", f"one of {every}", {"seconds": 0.5})
+    yield Finding("passed", f"one of {every}", {"seconds": 0.5})
     yield Finding("measured", "8 ms")
 
 
 def falls_short(every: int) -> Iterator[Finding]:
-    yield Finding("held", "this")
-    yield Finding("fell short", "and not that")
+    yield Finding("passed", "this")
+    yield Finding("failed", "and not that")
 
 
 def raises(every: int) -> Iterator[Finding]:
-    yield Finding("held", "the first")
+    yield Finding("passed", "the first")
     raise RuntimeError("CUDA error: an illegal memory access")
 
 
 def crashes(every: int) -> Iterator[Finding]:
-    yield Finding("held", "what was before")
+    yield Finding("passed", "what was before")
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def exits(every: int) -> Iterator[Finding]:
-    yield Finding("held", "begun")
+    yield Finding("passed", "begun")
     os._exit(7)
 
 
 def stands_still(every: int) -> Iterator[Finding]:
-    yield Finding("held", "so far")
+    yield Finding("passed", "so far")
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     print("started", other.pid, flush=True)
     time.sleep(3600)

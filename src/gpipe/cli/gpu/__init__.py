@@ -1,1 +1,1 @@
-"""The parts of `gpipe doctor --gpu`: what only a machine with accelerators can show."""
+"""Runs the checks of `gpipe doctor --gpu`, which need a machine with accelerators."""

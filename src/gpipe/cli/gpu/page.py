@@ -1,4 +1,4 @@
-"""Runs the parts of `gpipe doctor --gpu`, each in a process of its own, and prints one page of what they found."""
+"""Runs the checks of `gpipe doctor --gpu`, each in a separate process, and prints one page with their findings."""
 
 import json
 import logging
@@ -16,57 +16,69 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, NamedTuple
 
-LIMIT = 540.0  # seconds of a part, far above what it takes
-GRACE = 5.0  # in which what is stopped says where it is
-QUICK = 7  # one of so many that are alike is tried; prime, so that all that they are made of comes
+LIMIT = 540.0  # Seconds per check, far more than it needs.
+GRACE = 5.0  # Seconds for a stopped process to print its stack traces.
+QUICK = 7  # Runs every seventh pipe. A prime number, so that all schedules and settings still occur.
 WIDTH = 112
 CHECKOUT = Path(__file__).parents[4]
 MODULES = {
     "gpipe.cli.gpu.bits": ("bits", "shared", "several", "nccl"),
-    "tests.gpu.work": ("memory", "speed"),  # this and the next in a checkout alone
+    "tests.gpu.work": ("memory", "speed"),  # The modules of tests need a checkout.
     "tests.gpu.parts": ("beside", "host", "graphs", "sanitizer", "tests"),
 }
 PARTS = {name: f"{module}:{name}" for module, names in MODULES.items() for name in names}
-"""The parts in their order, each a generator of findings."""
-VERDICTS = ("failed", "fell short", "held", "measured", "not run")  # from the worst: that of a part is its worst
-SPOIL = VERDICTS[:2]
+"""The checks in the order in which they run. Each is a generator of findings."""
+VERDICTS = ("error", "failed", "passed", "measured", "not run")  # From worst to best. The worst finding decides.
+FAILURES = VERDICTS[:2]
 
 
 class Finding(NamedTuple):
-    """A verdict, a line about it, and numbers."""
+    """A verdict, a line of text that explains it, and optional numbers."""
 
     verdict: str
-    said: str
+    text: str
     numbers: dict[str, Any] | None = None
 
 
-def examine(folder: Path, chosen: Sequence[str], found: Mapping[str, Mapping[str, str]], every: int) -> bool:
-    """Runs the chosen parts, or all, and prints what the folder has of each then; whether nothing fell short."""
+def examine(folder: Path, chosen: Sequence[str], facts: Mapping[str, Mapping[str, str]], every: int) -> bool:
+    """Runs checks and prints the results of all checks in the folder.
+
+    Args:
+        folder: The folder of the results, also of earlier calls.
+        chosen: Names of the checks to run. If empty, all.
+        facts: The versions and devices that `gpipe doctor` prints.
+        every: Each check runs one of this many pipes.
+
+    Returns:
+        Whether no check failed.
+    """
     if unknown := [name for name in chosen if name not in PARTS]:
-        raise ValueError(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    if "accelerators" in found["devices"]:
-        remedy = "https://pytorch.org/get-started/locally has builds by kind of device"
-        raise ValueError(f"torch {found['installed']['torch']}, sees no accelerator here; {remedy}")
+        raise ValueError(f"--part: {', '.join(unknown)} is not a check. Choose from {', '.join(PARTS)}.")
+    if "accelerators" in facts["devices"]:
+        raise ValueError(
+            f"--gpu: torch {facts['installed']['torch']}, finds no accelerator. Install a build for your device from "
+            "https://pytorch.org/get-started/locally."
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    _note_hardware(folder / "hardware.txt")
-    print(*_header(found), "", sep="\n", flush=True)
+    _record_hardware(folder / "hardware.txt")
+    print(*_header(facts), "", sep="\n", flush=True)
     parts = {}
     for name, part in PARTS.items():
         if name in chosen or not chosen:
             _run(part, folder / f"{name}.json", every)
-        parts[name] = _read(folder / f"{name}.json", f"not yet: --part {name}")
+        parts[name] = _read(folder / f"{name}.json", f"Run it with --part {name}.")
         print(*_lines(name, parts[name]), sep="\n", flush=True)
-    (folder / "page.json").write_text(json.dumps({**found, "parts": parts}, indent=1) + "\n", encoding="utf-8")
-    print("", *_end(parts, folder), sep="\n")
-    return not any(part["verdict"] in SPOIL for part in parts.values())
+    (folder / "page.json").write_text(json.dumps({**facts, "parts": parts}, indent=1) + "\n", encoding="utf-8")
+    print("", *_summary(parts, folder), sep="\n")
+    return not any(part["verdict"] in FAILURES for part in parts.values())
 
 
 def _run(part: str, file: Path, every: int) -> None:
-    """Has a part write what it finds, and adds how it ended, whatever becomes of it."""
+    """Runs a check in a process that writes its findings to `file`, and adds a finding if the process fails."""
     file.unlink(missing_ok=True)
     log, begin = file.with_suffix(".log"), time.perf_counter()
     if part.startswith("tests.") and not (CHECKOUT / "tests" / "gpu").is_dir():
-        _write(file, [{"verdict": "not run", "said": "it comes with a checkout of gpipe: `make gpu` there"}], 0.0)
+        _write(file, [{"verdict": "not run", "text": "Requires a checkout of gpipe. Run `make gpu` there."}], 0.0)
         return
     environment = {"PYTHONFAULTHANDLER": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | os.environ
     command = [sys.executable, "-m", "gpipe.cli.gpu.page", part, str(file.absolute()), str(every)]
@@ -75,22 +87,22 @@ def _run(part: str, file: Path, every: int) -> None:
             command, stdout=out, stderr=out, env=environment, start_new_session=True,
             cwd=CHECKOUT if part.startswith("tests.") else None,
         )  # fmt: skip
-        ended = ""
+        failure = ""
         try:
             code = process.wait(LIMIT)
-            ended = f"ended by {signal.Signals(-code).name}" if code < 0 else _reason(log, code) if code else ""
+            failure = f"killed by {signal.Signals(-code).name}" if code < 0 else _reason(log, code) if code else ""
         except subprocess.TimeoutExpired:
-            ended = f"stopped, since it was not done after {LIMIT:g} s"
+            failure = f"stopped after {LIMIT:g} s"
         finally:
-            _end_group(process)
+            _kill_group(process)
     findings = _read(file)["findings"]
-    ended = ended or ("" if findings else "it found nothing")
-    findings += [{"verdict": "failed", "said": f"{ended} (more in {log.name})"}] if ended else []
+    failure = failure or ("" if findings else "reported nothing")
+    findings += [{"verdict": "error", "text": f"{failure} (see {log.name})"}] if failure else []
     _write(file, findings, time.perf_counter() - begin)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends all that a part has started; Python says in the log where its threads are."""
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Stops a check and all processes that it started. Python writes stack traces of its threads to the log."""
     for number, seconds in ((signal.SIGABRT, GRACE), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -101,7 +113,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 def _reason(log: Path, code: int) -> str:
     lines = ["", *filter(str.strip, log.read_text(encoding="utf-8", errors="replace").splitlines())]
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    return f"status {code}, {(errors or lines)[-1].strip() or 'nothing said'}"[:300]
+    return f"status {code}, {(errors or lines)[-1].strip() or 'no output'}"[:300]
 
 
 def _write(file: Path, findings: list[dict[str, Any]], seconds: float) -> None:
@@ -110,53 +122,54 @@ def _write(file: Path, findings: list[dict[str, Any]], seconds: float) -> None:
     file.write_text(json.dumps(part, indent=1) + "\n", encoding="utf-8")
 
 
-def _read(file: Path, otherwise: str = "") -> dict[str, Any]:
-    """What a part has left, or why it has left nothing."""
+def _read(file: Path, reason: str = "") -> dict[str, Any]:
+    """Returns the results of a check from its file. If there is no file, returns the reason as a finding."""
     if file.exists():
         part: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return part
-    findings = [{"verdict": "not run", "said": otherwise}] if otherwise else []
+    findings = [{"verdict": "not run", "text": reason}] if reason else []
     return {"verdict": "not run", "seconds": 0.0, "findings": findings}
 
 
-def _header(found: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    named = [said for name, said in found["devices"].items() if name != "between processes"]
-    kinds = ", ".join(f"{named.count(kind)} x {kind}" for kind in dict.fromkeys(named))
-    yield f"gpipe {found['installed']['gpipe']} on {kinds}"
-    yield f"torch {found['installed']['torch']}; between processes {found['devices']['between processes']}"
+def _header(facts: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    devices = [text for name, text in facts["devices"].items() if name != "between processes"]
+    counts = ", ".join(f"{devices.count(device)} x {device}" for device in dict.fromkeys(devices))
+    yield f"gpipe {facts['installed']['gpipe']} on {counts}"
+    yield f"torch {facts['installed']['torch']}; between processes {facts['devices']['between processes']}"
 
 
 def _lines(name: str, part: Mapping[str, Any]) -> Iterator[str]:
-    """A part: its verdict, and what it found, one below the other."""
+    """Yields the lines of a check: its verdict, followed by its findings."""
     head = f"{name:<10} {part['verdict']:<12}{part['seconds']:>4.0f} s  "
     for finding in part["findings"]:
         verdict = "" if finding["verdict"] == part["verdict"] else f"{finding['verdict']}: "
-        for line in wrap(verdict + finding["said"], WIDTH - len(head)):
+        for line in wrap(verdict + finding["text"], WIDTH - len(head)):
             yield head + line
             head = " " * len(head)
 
 
-def _end(parts: Mapping[str, Mapping[str, Any]], folder: Path) -> Iterator[str]:
-    spoilt = [name for name, part in parts.items() if part["verdict"] in SPOIL]
+def _summary(parts: Mapping[str, Mapping[str, Any]], folder: Path) -> Iterator[str]:
+    failed = [name for name, part in parts.items() if part["verdict"] in FAILURES]
     missing = [name for name, part in parts.items() if part["verdict"] == "not run"]
-    yield f"Fell short: {', '.join(spoilt)}." if spoilt else "All that was run held."
+    yield f"Failed: {', '.join(failed)}." if failed else "No check failed."
     if missing:
         yield f"Not run: {', '.join(missing)}."
-    yield f"Please send us {folder}, whatever it says: tar czf gpu.tgz {folder}"
-    yield "It has this page with all numbers, what each part printed, versions, hardware, and environment variables."
+    yield f"Please send us {folder} in any case: tar czf gpu.tgz {folder}"
+    yield "It contains this page with all numbers, the logs, versions, hardware and environment variables."
 
 
-def _note_hardware(file: Path) -> None:
-    """What the makers' own tools say of devices and their links."""
-    asked = ("nvidia-smi", "nvidia-smi topo -m", "rocm-smi --showtopo", "xpu-smi topology -m")
+def _record_hardware(file: Path) -> None:
+    """Writes the output of the vendors' tools about devices and their links."""
+    commands = ("nvidia-smi", "nvidia-smi topo -m", "rocm-smi --showtopo", "xpu-smi topology -m")
     with file.open("w", encoding="utf-8") as out:
-        for command in (asking.split() for asking in asked if shutil.which(asking.split()[0])):
-            subprocess.run(command, stdout=out, stderr=out, check=False)
+        for command in map(str.split, commands):
+            if shutil.which(command[0]):
+                subprocess.run(command, stdout=out, stderr=out, check=False)
 
 
 def run_here(part: str, file: str, every: str) -> None:
-    """Writes what a part finds into a file, anew with each finding: a crash leaves those before it."""
-    logging.getLogger("gpipe").setLevel(logging.ERROR)  # networks of no size have findings of their own
+    """Runs a check in this process. Rewrites the file after each finding, so that a crash loses none."""
+    logging.getLogger("gpipe").setLevel(logging.ERROR)  # Tiny models cause performance findings.
     module, _, function = part.partition(":")
     findings = []
     for finding in getattr(import_module(module), function)(int(every)):
