@@ -14,8 +14,8 @@ def test_a_page_says_what_there_is_and_that_it_works(tmp_path: Path, capsys: pyt
         main(["doctor", "--out", str(tmp_path / "page.json")])
     said, page = capsys.readouterr().out, json.loads((tmp_path / "page.json").read_text())
     assert end.value.code == 0, said
-    assert said.endswith("All that was tried works.\n")
-    for part in ("installed", "machine", "devices", "environment", "tried here"):
+    assert said.endswith("All checks passed.\n")
+    for part in ("installed", "machine", "devices", "environment", "checks"):
         for name, words in page[part].items():
             assert name in said
             assert words in said
@@ -37,4 +37,4 @@ def test_what_fails_is_named_with_its_cause(
     assert end.value.code == 1
     assert "FAILED: OSError: the disk is full (test_doctor.py:" in said
     assert "NCCL_DEBUG            INFO" in said
-    assert said.endswith("1 of 2 failed: checkpoint\n")
+    assert said.endswith("1 of 2 checks failed: checkpoint\n")

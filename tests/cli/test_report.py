@@ -60,9 +60,9 @@ def test_mistakes_are_told_with_what_to_do(tmp_path: Path, capsys: pytest.Captur
         if text:
             (tmp_path / folder / "report.json").write_text(text)
     for name, words in (
-        ("nowhere", "has no report.json, which `gpipe train` writes when it ends: give the folder of such a run"),
-        ("empty", "has no report.json"),
-        ("damaged", "report.json cannot be read: Unterminated string"),
+        ("nowhere", "contains no report.json. Pass the folder of a run that `gpipe train` has finished."),
+        ("empty", "contains no report.json"),
+        ("damaged", "report.json: cannot be read: Unterminated string"),
         ("older", "its format is 'gpipe report 0', and this gpipe reads 'gpipe report 1'"),
     ):
         with pytest.raises(SystemExit) as ended:
@@ -84,7 +84,7 @@ def test_a_picture_that_cannot_be_is_told(run: Path, capsys: pytest.CaptureFixtu
     for given, words in (
         (["step.gif"], "has the suffix '.gif'"),
         (["no/step.svg"], "No such file"),
-        (["step.svg", "--text"], "choose one"),
+        (["step.svg", "--text"], "--text: cannot be combined with --picture"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["report", str(run), "--picture", str(run / given[0]), *given[1:]])

@@ -52,12 +52,12 @@ def test_every_schedule_fits_80_columns_and_colors_come_where_they_are_wanted(
 
 def test_two_schedules_share_an_axis_and_the_work_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     lines = said(capsys, "1f1b", "zb_v").splitlines()
-    assert lines[-3] == "zb_v ends 22.7% sooner than 1f1b; at most it holds 4 micro-batches, 1f1b 4"
+    assert lines[-3] == "zb_v ends 22.7% earlier than 1f1b; peak activations, in micro-batches: 1f1b 4, zb_v 4"
     assert [line.split("busiest works ")[1].split()[0] for line in lines if "busiest works" in line] == ["48", "48"]
     first, second = (line for line in lines if line.startswith("rank 0"))
     assert len(first.rstrip()) == 8 + 66 - 1  # the gap behind the last
     assert len(second.rstrip()) == 8 + 51
-    assert "ends as soon as the first" in said(capsys, "gpipe", "gpipe")
+    assert "ends at the same time as the first" in said(capsys, "gpipe", "gpipe")
     assert "gpipe ends 22.2% later than zb_h1; " in said(capsys, "zb_h1", "gpipe")
     with_three = said(capsys, "1f1b", "interleaved", "--stages-per-rank", "1", "3", "-k", "2", "-m", "2")
     assert "interleaved: 2 ranks of 3 stages, 2 micro-batches" in with_three
@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_said_in_figures_and_files(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = said(capsys, "gpipe", "-m", "64", *file)
-    assert "no lanes: they have at least 209 columns, and there are 80; widen" in text
+    assert "The picture needs 209 columns, but the terminal has 80. Widen" in text
     assert "bubble 4.5%" in text
     assert "rank 0 " not in text
     assert [path.name for path in tmp_path.iterdir()] == list(file[1:])
@@ -103,11 +103,11 @@ def test_what_cannot_be_ends_with_status_2_and_what_to_do(capsys: pytest.Capture
         ("1f1b --stages-per-rank 2", "schedule='1f1b' does not support stages_per_rank=2"),
         ("dualpipe_v -m 7", "no table for micro_batches=7 with 4 ranks. Use micro_batches=8"),
         ("gpipe -k 0 -m 0", "partitions=0. Use an integer >= 1.\n       micro_batches=0"),
-        ("gpipe --forward 0", "--forward is 0.0: choose more than 0"),
-        ("gpipe --gather -1", "--gather is -1.0: choose 0 or more"),
-        ("gpipe --backward-weight nan", "--backward-weight is nan: choose more than 0"),
-        ("gpipe --stages-per-rank 1 2", "--stages-per-rank has 2 numbers: give one, or one for each"),
-        ("gpipe 1f1b --csv both.csv", "--csv is for one schedule"),
+        ("gpipe --forward 0", "--forward: 0.0 is out of range"),
+        ("gpipe --gather -1", "--gather: -1.0 is out of range"),
+        ("gpipe --backward-weight nan", "--backward-weight: nan is out of range"),
+        ("gpipe --stages-per-rank 1 2", "--stages-per-rank: got 2 numbers"),
+        ("gpipe 1f1b --csv both.csv", "--csv: got two schedules"),
         ("gpipe --svg nowhere/at/all.svg", "nowhere/at/all.svg"),
     ):
         with pytest.raises(SystemExit) as ended:
@@ -128,17 +128,17 @@ def test_what_one_rank_does_is_written_out(capsys: pytest.CaptureFixture[str]) -
     assert said(capsys, "1f1b", "-k", "2", "-m", "2", "--rank", "1").endswith("1f1b, rank 1: 1F0 1B0 1F1 1B1\n")
     with pytest.raises(SystemExit):
         said(capsys, "1f1b", "--rank", "4")
-    assert "--rank is 4: choose 0 to 3" in capsys.readouterr().err
+    assert "--rank: 4 is out of range. Choose 0 to 3." in capsys.readouterr().err
 
 
 def test_a_thousand_ranks_are_told_of_without_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     size = ("-k", "1000", "-m", "60")
     lines = said(capsys, "zb_v", "1f1b", "-k", "1024", "-m", "1100").splitlines()
-    assert lines[-1].endswith("; at most it holds 1024 micro-batches, zb_v 1024")
+    assert lines[-1].endswith("; peak activations, in micro-batches: zb_v 1024, 1f1b 1024")
     lines = said(capsys, "zb_h1", "1f1b", *size, "--rank", "999").splitlines()
     assert "bubble 91.5% over all ranks: the busiest works 180 of 2119 units" in lines
     assert "activations held at most, in micro-batches: 1 to 60, by rank" in lines
     assert lines[-1].startswith("1f1b, rank 999: 999F0 999B0 999F1 999B1 ")
     with pytest.raises(SystemExit):
         said(capsys, "zb_h1", *size, "--svg", str(tmp_path / "all.svg"))
-    assert "leave --svg and --csv out; --rank has a row" in capsys.readouterr().err
+    assert "--svg, --csv: stages times micro-batches exceed 50000" in capsys.readouterr().err

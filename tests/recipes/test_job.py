@@ -59,22 +59,22 @@ def test_steps_end_a_training_within_an_epoch(tmp_path: Path) -> None:
 
 
 def test_options_that_cannot_be_leave_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--partitions is 0"):
+    with pytest.raises(ValueError, match="--partitions: 0 is out of range"):
         prepared(replace(OPTIONS, partitions=0, out=tmp_path / "out"))
-    with pytest.raises(ValueError, match="--batch-size is 19, and there are 18 images to train on: choose fewer"):
+    with pytest.raises(ValueError, match="--batch-size: 19 is more than the 18 training images"):
         prepared(replace(OPTIONS, batch_size=19, out=tmp_path / "out"))
     with pytest.raises(ValueError, match="partitions=5, 10 stages in all, but there are only 9 layers; give at most"):
         prepared(replace(OPTIONS, partitions=5, schedule="zb_v", out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"--out is .*, which cannot be made: Not a directory; choose"):
+    with pytest.raises(ValueError, match=r"--out: .* cannot be created: Not a directory"):
         prepared(replace(OPTIONS, out=tmp_path / "file" / "out"))
-    with pytest.raises(ValueError, match=r"--out is .*, which cannot be made: File exists; choose"):
+    with pytest.raises(ValueError, match=r"--out: .* cannot be created: File exists"):
         prepared(replace(OPTIONS, out=tmp_path / "file"))
 
 
 def test_a_run_that_torchrun_starts_anew_begins_where_nothing_was_saved(tmp_path: Path) -> None:
-    recipe = DigitsRecipe(replace(OPTIONS, out=tmp_path).settled())
+    recipe = DigitsRecipe(replace(OPTIONS, out=tmp_path).resolved())
     assert prepare(recipe, World(restarts=1), measure=False).progress == Progress()
 
 
@@ -96,8 +96,8 @@ def test_a_run_that_had_ended_is_gone_on_with_to_the_same_files(tmp_path: Path) 
     (tmp_path / "model.safetensors").unlink()
     again, text = train(replace(options, resume=True))
     assert again == epochs
-    assert "goes on after epoch 1, from" in text
-    assert "all was trained before" in text
+    assert "Resuming after epoch 1 from" in text
+    assert "Training has already finished." in text
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
@@ -108,7 +108,7 @@ def test_a_folder_that_is_named_from_here_keeps_its_checkpoints(
     train(replace(OPTIONS, out=Path("out"), ema=0.5))
     assert {path.name for path in Path("out").iterdir()} >= {"checkpoints", "model.safetensors"}
     assert not Path("out/averages").exists()
-    assert "goes on after epoch 1" in train(replace(OPTIONS, out=Path("out"), ema=0.5, resume=True))[1]
+    assert "Resuming after epoch 1" in train(replace(OPTIONS, out=Path("out"), ema=0.5, resume=True))[1]
     train(replace(OPTIONS, out=Path("plain")))
     assert Path("plain/checkpoints/latest").exists()
 
@@ -117,7 +117,7 @@ def test_weights_without_a_checkpoint_are_not_trained_anew_by_resume(tmp_path: P
     train(replace(OPTIONS, out=tmp_path))
     shutil.rmtree(tmp_path / "checkpoints")
     before = weights(tmp_path)
-    with pytest.raises(ValueError, match="has the weights of a run and no checkpoint to go on from"):
+    with pytest.raises(ValueError, match="contains final weights but no checkpoint"):
         prepared(replace(OPTIONS, out=tmp_path, resume=True))
     assert same(weights(tmp_path), before)
 
@@ -140,7 +140,7 @@ def test_a_folder_is_for_one_training_at_a_time(tmp_path: Path) -> None:
     before = sorted(path.name for path in tmp_path.iterdir())
     with locked(tmp_path, World()):
         for second in (lambda: prepared(options), lambda: run(job)):
-            with pytest.raises(ValueError, match="into which another training writes"):
+            with pytest.raises(ValueError, match="is in use by a running training"):
                 second()
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     run(job)

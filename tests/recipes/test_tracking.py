@@ -11,7 +11,7 @@ import pytest
 
 from gpipe.recipes.images import DigitsRecipe
 from gpipe.recipes.options.training import ImagesOptions
-from gpipe.recipes.training import reporting
+from gpipe.recipes.training import open_tracker
 from gpipe.recipes.world import World
 from tests.support.small_images import OPTIONS, prepared, same, shown, train, weights
 from tests.support.trackers import own_trackio
@@ -101,7 +101,7 @@ def test_a_run_anew_replaces_that_of_the_folder(tmp_path: Path, monkeypatch: pyt
 def test_the_first_process_alone_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = prepared(reporting_to("tensorboard", tmp_path, monkeypatch))
     job.world = World(rank=1, size=2)
-    with job.pipe, reporting(job) as report:
+    with job.pipe, open_tracker(job) as report:
         report({"loss": 1.0})
     assert not (tmp_path / "tensorboard").exists()
 
@@ -111,7 +111,7 @@ def test_a_tracker_that_is_missing_is_named_before_anything_is_built(
     tracker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, tracker, None)
-    text = f"--report-to {tracker} needs {tracker}: pip install 'gpipe\\[{tracker}\\]'"
+    text = f"--report-to {tracker} requires {tracker}. Run pip install 'gpipe\\[{tracker}\\]'"
     with pytest.raises(ImportError, match=text):
         prepared(replace(OPTIONS, out=tmp_path / "out", report_to=tracker))
     assert not (tmp_path / "out").exists()

@@ -25,19 +25,19 @@ def test_what_torchrun_says_is_read_and_whoever_is_not_launched_is_alone() -> No
 
 def test_partitions_are_processes_by_default_and_processes_are_whole_replicas() -> None:
     for chosen, processes, partitions in ((None, None, 2), (None, 4, 4), (2, 4, 2), (3, None, 3)):
-        assert TrainOptions(partitions=chosen).settled(processes).partitions == partitions
-    with pytest.raises(ValueError, match="--partitions is 4, but there are 6 processes: choose one of 1, 2, 3, 6"):
-        TrainOptions(partitions=4).settled(6)
-    with pytest.raises(ValueError, match="6 processes of 2 partitions are 3 replicas, which share them evenly"):
-        TrainOptions(partitions=2, micro_batches=8).settled(6)
-    with pytest.raises(ValueError, match="--partitions is 0"):
-        TrainOptions(partitions=0).settled(6)
+        assert TrainOptions(partitions=chosen).resolved(processes).partitions == partitions
+    with pytest.raises(ValueError, match="--partitions: 6 processes are not divisible by 4 partitions"):
+        TrainOptions(partitions=4).resolved(6)
+    with pytest.raises(ValueError, match="--micro-batches: 8 micro-batches are not divisible by 3 replicas"):
+        TrainOptions(partitions=2, micro_batches=8).resolved(6)
+    with pytest.raises(ValueError, match="--partitions: 0 is out of range"):
+        TrainOptions(partitions=0).resolved(6)
 
 
 def test_progress_is_kept_whole_and_that_of_another_training_is_refused() -> None:
     progress = Progress([Epoch(1, 0.1 + 0.2, {"accuracy": 0.5}, 3.0)], [1 / 3], 2.0)
     assert from_extra(to_extra(progress, TrainOptions()), TrainOptions(partitions=5)) == progress
     extra = to_extra(progress, ImagesOptions(workers=0))
-    with pytest.raises(ValueError, match="--filters is 16, and the checkpoint is of a training with 32") as refusal:
+    with pytest.raises(ValueError, match="--filters: 16 differs from 32 in the checkpoint") as refusal:
         from_extra(extra, ImagesOptions(filters=16, epochs=3, classes=(), workers=2, out=Path("elsewhere")))
     assert len(str(refusal.value).splitlines()) == 2

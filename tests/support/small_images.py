@@ -43,7 +43,7 @@ EVERYTHING = replace(
 
 def prepared(options: ImagesOptions, recipe: type[Recipe[Any]] = DigitsRecipe) -> Job:
     """A job whose layers are not measured."""
-    settled = options.settled()
+    settled = options.resolved()
     return prepare(recipe(settled), measure=False)
 
 

@@ -75,7 +75,7 @@ def options(folder: Path, **changes: Any) -> TranslationOptions:
 
 def job_of(given: TranslationOptions) -> Job:
     """A training that is ready; no layer is measured."""
-    recipe = TranslationRecipe(given.settled())
+    recipe = TranslationRecipe(given.resolved())
     return prepare(recipe, measure=False)
 
 

@@ -1,6 +1,7 @@
-"""The command `gpipe`: one module for each of its commands.
+"""Implements the command `gpipe`, with one module per subcommand.
 
-They end by a message and a status where a traceback would say nothing more to their user.
+Errors that the user can fix, and failures in other processes, end a command with a message and an exit status instead
+of a traceback.
 """
 
 import os
@@ -10,55 +11,59 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PATIENCE = 5.0  # seconds in which the first process says what is wrong in all, and torchrun then ends the others
+# When a process exits, torchrun stops the others: this is the time for rank 0 to print the message.
+PATIENCE = 5.0  # Seconds.
 
 
 @contextmanager
-def ending_by_mistakes(*kinds: type[Exception]) -> Iterator[None]:
-    """Ends the command with what its user did wrong and what to do, and status 2."""
+def exit_on_user_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Exits with status 2 and the message of an exception of these kinds.
+
+    Default: ValueError, ImportError and OSError.
+    """
     kinds = kinds or (ValueError, ImportError, OSError)
     try:
         yield
     except BrokenPipeError:
         raise
-    except kinds as mistake:
-        if not _talks():
+    except kinds as error:
+        if not _is_first_rank():
             time.sleep(PATIENCE)
-        _say(str(mistake))
+        _print_error(str(error))
         sys.exit(2)
 
 
 @contextmanager
-def ending_by_failures_elsewhere() -> Iterator[None]:
-    """Ends the command with status 1 after a failure in another process, which shows the traceback."""
+def exit_on_remote_errors() -> Iterator[None]:
+    """Exits with status 1 if another process fails, which prints its own traceback."""
     import gpipe
 
     try:
         yield
-    except gpipe.RemoteError as failure:
-        if _talks():
-            _say(str(failure))
+    except gpipe.RemoteError as error:
+        if _is_first_rank():
+            _print_error(str(error))
         sys.exit(1)
 
 
 @contextmanager
-def ending_by_interrupt() -> Iterator[None]:
-    """Ends the command with status 130 after Ctrl-C, and by SIGPIPE when nobody reads what it writes any more."""
+def exit_on_interrupt() -> Iterator[None]:
+    """Exits with status 130 after Ctrl-C, and by SIGPIPE if the reader of the output has closed it."""
     try:
         yield
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process is ending; a second Ctrl-C would only mar it
-        if _talks():
-            _say("interrupted")
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # A second Ctrl-C would print a traceback during the exit.
+        if _is_first_rank():
+            _print_error("interrupted")
         sys.exit(130)
-    except BrokenPipeError:  # whoever read has enough
+    except BrokenPipeError:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGPIPE)
 
 
-def _talks() -> bool:
+def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     print("gpipe: " + text.replace("\n", "\n       "), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The command `gpipe plan`: the fastest way to train a network on devices, found without them."""
+"""Implements `gpipe plan`: predicts the fastest plan for a model and devices, without the devices."""
 
 import importlib
 import inspect
@@ -9,12 +9,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from gpipe.cli import ending_by_mistakes
-from gpipe.planner.search.candidates import AUTO
+from gpipe.cli import exit_on_user_errors
 from gpipe.planner.search.device import PRESETS, parse_devices
-from gpipe.recipes.options.training import Count, NotNegative, out_of_bounds, refuse
+from gpipe.planner.search.candidates import AUTO
+from gpipe.recipes.options.training import Count, NotNegative, optional, out_of_bounds, raise_problems
 from gpipe.schedule.schedules import SCHEDULES
-from gpipe.schedule.schedules.by_name import unknown_schedule
 
 IMAGE = (3, 224, 224)
 NETWORKS: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {
@@ -24,113 +23,121 @@ NETWORKS: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {
     "transformer_lm": ((1024,), {"layers": 48}),
     "transformer": ((64,), {"layers": 6}),
 }
-"""The networks of `gpipe.models`: one row of their input, of tokens if it is that of a text, and sizes by default."""
+"""The models of `gpipe.models`: the shape of one input row, with one dimension for tokens, and default arguments."""
 SAMPLE_ROWS = 4
 
-# What help says of options; the lines of a docstring would be kept as they are, whatever the width.
+# Long help texts, because tyro keeps the line breaks of docstrings.
 MODEL = (
-    f"A network of gpipe.models: {', '.join(NETWORKS)}; or MODULE:FUNCTION of your own, which gives (model, sample): "
-    "layers or any module, and an example mini-batch."
+    f"A model of gpipe.models: {', '.join(NETWORKS)}. Or MODULE:FUNCTION, a function that returns your model (a "
+    "module, or a list of layers) and an example mini-batch."
 )
 DEVICES = (
-    "COUNTxPRESET or COUNTxGiBxTFLOP/sxGB/s: how many, and memory, speed in training and link of each; several in "
-    f"the order in which they are linked, as 2xtpuv2 1x16x9.3x12. Presets: {', '.join(PRESETS)}."
+    "The devices, as COUNTxPRESET, such as 4xa100. For other devices, use COUNTxGiBxTFLOP/sxGB/s with the memory, "
+    "the speed reached in training and the link to the next device, such as 1x16x9.3x12. Pass several values in the "
+    f"order in which the devices are linked. Presets: {', '.join(PRESETS)}."
 )
-SIZE = "Arguments of the network, by default " + "; ".join(
-    f"of {name} {' '.join(f'{argument}={number}' for argument, number in sizes.items())}"
-    for name, (_, sizes) in NETWORKS.items()
+SIZE = (
+    "Arguments of a model of gpipe.models. By default "
+    + "; ".join(
+        f"{' '.join(f'{argument}={number}' for argument, number in sizes.items())} for {name}"
+        for name, (_, sizes) in NETWORKS.items()
+    )
+    + "."
 )
-SCHEDULE = f"The schedule, if it is settled: {', '.join(SCHEDULES)}; or auto: a table is searched for."
+SCHEDULE = f"Schedule: {', '.join(SCHEDULES)}, or auto to search for one. By default the fastest of the named ones."
+OPTIMIZER = "Number of values the optimizer keeps per parameter: 2 for Adam, 1 for SGD with momentum."
+MEASURE = "Measure the time of each layer on this machine, and use it for the first device instead of its TFLOP/s."
 
 
 def plan(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help=MODEL)],
-    devices: Annotated[tuple[str, ...], tyro.conf.arg(help=DEVICES)] = ("4xtpuv2",),
-    size: Annotated[tuple[str, ...], tyro.conf.arg(help=SIZE)] = (),
+    devices: Annotated[tuple[str, ...], tyro.conf.arg(metavar="DEVICES [DEVICES ...]", help=DEVICES)] = ("4xtpuv2",),
+    size: Annotated[tuple[str, ...], optional("NAME=INT [NAME=INT ...]", help=SIZE)] = (),
     batch: Count = 128,
-    partitions: Annotated[Count | None, tyro.conf.arg(aliases=["-k"])] = None,
-    micro_batches: Annotated[Count | None, tyro.conf.arg(aliases=["-m"])] = None,
-    schedule: Annotated[str | None, tyro.conf.arg(help=SCHEDULE)] = None,
-    optimizer_numbers: NotNegative = 2.0,
-    measure: bool = False,
+    partitions: Annotated[Count | None, optional("INT", aliases=["-k"])] = None,
+    micro_batches: Annotated[Count | None, optional("INT", aliases=["-m"])] = None,
+    schedule: Annotated[str | None, optional("NAME", help=SCHEDULE)] = None,
+    optimizer_numbers: Annotated[NotNegative, tyro.conf.arg(help=OPTIMIZER)] = 2.0,
+    measure: Annotated[bool, tyro.conf.arg(help=MEASURE)] = False,
 ) -> None:
-    """Finds the fastest way to train a network on devices, without them.
+    """Predicts the fastest plan to train a model, also on devices you do not have.
 
     Args:
-        model: What is planned.
-        devices: For which devices.
-        size: Of the network.
-        batch: The rows of a mini-batch.
-        partitions: K, if it is settled.
-        micro_batches: M, if it is settled.
-        schedule: If it is settled.
-        optimizer_numbers: How many numbers the optimizer keeps of each that it trains: Adam 2, the paper's RMSProp 1.
-        measure: Measures the seconds of each layer here, and takes them for those on the first device.
+        model: The model.
+        devices: The devices.
+        size: Arguments of the model.
+        batch: Number of rows in a mini-batch.
+        partitions: K: the number of partitions. By default the fastest.
+        micro_batches: M: the number of micro-batches per mini-batch. By default the fastest.
+        schedule: The schedule.
+        optimizer_numbers: The size of the optimizer's state.
+        measure: Whether to measure layers.
     """
-    settled: dict[str, Any] = {"partitions": partitions, "micro_batches": micro_batches, "schedule": schedule}
-    settled["optimizer_numbers"] = optimizer_numbers
-    with ending_by_mistakes():
-        problems = [*_mistakes(model, size), *out_of_bounds(plan, {"batch": batch, **settled})]
+    fixed: dict[str, Any] = {"partitions": partitions, "micro_batches": micro_batches, "schedule": schedule}
+    fixed["optimizer_numbers"] = optimizer_numbers
+    with exit_on_user_errors():
+        problems = [*_find_problems(model, size), *out_of_bounds(plan, {"batch": batch, **fixed})]
         if schedule not in (None, *SCHEDULES, AUTO):
-            problems.append(unknown_schedule(schedule, AUTO))
+            known = ", ".join([*SCHEDULES, AUTO])
+            problems.append(f"--schedule: {schedule} is not a schedule. Choose one of {known}.")
         if not devices:
-            problems.append("--devices has none: give at least one, as 4xtpuv2")
+            problems.append("--devices: got no device. Pass at least one, such as 4xa100.")
         try:
             fleet = [device for text in devices for device in parse_devices(text)]
         except ValueError as error:
             problems.append(f"--devices: {error}")
-        refuse(problems)
-        import gpipe  # torch loads here, so that mistakes are reported at once
+        raise_problems(problems)
+        import gpipe  # Imports torch, which takes a second, after the errors above.
 
-        network, sample = _own(model) if ":" in model else _of_ours(model, size, measure)
-        found = gpipe.find_plan(network, sample, fleet, batch, measure=measure, **settled)
-    print(found.explain())
+        layers, sample = _call_user_function(model) if ":" in model else _build_model(model, size, measure)
+        best = gpipe.find_plan(layers, sample, fleet, batch, measure=measure, **fixed)
+    print(best.explain())
 
 
-def _mistakes(model: str, size: Sequence[str]) -> Iterator[str]:
-    """A line if there is no such network, and for each size that is none, as far as is known without torch."""
+def _find_problems(model: str, size: Sequence[str]) -> Iterator[str]:
+    """Yields a message for each error in these arguments that can be detected without importing torch."""
     module, colon, function = model.partition(":")
     if not colon and model not in NETWORKS:
-        yield f"{model} is no network of gpipe.models ({', '.join(NETWORKS)}), and no MODULE:FUNCTION"
+        yield f"MODEL: {model} is not a model. Choose one of {', '.join(NETWORKS)}, or pass MODULE:FUNCTION."
     if colon and not (module and function):
-        yield f"{model} has no {'function' if module else 'module'}; give MODULE:FUNCTION, as my_module:network"
+        yield f"MODEL: {model} lacks a module or function. Pass MODULE:FUNCTION, such as my_module:make_model."
     if colon and size:
-        yield "--size is for the networks of gpipe.models; leave it to your function"
-    for one in size:
-        name, _, number = one.partition("=")
+        yield f"--size: cannot be combined with {model}. Set sizes in your function."
+    for text in size:
+        name, _, number = text.partition("=")
         if not (name and number.isascii() and number.isdecimal()):
-            yield f"--size has {one}: write NAME=NUMBER, as layers=18"
+            yield f"--size: {text} is not NAME=INT. Pass, for example, layers=18."
 
 
-def _of_ours(model: str, size: Sequence[str], measure: bool) -> tuple[Any, Any]:
+def _build_model(model: str, size: Sequence[str], measure: bool) -> tuple[Any, Any]:
     import torch
 
     from gpipe import models
 
     make = getattr(models, model)
-    taken = inspect.signature(make).parameters
+    parameters = inspect.signature(make).parameters
     shape, sizes = NETWORKS[model]
-    given = {name: int(number) for name, _, number in (one.partition("=") for one in size)}
-    for name, number in given.items():
-        if name not in taken:
-            raise ValueError(f"--size has {name}={number}: {model} takes {', '.join(taken)}")
-        default = taken[name].default
-        if not number and not isinstance(default, bool | float | None) and default != 0:  # 0 stands for none
-            raise ValueError(f"--size has {name}={number}: choose 1 or more")
+    arguments = {name: int(number) for name, _, number in (text.partition("=") for text in size)}
+    for name, number in arguments.items():
+        if name not in parameters:
+            raise ValueError(f"--size: {model} has no argument {name}. Choose from {', '.join(parameters)}.")
+        default = parameters[name].default
+        if not number and not isinstance(default, bool | float | None) and default != 0:  # Here 0 has no meaning.
+            raise ValueError(f"--size: {name}={number} is out of range. Choose at least 1.")
     with torch.device("cpu" if measure else "meta"):
-        layers = make(**sizes | given)
+        layers = make(**sizes | arguments)
     sample = torch.zeros(SAMPLE_ROWS, *shape, dtype=torch.long if len(shape) == 1 else None)
     return layers, (sample, sample) if model == "transformer" else sample
 
 
-def _own(where: str) -> tuple[Any, Any]:
-    module, _, name = where.partition(":")
-    sys.path.insert(0, str(Path.cwd()))  # the module may be in the folder in which the command runs
+def _call_user_function(path: str) -> tuple[Any, Any]:
+    module, _, name = path.partition(":")
+    sys.path.insert(0, str(Path.cwd()))  # `gpipe` is a script, so Python does not search the current folder.
     function = getattr(importlib.import_module(module), name, None)
     if not callable(function):
-        raise ValueError(f"{where} is no function; give MODULE:FUNCTION, with MODULE as imported from this folder")
-    given = function()
-    if not isinstance(given, tuple) or len(given) != 2:
-        kind = type(given).__name__
-        raise ValueError(f"{where} gives {kind}; return (model, sample), sample an example mini-batch")
-    return given
+        raise ValueError(f"MODEL: {path} is not a function. Pass MODULE:FUNCTION, as importable from this folder.")
+    returned = function()
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        kind = type(returned).__name__
+        raise ValueError(f"MODEL: {path} returned {kind}. Return a tuple of the model and an example mini-batch.")
+    return returned

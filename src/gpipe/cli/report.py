@@ -1,4 +1,4 @@
-"""The command `gpipe report`: what a run came to, as a page for a browser or in the terminal."""
+"""Implements `gpipe report`: shows the results of a run as a web page, in the terminal or as a picture."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,12 +6,13 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from gpipe.cli import ending_by_mistakes
-from gpipe.cli.schedule import COLORFUL
+from gpipe.cli import exit_on_user_errors
+from gpipe.cli.schedule import has_colors
 from gpipe.planner.search.units import format_seconds
 from gpipe.profiling import Report, breakdown_lines, read_report, report_html, typical_svg, write_picture
 from gpipe.profiling.lanes import fitted, legend, panel
 from gpipe.profiling.stored import NAME
+from gpipe.recipes.options.training import OptionalPath
 
 PAGE = "report.html"
 
@@ -19,42 +20,40 @@ PAGE = "report.html"
 def report(
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     text: bool = False,
-    picture: Path | None = None,
+    picture: OptionalPath = None,
 ) -> None:
-    """Draws a run as one page for a browser, RUN/report.html, as text, or as a picture for a paper.
+    """Shows where the time and memory of a run went, as a web page: RUN/report.html.
 
     Args:
-        run: The folder of a run, such as out/digits; `gpipe train` leaves report.json there when it ends.
-        text: Draws in the terminal; no file is written.
-        picture: A file for the step of median length, .svg or .png, in place of the page.
+        run: Folder of a run that `gpipe train` has finished, such as out/digits.
+        text: Print the report in the terminal instead of writing the page.
+        picture: Draw the step of median duration to this .svg or .png file instead of writing the page.
     """
-    with ending_by_mistakes():
+    with exit_on_user_errors():
         if text and picture is not None:
-            raise ValueError("--text draws in the terminal and --picture in a file: choose one")
+            raise ValueError("--text: cannot be combined with --picture. Remove one of them.")
         if not (run / NAME).is_file():
-            raise ValueError(
-                f"{run} has no {NAME}, which `gpipe train` writes when it ends: give the folder of such a run"
-            )
+            raise ValueError(f"{run}: contains no {NAME}. Pass the folder of a run that `gpipe train` has finished.")
         try:
-            found = read_report((run / NAME).read_text(encoding="utf-8"))
-        except ValueError as mistake:
-            raise ValueError(f"{run / NAME} cannot be read: {mistake}; train again") from None
+            stored = read_report((run / NAME).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{run / NAME}: cannot be read: {error}. Train again.") from None
         if text:
-            _show(found, Console(highlight=False))
+            _print_report(stored, Console(highlight=False))
             return
         file = picture or run / PAGE
         if picture is None:
-            file.write_text(report_html(found), encoding="utf-8")
-        elif not found.timelines:
-            raise ValueError("the run has no recorded step to draw: the page has all that is known of it")
+            file.write_text(report_html(stored), encoding="utf-8")
+        elif not stored.timelines:
+            raise ValueError(f"--picture: {run} has no recorded step. Remove --picture to write the page.")
         else:
-            write_picture(file, typical_svg(found))
+            write_picture(file, typical_svg(stored))
         print(file)
 
 
-def _show(report: Report, console: Console) -> None:
-    """Prints the typical step, the prediction above it on the same scale, and where the time went."""
-    colored = console.color_system in COLORFUL and not console.no_color
+def _print_report(report: Report, console: Console) -> None:
+    """Prints the predicted and the typical step on the same scale, and a table of where the time went."""
+    colored = has_colors(console)
     drawn = {}
     if report.predicted is not None:
         drawn["predicted"] = report.predicted

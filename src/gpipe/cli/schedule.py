@@ -1,16 +1,22 @@
-"""The command `gpipe schedule`: draws a schedule, or two of them to compare."""
+"""Implements `gpipe schedule`: draws a schedule, or two schedules to compare."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import tyro
 from rich.console import Console
 
-from gpipe.cli import ending_by_mistakes
+from gpipe.cli import exit_on_user_errors
 from gpipe.profiling import timelines_svg
 from gpipe.profiling.lanes import find_ruler, legend, panel, peak_in_words, words
-from gpipe.recipes.options.training import NotNegative, Positive, out_of_bounds, refuse
+from gpipe.recipes.options.training import (
+    NotNegative,
+    OptionalPath,
+    Positive,
+    optional,
+    out_of_bounds,
+    raise_problems,
+)
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.large_tables import LargeTable
 from gpipe.schedule.lower import place_shards
@@ -20,133 +26,138 @@ from gpipe.schedule.schedules.by_name import table_of
 from gpipe.schedule.schedules.writing import Rows
 from gpipe.schedule.simulate import Figures, figures
 
-COLORFUL = ("256", "truecolor")  # rich's words for colours enough to tell kinds and stages apart; others have letters
-
-KNOWN = f"The schedule: {', '.join(SCHEDULES)}."
-
-
-MOST_DRAWN = 50_000  # stages times slices of micro-batches; of more no action is drawn
+NAME = f"Name of the schedule: {', '.join(SCHEDULES)}."
+STAGES = "Number of stages per rank, as one number or one per schedule. By default each schedule's own number."
+SLICES = "S: the number of slices that each micro-batch is split into, as one number or one per schedule."
+MOST_DRAWN = 50_000  # Maximum number of stages times slices of micro-batches whose actions are drawn or listed.
 
 
-class Drawn(NamedTuple):
-    """A schedule, timed."""
+class TimedSchedule(NamedTuple):
+    """A schedule with its simulated times."""
 
     name: str
     table: Table
-    program: Program  # without the table where that is too much to be listed
+    program: Program  # Without actions if there are too many to list.
     figures: Figures
 
     @property
     def title(self) -> str:
         ranks = len(self.table)
         each = self.program.stages // ranks
-        held = f" of {each} stages" if each > 1 else ""
-        return f"{self.name}: {ranks} rank{'s' * (ranks > 1)}{held}, {self.program.micro_batches_text}"
+        stages = f" of {each} stages" if each > 1 else ""
+        return f"{self.name}: {ranks} rank{'s' * (ranks > 1)}{stages}, {self.program.micro_batches_text}"
+
+
+def has_colors(console: Console) -> bool:
+    """Whether the terminal has enough colors to distinguish kinds and stages. If not, letters are printed instead."""
+    return console.color_system in ("256", "truecolor") and not console.no_color
 
 
 def schedule(
-    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=KNOWN, metavar="NAME")],
-    other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME2]")] = "",
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=NAME, metavar="NAME")],
+    other: Annotated[str, tyro.conf.Positional, optional("[NAME2]")] = "",
     partitions: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 4,
     micro_batches: Annotated[int, tyro.conf.arg(aliases=["-m"])] = 8,
-    stages_per_rank: tuple[int, ...] = (),
-    slices: tuple[int, ...] = (1,),
+    stages_per_rank: Annotated[tuple[int, ...], optional("INT [INT]", help=STAGES)] = (),
+    slices: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT [INT]", help=SLICES)] = (1,),
     forward: Positive = 1.0,
     backward_input: Positive = 1.0,
     backward_weight: Positive = 1.0,
     gather: NotNegative = 0.0,
-    svg: Path | None = None,
-    csv: Path | None = None,
-    rank: int | None = None,
+    svg: OptionalPath = None,
+    csv: OptionalPath = None,
+    rank: Annotated[int | None, optional("INT")] = None,
 ) -> None:
-    """Draws a schedule by its name, with its bubble and what each rank holds, or two of them to compare.
+    """Draws a schedule with its bubble (idle time) and peak activation memory, or two schedules to compare.
 
     Args:
-        name: One of those that are known.
-        other: Another, to compare it with.
-        partitions: K: how many ranks there are.
-        micro_batches: M: how many micro-batches a mini-batch is split into.
-        stages_per_rank: How many stages each rank holds, one number for all schedules or one for each; by default
-            what each has.
-        slices: S: how many slices each micro-batch is cut into, one number for all schedules or one for each.
-        forward: How long F of a stage takes, in any unit. Of two schedules, stages of the one with fewer take longer.
-        backward_input: How long I takes, the gradients of inputs.
-        backward_weight: How long W takes, the gradients of weights; a whole backward, B, takes as long as I and W.
-        gather: How long replicas take to gather the weights of a stage, by UNSHARD; if 0, no stage is sharded.
-        svg: A file for the picture.
-        csv: A file for the table of one schedule, as `Program.from_csv` reads it.
-        rank: One whose row is written out: all that it does, in order.
+        name: The schedule.
+        other: Name of a second schedule to compare with the first.
+        partitions: K: the number of partitions (ranks).
+        micro_batches: M: the number of micro-batches per mini-batch.
+        stages_per_rank: The number of stages per rank.
+        slices: The number of slices per micro-batch.
+        forward: Duration of a stage's forward pass (F), in any unit. Longer if the other schedule has more stages.
+        backward_input: Duration of a stage's input-gradient pass (I).
+        backward_weight: Duration of a stage's weight-gradient pass (W). A whole backward pass (B) takes I plus W.
+        gather: Duration of all-gathering a stage's weights from replicas (UNSHARD). 0: stages are not sharded.
+        svg: Draw the schedules to this SVG file.
+        csv: Write the table of one schedule to this CSV file. `Program.from_csv` reads it.
+        rank: Also print all actions of this rank in order.
     """
-    with ending_by_mistakes():
+    with exit_on_user_errors():
         names = [name, other] if other else [name]
         times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
         problems = list(out_of_bounds(schedule, {**times, "gather": gather}))
-        if len(stages_per_rank) not in (0, 1, len(names)):
-            problems.append(f"--stages-per-rank has {len(stages_per_rank)} numbers: give one, or one for each")
-        if len(slices) not in (1, len(names)):
-            problems.append(f"--slices has {len(slices)} numbers: give one, or one for each")
+        for flag, numbers in (("--stages-per-rank", stages_per_rank or (0,)), ("--slices", slices)):
+            if len(numbers) not in (1, len(names)):
+                problems.append(f"{flag}: got {len(numbers)} numbers. Pass one number, or one per schedule.")
         if rank is not None and not 0 <= rank < partitions:
-            problems.append(f"--rank is {rank}: choose 0 to {partitions - 1}")
+            problems.append(f"--rank: {rank} is out of range. Choose 0 to {partitions - 1}.")
         if csv is not None and other:
-            problems.append("--csv is for one schedule")
-        refuse(problems)
+            problems.append("--csv: got two schedules. Pass one schedule.")
+        raise_problems(problems)
         requests = zip(names, (stages_per_rank or (None,)) * len(names), slices * len(names), strict=False)
-        tables = [(*table_of(one, partitions, micro_batches, each, cut), cut) for one, each, cut in requests]
+        tables = [(*table_of(each, partitions, micro_batches, held, parts), parts) for each, held, parts in requests]
         most = max(len(placement) for _, placement, _ in tables)
         many = most * micro_batches * max(slices) > MOST_DRAWN
         large = many and not gather and all(isinstance(table, Rows) for table, _, _ in tables)
         if large and (svg or csv):
-            refuse(["that is too much to be drawn or listed as a whole: leave --svg and --csv out; --rank has a row"])
-        drawn = []
-        for one, (table, placement, cut) in zip(names, tables, strict=True):  # each with the same work for a rank
-            ahead, inputs, weights = (most / len(placement) / cut * time for time in times.values())
-            cost = StageCost(ahead, inputs + weights, inputs, weights, gather=most / len(placement) * gather)
-            costs = [cost] * len(placement)
-            rows = () if large else table
-            program = Program.of(rows, micro_batches * cut, rank_of=placement, slices=cut)
+            raise ValueError(
+                f"--svg, --csv: stages times micro-batches exceed {MOST_DRAWN}. Remove these options, or print the "
+                "actions of one rank with --rank."
+            )
+        timed = []
+        for each, (table, placement, parts) in zip(names, tables, strict=True):
+            scale = most / len(placement)  # All schedules do the same work, so fewer stages take longer each.
+            forwards, inputs, weights = (scale / parts * time for time in times.values())
+            costs = [StageCost(forwards, inputs + weights, inputs, weights, gather=scale * gather)] * len(placement)
+            program = Program.of(() if large else table, micro_batches * parts, rank_of=placement, slices=parts)
             program = place_shards(program, range(len(placement)) if gather else ())
             if large and isinstance(table, Rows):
-                timed = LargeTable(table, placement).figures(costs)
+                simulated = LargeTable(table, placement).figures(costs)
             else:
-                timed = figures(program, costs)
-            drawn.append(Drawn(one, program.table if gather else table, program, timed))
+                simulated = figures(program, costs)
+            timed.append(TimedSchedule(each, program.table if gather else table, program, simulated))
         if svg is not None:
-            picture = timelines_svg({one.title: one.figures.timeline for one in drawn}, unit="")
+            picture = timelines_svg({drawn.title: drawn.figures.timeline for drawn in timed}, unit="")
             svg.write_text(picture, encoding="utf-8")
         if csv is not None:
-            csv.write_text(drawn[0].program.to_csv(), encoding="utf-8")
-        _show(drawn, Console(highlight=False), large=large)
+            csv.write_text(timed[0].program.to_csv(), encoding="utf-8")
+        _print_schedules(timed, Console(highlight=False), large=large)
         if rank is not None:
-            for each in drawn:
-                print(f"\n{each.name}, rank {rank}:", *each.table[rank])
+            for listed in timed:
+                print(f"\n{listed.name}, rank {rank}:", *listed.table[rank])
 
 
-def _show(drawn: Sequence[Drawn], console: Console, *, large: bool) -> None:
-    """Prints the lanes, unless they are large or there is no room for them, and what can be said of them."""
-    colored = console.color_system in COLORFUL and not console.no_color
-    timelines = [one.figures.timeline for one in drawn]
+def _print_schedules(timed: Sequence[TimedSchedule], console: Console, *, large: bool) -> None:
+    """Prints the figures of the schedules, and their actions unless they are large or too wide for the terminal."""
+    colored = has_colors(console)
+    timelines = [schedule.figures.timeline for schedule in timed]
     ruler = None if large else find_ruler(timelines, console.width, colored=colored)
-    least = ruler.columns(timelines) if ruler else 0
-    if least > console.width:
-        remedy = f"widen the terminal, set COLUMNS={least}, or have a picture by --svg FILE\n"
-        narrow = f"no lanes: they have at least {least} columns, and there are {console.width}"
-        console.print(f"{narrow}; {remedy}", soft_wrap=True)
+    columns = ruler.columns(timelines) if ruler else 0
+    if columns > console.width:
+        needed = f"The picture needs {columns} columns, but the terminal has {console.width}."
+        fix = f"Widen the terminal, set COLUMNS={columns}, or draw to a file with --svg FILE."
+        console.print(f"{needed} {fix}\n", soft_wrap=True)
         ruler = None
-    for one in drawn:
-        console.print(one.title, style="bold" if colored else "")
+    for schedule in timed:
+        console.print(schedule.title, style="bold" if colored else "")
         if ruler:
-            console.print(*panel(one.figures.timeline, ruler, colored=colored), sep="\n", soft_wrap=True)
-        console.print(*words(one.figures), "", sep="\n")
-    if len(drawn) > 1:
-        console.print(_comparison(*drawn))
+            console.print(*panel(schedule.figures.timeline, ruler, colored=colored), sep="\n", soft_wrap=True)
+        console.print(*words(schedule.figures), "", sep="\n")
+    if len(timed) > 1:
+        console.print(_comparison(*timed), soft_wrap=True)
     if ruler:
         console.print(*legend(timelines, colored=colored), sep="\n")
 
 
-def _comparison(first: Drawn, second: Drawn) -> str:
+def _comparison(first: TimedSchedule, second: TimedSchedule) -> str:
     names = ("the first", "the second") if first.name == second.name else (first.name, second.name)
     before, after = first.figures, second.figures
-    sooner = 1 - after.seconds / before.seconds
-    ends = f"{abs(sooner):.1%} {'sooner' if sooner > 0 else 'later'} than" if abs(sooner) > 1e-9 else "as soon as"
-    held = f"{peak_in_words(max(after.peaks))} micro-batches, {names[0]} {peak_in_words(max(before.peaks))}"
-    return f"{names[1]} ends {ends} {names[0]}; at most it holds {held}"
+    share = 1 - after.seconds / before.seconds
+    ends = "at the same time as"
+    if abs(share) > 1e-9:
+        ends = f"{abs(share):.1%} {'earlier' if share > 0 else 'later'} than"
+    held = f"{names[0]} {peak_in_words(max(before.peaks))}, {names[1]} {peak_in_words(max(after.peaks))}"
+    return f"{names[1]} ends {ends} {names[0]}; peak activations, in micro-batches: {held}"

@@ -1,4 +1,4 @@
-"""The command `gpipe train`, a subcommand for each recipe; and `evaluate`, `record` and `translate` for its runs."""
+"""Implements `gpipe train`, with one subcommand per recipe, and `evaluate`, `record` and `translate` for its runs."""
 
 import os
 import sys
@@ -10,29 +10,44 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from tyro.extras import SubcommandApp
 
-from gpipe.cli import ending_by_failures_elsewhere, ending_by_mistakes
+from gpipe.cli import exit_on_remote_errors, exit_on_user_errors
 from gpipe.recipes.options.files import options_before
-from gpipe.recipes.options.training import OPTIONS, Count, TrainOptions, out_of_bounds, refuse
+from gpipe.recipes.options.training import (
+    OPTIONS,
+    Count,
+    OptionalCount,
+    TrainOptions,
+    optional,
+    out_of_bounds,
+    raise_problems,
+)
 
 if TYPE_CHECKING:
     from gpipe.recipes.trained import Translator
 
-AT_ONCE = 64  # lines that are read before they are translated, unless somebody types them
+LINES_AT_ONCE = 64  # Lines that are translated together, unless they are typed in a terminal.
+
+PARTITIONS = "K: the number of partitions of the model. By default 2, or all processes of torchrun."
+BEAM = "Number of beams for a run of the translation recipe, which is also translated greedily. 1: no beam search."
+SENTENCES = "Maximum number of test sentences per language for a run of the translation recipe. By default all."
 
 
 def train_app(arguments: Sequence[str]) -> SubcommandApp:
-    """The subcommands of `gpipe train`; of the one that is called, defaults are those of the files it is sent to."""
+    """Returns the subcommands of `gpipe train`.
+
+    The default options of the subcommand in `arguments` come from the files that --config, --resume and --from name.
+    """
     app = SubcommandApp()
     for name, options in OPTIONS.items():
         default = options()
         if list(arguments[:2]) == ["train", name]:
-            with ending_by_mistakes():
+            with exit_on_user_errors():
                 default = options_before(name, arguments[2:])
-        app.command(name=name, help=options.__doc__)(_trainer(name, default))
+        app.command(name=name, help=options.__doc__)(_make_command(name, default))
     return app
 
 
-def _trainer(name: str, default: TrainOptions) -> Callable[[TrainOptions], None]:
+def _make_command(name: str, default: TrainOptions) -> Callable[[TrainOptions], None]:
     def trainer(options: TrainOptions = default) -> None:
         _train(name, options)
 
@@ -41,46 +56,44 @@ def _trainer(name: str, default: TrainOptions) -> Callable[[TrainOptions], None]
 
 
 def _train(name: str, options: TrainOptions) -> None:
-    with ending_by_mistakes():
+    with exit_on_user_errors():
         options.check()
     from gpipe.recipes.data.images import UnreadableImage
     from gpipe.recipes.prepare import prepare
-    from gpipe.recipes.trained import RECIPES  # torch loads here, so that --help and mistakes stay quick
+    from gpipe.recipes.trained import RECIPES  # Imports torch, which takes a second, after --help and the check.
     from gpipe.recipes.training import run
     from gpipe.recipes.world import find_world, joined
 
     world = find_world(os.environ)
-    with ending_by_mistakes():  # before the processes meet: who leaves meanwhile would have the others fail worse
-        recipe = RECIPES[name](options.settled(world.size if world.launched else None))
-    with joined(world), ending_by_failures_elsewhere():
-        with ending_by_mistakes():
+    # If a process exited while the processes connect, the others would fail with less helpful errors.
+    with exit_on_user_errors():
+        recipe = RECIPES[name](options.resolved(world.size if world.launched else None))
+    with joined(world), exit_on_remote_errors():
+        with exit_on_user_errors():
             job = prepare(recipe, world=world)
-        with ending_by_mistakes(UnreadableImage):
+        with exit_on_user_errors(UnreadableImage):
             run(job)
 
 
 def evaluate(
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")],
-    partitions: Count | None = None,
-    beam: Count | None = None,
-    sentences: Count | None = None,
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, optional("RUN [RUN ...]")],
+    partitions: Annotated[Count | None, optional("INT", help=PARTITIONS)] = None,
+    beam: Annotated[Count | None, optional("INT", help=BEAM)] = None,
+    sentences: Annotated[Count | None, optional("INT", help=SENTENCES)] = None,
 ) -> None:
-    """Evaluates a run on data that its training has not seen: a table, and RUN/evaluation.json.
+    """Evaluates runs on data that their training has not used. Prints a table and writes RUN/evaluation.json.
 
     Args:
-        runs: The folders of runs of `gpipe train`; of several the mean and the spread are printed too.
-        partitions: K: how many partitions the network is cut into; by default 2, or under torchrun as many as there
-            are processes. Numbers do not depend on it.
-        beam: Of a translation, how many translations of a sentence are followed at once, beside the greedy one; 1:
-            none.
-        sentences: Of a translation, how many sentences of each language are translated at most; by default all of
-            the test.
+        runs: Folders of runs that `gpipe train` wrote. For several, also prints the mean and standard deviation.
+        partitions: The number of partitions.
+        beam: The number of beams.
+        sentences: The maximum number of sentences.
     """
     changes = {"beam": beam, "sentences": sentences}
-    with ending_by_mistakes():
+    with exit_on_user_errors():
         if not runs:
-            raise ValueError("give the folder of a run, such as out/digits; `gpipe train` writes it")
-        refuse(out_of_bounds(evaluate, {"partitions": partitions, **changes}))
+            raise ValueError("RUN: got no folder. Pass the folder of a run of `gpipe train`, such as out/digits.")
+        raise_problems(out_of_bounds(evaluate, {"partitions": partitions, **changes}))
         from gpipe.recipes.options.files import recipe_of
         from gpipe.recipes.trained import evaluate_run, spread
         from gpipe.recipes.world import find_world, joined
@@ -88,86 +101,86 @@ def evaluate(
         for run in runs:
             recipe_of(run)
     world = find_world(os.environ)
-    with joined(world), ending_by_failures_elsewhere():
-        found = []
+    with joined(world), exit_on_remote_errors():
+        evaluations = []
         for run in runs:
-            with ending_by_mistakes():
-                found.append(evaluate_run(run, partitions, changes, world))
+            with exit_on_user_errors():
+                evaluations.append(evaluate_run(run, partitions, changes, world))
             if not world.rank:
-                print(f"{run}: {found[-1].text}\n" if len(runs) > 1 else found[-1].text)
-        if len(found) > 1 and not world.rank:
-            print(spread(found))
+                print(f"{run}: {evaluations[-1].text}\n" if len(runs) > 1 else evaluations[-1].text)
+        if len(evaluations) > 1 and not world.rank:
+            print(spread(evaluations))
 
 
 def record(
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     steps: Count = 10,
-    partitions: Count | None = None,
+    partitions: OptionalCount = None,
 ) -> None:
-    """Writes each message between the processes of torchrun as a line of JSON, to RUN/messages.jsonl.
+    """Records the messages between the processes of torchrun in RUN/messages.jsonl, one JSON object per line.
 
     Args:
-        run: The folder of a run of `gpipe train`.
-        steps: How many mini-batches are trained on meanwhile; the run stays as it is.
-        partitions: K: how many partitions the network is cut into; by default as many as there are processes.
+        run: Folder of a run that `gpipe train` wrote. Its weights and checkpoints do not change.
+        steps: Number of training steps to record.
+        partitions: K: the number of partitions of the model. By default the number of processes.
     """
-    with ending_by_mistakes():
-        refuse(out_of_bounds(record, {"steps": steps, "partitions": partitions}))
+    with exit_on_user_errors():
+        raise_problems(out_of_bounds(record, {"steps": steps, "partitions": partitions}))
         from gpipe.recipes.world import find_world, joined
 
         world = find_world(os.environ)
         if not world.launched:
-            remedy = f"run it by torchrun, say\ntorchrun --nproc-per-node 2 -m gpipe record {run}"
-            raise ValueError(f"within one process nothing crosses: {remedy}")
+            command = f"torchrun --nproc-per-node 2 -m gpipe record {run}"
+            raise ValueError(f"gpipe record: a single process sends no messages. Run several:\n{command}")
         from gpipe.recipes.trained import record_run
-    with joined(world), ending_by_failures_elsewhere(), ending_by_mistakes():
-        said = record_run(run, steps, partitions, world)
+    with joined(world), exit_on_remote_errors(), exit_on_user_errors():
+        summary = record_run(run, steps, partitions, world)
     if not world.rank:
-        print(said)
+        print(summary)
 
 
-def translate(run: Path, beam: Count = 4, partitions: Count | None = None) -> None:
-    """Translates each line of stdin to English, a line of stdout each.
+def translate(run: Path, beam: Count = 4, partitions: OptionalCount = None) -> None:
+    """Translates each line of standard input to English, and prints one line for each.
 
     Args:
-        run: The folder of a run of `gpipe train translation`.
-        beam: How many translations are followed at once; 1: the likeliest word is taken each time.
-        partitions: K: how many partitions the network is cut into; by default 2. Translations do not depend on it.
+        run: Folder of a run of `gpipe train translation`.
+        beam: Number of beams of the beam search. 1: greedy decoding.
+        partitions: K: the number of partitions of the model. By default 2. Does not change the translations.
     """
     with ExitStack() as stack:
-        with ending_by_mistakes():
-            refuse(out_of_bounds(translate, {"beam": beam, "partitions": partitions}))
+        with exit_on_user_errors():
+            raise_problems(out_of_bounds(translate, {"beam": beam, "partitions": partitions}))
             from gpipe.recipes.prepare import WEIGHTS
             from gpipe.recipes.trained import opened_translator
 
             to_english = stack.enter_context(opened_translator(run, partitions, beam))
         if not (run / WEIGHTS).is_file():
-            print(f"{run} has not ended: by the weights of its latest checkpoint", file=sys.stderr)
-        with ending_by_mistakes():
+            print(f"{run}: training has not finished. Using its latest checkpoint.", file=sys.stderr)
+        with exit_on_user_errors():
             _translate(to_english)
 
 
 def _translate(to_english: "Translator") -> None:
-    """Prints a line for each of stdin, up to one that cannot be translated."""
+    """Prints the translation of each line of stdin. Raises a ValueError at a line that cannot be translated."""
     number = 1
     try:
-        for lines in _chunks(1 if sys.stdin.isatty() else AT_ONCE):
+        for lines in _chunks(1 if sys.stdin.isatty() else LINES_AT_ONCE):
             for english in to_english(lines):
                 print(english, flush=True)
                 number += 1
-    except ValueError as mistake:
-        raise ValueError(f"line {number} of stdin: {mistake}") from None
+    except ValueError as error:
+        raise ValueError(f"stdin, line {number}: {error}") from None
 
 
 def _chunks(size: int) -> Iterator[list[str]]:
-    """The lines of stdin, so many at once; a ValueError comes after those before a line that is no UTF-8."""
+    """Yields the lines of stdin, `size` at a time. Raises a ValueError at the first line that is not UTF-8."""
     lines: list[str] = []
     for line in getattr(sys.stdin, "buffer", sys.stdin):
         try:
             lines.append((line.decode() if isinstance(line, bytes) else line).rstrip("\r\n"))
         except UnicodeDecodeError as error:
             yield lines
-            raise ValueError(f"it is no UTF-8, from byte {error.start + 1} on") from None
+            raise ValueError(f"byte {error.start + 1} is not valid UTF-8. Convert the text to UTF-8.") from None
         if len(lines) == size:
             yield lines
             lines = []

@@ -1,1 +1,1 @@
-"""What `gpipe train` trains, with its models and data, by the public interface alone."""
+"""Trains and evaluates the example models of `gpipe train`, using only public APIs of gpipe."""

@@ -1,4 +1,4 @@
-"""AmoebaNet on images, as section 4 of the GPipe paper trains it: scikit-learn's digits, or a folder of images."""
+"""Trains AmoebaNet on images, as in section 4 of the GPipe paper: scikit-learn's digits, or a folder of images."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,29 +14,29 @@ from gpipe.recipes.data.images import CLASSES, Digits, ImageFolder, Reader, load
 from gpipe.recipes.models.amoebanet import amoebanet_b, amoebanet_d, drop_path_keep, set_keep
 from gpipe.recipes.options.training import ImagesOptions
 from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share, cosine, exponential, load
-from gpipe.recipes.training import watched
+from gpipe.recipes.training import with_progress
 
-EVALUATED = 256  # images that are evaluated at once
-SHOWN = 25  # classes, above which the terminal shows no confusion table
-FEW = 5  # classes that are thought most likely
+EVALUATION_BATCH = 256  # Images per mini-batch in an evaluation.
+MOST_CLASSES = 25  # Maximum number of classes for which the confusion matrix is printed.
+TOP = 5  # Number of most likely classes that count for the top-5 accuracy.
 NETWORKS = {"amoebanet-d": (amoebanet_d, "AmoebaNet-D"), "amoebanet-b": (amoebanet_b, "AmoebaNet-B")}
 
 
-def evaluation_of(classified: Iterable[tuple[Tensor, Tensor]], classes: Sequence[str]) -> Evaluation:
-    """Counts over logits [N, classes] and the true classes [N]: top-1, top-5, and a table where it can be read."""
-    confusion, among_few = torch.zeros(len(classes) ** 2, dtype=torch.int64), 0
-    for logits, right in classified:
-        confusion += torch.bincount(right * len(classes) + logits.argmax(dim=1), minlength=len(confusion))
-        best = logits.topk(min(FEW, len(classes)), dim=1).indices
-        among_few += int((best == right[:, None]).any(dim=1).sum())
+def summarize(classified: Iterable[tuple[Tensor, Tensor]], classes: Sequence[str]) -> Evaluation:
+    """Computes the accuracy and the confusion matrix from pairs of logits [N, classes] and targets [N]."""
+    confusion, in_top = torch.zeros(len(classes) ** 2, dtype=torch.int64), 0
+    for logits, targets in classified:
+        confusion += torch.bincount(targets * len(classes) + logits.argmax(dim=1), minlength=len(confusion))
+        best = logits.topk(min(TOP, len(classes)), dim=1).indices
+        in_top += int((best == targets[:, None]).any(dim=1).sum())
     confusion = confusion.reshape(len(classes), len(classes))
     images = int(confusion.sum())
-    numbers = {"top1": int(confusion.diag().sum()) / images, "top5": among_few / images}
+    numbers = {"top1": int(confusion.diag().sum()) / images, "top5": in_top / images}
     shares = f"top-1 {numbers['top1']:.2%}, top-5 {numbers['top5']:.2%}"
-    lines = [f"{images} held-out images, each as a whole:", shares]
-    if len(classes) <= SHOWN:
+    lines = [f"Accuracy on {images} held-out images:", shares]
+    if len(classes) <= MOST_CLASSES:
         lines.append("")
-        head = "is \\ taken for"
+        head = "true \\ predicted"
         first = max(len(head), *map(len, classes))
         width = max(len(f"{int(confusion.max())}"), *map(len, classes)) + 2
         for name, cells in [(head, classes), *zip(classes, confusion.tolist(), strict=True)]:
@@ -46,29 +46,32 @@ def evaluation_of(classified: Iterable[tuple[Tensor, Tensor]], classes: Sequence
 
 
 class ImagesRecipe(Recipe[ImagesOptions]):
-    """AmoebaNet-B or -D on a folder of images, or on the digits."""
+    """Trains AmoebaNet-B or AmoebaNet-D on a folder of images or on the digits."""
 
     name: ClassVar[str] = "images"
 
     def __init__(self, options: ImagesOptions) -> None:
         super().__init__(options)
         o = options
-        how = Augmentation(o.image_size, o.crop, o.flip, o.cutout, o.seed, o.jitter and o.image_folder is None)
+        augmentation = Augmentation(o.image_size, o.crop, o.flip, o.cutout, o.seed, o.jitter and not o.image_folder)
         if o.image_folder is None:
             self.classes, self.data, workers = o.classes or tuple(map(str, range(CLASSES))), "digits", 0
-            chosen = tuple(map(int, self.classes))
-            parts: Sequence[Digits | ImageFolder] = load_digits(o.image_size, chosen, o.per_class, o.seed)
+            digits = tuple(map(int, self.classes))
+            parts: Sequence[Digits | ImageFolder] = load_digits(o.image_size, digits, o.per_class, o.seed)
         else:
             parts = train, _ = load_folder(o.image_folder, o.classes, o.per_class, o.seed)
             self.classes, workers = train.classes, o.workers
             self.data = hashlib.sha256(repr((train.names, train.labels)).encode()).hexdigest()
-        self.train, self.held_out = Reader(parts[0], how, workers), Reader(parts[1], how, min(1, workers))
+        self.train = Reader(parts[0], augmentation, workers)
+        self.held_out = Reader(parts[1], augmentation, min(1, workers))
         count = len(self.train.labels)
         if len(self.classes) < 2:
-            raise ValueError(f"there is one class, {self.classes[0]}, and nothing to tell apart: give two or more")
+            raise ValueError(
+                f"--image-folder: {o.image_folder} contains only the class {self.classes[0]}. Add at least one more."
+            )
         if count < o.batch_size:
             raise ValueError(
-                f"--batch-size is {o.batch_size}, and there are {count} images to train on: choose fewer"
+                f"--batch-size: {o.batch_size} is more than the {count} training images. Choose at most {count}."
             )
         self.title = f"{NETWORKS[o.model][1]} ({o.layers}, {o.filters})"
         self.steps_per_epoch, self.averaging = count // o.batch_size, o.ema
@@ -88,7 +91,7 @@ class ImagesRecipe(Recipe[ImagesOptions]):
         return self._read([share.of(rows) for rows in order], epoch, share.reads_inputs)
 
     def _read(self, batches: Iterable[Tensor], epoch: int | None, reads_inputs: bool) -> Iterator[Batch]:
-        """The images where the first layer is; elsewhere blank ones."""
+        """Yields images in the process with the first layer. Other processes get blank images of the same size."""
         images = self.held_out if epoch is None else self.train
         if reads_inputs:
             return images.read(batches, epoch)
@@ -96,19 +99,19 @@ class ImagesRecipe(Recipe[ImagesOptions]):
         return (Batch(blank.expand(len(rows), -1, -1, -1), images.labels[rows]) for rows in batches)
 
     def loss(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-        """Cross-entropy, and that of the auxiliary head in its weight."""
+        """Returns the cross-entropy, plus the weighted cross-entropy of the auxiliary head in training."""
         smoothing = self.options.label_smoothing
         if isinstance(output, Tensor):
             return F.cross_entropy(output, targets, label_smoothing=smoothing)
-        own, auxiliary = (F.cross_entropy(logits, targets, label_smoothing=smoothing) for logits in output)
-        return own + self.options.aux_head * auxiliary
+        main, auxiliary = (F.cross_entropy(logits, targets, label_smoothing=smoothing) for logits in output)
+        return main + self.options.aux_head * auxiliary
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD or RMSProp; weights decay, but neither BatchNorm's nor biases."""
-        o, all_ = self.options, list(parameters)
+        """Builds SGD or RMSProp. Biases and BatchNorm parameters have no weight decay."""
+        o, weights = self.options, list(parameters)
         groups = [
-            {"params": [one for one in all_ if one.dim() > 1], "weight_decay": o.weight_decay},
-            {"params": [one for one in all_ if one.dim() <= 1], "weight_decay": 0.0},
+            {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": o.weight_decay},
+            {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0},
         ]
         if o.optimizer == "sgd":
             return torch.optim.SGD(groups, lr=o.learning_rate, momentum=o.momentum, nesterov=o.momentum > 0)
@@ -128,18 +131,18 @@ class ImagesRecipe(Recipe[ImagesOptions]):
             set_keep(pipe, drop_path_keep(step, steps, self.options.drop_path))
 
     def measure(self, pipe: gpipe.GPipe) -> Mapping[str, float]:
-        return {"accuracy": evaluation_of(self._classified(pipe), self.classes).numbers["top1"]}
+        return {"accuracy": summarize(self._classify(pipe), self.classes).numbers["top1"]}
 
     def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:
-        parts = -(-len(self.held_out.labels) // EVALUATED)
-        return evaluation_of(watched(self._classified(pipe), "images", parts), self.classes)
+        batches = -(-len(self.held_out.labels) // EVALUATION_BATCH)
+        return summarize(with_progress(self._classify(pipe), "images", batches), self.classes)
 
     @torch.no_grad()
-    def _classified(self, pipe: gpipe.GPipe) -> Iterator[tuple[Tensor, Tensor]]:
-        rows = torch.arange(len(self.held_out.labels)).split(EVALUATED)
-        for images, classes in self._read(rows, None, pipe.reads_inputs):
+    def _classify(self, pipe: gpipe.GPipe) -> Iterator[tuple[Tensor, Tensor]]:
+        rows = torch.arange(len(self.held_out.labels)).split(EVALUATION_BATCH)
+        for images, targets in self._read(rows, None, pipe.reads_inputs):
             logits = pipe(images, gather=True)
-            yield logits.float().cpu(), classes
+            yield logits.float().cpu(), targets
 
     def fit(self, state: Mapping[str, Tensor], layers: Sequence[nn.Module]) -> None:
         softmax = [name for name, layer in nn.Sequential(*layers).named_modules() if isinstance(layer, nn.Linear)]
@@ -147,6 +150,6 @@ class ImagesRecipe(Recipe[ImagesOptions]):
 
 
 class DigitsRecipe(ImagesRecipe):
-    """The same, with what suits the digits."""
+    """Trains AmoebaNet on the digits. Differs from `ImagesRecipe` only in its name and output folder."""
 
     name: ClassVar[str] = "digits"

@@ -1,4 +1,4 @@
-"""From options to a job: the network and its pipe, built, and how far the run in its folder is."""
+"""Builds a job from the options of a recipe: its layers, its pipe and the progress of the run in its folder."""
 
 import fcntl
 import os
@@ -16,22 +16,29 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.recipes.data import imported
+from gpipe.recipes.data import require
 from gpipe.recipes.options.files import write_config
-from gpipe.recipes.options.training import TrainOptions, flag, refuse
+from gpipe.recipes.options.training import TrainOptions, flag, raise_problems
 from gpipe.recipes.recipe import Averages, Recipe, Share
-from gpipe.recipes.world import World, find_world, of_first
+from gpipe.recipes.world import World, broadcast_from_first, find_world
 
 CHECKPOINTS = "checkpoints"
 WEIGHTS = "model.safetensors"
 EVALUATION = "evaluation.json"
-KEPT = 2  # checkpoints
-PATIENCE = 20.0  # seconds without news from another rank that saves; torchrun kills after 30
+KEPT_CHECKPOINTS = 2
+SAVE_TIMEOUT = 20.0  # Seconds to wait for other ranks in a save. torchrun kills processes 30 s after SIGTERM.
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """What an epoch, counted from 1, came to: the mean loss of its steps, and what was measured on held-out data."""
+    """Results of an epoch.
+
+    Attributes:
+        epoch: Number of the epoch, counted from 1.
+        loss: Mean loss of its steps.
+        measured: Metrics on held-out data, by name.
+        seconds: Duration, with the evaluation.
+    """
 
     epoch: int
     loss: float
@@ -39,12 +46,13 @@ class Epoch:
     seconds: float
 
     def line(self) -> dict[str, float]:
+        """Returns the results as one flat dict, for a line of metrics.jsonl."""
         return {"epoch": self.epoch, "loss": self.loss, **self.measured, "seconds": self.seconds}
 
 
 @dataclass
 class Progress:
-    """The epochs that are over, and of the one that has begun the losses of its steps and its seconds."""
+    """The completed epochs of a run, and the losses and duration of the epoch in progress."""
 
     epochs: list[Epoch] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -55,7 +63,7 @@ class Progress:
 
 
 def to_extra(progress: Progress, options: TrainOptions, data: str = "") -> dict[str, Any]:
-    """The progress, the options that decide numbers, and what identifies the data, for a checkpoint to keep."""
+    """Returns the progress, the options that change results and the fingerprint of the data, for a checkpoint."""
     decisive = {
         name: value if isinstance(value, int | float | None) else str(value)
         for name, value in vars(options).items()
@@ -65,23 +73,27 @@ def to_extra(progress: Progress, options: TrainOptions, data: str = "") -> dict[
 
 
 def from_extra(extra: Mapping[str, Any], options: TrainOptions, data: str = "") -> Progress:
-    """Reads the progress that a checkpoint kept; a ValueError names each option that differs, and other data."""
+    """Returns the progress in a checkpoint.
+
+    Raises:
+        ValueError: If an option that changes results, or the data, differs from the checkpoint.
+    """
     before, now = extra["options"], to_extra(Progress(), options)["options"]
     problems = [
-        f"{flag(name)} is {value}, and the checkpoint is of a training with {before.get(name)}: give that, or start "
-        f"anew without --resume"
+        f"{flag(name)}: {value} differs from {before.get(name)} in the checkpoint. Pass {before.get(name)}, or start "
+        "again without --resume."
         for name, value in now.items()
         if before.get(name) != value
     ]
     if extra["data"] != data:
-        problems.append("the training data are not those of the checkpoint: bring them back, or start anew")
-    refuse(problems)
+        problems.append("--resume: the training data has changed. Restore it, or start again without --resume.")
+    raise_problems(problems)
     return Progress([Epoch(**epoch) for epoch in extra["epochs"]], list(extra["losses"]), extra["seconds"])
 
 
 @contextmanager
 def locked(folder: Path, world: World) -> Iterator[None]:
-    """Keeps the folder of a run for one training, by its rank 0; the lock ends with the process, too."""
+    """Holds a lock on the folder of a run, on rank 0. The lock is released when the process ends, too."""
     if world.rank:
         yield
         return
@@ -92,21 +104,25 @@ def locked(folder: Path, world: World) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"--out is {folder}, into which another training writes: wait for its end, or choose another folder"
+                f"--out: {folder} is in use by a running training. Wait until it ends, or choose a different folder."
             ) from None
         except OSError:
-            pass  # a file system without locks
+            pass  # The file system does not support locks.
         yield
 
 
 class Job:
-    """All that training needs, checked and built, and how far it is.
+    """A recipe with its pipe, optimizer and progress, ready to be trained.
 
-    `how` is how the network is cut and run, in plain values; `share` is what this process reads of each mini-batch.
+    Attributes:
+        settings: Partitions, schedule and recomputation as plain values, for the report.
+        share: The part of each mini-batch that this process reads.
+        steps: Total number of steps.
+        epochs: Total number of epochs. The last one may be shorter.
     """
 
-    def __init__(self, recipe: Recipe[Any], pipe: gpipe.GPipe, how: Mapping[str, Any], world: World) -> None:
-        self.recipe, self.pipe, self.how, self.world = recipe, pipe, how, world
+    def __init__(self, recipe: Recipe[Any], pipe: gpipe.GPipe, settings: Mapping[str, Any], world: World) -> None:
+        self.recipe, self.pipe, self.settings, self.world = recipe, pipe, settings, world
         self.options: TrainOptions = recipe.options
         self.optimizer = recipe.optimizer(pipe.parameters())
         self.averages = Averages(self.optimizer, recipe.averaging)
@@ -119,42 +135,42 @@ class Job:
 
     @property
     def name(self) -> str:
+        """A title with the model, the number of partitions and the schedule."""
         o, replicas = self.options, self.share.replicas
-        how = f"schedule {o.schedule}, remat {o.remat.replace('_', ' ')}"
+        settings = f"schedule {o.schedule}, remat {o.remat}" if o.plan is None else "planned for this machine"
         return (
             f"{self.recipe.title}, {self.pipe.partitions} partitions, "
-            f"{f'{replicas} replicas, ' if replicas > 1 else ''}"
-            f"{o.micro_batches} micro-batches, {how if o.plan is None else 'planned for this machine'}"
+            f"{f'{replicas} replicas, ' if replicas > 1 else ''}{o.micro_batches} micro-batches, {settings}"
         )
 
     @property
     def done(self) -> int:
+        """The number of completed steps."""
         return len(self.progress.epochs) * self.recipe.steps_per_epoch + len(self.progress.losses)
 
     def steps_of(self, epoch: int) -> int:
-        """How many steps an epoch has, counted from 1."""
+        """Returns the number of steps in an epoch, counted from 1."""
         return min(self.recipe.steps_per_epoch, self.steps - (epoch - 1) * self.recipe.steps_per_epoch)
 
     def begin_save(self) -> Callable[[], Path]:
-        """Begins to save a checkpoint; what it gives waits for it, and gives its folder.
+        """Starts to save a checkpoint in the background. Returns a function that waits for it and returns its folder.
 
-        A last epoch that was short is saved as one that has begun: more steps may come.
+        If the last epoch is shorter, it is saved as incomplete, because a resumed run may add steps to it.
         """
         whole = self.progress.epochs[: self.steps // self.recipe.steps_per_epoch]
         extra = to_extra(replace(self.progress, epochs=whole), self.options, self.recipe.data)
-        return gpipe.save(
-            self.checkpoints, self.pipe, self.optimizer, extra=extra, background=True, keep=KEPT, limit=PATIENCE
-        ).wait
+        settings: dict[str, Any] = {"background": True, "keep": KEPT_CHECKPOINTS, "limit": SAVE_TIMEOUT}
+        return gpipe.save(self.checkpoints, self.pipe, self.optimizer, extra=extra, **settings).wait
 
 
 def precision(options: TrainOptions, device: torch.device) -> AbstractContextManager[Any]:
-    """What forwards are computed in: float32, or under autocast."""
+    """Returns the context for forward passes: autocast to bfloat16 with --bf16, otherwise none."""
     return torch.autocast(device.type, torch.bfloat16) if options.bf16 else nullcontext()
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Lets the calling thread compute alone, so that no helpers of its own compete with the ranks for the cores."""
+    """Limits torch to one intra-op thread, so that additional threads do not compete with the ranks for cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -164,31 +180,39 @@ def one_thread() -> Iterator[None]:
 
 
 def prepare(recipe: Recipe[Any], world: World | None = None, *, measure: bool = True) -> Job:
-    """Builds the network and its pipeline, and goes back to where the run was.
+    """Builds the layers, the pipe and the optimizer of a recipe, and resumes the run if there is a checkpoint.
 
-    The time of layers is measured, unless they are cut by their parameters (`measure=False`). The processes are by
-    default those of torchrun, or else this one alone. A ValueError says of options that cannot be, or do not fit the
-    checkpoint, what to do, a line for each.
+    Args:
+        recipe: The recipe.
+        world: The processes that train together. Default: all processes of torchrun, otherwise only this one.
+        measure: Whether to measure the time of each layer, so that stages take the same time. If False, stages have
+            the same number of parameters.
+
+    Raises:
+        ValueError: If options are invalid or do not match the checkpoint, with one line per problem.
     """
     world, options = world or find_world(os.environ), recipe.options
     if (tracker := options.report_to) is not None:
-        imported(tracker, f"--report-to {tracker} needs {tracker}", tracker)
+        require(tracker, f"--report-to {tracker} requires {tracker}", tracker)
     layers = build(recipe)
-    begun = options.resume and gpipe.find_checkpoint(options.out / CHECKPOINTS) is not None
-    if options.resume and not begun and (options.out / WEIGHTS).is_file():
-        remedy = f"leave --resume out to begin anew, or start from them by --from {options.out} in another folder"
-        raise ValueError(f"{options.out} has the weights of a run and no checkpoint to go on from: {remedy}")
-    if options.from_ is not None and not begun:
+    has_checkpoint = options.resume and gpipe.find_checkpoint(options.out / CHECKPOINTS) is not None
+    if options.resume and not has_checkpoint and (options.out / WEIGHTS).is_file():
+        raise ValueError(
+            f"--resume: {options.out} contains final weights but no checkpoint. Remove --resume to start again, or "
+            f"start from the weights with --from {options.out} and a different --out."
+        )
+    if options.from_ is not None and not has_checkpoint:
         recipe.fit(read_weights(options.from_), layers)
-    pipe, how = make_pipe(recipe, layers, world, measure=measure)
+    pipe, settings = make_pipe(recipe, layers, world, measure=measure)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = f"--out is {options.out}, which cannot be made: {error.strerror}; choose another folder"
-        raise ValueError(why) from None
+        raise ValueError(
+            f"--out: {options.out} cannot be created: {error.strerror}. Choose a different folder."
+        ) from None
     with locked(options.out, world):
-        job = Job(recipe, pipe, how, world)
-        _begin(job)
+        job = Job(recipe, pipe, settings, world)
+        _restore(job)
         if not world.rank:
             write_config(options.out, recipe.name, options)
             recipe.write(options.out)
@@ -196,28 +220,41 @@ def prepare(recipe: Recipe[Any], world: World | None = None, *, measure: bool = 
 
 
 def build(recipe: Recipe[Any]) -> list[nn.Module]:
-    """The layers, with the weights that the seed gives them."""
+    """Builds the layers with initial weights from the seed of the options."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(recipe.options.seed)
         return recipe.layers()
 
 
 def read_weights(run: Path) -> Mapping[str, Any]:
-    """The weights of a run: those that it ended with, or its latest checkpoint's."""
+    """Reads the final weights of a run, or the weights of its latest checkpoint if it has not finished."""
     if (run / WEIGHTS).is_file():
         try:
             return load_file(run / WEIGHTS)
         except SafetensorError as error:
-            raise ValueError(f"{run / WEIGHTS} cannot be read: {error}; train again, or bring it back") from None
+            raise ValueError(f"{run / WEIGHTS}: cannot be read: {error}. Restore the file, or train again.") from None
     if gpipe.find_checkpoint(run / CHECKPOINTS) is None:
-        raise ValueError(f"{run} has neither {WEIGHTS} nor a checkpoint: give the folder of a run that was trained")
+        raise ValueError(
+            f"{run}: contains neither {WEIGHTS} nor a checkpoint. Pass the folder of a run that `gpipe train` wrote."
+        )
     return gpipe.load(run / CHECKPOINTS).state_dict()
 
 
 def make_pipe(
     recipe: Recipe[Any], layers: Any, world: World, sample: Any = None, *, measure: bool = True
 ) -> tuple[gpipe.GPipe, dict[str, Any]]:
-    """Cuts the layers, or a model, as the options say, or as is fastest on this machine; gives also how."""
+    """Builds the pipe of layers or a model, by the options or, with --plan auto, by the fastest plan.
+
+    Args:
+        recipe: The recipe.
+        layers: The layers, or a model.
+        world: The processes that train together.
+        sample: The inputs on which a model is traced. Not needed for layers.
+        measure: Whether to measure the time of each layer.
+
+    Returns:
+        The pipe, and its partitions, schedule and recomputation as plain values.
+    """
     o: TrainOptions = recipe.options
     k = o.partitions
     assert k is not None
@@ -226,38 +263,42 @@ def make_pipe(
     if measure or o.plan is not None:
         sample = recipe.sample(replicas).inputs
 
-    def planned() -> dict[str, Any]:
+    def search() -> dict[str, Any]:
         first: Any = sample
         while not isinstance(first, Tensor):
             first = first[0]
-        even = max(m, len(first) - len(first) % m)  # rows that make equal parts
-        return gpipe.find_plan(layers, sample, k, even, partitions=k, micro_batches=m, measure=True).to_json()
+        rows = max(m, len(first) - len(first) % m)  # The planner requires micro-batches of the same size.
+        return gpipe.find_plan(layers, sample, k, rows, partitions=k, micro_batches=m, measure=True).to_json()
 
-    how: dict[str, Any] = {"partitions": k, "schedule": o.schedule, "remat": o.remat}
+    settings: dict[str, Any] = {"partitions": k, "schedule": o.schedule, "remat": o.remat}
     if o.plan is not None:
         with one_thread():
-            how = {"plan": gpipe.Plan.from_json(of_first(world, planned))}
-    elif sample is not None and not measure:  # of a model, which is recorded on it
+            settings = {"plan": gpipe.Plan.from_json(broadcast_from_first(world, search))}
+    elif sample is not None and not measure:  # A model, which gpipe traces on the sample.
         layers = gpipe.layers_of(layers, sample)
         costs = [1.0] * len(layers)
-        how = {"plan": gpipe.find_plan(layers, None, k, micro_batches=m, costs=costs, balance="variance")}
+        settings = {"plan": gpipe.find_plan(layers, None, k, micro_batches=m, costs=costs, balance="variance")}
     driver = "process" if world.launched else None
-    pipe = gpipe.GPipe(layers, micro_batches=m, sample=sample, seed=o.seed, driver=driver, **how)
-    plan = pipe.plan
-    chosen = {"stages_per_rank": plan.stages_per_rank, "schedule": plan.schedule, "remat": plan.remat}
-    return pipe, {"partitions": plan.layers_per_partition, **chosen} if "plan" in how else how
+    pipe = gpipe.GPipe(layers, micro_batches=m, sample=sample, seed=o.seed, driver=driver, **settings)
+    if "plan" in settings:
+        plan = pipe.plan
+        settings = {"partitions": plan.layers_per_partition, "stages_per_rank": plan.stages_per_rank}
+        settings |= {"schedule": plan.schedule, "remat": plan.remat}
+    return pipe, settings
 
 
-def _begin(job: Job) -> None:
-    """Goes back to the latest checkpoint if rank 0 finds one that is wanted; else puts those of others aside."""
-    wanted = job.options.resume or job.world.restarts > 0
-    found = wanted and not job.world.rank and gpipe.find_checkpoint(job.checkpoints) is not None
-    if any(job.pipe.exchange(b"found" if found else b"")):
+def _restore(job: Job) -> None:
+    """Loads the latest checkpoint if the run resumes and rank 0 finds one. Otherwise renames existing checkpoints."""
+    resumes = job.options.resume or job.world.restarts > 0
+    has_checkpoint = resumes and not job.world.rank and gpipe.find_checkpoint(job.checkpoints) is not None
+    if any(job.pipe.exchange(b"found" if has_checkpoint else b"")):
         extra = gpipe.load(job.checkpoints, job.pipe, job.optimizer).extra
         job.progress = from_extra(extra, job.options, job.recipe.data)
         if job.done > job.steps:
-            remedy = "give as many or more by --steps or --epochs, or start anew without --resume"
-            raise ValueError(f"{job.done} steps were trained before, and this is a training of {job.steps}: {remedy}")
+            raise ValueError(
+                f"--resume: the run has already trained {job.done} steps, but this training has only {job.steps}. "
+                "Increase --steps or --epochs, or start again without --resume."
+            )
     elif not job.world.rank:
         for name in (WEIGHTS, EVALUATION):
             (job.options.out / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The shape of a recipe: what is particular to a workload; and how learning rates and averages of weights go."""
+"""Defines the interface of a recipe, learning rate schedules and moving averages of weights."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ Options = TypeVar("Options", bound=TrainOptions)
 
 
 class Batch(NamedTuple):
-    """A mini-batch: what the first layer reads, and what the loss compares with; tensors, or tuples of them."""
+    """A mini-batch: the inputs of the first layer and the targets of the loss, as tensors or tuples of tensors."""
 
     inputs: Any
     targets: Any
@@ -27,9 +27,12 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of each mini-batch this process reads, of `replicas`, as `torch.tensor_split` makes them.
+    """The part of each mini-batch that this process reads.
 
-    `reads_inputs` is whether the first layer is here; elsewhere only the size of inputs matters.
+    Attributes:
+        replica: Index of this process's replica.
+        replicas: Number of replicas. `torch.tensor_split` divides each mini-batch among them.
+        reads_inputs: Whether this process holds the first layer. If not, only the size of its inputs matters.
     """
 
     replica: int = 0
@@ -37,12 +40,19 @@ class Share:
     reads_inputs: bool = True
 
     def of(self, rows: Tensor) -> Tensor:
+        """Returns the rows of this replica."""
         return rows.tensor_split(self.replicas)[self.replica]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `gpipe evaluate` found: numbers, of several runs averaged, what else evaluation.json has, and tables."""
+    """The result of `gpipe evaluate`.
+
+    Attributes:
+        numbers: Metrics by name. With several runs, `gpipe evaluate` prints their means.
+        details: Other entries of evaluation.json.
+        text: Tables for the terminal.
+    """
 
     numbers: Mapping[str, float]
     details: Mapping[str, Any]
@@ -50,86 +60,102 @@ class Evaluation:
 
 
 class Recipe(ABC, Generic[Options]):
-    """A workload: its network, data, loss, way of learning, and how well it does."""
+    """Defines a workload: its model, data, loss, optimizer and metrics.
 
-    name: ClassVar[str]  # as `gpipe train` calls it
-    title: str  # the network and its size
-    steps_per_epoch: int  # how many mini-batches the training data are
-    reduction: Any = "mean"  # how losses of micro-batches make one, as `GPipe.step` takes it
-    largest_norm: float = 0.0  # to which norm gradients are scaled down; 0: they are not
-    averaging: float = 0.0  # how much of itself a moving average of the weights keeps at each step; 0: there is none
-    data: str = ""  # identifies the training data, so that no run goes on with others
+    Attributes:
+        options: The options of the command line.
+        name: Name of the recipe in `gpipe train`.
+        title: Name and size of the model.
+        steps_per_epoch: Number of mini-batches per epoch.
+        reduction: The `reduction` argument of `GPipe.step`: how losses of micro-batches are combined.
+        max_norm: Maximum norm of all gradients together. 0: gradients are not clipped.
+        averaging: Decay of a moving average of the weights. 0: no average.
+        data: A fingerprint of the training data. A run resumes only with the same data.
+    """
+
+    name: ClassVar[str]
+    title: str
+    steps_per_epoch: int
+    reduction: Any = "mean"
+    max_norm: float = 0.0
+    averaging: float = 0.0
+    data: str = ""
 
     def __init__(self, options: Options) -> None:
         self.options = options
 
     @abstractmethod
     def layers(self) -> list[nn.Module]:
-        """Builds the network; its weights come from torch's generator."""
+        """Builds the layers of the model. Initial weights come from torch's random generator."""
 
     @abstractmethod
     def sample(self, replicas: int) -> Batch:
-        """A typical mini-batch of one of so many replicas, to measure layers by."""
+        """Returns a typical mini-batch of one of `replicas` replicas, on which layers are measured."""
 
     @abstractmethod
     def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
-        """Makes the mini-batches of an epoch, counted from 1, from the one numbered `first`, counted from 0."""
+        """Yields mini-batches of an epoch (counted from 1), starting with mini-batch `first` (counted from 0)."""
 
     @abstractmethod
     def loss(self, output: Any, targets: Any) -> Tensor:
-        """The loss of a micro-batch, 0-dim, to be lessened."""
+        """Returns the loss of a micro-batch as a zero-dimensional tensor."""
 
     @abstractmethod
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Makes the optimizer of these parameters."""
+        """Builds the optimizer."""
 
     @abstractmethod
     def learning_rate_at(self, step: int, steps: int) -> float:
-        """The learning rate of a step, counted from 0, of `steps` in all."""
+        """Returns the learning rate of a step, counted from 0. `steps` is the total number of steps."""
 
     def before_step(self, pipe: gpipe.GPipe, step: int, steps: int) -> None:
-        """Changes what layers do over the training; by default nothing."""
+        """Changes settings of layers before a step. By default does nothing."""
 
     @abstractmethod
     def measure(self, pipe: gpipe.GPipe) -> Mapping[str, float]:
-        """How well the network does after an epoch, on data held out for that; by name."""
+        """Returns the metrics of an epoch by name, on validation data."""
 
     def model(self, layers: list[nn.Module]) -> tuple[Any, Any]:
-        """What is evaluated, and a sample for it if it is a model: by default the layers, which need none."""
+        """Returns the model to evaluate and a sample input to trace it. By default the layers, without a sample."""
         return layers, None
 
     @abstractmethod
     def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:
-        """How well the network does, at length, on data that no training has seen."""
+        """Evaluates the model in detail, on data that the training has not used."""
 
     def fit(self, state: Mapping[str, Tensor], layers: Sequence[nn.Module]) -> None:
-        """Gives layers the weights of another run that this one starts from, by name; by default all of them."""
+        """Loads the weights of the run that `--from` names into the layers. By default all of them."""
         load(state, layers)
 
     def write(self, run: Path) -> None:
-        """Writes what else must be kept to use the network, to the folder of the run; by default nothing."""
+        """Writes other files that the model needs to the folder of the run. By default none."""
 
 
 def load(state: Mapping[str, Tensor], layers: Sequence[nn.Module], new: Container[str] = ()) -> None:
-    """Gives layers weights and buffers by name, all but the `new` ones; a ValueError names those that do not fit."""
-    plain = nn.Sequential(*layers)
-    states = ({name: value for name, value in one.items() if name not in new} for one in (state, plain.state_dict()))
-    there, here = ({name: "x".join(map(str, v.shape)) or "a number" for name, v in one.items()} for one in states)
-    sizes = [(name, there.get(name, "missing"), here.get(name, "missing")) for name in sorted({**there, **here})]
-    if odd := [f"{name}: {before} in the run, {now} here" for name, before, now in sizes if before != now]:
-        more = [f"and {len(odd) - 10} more"] if len(odd) > 10 else []
-        raise ValueError("\n".join(["the run has trained another network: give its options", *odd[:10], *more]))
-    plain.load_state_dict({name: state[name] for name in there}, strict=False)
+    """Loads parameters and buffers into layers, except those with names in `new`.
+
+    Raises:
+        ValueError: If names or shapes differ. The message lists the first ten.
+    """
+    module = nn.Sequential(*layers)
+    states = [{name: x for name, x in each.items() if name not in new} for each in (state, module.state_dict())]
+    saved, built = ({name: "x".join(map(str, x.shape)) or "a number" for name, x in each.items()} for each in states)
+    sizes = [(name, saved.get(name, "missing"), built.get(name, "missing")) for name in sorted({**saved, **built})]
+    if different := [f"{name}: {before} in the run, {now} here" for name, before, now in sizes if before != now]:
+        more = [f"and {len(different) - 10} more"] if len(different) > 10 else []
+        head = "weights: the run contains a different model. Pass the options that define its model."
+        raise ValueError("\n".join([head, *different[:10], *more]))
+    module.load_state_dict(states[0], strict=False)
 
 
-AVERAGE = "average"  # the key in an optimizer's state, with which checkpoints keep it
+AVERAGE = "average"  # Key of the average in the optimizer's state.
 
 
 class Averages:
-    """The moving averages of the parameters of an optimizer, kept in its state, and so in its checkpoints.
+    """Moving averages of the parameters of an optimizer. They are part of its state, and so of checkpoints.
 
-    An average keeps a share of `decay` of itself at each step, fewer at the beginning, (1 + n) / (10 + n) at step n,
-    so that the first weights are soon forgotten. 0: there is no average.
+    Step n uses a decay of at most (1 + n) / (10 + n), so that the initial weights lose influence quickly. With a
+    decay of 0 there are no averages.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
@@ -137,7 +163,7 @@ class Averages:
         self._weights = [weight for group in optimizer.param_groups for weight in group["params"]]
 
     def update(self, step: int) -> None:
-        """Moves the averages towards the weights after a step, counted from 0, before gradients are dropped."""
+        """Updates the averages after a step, counted from 0. Call it before the gradients are cleared."""
         weights = [weight for weight in self._weights if weight.grad is not None]
         if self._decay and weights:
             states = [self._optimizer.state[weight] for weight in weights]
@@ -150,7 +176,7 @@ class Averages:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Lets the averages be the weights, and the weights be themselves again in the end."""
+        """Replaces the weights by their averages inside the context."""
         self._swap()
         try:
             yield
@@ -161,27 +187,27 @@ class Averages:
         with torch.no_grad():
             for weight in self._weights:
                 if (average := self._optimizer.state.get(weight, {}).get(AVERAGE)) is not None:
-                    own = weight.clone()
+                    saved = weight.clone()
                     weight.copy_(average)
-                    average.copy_(own)
+                    average.copy_(saved)
 
 
-def rise(step: int, rising: float) -> float:
-    """The share of the largest learning rate in a step, counted from 0, of `rising` steps of warming up."""
-    return min(1.0, (step + 1) / max(1.0, rising))
+def linear(step: int, warm_up: float) -> float:
+    """Returns the factor of the peak learning rate in a linear warm-up of `warm_up` steps. Steps count from 0."""
+    return min(1.0, (step + 1) / max(1.0, warm_up))
 
 
-def cosine(step: int, steps: int, rising: float) -> float:
-    """Rises, then falls as half a cosine to 0 at the end of `steps`."""
-    rising = max(1.0, rising)
-    return rise(step, rising) if step < rising else (1 + cos(pi * (step - rising) / (steps - rising))) / 2
+def cosine(step: int, steps: int, warm_up: float) -> float:
+    """Returns the factor for a linear warm-up, followed by half a cosine that reaches 0 after `steps` steps."""
+    warm_up = max(1.0, warm_up)
+    return linear(step, warm_up) if step < warm_up else (1 + cos(pi * (step - warm_up) / (steps - warm_up))) / 2
 
 
-def exponential(step: int, every: float, rate: float, rising: float) -> float:
-    """Rises, while it is multiplied by `rate` after every `every` steps."""
-    return float(rise(step, rising) * rate ** (step // every))
+def exponential(step: int, every: float, rate: float, warm_up: float) -> float:
+    """Returns the factor for a linear warm-up, multiplied by `rate` once every `every` steps from the start."""
+    return float(linear(step, warm_up) * rate ** (step // every))
 
 
-def inverse_root(step: int, rising: float) -> float:
-    """Rises, then falls as the inverse root of the step, as Vaswani et al. (2017, section 5.3) have it."""
-    return min(rise(step, rising), sqrt(max(1.0, rising) / (step + 1)))
+def inverse_root(step: int, warm_up: float) -> float:
+    """Returns the factor for a linear warm-up, then 1 / sqrt(step) (Vaswani et al., 2017, section 5.3)."""
+    return min(linear(step, warm_up), sqrt(max(1.0, warm_up) / (step + 1)))

@@ -1,4 +1,4 @@
-"""The processes that train together, as torchrun says, and how they meet."""
+"""Finds the processes that train together, from the environment variables of torchrun, and connects them."""
 
 import json
 import logging
@@ -13,20 +13,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public all the same
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # These are public.
 
 from gpipe.distributed.network import interface_of
 
-LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what a launcher sets, torchrun or another
-TIMEOUT = timedelta(minutes=5)  # of a message; a step takes seconds
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # Set by torchrun and other launchers.
+TIMEOUT = timedelta(minutes=5)  # Timeout of the process group. A step takes seconds.
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class World:
-    """One process among those that train together; rank 0 writes files and talks.
+    """Describes this process among the processes that train together. Rank 0 writes files and prints.
 
-    `launched` is whether a launcher started them, `restarts` how often torchrun has done so anew after a failure.
+    Attributes:
+        rank: Rank of this process.
+        size: Number of processes.
+        launched: Whether a launcher started the processes.
+        one_host: Whether all processes run on this host.
+        restarts: Number of times that torchrun has restarted the processes after a failure.
     """
 
     rank: int = 0
@@ -37,7 +42,7 @@ class World:
 
 
 def find_world(environment: Mapping[str, str]) -> World:
-    """Reads from the environment what a launcher said of this process."""
+    """Reads this process's rank and the number of processes from environment variables."""
     if any(name not in environment for name in LAUNCHED):
         return World()
     size = environment["WORLD_SIZE"]
@@ -52,22 +57,22 @@ def find_world(environment: Mapping[str, str]) -> World:
 
 @contextmanager
 def joined(world: World) -> Iterator[None]:
-    """Joins the processes into a group, and leaves it in the end; on one host nothing listens but on loopback."""
+    """Creates the default process group inside the context. On one host, it uses only the loopback interface."""
     if not world.launched:
         yield
         return
-    if world.rank:  # rank 0 talks, of all but errors
+    if world.rank:  # Rank 0 already prints the warnings of all ranks.
         logging.getLogger("gpipe").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
-    named = "" if world.one_host else os.environ.get("GPIPE_INTERFACE")
-    if interface := named or interface_of(LOOPBACK if world.one_host else os.environ["MASTER_ADDR"]):
+    chosen = "" if world.one_host else os.environ.get("GPIPE_INTERFACE")
+    if interface := chosen or interface_of(LOOPBACK if world.one_host else os.environ["MASTER_ADDR"]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     kind = torch.accelerator.current_accelerator(check_available=True)
     backend = (
         f"cpu:gloo,{kind.type}:{dist.Backend.default_device_backend_map.get(kind.type, 'gloo')}" if kind else "gloo"
     )
-    # torchrun's meeting place still knows the addresses of processes that it has replaced
-    store = PrefixStore(f"gpipe/{world.restarts}", _enter(world))
+    # torchrun keeps its store across restarts, so the store still contains addresses of processes that have ended.
+    store = PrefixStore(f"gpipe/{world.restarts}", _connect_store(world))
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
     try:
         yield
@@ -75,20 +80,20 @@ def joined(world: World) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def of_first(world: World, make: Callable[[], Any]) -> Any:
-    """What rank 0 makes, in every process: something that JSON can say."""
+def broadcast_from_first(world: World, make: Callable[[], Any]) -> Any:
+    """Calls `make` on rank 0, and returns its result, which must be JSON-serializable, in every process."""
     text = b"" if world.rank else json.dumps(make()).encode()
     if not world.launched:
         return json.loads(text)
     size = torch.tensor(len(text))
     dist.broadcast(size, 0)
-    sent = torch.zeros(int(size), dtype=torch.uint8) if world.rank else torch.tensor(list(text), dtype=torch.uint8)
-    dist.broadcast(sent, 0)
-    return json.loads(bytes(sent.tolist()))
+    data = torch.zeros(int(size), dtype=torch.uint8) if world.rank else torch.tensor(list(text), dtype=torch.uint8)
+    dist.broadcast(data, 0)
+    return json.loads(bytes(data.tolist()))
 
 
-def _enter(world: World) -> TCPStore:
-    """Enters the meeting place, which torchrun keeps or else rank 0; on one host, no other can enter rank 0's."""
+def _connect_store(world: World) -> TCPStore:
+    """Connects to the store of torchrun, or of rank 0. On one host, rank 0's store does not accept remote clients."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if hosted or not world.one_host:

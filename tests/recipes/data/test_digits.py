@@ -37,5 +37,5 @@ def test_a_few_of_each_class_are_chosen_by_the_seed_and_nothing_else() -> None:
     assert torch.equal(alone.tensors[0], images[classes == 4])
     assert not torch.equal(images, few(3, 2))
     assert {image.numpy().tobytes() for image in images} <= {image.numpy().tobytes() for image in few(6, 1)}
-    with pytest.raises(ValueError, match="--per-class is 141: choose 1 to 140"):
+    with pytest.raises(ValueError, match="--per-class: 141 is out of range"):
         load_digits(8, per_class=141)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe.recipes.data.pairs import Pair, place_of, read_catalogues, read_tsv, split_by_english
+from gpipe.recipes.data.pairs import Pair, hash_of, read_catalogues, read_tsv, split_by_english
 
 LANGUAGES = st.sampled_from(["de", "fr", "zh_Hant"])
 PAIRS = st.lists(st.builds(Pair, LANGUAGES, st.text(), st.text(max_size=4)))
@@ -30,14 +30,14 @@ def test_no_english_is_in_two_parts_no_pair_is_lost_and_other_pairs_move_none(
 
 @given(st.text(), st.sampled_from(["", " ", ".", "!?", " …", "。\n"]))
 def test_the_place_does_not_go_by_case_and_what_ends_a_text(text: str, end: str) -> None:
-    assert place_of(text) == place_of(f" {text}{end}") == place_of(text.casefold())
+    assert hash_of(text) == hash_of(f" {text}{end}") == hash_of(text.casefold())
 
 
 def test_a_tenth_is_for_the_test_and_the_split_is_fixed_for_good() -> None:
     split = split_by_english([Pair("de", "", f"text {number}") for number in range(10_000)])
     assert len(split.test) == pytest.approx(1000, abs=100)
     assert len(split.validation) == pytest.approx(500, abs=70)
-    assert [round(place_of(text), 6) for text in ("Yes", "No")] == [0.540917, 0.576418]
+    assert [round(hash_of(text), 6) for text in ("Yes", "No")] == [0.540917, 0.576418]
 
 
 WORD = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1).map(str.strip).filter(bool)
@@ -59,16 +59,16 @@ def test_what_other_programs_add_to_a_table_is_understood(tmp_path: Path) -> Non
 def test_all_mistakes_of_a_table_are_told_at_once(tmp_path: Path) -> None:
     table = tmp_path / "pairs.tsv"
     table.write_bytes(b"de\tja\tyes\nalone\nde\t\tno\nde\ta\tb\tc\n\xff\tno\n" + b"alone\n" * 10)
-    with pytest.raises(ValueError, match="cannot be read as pairs") as caught:
+    with pytest.raises(ValueError, match="contains invalid lines") as caught:
         read_tsv(table)
     told = str(caught.value).splitlines()
-    assert told[1].startswith("  line 2 has 1 column; write two (source, English) or three")
-    assert told[2] == "  line 3 says nothing in: source; fill the column or delete the line"
-    assert told[3].startswith("  line 4 has 4 columns;")
-    assert told[4] == "  line 5 is not in UTF-8, from byte 1 on; save the file as UTF-8"
+    assert told[1].startswith("  line 2: 1 columns. Write 2 (source, English) or 3")
+    assert told[2] == "  line 3: source is empty. Fill the column, or delete the line."
+    assert told[3].startswith("  line 4: 4 columns.")
+    assert told[4] == "  line 5: byte 1 is not valid UTF-8. Save the file as UTF-8."
     assert (len(told), told[-1]) == (12, "  and 4 more")
     table.write_text("\n\n")
-    with pytest.raises(ValueError, match="holds no pairs; write one a line"):
+    with pytest.raises(ValueError, match="contains no pairs"):
         read_tsv(table)
 
 

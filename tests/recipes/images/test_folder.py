@@ -62,8 +62,8 @@ def test_an_evaluation_counts_each_held_out_image_once(
         assert found["top1"] == hits / len(CLASSES) == lines[-1]["accuracy"]
         assert found["top1"] <= found["top5"] <= 1
     said = capsys.readouterr().out
-    assert said.count("6 held-out images, each as a whole:\n") == 2
-    assert said.count("is \\ taken for  ant  bee  cat  dog  eel  fly\n") == 2
+    assert said.count("Accuracy on 6 held-out images:\n") == 2
+    assert said.count("true \\ predicted  ant  bee  cat  dog  eel  fly\n") == 2
     assert f"top-1 {found['top1']:.2%}, top-5 {found['top5']:.2%}" in said
 
 
@@ -85,11 +85,11 @@ def test_what_cannot_be_used_ends_with_what_to_do(
 ) -> None:
     out, images = ["--out", str(tmp_path / "out")], ["train", "images", "--image-folder", str(folder)]
     for given, told in (
-        ([*images, "--classes", "ant", "yak", *out], "there is no class yak; there are ant, bee, cat"),
-        ([*images, "--batch-size", "31", *out], "there are 30 images to train on: choose fewer"),
-        (["evaluate"], "give the folder of a run"),
-        (["evaluate", str(tmp_path)], "has no config.toml: give the folder of a run"),
-        (["evaluate", str(tmp_path), "--beam", "0"], "--beam is 0: choose 1 or more"),
+        ([*images, "--classes", "ant", "yak", *out], "Class yak does not exist. Choose from ant, bee, cat"),
+        ([*images, "--batch-size", "31", *out], "--batch-size: 31 is more than the 30 training images"),
+        (["evaluate"], "RUN: got no folder"),
+        (["evaluate", str(tmp_path)], "contains no config.toml"),
+        (["evaluate", str(tmp_path), "--beam", "0"], "--beam: 0 is out of range"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(given)
@@ -109,7 +109,7 @@ def test_an_image_that_turns_out_damaged_in_training_is_named(
         trained(tmp_path / "images", tmp_path / "out", "--steps", "4", workers=workers)
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"gpipe: {bad} cannot be read as an image: ")
+    assert said.startswith(f"gpipe: {bad}: cannot be read as an image: ")
     assert "Traceback" not in said
 
 
@@ -121,4 +121,4 @@ def test_damaged_weights_end_an_evaluation_with_their_name(
     with pytest.raises(SystemExit) as ended:
         main(["evaluate", str(tmp_path / "run")])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith(f"gpipe: {tmp_path / 'run' / 'model.safetensors'} cannot be read: ")
+    assert capsys.readouterr().err.startswith(f"gpipe: {tmp_path / 'run' / 'model.safetensors'}: cannot be read: ")

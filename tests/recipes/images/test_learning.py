@@ -117,7 +117,7 @@ def test_a_run_that_is_interrupted_within_an_epoch_goes_on_to_the_same_bits(
     assert len(kept) == len(list(job.pipe.parameters()))
     assert job.pipe.step_number == 2
     text = train(replace(options, partitions=1, resume=True))[1]
-    assert "goes on after" in text
+    assert "Resuming after" in text
     assert shown(text)[-1] == shown(one[0])[-1]
     assert same(weights(tmp_path), weights(one[1]))
 

@@ -45,7 +45,7 @@ def test_the_command_takes_the_network_of_the_run_and_trains(first: Path, tmp_pa
 
 
 def test_another_network_is_told_with_what_does_not_fit(first: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the run has trained another network: give its options") as refusal:
+    with pytest.raises(ValueError, match="weights: the run contains a different model") as refusal:
         prepared(replace(EVERYTHING, filters=32, from_=first, out=tmp_path / "out"))
     lines = str(refusal.value).splitlines()
     assert len(lines) == 12

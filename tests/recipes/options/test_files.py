@@ -26,7 +26,7 @@ from gpipe.recipes.options.files import (
     to_table,
     write_config,
 )
-from gpipe.recipes.options.training import OPTIONS, DigitsOptions, TrainOptions, TranslationOptions, flag, name_of
+from gpipe.recipes.options.training import OPTIONS, DigitsOptions, TrainOptions, TranslationOptions, flag, key_of
 
 WORDS = st.text("abcäöπ 0.7_", min_size=1, max_size=5)
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
@@ -86,7 +86,7 @@ def test_names_are_the_same_in_the_dataclass_in_toml_and_in_help(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = OPTIONS[recipe]
-    names = {name_of(one.name) for one in fields(options)}
+    names = {key_of(one.name) for one in fields(options)}
     given: dict[str, Any] = {one.name: tmp_path for one in fields(options)}  # so that none is left out
     assert to_table(recipe, options(**given)).keys() == {"recipe", *names - NOT_SAVED}
     with pytest.raises(SystemExit) as ended:
@@ -95,8 +95,9 @@ def test_names_are_the_same_in_the_dataclass_in_toml_and_in_help(
     text = capsys.readouterr().out
     flags = {word for line in text.splitlines() for word in re.findall(r"(?<=^[│ ] )--[\w-]+", line)}
     assert flags == {flag(name) for name in names}
-    for one in fields(options):
-        assert f"(default: {'' if one.default == () else one.default})" in " ".join(text.split())
+    for field in fields(options):
+        assert field.default in (None, ()) or f"(default: {field.default})" in " ".join(text.split())
+    assert "None" not in text
 
 
 @pytest.mark.parametrize("file", sorted(PRESETS.rglob("*.toml")), ids=lambda file: f"{file.parent.name}-{file.stem}")
@@ -183,31 +184,31 @@ def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path: Path, capsys: pyt
     assert ended.value.code == 2
     said = [line.strip().removeprefix("gpipe: ") for line in capsys.readouterr().err.splitlines()]
     assert said == [
-        f"{file}: filter is no option; did you mean filters?",
-        f"{file}: whatever is no option: see `gpipe train digits --help`",
-        f"{file}: steps is 'many': give a whole number",
-        f"{file}: flip is 1: give true or false",
-        f"{file}: seed is True: give a whole number",
-        f"{file}: model is 'amoebanet-c': give 'amoebanet-d' or 'amoebanet-b'",
-        f"{file}: classes is '1': give a list, each a text",
-        f"{file}: layers is [3]: give a whole number",
-        f"{file}: epochs is 1.5: give a whole number",
-        f"{file}: out is datetime.date(2026, 1, 1): give a text",
-        f"{file}: resume is no option: see `gpipe train digits --help`",
+        f"{file}: filter is not an option. Did you mean filters?",
+        f"{file}: whatever is not an option. `gpipe train digits --help` lists all options.",
+        f"{file}: steps has the invalid value 'many'. Write an integer.",
+        f"{file}: flip has the invalid value 1. Write true or false.",
+        f"{file}: seed has the invalid value True. Write an integer.",
+        f"{file}: model has the invalid value 'amoebanet-c'. Write 'amoebanet-d' or 'amoebanet-b'.",
+        f"{file}: classes has the invalid value '1'. Write a list in which each entry is a string.",
+        f"{file}: layers has the invalid value [3]. Write an integer.",
+        f"{file}: epochs has the invalid value 1.5. Write an integer.",
+        f"{file}: out has the invalid value datetime.date(2026, 1, 1). Write a string.",
+        f"{file}: resume is not an option. `gpipe train digits --help` lists all options.",
     ]
 
 
 def test_what_is_no_file_of_this_recipe_is_refused(tmp_path: Path) -> None:
     write_config(tmp_path, "translation", TranslationOptions(out=tmp_path))
     for flags in (["--config", str(tmp_path / CONFIG)], ["--from", str(tmp_path)], ["--resume", f"--out={tmp_path}"]):
-        with pytest.raises(ValueError, match=r"is of the recipe translation, and this is `gpipe train digits`$"):
+        with pytest.raises(ValueError, match=r"contains options of the recipe translation\. Use"):
             told("digits", *flags)
     (tmp_path / "empty").mkdir()
     for flags, words in (
-        (["--config", "papr"], "--config is papr, neither a file nor a preset: of those there are paper"),
-        (["--config", str(config(tmp_path, "layers: 3"))], r"config.toml is no TOML file: .*line 1"),
+        (["--config", "papr"], "--config: papr is neither a file nor a preset"),
+        (["--config", str(config(tmp_path, "layers: 3"))], r"config.toml: is not a valid TOML file: .*line 1"),
         (["--config", str(tmp_path)], "cannot be read: Is a directory"),
-        (["--from", str(tmp_path / "empty")], r"empty has no config.toml: give the folder of a run"),
+        (["--from", str(tmp_path / "empty")], r"empty: contains no config.toml\. Pass"),
     ):
         with pytest.raises(ValueError, match=words):
             told("digits", *flags)

@@ -10,7 +10,7 @@ import pytest
 from gpipe.recipes.data.pairs import Pair, read_catalogues
 from gpipe.recipes.data.token_batches import Vocabulary
 from gpipe.recipes.options.training import TranslationOptions
-from gpipe.recipes.translation.corpus import Corpus, in_order
+from gpipe.recipes.translation.corpus import Corpus, batch_by_length
 from tests.support.toy_language import options, pairs, write_table
 
 
@@ -73,7 +73,7 @@ def test_every_mini_batch_is_of_training_sentences_and_an_epoch_has_as_many_as_t
 def test_all_that_is_judged_by_is_judged_once_also_what_is_long(tmp_path: Path) -> None:
     corpus = Corpus(options(tmp_path, longest=12, tokens=64))
     assert max(max(one.lengths) for one in corpus.test) > 12
-    some = in_order(corpus.test, 1)
+    some = batch_by_length(corpus.test, 1)
     assert sorted([one.pair for rows in some for one in rows], key=repr) == sorted(corpus.split.test, key=repr)
 
 
@@ -93,9 +93,12 @@ def test_fewer_sentences_to_judge_by_are_of_the_same_english_in_each_language(tm
 def test_what_leaves_nothing_to_learn_from_is_refused(tmp_path: Path) -> None:
     few = write_table(tmp_path / "few.tsv", [pair for pair in pairs(3) if pair.language == "toy"])
     for changes, told in (
-        ({"languages": ("toy", "de", "xx")}, "--languages has de, xx: there are mirror, toy"),
-        ({"longest": 1}, "no pair is of --longest 1 subwords at most: choose more"),
-        ({"tsv": few}, "of 3 pairs none falls to those to look at meanwhile, nor to those to judge"),
+        (
+            {"languages": ("toy", "de", "xx")},
+            "--languages: de, xx does not occur in the data. Choose from mirror, toy.",
+        ),
+        ({"longest": 1}, "--longest: no training pair has at most 1 tokens"),
+        ({"tsv": few}, "3 pairs, split by text, leave validation, test empty"),
     ):
         with pytest.raises(ValueError, match=re.escape(told)):
             Corpus(options(tmp_path, **changes))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpipe.recipes.recipe import Evaluation
 from gpipe.recipes.translation.corpus import Corpus
-from gpipe.recipes.translation.recipe import Decode, Scores, bleu, chrf, evaluation_of, table
+from gpipe.recipes.translation.recipe import Decode, Scores, bleu, chrf, evaluate_translations, table
 from tests.support.toy_language import options
 
 
@@ -38,7 +38,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def evaluated(corpus: Corpus, width: int) -> Evaluation:
-    return evaluation_of(corpus, {"toy": (6.0, 4), "mirror": (2.0, 4)}, knowing(corpus), tokens=64, width=width)
+    return evaluate_translations(
+        corpus, {"toy": (6.0, 4), "mirror": (2.0, 4)}, knowing(corpus), tokens=64, width=width
+    )
 
 
 def test_every_language_is_compared_with_what_needs_no_network(corpus: Corpus) -> None:
@@ -90,7 +92,7 @@ def test_a_table_fits_80_columns_and_has_a_line_for_each_language(scores: dict[s
     assert max(map(len, [head, under, *lines, last])) <= 80
     assert len({len(line) for line in (head, *lines, last)}) == 1  # columns are below each other
     assert sorted(line.split()[0] for line in lines) == sorted(scores)
-    assert last.startswith("together ")
+    assert last.startswith("all ")
     assert [int(line.split()[1]) for line in lines] == sorted((one.train for one in scores.values()), reverse=True)
     for line in lines:
         numbers = astuple(scores[line.split()[0]])

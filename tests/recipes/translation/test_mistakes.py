@@ -36,24 +36,21 @@ def test_a_run_must_be_there_and_have_weights(
     none = tmp_path / "none"
     for command in (("translate", "--run"), ("evaluate",)):
         for given, words in (
-            ((none,), f"{none} has no config.toml: give the folder of a run, such as `gpipe train` writes\n"),
-            (
-                (untrained,),
-                "has neither model.safetensors nor a checkpoint: give the folder of a run that was trained",
-            ),
-            ((untrained, "--beam", "0"), "--beam is 0: choose 1 or more"),
+            ((none,), f"{none}: contains no config.toml. Pass the folder of a run that `gpipe train` wrote.\n"),
+            ((untrained,), "contains neither model.safetensors nor a checkpoint. Pass"),
+            ((untrained, "--beam", "0"), "--beam: 0 is out of range"),
         ):
             assert words in told(capsys, *command, *map(str, given))
     (untrained / "vocabulary.json").unlink()
-    assert "has no vocabulary.json" in told(capsys, "translate", "--run", str(untrained))
+    assert "contains no vocabulary.json" in told(capsys, "translate", "--run", str(untrained))
 
 
 def test_digits_are_not_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(tmp_path, "digits", DigitsOptions())
     assert told(capsys, "translate", "--run", str(tmp_path)) == (
-        f"gpipe: {tmp_path} is a run of the recipe digits: give one of `gpipe train translation`\n"
+        f"gpipe: --run: {tmp_path} is a run of the recipe digits. Pass a run of `gpipe train translation`.\n"
     )
-    assert "--beam says nothing to the recipe digits" in told(capsys, "evaluate", str(tmp_path), "--beam", "2")
+    assert "--beam: " in told(capsys, "evaluate", str(tmp_path), "--beam", "2")
 
 
 def test_all_options_that_cannot_be_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,21 +59,21 @@ def test_all_options_that_cannot_be_are_told_at_once(tmp_path: Path, capsys: pyt
     said = told(capsys, "train", "translation", *flags)
     assert all(flag in said for flag in flags[::2])
     assert len(said.splitlines()) == len(flags) // 2
-    assert "--tokens is 100: choose 204 or more, for a pair of --longest each" in said
+    assert "--tokens: 100 is too small for two sentences of --longest. Choose at least 204." in said
     out, none = ("--out", str(tmp_path / "out")), str(tmp_path / "none.tsv")
     assert "No such file or directory" in told(capsys, "train", "translation", *out, "--tsv", none)
     table = ("--tsv", str(write_table(tmp_path / "pairs.tsv", pairs(120))))
     heads = told(capsys, "train", "translation", "--model", "decoder", "--heads", "3", *out, *table)
-    assert "even model_dim that is a multiple of heads: got layers=2, model_dim=128, heads=3" in heads
+    assert "layers=2, model_dim=128, heads=3: a Transformer requires" in heads
 
 
 @pytest.mark.parametrize(
     ("missing", "what"),
     [
-        ("django", "the translations come with Django and are read by polib"),
-        ("polib", "the translations come with Django and are read by polib"),
-        ("tokenizers", "vocabularies are learnt by tokenizers"),
-        ("sacrebleu", "translations are scored by sacrebleu"),
+        ("django", "The default translations require Django and polib"),
+        ("polib", "The default translations require Django and polib"),
+        ("tokenizers", "Vocabularies require the library tokenizers"),
+        ("sacrebleu", "Scoring translations requires sacrebleu"),
     ],
 )
 def test_the_library_that_is_missing_is_named_before_hours_of_work(
@@ -89,7 +86,7 @@ def test_the_library_that_is_missing_is_named_before_hours_of_work(
         monkeypatch.setattr("gpipe.recipes.trained.load", lambda state, layers: None)
         command = ["evaluate", str(untrained)]
     monkeypatch.setitem(sys.modules, missing, None)
-    assert told(capsys, *command) == f"gpipe: {what}: pip install 'gpipe[translation]'\n"
+    assert told(capsys, *command) == f"gpipe: {what}. Run pip install 'gpipe[translation]'.\n"
     if missing == "tokenizers":
         assert "pip install 'gpipe[translation]'" in told(capsys, "translate", "--run", str(untrained))
     assert not out.exists()

@@ -14,7 +14,7 @@ from gpipe.recipes.data.token_batches import BEGIN, END, PAD
 from gpipe.recipes.models.transformer import Head
 from gpipe.recipes.recipe import Batch, Share
 from gpipe.recipes.translation.corpus import Sentence
-from gpipe.recipes.translation.recipe import TranslationRecipe, count_words
+from gpipe.recipes.translation.recipe import TranslationRecipe, count_tokens
 from gpipe.recipes.translation.translator import LAYOUTS
 from tests.support.planned import pipe_by_costs
 from tests.support.toy_language import options
@@ -24,7 +24,7 @@ SMOOTHING = 0.1
 
 
 def recipe_of(folder: Path, **changes: Any) -> TranslationRecipe:
-    return TranslationRecipe(options(folder, **{"dropout": 0.0, **changes}).settled())
+    return TranslationRecipe(options(folder, **{"dropout": 0.0, **changes}).resolved())
 
 
 def sentences_of(recipe: TranslationRecipe, count: int = 7) -> list[Sentence]:
@@ -64,7 +64,7 @@ def test_an_encoder_decoder_reads_both_sides_padded_apart_and_a_decoder_one_row(
         said = [[*before, *one.english, END] for before, one in zip(not_learnt, sentences, strict=True)]
         assert filled(together.targets) == said
         words = sum(len(one.english) + 1 for one in sentences)
-        assert int(count_words(targets)) == int(count_words(together.targets)) == words
+        assert int(count_tokens(targets)) == int(count_tokens(together.targets)) == words
 
 
 def test_replicas_read_all_sentences_once_also_where_they_are_more_than_those(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_replicas_read_all_sentences_once_also_where_they_are_more_than_those(tm
     wholes = list(recipe.batches(1, 0, Share()))
     shares = zip(*(recipe.batches(1, 0, Share(replica, 3)) for replica in range(3)), strict=True)
     for whole, parts in zip(wholes, shares, strict=True):
-        assert sum(int(count_words(part.targets)) for part in parts) == int(count_words(whole.targets))
+        assert sum(int(count_tokens(part.targets)) for part in parts) == int(count_tokens(whole.targets))
         told = [row for part in parts for row in part.targets.tolist() if set(row) != {PAD}]
         assert [[word for word in row if word] for row in told] == [
             [word for word in row if word] for row in whole.targets.tolist()

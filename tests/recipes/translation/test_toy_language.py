@@ -82,8 +82,8 @@ def test_what_stands_before_a_line_that_cannot_be_translated_is_said(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for odd, told in (
-        (b"gr\xfcn", "line 3 of stdin: it is no UTF-8, from byte 3 on"),
-        (b"a" * 9000, "line 3 of stdin: it is"),
+        (b"gr\xfcn", "stdin, line 3: byte 3 is not valid UTF-8"),
+        (b"a" * 9000, "stdin, line 3: the sentence has"),
     ):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n".join([b"", b"a", odd, b"b"]))))
         with pytest.raises(SystemExit) as ended:

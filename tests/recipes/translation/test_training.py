@@ -84,14 +84,11 @@ def test_another_training_is_not_gone_on_with(whole: TranslationOptions, folder:
     resumed = {"out": whole.out, "resume": True}
     started = {"out": tmp_path / "out", "from_": whole.out}
     for changes, told in (
-        ({**resumed, "label_smoothing": 0.5}, "--label-smoothing is 0.5, and the checkpoint is of a training"),
-        ({**resumed, "tsv": other}, "the training data are not those of the checkpoint"),
-        ({**resumed, "steps": 12}, "13 steps were trained before, and this is a training of 12: give as many"),
-        (
-            {**started, "vocabulary": 500},
-            f"--vocabulary is 500, and {whole.out} has one of 300, which is kept: leave",
-        ),
-        ({**started, "from_": tmp_path}, "has neither model.safetensors nor a checkpoint"),
+        ({**resumed, "label_smoothing": 0.5}, "--label-smoothing: 0.5 differs from 0.1 in the checkpoint"),
+        ({**resumed, "tsv": other}, "--resume: the training data has changed"),
+        ({**resumed, "steps": 12}, "--resume: the run has already trained 13 steps, but this training has only 12"),
+        ({**started, "vocabulary": 500}, "--vocabulary: 500 differs from 300 in the run of --from"),
+        ({**started, "from_": tmp_path}, "contains neither model.safetensors nor a checkpoint"),
     ):
         with pytest.raises(ValueError, match=re.escape(told)):
             job_of(options(folder, **changes))
@@ -99,7 +96,7 @@ def test_another_training_is_not_gone_on_with(whole: TranslationOptions, folder:
 
 def test_a_plan_that_was_measured_gives_the_same_losses(whole: TranslationOptions, tmp_path: Path) -> None:
     """Mini-batches of sentences are of any size, and a plan is for equal parts."""
-    told = replace(whole, out=tmp_path, plan="auto", partitions=2).settled()
+    told = replace(whole, out=tmp_path, plan="auto", partitions=2).resolved()
     job = prepare(TranslationRecipe(told))
     assert job.name.endswith("planned for this machine")
     run(job, Console(quiet=True))

@@ -1,12 +1,17 @@
-"""Data sets of the recipes, and orders, draws and changes that depend on seed, epoch and row alone."""
+"""Loads the data sets of the recipes. Sampling and augmentation depend only on the seed, the epoch and the row."""
 
 from importlib import import_module
 from typing import Any
 
 
-def imported(name: str, what: str, extra: str) -> Any:
-    """A library that an extra of gpipe brings; an ImportError says what it is for, and how to get it."""
+def require(name: str, problem: str, extra: str) -> Any:
+    """Imports a library that an extra of gpipe installs.
+
+    Raises:
+        ImportError: If it is not installed. The message is the problem, such as "Reading images requires Pillow",
+            followed by the command that installs the extra.
+    """
     try:
         return import_module(name)
     except ImportError as error:
-        raise ImportError(f"{what}: pip install 'gpipe[{extra}]'") from error
+        raise ImportError(f"{problem}. Run pip install 'gpipe[{extra}]'.") from error

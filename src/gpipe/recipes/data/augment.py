@@ -1,7 +1,7 @@
-"""Which images an epoch sees, and what becomes of them: crops, flips, cutouts and small turns.
+"""Orders the images of an epoch and augments them: crops, flips, cutouts, small shifts and rotations.
 
-Every draw is a function of (seed, epoch, row) alone: neither the batch that a row is in nor the process that reads it
-makes a difference. Each kind of draw has a key of its own, so leaving one out changes no other.
+Random numbers depend only on (seed, epoch, row), not on the batch of a row or on the process that reads it. Each kind
+of augmentation has its own key, so disabling one does not change the others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,41 +13,46 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CROP, FLIP, CUTOUT, SUBSET = 2, 3, 4, 6  # keys of draws; the order of rows has none, which is 0, and jitter has 1
-NARROWEST, WIDEST = 3 / 4, 4 / 3  # width of a box by its height
-MIDDLE = 0.875  # of each side, what evaluation looks at
-SHIFT = 0.05  # of the image's side, at most, each way
-ANGLE = 0.15  # radians, at most, each way
+CROP, FLIP, CUTOUT, SUBSET = 2, 3, 4, 6  # Keys of random numbers. Jitter has key 1, and the order of rows has none.
+NARROWEST, WIDEST = 3 / 4, 4 / 3  # Ratio of width to height of a random crop.
+MIDDLE = 0.875  # Share of each side that an evaluation keeps.
+SHIFT = 0.05  # Maximum shift, as a share of the image's side.
+ANGLE = 0.15  # Maximum rotation, in radians.
 
 T = TypeVar("T")
-Box = tuple[float, float, float, float]  # left, top, right, bottom
+Box = tuple[float, float, float, float]  # Left, top, right and bottom.
 
 
 def batches(rows: int, batch_size: int, *, seed: int, epoch: int) -> list[Tensor]:
-    """Returns the row numbers of each mini-batch of an epoch: every row at most once.
+    """Returns the row numbers of each mini-batch of an epoch, in random order.
 
-    The rows left over after the last whole mini-batch sit this epoch out, others in the next.
+    Rows that do not fill a mini-batch are skipped. Each epoch skips different rows.
     """
     order = torch.from_numpy(np.random.default_rng((seed, epoch)).permutation(rows))
     return list(order[: rows - rows % batch_size].split(batch_size))
 
 
 def some_of_each(classes: Mapping[int, Sequence[T]], count: int, seed: int) -> dict[int, list[T]]:
-    """Keeps `count` of each numbered class, in their order; fewer are always a part of more."""
+    """Returns `count` random items of each class, in their original order. A smaller count returns a subset."""
     if count > (most := min(map(len, classes.values()))):
-        raise ValueError(f"--per-class is {count}: choose 1 to {most}")
+        raise ValueError(f"--per-class: {count} is out of range. Choose 1 to {most}, the size of the smallest class.")
     chosen = {}
-    for number, own in classes.items():
-        order = np.random.default_rng((seed, number, SUBSET)).permutation(len(own))
-        chosen[number] = [own[place] for place in sorted(order[:count])]
+    for number, items in classes.items():
+        order = np.random.default_rng((seed, number, SUBSET)).permutation(len(items))
+        chosen[number] = [items[index] for index in sorted(order[:count])]
     return chosen
 
 
 class Augmentation(NamedTuple):
-    """What becomes of an image before a network sees it.
+    """Settings of the augmentation. An evaluation uses only `size`.
 
-    `size` is pixels a side, always. Training scales a random box of `least_area` of the image or more to it; digits
-    are shifted and turned a little if `jitter`. Half are mirrored if `flip`, and `cutout` pixels a side are left out.
+    Attributes:
+        size: Height and width of the images in pixels.
+        least_area: Minimum share of an image's area that a random crop keeps.
+        flip: Whether to mirror half of the images.
+        cutout: Size of a random blank square in pixels. 0: none.
+        seed: Random seed.
+        jitter: Whether to shift and rotate images slightly.
     """
 
     size: int = 224
@@ -59,9 +64,9 @@ class Augmentation(NamedTuple):
 
 
 def random_box(width: int, height: int, row: int, *, least_area: float, seed: int, epoch: int) -> Box:
-    """Returns a box of whole pixels inside an image, 3:4 to 4:3, of a random share of the image's area.
+    """Returns a random crop of an image in whole pixels, with an aspect ratio from 3:4 to 4:3.
 
-    The share is `least_area` or more; less only where a long image has no room for a box of that area.
+    It has at least the share `least_area` of the image's area, except in long images where no such crop fits.
     """
     shape, share, across, down = _draw([row], CROP, 4, seed, epoch)[0].tolist()
     aspect = NARROWEST + shape * (WIDEST - NARROWEST)
@@ -75,13 +80,13 @@ def random_box(width: int, height: int, row: int, *, least_area: float, seed: in
 
 
 def central_box(width: int, height: int) -> Box:
-    """Returns the middle of an image, seven eighths of each side."""
+    """Returns the center crop of an image, with 7/8 of each side."""
     left, top = width * (1 - MIDDLE) / 2, height * (1 - MIDDLE) / 2
     return left, top, width - left, height - top
 
 
 def augment(images: Tensor, rows: Tensor, how: Augmentation, epoch: int) -> Tensor:
-    """Jitters images [N, 3, H, W] of mean 0, flips them and cuts out of them, as far as `how` asks for it."""
+    """Applies jitter, flip and cutout to images [N, 3, H, W] with mean 0, as the settings say."""
     if how.jitter:
         images = jitter(images, rows, seed=how.seed, epoch=epoch)
     if how.flip:
@@ -90,13 +95,13 @@ def augment(images: Tensor, rows: Tensor, how: Augmentation, epoch: int) -> Tens
 
 
 def flip(images: Tensor, rows: Tensor, *, seed: int, epoch: int) -> Tensor:
-    """Mirrors half of the images [N, C, H, W], left to right."""
+    """Mirrors each of the images [N, C, H, W] horizontally with probability 1/2."""
     mirrored = _draw(rows.tolist(), FLIP, 1, seed, epoch) < 0.5
     return torch.where(mirrored[:, :, None, None], images.flip(-1), images)
 
 
 def cutout(images: Tensor, rows: Tensor, size: int, *, seed: int, epoch: int) -> Tensor:
-    """Sets a square of `size` pixels a side to 0 in each image [N, C, H, W], around any pixel, also at an edge."""
+    """Sets a square of `size` pixels around a random pixel to 0 in each image [N, C, H, W], cropped at the edges."""
     covered = []
     for centers, side in zip(_draw(rows.tolist(), CUTOUT, 2, seed, epoch).T, images.shape[-2:], strict=True):
         first, pixels = (centers * side).floor()[:, None] - size // 2, torch.arange(side)
@@ -106,15 +111,15 @@ def cutout(images: Tensor, rows: Tensor, size: int, *, seed: int, epoch: int) ->
 
 
 def _draw(rows: list[int], kind: int, count: int, seed: int, epoch: int) -> Tensor:
-    """Draws [N, count] numbers from 0 to below 1 in float64, those of a row from a generator of its own."""
+    """Draws uniform random numbers in [0, 1), [N, count] in float64. Each row has its own generator."""
     return torch.from_numpy(np.stack([np.random.default_rng((seed, epoch, kind, row)).random(count) for row in rows]))
 
 
 def jitter(images: Tensor, rows: Tensor, *, seed: int, epoch: int) -> Tensor:
-    """Shifts and turns each image [N, C, H, W] a little, so that a network does not learn few by heart."""
+    """Shifts and rotates each image [N, C, H, W] slightly, so that a model does not memorize a small data set."""
     draws = np.random.default_rng((seed, epoch, 1)).uniform(-1, 1, size=(int(rows.max()) + 1, 3))
     angle, across, down = torch.from_numpy(draws.astype(np.float32))[rows].T
-    angle, across, down = angle * ANGLE, across * 2 * SHIFT, down * 2 * SHIFT  # an image is 2 wide in a grid's units
+    angle, across, down = angle * ANGLE, across * 2 * SHIFT, down * 2 * SHIFT  # In a grid, an image has width 2.
     moves = torch.stack([angle.cos(), -angle.sin(), across, angle.sin(), angle.cos(), down], dim=1)
     grid = F.affine_grid(moves.reshape(-1, 2, 3), list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, padding_mode="border", align_corners=False)

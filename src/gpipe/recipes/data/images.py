@@ -1,6 +1,6 @@
-"""Images, read in batches by worker processes: a folder of class folders, or scikit-learn's handwritten digits.
+"""Loads images in batches: from a folder with one subfolder per class, or scikit-learn's handwritten digits.
 
-Of these there are 1797 real images of 8x8 pixels, here at 64x64 in three channels.
+There are 1797 digits with 8x8 pixels. By default, they are scaled to 64x64 pixels, with three channels.
 """
 
 import os
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from gpipe.recipes.data import imported
+from gpipe.recipes.data import require
 from gpipe.recipes.data.augment import Augmentation, augment, central_box, random_box, some_of_each
 from gpipe.recipes.recipe import Batch
 
@@ -26,46 +26,64 @@ if TYPE_CHECKING:
 
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 HELD_OUT_FOLDERS = ("val", "validation", "test")
-HELD_OUT_EVERY = 5  # of each class, in the order of names, where no folder says what to hold out
-SHOWN = 3  # of many files, in a message
-CLASSES = 10  # of digits
-FIFTHS = np.s_[4::5]  # of each digit, in the order of the file, every fifth image is held out
-START = "spawn"  # a copy of a process in which threads run, as those of a pipe do, could wait forever for their locks
+HELD_OUT_EVERY = 5  # Without a folder of held-out images, every fifth image of each class is held out.
+SHOWN = 3  # Maximum number of files that a message names.
+CLASSES = 10  # Number of digits.
+FIFTHS = np.s_[4::5]  # Every fifth image of each digit is held out.
+START_METHOD = "spawn"  # A forked worker could wait forever for locks that threads of a pipe hold.
 
 
 def load_folder(
     directory: str | os.PathLike[str], classes: Sequence[str] = (), per_class: int | None = None, seed: int = 0
 ) -> "tuple[ImageFolder, ImageFolder]":
-    """Finds the images of a folder of class folders, `directory/cat/1.jpg`, also deeper: to train on, and held out.
+    """Finds the images in a folder with one subfolder per class, such as `directory/cat/1.jpg`.
 
-    Where `directory/train` has class folders, `directory/val`, `validation` or `test`, whichever exists first, holds
-    out; elsewhere every fifth image of each class, in the order of names. Names that begin with a dot, and files
-    beside the class folders, are left alone. `classes` keeps only these, numbered from 0 in the order given;
-    `per_class` only so many training images of each, chosen by `seed`. A ValueError lists all that cannot be.
+    If `directory/train` contains class folders, the held-out images are in `directory/val`, `validation` or `test`,
+    whichever exists first. Otherwise every fifth image of each class, sorted by name, is held out. Ignores hidden
+    files, and files next to the class folders. Class folders may contain subfolders.
+
+    Args:
+        directory: The folder.
+        classes: Names of the classes to use. Their order determines the class numbers. Default: all.
+        per_class: Number of training images to keep per class. Default: all.
+        seed: Random seed for `per_class`.
+
+    Returns:
+        The training images and the held-out images.
+
+    Raises:
+        ValueError: If the folder or its contents are invalid. The message lists all problems.
+        ImportError: If Pillow is not installed.
     """
-    imported("PIL.Image", "images are read by Pillow", "images")
+    require("PIL.Image", "Reading images requires Pillow", "images")
     whole = root = held_out_root = Path(directory)
     if not root.is_dir():
-        raise ValueError(f"{root} is no folder; give one that holds a folder of images for each class")
+        raise ValueError(
+            f"--image-folder: {root} is not a folder. Pass a folder that contains one folder of images per class."
+        )
     if _class_folders(root / "train"):
         root = root / "train"
         held_out_root = next((whole / name for name in HELD_OUT_FOLDERS if (whole / name).is_dir()), root)
-    train, mistakes = _find(root)
+    train, problems = _find(root)
     if held_out_root == root:
         held_out = {name: files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY] for name, files in train.items()}
         train = {name: sorted({*files} - {*held_out[name]}) for name, files in train.items()}
-        if not mistakes and not any(held_out.values()):
-            remedy = "add images, or put some into val/CLASS and the others into train/CLASS"
-            mistakes.append(f"no class has the {HELD_OUT_EVERY} images of which one is held out; {remedy}")
+        if not problems and not any(held_out.values()):
+            problems.append(
+                f"Every class has fewer than {HELD_OUT_EVERY} images, so none is held out. Add images, or move some "
+                "to val/CLASS and the others to train/CLASS."
+            )
     else:
         held_out, more = _find(held_out_root)
-        mistakes += more
+        problems += more
         if unknown := [name for name in held_out if name not in train]:
-            mistakes.append(f"{held_out_root} has classes that {root} lacks: {_some(unknown)}; add or remove them")
+            problems.append(f"{held_out_root} contains classes that {root} lacks: {_shorten(unknown)}. Remove them.")
     kept = tuple(classes) or tuple(train)
-    mistakes += [f"there is no class {name}; there are {_some([*train])}" for name in kept if name not in train]
-    if mistakes:
-        raise ValueError("\n".join([f"{whole} cannot be used as a folder of images:", *(f"- {m}" for m in mistakes)]))
+    known = _shorten([*train])
+    problems += [f"Class {name} does not exist. Choose from {known}." for name in kept if name not in train]
+    if problems:
+        lines = [f"--image-folder: {whole} cannot be used:", *(f"- {problem}" for problem in problems)]
+        raise ValueError("\n".join(lines))
     train = {name: train[name] for name in kept}
     if per_class is not None:
         chosen = some_of_each(dict(enumerate(train.values())), per_class, seed)
@@ -73,12 +91,12 @@ def load_folder(
     return ImageFolder.of(root, train), ImageFolder.of(held_out_root, {name: held_out.get(name, []) for name in kept})
 
 
-class UnreadableImage(ValueError):  # noqa: N818 a worker process hands it over by its name
-    """A file that is no image, or none that can be learnt from."""
+class UnreadableImage(ValueError):  # noqa: N818 commands report it as a user error
+    """Raised if a file is not an image, or has an unsupported pixel format."""
 
 
 def read_image(file: Path) -> "Image":
-    """Reads an image: RGB, turned as its EXIF data say; raises UnreadableImage, with its path, if it cannot."""
+    """Reads an image as RGB, rotated according to its EXIF data. Raises UnreadableImage if that fails."""
     from PIL import Image, ImageOps
 
     try:
@@ -86,51 +104,55 @@ def read_image(file: Path) -> "Image":
             image = ImageOps.exif_transpose(opened)
             image.load()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UnreadableImage(f"{file} cannot be read as an image: {error}; replace or remove it") from error
+        raise UnreadableImage(f"{file}: cannot be read as an image: {error}. Replace or remove it.") from error
     if image.mode.startswith(("I", "F")):
-        raise UnreadableImage(f"{file} has pixels of mode {image.mode!r}; convert it to 8 bits a channel")
+        raise UnreadableImage(f"{file}: has pixels of mode {image.mode!r}. Convert it to 8 bits per channel.")
     return (image.convert("RGBA") if "transparency" in image.info else image).convert("RGB")
 
 
 def _class_folders(folder: Path) -> list[str]:
-    """The names of folders in a folder, which may not exist, sorted; as numbers, if all are."""
+    """Returns the sorted names of the subfolders of a folder, which need not exist. Numbers are sorted by value."""
     names = sorted(path.name for path in folder.glob("[!.]*/"))
     return sorted(names, key=int) if all(name.isascii() and name.isdecimal() for name in names) else names
 
 
 def _find(root: Path) -> tuple[dict[str, list[str]], list[str]]:
-    """The files of each class, as sorted paths below the root, and what cannot be."""
-    found: dict[str, list[str]] = {}
-    strange = []
+    """Returns the sorted files of each class, as paths relative to the root, and a list of problems."""
+    files_of: dict[str, list[str]] = {}
+    invalid = []
     for name in _class_folders(root):
         below = [f"{name}/{file}" for file in iglob("**/*", root_dir=root / name, recursive=True)]
         others = [file for file in below if Path(file).suffix.lower() not in SUFFIXES]
         folders = {file for file in others if (root / file).is_dir()}
-        found[name] = sorted({*below} - folders)
-        strange += sorted({*others} - folders)
-    if not found:
-        return found, [f"{root} has no class folders; put the images of each class into one: {root}/cat/1.jpg"]
-    mistakes = []
-    if empty := [name for name, files in found.items() if not files]:
-        mistakes.append(f"{root} has empty class folders: {_some(empty)}; add images or remove them")
-    if strange:
-        mistakes.append(f"{root} has files that are no images: {_some(strange)}; remove them")
-    return found, mistakes
+        files_of[name] = sorted({*below} - folders)
+        invalid += sorted({*others} - folders)
+    if not files_of:
+        return files_of, [f"{root} contains no class folders. Create one per class, such as {root}/cat/1.jpg."]
+    problems = []
+    if empty := [name for name, files in files_of.items() if not files]:
+        problems.append(f"{root} contains empty class folders: {_shorten(empty)}. Add images, or remove them.")
+    if invalid:
+        problems.append(f"{root} contains files that are not images: {_shorten(invalid)}. Remove them.")
+    return files_of, problems
 
 
-def _some(names: Sequence[str]) -> str:
+def _shorten(names: Sequence[str]) -> str:
     more = [f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
     return ", ".join([*names[:SHOWN], *more])
 
 
-Order = tuple[list[int], Augmentation, int | None]  # rows to read, and how for which epoch; None is evaluation
+BatchKey = tuple[list[int], Augmentation, int | None]  # Rows, augmentation and epoch (None in an evaluation).
 
 
 @dataclass(frozen=True)
 class ImageFolder(Dataset[Batch | UnreadableImage]):
-    """Images in files: `names` are paths below `root`, class by class, `labels` places in `classes`.
+    """A data set of image files. An index is the description of a whole batch.
 
-    It reads whole batches: a function of the order, the same in every process.
+    Attributes:
+        root: The folder.
+        names: Paths of the files, relative to `root`, sorted by class.
+        labels: Class numbers of the files: indices into `classes`.
+        classes: Names of the classes.
     """
 
     root: Path
@@ -139,19 +161,20 @@ class ImageFolder(Dataset[Batch | UnreadableImage]):
     classes: tuple[str, ...]
 
     @classmethod
-    def of(cls, root: Path, found: Mapping[str, Sequence[str]]) -> "ImageFolder":
-        pairs = [(file, number) for number, files in enumerate(found.values()) for file in files]
-        return cls(root, tuple(file for file, _ in pairs), tuple(number for _, number in pairs), tuple(found))
+    def of(cls, root: Path, files_of: Mapping[str, Sequence[str]]) -> "ImageFolder":
+        """Creates the data set from the files of each class."""
+        pairs = [(file, number) for number, files in enumerate(files_of.values()) for file in files]
+        return cls(root, tuple(file for file, _ in pairs), tuple(number for _, number in pairs), tuple(files_of))
 
-    def __getitem__(self, order: Order) -> Batch | UnreadableImage:
+    def __getitem__(self, key: BatchKey) -> Batch | UnreadableImage:
         from PIL.Image import Resampling
 
-        (rows, how, epoch), pixels = order, []
+        (rows, how, epoch), pixels = key, []
         for row in rows:
             try:
                 image = read_image(self.root / self.names[row])
             except UnreadableImage as error:
-                return error  # raised where it is read: a DataLoader would put a traceback into its text
+                return error  # `Reader.read` raises it. A DataLoader would add a traceback to the message.
             box = central_box(*image.size)
             if epoch is not None:
                 box = random_box(*image.size, row, least_area=how.least_area, seed=how.seed, epoch=epoch)
@@ -164,14 +187,14 @@ class ImageFolder(Dataset[Batch | UnreadableImage]):
 
 
 class Digits(TensorDataset):
-    """Images and their classes, as tensors; reads whole batches, as `ImageFolder` does."""
+    """A data set of digits in memory. An index is the description of a whole batch, as in `ImageFolder`."""
 
     @property
     def labels(self) -> Tensor:
         return self.tensors[1]
 
-    def __getitem__(self, order: Order) -> Batch:
-        rows, how, epoch = order
+    def __getitem__(self, key: BatchKey) -> Batch:
+        rows, how, epoch = key
         images, classes = (tensor[rows] for tensor in self.tensors)
         return Batch(images if epoch is None else augment(images, torch.tensor(rows), how, epoch), classes)
 
@@ -179,25 +202,32 @@ class Digits(TensorDataset):
 def load_digits(
     size: int = 64, classes: Sequence[int] = range(CLASSES), per_class: int | None = None, seed: int = 0
 ) -> tuple[Digits, Digits]:
-    """Reads the digits to train on and those held out, images [N, 3, size, size] in float32 and their classes [N].
+    """Loads the digits as float32 images [N, 3, size, size] and classes [N]. A fifth of each class is held out.
 
-    The pixels of all training images together have mean 0 and standard deviation 1. Held out is a fifth of each
-    class. `classes` keeps only these digits, numbered in the order given, and `per_class` only so many training
-    images of each, chosen by `seed`.
+    The pixels of all training images together have mean 0 and standard deviation 1.
+
+    Args:
+        size: Height and width of the images.
+        classes: Digits to use. Their order determines the class numbers.
+        per_class: Number of training images to keep per class. Default: all.
+        seed: Random seed for `per_class`.
+
+    Returns:
+        The training images and the held-out images.
     """
-    found = imported("sklearn.datasets", "the digits come with scikit-learn", "digits").load_digits()
-    pixels = torch.from_numpy(found.images.astype(np.float32))[:, None]
-    digits = torch.from_numpy(found.target)
-    rows = [np.flatnonzero(found.target == digit) for digit in range(CLASSES)]
-    to_train_on = np.sort(np.concatenate([np.delete(own, FIFTHS) for own in rows]))
-    pixels = (pixels - pixels[to_train_on].mean()) / pixels[to_train_on].std()
+    data = require("sklearn.datasets", "The digits require scikit-learn", "digits").load_digits()
+    pixels = torch.from_numpy(data.images.astype(np.float32))[:, None]
+    digits = torch.from_numpy(data.target)
+    rows = [np.flatnonzero(data.target == digit) for digit in range(CLASSES)]
+    train_rows = np.sort(np.concatenate([np.delete(each, FIFTHS) for each in rows]))
+    pixels = (pixels - pixels[train_rows].mean()) / pixels[train_rows].std()
     images = F.interpolate(pixels, size=(size, size), mode="bilinear", align_corners=False).repeat(1, 3, 1, 1)
     number = torch.full((CLASSES,), -1)
     number[list(classes)] = torch.arange(len(classes))
 
-    def part(chosen: Sequence[Sequence[int]]) -> Digits:
-        places = sorted(place for own in chosen for place in own)
-        return Digits(images[places], number[digits[places]])
+    def part(rows: Sequence[Sequence[int]]) -> Digits:
+        selected = sorted(row for each in rows for row in each)
+        return Digits(images[selected], number[digits[selected]])
 
     train = {digit: np.delete(rows[digit], FIFTHS).tolist() for digit in classes}
     if per_class is not None:
@@ -206,28 +236,31 @@ def load_digits(
 
 
 class Reader:
-    """Reads batches of images, of `labels` [N], in `workers` processes, for 0 in this one, to the same bits.
+    """Reads batches of images in worker processes, or in this process if `workers` is 0.
 
-    Workers are fresh processes, which import the script again; they begin with the first batch and live as long as it
-    does. It reads one thing at a time.
+    The images do not depend on the number of workers. Workers start with the first batch, by the spawn method, and
+    run until the reader is deleted. Finish one `read` before you start the next.
+
+    Attributes:
+        labels: The class numbers [N] of all images.
     """
 
     def __init__(self, images: Any, how: Augmentation, workers: int = 0) -> None:
         self.labels = torch.as_tensor(images.labels)
-        self._how, self._orders = how, list[Order]()
+        self._augmentation, self._keys = how, list[BatchKey]()
         self._loader: DataLoader[Batch | UnreadableImage] = DataLoader(
             images,
-            batch_size=None,  # an order is a batch
-            sampler=self._orders,
+            batch_size=None,  # A key is a whole batch.
+            sampler=self._keys,
             num_workers=workers,
             persistent_workers=workers > 0,
-            multiprocessing_context=START if workers else None,
-            generator=torch.Generator(),  # the default one would be drawn from, and belongs to others
+            multiprocessing_context=START_METHOD if workers else None,
+            generator=torch.Generator(),  # Otherwise the DataLoader would draw from the default generator.
         )
 
     def read(self, batches: Iterable[Tensor], epoch: int | None) -> Iterator[Batch]:
-        """Reads batches given by their rows, [N] each: augmented by (seed, epoch, row), or for None as they are."""
-        self._orders[:] = [(rows.tolist(), self._how, epoch) for rows in batches]
+        """Yields batches with these row numbers, augmented for the epoch, or not augmented if it is None."""
+        self._keys[:] = [(rows.tolist(), self._augmentation, epoch) for rows in batches]
         for images in self._loader:
             if isinstance(images, UnreadableImage):
                 raise images

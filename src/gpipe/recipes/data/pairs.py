@@ -1,4 +1,4 @@
-"""Sentences with their English translations: of tables, or of Django's catalogues; split by what the English says."""
+"""Loads sentences with English translations from a table or from Django, splits them and samples languages."""
 
 import hashlib
 import math
@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpipe.recipes.data import imported
+from gpipe.recipes.data import require
 
-UNKNOWN_LANGUAGE = "und"  # what BCP 47 calls a language that nobody named
-ENGLISH = "en"  # and en_GB, en_AU: translations from English into English
-MISTAKES_SHOWN = 10
-TEST, VALIDATION = 0.1, 0.05  # shares of the English texts
-ROUND, EPOCH = 1, 2  # set the draws of rounds apart from those of epochs, and both from those of other modules
+UNKNOWN_LANGUAGE = "und"  # The BCP 47 code of an undetermined language.
+ENGLISH = "en"  # Also the prefix of en_GB and en_AU, which translate English to English.
+PROBLEMS_SHOWN = 10
+TEST, VALIDATION = 0.1, 0.05  # Shares of the English texts.
+ROUND, EPOCH = 1, 2  # Keys of random numbers, different from the keys in other modules.
 
 
 class Pair(NamedTuple):
-    """A text in a language, such as `"de"` or `"zh_Hant"`, and what it is in English."""
+    """A text in a language, such as `"de"` or `"zh_Hant"`, with its English translation."""
 
     language: str
     source: str
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Pairs to learn from, to choose by, and to judge with; no English text is in two of them."""
+    """Training, validation and test pairs. They have no English text in common."""
 
     train: list[Pair]
     validation: list[Pair]
@@ -36,21 +36,21 @@ class Split(NamedTuple):
 
 
 def split_by_english(pairs: Iterable[Pair]) -> Split:
-    """Splits pairs by their English text, so that none of the test is seen in training in any language.
+    """Splits pairs by their English text, so that no language's training contains an English text of the test.
 
-    A tenth of the English texts goes to the test and a twentieth to validation, by `place_of` alone: more
-    pairs move none of the others. Each part keeps the order of `pairs`.
+    A tenth of the English texts is for the test and a twentieth for validation, by `hash_of`, so additional pairs do
+    not move existing ones. Each part keeps the order of the pairs.
     """
     split = Split([], [], [])
     for pair in pairs:
-        place = place_of(pair.english)
-        part = split.test if place < TEST else split.validation if place < TEST + VALIDATION else split.train
+        value = hash_of(pair.english)
+        part = split.test if value < TEST else split.validation if value < TEST + VALIDATION else split.train
         part.append(pair)
     return split
 
 
-def place_of(english: str) -> float:
-    """Returns a number in [0, 1) that is a function of the text alone, apart from case, blanks and what ends it."""
+def hash_of(english: str) -> float:
+    """Returns a hash of a text in [0, 1). Ignores case, surrounding spaces and punctuation at the end."""
     text = english.casefold().strip()
     while text and (text[-1].isspace() or unicodedata.category(text[-1]).startswith("P")):
         text = text[:-1]
@@ -58,50 +58,53 @@ def place_of(english: str) -> float:
 
 
 def read_tsv(file: str | PathLike[str]) -> list[Pair]:
-    """Reads pairs from a table in UTF-8 whose columns are separated by tabs, without a heading.
+    """Reads pairs from a UTF-8 file with tab-separated columns and without a header.
 
-    The columns are language, source and English, or only source and English, whose language is then `"und"`. Blank
-    lines are skipped, spaces around a text are not part of it, and quotation marks mean themselves. A ValueError
-    lists the first ten lines that are not so, or says that there is no pair.
+    The columns are language, source and English, or only source and English; the language is then `"und"`. Blank
+    lines and spaces around texts are ignored. Quotation marks have no special meaning.
+
+    Raises:
+        ValueError: If lines are invalid, or if the file contains no pairs. The message lists the first ten lines.
     """
-    pairs, mistakes = [], []
+    pairs, problems = [], []
     for number, line in enumerate(Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         try:
             text = line.decode()
             if text.strip():
                 pairs.append(_pair_of(text.rstrip("\r").split("\t")))
         except UnicodeDecodeError as error:
-            mistakes.append(f"line {number} is not in UTF-8, from byte {error.start + 1} on; save the file as UTF-8")
+            problems.append(f"line {number}: byte {error.start + 1} is not valid UTF-8. Save the file as UTF-8.")
         except ValueError as error:
-            mistakes.append(f"line {number} {error}")
-    if mistakes:
-        more = [f"and {len(mistakes) - MISTAKES_SHOWN} more"] if len(mistakes) > MISTAKES_SHOWN else []
-        raise ValueError("\n  ".join([f"{file} cannot be read as pairs:", *mistakes[:MISTAKES_SHOWN], *more]))
+            problems.append(f"line {number}: {error}")
+    if problems:
+        more = [f"and {len(problems) - PROBLEMS_SHOWN} more"] if len(problems) > PROBLEMS_SHOWN else []
+        raise ValueError("\n  ".join([f"--tsv: {file} contains invalid lines:", *problems[:PROBLEMS_SHOWN], *more]))
     if not pairs:
-        raise ValueError(f"{file} holds no pairs; write one a line: language, source and English, separated by tabs")
+        raise ValueError(f"--tsv: {file} contains no pairs. Write language, source and English, separated by tabs.")
     return pairs
 
 
 def _pair_of(columns: list[str]) -> Pair:
     columns = [column.strip() for column in columns]
     if len(columns) not in (2, 3):
-        remedy = "write two (source, English) or three (language, source, English), separated by tabs"
-        raise ValueError(f"has {len(columns)} column{'s' * (len(columns) > 1)}; {remedy}")
+        raise ValueError(
+            f"{len(columns)} columns. Write 2 (source, English) or 3 (language, source, English), separated by tabs."
+        )
     names = ("language", "source", "English")[-len(columns) :]
     if empty := [name for name, column in zip(names, columns, strict=True) if not column]:
-        raise ValueError(f"says nothing in: {', '.join(empty)}; fill the column or delete the line")
+        raise ValueError(f"{' and '.join(empty)} is empty. Fill the column, or delete the line.")
     return Pair(*[UNKNOWN_LANGUAGE, *columns][-3:])
 
 
 def read_catalogues() -> list[Pair]:
-    """Reads every translation in the Django that is installed: short texts, the same in all languages.
+    """Reads all translations of the installed Django: short texts of its user interface in many languages.
 
-    Each (source, English) stands once per language, sorted by language, then English, then source; of plurals the
-    first and the last form, which go with the English singular and plural. Texts that are blank or left in English
-    are left out. Django 5.2.19 gives 65,472 in 96 languages.
+    Returns each pair of source and English once per language, sorted by language, English and source. For plurals,
+    these are the first and the last form, with the English singular and plural. Blank and untranslated texts are
+    skipped. Django 5.2.19 contains 65,472 pairs in 96 languages.
     """
-    what = "the translations come with Django and are read by polib"
-    django, polib = (imported(name, what, "translation") for name in ("django", "polib"))
+    problem = "The default translations require Django and polib"
+    django, polib = (require(name, problem, "translation") for name in ("django", "polib"))
     pairs = {
         Pair(language, source, english)
         for file in Path(django.__file__).parent.glob("**/locale/*/LC_MESSAGES/*.mo")
@@ -121,9 +124,9 @@ def _translations(catalogue: Iterable[Any]) -> Iterator[tuple[str, str]]:
 
 
 def language_probabilities(counts: Mapping[str, int], temperature: float) -> dict[str, float]:
-    """Returns how probable a language is by how many pairs it has: p ~ count^(1 / temperature).
+    """Returns the sampling probability of each language, which is proportional to count^(1 / temperature).
 
-    Temperature 1 leaves the shares as they are, a higher one evens them out, infinity makes them equal.
+    With temperature 1, probabilities are proportional to the numbers of pairs. With infinity, they are equal.
     """
     most = max(counts.values())
     weights = {language: math.pow(count / most, 1 / temperature) for language, count in counts.items()}
@@ -132,10 +135,11 @@ def language_probabilities(counts: Mapping[str, int], temperature: float) -> dic
 
 
 def draw(pairs: Sequence[Pair], temperature: float, count: int, *, seed: int, epoch: int) -> list[int]:
-    """Returns the numbers of the `count` pairs that an epoch sees: a function of the arguments, at any epoch.
+    """Samples the `count` pairs of an epoch, and returns their indices in random order.
 
-    Of each language come `count` times its probability, rounded so that the sum is `count`. They come in rounds: each
-    pair once in a new order, then all again, and an epoch goes on where the one before it stopped.
+    The number of pairs of a language is `count` times its probability, rounded so that the sum is `count`. Pairs are
+    sampled without replacement until all of a language are used, then all again. An epoch continues where the
+    previous one stopped. The result depends only on the arguments.
     """
     numbers: dict[str, list[int]] = {}
     for number, pair in enumerate(pairs):
@@ -143,16 +147,17 @@ def draw(pairs: Sequence[Pair], temperature: float, count: int, *, seed: int, ep
     probabilities = language_probabilities({name: len(numbers[name]) for name in sorted(numbers)}, temperature)
     drawn: list[int] = []
     for index, (language, quota) in enumerate(_quotas(probabilities, count).items()):
-        own, start, end = numbers[language], epoch * quota, (epoch + 1) * quota
-        for turn in range(start // len(own), -(-end // len(own))):
-            order, before = np.random.default_rng((seed, index, turn, ROUND)).permutation(len(own)), turn * len(own)
-            drawn += [own[place] for place in order[max(start - before, 0) : end - before]]
+        available, start, end = numbers[language], epoch * quota, (epoch + 1) * quota
+        size = len(available)
+        for turn in range(start // size, -(-end // size)):
+            order, before = np.random.default_rng((seed, index, turn, ROUND)).permutation(size), turn * size
+            drawn += [available[place] for place in order[max(start - before, 0) : end - before]]
     order = np.random.default_rng((seed, epoch, EPOCH)).permutation(len(drawn))
     return [drawn[place] for place in order]
 
 
 def _quotas(probabilities: Mapping[str, float], count: int) -> dict[str, int]:
-    """Rounds `count` x probability down, and gives what is left over to the largest remainders."""
+    """Rounds `count` times the probabilities so that the sum is `count`, by the largest remainders."""
     shares = {language: round(count * share, 6) for language, share in probabilities.items()}
     quotas = {language: math.floor(share) for language, share in shares.items()}
     by_remainder = sorted(shares, key=lambda language: quotas[language] - shares[language])

@@ -1,4 +1,4 @@
-"""A vocabulary of pieces of words, mini-batches of pairs by their tokens, and the padded tensors of a network."""
+"""Splits texts into tokens, groups pairs of sentences into mini-batches by size, and pads them to tensors."""
 
 from collections.abc import Iterable, Sequence
 from os import PathLike
@@ -10,26 +10,27 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gpipe.recipes.data import imported
+from gpipe.recipes.data import require
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TOKENIZERS = ("tokenizers", "vocabularies are learnt by tokenizers", "translation")
+TOKENIZERS = ("tokenizers", "Vocabularies require the library tokenizers", "translation")
 PAD, BEGIN, END = 0, 1, 2
-SPECIAL = 3  # how many ids are no pieces: those of PAD, BEGIN and END
-LONGEST_PIECE = 48  # bytes, 16 letters of most scripts: or else a language without spaces gets sentences for pieces
-WORDS = r" ?[\p{L}\p{M}]+| ?\p{N}+| ?[^\s\p{L}\p{M}\p{N}]+|\s+"  # no piece reaches beyond a match
-ORDER = 3  # sets these draws apart from those of other modules
+SPECIAL = 3  # Number of special tokens.
+# In bytes: 16 letters of most scripts. Without it, whole sentences become tokens in languages without spaces.
+LONGEST_TOKEN = 48
+WORDS = r" ?[\p{L}\p{M}]+| ?\p{N}+| ?[^\s\p{L}\p{M}\p{N}]+|\s+"  # A token does not cross the end of a match.
+ORDER = 3  # Key of random numbers, different from the keys in other modules.
 
-Lengths = Sequence[tuple[int, int]]  # of each pair, the tokens of its source and of its target, without specials
+Lengths = Sequence[tuple[int, int]]  # Numbers of source and target tokens of each pair, without special tokens.
 
 
 class Vocabulary:
-    """Pieces of text by number: 0 is `PAD`, 1 `BEGIN`, 2 `END`, then 256 bytes, then pieces from short to long.
+    """Maps texts to token ids and back: 0 is `PAD`, 1 `BEGIN`, 2 `END`, followed by 256 bytes and longer tokens.
 
-    A text is a row of bytes in UTF-8 and a piece is some of them, so that nothing is unknown and nothing is
-    normalised: what is encoded comes back to the letter. No text, not even `"<pad>"`, is encoded as a special id.
+    Tokens are sequences of UTF-8 bytes, so every text can be encoded, and decoding returns it unchanged. No text is
+    encoded as a special token, not even `"<pad>"`.
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
@@ -37,11 +38,11 @@ class Vocabulary:
 
     @classmethod
     def learn(cls, texts: Iterable[str], size: int) -> "Vocabulary":
-        """Learns a vocabulary of at most `size` ids, 259 or more, by byte-pair encoding; equal texts give equal ones.
+        """Learns a vocabulary with at most `size` ids (at least 259) by byte-pair encoding. It is deterministic.
 
-        It is smaller where the texts do not repeat enough to fill it.
+        The vocabulary is smaller if the texts have too few repetitions.
         """
-        imported(*TOKENIZERS)
+        require(*TOKENIZERS)
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
         tokenizer = Tokenizer(models.BPE())
@@ -52,7 +53,7 @@ class Vocabulary:
         trainer = trainers.BpeTrainer(
             vocab_size=size - SPECIAL,
             min_frequency=2,
-            max_token_length=LONGEST_PIECE,
+            max_token_length=LONGEST_TOKEN,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
@@ -61,39 +62,49 @@ class Vocabulary:
 
     @classmethod
     def load(cls, file: str | PathLike[str]) -> "Vocabulary":
-        """Reads a vocabulary that `save` wrote; a ValueError names a file that holds something else."""
-        imported(*TOKENIZERS)
+        """Reads a vocabulary that `save` wrote. Raises a ValueError if the file contains something else."""
+        require(*TOKENIZERS)
         from tokenizers import Tokenizer
 
         text = Path(file).read_text("utf-8")
         try:
             return cls(Tokenizer.from_str(text))
-        except Exception as error:  # tokenizers raises nothing more particular
-            raise ValueError(f"{file} is no vocabulary ({error}); give a file that Vocabulary.save wrote") from error
+        except Exception as error:  # The library raises no more specific exception.
+            raise ValueError(f"{file}: is not a vocabulary: {error}. Restore the file of the run.") from error
 
     def save(self, file: str | PathLike[str]) -> None:
-        """Writes the vocabulary as JSON of the library tokenizers, where ids are lower by the three special ones."""
+        """Writes the vocabulary in the JSON format of the library tokenizers. There, ids are smaller by `SPECIAL`."""
         Path(file).write_text(self._tokenizer.to_str(pretty=True), "utf-8")
 
     def __len__(self) -> int:
         return self._tokenizer.get_vocab_size() + SPECIAL
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the ids of the pieces of each text, without `BEGIN` and `END`; computed on all cores."""
-        return [[piece + SPECIAL for piece in found.ids] for found in self._tokenizer.encode_batch(list(texts))]
+        """Returns the token ids of each text, without `BEGIN` and `END`. Uses all cores."""
+        return [[token + SPECIAL for token in encoded.ids] for encoded in self._tokenizer.encode_batch(list(texts))]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids up to the first `END`; bytes that are no UTF-8 become the replacement character."""
-        said = ids[: ids.index(END)] if END in ids else ids
-        return self._tokenizer.decode([number - SPECIAL for number in said if number >= SPECIAL])
+        """Returns the text of ids up to the first `END`. Invalid UTF-8 becomes the replacement character."""
+        until_end = ids[: ids.index(END)] if END in ids else ids
+        return self._tokenizer.decode([token - SPECIAL for token in until_end if token >= SPECIAL])
 
 
 def token_batches(lengths: Lengths, tokens: int, steps: int, *, seed: int, epoch: int) -> list[Tensor]:
-    """Returns the row numbers [N] of each of exactly `steps` mini-batches, rows of similar length together.
+    """Groups rows with similar lengths into exactly `steps` mini-batches.
 
-    Rows x (longest source + longest target), each with its `END`, is at most `tokens`, which no row alone may exceed.
-    No row comes twice. If the rows fill more than `steps` mini-batches, some drawn by lot are dropped; if fewer, the
-    largest ones are halved; given `steps_per_epoch(lengths, tokens)` steps, every row comes once.
+    With `steps_per_epoch(lengths, tokens)` steps, every row is used once. If the rows fill more mini-batches, random
+    ones are dropped. If they fill fewer, the largest ones are halved.
+
+    Args:
+        lengths: Numbers of source and target tokens of each row.
+        tokens: Maximum number of tokens in a mini-batch, with one `END` per sentence and with padding. Each row must
+            fit.
+        steps: Number of mini-batches.
+        seed: Random seed.
+        epoch: Number of the epoch.
+
+    Returns:
+        The row numbers [N] of each mini-batch.
     """
     random = np.random.default_rng((seed, epoch, ORDER))
     packed = _pack(lengths, tokens, random.permutation(len(lengths)).tolist())
@@ -106,15 +117,15 @@ def token_batches(lengths: Lengths, tokens: int, steps: int, *, seed: int, epoch
 
 
 def steps_per_epoch(lengths: Lengths, tokens: int) -> int:
-    """Returns how many mini-batches of at most `tokens` the rows fill: those `token_batches` makes of itself."""
+    """Returns the number of mini-batches with at most `tokens` tokens that the rows fill."""
     return len(_pack(lengths, tokens, range(len(lengths))))
 
 
 def _pack(lengths: Lengths, tokens: int, rows: Iterable[int]) -> list[list[int]]:
-    """Fills mini-batches with rows by their lengths, each as far as `tokens` goes; equal ones keep their order."""
+    """Packs rows, sorted by length, into mini-batches with at most `tokens` tokens. Equal rows keep their order."""
 
     def by_length(row: int) -> tuple[int, int]:
-        """By target and, within one length of it, by source: up, then down, so that neighbours are ever alike."""
+        """Sorts by target length, then by source length in alternating directions, so that neighbors are similar."""
         source, target = lengths[row]
         return target, source if target % 2 else -source
 
@@ -131,5 +142,5 @@ def _pack(lengths: Lengths, tokens: int, rows: Iterable[int]) -> list[list[int]]
 
 
 def padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Returns rows [N, T] of the longest one's length, with `PAD` at the right."""
+    """Stacks rows into a tensor [N, T], with `PAD` after shorter rows."""
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD)

@@ -1,1 +1,1 @@
-"""Options of `gpipe train`: dataclasses, whose names are those of config.toml and, as flags, of the command."""
+"""Defines the options of `gpipe train`, with the same names in config.toml, on the command line and in Python."""

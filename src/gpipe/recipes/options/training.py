@@ -1,4 +1,4 @@
-"""Options of the recipes, first those of all, and what they refuse."""
+"""Defines the options of the recipes: shared ones first, then the options of each recipe, with their checks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,213 +10,250 @@ import tyro
 
 
 class Bounds(NamedTuple):
-    """What the number of an option must be, in words too: `Annotated[int, Bounds(...)]`."""
+    """Declares the allowed range of a number, in words and as a predicate: `Annotated[int, Bounds(...)]`."""
 
     words: str
     hold: Callable[[float], bool]
 
 
-def at_least(least: int, why: str = "") -> Bounds:
-    """So many or more."""
-    return Bounds(f"{least} or more{why}", lambda value: value >= least)
+def at_least(minimum: int) -> Bounds:
+    """Returns the bounds of a number that is `minimum` or more."""
+    return Bounds(f"at least {minimum}", lambda value: value >= minimum)
+
+
+def optional(metavar: str, **settings: Any) -> Any:
+    """Describes an option that is unset by default: `--help` prints `metavar`, and no default such as None."""
+    return tyro.conf.arg(
+        metavar=metavar,
+        help_behavior_hint=lambda default: "" if default in ("", "''", "None") else f"(default: {default})",
+        **settings,
+    )
 
 
 DIGITS = 10
 Count = Annotated[int, at_least(1)]
-Positive = Annotated[float, Bounds("more than 0", lambda value: 0 < value < inf)]
-NotNegative = Annotated[float, Bounds("0 or more", lambda value: 0 <= value < inf)]
-Share = Annotated[float, Bounds("0 to 1", lambda value: 0 <= value <= 1)]
-Part = Annotated[float, Bounds("0 to less than 1", lambda value: 0 <= value < 1)]
-Rest = Annotated[float, Bounds("more than 0 to 1", lambda value: 0 < value <= 1)]
+OptionalCount = Annotated[Count | None, optional("INT")]
+OptionalPath = Annotated[Path | None, optional("PATH")]
+# The help of an option whose default subclasses override. They would not inherit a comment.
+OUT = (
+    "Folder of the run, for config.toml, metrics.jsonl, model.safetensors, checkpoints, timeline.svg, trace.json and "
+    "report.json. Existing files are replaced, and existing checkpoints are renamed to checkpoints.old. If the "
+    "processes run on several hosts, the hosts must share this folder."
+)
+Folder = Annotated[Path, tyro.conf.arg(help=OUT)]
+Positive = Annotated[float, Bounds("a finite number greater than 0", lambda value: 0 < value < inf)]
+NotNegative = Annotated[float, Bounds("a finite number of at least 0", lambda value: 0 <= value < inf)]
+Share = Annotated[float, Bounds("at least 0 and at most 1", lambda value: 0 <= value <= 1)]
+Part = Annotated[float, Bounds("at least 0 and less than 1", lambda value: 0 <= value < 1)]
+Rest = Annotated[float, Bounds("a number greater than 0 and at most 1", lambda value: 0 < value <= 1)]
+
+
+def bounds_of(kind: Any) -> Iterator[Bounds]:
+    """Yields all bounds in a type annotation, also inside unions and nested annotations."""
+    yield from (note for note in getattr(kind, "__metadata__", ()) if isinstance(note, Bounds))
+    for part in get_args(kind):
+        yield from bounds_of(part)
 
 
 def out_of_bounds(typed: Any, values: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each value out of the bounds of its type in a dataclass or a function; None is always within."""
+    """Yields a message for each value outside the bounds of its type in a dataclass or function. Skips None."""
     for name, kind in get_type_hints(typed, include_extras=True).items():
-        for bounds in [one for part in (kind, *get_args(kind)) for one in getattr(part, "__metadata__", ())]:
-            value = values.get(name)
-            if isinstance(bounds, Bounds) and value is not None and not bounds.hold(value):
-                yield f"{flag(name)} is {value}: choose {bounds.words}"
+        value = values.get(name)
+        for bounds in bounds_of(kind):
+            if value is not None and not bounds.hold(value):
+                yield f"{flag(name)}: {value} is out of range. Choose {bounds.words}."
 
 
-def refuse(problems: Iterable[str]) -> None:
-    """Refuses options for their problems, if there are any, by a ValueError with a line for each."""
+def raise_problems(problems: Iterable[str]) -> None:
+    """Raises a ValueError with one line per problem, if there are any."""
     if lines := list(problems):
         raise ValueError("\n".join(lines))
 
 
-def name_of(field: str) -> str:
-    """An option's name in a file."""
+def key_of(field: str) -> str:
+    """Returns the name of an option in a TOML file."""
     return field.rstrip("_")
 
 
 def flag(field: str) -> str:
-    """An option's name on the command line."""
-    return "--" + name_of(field).replace("_", "-")
+    """Returns the name of an option on the command line."""
+    return "--" + key_of(field).replace("_", "-")
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a network is cut and trained, whichever it is."""
+    """Options that all recipes share: how the model is partitioned, trained and saved."""
 
     UNDECISIVE: ClassVar[frozenset[str]] = frozenset(
-        {"config", "partitions", "remat", "schedule", "plan", "paper"}  # how it is run
-        | {"out", "checkpoint_every", "resume", "from_", "report_to"}  # what is kept and told of it
+        {"config", "partitions", "remat", "schedule", "plan", "paper"}  # Execution.
+        | {"out", "checkpoint_every", "resume", "from_", "report_to"}  # Files and reports.
     )
-    """Options that decide no number: a run may go on with others."""
-    NETWORK: ClassVar[tuple[str, ...]] = ()  # which network it is: those of the run that `--from` names hold
+    """Options that do not change results. A resumed run may use different values."""
+    NETWORK: ClassVar[tuple[str, ...]] = ()
+    """TOML keys of the options that define the model. `--from` copies them from the other run."""
 
-    #: A file of options, such as config.toml in the folder of a run, or the name of a preset. Flags beside it come
-    #: before what it says.
-    config: Path | None = None
-    #: K: how many partitions the layers are cut into, each run by a thread of its own; by default 2. Under torchrun
-    #: each is run by a process, by default all; K must divide their number, and then several replicas share each
-    #: mini-batch. Losses do not depend on K.
-    partitions: Count | None = None
-    #: M: how many micro-batches each mini-batch is split into; 4 K or more keep the bubble small.
+    #: Read options from this TOML file, such as config.toml in the folder of a run, or from a preset, such as paper.
+    #: Other options on the command line override it.
+    config: Annotated[Path | None, optional("FILE")] = None
+    #: K: the number of partitions of the model, each run by one thread. Under torchrun, each is run by one process:
+    #: if K is smaller than the number of processes and divides it, they form replicas that share each mini-batch.
+    #: Results do not depend on K. By default 2, or all processes of torchrun.
+    partitions: OptionalCount = None
+    #: M: the number of micro-batches per mini-batch. Use at least 4 times K for a small bubble (idle time).
     micro_batches: Count = 8
-    #: Which micro-batches keep only what crosses partitions, and recompute the rest in the backward pass.
+    #: Which micro-batches recompute their activations in the backward pass, to save memory: all (always), all except
+    #: the one whose backward pass comes first (except_last), or none (never). With offload, activations move to host
+    #: memory instead. Results do not depend on it.
     remat: Literal["always", "except_last", "never", "offload"] = "always"
-    #: The order of the work, and how many stages each partition is: see `gpipe schedule`. Losses do not depend on it.
+    #: The pipeline schedule: the order of forward and backward passes, and the stages that each partition holds. To
+    #: draw it, use `gpipe schedule NAME`. Results do not depend on it.
     schedule: Literal[
         "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v"
     ] = "gpipe"
-    #: auto: cuts, schedule and remat are those of the fastest plan for this machine, found by measuring the layers in
-    #: its first seconds, in place of --schedule and --remat. Losses do not depend on it.
-    plan: Literal["auto"] | None = None
-    #: Trains as the paper does: fill-drain with remat always, which are the defaults too; refuses anything else.
+    #: Use auto to measure the layers at the start, and choose the split points, --schedule and --remat that are
+    #: predicted to be fastest on this machine. Results do not depend on it.
+    plan: Annotated[Literal["auto"] | None, optional("{auto}")] = None
+    #: Require the method of the GPipe paper: --schedule gpipe and --remat always. Other values raise an error.
     paper: bool = False
-    #: Computes what torch.autocast does in bfloat16, which takes half the memory; weights stay in float32.
+    #: Compute in bfloat16 under torch.autocast, which halves the memory of activations. Weights stay in float32.
     bf16: bool = False
-    epochs: Count = 15  # How often the training data are gone through.
-    steps: Count | None = None  # How many mini-batches are trained on in all, in place of --epochs.
-    #: Decides the first weights, the order of the data and what is done to them, and dropout.
-    seed: Annotated[int, Bounds("0 to less than 2^63", lambda seed: 0 <= seed < 2**63)] = 0
+    epochs: Count = 15  # Number of passes over the training data.
+    steps: OptionalCount = None  # Total number of training steps (mini-batches). Overrides --epochs.
+    #: Random seed of the initial weights, the order and augmentation of the data, and dropout.
+    seed: Annotated[int, Bounds("at least 0 and less than 2^63", lambda seed: 0 <= seed < 2**63)] = 0
 
-    out: Path = Path("out/run")
-    """The folder of the run: config.toml, metrics.jsonl, model.safetensors, checkpoints, timeline.svg, trace.json and
-    report.json, which `gpipe report` draws. Older ones are replaced, and checkpoints of an earlier run are put aside
-    as checkpoints.old. Several hosts must share it."""
-
-    #: After how many epochs a checkpoint is saved to OUT/checkpoints, which keeps the last two; also at the end, and
-    #: at the end of a step after Ctrl-C or SIGTERM, which end the run with status 130 or 143.
+    out: Folder = Path("out/run")
+    #: Save a checkpoint to OUT/checkpoints each time this number of epochs is complete. The last two are kept. A
+    #: checkpoint is also saved at the end, and at the end of the current step after Ctrl-C or SIGTERM.
     checkpoint_every: Count = 1
-    #: Who is told the loss of each step, what is measured after each epoch, and in the end where the time of a step
-    #: went: TensorBoard, by files in OUT/tensorboard, or trackio, as its project gpipe. An extra of the same name
-    #: brings it.
-    report_to: Literal["tensorboard", "trackio"] | None = None
-    #: Goes on from the latest checkpoint in OUT/checkpoints, if there is one, with the options in OUT/config.toml, to
-    #: the same numbers as if the run had never ended, also with other partitions. A run that torchrun starts anew
-    #: always does.
+    #: Where to log the loss of each step, the metrics of each epoch and, at the end, where the time of a step went:
+    #: tensorboard writes to OUT/tensorboard, trackio to its project gpipe. Install the extra of the same name.
+    report_to: Annotated[Literal["tensorboard", "trackio"] | None, optional("{tensorboard,trackio}")] = None
+    #: Resume from the latest checkpoint in OUT/checkpoints, if there is one, with the options in OUT/config.toml.
+    #: Results are bitwise identical to an uninterrupted run, also with different --partitions. A run that torchrun
+    #: restarts always resumes.
     resume: bool = False
-    #: The folder of a run whose weights are where this one starts, and whose options say which network it is.
-    from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    #: Start from the weights of the run in this folder, and with its model options.
+    from_: Annotated[Path | None, optional("RUN", name="from")] = None
 
-    def settled(self, processes: int | None = None) -> Self:
-        """Fills in the number of partitions, for one process or, under a launcher, for so many; else as `check`."""
-        chosen = self if self.partitions is not None else replace(self, partitions=processes or 2)
-        chosen.check()
-        k = chosen.partitions or 1
+    def resolved(self, processes: int | None = None) -> Self:
+        """Returns the options with the number of partitions filled in, after checking them.
+
+        Args:
+            processes: The number of processes that a launcher started. None for a single process without launcher.
+
+        Raises:
+            ValueError: If options are invalid, or partitions or micro-batches cannot be divided over the processes.
+        """
+        resolved = self if self.partitions is not None else replace(self, partitions=processes or 2)
+        resolved.check()
+        k = resolved.partitions or 1
         if processes and processes % k:
-            fitting = ", ".join(str(k) for k in range(1, processes + 1) if processes % k == 0)
-            raise ValueError(f"--partitions is {k}, but there are {processes} processes: choose one of {fitting}")
+            divisors = ", ".join(str(k) for k in range(1, processes + 1) if processes % k == 0)
+            raise ValueError(
+                f"--partitions: {processes} processes are not divisible by {k} partitions. Choose one of {divisors}."
+            )
         if processes and self.micro_batches % (processes // k):
-            replicas = f"{processes} processes of {k} partitions are {processes // k} replicas"
-            why = f"--micro-batches is {self.micro_batches}, but {replicas}, which share them evenly"
-            raise ValueError(f"{why}: choose a multiple")
-        return chosen
+            raise ValueError(
+                f"--micro-batches: {self.micro_batches} micro-batches are not divisible by {processes // k} replicas "
+                f"({processes} processes with {k} partitions per replica). Choose a multiple of {processes // k}."
+            )
+        return resolved
 
     def check(self) -> None:
-        """Refuses options that cannot be by a ValueError: a line for each, with what to do."""
-        refuse(self.problems())
+        """Raises a ValueError with one line per invalid option."""
+        raise_problems(self.problems())
 
     def problems(self) -> Iterator[str]:
-        """A line for each option that cannot be, with what to do."""
+        """Yields a message for each invalid option."""
         yield from out_of_bounds(type(self), vars(self))
-        other = [name for name, usual in (("schedule", "gpipe"), ("remat", "always")) if getattr(self, name) != usual]
-        flags = ", ".join(map(flag, other))
-        if self.plan is not None and other:
-            yield f"--plan {self.plan} chooses {flags} itself: leave them out, or --plan"
-        if self.paper and (other or self.plan):
-            flags = ", ".join(map(flag, [*other, *["plan"] * (self.plan is not None)]))
-            yield f"--paper is --schedule gpipe --remat always: leave {flags} out, or --paper"
+        defaults = {"schedule": "gpipe", "remat": "always"}
+        changed = [name for name, default in defaults.items() if getattr(self, name) != default]
+        if self.plan is not None and changed:
+            flags = " and ".join(map(flag, changed))
+            yield f"--plan: {self.plan} cannot be combined with {flags}. Remove {flags}, or --plan."
+        if self.paper and (changed or self.plan):
+            flags = " and ".join(map(flag, [*changed, *["plan"] * (self.plan is not None)]))
+            yield f"--paper: requires --schedule gpipe and --remat always. Remove {flags}, or --paper."
         if self.from_ is not None and not self.resume and self.from_.absolute() == self.out.absolute():
-            yield f"--from and --out are {self.out} both: choose another folder for this run"
+            yield f"--out: {self.out} is also the folder of --from. Choose a different folder for this run."
 
 
 @dataclass(frozen=True)
 class ImagesOptions(TrainOptions):
-    """Trains AmoebaNet on a folder that has a folder of images for each class; --config paper: as the paper does."""
+    """Trains AmoebaNet on your images, in one folder per class. `--config paper` uses the settings of the paper."""
 
     UNDECISIVE: ClassVar[frozenset[str]] = TrainOptions.UNDECISIVE | {"workers"}
     NETWORK: ClassVar[tuple[str, ...]] = ("model", "layers", "filters", "image_size", "aux_head")
 
-    out: Path = Path("out/images")
+    out: Folder = Path("out/images")
 
-    model: Literal["amoebanet-d", "amoebanet-b"] = "amoebanet-d"  # Which of the two cells is stacked.
-    #: How many normal cells there are, 3 or more; 6 more layers (stem, reductions, head) stand around them.
+    model: Literal["amoebanet-d", "amoebanet-b"] = "amoebanet-d"  # The model architecture.
+    #: Number of normal cells, at least 3. The model has 6 more layers: the stem, the reductions and the head.
     layers: Annotated[int, at_least(3)] = 3
-    #: How many filters the first stack of normal cells has, 16 or more; both reductions after it double them.
-    filters: Annotated[int, at_least(16, "; cells have as few as a sixteenth of them")] = 32
-    #: A folder of a folder of images for each class, perhaps within train and val; by default scikit-learn's
-    #: handwritten digits, which come with it.
-    image_folder: Path | None = None
-    workers: Annotated[int, at_least(0)] = 2  # How many processes read the images of a folder; 0: this one does.
-    image_size: Annotated[int, at_least(16)] = 64  # Height and width in pixels.
-    classes: tuple[str, ...] = ()  # Classes to learn, by the names of their folders or as digits; by default all.
-    #: How many training images of each class are kept; which, decides --seed. By default all.
-    per_class: Count | None = None
-    batch_size: Count = 128  # How many images a mini-batch has.
-    #: Trains on random parts of images, of at least this share of their area; 1: on all of it. Of the digits: 1.
+    #: Number of filters in the first stack of normal cells, at least 16, because some convolutions have a sixteenth
+    #: as many. The two reductions after this stack double the number.
+    filters: Annotated[int, at_least(16)] = 32
+    #: Folder of the images, with one subfolder per class, or with subfolders train and val that contain these. By
+    #: default, the handwritten digits that are part of scikit-learn.
+    image_folder: OptionalPath = None
+    workers: Annotated[int, at_least(0)] = 2  # Number of processes that read the images of --image-folder. 0: none.
+    image_size: Annotated[int, at_least(16)] = 64  # Height and width of the images in pixels.
+    #: Classes to train on: names of folders, or digits. By default all.
+    classes: Annotated[tuple[str, ...], optional("NAME [NAME ...]")] = ()
+    #: Number of training images to keep per class, chosen randomly by --seed. By default all.
+    per_class: OptionalCount = None
+    batch_size: Count = 128  # Number of images per mini-batch.
+    #: Minimum share of an image's area that a random crop keeps in training. 1: no cropping. For --image-folder only.
     crop: Rest = 1.0
-    flip: bool = False  # Mirrors each image, left to right, every other time.
-    cutout: int = 0  # Blanks a square of so many pixels at a random place of each image.
-    jitter: bool = True  # Shifts and turns each of the digits a little.
-    dropout: Part = 0.5  # How much of what the softmax layer reads is dropped.
-    #: The weight of the loss of an auxiliary head, before the last reduction; 0: there is none. 0.4 in the paper's
-    #: network.
+    flip: bool = False  # Mirror each training image horizontally with probability 1/2.
+    cutout: int = 0  # Size in pixels of a random square that is blanked in each training image. 0: none.
+    jitter: bool = True  # Shift and rotate training images slightly. For digits only.
+    dropout: Part = 0.5  # Dropout probability before the softmax layer.
+    #: Weight of the loss of an auxiliary classifier before the last reduction. 0: no classifier. The paper uses 0.4.
     aux_head: Share = 0.0
-    #: The share of the outputs of a cell's operations that is kept at the end of training; it falls from 1. 0.7 in
-    #: the paper's network.
+    #: Probability of keeping an operation's output at the end of training (ScheduledDropPath). It decreases linearly
+    #: from 1. The paper uses 0.7.
     drop_path: Rest = 1.0
-    label_smoothing: Part = 0.0  # How much of each target is spread over all classes.
-    optimizer: Literal["sgd", "rmsprop"] = "sgd"  # sgd is with Nesterov's momentum; rmsprop is the paper's.
-    learning_rate: Positive = 0.2  # The largest.
-    momentum: Part = 0.9  # Of either optimizer.
-    rmsprop_decay: Part = 0.9  # How much of the mean of squared gradients rmsprop keeps.
-    rmsprop_epsilon: NotNegative = 0.1  # What rmsprop adds to the root of that mean.
-    #: Added to the gradients of all weights but of BatchNorm's and biases, times the weight.
+    label_smoothing: Part = 0.0  # Share of each target that is spread over all classes.
+    optimizer: Literal["sgd", "rmsprop"] = "sgd"  # SGD with Nesterov momentum, or RMSProp as in the paper.
+    learning_rate: Positive = 0.2  # Peak learning rate, after the warm-up.
+    momentum: Part = 0.9  # Momentum of SGD or RMSProp.
+    rmsprop_decay: Part = 0.9  # Smoothing constant of RMSProp for the mean of squared gradients.
+    rmsprop_epsilon: NotNegative = 0.1  # Constant that RMSProp adds to the root of that mean.
+    #: L2 penalty (weight decay) of convolution and linear weights. Biases and BatchNorm parameters have none.
     weight_decay: NotNegative = 5e-4
-    warm_up: Share = 0.15  # For which share of all steps the learning rate rises, from nearly 0.
-    #: How it falls then: to 0 as a cosine, or by --decay-rate after every --decay-epochs.
+    warm_up: Share = 0.15  # Share of all steps in which the learning rate increases linearly to its peak.
+    #: How the learning rate decreases after the warm-up: to 0 along a cosine, or exponentially.
     decay: Literal["cosine", "exponential"] = "cosine"
-    decay_rate: Positive = 0.97  # By how much the learning rate is multiplied at once.
-    decay_epochs: Positive = 2.0  # After how many epochs.
-    #: Evaluates a moving average of the weights, which keeps this share of itself at each step, and at step n no more
-    #: than (1 + n) / (10 + n), so that the first ones are soon forgotten; 0: the weights themselves. The statistics
-    #: of BatchNorm are as they are.
+    decay_rate: Positive = 0.97  # Factor of each exponential decrease of the learning rate.
+    decay_epochs: Positive = 2.0  # Number of epochs between two exponential decreases.
+    #: Decay of a moving average of the weights, which is evaluated instead of the weights. At step n the decay is at
+    #: most (1 + n) / (10 + n). BatchNorm statistics are not averaged. 0: no average.
     ema: Part = 0.0
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.classes and (len(set(self.classes)) < len(self.classes) or len(self.classes) < 2):
-            yield f"--classes is {' '.join(self.classes)}: choose two or more, each once"
-        elif self.image_folder is None and (odd := set(self.classes) - set(map(str, range(DIGITS)))):
-            yield f"--classes has {' '.join(sorted(odd))}, which is no digit: choose of 0 to 9"
+            yield f"--classes: {' '.join(self.classes)} is not a list of different classes. Pass two or more."
+        elif self.image_folder is None and (unknown := set(self.classes) - set(map(str, range(DIGITS)))):
+            yield f"--classes: {' '.join(sorted(unknown))} is not a digit. Choose from 0 to 9."
         if not 0 <= self.cutout <= self.image_size:
-            yield f"--cutout is {self.cutout}: choose 0 to {self.image_size}, --image-size"
+            yield f"--cutout: {self.cutout} is out of range. Choose 0 to {self.image_size}, the --image-size."
         if self.image_folder is None and self.crop != 1:
-            yield "--crop is for --image-folder: digits fill their images"
-        if self.bf16 and 16 <= self.image_size < 19:  # the last reduction would read single pixels
-            why = "in bfloat16 torch's gradients of strided convolutions of single pixels are wrong on CPUs"
-            yield f"--bf16 needs images of 19 pixels or more, and --image-size is {self.image_size}: {why}"
+            yield f"--crop: {self.crop} requires --image-folder, because digits fill their images. Remove --crop."
+        if self.bf16 and 16 <= self.image_size < 19:  # The last reduction would read single pixels.
+            yield (
+                f"--image-size: {self.image_size} is too small for --bf16, because torch computes wrong bfloat16 "
+                "gradients for strided convolutions of single pixels on CPUs. Choose at least 19."
+            )
 
 
 @dataclass(frozen=True)
 class DigitsOptions(ImagesOptions):
-    """Trains AmoebaNet on scikit-learn's handwritten digits, 1797 real images, here of 64x64 pixels."""
+    """Trains AmoebaNet on scikit-learn's handwritten digits: 1797 real images, scaled to 64x64 pixels."""
 
-    out: Path = Path("out/digits")
+    out: Folder = Path("out/digits")
 
 
 @dataclass(frozen=True)
@@ -228,48 +265,49 @@ class TranslationOptions(TrainOptions):
         *("model", "layers", "ffn_dim", "heads", "model_dim", "head_dim", "vocabulary", "matrices"),
     )
 
-    out: Path = Path("out/translation")
+    out: Folder = Path("out/translation")
 
-    #: encoder-decoder: T(L, H, A) of the paper's section 5; decoder: its Table 1's language model, of 2 L layers,
-    #: which reads a sentence and goes on in English.
+    #: The model architecture: an encoder and a decoder, as in section 5 of the paper, or a decoder-only language
+    #: model with 2 L layers, as in its Table 1, which continues a sentence with its English translation.
     model: Literal["encoder-decoder", "decoder"] = "encoder-decoder"
-    layers: Count = 1  # L: how many layers the encoder has, and how many the decoder.
-    ffn_dim: Count = 512  # H: how wide feed-forward layers are inside.
-    heads: Count = 4  # A: how many heads attention has.
-    model_dim: Count = 128  # How wide the values between layers are; 1024 in the paper.
-    head_dim: Count = 32  # How wide a head is; 64 in the paper. A decoder's are --model-dim / --heads.
-    #: How many subwords there are at most, of all languages; 64000 in the paper.
+    layers: Count = 1  # L: the number of encoder layers, and of decoder layers.
+    ffn_dim: Count = 512  # H: the hidden size of the feed-forward layers.
+    heads: Count = 4  # A: the number of attention heads.
+    model_dim: Count = 128  # Size of the embeddings and layer outputs. The paper uses 1024.
+    #: Size of each attention head. The paper uses 64. With --model decoder it is --model-dim / --heads.
+    head_dim: Count = 32
+    #: Maximum size of the vocabulary: the number of tokens (subwords) of all languages. The paper uses 64000.
     vocabulary: Annotated[int, at_least(300)] = 4000
-    #: How many matrices of the vocabulary there are: tables of source and of target words and the softmax layer, of
-    #: which 2 share the last two, 1 all. Of a decoder 3 keeps both its own.
+    #: Number of different matrices for the source embedding, the target embedding and the softmax layer. 3: all
+    #: separate. 2: the target embedding and the softmax layer share one. 1: all share one. A decoder has only one
+    #: embedding, which shares its matrix with the softmax layer unless this is 3.
     matrices: Literal[1, 2, 3] = 3
-    dropout: Part = 0.1  # How much of what attention and feed-forward layers add is dropped.
-    #: Weights of feed-forward layers start the smaller the more layers there are, which deep models need.
-    scaled_init: bool = True
-    clip_logits: NotNegative = 0.0  # In training, logits are kept between this and its opposite; 0: they are not.
-    #: A file of lines of language, sentence and English sentence, with tabs between them; by default the catalogues
-    #: of Django, 96 languages.
-    tsv: Path | None = None
-    languages: tuple[str, ...] = ()  # Codes of the languages that are learnt; by default all.
-    #: T: languages are drawn in proportion to the 1/T-th power of their numbers of sentences. 1.43 is multilingual
-    #: BERT's, which the paper takes; with 5 they are drawn nearly alike.
-    temperature: Annotated[float, Bounds("more than 0", lambda value: value > 0)] = 1.43
-    #: How many subwords, of both languages and with padding, a mini-batch has at most.
-    tokens: Annotated[int, at_least(64)] = 4096
-    longest: Count = 100  # Pairs with more subwords than this, on either side, are not trained on.
-    learning_rate: Positive = 3e-3  # The largest; Adam's, which falls as the inverse root of steps.
-    warm_up: Count = 400  # For how many steps the learning rate rises.
-    label_smoothing: Part = 0.1  # How much of each target is spread over the vocabulary.
-    clip_norm: NotNegative = 0.0  # Gradients are scaled down to this norm; 0: they are not.
-    #: How many translations of a sentence are followed at once in an evaluation, beside the greedy one; 1: none.
+    dropout: Part = 0.1  # Dropout probability of attention weights and layer outputs.
+    scaled_init: bool = True  # Start feed-forward layers with smaller weights the more layers there are.
+    clip_logits: NotNegative = 0.0  # Clamp logits to plus or minus this value in training. 0: no clamping.
+    #: Training data: a text file with one language code, sentence and English translation per line, separated by
+    #: tabs. By default Django's translations in 96 languages.
+    tsv: OptionalPath = None
+    #: Codes of the languages to train on, such as de fr. By default all.
+    languages: Annotated[tuple[str, ...], optional("CODE [CODE ...]")] = ()
+    #: Sampling temperature T of languages: each is sampled in proportion to its number of sentences to the power 1/T.
+    #: Large values sample all languages nearly equally. The default is the value of multilingual BERT and the paper.
+    temperature: Annotated[float, Bounds("a number greater than 0", lambda value: value > 0)] = 1.43
+    tokens: Annotated[int, at_least(64)] = 4096  # Maximum number of tokens per mini-batch, including padding.
+    longest: Count = 100  # Maximum number of tokens of a training sentence. Longer pairs are not used.
+    learning_rate: Positive = 3e-3  # Peak learning rate of Adam. After the warm-up it falls as 1 / sqrt(step).
+    warm_up: Count = 400  # Number of steps in which the learning rate increases linearly to its peak.
+    label_smoothing: Part = 0.1  # Share of each target that is spread over the vocabulary.
+    clip_norm: NotNegative = 0.0  # Maximum norm of all gradients together; larger ones are scaled. 0: no limit.
+    #: Number of beams of the beam search in an evaluation, which also translates greedily. 1: no beam search.
     beam: Count = 4
-    #: How many sentences of each language an evaluation translates at most; by default all of the test.
-    sentences: Count | None = None
+    #: Maximum number of test sentences per language that an evaluation translates. By default all.
+    sentences: OptionalCount = None
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if self.tokens < 2 * self.longest + 4:
-            yield f"--tokens is {self.tokens}: choose {2 * self.longest + 4} or more, for a pair of --longest each"
+        if self.tokens < (minimum := 2 * self.longest + 4):
+            yield f"--tokens: {self.tokens} is too small for two sentences of --longest. Choose at least {minimum}."
 
 
 OPTIONS: dict[str, type[TrainOptions]] = {
@@ -277,4 +315,4 @@ OPTIONS: dict[str, type[TrainOptions]] = {
     "images": ImagesOptions,
     "translation": TranslationOptions,
 }
-"""The options of each recipe, by its name; the first two have the same."""
+"""The options class of each recipe, by the recipe's name. Digits and images have the same options."""
