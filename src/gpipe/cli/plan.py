@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import tyro
 
 from gpipe.cli import exit_on_user_errors
-from gpipe.planner.search.device import PRESETS, parse_devices
 from gpipe.planner.search.candidates import AUTO
+from gpipe.planner.search.device import PRESETS, parse_devices
 from gpipe.recipes.options.training import Count, NotNegative, optional, out_of_bounds, raise_problems
 from gpipe.schedule.schedules import SCHEDULES
 
