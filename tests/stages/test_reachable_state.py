@@ -253,6 +253,18 @@ def globals_of_functions() -> Case:
     return Case(calls_another, calls_another, lambda: (TOTAL, SEEN["rows"].copy()))
 
 
+NOTHING = None
+
+
+@case
+def deleted_global_that_is_none() -> Case:
+    def delete() -> None:
+        global NOTHING
+        del NOTHING
+
+    return Case(delete, delete, lambda: "NOTHING" in globals())
+
+
 @case
 def class_attributes() -> Case:
     held = Meter()

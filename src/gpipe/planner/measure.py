@@ -31,8 +31,9 @@ from gpipe.runtime.streams import DeviceStream, RankStream
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.cost import LayerSeconds
 from gpipe.stages.boundary import Gradients, detach_boundary, run_backward
-from gpipe.stages.buffers import Buffers, SavedBuffers, parameters_kept, state_kept, untouched
+from gpipe.stages.buffers import Buffers, SavedBuffers, parameters_kept, state_kept, state_of, untouched
 from gpipe.stages.memory_layout import copy_of, moved
+from gpipe.stages.reachable_state import ReachableState
 from gpipe.stages.rng import rng_scope
 from gpipe.stages.skips import skip_names, unpack_stashes
 from gpipe.stages.thread_state import ThreadState
@@ -48,12 +49,17 @@ FEWEST_ROUNDS, MOST_ROUNDS, PATIENCE_SECONDS = 2, 15, 0.1
 begun."""
 
 
-def measure_each(layers: Sequence[nn.Module], sample: Tree, measure: Callable[["LayerRun"], T]) -> list[T]:
+def measure_each(
+    layers: Sequence[nn.Module],
+    sample: Tree,
+    measure: Callable[["LayerRun"], T],
+    state: ReachableState | None = None,
+) -> list[T]:
     """Measures each layer on what the layers before it make of the sample."""
     numbers: list[T] = []
     value: Tree = sample
     held: dict[str, Tensor | None] = {}
-    with state_kept(*layers):
+    with state_kept(*layers, state=state):
         for index, layer in enumerate(layers):
             run = LayerRun(index, layer, (value, {name: held[name] for name in skip_names(layer, "pop")}))
             with named(index, layer), parameters_kept(layer):
@@ -158,12 +164,13 @@ def measure_seconds(
             return known[key]
 
         return measure_each(layers, on_device, alone)
-    runs = measure_each(layers, on_device, lambda run: run)
+    state = state_of(layers)
+    runs = measure_each(layers, on_device, lambda run: run, state)
     count = min(at_once, len(runs))
     cuts = [len(runs) * at // count for at in range(count + 1)] if runs else []
     keys = [run.key() for run in runs]
     groups = [{keys[run.index]: run for run in reversed(runs[first:end])} for first, end in pairwise(cuts)]
-    with untouched(*(run.layer for group in groups for run in group.values())):
+    with untouched(*(run.layer for group in groups for run in group.values()), state=state):
         seconds = _time_in_company([[*group.values()] for group in groups], once)
     found: dict[object, list[LayerSeconds]] = {}
     for key, took in zip((key for group in groups for key in group), seconds, strict=True):

@@ -251,19 +251,30 @@ def _bits_of(tensor: Tensor) -> list[Tensor]:
     ]
 
 
+def state_of(layers: Sequence[nn.Module]) -> ReachableState:
+    """Copies the state that layers can reach, except for gradients and the values of parameters."""
+    parts = enumerate(dict.fromkeys(part for layer in layers for part in layer.modules()))
+    roots = {str(index): part for index, part in parts if not type(part).__module__.startswith(TRACING)}
+    return ReachableState.of(roots)
+
+
 @contextmanager
-def untouched(*layers: nn.Module) -> Iterator[None]:
+def untouched(*layers: nn.Module, state: ReachableState | None = None) -> Iterator[ReachableState]:
     """Restores the device, gradients and reachable state of layers after the context.
 
     Two kinds of changes remain: values that a forward writes into parameters, and state that cannot be copied, such
     as Python generators and open files.
+
+    Args:
+        layers: The layers that run in the context.
+        state: Their current state, if it has been copied already. Copying it takes long.
     """
-    with state_kept(*layers), parameters_kept(*layers):
-        yield
+    with state_kept(*layers, state=state) as copied, parameters_kept(*layers):
+        yield copied
 
 
 @contextmanager
-def state_kept(*layers: nn.Module) -> Iterator[None]:
+def state_kept(*layers: nn.Module, state: ReachableState | None = None) -> Iterator[ReachableState]:
     """Restores the state that layers can reach, except for gradients and the values of parameters.
 
     Raises:
@@ -275,13 +286,11 @@ def state_kept(*layers: nn.Module) -> Iterator[None]:
                 f"{type(layer).__name__} is lazy, so its weights have no shapes. Run it once on an example "
                 f"mini-batch. [lazy-layer]"
             )
-    parts = enumerate(dict.fromkeys(part for layer in layers for part in layer.modules()))
-    roots = {str(index): part for index, part in parts if not type(part).__module__.startswith(TRACING)}
-    state = ReachableState.of(roots)
+    state = state or state_of(layers)
     for layer in layers:
         prevent_packing(layer)  # `restore` resets the attribute that this sets.
     try:
-        yield
+        yield state
     finally:
         state.restore()
 

@@ -1,7 +1,7 @@
-"""How the contents of each kind of mutable object are read, written and compared.
+"""Reads, writes and compares the contents of each kind of mutable object.
 
-Each kind of object is read through its builtin base class (`dict.values(x)`, not `x.values()`), so no code of user
-classes runs. Contents are written in place, so objects keep their identity.
+Objects are read through their builtin base class (`dict.values(x)`, not `x.values()`), so no code of user classes
+runs. Contents are written in place, so objects keep their identity.
 """
 
 import array
@@ -10,7 +10,9 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property, partialmethod
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,21 +23,26 @@ from gpipe.stages.digest import INTEGERS
 from gpipe.stages.memory_layout import restore_values, strided_parts, unexpanded
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(...), torch.dtype, torch.device})
-"""Types without mutable state. Two values of one of these types are compared by value."""
+"""Types without mutable state. Values of these types are compared by value, all other values by identity."""
 
 
 class Contents(NamedTuple):
-    """The contents of an object: values, and their keys if it has any."""
+    """The contents of an object: its values, and their keys if it is a mapping or has attributes."""
 
     keys: tuple[Any, ...]
     values: tuple[Any, ...]
 
 
-class Kind(NamedTuple):
-    """How objects of one kind are read and written."""
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Functions that read and write objects of one kind, and name an item in a message.
+
+    `matches` is a quick test. If it returns True, the contents are unchanged. If it returns False, compare them.
+    """
 
     read: Callable[[Any], Contents]
     write: Callable[[Any, Contents], object]
+    matches: Callable[[Any, Contents], bool] = lambda holder, contents: False
     label: Callable[[Any], str] = lambda key: f"[{key!r}]" if type(key) in ATOMS else f"[{type(key).__name__}]"
 
 
@@ -53,10 +60,17 @@ def _read_items(base: Any) -> Callable[[Any], Contents]:
     return lambda holder: Contents(tuple(base.keys(holder)), tuple(base.values(holder)))
 
 
+def _matches_items(items: dict[Any, Any], contents: Contents) -> bool:
+    keys, values = contents
+    if dict.__len__(items) != len(keys):
+        return False
+    return not keys or (all(map(is_, dict.keys(items), keys)) and all(map(is_, dict.values(items), values)))
+
+
 def attributes_of(holder: object) -> dict[str, Any]:
     """Returns the attributes of an object, without running code of its class."""
-    found: dict[str, Any] = object.__getattribute__(holder, "__dict__")
-    return found
+    attributes: dict[str, Any] = object.__getattribute__(holder, "__dict__")
+    return attributes
 
 
 def _read_cell(cell: types.CellType) -> Contents:
@@ -64,6 +78,13 @@ def _read_cell(cell: types.CellType) -> Contents:
         return Contents((), (cell.cell_contents,))
     except ValueError:  # It is empty.
         return Contents((), ())
+
+
+def _matches_cell(cell: types.CellType, contents: Contents) -> bool:
+    try:
+        return contents.values != () and cell.cell_contents is contents.values[0]
+    except ValueError:  # It is empty.
+        return False
 
 
 def _write_cell(cell: types.CellType, contents: Contents) -> None:
@@ -78,6 +99,11 @@ def _read_variable(holder: tuple[dict[str, Any], str]) -> Contents:
     return Contents((), (variables[name],) if name in variables else ())
 
 
+def _matches_variable(holder: tuple[dict[str, Any], str], contents: Contents) -> bool:
+    variables, name = holder
+    return contents.values != () and variables.get(name, contents) is contents.values[0]
+
+
 def _write_variable(holder: tuple[dict[str, Any], str], contents: Contents) -> None:
     variables, name = holder
     if contents.values:
@@ -90,11 +116,12 @@ CODE = (types.FunctionType, staticmethod, classmethod, property, cached_property
 
 
 def _read_class(kind: type) -> Contents:
+    """Reads the class attributes that are data, not code: no descriptors and no names with double underscores."""
     data = {
         name: value
         for name, value in vars(kind).items()
-        if not isinstance(value, CODE) and not (name.startswith("__") and name.endswith("__"))
-        if not hasattr(type(value), "__get__") and name != "_abc_impl"
+        if type(value) is not types.FunctionType and not (name.startswith("__") and name.endswith("__"))
+        if type(value) in ATOMS or (not hasattr(type(value), "__get__") and name != "_abc_impl")
     }
     return Contents(tuple(data), tuple(data.values()))
 
@@ -172,7 +199,7 @@ def _read_generator(holder: Any) -> Contents:
 
 
 def _frozen(state: object) -> object:
-    """A state of a generator as a value that `==` compares."""
+    """Converts the state of a generator to a value that `==` can compare."""
     if isinstance(state, dict):
         return tuple((key, _frozen(value)) for key, value in state.items())
     return state.tobytes() if isinstance(state, np.ndarray) else state
@@ -194,14 +221,10 @@ def _write_generator(holder: Any, contents: Contents) -> None:
 
 
 def read_tensor(tensor: Tensor) -> Contents:
-    """Returns references to the memory and the gradient, and the values, which the walk copies."""
-    lies = (
-        tensor.shape,
-        tensor.stride() if tensor.layout is torch.strided else (),
-        tensor.dtype,
-        tensor.requires_grad,
-    )
-    return Contents(lies, (tensor.data, tensor.grad if tensor.is_leaf else None, tensor.data))
+    """Returns the memory, the gradient and the values of a tensor. The caller copies the values."""
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    keys = tensor.shape, strides, tensor.dtype, tensor.requires_grad
+    return Contents(keys, (tensor.data, tensor.grad if tensor.is_leaf else None, tensor.data))
 
 
 def _write_tensor(tensor: Tensor, contents: Contents) -> None:
@@ -213,36 +236,38 @@ def _write_tensor(tensor: Tensor, contents: Contents) -> None:
             tensor.data = memory
         if not same_values(memory, values):
             with torch.inference_mode(memory.is_inference()):
-                unexpanded(memory).copy_(unexpanded(values))  # does not change the version of the tensor
+                # This leaves the version of `tensor` alone, which a graph may have saved.
+                unexpanded(memory).copy_(unexpanded(values))
     if tensor.is_leaf:
         tensor.requires_grad_(contents.keys[-1])
         if tensor.grad is not gradient:
             tensor.grad = gradient
 
 
-def read_array(held: Any) -> Contents:
-    """Returns the shape, the dtype, and the array itself, which the walk copies."""
-    return Contents((held.shape, held.dtype.str), (held,))
+def read_array(values: Any) -> Contents:
+    """Returns the shape, the dtype and the values of a NumPy array. The caller copies the values."""
+    return Contents((values.shape, values.dtype.str), (values,))
 
 
-def _write_array(held: Any, contents: Contents) -> None:
-    np.copyto(held, contents.values[0])
+def _write_array(holder: Any, contents: Contents) -> None:
+    np.copyto(holder, contents.values[0])
 
 
-DICT = Kind(_read_items(dict), _write_items(dict))
+DICT = Kind(_read_items(dict), _write_items(dict), _matches_items)
 ORDERED = Kind(_read_items(OrderedDict), _write_items(OrderedDict))
-NAMED = DICT._replace(label=lambda key: f".{key}")  # of a module: its parts, parameters and buffers
+NAMED = replace(DICT, label=lambda key: f".{key}")  # A module's dict of submodules, parameters or buffers.
 ATTRIBUTES = Kind(
     lambda holder: DICT.read(attributes_of(holder)),
     lambda holder, contents: DICT.write(attributes_of(holder), contents),
+    lambda holder, contents: _matches_items(attributes_of(holder), contents),
     lambda key: f".{key}",
 )
-EMPTY = Kind(  # of a module: its dicts and sets that are empty, most of them for hooks
-    lambda holder: Contents((), tuple(held for held in holder if not held)),
-    lambda holder, contents: [held.clear() for held in holder],
+EMPTY = Kind(  # A tuple of a module's dicts and sets that were empty, most of them for hooks.
+    lambda holder: Contents((), tuple([container for container in holder if not container])),
+    lambda holder, contents: [container.clear() for container in holder],
 )
-SLOTS = Kind(_read_slots, _write_slots, lambda key: f".{key[0]}")
-CLASS = Kind(_read_class, _write_class, lambda key: f".{key}")
+SLOTS = Kind(_read_slots, _write_slots, label=lambda key: f".{key[0]}")
+CLASS = Kind(_read_class, _write_class, label=lambda key: f".{key}")
 LIST = Kind(
     lambda holder: Contents((), tuple(list.__iter__(holder))),
     lambda holder, contents: list.__setitem__(holder, slice(None), contents.values),
@@ -250,8 +275,8 @@ LIST = Kind(
 SET = Kind(lambda holder: Contents((), tuple(set.__iter__(holder))), _write_set)
 DEQUE = Kind(lambda holder: Contents((), tuple(deque.__iter__(holder))), _write_deque)
 BYTES = Kind(lambda holder: Contents((), (bytes(holder),)), _write_bytes)
-CELL = Kind(_read_cell, _write_cell)
-VARIABLE = Kind(_read_variable, _write_variable)
+CELL = Kind(_read_cell, _write_cell, _matches_cell)
+VARIABLE = Kind(_read_variable, _write_variable, _matches_variable)
 GENERATOR = Kind(_read_generator, _write_generator)
 STREAM = Kind(lambda stream: Contents((), (stream.getvalue(), stream.tell())), _write_stream)
 TENSOR = Kind(read_tensor, _write_tensor)
@@ -261,7 +286,7 @@ CONTAINERS = ((OrderedDict, ORDERED), (dict, DICT), (list, LIST), (set, SET), (d
 
 
 def same(a: object, b: object) -> bool:
-    """Whether two values are one object, or equal numbers, strings or dtypes."""
+    """Whether two values are one object, or equal values of one of the types in `ATOMS`."""
     if a is b:
         return True
     if type(a) is not type(b) or type(a) not in ATOMS:
@@ -270,14 +295,14 @@ def same(a: object, b: object) -> bool:
 
 
 def same_or_equal(a: object, b: object) -> bool:
-    """Whether two values are the same, or tensors with the same bits."""
+    """Whether two values are the same object, or bitwise identical tensors on one device."""
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.device == b.device:
         return same_values(a.detach(), b.detach())
     return same(a, b)
 
 
 def _all_same(these: tuple[Any, ...], those: tuple[Any, ...]) -> bool:
-    return len(these) == len(those) and all(map(same, these, those))
+    return len(these) == len(those) and (all(map(is_, these, those)) or all(map(same, these, those)))
 
 
 def _bits_of(tensor: Tensor) -> list[Tensor]:
@@ -288,22 +313,20 @@ def _bits_of(tensor: Tensor) -> list[Tensor]:
 
 
 def same_values(these: Tensor, those: Tensor) -> bool:
-    """Whether tensors have the same bits."""
+    """Whether two tensors on one device are bitwise identical."""
     if any(getattr(these, name) != getattr(those, name) for name in ("shape", "dtype", "layout", "device")):
         return False
     return all(map(torch.equal, _bits_of(these), _bits_of(those)))
 
 
 def differs(kind: Kind, was: Contents, now: Contents) -> bool:
-    """Whether the contents of one object at two moments differ."""
+    """Whether the contents of one object differ between two moments."""
     if kind is TENSOR:
         (memory, gradient, values), (memory_now, gradient_now, values_now) = was.values, now.values
         moved = memory.layout is torch.strided and memory.data_ptr() != memory_now.data_ptr()
-        apart = was.keys != now.keys or gradient is not gradient_now or moved
-        return apart or not same_values(values, values_now)
+        return was.keys != now.keys or gradient is not gradient_now or moved or not same_values(values, values_now)
     if kind is ARRAY:
-        (before,), (held,) = was.values, now.values
-        return was.keys != now.keys or (before.tobytes() != held.tobytes())
+        return was.keys != now.keys or was.values[0].tobytes() != now.values[0].tobytes()
     if kind is GENERATOR:
         return was.keys != now.keys
     if kind is SET:

@@ -1,6 +1,6 @@
 """Copies the mutable state that modules and functions can reach, and restores it in place.
 
-A walk visits each reachable object and records its contents: references to other objects, or a copy of numbers.
+A walk visits each reachable object and records its contents: references to other objects, or a copy of tensor values.
 Objects are restored in place and keep their identity, except iterators, which are replaced by copies.
 
 The walk follows a method only if its name occurs in code that the walk has reached, because only such a method can be
@@ -23,9 +23,9 @@ import types
 import warnings
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import PurePath
 from typing import Any, NamedTuple, TypeAlias
 
@@ -69,9 +69,9 @@ from gpipe.stages.object_contents import (
     slots_of,
 )
 
-MOST = 200_000  # objects that a walk visits
+MOST = 200_000  # The most objects that a walk visits.
 WITHOUT_ATTRIBUTES = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deque, tuple, frozenset})
-"""Types whose objects have no attributes, unlike those of their subclasses."""
+"""Types whose objects have no attributes, unlike the objects of their subclasses."""
 WALKED_LIBRARY = frozenset({"builtins", "collections", "functools", "types", "random", "queue", "weakref"})
 """Modules of the standard library whose objects are walked."""
 SKIPPED = (
@@ -79,16 +79,16 @@ SKIPPED = (
     "gpipe.config", "gpipe.distributed", "gpipe.features", "gpipe.planner", "gpipe.profiling", "gpipe.runtime",
     "gpipe.schedule",
 )  # fmt: skip
-"""How the modules begin whose objects are left alone."""
-FLAT_ITERATORS = (
+"""Prefixes of the names of modules whose objects the walk skips."""
+FLAT_ITERATORS = frozenset((
     itertools.count, itertools.repeat, *map(type, (
         iter([]), reversed([]), iter(()), iter(""), iter(b""), iter(bytearray()), iter(range(0)), iter(range(2**70)),
         iter({}), iter({}.values()), iter({}.items()), iter(set()), iter(deque()),
     )),
-)  # fmt: skip
+))  # fmt: skip
 """Iterators that hold a position and no other iterator, so that `copy.copy` copies all their state."""
-OF_MODULES = frozenset(vars(nn.Module()))
-UNCOPYABLE = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, queue.SimpleQueue)
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+UNCOPYABLE = (types.CoroutineType, types.AsyncGeneratorType, queue.SimpleQueue)
 UNCOPYABLE_LIBRARY = frozenset({"asyncio", "concurrent", "mmap", "multiprocessing", "socket", "subprocess"})
 """Modules of the standard library whose objects have state outside of this interpreter, or in its other threads."""
 
@@ -103,7 +103,10 @@ Key: TypeAlias = tuple[object, ...]
 
 
 class Path(NamedTuple):
-    """The way from a root to an object. A label such as "global n" starts the words anew, ".n" continues them."""
+    """The steps from a root to an object.
+
+    Labels that begin with "." or "[" continue the name of the parent. Other labels, such as "global n", begin a name.
+    """
 
     parent: "Path | None"
     label: str
@@ -118,10 +121,10 @@ class Path(NamedTuple):
             path = path.parent
         while path.parent is not None:
             path = path.parent
-        words = "".join(reversed(labels))
-        if words[:1] in (".", "["):
-            words = f"its {'attribute ' if words[0] == '.' else 'item '}{words.lstrip('.')}"
-        return f"{path.label}, {words}" if words else path.label
+        name = "".join(reversed(labels))
+        if name[:1] in (".", "["):
+            name = f"its {'attribute ' if name[0] == '.' else 'item '}{name.lstrip('.')}"
+        return f"{path.label}, {name}" if name else path.label
 
 
 class Record(NamedTuple):
@@ -135,13 +138,13 @@ class Record(NamedTuple):
 
 @cache
 def _is_user_code(module: object) -> bool:
-    """Whether a module, by name, is neither of the standard library nor of torch, numpy or this package."""
+    """Whether the module with this name is outside of the standard library, torch, NumPy and gpipe."""
     top = str(module).partition(".")[0]
     return top not in ("torch", "numpy", "gpipe") and top not in sys.stdlib_module_names
 
 
 def _package_of(value: object) -> str | None:
-    """The package that a module, class or function belongs to; None for other objects."""
+    """Returns the top-level package of a module, class or function, and None for other objects."""
     if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
         return None
     name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
@@ -150,23 +153,28 @@ def _package_of(value: object) -> str | None:
 
 @cache
 def _library_of(module: str, file: str | None) -> str | None:
-    """The package of a module that is installed; None for other modules. Its code is not followed beyond it."""
+    """Returns the top-level package of a module in site-packages, and None for other modules."""
     is_installed = {"site-packages", "dist-packages"} & set(PurePath(file or "").parts)
     return module.partition(".")[0] if is_installed else None
 
 
 @cache
 def _is_skipped(module: str) -> bool:
-    """Whether objects of the classes of a module are left alone."""
+    """Whether the walk skips objects whose class belongs to the module with this name."""
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names:
         return top not in WALKED_LIBRARY
     return module == "numpy" or module.startswith(SKIPPED)
 
 
-@lru_cache(maxsize=2**13)
-def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that code uses, of globals and attributes, and the globals that it assigns or deletes."""
+Names: TypeAlias = tuple[frozenset[str], frozenset[str]]
+_names: dict[int, tuple["weakref.ref[types.CodeType]", Names]] = {}  # By id, because the hash of code is slow.
+
+
+def _names_in(code: types.CodeType) -> Names:
+    """Returns the names of globals and attributes that code uses, and the globals that it assigns or deletes."""
+    if (known := _names.get(id(code))) and known[0]() is code:
+        return known[1]
     used, assigned = set(code.co_names), set[str]()
     if not {dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]}.isdisjoint(code.co_code[::2]):
         assigned = {str(step.argval) for step in dis.get_instructions(code) if step.opname.endswith("E_GLOBAL")}
@@ -175,7 +183,25 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
             inner_used, inner_assigned = _names_in(inner)
             used |= inner_used
             assigned |= inner_assigned
-    return frozenset(used), frozenset(assigned)
+    if len(_names) > MOST:
+        _names.clear()
+    _names[id(code)] = weakref.ref(code), (frozenset(used), frozenset(assigned))
+    return _names[id(code)][1]
+
+
+class _Globals:
+    """The globals of one module, and those that a walk has visited.
+
+    Attributes:
+        library: The installed package of the module. From its code, the walk follows no code of other packages.
+        modules: The visited globals that are modules of user code.
+    """
+
+    def __init__(self, variables: dict[str, Any]) -> None:
+        name = variables.get("__name__")
+        self.variables, self.are_of_user = variables, _is_user_code(name)
+        self.library = _library_of(name, variables.get("__file__")) if self.are_of_user else None
+        self.visited, self.modules = set[str](), dict[str, types.ModuleType]()
 
 
 class _Walk:
@@ -197,117 +223,130 @@ class _Walk:
         self._copied, self._most_bytes = set(map(id, parameters_too)), most_bytes
         self._not_copied = None if parameters_except is None else set(map(id, parameters_except))
         self._queue: deque[tuple[Any, Path]] = deque()
-        self._seen: dict[int, object] = {}  # which keeps them alive, so that no id is used again
-        self.names = {"forward"}  # which code that was reached uses
-        self._waiting: dict[str, list[tuple[Any, Path]]] = {}  # methods, by name, that no code has used so far
+        self._seen: dict[int, object] = {}  # It keeps the objects alive, so that no id is used again.
+        self._visits: dict[type, Callable[[_Walk, Any, Path], None]] = {}
+        self._have_slots: dict[type, bool] = {}
+        self._globals: dict[int, _Globals] = {}
+        self.names = {"forward"}  # The names that reached code uses.
+        self._unused: dict[str, list[tuple[Any, Path]]] = {}  # Methods, by name, whose names no reached code uses.
 
     def run(self, roots: Mapping[str, object]) -> None:
         for name, generator in GLOBAL_GENERATORS.items():
             self._reach(generator, Path(None, f"{GLOBAL_GENERATOR} of {name}"))
-        for words, root in roots.items():
-            self._reach(root, Path(None, words))
-        while self._queue:
-            value, path = self._queue.popleft()
-            if len(self._seen) > MOST or self.nbytes > self._most_bytes:
-                most = f"{MOST} objects" if len(self._seen) > MOST else f"{self._most_bytes:.0f} bytes"
+        for name, root in roots.items():
+            self._reach(root, Path(None, name))
+        queue, visits, seen = self._queue, self._visits, self._seen
+        while queue:
+            value, path = queue.popleft()
+            if len(seen) > MOST or self.nbytes > self._most_bytes:
+                most = f"{MOST} objects" if len(seen) > MOST else f"{self._most_bytes:.0f} bytes"
                 self.uncopyable.append(f"{path} (more than {most} are reachable)")
                 return
-            with suppress(Exception):  # what cannot be looked into is left alone
-                self._visit(value, path)
+            visit = visits.get(kind := type(value)) or visits.setdefault(kind, _visit_of(kind))
+            try:  # noqa: SIM105  # A context costs more than many visits.
+                visit(self, value, path)
+            except Exception:  # The walk skips objects that raise when they are read.
+                pass
 
-    def _reach(self, value: Any, path: Path) -> None:
+    def _reach(self, value: Any, path: Path, label: str | None = None) -> None:
         if type(value) not in ATOMS and id(value) not in self._seen:
             self._seen[id(value)] = value
-            self._queue.append((value, path))
+            self._queue.append((value, path if label is None else Path(path, label)))
 
-    def _record(self, kind: Kind, holder: Any, path: Path, key: Key | None = None) -> Contents:
-        contents = kind.read(holder)
-        self.records[key or (kind, id(holder))] = Record(kind, holder, path, contents)
-        return contents
+    def _record(self, kind: Kind, holder: Any, path: Path, key: Key | None = None) -> None:
+        self.records[key or (kind, id(holder))] = Record(kind, holder, path, kind.read(holder))
 
     def _hold(self, kind: Kind, holder: Any, path: Path, key: Key | None = None) -> None:
-        """Records an object that refers to others, and reaches these."""
-        contents = self._record(kind, holder, path, key)
-        for at, value in enumerate(contents.values):
-            if type(value) in ATOMS:
+        """Records an object that refers to other objects, and reaches these."""
+        keys, values = contents = kind.read(holder)
+        self.records[key or (kind, id(holder))] = Record(kind, holder, path, contents)
+        for index, value in enumerate(values):
+            if type(value) in ATOMS or id(value) in self._seen:
                 continue
-            label = kind.label(contents.keys[at] if contents.keys else at) if kind not in (CELL, VARIABLE) else ""
-            inner = Path(path, label)
-            if isinstance(value, FLAT_ITERATORS) and kind is not SET:
+            inner = path
+            if kind is not CELL and kind is not VARIABLE:
+                inner = Path(path, kind.label(keys[index] if keys else index))
+            self._seen[id(value)] = value
+            if type(value) in FLAT_ITERATORS and kind is not SET:
                 self._copy_iterator(value, inner)
             else:
-                self._reach(value, inner)
-        for key_of_item in contents.keys:
-            if kind in (DICT, ORDERED):
+                self._queue.append((value, inner))
+        if keys and (kind is DICT or kind is ORDERED):
+            for key_of_item in keys:
                 self._reach(key_of_item, path)
 
     def _copy_iterator(self, value: Any, path: Path) -> None:
-        if id(value) in self._seen:
-            return
-        self._seen[id(value)] = value
         try:
             self.iterators[id(value)] = value, _copy_iterator(value), path
         except TypeError:
-            self.uncopyable.append(f"{path} (a {type(value).__name__})")
+            self._visit_uncopyable(value, path)
 
-    def _visit(self, value: Any, path: Path) -> None:  # noqa: C901  # one case for each kind of object
-        match value:
-            case Tensor():
-                self._visit_tensor(value, path)
-            case type():
-                self._visit_class(value, path)
-            case types.FunctionType():
-                self._visit_function(value, path)
-            case types.MethodType():
-                self._reach(value.__func__, path)
-                self._reach(value.__self__, path)
-            case types.BuiltinMethodType() | types.MethodWrapperType():
-                self._reach(value.__self__, path)
-            case partial():
-                for part in (value.func, value.args, value.keywords):
-                    self._reach(part, path)
-                self._visit_object(value, path)
-            case types.ModuleType():
-                pass
-            case functools._lru_cache_wrapper():
-                for held in gc.get_referents(value):  # also what it has cached
-                    self._reach(held, Path(path, "[cached]"))
-            case weakref.ref():
-                referent = value()
-                if getattr(referent, "grad_fn", None) is None:  # A record would keep the graph alive.
-                    self._reach(referent, path)
-            case tuple() | frozenset():
-                items = tuple.__iter__(value) if isinstance(value, tuple) else frozenset.__iter__(value)
-                for at, item in enumerate(items):
-                    self._reach(item, Path(path, f"[{at}]"))
-                self._visit_object(value, path)
-            case bytearray() | array.array():
-                self._record(BYTES, value, path)
-            case torch.Generator() | np.random.RandomState() | np.random.Generator() | np.random.BitGenerator():
-                self._record(GENERATOR, value, path)
-            case random.Random():
-                if not isinstance(value, random.SystemRandom):
-                    self._record(GENERATOR, value, path)
-                self._visit_object(value, path)
-            case np.ndarray():
-                self._visit_array(value, path)
-            case threading.local():
-                self.thread_locals.append(str(path))
-            case io.StringIO() | io.BytesIO():
-                self._record(STREAM, value, path)
-            case io.IOBase():
-                if not value.closed and not value.writable():  # What is written twice changes no result.
-                    self.uncopyable.append(f"{path} (a {type(value).__name__})")
-            case _ if _is_uncopyable(value):
-                self.uncopyable.append(f"{path} (a {type(value).__name__})")
-            case _:
-                for base, kind in CONTAINERS:
-                    if isinstance(value, base):
-                        self._hold(kind, value, path)
-                        break
-                self._visit_object(value, path)
+    def _visit_uncopyable(self, value: Any, path: Path) -> None:
+        self.uncopyable.append(f"{path} (a {type(value).__name__})")
+
+    def _visit_method(self, value: Any, path: Path) -> None:
+        self._reach(value.__func__, path)
+        self._reach(value.__self__, path)
+
+    def _visit_builtin_method(self, value: Any, path: Path) -> None:
+        self._reach(value.__self__, path)
+
+    def _visit_partial(self, value: Any, path: Path) -> None:
+        for part in (value.func, value.args, value.keywords):
+            self._reach(part, path)
+        self._visit_object(value, path)
+
+    def _visit_module_of_python(self, value: Any, path: Path) -> None:
+        """Does nothing: functions reach only the globals that their code names."""
+
+    def _visit_lru_cache(self, value: Any, path: Path) -> None:
+        for referent in gc.get_referents(value):  # The function and the cached results.
+            self._reach(referent, path, "[cached]")
+
+    def _visit_weak_reference(self, value: Any, path: Path) -> None:
+        referent = value()
+        if getattr(referent, "grad_fn", None) is None:  # A record would keep the graph alive.
+            self._reach(referent, path)
+
+    def _visit_immutable(self, value: Any, path: Path) -> None:
+        items = tuple.__iter__(value) if isinstance(value, tuple) else frozenset.__iter__(value)
+        for index, item in enumerate(items):
+            self._reach(item, path, f"[{index}]")
+        self._visit_object(value, path)
+
+    def _visit_bytes(self, value: Any, path: Path) -> None:
+        self._record(BYTES, value, path)
+
+    def _visit_generator(self, value: Any, path: Path) -> None:
+        self._record(GENERATOR, value, path)
+
+    def _visit_random(self, value: Any, path: Path) -> None:
+        if not isinstance(value, random.SystemRandom):
+            self._record(GENERATOR, value, path)
+        self._visit_object(value, path)
+
+    def _visit_thread_local(self, value: Any, path: Path) -> None:
+        self.thread_locals.append(str(path))
+
+    def _visit_memory_stream(self, value: Any, path: Path) -> None:
+        self._record(STREAM, value, path)
+
+    def _visit_file(self, value: Any, path: Path) -> None:
+        if not value.closed and not value.writable():  # Writing a file twice changes no result.
+            self._visit_uncopyable(value, path)
+
+    def _visit_if_idle(self, value: Any, path: Path) -> None:
+        """Visits a Python generator that has ended, a thread that has ended, or a queue that no thread waits for."""
+        if isinstance(value, types.GeneratorType):
+            is_idle = value.gi_frame is None
+        elif isinstance(value, threading.Thread):
+            is_idle = not value.is_alive()
+        else:
+            is_idle = not value.not_empty._waiters and not value.not_full._waiters
+        (self._visit_object if is_idle else self._visit_uncopyable)(value, path)
 
     def _visit_object(self, value: Any, path: Path) -> None:
+        """Visits attributes, slots and class, which objects of most types have besides their items."""
         kind = type(value)
         if kind in WITHOUT_ATTRIBUTES or (_is_skipped(kind.__module__) and not isinstance(value, nn.Module)):
             return
@@ -318,13 +357,15 @@ class _Walk:
                 if getattr(value, "max_norm", None) is not None:  # Its forward writes its weight.
                     self._copied.update(map(id, value._parameters.values()))
             self._hold(ATTRIBUTES, value, path)
-        if slots_of(kind):
+        if kind not in self._have_slots:
+            self._have_slots[kind] = bool(slots_of(kind))
+        if self._have_slots[kind]:
             self._hold(SLOTS, value, path)
         self._reach(kind, path)
 
     def _visit_parts(self, module: nn.Module, attributes: dict[str, Any], path: Path) -> None:
-        """Records parts, parameters and buffers by name, and torch's own dicts in one record if they are empty."""
-        hooks = (held for name, held in attributes.items() if name in OF_MODULES)
+        """Visits submodules, parameters and buffers by name, and records torch's empty dicts in one record."""
+        hooks = (attributes[name] for name in MODULE_ATTRIBUTES & attributes.keys())
         empty = [held for held in hooks if type(held) in (dict, OrderedDict, set) and not held]
         self._seen.update((id(held), held) for held in empty)
         self._record(EMPTY, tuple(empty), Path(path, ".hooks"), (EMPTY, id(module)))
@@ -336,76 +377,86 @@ class _Walk:
                 self._visit_object(held, path)
 
     def _visit_class(self, kind: type, path: Path) -> None:
-        for base in kind.__mro__:
-            if base is not kind:
-                self._reach(base, path)
+        for base in kind.__mro__[1:]:
+            self._reach(base, path)
         if not _is_user_code(kind.__module__):
             return
         self._hold(CLASS, kind, Path(path, f"class attribute {kind.__qualname__}"))
+        is_called = issubclass(kind, torch.autograd.Function)
         for name, member in vars(kind).items():
             if not isinstance(member, CODE):
                 continue
-            is_called = name in self.names or issubclass(kind, torch.autograd.Function)
-            if is_called or (name.startswith("__") and name.endswith("__")):
+            if is_called or name in self.names or (name.startswith("__") and name.endswith("__")):
                 self._visit_member(member, path)
             else:
-                self._waiting.setdefault(name, []).append((member, path))
+                self._unused.setdefault(name, []).append((member, path))
 
     def _visit_member(self, member: Any, path: Path) -> None:
         if isinstance(member, types.FunctionType):
             self._reach(member, path)
+            return
         for name in ("__func__", "fget", "fset", "fdel", "func"):
             self._reach(getattr(member, name, None), path)
 
     def _visit_function(self, function: Any, path: Path) -> None:
-        named = function.__qualname__.rpartition(".")[2]
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if id(cell) not in self._seen:
-                self._seen[id(cell)] = cell
-                self._hold(CELL, cell, Path(path, f"closure variable {name}"))
+        code = function.__code__
+        if function.__closure__:
+            for name, cell in zip(code.co_freevars, function.__closure__, strict=True):
+                if id(cell) not in self._seen:
+                    self._seen[id(cell)] = cell
+                    self._hold(CELL, cell, Path(path, f"closure variable {name}"))
         for defaults in (function.__defaults__, function.__kwdefaults__):
-            self._reach(defaults, Path(path, f"default argument of {named}"))
-        variables = function.__globals__
-        is_user_code = _is_user_code(variables.get("__name__"))
-        if is_user_code or function.__dict__:
-            self._hold(ATTRIBUTES, function, Path(path, f"function {named}"))
-        if not is_user_code:
-            return
-        names, assigned = _names_in(function.__code__)
-        self._use_names(names)
-        library = _library_of(variables.get("__name__"), variables.get("__file__"))
-        for name in names:
-            value = variables.get(name)
-            if name.startswith("@"):  # Such names are of the tool that has rewritten the code, as pytest does.
-                continue
-            if library is not None and _package_of(value) not in (None, library):
-                continue
-            if isinstance(value, types.ModuleType) and _is_user_code(value.__name__):
-                for attribute in names & vars(value).keys():
-                    self._visit_variable(vars(value), attribute, path, f"{value.__name__}.{attribute}")
-            if name in assigned or name in variables:
-                self._visit_variable(variables, name, path, name, assigned=name in assigned)
+            if defaults:
+                self._reach(defaults, path, f"default argument of {function.__name__}")
+        known = self._globals.get(id(function.__globals__))
+        if known is None:
+            known = self._globals[id(function.__globals__)] = _Globals(function.__globals__)
+        if known.are_of_user or function.__dict__:
+            self._hold(ATTRIBUTES, function, Path(path, f"function {function.__name__}"))
+        if known.are_of_user:
+            names, assigned = _names_in(code)
+            if new := names - self.names:
+                self._use_names(new)
+            self._visit_globals(known, names, assigned, path)
 
-    def _use_names(self, names: Collection[str]) -> None:
-        for name in names - self.names:  # type: ignore[operator]  # frozensets
-            self.names.add(name)
-            for member, path in self._waiting.pop(name, ()):
+    def _use_names(self, names: frozenset[str]) -> None:
+        """Visits the methods with these names, on the classes that the walk has reached so far."""
+        self.names |= names
+        for name in names & self._unused.keys():
+            for member, path in self._unused.pop(name):
                 self._visit_member(member, path)
 
+    def _visit_globals(self, known: "_Globals", names: frozenset[str], assigned: frozenset[str], path: Path) -> None:
+        """Visits the globals of one module that code names, except those that the walk has visited already."""
+        variables = known.variables
+        for name in ((names & variables.keys()) - known.visited) | assigned:
+            known.visited.add(name)
+            value = variables.get(name)
+            if name.startswith("@"):  # Tools that rewrite code, such as pytest, add such names.
+                continue
+            if known.library is not None and _package_of(value) not in (None, known.library):
+                continue
+            if isinstance(value, types.ModuleType) and _is_user_code(value.__name__):
+                known.modules[name] = value
+            self._visit_variable(variables, name, path, name, assigned=name in assigned)
+        for name in names & known.modules.keys():
+            module = known.modules[name]
+            for attribute in names & vars(module).keys():
+                self._visit_variable(vars(module), attribute, path, f"{module.__name__}.{attribute}")
+
     def _visit_variable(
-        self, variables: dict[str, Any], name: str, path: Path, words: str, *, assigned: bool = False
+        self, variables: dict[str, Any], name: str, path: Path, full_name: str, *, assigned: bool = False
     ) -> None:
-        value, key = variables.get(name), (VARIABLE, id(variables), name)
-        path = Path(path, f"global {words}")
+        value = variables.get(name)
         if not assigned and isinstance(value, (types.FunctionType, type, types.ModuleType, types.BuiltinMethodType)):
-            self._reach(value, path)
-        elif key not in self.records:
-            self._hold(VARIABLE, (variables, name), path, key)
+            self._reach(value, path, f"global {full_name}")
+        elif (key := (VARIABLE, id(variables), name)) not in self.records:
+            self._hold(VARIABLE, (variables, name), Path(path, f"global {full_name}"), key)
 
     def _visit_tensor(self, tensor: Tensor, path: Path) -> None:
         self._visit_object(tensor, path)
         for hooks in gradient_hooks_of(tensor):
-            self._reach(hooks, Path(path, ".hooks"))
+            self._reach(hooks, path, ".hooks")
         if isinstance(tensor, nn.Parameter) and not self._copies(tensor):
             return
         if is_lazy(tensor) or tensor.is_meta or is_wrapper(tensor) or tensor.grad_fn is not None:
@@ -419,52 +470,85 @@ class _Walk:
                 TENSOR, tensor, path, Contents(keys, (memory, gradient, values))
             )
         self.nbytes += 0 if shared else sum(part.nbytes for part in strided_parts(values))
-        self._reach(gradient, Path(path, ".grad"))
+        self._reach(gradient, path, ".grad")
 
     def _copies(self, parameter: Tensor) -> bool:
-        others = self._not_copied is not None and id(parameter) not in self._not_copied
-        return others or id(parameter) in self._copied
+        is_other = self._not_copied is not None and id(parameter) not in self._not_copied
+        return is_other or id(parameter) in self._copied
 
-    def _visit_array(self, held: Any, path: Path) -> None:
-        self._visit_object(held, path)
-        if held.base is not None:
-            self._reach(held.base, path)
-        if not held.flags.writeable:
+    def _visit_array(self, array: Any, path: Path) -> None:
+        self._visit_object(array, path)
+        if array.base is not None:
+            self._reach(array.base, path)
+        if not array.flags.writeable:
             return
-        keys, _ = read_array(held)
-        earlier = self._like.get((ARRAY, id(held)))
-        shared = earlier is not None and not differs(ARRAY, earlier.contents, Contents(keys, (held,)))
-        values = earlier.contents.values[0] if earlier is not None and shared else held.copy()
-        self.records[ARRAY, id(held)] = Record(ARRAY, held, path, Contents(keys, (values,)))
-        self.nbytes += 0 if shared else held.nbytes
-        if held.dtype.hasobject:
-            for item in held.flat:
-                self._reach(item, Path(path, "[...]"))
+        keys, _ = read_array(array)
+        earlier = self._like.get((ARRAY, id(array)))
+        shared = earlier is not None and not differs(ARRAY, earlier.contents, Contents(keys, (array,)))
+        values = earlier.contents.values[0] if earlier is not None and shared else array.copy()
+        self.records[ARRAY, id(array)] = Record(ARRAY, array, path, Contents(keys, (values,)))
+        self.nbytes += 0 if shared else array.nbytes
+        if array.dtype.hasobject:
+            for item in array.flat:
+                self._reach(item, path, "[...]")
 
 
-def _is_uncopyable(value: Any) -> bool:
-    """Whether a value has state that cannot be copied, or that another thread may change meanwhile."""
-    if isinstance(value, types.GeneratorType):
-        return value.gi_frame is not None  # Otherwise it has ended.
-    if isinstance(value, threading.Thread):
-        return value.is_alive()
-    if isinstance(value, queue.Queue) and (value.not_empty._waiters or value.not_full._waiters):  # type: ignore[attr-defined]
-        return True
-    kind = type(value)
-    step = getattr(kind, "__next__", None)  # An iterator that is not written in Python does not show its state.
+VISITS: tuple[tuple[tuple[type, ...], Callable[[_Walk, Any, Path], None]], ...] = (
+    ((Tensor,), _Walk._visit_tensor),
+    ((type,), _Walk._visit_class),
+    ((types.FunctionType,), _Walk._visit_function),
+    ((types.MethodType,), _Walk._visit_method),
+    ((types.BuiltinMethodType, types.MethodWrapperType), _Walk._visit_builtin_method),
+    ((partial,), _Walk._visit_partial),
+    ((types.ModuleType,), _Walk._visit_module_of_python),
+    ((functools._lru_cache_wrapper,), _Walk._visit_lru_cache),
+    ((weakref.ref,), _Walk._visit_weak_reference),
+    ((tuple, frozenset), _Walk._visit_immutable),
+    ((bytearray, array.array), _Walk._visit_bytes),
+    (
+        (torch.Generator, np.random.RandomState, np.random.Generator, np.random.BitGenerator),
+        _Walk._visit_generator,
+    ),
+    ((random.Random,), _Walk._visit_random),
+    ((np.ndarray,), _Walk._visit_array),
+    ((threading.local,), _Walk._visit_thread_local),
+    ((io.StringIO, io.BytesIO), _Walk._visit_memory_stream),
+    ((io.IOBase,), _Walk._visit_file),
+    ((types.GeneratorType, threading.Thread, queue.Queue), _Walk._visit_if_idle),
+    (UNCOPYABLE, _Walk._visit_uncopyable),
+)
+"""The function that visits objects of a type. The first entry whose types include the type or a base of it counts."""
+
+
+def _visit_of(kind: type) -> Callable[[_Walk, Any, Path], None]:
+    """Returns the function that visits objects of a type."""
+    for types_visited, visit in VISITS:
+        if issubclass(kind, types_visited):
+            return visit
+    step = getattr(kind, "__next__", None)  # Iterators that are not written in Python hide their state.
     is_iterator = step is not None and not isinstance(step, types.FunctionType)
-    return is_iterator or isinstance(value, UNCOPYABLE) or kind.__module__.partition(".")[0] in UNCOPYABLE_LIBRARY
+    if is_iterator or kind.__module__.partition(".")[0] in UNCOPYABLE_LIBRARY:
+        return _Walk._visit_uncopyable
+    container = next((container for base, container in CONTAINERS if issubclass(kind, base)), None)
+    if container is None:
+        return _Walk._visit_object
+
+    def visit_container(walk: _Walk, value: Any, path: Path) -> None:
+        walk._hold(container, value, path)
+        walk._visit_object(value, path)
+
+    return visit_container
 
 
 class ReachableState:
-    """All mutable state that modules and functions can reach, as it was at one moment.
+    """Holds a copy of all mutable state that modules and functions could reach at one moment.
 
     Attributes:
-        uncopyable: The places that hold state which cannot be copied, such as Python generators and open files, and
-            after `restore` the places that it could not write.
+        uncopyable: The places that hold state which cannot be copied, such as Python generators and open files. After
+            `restore` also the places that it could not write.
         thread_locals: The places that hold a `threading.local`, which is not walked.
         nbytes: The bytes of the copies of tensors and arrays.
-        names: The names that the code of the reachable functions uses, of globals and of attributes.
+        names: The names of globals and attributes that the code of the reachable functions uses.
 
     Example:
         >>> from types import SimpleNamespace
@@ -495,60 +579,61 @@ class ReachableState:
         """Copies the state that modules and functions can reach now.
 
         Args:
-            roots: Modules, functions and other objects, by the words that name them in messages.
-            like: An earlier state. Copies of tensors and arrays that have not changed since are shared with it.
-            parameters_too: Parameters to copy. Other parameters are not copied, except those of modules with
-                `max_norm`, whose forward writes them.
-            parameters_except: If given, all parameters are copied except these.
-            most_bytes: The bytes of copies after which the walk ends, with an entry in `uncopyable`.
+            roots: The modules, functions and other objects to start from, by the names that messages use for them.
+            like: An earlier state. The new state shares its copies of tensors and arrays that have not changed.
+            parameters_too: The parameters to copy. Other parameters are not copied, except the parameters of modules
+                with `max_norm`, whose forward writes them.
+            parameters_except: The parameters that are not copied. If it is not None, all other parameters are copied.
+            most_bytes: The most bytes to copy. A walk that needs more ends early, with an entry in `uncopyable`.
         """
         walk = _Walk(like, parameters_too, parameters_except, most_bytes)
         walk.run(roots)
         return cls(walk)
 
     def leave_alone(self, generator: object) -> None:
-        """Forgets a generator, which `restore` then leaves as it is: another thread may draw from it."""
+        """Removes a random number generator from the state, for example because other threads may draw from it."""
         self._records.pop((GENERATOR, id(generator)), None)
 
     def changed_keys(self, earlier: "ReachableState") -> set[Key]:
-        """Returns keys of the objects whose contents differ from those in an earlier state of the same roots."""
+        """Returns the keys of the objects whose contents differ from an earlier state of the same roots."""
         pairs = ((key, earlier._records.get(key), now) for key, now in self._records.items())
         return {key for key, was, now in pairs if was and differs(now.kind, was.contents, now.contents)}
 
     def has(self, key: Key) -> bool:
-        """Whether the roots reach an object, by its key."""
+        """Whether the roots reach the object with this key."""
         return key in self._records
 
     def restore(self, *, generators: bool = True) -> None:
-        """Writes the recorded contents back, in place, wherever they differ.
+        """Writes the recorded contents back in place, wherever they differ.
 
         Args:
-            generators: Whether to restore the states of generators of random numbers too.
+            generators: Whether to restore the states of random number generators too.
         """
         moved = {
             id(it): _copy_iterator(saved) for it, saved, _ in self._iterators.values() if not _stand_alike(it, saved)
         }
-        for kind, holder, path, contents in self._records.values():
-            if kind is GENERATOR and not generators:
-                continue
-            if moved:
-                contents = contents._replace(values=tuple(moved.get(id(value), value) for value in contents.values))
-            try:
-                with as_plain_tensors(), torch.no_grad():
-                    if differs(kind, contents, kind.read(holder)):
+        with as_plain_tensors(), torch.no_grad():
+            for kind, holder, path, contents in self._records.values():
+                if kind is GENERATOR and not generators:
+                    continue
+                if moved:
+                    values = tuple(moved.get(id(value), value) for value in contents.values)
+                    contents = contents._replace(values=values)
+                try:
+                    if not kind.matches(holder, contents) and differs(kind, contents, kind.read(holder)):
                         kind.write(holder, contents)
-            except Exception:  # whatever code of a class raises, the other places are to be written
-                self.uncopyable.append(str(path))
+                except Exception:  # User classes may raise any exception. The other places are still restored.
+                    self.uncopyable.append(str(path))
 
     def changed_since(
         self, earlier: "ReachableState", *, except_for: Collection[int] = (), by_value: bool = False
     ) -> list[str]:
-        """Returns the places whose contents differ from those in an earlier state of the same roots.
+        """Returns the places whose contents differ from an earlier state of the same roots.
 
         Args:
-            earlier: The other state.
+            earlier: The earlier state.
             except_for: The ids of tensors that may differ.
-            by_value: Whether a tensor may be replaced by another one with the same values.
+            by_value: Whether another tensor with the same values may replace a tensor.
         """
         places = dict[str, None]()
         are_same = same_or_equal if by_value else same
@@ -560,16 +645,16 @@ class ReachableState:
                 places[str(path)] = None
                 continue
             before, after = (dict(zip(map(_by_value, c.keys), c.values, strict=True)) for c in (was, now))
-            apart = [
+            changed = [
                 name
                 for name in {**before, **after}
                 if name not in before or name not in after or not are_same(before[name], after[name])
             ]
-            inner = [str(Path(path, kind.label(key))) for _, key in apart]
-            if inner or not by_value:  # Without `inner`, only the order differs.
+            inner = [str(Path(path, kind.label(name))) for _, name in changed]
+            if inner or not by_value:  # If `inner` is empty, only the order differs.
                 places.update(dict.fromkeys(inner or [str(path)]))
-        for at, (_, saved, path) in self._iterators.items():
-            if at in earlier._iterators and not _stand_alike(saved, earlier._iterators[at][1]):
+        for it, (_, saved, path) in self._iterators.items():
+            if it in earlier._iterators and not _stand_alike(saved, earlier._iterators[it][1]):
                 places[str(path)] = None
         return list(places)
 
@@ -584,8 +669,8 @@ def _copy_iterator(it: Any) -> Any:
         return copy.copy(it)
 
 
-def _stand_alike(these: Any, those: Any) -> bool:
+def _stand_alike(a: Any, b: Any) -> bool:
     """Whether two iterators over one container have the same position."""
-    if hasattr(these, "__length_hint__"):
-        return int(these.__length_hint__()) == int(those.__length_hint__())
-    return repr(these) == repr(those)  # of itertools.count, and of itertools.repeat without an end
+    if hasattr(a, "__length_hint__"):
+        return int(a.__length_hint__()) == int(b.__length_hint__())
+    return repr(a) == repr(b)  # For itertools.count and an endless itertools.repeat.

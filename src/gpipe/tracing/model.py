@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from gpipe.stages.reachable_state import ReachableState
 from gpipe.stages.skips import Pop
 from gpipe.stages.stage import RngKey
 from gpipe.stages.tree import Tree, replace_tensors
@@ -84,6 +85,7 @@ class TracedModel:
         self._proven: set[tuple[TraceKey, tuple[bool, ...]]] = set()  # with the mode, as for what is refused
         self._refused: dict[tuple[TraceKey, tuple[bool, ...]], Exception] = {}
         self._learns = True
+        self._state: ReachableState | None = None  # The state of the model, while only runs that restore it follow.
         self.sample_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else [type(sample).__name__]
         self.parts = Parts(model, given)
         found, proof, self._counts = self._trace_first(sample) if given else self._choose(model, sample)
@@ -98,7 +100,8 @@ class TracedModel:
         last = None if proof.last is None else proof.last.outputs
         if self._counts:  # what a model adds to a mean over labels would not be seen beside a sum over them
             sample = self._with_count(sample, max(self._averages[0].count(sample), 1))
-        self._averages[0] = tried(self._averages[0], model, sample, counts=self._counts, last=last)
+        self._averages[0] = tried(self._averages[0], model, sample, counts=self._counts, last=last, state=self._state)
+        self._state = None
 
     def _choose(self, model: nn.Module, sample: Tree) -> First:
         """Traces the model cut at the first blocks that work; what does not, and has blocks inside, becomes one."""
@@ -130,8 +133,9 @@ class TracedModel:
         if self.lacks_values:  # buffers outside of units, which every layer may read, get some
             copied = self.parts.copied.items()
             give_values(self.model, [], [], 0, [f"{n}.{leaf}".lstrip(".") for n, m in copied for leaf in m._buffers])
+            self._state = None
         plain = runs.arguments(self.model, sample)
-        with runs.unchanged(self.model):
+        with runs.unchanged(self.model, self._state) as self._state:
             if not self._may_count(sample):
                 found = trace_forward(self.parts, plain)
                 return found, prove(found, plain), False
@@ -263,16 +267,17 @@ class TracedModel:
             lambda one: self.begin([one], for_output=True),
             *([] if slices == 1 else [lambda one: self.begin_slices([one], slices, float)]),
         ]
-        modes = {module: module.training for module in self.model.modules()}
-        with runs.unchanged(self.model):  # Once for all: to find all state that a model can reach takes long.
-            for training, grad, one, begin in product((True, False), (True, False), values, wanted):
-                for module, mode in modes.items():
-                    module.training = mode
-                if self.model.training != training:
+        initial: ReachableState | None = None
+        for training in (True, False):
+            with runs.unchanged(self.model, initial) as initial:
+                if is_other_mode := self.model.training != training:
                     self.model.train(training)
-                # _begin keeps an exception for the caller that asks for its trace.
-                with suppress(Exception), torch.random.fork_rng(devices=[]), torch.set_grad_enabled(grad):
-                    begin(one)
+                with runs.unchanged(self.model, None if is_other_mode else initial) as self._state:
+                    for grad, one, begin in product((True, False), values, wanted):
+                        # _begin keeps an exception for the caller that asks for its trace.
+                        with suppress(Exception), torch.random.fork_rng(devices=[]), torch.set_grad_enabled(grad):
+                            begin(one)
+        self._state = None
         if lacking := next(filter(runs.lacks_memory, self._refused.values()), None):
             raise lacking
         self._learns = False
@@ -329,7 +334,7 @@ class TracedModel:
         value = replace_tensors(value, on_cpu)
         try:
             # The model's layers may be on several devices.
-            with runs.unchanged(self.model), replaced_tensors(self.model, on_cpu):
+            with runs.unchanged(self.model, self._state), replaced_tensors(self.model, on_cpu):
                 given = runs.arguments(self.model, value)
                 if known is None or lacks_values(self.model):
                     found = trace_forward(self.parts, given)

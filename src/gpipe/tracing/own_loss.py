@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gpipe._torch.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from gpipe.batch.losses import ELEMENTS, LABELS, ROWS, LossAverage, LossCall, find_average, own_loss
 from gpipe.batch.microbatch import CANNOT_MERGE, IGNORED, count_rows, merge, split
+from gpipe.stages.reachable_state import ReachableState
 from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.meta_model import lacks_values
 from gpipe.tracing.runs import arguments, lacks_memory, takes, unchanged
@@ -139,7 +140,15 @@ ONE_ROW = (
 Run: TypeAlias = Callable[[Sequence[Tree]], Iterable[Any]]  # gives the outputs of the sample and of its parts
 
 
-def tried(average: OwnLoss, model: nn.Module, sample: Tree, *, counts: bool, last: Run | None = None) -> OwnLoss:
+def tried(
+    average: OwnLoss,
+    model: nn.Module,
+    sample: Tree,
+    *,
+    counts: bool,
+    last: Run | None = None,
+    state: ReachableState | None = None,
+) -> OwnLoss:
     """How the losses of micro-batches make that of the mini-batch, as those of the sample's halves show it.
 
     That is as was read in the forward; of a sum, which the forward may divide by something itself, by labels or rows
@@ -150,12 +159,13 @@ def tried(average: OwnLoss, model: nn.Module, sample: Tree, *, counts: bool, las
     if lacks_values(model) or not isinstance(sample, Mapping):
         return average
     if last is not None:
-        with suppress(Exception), unchanged(model), torch.no_grad():  # it may go another way: then the model tells
+        # The last layer may take a different path for the halves. Then the whole model runs instead.
+        with suppress(Exception), unchanged(model, state), torch.no_grad():
             model.train(False)
             found = _tried(average, model, sample, counts, last)
             if (found.finding, found.uneven) == (average.finding, average.uneven):
                 return found
-    with unchanged(model), torch.no_grad():
+    with unchanged(model, state), torch.no_grad():
         model.train(False)
         return _tried(average, model, sample, counts)
 

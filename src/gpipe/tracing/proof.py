@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from gpipe._torch.dispatcher import CHECKS_MASK_ALIGNMENT, is_fake
 from gpipe._torch.trees import keystr, map_tensors, tree_flatten_with_path
 from gpipe.batch.microbatch import count_rows
-from gpipe.stages.buffers import untouched
 from gpipe.stages.digest import differ, digest
 from gpipe.stages.memory_layout import copy_of
 from gpipe.stages.rng import rng_scope
@@ -66,7 +65,7 @@ class LastLayer(NamedTuple):
         units = nn.ModuleList(parts.units[name] for op in ops if op.is_unit for name in (op.name, *op.inner))
         self.shallow_copy.refresh()
         last = StageInterpreter(self.shallow_copy, self.trace, layers, values, log, frozenset(), device)
-        with untouched(units):
+        with watched(units):
             return last.interpret(inputs)
 
     def outputs(self, parts: Sequence[Tree]) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gpipe._torch.dispatcher import is_fake
 from gpipe.stages.buffers import is_changed, untouched
 from gpipe.stages.memory_layout import copy_of, restore_values, version
+from gpipe.stages.reachable_state import ReachableState
 from gpipe.stages.tree import Tree, replace_tensors
 from gpipe.tracing.shallow_copy import COLLECTING, COLLECTOR
 from gpipe.tracing.trace import CannotSplitError, is_carried
@@ -38,12 +39,18 @@ APART = (
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts back what traces inside change: modules, their modes and state, torch's generator."""
-    # with a graph, which shows what torch else does not: functions of autograd
-    with untouched(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
+def unchanged(model: nn.Module, state: ReachableState | None = None) -> Iterator[ReachableState]:
+    """Restores a model, its modes and all state that it can reach, and the random number generator of torch.
+
+    Gradients are recorded inside, because only a graph shows functions of autograd.
+
+    Args:
+        model: The model that runs inside.
+        state: Its current state, if it has been copied already. To find all state takes long.
+    """
+    with untouched(model, state=state) as state, torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
-            yield
+            yield state
         except Exception as error:
             if not isinstance(error, CannotSplitError):
                 error.add_note(ON_SAMPLE.format(model=type(model).__name__))
