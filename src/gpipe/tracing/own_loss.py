@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gpipe._torch.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from gpipe.batch.losses import ELEMENTS, LABELS, ROWS, LossAverage, LossCall, find_average, own_loss
-from gpipe.batch.microbatch import CANNOT_MERGE, IGNORED, count_rows, merge, split
+from gpipe.batch.microbatch import IGNORED, count_rows, merge, split
 from gpipe.stages.reachable_state import ReachableState
 from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.meta_model import lacks_values
@@ -210,14 +210,19 @@ def _tried(
     return replace(average, finding=NOT_TOGETHER.format(together=sums[0], whole=losses[0]))
 
 
+LOSS_IN_OUTPUT = (
+    "output{path} is a loss, and gpipe does not know how it averages over micro-batches. Leave the labels out of the "
+    "inputs to get the rest of the output, or call step(). [loss-in-output]"
+)
+
+
 def join(outputs: Sequence[Tree], rows: Sequence[int], shares: Sequence[float]) -> Tree:
     """The output of the mini-batch: rows behind one another, losses added up by their shares."""
     losses = [loss for loss in map(loss_in, outputs, rows) if loss is not None]
     if 1 < len(losses) == len(outputs):
         if len(shares) != len(losses):
             path = next(keystr(path) for path, leaf in tree_flatten_with_path(outputs[0])[0] if leaf is losses[0])
-            why = "is a loss, and it is not known how it averages (leave out the labels, for all but the loss)"
-            raise TypeError(CANNOT_MERGE.format(path=path, why=why))
+            raise TypeError(LOSS_IN_OUTPUT.format(path=path))
         said = [loss * share for loss, share in zip(losses, shares, strict=True) if share]  # of no weight, even NaN
         whole = sum(said[1:], start=said[0])
         outputs = [
