@@ -26,7 +26,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from gpipe.profiling import timelines_svg
-from gpipe.profiling.lanes import words
+from gpipe.profiling.lanes import describe
 from gpipe.profiling.svg import WIDTH
 from gpipe.schedule.action import Route, parse_action
 from gpipe.schedule.cost import StageCost
@@ -122,7 +122,7 @@ class SchedulePicture(TimelinePicture):
             "title", f"{name}: {program.ranks} ranks{stages}, {program.micro_batches} micro-batches"
         )
         found = figures(program)
-        said = "; ".join(words(found))
+        said = "; ".join(describe(found))
         svg = timelines_svg({title: found.timeline}, unit="")
         return [self.picture(svg, title), nodes.paragraph(text=f"{said[0].upper()}{said[1:]}.")]
 

@@ -63,7 +63,7 @@ def test_mistakes_are_told_with_what_to_do(tmp_path: Path, capsys: pytest.Captur
         ("nowhere", "contains no report.json. Pass the folder of a run that `gpipe train` has finished."),
         ("empty", "contains no report.json"),
         ("damaged", "report.json: cannot be read: Unterminated string"),
-        ("older", "its format is 'gpipe report 0', and this gpipe reads 'gpipe report 1'"),
+        ("older", "format: 'gpipe report 0' is not 'gpipe report 1'"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["report", str(tmp_path / name)])

@@ -15,9 +15,9 @@ ONE_F_ONE_B = """\
 rank 0  F0 F1 .. .. B0--- F2 B1--- .. B2---
 rank 1  .. F0 B0--- F1 B1--- F2 B2--- .. ..
 time    0              5              10
-bubble 25.0% over all ranks: the busiest works 9 of 12 units
-activations held at most, in micro-batches: 2, 1, by rank
-backwards: whole
+bubble over all ranks: 25.0% (the busiest rank works 9 of 12 units)
+peak activations in micro-batches: 2, 1 (by rank)
+backward passes: whole
 
 F forward   B backward   . idle
 """
@@ -53,7 +53,7 @@ def test_every_schedule_fits_80_columns_and_colors_come_where_they_are_wanted(
 def test_two_schedules_share_an_axis_and_the_work_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     lines = said(capsys, "1f1b", "zb_v").splitlines()
     assert lines[-3] == "zb_v ends 22.7% earlier than 1f1b; peak activations, in micro-batches: 1f1b 4, zb_v 4"
-    assert [line.split("busiest works ")[1].split()[0] for line in lines if "busiest works" in line] == ["48", "48"]
+    assert [line.split("rank works ")[1].split()[0] for line in lines if "rank works" in line] == ["48", "48"]
     first, second = (line for line in lines if line.startswith("rank 0"))
     assert len(first.rstrip()) == 8 + 66 - 1  # the gap behind the last
     assert len(second.rstrip()) == 8 + 51
@@ -66,12 +66,12 @@ def test_two_schedules_share_an_axis_and_the_work_of_a_rank(capsys: pytest.Captu
 def test_sharded_stages_are_gathered_while_their_rank_waits(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "gpipe", "-k", "2", "-m", "1", "--gather", "3", "--rank", "1")
     assert text.endswith("gpipe, rank 1: 1UNSHARD 1F0 1B0 1RESHARD\n")
-    assert "the busiest works 3 of 9 units" in text  # both ranks gather at once
+    assert "the busiest rank works 3 of 9 units" in text  # both ranks gather at once
 
 
 def test_costs_stretch_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "zb_h1", "-k", "2", "-m", "2", "--forward", "2", "--backward-weight", ".5")
-    assert "the busiest works 7 of 9.5 units" in text
+    assert "the busiest rank works 7 of 9.5 units" in text
 
 
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_said_in_figures_and_files(
     monkeypatch.chdir(tmp_path)
     text = said(capsys, "gpipe", "-m", "64", *file)
     assert "The picture needs 209 columns, but the terminal has 80. Widen" in text
-    assert "bubble 4.5%" in text
+    assert "ranks: 4.5%" in text
     assert "rank 0 " not in text
     assert [path.name for path in tmp_path.iterdir()] == list(file[1:])
 
@@ -136,8 +136,8 @@ def test_a_thousand_ranks_are_told_of_without_a_table(tmp_path: Path, capsys: py
     lines = said(capsys, "zb_v", "1f1b", "-k", "1024", "-m", "1100").splitlines()
     assert lines[-1].endswith("; peak activations, in micro-batches: zb_v 1024, 1f1b 1024")
     lines = said(capsys, "zb_h1", "1f1b", *size, "--rank", "999").splitlines()
-    assert "bubble 91.5% over all ranks: the busiest works 180 of 2119 units" in lines
-    assert "activations held at most, in micro-batches: 1 to 60, by rank" in lines
+    assert "bubble over all ranks: 91.5% (the busiest rank works 180 of 2119 units)" in lines
+    assert "peak activations in micro-batches: 1 to 60 (by rank)" in lines
     assert lines[-1].startswith("1f1b, rank 999: 999F0 999B0 999F1 999B1 ")
     with pytest.raises(SystemExit):
         said(capsys, "zb_h1", *size, "--svg", str(tmp_path / "all.svg"))

@@ -217,7 +217,7 @@ def given_wrongly(pipe: gpipe.GPipe, folder: str) -> dict[str, Callable[[], obje
         "GradScaler; give the torch optimizer": lambda: wrong.load(folder, pipe, torch.amp.GradScaler("cpu")),
         "not its state_dict()": lambda: wrong.save(folder, pipe, optimizer.state_dict()),
         "gpipe.GradScaler(pipe)": lambda: wrong.GradScaler(optimizer),
-        "gpipe.record was given a NoneType": lambda: wrong.record(None).__enter__(),
+        "gpipe.record: pipe is a NoneType": lambda: wrong.record(None).__enter__(),
         "Use gpipe.detect_nonfinite(pipe)": lambda: wrong.detect_nonfinite(nn.Linear(1, 1)).__enter__(),
         "max_norm='1' is not a number": lambda: wrong.GPipe.clip_grad_norm_(pipe, "1"),
         "norm_type='inf' is not a number": lambda: wrong.GPipe.clip_grad_norm_(pipe, 1, "inf"),

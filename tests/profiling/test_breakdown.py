@@ -161,5 +161,5 @@ def test_replicas_are_told_apart() -> None:
 
 
 def test_nothing_recorded_is_told() -> None:
-    with pytest.raises(ValueError, match="no step was recorded"):
+    with pytest.raises(ValueError, match="No step was recorded"):
         breakdown([])

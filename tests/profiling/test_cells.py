@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 import gpipe
 from gpipe.planner.search.units import format_seconds
 from gpipe.profiling import breakdown, cells
-from gpipe.profiling.svg import MOST_LANES, MOST_SPANS
+from gpipe.profiling.svg import MAX_LANES, MAX_SPANS
 from gpipe.schedule.lower import place_transfers
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.by_name import program_of
@@ -98,7 +98,7 @@ def test_names_are_text_whatever_is_in_them() -> None:
 def test_values_show_themselves_before_and_after_steps_and_when_closed() -> None:
     pipe = make(sample=X)
     recording = gpipe.record(pipe)
-    assert seen(recording._repr_html_()) == (None, breakdown.NOTHING)
+    assert seen(recording._repr_html_()) == (None, breakdown.NO_STEPS)
     version = [p._version for p in pipe.parameters()]
     for _ in range(3):
         assert pipe._repr_html_()
@@ -106,9 +106,9 @@ def test_values_show_themselves_before_and_after_steps_and_when_closed() -> None
         pipe.close()
     picture, words = seen(recording._repr_html_())
     assert ranks(picture) == 2 * 3
-    assert {"measured step: of median length of 3", "predicted step"} <= {*texts(picture)}
-    assert words.startswith("time went to")
-    assert words.endswith(cells.ALL)
+    assert {"measured step (median of 3)", "predicted step"} <= {*texts(picture)}
+    assert words.startswith("part ")
+    assert words.endswith(cells.ONE_STEP)
     assert [p._version for p in pipe.parameters()] == version
     with torch.no_grad():
         pipe(X)
@@ -133,14 +133,14 @@ def test_the_words_of_a_recording_are_of_the_step_that_is_drawn() -> None:
         pipe.step(X, X, mse_loss)
     picture, words = seen(cells.recording(once))
     assert "measured step" in texts(picture)
-    assert cells.ALL not in words
+    assert cells.ONE_STEP not in words
 
 
 def test_a_recording_of_a_step_that_failed_says_that_it_keeps_none() -> None:
     pipe = make()
     with gpipe.record(pipe) as recording, pytest.raises(RuntimeError):
         pipe.step(X[:, :2], X, mse_loss)
-    assert "of a step that fails nothing is kept" in seen(recording._repr_html_())[1]
+    assert "Failed steps are not kept" in seen(recording._repr_html_())[1]
 
 
 def test_rows_of_a_table_stay_whole_and_what_stands_under_a_long_one_is_shown() -> None:
@@ -165,12 +165,12 @@ def test_numbers_are_written_out_and_one_is_no_plural() -> None:
 
 def test_a_prediction_says_seconds_and_bytes_where_they_are_known() -> None:
     unmeasured = make().prediction
-    assert "layers are measured, on a sample" in seen(unmeasured._repr_html_())[1]
+    assert "Pass sample= to GPipe to predict seconds" in seen(unmeasured._repr_html_())[1]
     pipe = make(sample=X, remat="auto")
     picture, words = seen(pipe.prediction._repr_html_())
     assert "predicted step: 3 ranks, 4 micro-batches" in texts(picture)
-    assert re.search(r"a step takes [\d.]+ (ms|µs|s); ranks are idle for [\d.]+%", words)
-    assert len(re.findall(r"rank \d holds [\d.]+ \w+ at most", words)) == 3
+    assert re.search(r"A step takes [\d.]+ (ms|µs|s)\. Ranks are idle for [\d.]+%", words)
+    assert len(re.findall(r"Rank \d holds at most [\d.]+ \w+", words)) == 3
 
 
 def test_a_plan_is_drawn_and_explained() -> None:
@@ -195,10 +195,10 @@ def test_a_program_that_cannot_be_run_says_why() -> None:
 def test_large_programs_are_drawn_in_part_as_they_say(schedule: str, size: tuple[int, int]) -> None:
     program = program_of(schedule, *size)
     picture, _ = seen(program._repr_html_())
-    assert ranks(picture) == min(size[0], MOST_LANES)
+    assert ranks(picture) == min(size[0], MAX_LANES)
     title = texts(picture)[0]
-    assert ("; ranks 0 to 31 of 64" in title) == (size[0] == 64)
-    assert ("; the first" in title) == (min(size[0], MOST_LANES) * len(program.table[0]) > MOST_SPANS)
+    assert (", ranks 0 to 31 of 64" in title) == (size[0] == 64)
+    assert (", the first" in title) == (min(size[0], MAX_LANES) * len(program.table[0]) > MAX_SPANS)
 
 
 def test_a_large_pipe_shows_itself_without_going_through_its_table() -> None:

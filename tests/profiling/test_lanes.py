@@ -7,7 +7,7 @@ import pytest
 from gpipe.profiling.lanes import (
     IDLE,
     find_ruler,
-    fitted,
+    fit_ruler,
     lanes,
     lanes_text,
     letter_of,
@@ -80,7 +80,7 @@ def test_costs_that_are_no_multiples_of_each_other_are_drawn_in_proportion() -> 
 def test_by_a_fitted_ruler_any_timeline_fills_the_width(width: int) -> None:
     tiny = Span(0, Action(Kind.RECOMPUTE, 0, 0), 0.0, 1e-9)
     for timeline in (pipelined(3, 8), pipelined(2, 100), Timeline(1, (tiny,), 1.0)):
-        ruler = fitted([timeline], width)
+        ruler = fit_ruler([timeline], width)
         assert {len(lane) for lane in lanes(timeline, ruler)} == {width}
     assert {piece.style for piece in lanes(timeline, ruler)[0].spans} == {IDLE}
 
@@ -88,5 +88,5 @@ def test_by_a_fitted_ruler_any_timeline_fills_the_width(width: int) -> None:
 def test_in_a_fitted_lane_what_has_no_room_for_a_label_has_none() -> None:
     spans = [(0.0, 0.5), (0.5, 0.52), (0.52, 1.0)]
     timeline = Timeline(1, tuple(Span(0, Action(Kind.FORWARD, 0, m), *when) for m, when in enumerate(spans)), 1.0)
-    (lane,) = lanes(timeline, fitted([timeline], 28))
+    (lane,) = lanes(timeline, fit_ruler([timeline], 28))
     assert lane.plain.rstrip() == "rank 0  F0------- F2-------"

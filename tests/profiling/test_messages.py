@@ -239,7 +239,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     for text in ("", "{}\n", '{"schema": "gpipe.messages", "version": 2}\n'):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"does not begin with .*recording.save\('messages.jsonl'\)"):
+        with pytest.raises(ValueError, match=r"does not start with .*recording.save\('messages.jsonl'\)"):
             read_messages(path)
 
 

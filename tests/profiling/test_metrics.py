@@ -121,7 +121,7 @@ def test_what_was_not_asked_for_is_left_out() -> None:
 
 
 def test_nothing_recorded_is_told() -> None:
-    with pytest.raises(ValueError, match="no step was recorded"):
+    with pytest.raises(ValueError, match="No step was recorded"):
         gpipe.record(two_stages()).metrics()
 
 

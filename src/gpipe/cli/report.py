@@ -10,7 +10,7 @@ from gpipe.cli import exit_on_user_errors
 from gpipe.cli.schedule import has_colors
 from gpipe.planner.search.units import format_seconds
 from gpipe.profiling import Report, breakdown_lines, read_report, report_html, typical_svg, write_picture
-from gpipe.profiling.lanes import fitted, legend, panel
+from gpipe.profiling.lanes import fit_ruler, legend, panel
 from gpipe.profiling.stored import NAME
 from gpipe.recipes.options.training import OptionalPath
 
@@ -62,7 +62,7 @@ def _print_report(report: Report, console: Console) -> None:
     for line in filter(None, (report.title, report.sentence)):
         console.print(line, markup=False, soft_wrap=True)
     if drawn:
-        ruler = fitted(drawn.values(), console.width)
+        ruler = fit_ruler(drawn.values(), console.width)
         for title, timeline in drawn.items():
             idle = f"{timeline.idle_share():.1%} not computing"
             console.print(f"\n{title}: {format_seconds(timeline.seconds)}, {idle}", style="bold" if colored else "")

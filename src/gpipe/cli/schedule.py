@@ -8,7 +8,7 @@ from rich.console import Console
 
 from gpipe.cli import exit_on_user_errors
 from gpipe.profiling import timelines_svg
-from gpipe.profiling.lanes import find_ruler, legend, panel, peak_in_words, words
+from gpipe.profiling.lanes import describe, find_ruler, format_peak, legend, panel
 from gpipe.recipes.options.training import (
     NotNegative,
     OptionalPath,
@@ -145,7 +145,7 @@ def _print_schedules(timed: Sequence[TimedSchedule], console: Console, *, large:
         console.print(schedule.title, style="bold" if colored else "")
         if ruler:
             console.print(*panel(schedule.figures.timeline, ruler, colored=colored), sep="\n", soft_wrap=True)
-        console.print(*words(schedule.figures), "", sep="\n")
+        console.print(*describe(schedule.figures), "", sep="\n")
     if len(timed) > 1:
         console.print(_comparison(*timed), soft_wrap=True)
     if ruler:
@@ -159,5 +159,5 @@ def _comparison(first: TimedSchedule, second: TimedSchedule) -> str:
     ends = "at the same time as"
     if abs(share) > 1e-9:
         ends = f"{abs(share):.1%} {'earlier' if share > 0 else 'later'} than"
-    held = f"{names[0]} {peak_in_words(max(before.peaks))}, {names[1]} {peak_in_words(max(after.peaks))}"
+    held = f"{names[0]} {format_peak(max(before.peaks))}, {names[1]} {format_peak(max(after.peaks))}"
     return f"{names[1]} ends {ends} {names[0]}; peak activations, in micro-batches: {held}"

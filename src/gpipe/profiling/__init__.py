@@ -1,4 +1,4 @@
-"""Recorded steps: where time and memory went, and what to change, as text, pictures and a page."""
+"""Shows recorded steps as text, pictures and an HTML page: time, memory, and possible improvements."""
 
 from gpipe.profiling.breakdown import breakdown_lines, percentages
 from gpipe.profiling.lanes import lanes_text

@@ -1,73 +1,93 @@
-"""What holds recorded steps back, and what would make them faster: each remedy with the gain that it would give."""
+"""Explains what limits the speed of recorded steps, and predicts the speedup of possible changes."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import fmean
 
 from gpipe.planner.search.balance import partition
 from gpipe.planner.search.trial import fastest_sizes
-from gpipe.profiling.breakdown import Breakdown, on_paper, program_of_run, replicas_of
+from gpipe.profiling.breakdown import Breakdown, program_of_run, replicas_of, simulate_durations
 from gpipe.profiling.memory import OtherProcesses
 from gpipe.schedule.action import COMPUTE, Kind
 from gpipe.schedule.partition import Partition
 from gpipe.schedule.program import Program
 from gpipe.schedule.timeline import Timeline
 
-Seconds = Mapping[tuple[int, Kind], float]  # by stage and kind, the mean time of an action
+Seconds = Mapping[tuple[int, Kind], float]  # the mean time of an action, by stage and kind
 
-TINY = 1e-3  # seconds of a forward below which half of it does not take half as long
-WORTH, MUCH = 1.02, 1.05  # gains below which nothing is advised, and from which a free remedy comes before others
-SOME_CORES = 0.2  # cores used by other processes from which on they are named
-MOST_TIMED_ACTIONS, FEWEST_ATTEMPTS = 100_000, 16  # where other cuts of ranks with several stages are tried
-APART = 0.1  # the part by which a measured step may differ from its prediction without a word
+TINY = 1e-3  # Seconds of a forward pass below which half the rows do not take half the time.
+MIN_GAIN, LARGE_GAIN = 1.02, 1.05  # Advice needs the first; with the second, free advice comes first.
+SOME_CORES = 0.2  # Cores used by other processes are reported from this number on.
+MAX_TIMED_ACTIONS, MIN_ATTEMPTS = 100_000, 16  # for the search of other split points
+DEVIATION = 0.1  # A measured step may differ from its prediction by this share without an explanation.
 
-OTHERS_FIRST = (
-    "Other processes used {others.cores:.1f} of this machine's {others.of} cores, and {ranks} ranks had to wait for "
-    "theirs: record again without them. Of what is left: "
+OTHER_PROCESSES = (
+    "Other processes used {others.cores:.1f} of this machine's {others.of} cores, so {ranks} ranks had to wait for "
+    "cores. Record again without them."
 )
-NOTHING = "Nothing to change gives more than {worth:.0%}: ranks are at work for {busy:.0%} of the time"
-BY_GUESS = "no cuts are better as far as its layers' sizes tell (with sample=, GPipe measures their time)"
-TEXT = "{what} takes {share:.1%} of the time: {remedy} would give {most}{gain:.2f} x"
-BY_SHARE = {  # by part of the time what it is, and the remedy that it would be gone with
-    "data": ("Making mini-batches ready", "worker processes (DataLoader(num_workers=...)), or doing it ahead,"),
-    "weight update": (
-        "The optimizer",
-        "fewer threads (torch.set_num_threads) or operations (fused=True, foreach=True)",
-    ),
-    "communication": ("Waiting for messages", "cuts where less crosses, or a faster link,"),
-    "reduction": ("Putting gradients together", "larger mini-batches, or fewer replicas,"),
-    "host": ("What gpipe does around the pipeline", "larger mini-batches"),
-    "between steps": ("Your own code between steps", "less of metrics, logging and loss.item(), or data made ahead,"),
-    "late starts": (
-        "That actions begin late, though what they need is there,",
-        "no other processes, or fewer, larger stages or micro-batches where handing over counts,",
-    ),
+NOTHING = "No change gives a speedup of more than {gain:.0%}. Ranks compute {busy:.0%} of the time."
+CUTS = (
+    "{name} takes {longer:.0%} longer than the mean {place}. Use partitions={better} instead of {now} for a speedup "
+    "of {gain:.2f}x."
+)
+NO_BETTER_CUTS = (
+    "{name} takes {longer:.0%} longer than the mean {place}, and no split is better. Make its layers faster for a "
+    "speedup of up to {gain:.2f}x."
+)
+UNMEASURED_CUTS = (
+    "{name} takes {longer:.0%} longer than the mean {place}, and no split is better by the sizes of the layers. Pass "
+    "sample= to GPipe to measure their time, or make these layers faster for a speedup of up to {gain:.2f}x."
+)
+BY_SHARE = {  # by part of the breakdown
+    "data": "Loading data takes {share:.1%} of the time. Load it ahead of time, or in worker processes, with "
+    "DataLoader(num_workers=...), for a speedup of up to {gain:.2f}x.",
+    "weight update": "The optimizer takes {share:.1%} of the time. Use fewer threads (torch.set_num_threads) or "
+    "fewer operations (fused=True or foreach=True) for a speedup of up to {gain:.2f}x.",
+    "communication": "Waiting for messages takes {share:.1%} of the time. Use split points with smaller tensors, or "
+    "a faster link, for a speedup of up to {gain:.2f}x.",
+    "reduction": "Summing gradients takes {share:.1%} of the time. Use larger mini-batches or fewer replicas for a "
+    "speedup of up to {gain:.2f}x.",
+    "host": "gpipe's work outside the pipeline takes {share:.1%} of the time. Use larger mini-batches for a speedup "
+    "of up to {gain:.2f}x.",
+    "between steps": "Your code between steps takes {share:.1%} of the time. Compute fewer metrics, log and call "
+    "loss.item() less often, or load data ahead of time, for a speedup of up to {gain:.2f}x.",
+    "late starts": "Actions start late although their inputs are ready, which takes {share:.1%} of the time. Stop "
+    "other processes, or use fewer, larger stages or micro-batches, for a speedup of up to {gain:.2f}x.",
 }
-RECOMPUTE = "Recomputing", "remat='never', where memory allows,"
-ONE_THREAD = "That all ranks run in one thread (driver='lockstep')", "driver='threads'"
-MORE_MICRO_BATCHES = "The bubble", "micro_batches={more}, if halves of these micro-batches take half as long,"
-SHARED_LOCK = (
-    "ranks as threads take turns at Python's interpreter lock: {waiting:.1f} of {ranks} waited inside of their "
-    "actions while {idle:.1f} cores had nothing to do. Processes have a lock each: driver='process', under torchrun; "
-    "or let an action do more at once, by larger micro-batches or fewer partitions"
+RECOMPUTE = (
+    "Recomputation takes {share:.1%} of the time. Pass remat='never', if memory allows, for a speedup of up to "
+    "{gain:.2f}x."
 )
-AT_WORK, WAITING, IDLE = 0.8, 0.5, 0.5
-"""Cores that one process uses, ranks that wait, and cores that idle, from which on the lock is what holds them up."""
+ONE_THREAD = (
+    "All ranks run in one thread (driver='lockstep'), which takes {share:.1%} of the time. Use driver='threads' for "
+    "a speedup of up to {gain:.2f}x."
+)
+MORE_MICRO_BATCHES = (
+    "The bubble takes {share:.1%} of the time. Use micro_batches={more} for a speedup of {gain:.2f}x, if "
+    "micro-batches of half the size take half as long."
+)
+SHARED_LOCK = (
+    "Python's global interpreter lock (GIL) limits this pipe: on average {waiting:.1f} of {ranks} rank threads "
+    "waited for it while {idle:.1f} cores were idle. Use one process per rank (driver='process', with torchrun), "
+    "larger micro-batches, or fewer partitions. [interpreter-lock]"
+)
+MIN_CORES_USED, MIN_WAITING, MIN_IDLE = 0.8, 0.5, 0.5
+"""The interpreter lock is reported from these numbers of used cores, waiting ranks and idle cores on."""
 
 
 @dataclass(frozen=True, order=True)
 class Advice:
-    """A remedy.
+    """A change that would make steps faster.
 
     >>> print(max(Advice(1.1, "load ahead"), Advice(1.3, "partitions=[2, 2]")).text)
     partitions=[2, 2]
 
     Attributes:
-        gain: How many times as fast a step would be.
-        text: What holds the step back, and what to do about it.
-        is_free: Whether it costs neither memory nor other bits.
+        gain: The predicted speedup: 2.0 means that steps take half the time.
+        text: The reason for the lost time, and the change.
+        is_free: Whether the change needs no additional memory and leaves results bitwise identical.
     """
 
     gain: float
@@ -77,122 +97,132 @@ class Advice:
 
 @dataclass(frozen=True)
 class RecordedSteps:
-    """What advice goes by."""
+    """The input of `advise` and `explain`."""
 
     timelines: Sequence[Timeline]
     breakdown: Breakdown
     partition: Partition
     driver: str
-    others: OtherProcesses | None = None  # None: it is not known
-    # M, as the pipe was given it, times S; there are fewer where there are fewer rows
-    micro_batches: int | None = None
-    recomputes: bool = False  # whether more micro-batches would be recomputed, at least in some stages
-    measured: bool = True  # whether the costs of layers are their seconds
+    others: OtherProcesses | None = None  # None if unknown.
+    micro_batches: int | None = None  # M of the pipe times S. Steps have fewer if there are fewer rows.
+    recomputes: bool = False  # Whether more micro-batches would mean more recomputation, at least in some stages.
+    measured: bool = True  # Whether the costs of layers are seconds.
 
 
 def advise(steps: RecordedSteps) -> list[Advice]:
-    """All that would give at least 2 %, the best first."""
-    remedies = [*_by_simulation(steps), *_by_share(steps)]
-    return sorted((advice for advice in remedies if advice.gain >= WORTH), reverse=True)
+    """Returns all changes with a predicted speedup of at least 2 %, the largest first."""
+    advice = [*_by_simulation(steps), *_by_share(steps)]
+    return sorted((each for each in advice if each.gain >= MIN_GAIN), reverse=True)
 
 
 def explain(steps: RecordedSteps) -> str:
-    """What holds the steps back most, other processes first, and what to change: free remedies first if they pay."""
-    remedies = advise(steps)
-    free = [advice for advice in remedies if advice.is_free and advice.gain >= MUCH]
-    best = next(iter(free or remedies), None)
-    text = NOTHING.format(worth=WORTH - 1, busy=fmean(steps.breakdown.busy)) if best is None else best.text
+    """Returns the most useful change, as text: a free change if it pays off, otherwise the one with the largest gain.
+
+    If ranks had to wait for cores that other processes used, the text starts with these.
+    """
+    advice = advise(steps)
+    free = [each for each in advice if each.is_free and each.gain >= LARGE_GAIN]
+    best = next(iter(free or advice), None)
+    text = NOTHING.format(gain=MIN_GAIN - 1, busy=fmean(steps.breakdown.busy)) if best is None else best.text
     others, ranks = steps.others, len(steps.breakdown.busy)
     if others is None or others.cores <= SOME_CORES:
-        return f"{text}."
+        return text
     if ranks > others.of - others.cores:
-        return f"{OTHERS_FIRST.format(others=others, ranks=ranks)}{text[0].lower()}{text[1:]}."
-    return f"{text} ({others})."
+        return f"{OTHER_PROCESSES.format(others=others, ranks=ranks)} {text}"
+    return f"{text} Meanwhile, {others}."
 
 
 def shared_lock(ranks: int, busy: float, used: float, others: OtherProcesses) -> list[str]:
-    """Tells of ranks as threads that wait for each other's Python, where they do.
+    """Returns a finding if rank threads wait for the global interpreter lock.
 
-    `busy` ranks were inside of actions in the mean, for which the process used as many cores as `used`: the rest
-    waited. Layers that sleep use fewer; where no core is left, ranks wait for cores.
+    Layers that sleep use fewer cores too. If no core is idle, ranks wait for cores, not for the lock.
+
+    Args:
+        ranks: Number of ranks.
+        busy: Mean number of ranks that ran an action.
+        used: Mean number of cores that the process used meanwhile. The other busy ranks waited.
+        others: Cores that other processes used.
     """
     waiting, idle = busy - used, others.of - others.cores - used
-    is_told = used >= AT_WORK and waiting >= WAITING and idle >= IDLE
-    return [SHARED_LOCK.format(ranks=ranks, waiting=waiting, idle=idle)] if is_told else []
+    if used < MIN_CORES_USED or waiting < MIN_WAITING or idle < MIN_IDLE:
+        return []
+    return [SHARED_LOCK.format(ranks=ranks, waiting=waiting, idle=idle)]
 
 
 def compare(timelines: Sequence[Timeline], predicted: Timeline, why_longer: str) -> str:
-    """What was predicted of a step beside what the median took, and why, if they are more than 10 % apart.
+    """Compares the prediction with the median step, and explains a difference of more than 10 %.
 
-    >>> compare([Timeline(1, (), 0.30)], Timeline(1, (), 0.20), "memory was watched")
-    'pipeline: 300.0 ms measured, 200.0 ms predicted: 50% more, since memory was watched'
+    >>> compare([Timeline(1, (), 0.30)], Timeline(1, (), 0.20), "memory was recorded")
+    'pipeline: 300.0 ms measured, 200.0 ms predicted: 50% more, because memory was recorded'
     """
-    typical = sorted(timelines, key=lambda timeline: timeline.seconds)[len(timelines) // 2]
-    more = typical.seconds / predicted.seconds - 1
-    text = f"pipeline: {typical.seconds * 1000:.1f} ms measured, {predicted.seconds * 1000:.1f} ms predicted"
-    if abs(more) <= APART:
+    median = sorted(timelines, key=lambda timeline: timeline.seconds)[len(timelines) // 2]
+    difference = median.seconds / predicted.seconds - 1
+    text = f"pipeline: {median.seconds * 1000:.1f} ms measured, {predicted.seconds * 1000:.1f} ms predicted"
+    if abs(difference) <= DEVIATION:
         return text
-    worked, expected = (sum(map(each.busy, range(each.ranks))) for each in (typical, predicted))
-    work = worked / (expected or 1.0) - 1
-    why = f"what ranks compute took {_than(work)} than when it was measured"
-    if more > 0 and why_longer:
-        why = why_longer
-    elif abs(work) < abs(more) / 2:
-        why = "ranks waited otherwise than predicted: see late starts and communication"
-    return f"{text}: {_than(more)}, since {why}"
+    busy, expected = (sum(map(each.busy, range(each.ranks))) for each in (median, predicted))
+    work = busy / (expected or 1.0) - 1
+    reason = f"the same actions took {_percent(work)} time than when layers were measured"
+    if difference > 0 and why_longer:
+        reason = why_longer
+    elif abs(work) < abs(difference) / 2:
+        reason = "ranks waited differently than predicted (see late starts and communication)"
+    return f"{text}: {_percent(difference)}, because {reason}"
 
 
-def _than(more: float) -> str:
-    return f"{abs(more):.0%} {'more' if more > 0 else 'less'}"
+def _percent(difference: float) -> str:
+    return f"{abs(difference):.0%} {'more' if difference > 0 else 'less'}"
 
 
 def _by_simulation(steps: RecordedSteps) -> Iterator[Advice]:
-    """What other cuts, no recompute and smaller micro-batches would give."""
+    """Predicts the gain of different split points, no recomputation, and smaller micro-batches."""
     if not steps.timelines[-1].is_step:
         return
     runs = [run for timeline in steps.timelines for run in replicas_of(timeline)]
     program = program_of_run(runs[-1])
     if len(steps.partition.layers) != program.stages:
         return
-    spans: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    durations: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for span in (span for run in runs for span in run.spans if span.action.kind in COMPUTE):
-        spans[span.action.stage, span.action.kind].append(span.seconds)
-    seconds = {key: fmean(some) for key, some in spans.items()}
+        durations[span.action.stage, span.action.kind].append(span.seconds)
+    seconds = {key: fmean(each) for key, each in durations.items()}
     now, wall, shares = _length(program, seconds), steps.breakdown.seconds, steps.breakdown.shares
 
     def gain(length: float) -> float:
         return wall / (wall - now + length)
 
-    text, moved, is_free = _other_cuts(steps, program, seconds)
-    mended = gain(_length(program, moved))
-    yield Advice(mended, text.format(gain=mended), is_free)
-    bare = gain(_length(program.only({*Kind} - {Kind.RECOMPUTE}), seconds))
-    yield _remedy(bare, shares.get("recompute", 0.0), *RECOMPUTE, is_free=False)
+    yield _other_cuts(steps, program, seconds, gain)
+    no_remat = gain(_length(program.only({*Kind} - {Kind.RECOMPUTE}), seconds))
+    yield _advice(RECOMPUTE, no_remat, shares.get("recompute", 0.0), is_free=False)
     forward = fmean(seconds.get((stage, Kind.FORWARD), 0.0) for stage in range(program.stages))
     has_rows = steps.micro_batches in (None, program.micro_batches)
     recomputes = any(action.kind is Kind.RECOMPUTE for action in program.actions)
     if program.ranks > 1 and forward > TINY and has_rows and (recomputes or not steps.recomputes):
-        what, remedy = (text.format(more=2 * program.micro_batches // program.slices) for text in MORE_MICRO_BATCHES)
-        yield _remedy(1 / (1 - shares["bubble"] / 2), shares["bubble"], what, remedy, is_free=False)
+        share, more = shares["bubble"], 2 * program.micro_batches // program.slices
+        yield _advice(MORE_MICRO_BATCHES, 1 / (1 - share / 2), share, is_free=False, more=more)
 
 
-def _remedy(gain: float, share: float, what: str, remedy: str, *, most: str = "", is_free: bool = True) -> Advice:
-    return Advice(gain, TEXT.format(what=what, share=share, remedy=remedy, most=most, gain=gain), is_free)
+def _advice(text: str, gain: float, share: float, *, is_free: bool = True, **values: object) -> Advice:
+    return Advice(gain, text.format(gain=gain, share=share, **values), is_free)
 
 
-def _other_cuts(steps: RecordedSteps, program: Program, seconds: Seconds) -> tuple[str, Seconds, bool]:
-    """The remedy of the slowest rank: its text, what actions would take, and whether it is free.
+def _other_cuts(steps: RecordedSteps, program: Program, seconds: Seconds, gain: Callable[[float], float]) -> Advice:
+    """Finds better split points for the slowest rank, which is named by its stage if each rank has only one.
 
-    Where each rank has one stage, it is named by that.
+    Args:
+        steps: The steps.
+        program: The program that they ran.
+        seconds: The measured time of each action.
+        gain: A function that returns the speedup for a length of the program in seconds.
     """
     stages, cuts = steps.breakdown.stage_seconds, steps.partition
     one_each = program.ranks == program.stages
     loads = [0.0] * program.ranks
-    for rank, some in zip(program.rank_of, stages, strict=True):
-        loads[rank] += some
+    for rank, load in zip(program.rank_of, stages, strict=True):
+        loads[rank] += load
     mean, slowest = fmean(loads), max(range(len(loads)), key=loads.__getitem__)
     name = f"Stage {program.rank_of.index(slowest)}" if one_each else f"Rank {slowest}"
-    longer = f"{name} takes {loads[slowest] / mean - 1:.0%} longer than the mean {name.split()[0].lower()}"
+    place, longer = "stage" if one_each else "rank", loads[slowest] / mean - 1
     stage_of = [stage for stage, layers in enumerate(cuts.layers) for _ in range(layers)]
     totals = [float(sum(cuts.layer_costs.costs[first:end])) for first, end in cuts.bounds]
     shares = [  # of each layer in its stage
@@ -200,49 +230,50 @@ def _other_cuts(steps: RecordedSteps, program: Program, seconds: Seconds) -> tup
         for cost, stage in zip(cuts.layer_costs.costs, stage_of, strict=True)
     ]
     costs = [stages[stage] * share for stage, share in zip(stage_of, shares, strict=True)]
-    each = _backwards_either_way(seconds, program.stages)
+    both = _with_split_and_whole_backwards(seconds, program.stages)
 
     def moved(layers: Sequence[int]) -> Seconds:
-        """What actions would take with other cuts."""
-        found: defaultdict[tuple[int, Kind], float] = defaultdict(float)
+        """Returns the time of each action with different split points."""
+        result: defaultdict[tuple[int, Kind], float] = defaultdict(float)
         for stage, (first, end) in enumerate(Partition.of_sizes(layers, costs).bounds):
             for layer, kind in product(range(first, end), COMPUTE):
-                found[stage, kind] += each.get((stage_of[layer], kind), 0.0) * shares[layer]
-        return found
+                result[stage, kind] += both.get((stage_of[layer], kind), 0.0) * shares[layer]
+        return result
 
     best = partition(costs, len(stages), balance="minmax").layers
     if not one_each:
-        attempts = max(FEWEST_ATTEMPTS, MOST_TIMED_ACTIONS // len(program.actions))
+        attempts = max(MIN_ATTEMPTS, MAX_TIMED_ACTIONS // len(program.actions))
         best = fastest_sizes([cuts.layers, best], lambda layers: _length(program, moved(layers)), attempts)
     if best == cuts.layers:
-        better = "no cuts are better" if steps.measured else BY_GUESS
-        rank_of = program.rank_of
-        even = {key: some * mean / (loads[rank_of[key[0]]] or 1.0) for key, some in seconds.items()}
-        return f"{longer}, and {better}: lighter layers in it would give up to {{gain:.2f}} x", even, False
-    text = f"{longer}: partitions={list(best)} in place of {list(cuts.layers)} would give {{gain:.2f}} x"
-    return text, moved(best), True
+        rank_of, text = program.rank_of, NO_BETTER_CUTS if steps.measured else UNMEASURED_CUTS
+        even = {key: time * mean / (loads[rank_of[key[0]]] or 1.0) for key, time in seconds.items()}
+        gained = gain(_length(program, even))
+        return Advice(gained, text.format(name=name, longer=longer, place=place, gain=gained), is_free=False)
+    gained, better, now = gain(_length(program, moved(best))), list(best), list(cuts.layers)
+    text = CUTS.format(name=name, longer=longer, place=place, better=better, now=now, gain=gained)
+    return Advice(gained, text)
 
 
-def _backwards_either_way(seconds: Seconds, stages: int) -> Seconds:
-    """What backwards would take whole and in two parts, also at stages that only did them one way."""
-    found = dict(seconds)
+def _with_split_and_whole_backwards(seconds: Seconds, stages: int) -> Seconds:
+    """Adds the time of whole backward passes to stages that split them, and the reverse."""
+    times = dict(seconds)
     for stage in range(stages):
         whole, *parts = ((stage, kind) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
-        found.setdefault(whole, sum(found.get(part, 0.0) for part in parts))
+        times.setdefault(whole, sum(times.get(part, 0.0) for part in parts))
         for part in parts:
-            found.setdefault(part, found[whole] / 2)
-    return found
+            times.setdefault(part, times[whole] / 2)
+    return times
 
 
 def _length(program: Program, seconds: Seconds) -> float:
-    """How long a program takes whose actions take so long, and closing actions no time."""
-    return on_paper(program, lambda action: seconds.get((action.stage, action.kind), 0.0)).seconds
+    """Returns the length of a program in seconds. Actions without a known time take none."""
+    return simulate_durations(program, lambda action: seconds.get((action.stage, action.kind), 0.0)).seconds
 
 
 def _by_share(steps: RecordedSteps) -> Iterator[Advice]:
-    """What each part would give if it were gone."""
+    """Predicts the gain if a part of the breakdown took no time."""
     shares, texts = dict(steps.breakdown.shares), dict(BY_SHARE)
-    if steps.driver != "process":  # nothing crosses a link: a message that is late is a thread that is late
+    if steps.driver != "process":  # Nothing crosses a link: a late message means a late thread.
         shares["late starts"] += shares.pop("communication", 0.0)
     if steps.driver == "lockstep":
         texts["late starts"] = ONE_THREAD
@@ -250,4 +281,4 @@ def _by_share(steps: RecordedSteps) -> Iterator[Advice]:
         texts["recompute"] = RECOMPUTE
     for name, text in texts.items():
         if 0 < (share := shares.get(name, 0.0)) < 1:
-            yield _remedy(1 / (1 - share), share, *text, most="up to ", is_free=text is not RECOMPUTE)
+            yield _advice(text, 1 / (1 - share), share, is_free=text is not RECOMPUTE)

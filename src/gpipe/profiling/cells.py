@@ -1,7 +1,7 @@
-"""What a notebook shows as the value of a cell: a picture, and under it the words that `print` has for it.
+"""Renders pipes, plans, programs, predictions and recordings in notebooks, as a picture and the text of `print`.
 
-The picture is an image whose address is the SVG itself. So it takes no style from the page and leaves none there, and
-is seen in a notebook that is opened but not trusted too, of which other SVG is taken out.
+The picture is an image with the SVG in its address. So styles of the picture and of the page do not affect each
+other, and notebooks that are not trusted show it, although they remove other SVG.
 """
 
 from base64 import b64encode
@@ -14,8 +14,8 @@ from gpipe.planner.search.plan import Plan
 from gpipe.planner.search.units import format_bytes, format_seconds
 from gpipe.profiling import svg
 from gpipe.profiling.advice import explain
-from gpipe.profiling.breakdown import NOTHING
-from gpipe.profiling.lanes import words
+from gpipe.profiling.breakdown import NO_STEPS
+from gpipe.profiling.lanes import describe
 from gpipe.schedule.program import Program, ScheduleError
 from gpipe.schedule.simulate import Prediction, figures
 
@@ -23,60 +23,60 @@ if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
     from gpipe.profiling.recording import Recording
 
-MOST_ACTIONS = 10_000  # that a cell goes through for its words: about a second
-MOST_LINES, COLUMNS = 60, 112  # of words, and in each of these lines
-UNITS = "one unit is a forward or recompute of a stage, or half a backward (I: for inputs, W: for weights)"
-TOO_LARGE = "what is predicted of so many micro-batches takes long to find: print(pipe.summary())"
-ALL = "this is of the step above; print(recording) and recording.explain() go by all"
+MAX_ACTIONS = 10_000  # Predicting this many actions for a cell takes about a second.
+MAX_LINES, COLUMNS = 60, 112  # of the text
+UNITS = "One unit is a forward pass or recomputation of a stage, or half a backward pass (I: inputs, W: weights)."
+TOO_LARGE = "The prediction takes long for this many micro-batches. Call print(pipe.summary()) to see it."
+ONE_STEP = "The text describes only this step. print(recording) and recording.explain() use all steps."
 
 
 def program(drawn: Program) -> str:
-    """What each rank does when, by units of time; if it cannot be run, why."""
+    """Renders a program in units of time, or the reason why it cannot run."""
     title = f"program: {_size(drawn)}"
     try:
-        found = figures(drawn)
+        result = figures(drawn)
     except ScheduleError as error:
         return _cell("", title, [str(error)])
-    return _cell(svg.timelines_svg({title: found.timeline}, "", small=True), title, [*words(found), UNITS])
+    return _cell(svg.timelines_svg({title: result.timeline}, "", small=True), title, [*describe(result), UNITS])
 
 
 def prediction(drawn: Prediction) -> str:
-    """What a step is predicted to take, and ranks to hold."""
+    """Renders the predicted step, with its duration and the peak memory of each rank."""
     seconds, is_timed = drawn.timeline.seconds, drawn.unit == "seconds"
     title = f"predicted step: {_size(drawn.program)}"
-    took = format_seconds(seconds) if is_timed else f"{seconds:,.7g} units, of which a layer of cost 1 takes one"
-    text = [f"a step takes {took}; ranks are idle for {drawn.bubble:.1%} of it"]
+    took = format_seconds(seconds) if is_timed else f"{seconds:,.7g} units (a layer of cost 1 takes one unit)"
+    text = [f"A step takes {took}. Ranks are idle for {drawn.bubble:.1%} of it."]
     if not is_timed:
-        text.append("in seconds it is known where layers are measured, on a sample")
-    text += (f"rank {rank} holds {format_bytes(peak)} at most" for rank, peak in enumerate(drawn.peak_bytes or ()))
+        text.append("Pass sample= to GPipe to predict seconds.")
+    text += (f"Rank {rank} holds at most {format_bytes(peak)}." for rank, peak in enumerate(drawn.peak_bytes or ()))
     return _cell(svg.timelines_svg({title: drawn.timeline}, "ms" if is_timed else "", small=True), title, text)
 
 
 def plan(drawn: Plan) -> str:
-    """The step that is planned, and why."""
+    """Renders the planned step, and the text of `plan.explain()`."""
     title = f"plan: {_size(drawn.program)}, schedule {drawn.schedule}"
     return _cell(svg.timelines_svg({title: drawn.simulation.timeline}, small=True), title, [drawn.explain()])
 
 
 def recording(drawn: "Recording") -> str:
-    """The step of median length, with what was predicted, and where the time went."""
+    """Renders the step of median length, with its prediction, its breakdown, and advice."""
     if not drawn.runs:
-        return _cell("", "", [NOTHING])
+        return _cell("", "", [NO_STEPS])
     report = drawn._steps("")
     step, count = report.timelines[report.typical], len(report.timelines)
-    title = "measured step" if count == 1 else f"measured step: of median length of {count}"
+    title = "measured step" if count == 1 else f"measured step (median of {count})"
     predicted = {} if report.predicted is None else {"predicted step": report.predicted}
-    found = drawn._recorded_steps([step])
-    text = [str(found.breakdown), explain(found), *[ALL][: count - 1]]
+    recorded = drawn._recorded_steps([step])
+    text = [str(recorded.breakdown), explain(recorded), *[ONE_STEP][: count - 1]]
     return _cell(svg.timelines_svg({title: step, **predicted}, small=True), title, text)
 
 
 def pipe(drawn: "GPipe") -> str:
-    """The step that is predicted, and the summary."""
-    if drawn.micro_batches * len(drawn.layers_per_partition) > MOST_ACTIONS:
+    """Renders the predicted step, and the text of `pipe.summary()`."""
+    if drawn.micro_batches * len(drawn.layers_per_partition) > MAX_ACTIONS:
         return _cell("", "", [TOO_LARGE])
-    title, found = f"pipe: {_size(drawn.program, 'partition')}", drawn.prediction
-    picture = svg.timelines_svg({title: found.timeline}, "ms" if found.unit == "seconds" else "", small=True)
+    title, expected = f"pipe: {_size(drawn.program, 'partition')}", drawn.prediction
+    picture = svg.timelines_svg({title: expected.timeline}, "ms" if expected.unit == "seconds" else "", small=True)
     return _cell(picture, title, [drawn.summary()])
 
 
@@ -86,14 +86,14 @@ def _size(program: Program, what: str = "rank") -> str:
 
 def _cell(picture: str, title: str, texts: Sequence[str]) -> str:
     lines = [line for text in texts for each in text.splitlines() for line in wrap(each, COLUMNS)]
-    if (more := len(lines) - MOST_LINES) > 0:  # of a table, which has sentences under it
-        lines[MOST_LINES // 2 : MOST_LINES // 2 + more] = [f"... {more} more lines ..."]
-    said = "\n".join(map(_shown, lines))
+    if (more := len(lines) - MAX_LINES) > 0:  # Shortens a table in the middle: the text below it stays.
+        lines[MAX_LINES // 2 : MAX_LINES // 2 + more] = [f"... {more} more lines ..."]
+    text = "\n".join(map(_printable, lines))
     address = f"data:image/svg+xml;base64,{b64encode(picture.encode()).decode()}"
     image = f'<img alt="{escape(title)}" style="max-width: 100%" src="{address}"/>' if picture else ""
-    return f'<div>{image}<pre style="overflow-x: auto; white-space: pre">{said}</pre></div>'
+    return f'<div>{image}<pre style="overflow-x: auto; white-space: pre">{text}</pre></div>'
 
 
-def _shown(text: str) -> str:
-    """Any text, as XML may hold it: layers have names that users give."""
+def _printable(text: str) -> str:
+    """Escapes a text for XML, and replaces unprintable characters, which names of layers may contain."""
     return escape("".join(letter if letter.isprintable() else "?" for letter in text))

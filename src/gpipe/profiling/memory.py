@@ -1,6 +1,6 @@
-"""What a rank holds at its peak: state, which is counted, and activations, which are watched as they come and go.
+"""Measures the peak memory of each rank, and the cores that other processes use.
 
-How much of this machine other processes use meanwhile.
+State (weights, gradients, optimizer) is counted. Activations are tracked as they are allocated and freed.
 """
 
 import os
@@ -30,17 +30,18 @@ from gpipe.stages.tree import tensors_in
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds when it holds most, in bytes.
+    """The peak memory of a rank in bytes, by purpose.
+
+    Tensors that the caller created, such as inputs, are not counted.
 
     Attributes:
-        weights: Of parameters and buffers.
-        gradients: Of parameters.
-        optimizer: Of the states of optimizers that were stepped while recording.
-        boundary: Of what came from other ranks: boundary tensors, their gradients, and weights that were gathered.
-            Each rank is taken to have a device of its own: what crosses between two counts at both, as far as both
-            keep it. None if activations were not watched.
-        inside: All else that its operations make: what forwards keep for backwards, what goes to other ranks, and
-            what is there for the length of an operation. What the caller made counts nowhere. None likewise.
+        weights: Parameters and buffers.
+        gradients: Gradients of parameters.
+        optimizer: States of optimizers whose `step` was called during the recording.
+        boundary: Tensors from other ranks: boundary tensors, their gradients, and gathered weights. A tensor that two
+            ranks keep counts on both, as if each had its own device. None if activations were not recorded.
+        inside: All other tensors that operations create: activations kept for the backward pass, tensors sent to
+            other ranks, and temporary tensors. None if activations were not recorded.
 
     >>> Held(weights=100, gradients=100, optimizer=200, boundary=20, inside=30).total
     450
@@ -54,33 +55,33 @@ class Held:
 
     @property
     def activations(self) -> int | None:
-        """What is held beside state; None if it was not watched."""
+        """The memory of activations, or None if it was not recorded."""
         return None if self.boundary is None or self.inside is None else self.boundary + self.inside
 
     @property
     def state(self) -> int:
-        """What is held whatever the mini-batch."""
+        """The memory of weights, gradients and optimizer, which does not depend on the mini-batch."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """All of it that is known."""
+        """The sum of all known parts."""
         return self.state + (self.activations or 0)
 
 
 class Watches:
-    """Watches what each rank holds, as if it had a device of its own.
+    """Tracks the activation memory of each rank as if each rank had its own device.
 
-    What crosses from rank to rank is one storage here, and would be two: it counts where it was taken until the
-    backward there is done, and where it was made as long as that is kept: while the graph behind it is.
+    In one process, the sender and the receiver of a tensor share one storage, which would be two on two devices. It
+    counts on the receiver until its backward pass is done, and on the sender as long as the autograd graph keeps it.
     """
 
     def __init__(self) -> None:
         self.by_rank = defaultdict[int, Watch](lambda: Watch(_address))
         self._arrived: dict[tuple[int, int, int | None], list[Tensor]] = {}
 
-    def taken(self, rank: Rank, step: CompiledAction) -> None:
-        """Counts what a step was brought where it is now, and where it was made no longer if it is not kept there."""
+    def after_receive(self, rank: Rank, step: CompiledAction) -> None:
+        """Counts received tensors on this rank, and no longer on the sender unless its graph keeps them."""
         values = [message.value if isinstance(message, BoundaryValue) else message for message in rank.inbox]
         tensors = tensors_in(values)
         others = [watch for other, watch in list(self.by_rank.items()) if other != step.rank]
@@ -91,13 +92,13 @@ class Watches:
         if step.action.kind is Kind.FORWARD:
             self._arrived[step.rank, step.stage, step.micro_batch] = tensors
 
-    def works(self, rank: Rank, step: CompiledAction) -> None:
-        """Counts weights that were gathered no longer, since they are about to be freed."""
+    def before_action(self, rank: Rank, step: CompiledAction) -> None:
+        """Stops counting gathered weights that are about to be freed."""
         for weight in _under_fully_shard(rank, step) if step.action.kind is Kind.RESHARD else ():
             self.by_rank[step.rank].give_up(weight)
 
-    def worked(self, run: Run, rank: Rank, step: CompiledAction) -> None:
-        """Notes what a rank needs no longer itself: what a forward made that is to be recomputed, and gradients."""
+    def after_action(self, run: Run, rank: Rank, step: CompiledAction) -> None:
+        """Updates the tensors that count on a rank after an action, such as activations that will be recomputed."""
         watch, kind = self.by_rank[step.rank], step.action.kind
         keeps = kind is Kind.FORWARD and step.micro_batch not in run.routes[step.stage].micro_batches[Kind.RECOMPUTE]
         watch.mark(loose=not keeps)
@@ -106,16 +107,16 @@ class Watches:
                 watch.add(weight)
         if kind is Kind.FETCH and (offload := run.feature(Offload)) is not None:
             moved = offload.activations[step.stage, step.micro_batch].moved
-            watch.see((), [one.saved[0].tensor for one in moved])
+            watch.see((), [storage.saved[0].tensor for storage in moved])
         if kind in BACKWARD_PARTS:
-            at = rank.rank, step.stage, step.micro_batch
+            key = rank.rank, step.stage, step.micro_batch
             split = run.feature(SplitBackward)
             pending = split.pending[step.stage].get(step.micro_batch) if split is not None else None
-            used = {_address(one.product.x) for one in pending.products} if pending else ()
-            arrived = self._arrived.pop(at, [])
+            used = {_address(weight.product.x) for weight in pending.products} if pending else ()
+            arrived = self._arrived.pop(key, [])
             for tensor in arrived:
                 if _address(tensor) in used:
-                    self._arrived.setdefault(at, []).append(tensor)
+                    self._arrived.setdefault(key, []).append(tensor)
                 else:
                     watch.give_up(tensor)
 
@@ -126,7 +127,7 @@ class Watches:
             watch.end([p.grad for p in parameters if p.grad is not None])
 
     def peaks(self) -> dict[int, tuple[int, int]]:
-        """The most bytes that each rank held at once, but for its state: those from other ranks, and its own."""
+        """Returns the peak of each rank without state: the bytes from other ranks, and all other bytes."""
         return {rank: (watch.crossed, watch.peak - watch.crossed) for rank, watch in self.by_rank.items()}
 
 
@@ -136,20 +137,28 @@ def _under_fully_shard(rank: Rank, step: CompiledAction) -> Iterable[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where a tensor lies; a view of a weight that a quantizer made is no memory more."""
+    """Returns the address of a tensor's storage, or that of the first part of a quantized weight."""
     return storage_address(pieces_of(tensor)[0] if is_quantized(tensor) else tensor)
 
 
-def held(modules: Iterable[nn.Module], states: Iterable[Mapping[Tensor, Any]], peak: tuple[int, int] | None) -> Held:
-    """What the modules of a rank, states of optimizers by parameter, and activations need, if their peak is known."""
+def measure_held(
+    modules: Iterable[nn.Module], states: Iterable[Mapping[Tensor, Any]], peak: tuple[int, int] | None
+) -> Held:
+    """Returns the memory of a rank.
+
+    Args:
+        modules: The layers of the rank.
+        states: The states of optimizers, by parameter.
+        peak: The peak of its activations, as `Watches.peaks` returns it, or None if unknown.
+    """
     parameters = dict.fromkeys(p for module in modules for p in module.parameters())
-    # activations have others' whole ones
-    alone = [p for p in parameters if peak is None or not hasattr(p, "to_local")]
-    gradients = [p.grad for p in alone if p.grad is not None]
+    # The peak of activations includes the unsharded gradients of sharded parameters.
+    unsharded = [p for p in parameters if peak is None or not hasattr(p, "to_local")]
+    gradients = [p.grad for p in unsharded if p.grad is not None]
     optimizer = [state.get(p) for state in states for p in parameters]
     return Held(
         _bytes(stored_in(modules)),
-        _bytes(gradients) or _bytes([p for p in alone if p.requires_grad]),
+        _bytes(gradients) or _bytes([p for p in unsharded if p.requires_grad]),
         _bytes(leaf for leaf in tree_leaves(optimizer) if isinstance(leaf, Tensor)),
         *(peak or (None, None)),
     )
@@ -160,12 +169,12 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 STAT = Path("/proc/stat")
-IDLE = (3, 4)  # the columns of time without work: idle, and waiting for a disk
-ENOUGH = 0.2  # seconds; in less the system's ticks of 10 ms say little
+IDLE = (3, 4)  # the columns of idle time and of time waiting for a disk
+MIN_SECONDS = 0.2  # The system counts in ticks of 10 ms, which is too coarse for shorter times.
 
 
 class OtherProcesses(NamedTuple):
-    """What other processes used meanwhile."""
+    """The cores that other processes used on average, and the number of cores of the machine."""
 
     cores: float
     of: int
@@ -175,7 +184,7 @@ class OtherProcesses(NamedTuple):
 
 
 class Meter:
-    """Compares the processors' time of all processes with that of this one, from now until `stop`."""
+    """Measures the CPU time of all processes and of this one, from its creation until `stop`."""
 
     def __init__(self) -> None:
         self._start = _read()
@@ -185,16 +194,16 @@ class Meter:
         self._end = self._end or _read()
 
     def others(self) -> OtherProcesses | None:
-        """The cores that other processes used, and how many there are; None where that cannot be known."""
-        each = zip(self._start, self._end or _read(), strict=False)
-        wall, every, own = tuple(until - since for since, until in each) or (0.0, 0.0, 0.0)
-        if wall < ENOUGH:
+        """Returns the cores that other processes used, or None if they cannot be measured."""
+        times = zip(self._start, self._end or _read(), strict=False)
+        wall, every, own = tuple(until - since for since, until in times) or (0.0, 0.0, 0.0)
+        if wall < MIN_SECONDS:
             return None
         return OtherProcesses(max(0.0, every - own) / wall, os.cpu_count() or 1)
 
 
 def _read() -> tuple[float, ...]:
-    """Now, and the seconds that processors have worked: for all processes, for this one; empty if nobody says."""
+    """Returns the time, the CPU time of all processes, and the CPU time of this one, or () on other systems."""
     try:
         ticks = [int(number) for number in STAT.read_text().splitlines()[0].split()[1:9]]
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""What crosses between processes, a line for each message and each reduction: for who tunes or models transfers."""
+"""Lists the messages and reductions between processes, to analyze or model transfers."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,31 +19,38 @@ REDUCED = {Control.GRADIENTS, Control.SUMMED_GRADIENTS}
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message as one of its two ends saw it, or one reduction as one of its ranks did.
+    """One message as recorded by its sender or its receiver, or one reduction as recorded by one of its ranks.
+
+    Times are in seconds since the first recorded run began, on one clock for all ranks. On GPUs, whose tensors are
+    sent by NCCL, they are the times at which the host queued the transfer.
 
     Attributes:
-        kind: `"send"`, `"receive"` or `"reduce"`. Of what messages a reduction consists is not listed beside it.
-        rank: Who notes it: the number of a process among all of the pipe, replica * K + row.
-        peer: The process at the other end; of a reduction, all others.
-        step: Which of `recording.timelines`: a `step` is one, a call and its backward are two.
-        micro_batch: Which of the replica's; None where it is of the mini-batch.
-        what: The route as the table prints it, `"x:0>1"`; `"gradients"` of a reduction; `"shared weights"`,
-            `"shards"` (of `fully_shard`: forward of weights, backward of gradients), `"statistics"` (of deferred
-            BatchNorm), `"batch norm"` (over replicas), or `"output"` of a call.
-        stage: At this end; None where it is none's.
+        kind: `"send"`, `"receive"` or `"reduce"`. The messages inside a reduction are not listed separately.
+        rank: The process that recorded it: replica * K + its rank in the pipeline.
+        peer: The process at the other end. For a reduction, all other processes.
+        step: The index in `recording.timelines`. A `step` is one timeline; a call and its backward pass are two.
+        micro_batch: The micro-batch of the replica. None if the message belongs to the whole mini-batch.
+        what: The content:
+
+            - a route as in the program, such as `"x:0>1"`
+            - `"gradients"`: a reduction
+            - `"shared weights"`: gradients of shared weights
+            - `"shards"`: layers under `fully_shard` (forward: weights, backward: gradients)
+            - `"statistics"`: running statistics of deferred BatchNorm
+            - `"batch norm"`: synchronized BatchNorm
+            - `"output"`: the output of a call
+        stage: The stage at this end. None if no single stage is at this end.
         phase: `"forward"` or `"backward"`.
-        bytes: Of the tensors, as they travel; of a reduction, of the gradients that are added up.
-        dtypes: Of each tensor; of a reduction, each once.
-        shapes: Of each tensor; of a reduction none, since its tensors are laid together.
-        asked: When this rank came to it; this and the next two in seconds since the first recorded run began, by one
-            clock for all ranks.
-        begun: When bytes began to move: when the sender had room, or, if that is later, the receiver asked. Of a
-            reduction, when all its ranks had come to it.
-        ended: When a sender needed its tensors no more, a receiver had them, or all sums of a reduction were there.
-            On GPUs, whose tensors go by NCCL, all three are times of the host, at which it has queued them.
+        bytes: The size of the tensors as they are sent. For a reduction, the size of the summed gradients.
+        dtypes: The dtype of each tensor. For a reduction, the different dtypes.
+        shapes: The shape of each tensor. Empty for a reduction, which concatenates tensors.
+        asked: When this rank started to send, receive or reduce.
+        begun: When bytes began to move: when the sender had room and the receiver was ready. For a reduction, when
+            all ranks had started it.
+        ended: When the sender no longer needed its tensors, the receiver had them, or all sums were available.
 
     >>> sent = Message("send", 0, 1, 0, 3, "x:0>1", 0, "forward", 32, ("float32",), ((2, 4),), 0.5, 0.75, 1.0)
-    >>> sent.ended - sent.begun  # seconds on its way, as its sender knows it
+    >>> sent.ended - sent.begun  # seconds of the transfer, as the sender measured it
     0.25
     """
 
@@ -64,50 +71,50 @@ class Message:
 
 
 def messages_of(runs: Sequence[RecordedRun]) -> list[Message]:
-    """All messages and reductions of some runs, run by run in the order in which ranks came to them."""
-    found: list[Message] = []
+    """Returns all messages and reductions of runs, ordered by run and by the time at which ranks started them."""
+    messages: list[Message] = []
     for step, run in enumerate(runs):
-        traffic = [each.moved(-runs[0].when[0]) for each in run.traffic]  # by one clock
-        crossed = [(rank, one) for rank, own in enumerate(traffic) for one in own.crossed]
-        sent = {(rank, one.peer, one.label): one.begun for rank, one in crossed if one.sends}
-        each = [message for rank, own in enumerate(traffic) for message in _of_rank(step, rank, own, sent)]
-        found += sorted(each, key=lambda message: (message.asked, message.rank))
-    return found
+        traffic = [each.moved(-runs[0].when[0]) for each in run.traffic]  # on one clock
+        crossed = [(rank, entry) for rank, own in enumerate(traffic) for entry in own.crossed]
+        sent = {(rank, entry.peer, entry.label): entry.begun for rank, entry in crossed if entry.sends}
+        of_run = [message for rank, own in enumerate(traffic) for message in _of_rank(step, rank, own, sent)]
+        messages += sorted(of_run, key=lambda message: (message.asked, message.rank))
+    return messages
 
 
 def _of_rank(step: int, rank: int, own: Traffic, sent: Mapping[tuple[int, int, Label], float]) -> Iterator[Message]:
     yield from _reductions(step, rank, own)
-    for one in own.crossed:
-        named = _named(one, own)
+    for entry in own.crossed:
+        named = _named(entry, own)
         if named is not None:
-            begun = one.begun if one.sends else sent.get((one.peer, rank, one.label), one.asked)
+            begun = entry.begun if entry.sends else sent.get((entry.peer, rank, entry.label), entry.asked)
             what, stage, micro_batch = named
             yield Message(
-                kind="send" if one.sends else "receive",
+                kind="send" if entry.sends else "receive",
                 rank=rank,
-                peer=one.peer,
+                peer=entry.peer,
                 step=step,
                 micro_batch=micro_batch,
                 what=what,
                 stage=stage,
-                phase="backward" if one.label.gradient else "forward",
-                bytes=sum(tensor.size for tensor in one.tensors),
-                dtypes=tuple(tensor.dtype for tensor in one.tensors),
-                shapes=tuple(tensor.shape for tensor in one.tensors),
-                asked=one.asked,
-                begun=min(max(one.asked, begun), one.ended),
-                ended=one.ended,
+                phase="backward" if entry.label.gradient else "forward",
+                bytes=sum(tensor.size for tensor in entry.tensors),
+                dtypes=tuple(tensor.dtype for tensor in entry.tensors),
+                shapes=tuple(tensor.shape for tensor in entry.tensors),
+                asked=entry.asked,
+                begun=min(max(entry.asked, begun), entry.ended),
+                ended=entry.ended,
             )
 
 
-def _named(one: Crossed, own: Traffic) -> tuple[str, int | None, int | None] | None:
-    """What a message is, and of which stage and micro-batch; None: words about the run."""
-    route, number, gradient = one.label
+def _named(entry: Crossed, own: Traffic) -> tuple[str, int | None, int | None] | None:
+    """Returns the content, stage and micro-batch of a message, or None if it only controls the run."""
+    route, number, gradient = entry.label
     if route >= 0:
         ends = parse_route(own.routes[route])
-        return own.routes[route], ends.source if one.sends is not gradient else ends.target, number
-    match _control(one.label):
-        case Control.BATCHNORM:  # one that is used several times counts on
+        return own.routes[route], ends.source if entry.sends is not gradient else ends.target, number
+    match _control(entry.label):
+        case Control.BATCHNORM:  # Counts further if a layer is used several times.
             return "batch norm", None, number % own.micro_batches
         case Control.DEFERRED_STATISTICS:
             return "statistics", number, None
@@ -122,21 +129,24 @@ def _named(one: Crossed, own: Traffic) -> tuple[str, int | None, int | None] | N
 
 
 def _control(label: Label) -> Control:
-    """What a label that has no route is of; those of BatchNorm are numbered downwards."""
+    """Returns the kind of a message without a route. Labels of BatchNorm are numbered downwards."""
     return Control(max(label.route, Control.BATCHNORM))
 
 
 def _reductions(step: int, rank: int, own: Traffic) -> Iterator[Message]:
-    """The messages of each stage's reduction as one: of its first, ranks tell which gradients they have."""
-    found = [one for one in own.crossed if one.label.route < 0 and _control(one.label) in REDUCED]
-    for stage, of_stage in groupby(found, key=lambda one: one.label.micro_batch // MESSAGES_PER_STAGE):
+    """Yields one message per stage for all messages of its reduction.
+
+    In the first of them, ranks tell each other which gradients they have.
+    """
+    entries = [entry for entry in own.crossed if entry.label.route < 0 and _control(entry.label) in REDUCED]
+    for stage, of_stage in groupby(entries, key=lambda entry: entry.label.micro_batch // MESSAGES_PER_STAGE):
         parts = list(of_stage)
-        first = [one for one in parts if one.label.micro_batch % MESSAGES_PER_STAGE == MESSAGES_PER_STAGE - 1]
-        buckets = {one.label.micro_batch: one.tensors[0] for one in parts if one not in first}
+        first = [entry for entry in parts if entry.label.micro_batch % MESSAGES_PER_STAGE == MESSAGES_PER_STAGE - 1]
+        buckets = {entry.label.micro_batch: entry.tensors[0] for entry in parts if entry not in first}
         yield Message(
             kind="reduce",
             rank=rank,
-            peer=tuple(sorted({one.peer for one in parts})),
+            peer=tuple(sorted({entry.peer for entry in parts})),
             step=step,
             micro_batch=None,
             what="gradients",
@@ -145,23 +155,23 @@ def _reductions(step: int, rank: int, own: Traffic) -> Iterator[Message]:
             bytes=sum(bucket.size for bucket in buckets.values()),
             dtypes=tuple(dict.fromkeys(bucket.dtype for bucket in buckets.values())),
             shapes=(),
-            asked=min(one.asked for one in parts),
-            begun=max(one.ended for one in first),
-            ended=max(one.ended for one in parts),
+            asked=min(entry.asked for entry in parts),
+            begun=max(entry.ended for entry in first),
+            ended=max(entry.ended for entry in parts),
         )
 
 
 def write_messages(path: Path, messages: Iterable[Message]) -> None:
-    """Writes messages as JSON lines, behind one that names the schema."""
+    """Writes a line that names the schema, and then each message as a line of JSON."""
     lines = [SCHEMA, *map(asdict, messages)]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
 
 
 def read_messages(path: str | Path) -> list[Message]:
-    """Reads what `recording.save("messages.jsonl")` wrote.
+    """Reads a file that `recording.save("messages.jsonl")` wrote.
 
     Raises:
-        ValueError: It is another file, or of another version.
+        ValueError: If the file has a different format or version.
 
     >>> from tempfile import TemporaryDirectory
     >>> sent = Message("send", 0, 1, 0, 3, "x:0>1", 0, "forward", 32, ("float32",), ((2, 4),), 0.5, 0.5, 0.75)
@@ -172,10 +182,12 @@ def read_messages(path: str | Path) -> list[Message]:
     """
     head, *lines = Path(path).read_text(encoding="utf-8").splitlines() or [""]
     if head != (schema := json.dumps(SCHEMA)):
-        raise ValueError(f"{path} does not begin with {schema}; give what recording.save('messages.jsonl') wrote")
+        raise ValueError(
+            f"{path} does not start with {schema}. Pass a file that recording.save('messages.jsonl') wrote."
+        )
     return [Message(**{name: _tuples(value) for name, value in json.loads(line).items()}) for line in lines]
 
 
 def _tuples(value: Any) -> Any:
-    """The tuples that JSON has made lists of."""
+    """Converts lists back to the tuples that they were before JSON."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

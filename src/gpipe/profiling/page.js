@@ -1,21 +1,21 @@
 "use strict";
-// Draws the timeline of a report on a canvas as wide as the page, inside of a strip as wide as the zoom has it: to pan
-// is to scroll. Data is as steps_json (page.py) writes it. Below it, what is read off the curve of losses.
+// Draws the timeline of a report on a canvas as wide as the page. The canvas is inside a strip whose width depends on
+// the zoom, so that scrolling pans. steps_json (page.py) writes the data. Also shows values of the loss curve.
 
 const byId = (id) => document.getElementById(id);
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 
-const most = (numbers, none = 0) => numbers.reduce((a, b) => Math.max(a, b), none); // of any length
+const most = (numbers, none = 0) => numbers.reduce((a, b) => Math.max(a, b), none); // for arrays of any length
 const least = (numbers, none = Infinity) => numbers.reduce((a, b) => Math.min(a, b), none);
 
-/** A time in three digits and the unit that suits it. */
+/** Formats a time with three digits and a suitable unit. */
 function lasts(seconds) {
   const [size, unit] = seconds >= 0.9995 ? [1, "s"] : seconds >= 0.9995e-3 || !seconds ? [1e-3, "ms"] : [1e-6, "µs"];
   const value = seconds / size;
   return `${value ? value.toFixed(clamp(2 - Math.floor(Math.log10(Number(value.toPrecision(3)))), 0, 6)) : 0} ${unit}`;
 }
 
-/** A time on a scale with this step between ticks, in the unit and the digits that tell ticks apart. */
+/** Formats a time on an axis, with as many digits as needed to distinguish neighboring ticks. */
 function tickLabel(seconds, step) {
   const [size, unit] = step >= 0.45 ? [1, "s"] : step >= 0.9e-4 ? [1e-3, "ms"] : [1e-6, "µs"];
   return `${(seconds / size).toFixed(clamp(Math.ceil(-Math.log10(step / size) - 1e-9), 0, 6))} ${unit}`;
@@ -49,7 +49,7 @@ function timeline(data) {
     return `${span.rank} ${span.place} ${span.microBatch}`;
   }
 
-  // ---- what is shown, and where ----
+  // ---- what is shown, and its position ----
 
   const shown = () => Math.max(step.seconds, above ? above.seconds : 0);
   const laneHeight = () => (above ? PREDICTED + 2 : 0) + BOX + THIN + 2 + BETWEEN;
@@ -71,11 +71,11 @@ function timeline(data) {
     }));
     const took = Object.entries(step.other).filter(([, seconds]) => seconds);
     const outside = took.map(([name, seconds]) => `${name} ${lasts(seconds)}`).join(", ");
-    byId("outside").textContent = outside && `Outside of the pipeline, for all ranks: ${outside}.`;
+    byId("outside").textContent = outside && `Outside the pipeline, on all ranks: ${outside}.`;
     describe(null);
   }
 
-  /** Zooms about a place of the view: by default where the chosen action is, or else the middle. */
+  /** Zooms around a position of the view. Default: the chosen action, or the middle. */
   function zoomTo(factor, anchor = middleOf(chosen)) {
     const share = (view.scrollLeft + anchor) / strip.clientWidth;
     zoom = clamp(zoom * factor, 1, DEEPEST);
@@ -129,11 +129,11 @@ function timeline(data) {
     }
     const from = timeAt(0), to = timeAt(width), whole = step === predicted ? "predicted" : `step ${step.number}`;
     byId("range").textContent =
-      `${whole}: ${lasts(step.seconds)}` + (zoom > 1 ? `, seen from ${lasts(from)} to ${lasts(to)}` : "");
+      `${whole}: ${lasts(step.seconds)}` + (zoom > 1 ? `, showing ${lasts(from)} to ${lasts(to)}` : "");
     placeTip(pointed || chosen);
   }
 
-  /** Paints a box, and its micro-batch where there is room for a number of so many digits. */
+  /** Paints a box, and the number of its micro-batch if there is room for this many digits. */
   function paint(span, top, height, followed, digits) {
     const left = x(span.start), wide = x(span.end) - left;
     if (left > view.clientWidth || left + wide < 0) return;
@@ -161,7 +161,7 @@ function timeline(data) {
     return span.thin ? [main + BOX + 1, THIN] : [main, BOX];
   }
 
-  /** Lines at round times, under all that follows. */
+  /** Draws lines at round times, below everything else. */
   function drawAxis(height, color) {
     const apart = (80 / strip.clientWidth) * shown(), decade = 10 ** Math.floor(Math.log10(apart));
     const tick = decade * [1, 2, 5, 10].find((factor) => factor * decade >= apart);
@@ -175,7 +175,7 @@ function timeline(data) {
     }
   }
 
-  // ---- what is pointed at ----
+  // ---- the action under the pointer ----
 
   function spanAt(px, py) {
     const rank = Math.floor(py / laneHeight()), within = py - rank * laneHeight();
@@ -197,12 +197,12 @@ function timeline(data) {
   }
 
   function describe(span) {
-    tip.textContent = ""; // never hidden: what a screen reader is to say must be there before it is filled
+    tip.textContent = ""; // Never hidden: screen readers only announce changes of an element that is already there.
     if (span) {
       const ahead = !span.idle && predictedSpans.get(key(span));
       const which = span.idle || span.microBatch < 0 ? "" : `, micro-batch ${span.label}`;
       const where = `, ${span.idle ? "" : `stage ${span.stage}, `}rank ${span.rank}`;
-      const way = span.route ? `\nalong ${span.route}` : "";
+      const way = span.route ? `\nroute ${span.route}` : "";
       const times = (one) => `${lasts(one.end - one.start)}, from ${lasts(one.start)}`;
       tip.textContent =
         (ahead === span && above ? "predicted " : "") + span.name + which + where + way + "\n" + times(span) +
@@ -242,7 +242,7 @@ function timeline(data) {
     describe(chosen);
   }
 
-  // ---- listening ----
+  // ---- events ----
 
   const closer = () => zoomTo(1.6), farther = () => zoomTo(1 / 1.6), whole = () => zoomTo(1 / zoom);
   const keys = { "+": closer, "=": closer, "-": farther, 0: whole };
@@ -259,7 +259,7 @@ function timeline(data) {
   byId("whole").addEventListener("click", whole);
   view.addEventListener("scroll", () => requestAnimationFrame(draw));
   view.addEventListener("wheel", (event) => {
-    if (!event.ctrlKey && !event.metaKey) return; // else the page scrolls, as everywhere
+    if (!event.ctrlKey && !event.metaKey) return; // Otherwise the page scrolls as usual.
     event.preventDefault();
     zoomTo(Math.exp(-event.deltaY / 200), event.clientX - view.getBoundingClientRect().left);
   }, { passive: false });
@@ -282,7 +282,7 @@ function timeline(data) {
   });
   canvas.addEventListener("pointerleave", () => describe((pointed = null) || chosen));
 
-  let apart = 0; // of two fingers
+  let apart = 0; // the distance of two fingers
   const fingers = ({ touches: [one, other] }) => Math.max(Math.abs(one.clientX - other.clientX), 1);
   view.addEventListener("touchstart", (event) => { apart = event.touches.length === 2 ? fingers(event) : 0; });
   view.addEventListener("touchmove", (event) => {
@@ -304,7 +304,7 @@ function timeline(data) {
   new ResizeObserver(draw).observe(view);
 }
 
-/** Says the loss that is pointed at, or that the arrow keys have come to. */
+/** Shows the loss at the pointer, or the one chosen with the arrow keys. */
 function curve(figure) {
   const losses = figure.dataset.losses.split(" ").map(Number);
   const finite = losses.filter(Number.isFinite), low = least(finite), high = most(finite, -Infinity);
@@ -318,7 +318,7 @@ function curve(figure) {
   function say(next) {
     at = clamp(next, 0, losses.length - 1);
     figure.append(read, dot);
-    const said = Number.isFinite(losses[at]) ? losses[at] : "no finite number";
+    const said = Number.isFinite(losses[at]) ? losses[at] : "not finite";
     read.textContent = `${figure.dataset.each} ${at + 1}: ${said}`;
     const area = picture.getBoundingClientRect(), whole = figure.getBoundingClientRect();
     const across = losses.length > 1 ? at / (losses.length - 1) : 0;

@@ -1,8 +1,8 @@
-"""A run as one page of HTML that needs nothing else: neither a network nor files beside it.
+"""Renders a report as one self-contained HTML page, without a network or other files.
 
-All text is escaped, and `page.html` has a policy that forbids it to load anything. What has no data has no section.
-Colours follow the reader's light or dark mode; `page.js` draws the timeline, the only part that needs a script, from
-JSON: small, whole numbers, names in a table. Of a run of many steps some are drawn, so that it opens at once.
+All text is escaped, and a policy in `page.html` forbids the page to load anything. Sections without data are omitted.
+Colors follow the reader's light or dark mode. `page.js` draws the timeline from compact JSON; only this part needs a
+script. Reports with many steps show only some of them, so that the page opens quickly.
 """
 
 import json
@@ -15,23 +15,33 @@ from string import Template
 from gpipe.planner.search.units import format_bytes, format_seconds
 from gpipe.profiling.breakdown import MEANING, percentages
 from gpipe.profiling.stored import Report
-from gpipe.profiling.svg import COLORS, THIN, is_bright, kinds_in, most_stages, note_of, nth_stages, read_own, shade
+from gpipe.profiling.svg import (
+    COLORS,
+    THIN,
+    is_bright,
+    kinds_in,
+    most_stages,
+    note_of,
+    nth_stages,
+    read_resource,
+    shade,
+)
 from gpipe.schedule.action import NAMES, Action, Kind
 from gpipe.schedule.timeline import Timeline
 
-MOST_SPANS = 30_000  # about 17 characters each: half a megabyte
-MOST_STEPS = 100
+MAX_SPANS = 30_000  # about 17 characters each, so half a megabyte
+MAX_STEPS = 100
 PARTS = 1_000_000
-"""Into so many parts a step is divided: times are whole numbers of them. Zoomed in furthest, one is two pixels."""
+"""Times are integers in units of this fraction of a step. At maximum zoom, one unit is two pixels."""
 REST = ("#bbbbbb", "#8c96a3", "#aa3377", "#e07b39", "#66ccee", "#997755", "#cc6688", "#5566bb", "#77aa99", "#d0a0d0")
-"""Colours of parts that are no kind of action, in the order in which they come."""
+"""Colors of parts of the breakdown that are not kinds of actions, in order."""
 
 
 def drawn_steps(report: Report) -> tuple[int, ...]:
-    """The numbers, from 0, of the steps to draw: all, or the typical, the slowest, and others evenly between."""
+    """Returns the indices of the steps to draw: all, or the median, the slowest, and evenly spaced others."""
     steps = report.timelines
     longest = max((len(timeline.spans) for timeline in steps), default=0)
-    room = max(2, min(MOST_STEPS, MOST_SPANS // max(1, longest)))
+    room = max(2, min(MAX_STEPS, MAX_SPANS // max(1, longest)))
     if len(steps) <= room:
         return tuple(range(len(steps)))
     slowest = max(range(len(steps)), key=lambda step: steps[step].seconds)
@@ -40,14 +50,18 @@ def drawn_steps(report: Report) -> tuple[int, ...]:
 
 
 def steps_json(report: Report) -> str:
-    """What the script of a page draws.
+    """Returns the data that the script of the page draws, as JSON.
 
-    `steps` and, if there is a prediction, `predicted` have for each rank a flat list of whole numbers, four for each
-    action in the order of time: its place in the table `actions`, its micro-batch or -1, how long after the beginning
-    of the one before it begins, and how long it lasts, both in parts of the step.
+    `steps` and, if there is a prediction, `predicted` have one flat list of integers per rank, with four numbers per
+    action, ordered by time:
+
+    - its index in the table `actions`
+    - its micro-batch, or -1
+    - the time between the start of the previous action and its own start, in parts of the step
+    - its duration, in parts of the step
     """
     stages = most_stages(_all_timelines(report))
-    places: dict[tuple[Action, int], int] = {}  # whatever their micro-batch, actions are written once
+    places: dict[tuple[Action, int], int] = {}  # Actions that differ only in the micro-batch share one entry.
 
     def described(action: Action, nth: int) -> dict[str, object]:
         color = shade(action.kind, nth, stages)
@@ -88,17 +102,17 @@ def _all_timelines(report: Report) -> list[Timeline]:
 
 
 def report_html(report: Report) -> str:
-    """Draws a report as one HTML document.
+    """Renders a report as one HTML document.
 
     >>> page = report_html(Report("a <run>"))
     >>> "<h1>a &lt;run&gt;</h1>" in page, "<section" in page
     (True, False)
 
     Raises:
-        ValueError: A timeline is 0 seconds long.
+        ValueError: If a timeline is 0 seconds long.
     """
     if any(timeline.seconds <= 0 for timeline in _all_timelines(report)):
-        raise ValueError("a page draws timelines that are longer than 0 seconds each")
+        raise ValueError("A timeline is 0 seconds long. Pass timelines that are longer than 0 seconds.")
     sections = {
         ("timeline", "Timeline"): _timeline(report),
         ("breakdown", "Where the time went"): _breakdown(report),
@@ -109,16 +123,16 @@ def report_html(report: Report) -> str:
     title, header = escape(report.title), "\n".join(_header(report))
     body = "\n".join(line for named, lines in sections.items() for line in _section(*named, lines))
     return _filled(
-        "page.html", title=title, style=read_own("page.css"), header=header, body=body, script=_script(report)
+        "page.html", title=title, style=read_resource("page.css"), header=header, body=body, script=_script(report)
     )
 
 
 def _filled(template: str, **places: str) -> str:
-    return Template(read_own(template)).substitute(places)
+    return Template(read_resource(template)).substitute(places)
 
 
 def _section(name: str, title: str, lines: Iterable[str]) -> Iterator[str]:
-    """A part of the page, if there is something in it."""
+    """Yields a section of the page, unless it is empty."""
     if lines := list(lines):
         yield f'<section id="{name}" aria-labelledby="{name}-title">\n<h2 id="{name}-title">{title}</h2>'
         yield from lines
@@ -137,19 +151,19 @@ def _header(report: Report) -> Iterator[str]:
 
 
 def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
-    """The numbers that one looks for first: a name, a value, and what to hold it against."""
+    """Yields the main numbers, each with a name, a value, and a value to compare it with."""
     predicted, losses = report.predicted, report.losses
     if report.timelines:
         typical, steps = report.timelines[report.typical], len(report.timelines)
         yield "step", format_seconds(typical.seconds), f"median of {steps}" if steps > 1 else ""
-        beside = "of all ranks’ time"
+        note = "of the time of all ranks"
         if predicted is not None:
             ratio = typical.seconds / predicted.seconds
             more = f"{percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"
             more = f"{ratio:.1f} times as long" if ratio >= 2 else more
-            yield "predicted", format_seconds(predicted.seconds), f"it took {more}"
-            beside = f"predicted {percent(predicted.idle_share())}"
-        yield "not computing", percent(typical.idle_share()), beside
+            yield "predicted", format_seconds(predicted.seconds), f"measured: {more}"
+            note = f"predicted {percent(predicted.idle_share())}"
+        yield "not computing", percent(typical.idle_share()), note
     elif predicted is not None:
         yield "predicted step", format_seconds(predicted.seconds), f"idle {percent(predicted.idle_share())}"
     if report.memory:
@@ -160,33 +174,33 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
 
 
 def _timeline(report: Report) -> Iterator[str]:
-    """What the script fills and listens to."""
+    """Yields the elements that the script draws on."""
     drawn = _all_timelines(report)
     if not drawn:
         return
-    beside = '<label><input type="checkbox" id="show-predicted" checked> predicted, above each rank</label>'
+    checkbox = (
+        '<label><input type="checkbox" id="show-predicted" checked> show the prediction above each rank</label>'
+    )
     kinds = ((NAMES[kind], COLORS[kind]) for kind in kinds_in(drawn))
     yield _filled(
         "timeline.html",
         choice="\n".join(_step_choice(report)),
-        predicted=beside if report.predicted is not None and report.timelines else "",
+        predicted=checkbox if report.predicted is not None and report.timelines else "",
         legend="\n".join(_legend([*kinds, ("idle", "var(--idle)"), (note_of(drawn), "")])),
     )
 
 
 def _step_choice(report: Report) -> Iterator[str]:
-    """A bar for each step, as high as it was long, to choose it by."""
+    """Yields a bar for each step, whose height shows its duration, to select the step."""
     shown = drawn_steps(report)
     if len(shown) < 2:
         return
     longest = max(report.timelines[step].seconds for step in shown)
-    few = f": {len(shown)} of {len(report.timelines)}, the typical, the slowest, and others evenly between"
+    few = f" ({len(shown)} of {len(report.timelines)}: the median, the slowest, and evenly spaced others)"
     yield f'<fieldset id="steps"><legend>steps{few if len(shown) < len(report.timelines) else ""}</legend><div>'
     for step in shown:
         seconds = report.timelines[step].seconds
-        label = f"step {step + 1}: {format_seconds(seconds)}" + (
-            ", the typical one" if step == report.typical else ""
-        )
+        label = f"step {step + 1}: {format_seconds(seconds)}" + (", the median" if step == report.typical else "")
         checked = " checked" if step == report.typical else ""
         radio = f'<input type="radio" name="step" value="{step + 1}"{checked} aria-label="{label}">'
         yield f'<label title="{label}">{radio}<i style="height:{seconds / longest:.1%}"></i></label>'
@@ -215,7 +229,7 @@ def _breakdown(report: Report) -> Iterator[str]:
 
 
 def _bar(parts: Mapping[str, float], colors: Mapping[str, str], whole: float) -> Iterator[str]:
-    """Parts side by side; the caller writes them in numbers too."""
+    """Yields a bar of parts side by side. The caller also prints the numbers."""
     yield '<div class="bar" aria-hidden="true">'
     for name, part in parts.items():
         share = part / whole if whole else 0.0
@@ -224,7 +238,7 @@ def _bar(parts: Mapping[str, float], colors: Mapping[str, str], whole: float) ->
 
 
 def _memory(report: Report) -> Iterator[str]:
-    """A bar for each rank, with what is in it; all bars are on one scale."""
+    """Yields a bar and its numbers for each rank. All bars have the same scale."""
     names = dict.fromkeys(name for parts in report.memory for name in parts)
     colors = dict(zip(names, cycle(COLORS.values()), strict=False))
     most = max((sum(parts.values()) for parts in report.memory), default=0)
@@ -240,7 +254,7 @@ def _memory(report: Report) -> Iterator[str]:
 
 
 def _legend(entries: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """A patch, by its colour, for each name, which is HTML."""
+    """Yields a colored patch for each name. Names are HTML."""
     yield '<ul class="legend">'
     for name, color in entries:
         patch = f'<i style="background:{color}"></i>' if color else ""
@@ -249,7 +263,7 @@ def _legend(entries: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def _losses(report: Report) -> Iterator[str]:
-    """A curve, broken where a loss is no finite number; the script says what is pointed at."""
+    """Yields a curve with gaps at losses that are not finite. The script shows the value at the pointer."""
     losses, each = report.losses, report.loss_each
     odd = [str(at + 1) for at, loss in enumerate(losses) if not isfinite(loss)]
     finite = [loss for loss in losses if isfinite(loss)]
@@ -261,12 +275,12 @@ def _losses(report: Report) -> Iterator[str]:
         yield from _curve(losses, min(finite), max(finite))
         yield f'</svg><span class="first">{each} 1</span><span class="last">{len(losses)}</span></div>'
     if odd:
-        some = ", ".join(odd[:10]) + (", ..." if len(odd) > 10 else "")
-        yield f'<p class="warning">no finite number at {each} {some}</p>'
+        shown = ", ".join(odd[:10]) + (", ..." if len(odd) > 10 else "")
+        yield f'<p class="warning">not finite at {each} {shown}</p>'
 
 
 def _curve(losses: Sequence[float], low: float, high: float) -> Iterator[str]:
-    """A line for each run of finite losses; a run of one is drawn twice, so that it shows."""
+    """Yields a line for each run of finite losses. A single point is drawn twice so that it is visible."""
     run: list[str] = []
     for at, loss in enumerate([*losses, float("nan")]):
         if isfinite(loss):
@@ -288,11 +302,11 @@ def _configuration(report: Report) -> Iterator[str]:
 
 def _script(report: Report) -> str:
     if not _all_timelines(report):
-        return f"<script>\n{read_own('page.js')}</script>"
-    data = steps_json(report).replace("<", "\\u003c")  # no text in it may end the element
-    return f'<script type="application/json" id="data">{data}</script>\n<script>\n{read_own("page.js")}</script>'
+        return f"<script>\n{read_resource('page.js')}</script>"
+    data = steps_json(report).replace("<", "\\u003c")  # No text in the data can end the element.
+    return f'<script type="application/json" id="data">{data}</script>\n<script>\n{read_resource("page.js")}</script>'
 
 
 def percent(share: float) -> str:
-    """A share in whole percent."""
+    """Formats a share as a whole number of percent."""
     return f"{100 * share:.0f} %"

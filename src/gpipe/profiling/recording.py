@@ -1,4 +1,4 @@
-"""`gpipe.record`: what each rank did when, where the time went, and what to change."""
+"""Implements `gpipe.record`: timelines of steps, their breakdown, and advice."""
 
 import threading
 import time
@@ -20,8 +20,8 @@ from gpipe.features.recorder import Interval, Recorder
 from gpipe.planner.watch import Watch
 from gpipe.profiling import Report, report_html, trace_json, typical_svg, write_picture
 from gpipe.profiling.advice import SOME_CORES, Advice, RecordedSteps, advise, compare, explain, shared_lock
-from gpipe.profiling.breakdown import MEANING, NOTHING, Breakdown, breakdown, windows
-from gpipe.profiling.memory import Held, Meter, OtherProcesses, Watches, held
+from gpipe.profiling.breakdown import MEANING, NO_STEPS, Breakdown, breakdown, windows
+from gpipe.profiling.memory import Held, Meter, OtherProcesses, Watches, measure_held
 from gpipe.profiling.messages import Message, messages_of, write_messages
 from gpipe.runtime.compiled_table import CompiledAction
 from gpipe.runtime.feature import Work
@@ -36,14 +36,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 KEPT = 100  # steps
-NOT_A_PIPE = "gpipe.record was given a {kind}; give the gpipe.GPipe whose steps it records"
-SUFFIXES = ".svg or .png (a picture), .json (a trace for ui.perfetto.dev), .html (a page), .jsonl (messages)"
+NOT_A_PIPE = "gpipe.record: pipe is a {kind}. Pass the gpipe.GPipe whose steps to record."
 
 
 class Recording(Recorder):
-    """What `record` gives: the last steps of a pipe. Prints as the table of where their time went.
+    """The recorded steps of a pipe, as `record` returns them. Prints as a breakdown of their time.
 
-    What sums up steps raises a ValueError where none was recorded.
+    Methods that summarize steps raise a ValueError if no step was recorded.
 
     >>> import torch, gpipe
     >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
@@ -57,16 +56,16 @@ class Recording(Recorder):
         super().__init__(keep)
         self._watches = Watches() if memory else None
         if self._watches is not None:
-            with Watch():  # the first costs seconds, which are no layer's
+            with Watch():  # The first use takes seconds, which should not count for a layer.
                 torch.zeros(1).add(1)
         self._states: dict[int, Mapping[Tensor, Any]] = {}
         self._pipe, self._before = pipe, pipe.recorder
         self._updates: deque[Interval] = deque(maxlen=keep)
         self._loads: deque[Interval] = deque(maxlen=keep)
         self._thread = threading.get_ident()
-        self._begun: list[float] = []  # updates: one optimizer may step another inside
+        self._begun: list[float] = []  # Starts of updates. One optimizer may call another.
         self._meter = Meter()
-        own = weakref.proxy(self)  # the hooks are torch's, of all optimizers: they are not to keep the pipe alive
+        own = weakref.proxy(self)  # torch's hooks for all optimizers should not keep the pipe alive.
         self._hooks = ExitStack()
         self._hooks.enter_context(register_optimizer_step_pre_hook(lambda *_: own._begun.append(time.perf_counter())))
         self._hooks.enter_context(register_optimizer_step_post_hook(lambda updated, *_: own._end_update(updated)))
@@ -75,7 +74,7 @@ class Recording(Recorder):
         pipe.recorder = self
 
     def stop(self) -> None:
-        """Ends recording; what was recorded stays."""
+        """Stops recording. The recorded steps stay available."""
         self._is_on = False
         self._hooks.close()
         if self._pipe.recorder is self:
@@ -85,45 +84,45 @@ class Recording(Recorder):
 
     def __enter__(self) -> Self:
         if not self._is_on:
-            raise ValueError("this recording has been stopped; gpipe.record(pipe) makes another")
+            raise ValueError("This recording has been stopped. Call gpipe.record(pipe) to start a new one.")
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
     def loading(self, batches: Iterable[T]) -> Iterator[T]:
-        """Iterates over mini-batches, and notes how long each takes to come: the part `data`."""
-        rest, start = iter(batches), time.perf_counter()
-        for batch in rest:
-            if threading.get_ident() == self._thread:  # else it is ahead of time, and nobody waits
+        """Iterates over mini-batches and records how long the loop waits for each, as the part `data`."""
+        iterator, start = iter(batches), time.perf_counter()
+        for batch in iterator:
+            if threading.get_ident() == self._thread:  # A different thread loads ahead, so the loop does not wait.
                 self._loads.append((start, time.perf_counter()))
             yield batch
             start = time.perf_counter()
 
     @property
     def timelines(self) -> list[Timeline]:
-        """What each rank did in each run; a `step` is one run, a call and its backward are two.
+        """The timelines of all runs. A `step` is one run; a call and its backward pass are two.
 
-        `other` of each has the seconds until the next began, by part of the breakdown.
+        `other` of a timeline has the time from its end to the next run, by part of the breakdown.
         """
         return windows(list(self.runs), list(self.inside), list(self._updates), list(self._loads))
 
     def breakdown(self) -> Breakdown:
-        """Where the wall time went, from the first recorded step to the end of the last; prints as a table."""
+        """Divides the wall time of the recorded steps into parts. The result prints as a table."""
         return breakdown(self.timelines)
 
     def advice(self) -> list[Advice]:
-        """All changes that would make steps at least 2 % faster, the best first, each with its gain."""
+        """Returns all changes that would make steps at least 2 % faster, the largest gain first."""
         return advise(self._recorded_steps())
 
     def explain(self) -> str:
-        """One sentence on what holds the steps back most, and what to change."""
+        """Returns the most useful change, and the reason for it, as text."""
         return explain(self._recorded_steps())
 
     def report(self, title: str) -> Report:
-        """All that is known of the steps, as `gpipe.profiling` draws it and keeps it."""
+        """Returns a report of the steps, which `gpipe.profiling` can draw and save."""
         steps, memory = self._steps(title), [asdict(held) for held in self.memory().values()]
-        known = len(memory) == steps.timelines[0].ranks  # of other processes it is not
+        known = len(memory) == steps.timelines[0].ranks  # The memory of other processes is unknown.
         sizes = ({name: size for name, size in held.items() if size is not None} for held in memory if known)
         return replace(
             steps,
@@ -134,26 +133,29 @@ class Recording(Recorder):
         )
 
     def _steps(self, title: str) -> Report:
-        """The steps alone, and what was predicted."""
+        """Returns a report with only the steps and their prediction."""
         if not (timelines := tuple(self.timelines)):
-            raise ValueError(NOTHING)
+            raise ValueError(NO_STEPS)
         prediction = self._pipe.prediction
         is_timed = prediction.unit == "seconds" and any(timeline.is_step for timeline in timelines)
         return Report(title, timelines=timelines, predicted=prediction.timeline if is_timed else None)
 
     def memory(self) -> dict[int, Held]:
-        """What each rank of this process held when it held most; activations if `record(pipe, memory=True)` watched.
+        """Returns the peak memory of each rank of this process, with activations if `record(pipe, memory=True)`.
 
-        Gradients are counted as of all parameters that want one, as they will be; optimizers that have been stepped.
+        Gradients of all trainable parameters are counted, also before they exist. The state of an optimizer is
+        counted after its first `step`.
         """
         states, peaks = list(self._states.values()), {} if self._watches is None else self._watches.peaks()
-        return {rank: held(modules, states, peaks.get(rank)) for rank, modules in sorted(self._layers().items())}
+        return {
+            rank: measure_held(modules, states, peaks.get(rank)) for rank, modules in sorted(self._layers().items())
+        }
 
     def metrics(self) -> dict[str, float]:
-        """What the recorded steps took as plain numbers by name, means over them, for a tracker.
+        """Returns means over the recorded steps as numbers by name, for an experiment tracker.
 
-        Times are in seconds, sizes in bytes; docs/reference/data-formats.md has all names. What is not known is left
-        out; of memory a process has that of its own ranks.
+        Times are in seconds and sizes in bytes. docs/reference/data-formats.md lists all names. Unknown values are
+        omitted. A process knows only the memory of its own ranks.
 
         >>> import torch, gpipe
         >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
@@ -168,9 +170,9 @@ class Recording(Recorder):
         return metrics_of(steps, losses, self.messages(), self.memory())
 
     def messages(self) -> list[Message]:
-        """What crossed between processes, of all ranks: each message at both ends, each reduction on each rank.
+        """Returns the messages and reductions of all ranks. A pipe in one process has none.
 
-        Of a pipe in one process there are none.
+        Each message occurs twice, from its sender and its receiver. Each reduction occurs once per rank.
         """
         return messages_of(self.runs)
 
@@ -182,16 +184,16 @@ class Recording(Recorder):
     def receive(self, receive: Work, run: Run, rank: Rank, step: CompiledAction) -> None:
         super().receive(receive, run, rank, step)
         if self._watches is not None:
-            self._watches.taken(rank, step)
+            self._watches.after_receive(rank, step)
 
     def perform(self, perform: Work, run: Run, rank: Rank, step: CompiledAction) -> None:
         if self._watches is None:
             super().perform(perform, run, rank, step)
             return
-        self._watches.works(rank, step)
+        self._watches.before_action(rank, step)
         with self._watches.by_rank[step.rank]:
             super().perform(perform, run, rank, step)
-        self._watches.worked(run, rank, step)
+        self._watches.after_action(run, rank, step)
 
     def _layers(self) -> dict[int, list[nn.Module]]:
         engine = self._pipe._processes.engine
@@ -201,13 +203,19 @@ class Recording(Recorder):
         return layers
 
     def save(self, path: str | Path) -> Path:
-        """Writes the steps as `.svg` or `.png` (the typical one, with what was predicted), `.json` (all), or `.html`.
+        """Saves the recording in the format of the suffix, and returns the path.
 
-        `.jsonl` has `messages()`, a JSON object a line behind one that names the schema, of all ranks.
+        Args:
+            path: A path with one of these suffixes:
+
+                - `.svg` or `.png`: a picture of the median step and its prediction.
+                - `.json`: a trace of all steps, for ui.perfetto.dev.
+                - `.html`: a page with all information.
+                - `.jsonl`: the messages of all ranks, one JSON object per line after a line that names the schema.
 
         Raises:
-            ImportError: A PNG is wanted, and resvg-py is missing: the extra `plots` brings it.
-            ValueError: No step was recorded, or the suffix is another.
+            ImportError: If the file is a PNG, and resvg-py is not installed (`pip install 'gpipe[plots]'`).
+            ValueError: If no step was recorded, or if the suffix is unknown.
         """
         path = Path(path)
         report = self._steps(path.stem)
@@ -221,30 +229,30 @@ class Recording(Recorder):
             case ".jsonl":
                 write_messages(path, self.messages())
             case _:
-                raise ValueError(f"{path} has the suffix {path.suffix!r}; give one of {SUFFIXES}")
+                raise ValueError(f"{path} has the suffix {path.suffix!r}. Use .svg, .png, .json, .html or .jsonl.")
         return path
 
     def __str__(self) -> str:
         if not self.runs:
-            return "no steps recorded"
-        return "\n".join(filter(None, (str(self.breakdown()), self.beside_prediction())))
+            return "No steps were recorded."
+        return "\n".join(filter(None, (str(self.breakdown()), self.compare_with_prediction())))
 
     def _repr_html_(self) -> str | None:
         return notebook_html("recording", self)
 
-    def beside_prediction(self) -> str:
-        """What was predicted of a step beside what it took, and why, if that is another; empty without prediction."""
+    def compare_with_prediction(self) -> str:
+        """Returns the measured and predicted time of a step, with the reason if they differ, or "" if unknown."""
         prediction, steps = self._pipe.prediction, [timeline for timeline in self.timelines if timeline.is_step]
         if prediction.unit != "seconds" or not steps:
             return ""
-        why, others = "", self._others()
+        reason, others = "", self._others()
         if self._driver == "lockstep" and prediction.program.ranks > 1:
-            why = "all ranks run in one thread (driver='lockstep')"
+            reason = "all ranks run in one thread (driver='lockstep')"
         elif self._watches is not None:
-            why = "memory was watched, which takes time"
+            reason = "recording memory takes time"
         elif others is not None and others.cores > SOME_CORES:
-            why = str(others)
-        return compare(steps, prediction.timeline, why_longer=why)
+            reason = str(others)
+        return compare(steps, prediction.timeline, why_longer=reason)
 
     @property
     def _driver(self) -> str:
@@ -252,7 +260,10 @@ class Recording(Recorder):
         return "process" if processes.position is not None else "threads" if processes.engine.threaded else "lockstep"
 
     def _shared_lock(self) -> list[str]:
-        """The finding that ranks wait for each other's Python; on accelerators actions are no time of the host's."""
+        """Returns a finding if rank threads wait for the interpreter lock.
+
+        On accelerators this is unknown, because the time of actions is not that of the host.
+        """
         others, stages = self._others(), self._pipe._processes.engine.local
         on_host = self._driver == "threads" and all(stage.device.type == "cpu" for stage in stages)
         if others is None or not self.runs or not on_host:
@@ -263,7 +274,10 @@ class Recording(Recorder):
         return shared_lock(self.runs[0].timeline.ranks, busy, used, others)
 
     def _recorded_steps(self, steps: Sequence[Timeline] = ()) -> RecordedSteps:
-        """Some of the steps, or all training steps, if there are any: evaluations between have other tables."""
+        """Returns the input of `advise`. Default: all training steps, or all steps if none is a training step.
+
+        Evaluation steps run different programs.
+        """
         steps, plan = steps or steps_among(self.timelines), self._pipe.plan
         return RecordedSteps(
             steps,
@@ -277,7 +291,7 @@ class Recording(Recorder):
         )
 
     def _others(self) -> OtherProcesses | None:
-        """What other processes used; of several processes of a pipe that is not known."""
+        """Returns the cores that other processes used, or None for a pipe in several processes."""
         return self._meter.others() if self._pipe._processes.position is None else None
 
     def _end_update(self, optimizer: Optimizer) -> None:
@@ -290,9 +304,9 @@ class Recording(Recorder):
 def metrics_of(
     steps: Report, losses: Sequence[float], messages: Sequence[Message], held: Mapping[int, Held]
 ) -> dict[str, float]:
-    """The numbers of some steps, and what was predicted; docs/reference/data-formats.md has all names."""
-    found, runs = breakdown(steps.timelines), len(steps.timelines)
-    numbers: dict[str, float] = {"steps": found.steps, "step_seconds": found.seconds, "table_bubble": found.theory}
+    """Returns the numbers of `Recording.metrics`. docs/reference/data-formats.md lists all names."""
+    parts, runs = breakdown(steps.timelines), len(steps.timelines)
+    numbers: dict[str, float] = {"steps": parts.steps, "step_seconds": parts.seconds, "table_bubble": parts.theory}
     if losses:
         numbers["loss"] = fmean(losses)
     if (typical := steps.timelines[steps.typical]).is_step:
@@ -301,15 +315,15 @@ def metrics_of(
         numbers["predicted_seconds"] = steps.predicted.seconds
     for name, kind in (("sent_bytes", "send"), ("reduced_bytes", "reduce")):
         numbers[name] = sum(message.bytes for message in messages if message.kind == kind) / runs
-    parts: dict[str, Mapping[str, float]] = {
-        "share": {name.replace(" ", "_"): found.shares.get(name, 0.0) for name in MEANING},
-        "bubble": found.bubble,
-        "busy": _by("rank", found.busy),
-        "stage_seconds": _by("stage", found.stage_seconds),
-        "memory_bytes": {f"rank_{rank}": one.total for rank, one in held.items() if one.activations is not None},
+    groups: dict[str, Mapping[str, float]] = {
+        "share": {name.replace(" ", "_"): parts.shares.get(name, 0.0) for name in MEANING},
+        "bubble": parts.bubble,
+        "busy": _by("rank", parts.busy),
+        "stage_seconds": _by("stage", parts.stage_seconds),
+        "memory_bytes": {f"rank_{rank}": own.total for rank, own in held.items() if own.activations is not None},
         "predicted_memory_bytes": _by("rank", steps.predicted_memory),
     }
-    numbers |= {f"{part}/{name}": value for part, values in parts.items() for name, value in values.items()}
+    numbers |= {f"{group}/{name}": value for group, values in groups.items() for name, value in values.items()}
     return {name: float(value) for name, value in numbers.items()}
 
 
@@ -318,20 +332,25 @@ def _by(what: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recording:
-    """Records what each rank does when, from now on; inside of a `with`, or until `stop()`.
+    """Starts recording a timeline of the pipe's steps and calls. Stops at the end of a `with` block, or at `stop()`.
 
-    It costs two readings of a clock for each action, and nothing once it has stopped. In several processes all
-    record at once, and each has the timelines of all. A recording that begins while another is on has the steps from
-    then on, until it stops; the other goes on behind it.
+    Recording reads the clock twice per action and costs nothing after it has stopped. With several processes, all of
+    them must record; each receives the timelines of all ranks.
 
     Args:
-        pipe: Whose steps and calls.
-        keep: How many of the last are kept.
-        memory: Whether activations are watched too, for `recording.memory()`; steps are slower by it.
+        pipe: The pipe to record.
+        keep: Number of most recent steps to keep. Default: 100.
+        memory: Whether to also record activation memory for `recording.memory()`. Slows down steps. Default: False.
+
+    Returns:
+        The recording.
 
     Raises:
-        TypeError: It is no pipe.
-        ValueError: `keep` is no number of steps.
+        TypeError: If `pipe` is not a `GPipe`.
+        ValueError: If `keep` is not an integer of at least 1.
+
+    Note:
+        If a recording starts during another one, it receives all steps until it stops. Then the first one continues.
 
     Example:
         >>> import torch, gpipe
@@ -340,11 +359,11 @@ def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recordin
         >>> for _ in range(3):
         ...     _ = pipe.step(torch.ones(4, 2), torch.ones(4, 1), torch.nn.functional.mse_loss)
         >>> print(recording)  # doctest: +ELLIPSIS
-        time went to       share        ms  which is
+        part               share        ms  meaning
         forward ...
     """
     if not hasattr(pipe, "recorder"):
         raise TypeError(NOT_A_PIPE.format(kind=type(pipe).__name__))
     if not is_count(keep):
-        raise ValueError(f"keep={keep!r}: how many of the last steps are kept, 1 or more")
+        raise ValueError(f"keep={keep!r} is invalid. Pass the number of steps to keep, an integer of at least 1.")
     return Recording(pipe, keep, memory=memory)

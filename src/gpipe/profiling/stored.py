@@ -1,4 +1,4 @@
-"""What is kept of a run as JSON: its report, to be drawn without what made it, and its steps as trace events."""
+"""Reads and writes reports of runs as JSON, and writes recorded steps as trace events."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -11,11 +11,11 @@ from gpipe.schedule.action import NAMES, parse_action
 from gpipe.schedule.timeline import Span, Timeline, steps_among
 
 FORMAT = "gpipe report 1"
-NAME = "report.json"  # what the file is called in the folder of a run
-MOST_RANKS = 4096  # ranks: what a file may ask to be drawn
-LARGEST = 1e18  # the most seconds or bytes that a file may name
-SHORTEST = 1e-9  # seconds: the shortest step that a file may hold
-SLACK = 0.01  # the part of a step by which a span may lie outside of it, since clocks of several hosts differ
+NAME = "report.json"  # the file name in the folder of a run
+MAX_RANKS = 4096  # in a file
+LARGEST = 1e18  # the largest number of seconds or bytes in a file
+SHORTEST = 1e-9  # the shortest step in a file, in seconds
+SLACK = 0.01  # A span may exceed its step by this share, because clocks of hosts differ.
 
 N = TypeVar("N", int, float)
 Setting: TypeAlias = str | int | float | bool | None
@@ -23,19 +23,19 @@ Setting: TypeAlias = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Report:
-    """What is known of a run; whatever is not known is left out.
+    """The steps, memory, losses and settings of a run. Unknown parts are empty or None.
 
     Attributes:
-        title: One line that says which run this is.
-        configuration: Its settings, by name.
-        timelines: Its recorded steps, in order.
-        predicted: What was predicted of one step, in seconds.
-        shares: Where the time of the recorded steps went, by part, in the order to tell them; they sum to 1.
-        memory: For each rank the bytes that it held at its peak, by what they were for.
-        losses: In order; may be NaN or infinite.
-        loss_each: What one loss is of.
-        sentence: What holds the run back, and what to change.
-        predicted_memory: For each rank the bytes that were predicted of its peak.
+        title: One line that names the run.
+        configuration: The settings of the run, by name.
+        timelines: The recorded steps, in order.
+        predicted: The predicted timeline of one step, in seconds.
+        shares: The share of the time of each part of the breakdown, in the order to print. The shares sum to 1.
+        memory: For each rank, the bytes at its peak, by purpose.
+        losses: The losses in order. They may be NaN or infinite.
+        loss_each: Whether each loss belongs to a step or an epoch.
+        sentence: The reason for lost time, and the change to make, as `recording.explain()` returns it.
+        predicted_memory: For each rank, the predicted bytes at its peak.
 
     >>> Report("two ranks", losses=(2.5, 0.5)).predicted is None
     True
@@ -54,18 +54,17 @@ class Report:
 
     @property
     def typical(self) -> int:
-        """The number, from 0, of the recorded step of median length, among the training steps if there are any."""
+        """The index of the recorded step of median length. Only training steps count if there are any."""
         by_length = sorted(steps_among(self.timelines), key=lambda step: step.seconds)
         return self.timelines.index(by_length[len(by_length) // 2])
 
 
 def report_json(report: Report) -> str:
-    r"""Writes a report as JSON, one object.
+    r"""Converts a report to one JSON object.
 
-    Its members are the attributes of `Report`, and `"format": "gpipe report 1"`. A timeline is an object of `ranks`,
-    `seconds`, `other` and `spans`; a span a list of its rank, its action as it prints, its start and its end in
-    seconds. Numbers that JSON lacks are the strings `"nan"`, `"inf"` and `"-inf"`. A prediction that is not there is
-    null.
+    Its members are the attributes of `Report`, and `"format": "gpipe report 1"`. A timeline is an object with
+    `ranks`, `seconds`, `other` and `spans`. A span is a list of its rank, its action as text, and its start and end
+    in seconds. Numbers that JSON does not support are the strings `"nan"`, `"inf"` and `"-inf"`.
 
     >>> text = report_json(Report("two ranks", losses=(2.5, float("inf"))))
     >>> text[:51], read_report(text).losses
@@ -75,7 +74,7 @@ def report_json(report: Report) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value in what JSON has."""
+    """Converts a value to types that JSON supports."""
     match value:
         case Timeline():
             spans = [[span.rank, str(span.action), span.start, span.end] for span in value.spans]
@@ -92,33 +91,35 @@ def _plain(value: Any) -> Any:
 
 
 def read_report(text: str) -> Report:
-    """Reads a report back, equal to what `report_json` was given.
+    """Converts the output of `report_json` back to an equal report.
 
     Raises:
-        ValueError: The text is not such a report, or cannot be drawn: what is wrong with it.
+        ValueError: If the text is not a report, or if it cannot be drawn.
 
     >>> read_report('{"format": "gpipe report 0"}')
     Traceback (most recent call last):
-    ValueError: its format is 'gpipe report 0', and this gpipe reads 'gpipe report 1'
+    ValueError: format: 'gpipe report 0' is not 'gpipe report 1'. Use the version of gpipe that wrote the report.
     """
     try:
         members = json.loads(text)
-        found = members.get("format") if isinstance(members, dict) else None
-        if found != FORMAT:
-            raise ValueError(f"its format is {found!r}, and this gpipe reads {FORMAT!r}")
+        version = members.get("format") if isinstance(members, dict) else None
+        if version != FORMAT:
+            raise ValueError(
+                f"format: {version!r} is not {FORMAT!r}. Use the version of gpipe that wrote the report."
+            )
         return _read(members)
-    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as odd:
-        why = f"{type(odd).__name__}: {odd}"
-        raise ValueError(f"a value in it is missing, or of another type or size than was written ({why})") from None
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(f"A value of the report is missing, or has a wrong type or size ({cause}).") from None
 
 
 def _read(members: Mapping[str, Any]) -> Report:
     memory = tuple(_amounts(parts, int) for parts in members["memory"])
     predicted_memory = tuple(_amount(value, int) for value in members.get("predicted_memory", ()))
     if memory and predicted_memory and len(memory) != len(predicted_memory):
-        raise ValueError(f"it predicts the memory of {len(predicted_memory)} ranks, and has that of {len(memory)}")
+        raise ValueError(f"predicted_memory: has {len(predicted_memory)} ranks, but memory has {len(memory)}.")
     if members["loss_each"] not in ("step", "epoch"):
-        raise ValueError(f"its loss_each is {members['loss_each']!r}, and a loss is of a 'step' or an 'epoch'")
+        raise ValueError(f"loss_each: {members['loss_each']!r} is neither 'step' nor 'epoch'.")
     return Report(
         title=str(members["title"]),
         configuration=dict(members["configuration"]),
@@ -134,10 +135,10 @@ def _read(members: Mapping[str, Any]) -> Report:
 
 
 def _amount(value: Any, kind: type[N]) -> N:
-    """A time, share or size: finite, and not negative."""
+    """Converts a time, share or size, and checks that it is finite and not negative."""
     amount = kind(value)
     if not 0 <= amount <= LARGEST:
-        raise ValueError(f"a time, share or size is {amount}")
+        raise ValueError(f"A time, share or size is {amount}, which is not between 0 and {LARGEST:g}.")
     return amount
 
 
@@ -147,16 +148,18 @@ def _amounts(each: Mapping[str, Any], kind: type[N]) -> dict[str, N]:
 
 def _timeline(members: Mapping[str, Any]) -> Timeline:
     ranks, seconds = int(members["ranks"]), _amount(members["seconds"], float)
-    if not 1 <= ranks <= MOST_RANKS:
-        raise ValueError(f"a timeline of {ranks} ranks; a page draws 1 to {MOST_RANKS}")
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ValueError(f"A timeline has {ranks} ranks, which is not between 1 and {MAX_RANKS}.")
     if seconds < SHORTEST:
-        raise ValueError(f"a timeline is {seconds} seconds long")
+        raise ValueError(f"A timeline is {seconds} seconds long, which is less than {SHORTEST:g}.")
     parse = partial(parse_action, slices=int(members.get("slices", 1)))
     spans = tuple(Span(int(rank), parse(it), float(a), float(b)) for rank, it, a, b in members["spans"])
     for span in spans:
         if not (0 <= span.rank < ranks and -SLACK * seconds <= span.start <= span.end <= (1 + SLACK) * seconds):
-            what = f"a span of rank {span.rank}, from {span.start} to {span.end} seconds"
-            raise ValueError(f"{what}, lies outside of its step of {seconds} seconds on {ranks} ranks")
+            raise ValueError(
+                f"A span of rank {span.rank}, from {span.start} to {span.end} seconds, is outside its step, which "
+                f"has {ranks} ranks and {seconds} seconds."
+            )
     return Timeline(ranks, spans, seconds, _amounts(members["other"], float))
 
 
@@ -164,9 +167,9 @@ MICROSECONDS = 1e6  # the unit of trace events
 
 
 def trace_json(timelines: Iterable[Timeline]) -> str:
-    """Writes steps as Chrome trace events, for ui.perfetto.dev: a track for each rank, a slice for each action.
+    """Converts steps to Chrome trace events for ui.perfetto.dev, with a track per rank and a slice per action.
 
-    Slices have the names of the table (`2F0`). What a step spent outside the pipeline follows it on every track.
+    Slices have the names of actions, such as `2F0`. The time outside the pipeline follows each step on every track.
 
     >>> trace_json([])
     '{"traceEvents": [], "displayTimeUnit": "ms"}'

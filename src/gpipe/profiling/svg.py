@@ -1,7 +1,7 @@
-"""Timelines as pictures: an SVG with a lane for each rank, written by hand, readable on light and dark pages.
+"""Draws timelines as SVG pictures with a lane for each rank, readable on light and dark pages.
 
-A lane is as long as its step, and gray where its rank computes nothing; transfers and moves are thin lines under the
-boxes. Where a rank holds several stages, later ones are lighter. A file takes the SVG, or points made of it.
+A lane is as long as its step, and gray while its rank is idle. Transfers are thin lines below the boxes. If a rank
+has several stages, later stages are lighter. Pictures are saved as SVG or PNG.
 """
 
 from collections import defaultdict
@@ -36,47 +36,47 @@ COLORS = {
     Kind.TIE: "#cc3311",
     Kind.COMMIT: "#009988",
 }
-THIN = TRANSFERS | MOVES | SHARDS  # kinds that are lines under the boxes
-LIGHTEST = 0.55  # the share of white in the colours of a rank's last stage, if it has several
-BRIGHT = 0.3  # the luminance from which on dark type is easier to read
+THIN = TRANSFERS | MOVES | SHARDS  # kinds drawn as lines below the boxes
+LIGHTEST = 0.55  # the share of white in the color of the last of several stages of a rank
+BRIGHT = 0.3  # Dark text is easier to read from this luminance on.
 WIDTH = 960
-LEFT, RIGHT = 96, 24  # beside the lanes: who the lane belongs to, half a tick label
+LEFT, RIGHT = 96, 24  # the margins for the names of ranks, and for half a tick label
 PAD, TITLE, LANE, GAP, BETWEEN, AXIS, LEGEND = 10, 30, 30, 6, 16, 26, 26
-BOX, LINE = 25, 4  # heights within a lane: a box, a transfer
-DIGIT, LETTER = 7, 6.5  # rough widths of type
-MOST_LANES, MOST_SPANS = 32, 4000  # of a small picture
-SHARPNESS = 3  # points of a PNG for each unit of the SVG: 2880 across, 300 per inch at the width of a page of paper
-NO_RENDERER = "a .png is drawn by resvg-py: pip install 'gpipe[plots]', or give a path that ends in .svg"
+BOX, LINE = 25, 4  # the heights of a box and of a transfer
+DIGIT, LETTER = 7, 6.5  # approximate widths
+MAX_LANES, MAX_SPANS = 32, 4000  # in a small picture
+SHARPNESS = 3  # pixels of a PNG per unit of the SVG: 2880 across, or 300 per inch on the width of a paper page
+NO_RENDERER = "PNG files require resvg-py. Run pip install 'gpipe[plots]', or pass a path that ends in .svg."
 
 Unit: TypeAlias = Literal["ms", ""]
-"""What times are written in: milliseconds, or units that have no name, of which one is a second of the timeline."""
+"""The unit of printed times: milliseconds, or units without a name, of which one is a second of the timeline."""
 
 
 def nth_stages(timeline: Timeline) -> dict[tuple[int, int], int]:
-    """By rank and stage, which of the stages of its rank it is, from 0."""
-    held = sorted({(span.rank, span.action.stage) for span in timeline.spans})
-    return {each: nth for _, own in groupby(held, key=itemgetter(0)) for nth, each in enumerate(own)}
+    """Returns the index of each stage among the stages of its rank, by rank and stage."""
+    stages = sorted({(span.rank, span.action.stage) for span in timeline.spans})
+    return {each: nth for _, own in groupby(stages, key=itemgetter(0)) for nth, each in enumerate(own)}
 
 
 def most_stages(timelines: Iterable[Timeline]) -> int:
-    """How many stages the rank with the most has."""
+    """Returns the largest number of stages of a rank."""
     return 1 + max((nth for timeline in timelines for nth in nth_stages(timeline).values()), default=0)
 
 
 def kinds_in(timelines: Iterable[Timeline]) -> list[Kind]:
-    """The kinds of action that occur, in the order in which they are listed."""
-    found = {span.action.kind for timeline in timelines for span in timeline.spans}
-    return [kind for kind in NAMES if kind in found]
+    """Returns the kinds of actions that occur, in the order of `NAMES`."""
+    kinds = {span.action.kind for timeline in timelines for span in timeline.spans}
+    return [kind for kind in NAMES if kind in kinds]
 
 
 def shade(kind: Kind, nth: int, stages: int) -> str:
-    """The colour of a kind at the n-th of so many stages of a rank."""
+    """Returns the color of a kind at the n-th stage of a rank with `stages` stages."""
     white = LIGHTEST * nth / max(1, stages - 1)
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in bytes.fromhex(COLORS[kind][1:]))
 
 
 def is_bright(color: str) -> bool:
-    """Whether type on this colour is to be dark."""
+    """Returns whether text on this color should be dark."""
     red, green, blue = ((part / 255) ** 2.2 for part in bytes.fromhex(color[1:]))
     luminance: float = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return luminance > BRIGHT
@@ -84,7 +84,7 @@ def is_bright(color: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From seconds to the x of the picture, the same for all timelines in it."""
+    """Converts seconds to x coordinates, the same for all timelines of a picture."""
 
     seconds: float
     width: float = WIDTH
@@ -94,7 +94,7 @@ class Scale:
         return LEFT + (self.width - LEFT - RIGHT) * seconds / self.seconds
 
     def ticks(self) -> list[float]:
-        """Returns round times from 0 to the end, eleven at most.
+        """Returns at most eleven round times from 0 to the end.
 
         >>> Scale(0.23).ticks()
         [0.0, 0.05, 0.1, 0.15, 0.2]
@@ -108,7 +108,7 @@ class Scale:
 
 
 def timeline_svg(timeline: Timeline, title: str = "") -> str:
-    """Draws one step as an SVG document: a lane for each rank, a box for each action, time in milliseconds.
+    """Draws one step as an SVG document, with a lane per rank, a box per action, and times in milliseconds.
 
     >>> from gpipe.schedule.action import parse_action
     >>> from gpipe.schedule.timeline import Span
@@ -121,10 +121,14 @@ def timeline_svg(timeline: Timeline, title: str = "") -> str:
 def timelines_svg(
     timelines: Mapping[str, Timeline], unit: Unit = "ms", width: int = WIDTH, *, small: bool = False
 ) -> str:
-    """Draws several steps, by title, one above the other on a common time axis, each with its utilization.
+    """Draws steps one above the other on a common time axis, each with its utilization.
 
-    Of a table whose costs are in proportions alone, `unit=""` writes times as they are. A `small` picture, below
-    150 kB whatever it is of, has no tips, and of many ranks and actions the first, as its title says then.
+    Args:
+        timelines: The steps, by title.
+        unit: `"ms"`, or `""` for times in units without a name, if costs are only relative. Default: `"ms"`.
+        width: The width of the picture.
+        small: Whether to keep the picture below 150 kB. It then has no tooltips, and shows only the first ranks and
+            actions if there are many, as its title says. Default: False.
 
     >>> from gpipe.schedule.action import parse_action
     >>> from gpipe.schedule.timeline import Span
@@ -133,25 +137,27 @@ def timelines_svg(
     True
 
     Raises:
-        ValueError: There is nothing to draw, or a timeline is 0 seconds long.
+        ValueError: If there is no timeline, or if one is 0 seconds long.
     """
     if not timelines or min(timeline.seconds for timeline in timelines.values()) <= 0:
-        raise ValueError("a picture needs at least one timeline, each longer than 0 seconds")
-    most = MOST_SPANS // len(timelines)
-    parts = [_first(timeline, most) if small else timeline for timeline in timelines.values()]
+        raise ValueError(
+            "timelines is empty, or has one of 0 seconds. Pass at least one that is longer than 0 seconds."
+        )
+    limit = MAX_SPANS // len(timelines)
+    parts = [_first(timeline, limit) if small else timeline for timeline in timelines.values()]
     scale = Scale(max(part.seconds for part in parts), width, unit)
-    said = {}
+    notes = {}
     panels, y = list[str](), float(PAD)
     for (title, timeline), part in zip(timelines.items(), parts, strict=True):
-        said[title] = f"{format_seconds(timeline.seconds, unit)}, utilization {1 - timeline.idle_share():.0%}"
+        notes[title] = f"{format_seconds(timeline.seconds, unit)}, utilization {1 - timeline.idle_share():.0%}"
         head = escape(_head(title, timeline, part, scale))
         panels.append(f'<text class="title" x="{PAD}" y="{y + 14:g}">{head}</text>')
-        panels.append(f'<text class="right" x="{width - RIGHT:g}" y="{y + 14:g}">{said[title]}</text>')
+        panels.append(f'<text class="right" x="{width - RIGHT:g}" y="{y + 14:g}">{notes[title]}</text>')
         panels += _panel(timeline, part, scale, y + TITLE, small=small)
         y += TITLE + part.ranks * (LANE + GAP) + BETWEEN
     y -= BETWEEN
     legend, bottom = _legend(timelines.values(), width, y + AXIS)
-    label = "; ".join(f"{title}: {text}" for title, text in said.items())
+    label = "; ".join(f"{title}: {text}" for title, text in notes.items())
     ticks = list[str]()
     for tick in scale.ticks():
         text = f"{scale.shown(tick):,.7g}{'' if tick else ' ms' if unit else ' units'}"
@@ -160,39 +166,39 @@ def timelines_svg(
 
 
 def document(elements: Iterable[str], label: str, width: int, height: int) -> str:
-    """An SVG on a page of its own colour, with the style of all pictures."""
+    """Returns an SVG document with a background and the common style."""
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label={quoteattr(label)}>'
-    style = f"<style>\n{read_own('svg.css')}</style>"
+    style = f"<style>\n{read_resource('svg.css')}</style>"
     page = f'<rect class="page" width="{width}" height="{height}" rx="6"/>'
     return "\n".join((head, style, page, *elements, "</svg>\n"))
 
 
-def read_own(name: str) -> str:
-    """A file beside this one."""
+def read_resource(name: str) -> str:
+    """Returns the text of a file in the folder of this module."""
     return files("gpipe.profiling").joinpath(name).read_text(encoding="utf-8")
 
 
-def _first(timeline: Timeline, most: int) -> Timeline:
-    """The first ranks of a timeline, for as long as they do so many actions at most."""
-    ranks = min(timeline.ranks, MOST_LANES)
+def _first(timeline: Timeline, limit: int) -> Timeline:
+    """Returns the first ranks of a timeline, until they have run at most `limit` actions."""
+    ranks = min(timeline.ranks, MAX_LANES)
     own = sorted((span for span in timeline.spans if span.rank < ranks), key=attrgetter("start"))
-    until = own[most].start if len(own) > most else timeline.seconds
+    until = own[limit].start if len(own) > limit else timeline.seconds
     spans = (span._replace(end=min(span.end, until)) for span in own if span.start < until)
     return Timeline(ranks, tuple(spans), until)
 
 
 def _head(title: str, timeline: Timeline, part: Timeline, scale: Scale) -> str:
-    """The title of a part of a timeline, which says that it is one."""
+    """Returns the title of a timeline, and what part of it is drawn."""
     if part.ranks < timeline.ranks:
-        title += f"; ranks 0 to {part.ranks - 1} of {timeline.ranks}"
+        title += f", ranks 0 to {part.ranks - 1} of {timeline.ranks}"
     if part.seconds < timeline.seconds:
-        title += f"; the first {format_seconds(part.seconds, scale.unit)}"
+        title += f", the first {format_seconds(part.seconds, scale.unit)}"
     return title
 
 
 def _panel(timeline: Timeline, part: Timeline, scale: Scale, y: float, *, small: bool) -> Iterator[str]:
-    """Round times as lines, and a lane of boxes for each rank of a part; if small, boxes of a colour are one path."""
+    """Yields lines at round times, and a lane of boxes for each rank. If small, boxes of one color form one path."""
     tops = [y + rank * (LANE + GAP) for rank in range(part.ranks)]
     for tick in scale.ticks():
         yield f'<path class="grid" d="M{scale(tick):.2f} {y - GAP:g}V{tops[-1] + LANE + GAP:g}"/>'
@@ -225,12 +231,12 @@ def _panel(timeline: Timeline, part: Timeline, scale: Scale, y: float, *, small:
 
 
 def note_of(timelines: Iterable[Timeline]) -> str:
-    """What numbers and shades in a picture mean."""
+    """Returns the meaning of numbers and shades in a picture."""
     return "numbers: micro-batch" + ("; lighter: later stage" if most_stages(timelines) > 1 else "")
 
 
 def _legend(timelines: Collection[Timeline], width: float, top: float) -> tuple[list[str], float]:
-    """A patch and a word for each kind that occurs, what numbers and shades mean, and where the legend ends."""
+    """Returns the elements of a legend, and the y coordinate at which it ends."""
     entries = [(NAMES[kind], f'fill="{COLORS[kind]}"') for kind in kinds_in(timelines)]
     lines, x, y = list[str](), float(PAD), top
     for word, paint in (*entries, ("idle", 'class="idle"')):
@@ -248,7 +254,7 @@ def _legend(timelines: Collection[Timeline], width: float, top: float) -> tuple[
 
 
 def typical_svg(report: Report) -> str:
-    """Draws the step of median length, and below it what was predicted; the report must have a step.
+    """Draws the step of median length, and its prediction below it. The report must have a step.
 
     >>> typical_svg(Report("", timelines=(Timeline(1, (), 0.2),)))[:4]
     '<svg'
@@ -260,15 +266,15 @@ def typical_svg(report: Report) -> str:
 
 
 def write_picture(path: Path, svg: str) -> None:
-    """Writes an SVG to a file that ends in `.svg`, or its points on white to one that ends in `.png`.
+    """Writes an SVG to a file that ends in `.svg`, or renders it on white to one that ends in `.png`.
 
     Raises:
-        ImportError: A PNG is wanted, and resvg-py is missing.
-        ValueError: The suffix is another.
+        ImportError: If the file is a PNG, and resvg-py is not installed.
+        ValueError: If the suffix is neither `.svg` nor `.png`.
 
     >>> write_picture(Path("step.jpg"), "<svg/>")
     Traceback (most recent call last):
-    ValueError: step.jpg has the suffix '.jpg'; a picture has .svg or .png
+    ValueError: step.jpg has the suffix '.jpg'. Use .svg or .png.
     """
     match path.suffix:
         case ".svg":
@@ -280,4 +286,4 @@ def write_picture(path: Path, svg: str) -> None:
                 raise ImportError(NO_RENDERER) from error
             path.write_bytes(bytes(svg_to_bytes(svg_string=svg, background="white", zoom=SHARPNESS)))
         case other:
-            raise ValueError(f"{path} has the suffix {other!r}; a picture has .svg or .png")
+            raise ValueError(f"{path} has the suffix {other!r}. Use .svg or .png.")
