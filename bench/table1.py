@@ -75,7 +75,7 @@ def plan_of(profile: Profile, devices: Sequence[Device], batch: int, micro_batch
     try:
         return search(profile, devices, batch, choices, alternatives=0)
     except ValueError as error:
-        if "nothing fits" not in str(error):
+        if "[nothing-fits]" not in str(error):
             raise
         return None
 

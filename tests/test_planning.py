@@ -57,9 +57,9 @@ def test_a_fast_host_takes_what_would_be_recomputed() -> None:
     assert "remat offload" in fast.explain()
     with gpipe.GPipe(layers, plan=fast) as pipe:
         assert pipe.prediction.timeline.seconds == fast.seconds
-    with pytest.raises(ValueError, match="host=-1; give 0 or more, in bytes a second"):
+    with pytest.raises(ValueError, match="host=-1 is negative"):
         gpipe.Device(host=-1)
-    with pytest.raises(ValueError, match="flops=inf; give a finite number"):
+    with pytest.raises(ValueError, match="flops=inf is not finite"):
         gpipe.Device(flops=float("inf"))
 
 
@@ -82,7 +82,7 @@ def test_less_memory_recomputes_and_then_refuses() -> None:
     assert "never" not in tight.remat
     assert tight.seconds > free.seconds
     assert max(tight.peak_bytes) <= 600_000 < max(free.peak_bytes)
-    with pytest.raises(ValueError, match="nothing fits"):
+    with pytest.raises(ValueError, match=r"\[nothing-fits\]"):
         plan(100_000)
 
 
@@ -101,7 +101,7 @@ def test_seconds_are_those_of_this_machine_if_measured() -> None:
     plan = gpipe.find_plan(layers, torch.ones(4, 32), 2, measure=True, partitions=2, schedule="gpipe")
     assert plan.seconds > 0
     assert plan.plain_seconds is not None  # on a CPU, beside plain torch with as many cores
-    assert "plain torch with all these cores takes" in plan.explain()
+    assert "training without gpipe on all cores takes" in plan.explain()
     assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
 
 
@@ -232,11 +232,11 @@ REFUSED: list[tuple[str, list[Any], str]] = [
     ("devices", [["v100"] * 2, [torch.device("cpu")]], r"devices has .*; give gpipe\.Device objects"),
     ("devices", [HERE], r"give a list: \[gpipe\.Device\(\.\.\.\)\] \* 4"),
     ("partitions", [True, "2", 2.0, [2, 2], 0], "partitions=.*; give K, a whole number"),
-    ("partitions", [3], "partitions=3; give numbers from 1 to 2"),
+    ("partitions", [3], "partitions=3 exceeds"),
     ("micro_batches", ["4", 4.0, [1, 2], -1], "micro_batches=.*; give M, a whole number"),
-    ("micro_batches", [3], "micro_batches=3; give numbers that divide global_batch=4"),
+    ("micro_batches", [3], "micro_batches=3 does not divide global_batch=4"),
     ("schedule", [["gpipe"]], "schedule=.*; give the name of one"),
-    ("global_batch", [8.0], "global_batch=8.0; give the rows of a mini-batch"),
+    ("global_batch", [8.0], "global_batch=8.0 is not a number of rows"),
     ("optimizer_numbers", [-1, float("nan"), "2", None], "optimizer_numbers=.*Adam 2"),
     ("intra_op_threads", [0, "x"], "intra_op_threads=.*; give a whole number of at least 1"),
     ("measure", ["no"], "measure='no'; give True or False"),

@@ -104,7 +104,7 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
         "batch_norm": "deferred" if how.get("deferred") else "micro",
     }
     if settings["schedule"] == "auto":
-        table_search.MOST_LISTED = 5_000
+        table_search.MAX_LISTED = 5_000
         layers, devices = network(how.get("seconds", 0.0)), [gpipe.Device(how["memory"], 1.0)] * partitions
         searched: Any = {"costs": "params", "schedule": settings.pop("schedule")}
         settings["plan"] = gpipe.find_plan(

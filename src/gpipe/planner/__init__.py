@@ -1,4 +1,1 @@
-"""What layers cost, and the fastest plan for them on given devices.
-
-What each layer costs: measured or counted.
-"""
+"""Measures or counts the costs of layers. `gpipe.planner.search` finds the fastest plan from them."""

@@ -1,6 +1,6 @@
-"""When things happen: written by the simulator and by the recorder alike, so that they can be compared.
+"""Timelines of steps. The simulator and the recorder both produce them, so that they can be compared.
 
-Lays timelines of ranks on several hosts side by side, whose clocks have nothing in common.
+`offsets` aligns timelines from hosts whose clocks differ.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from gpipe.schedule.rules import BACKWARDS
 
 
 class Span(NamedTuple):
-    """One action on one rank, from `start` to `end` in seconds since the step began.
+    """One action on one rank, from `start` to `end`, in seconds since the step began.
 
     >>> Span(0, Action(Kind.FORWARD, 0, 0), start=0.5, end=0.75).seconds
     0.25
@@ -27,15 +27,19 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long the action took."""
+        """The duration of the action."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of one step, `seconds` long, over `ranks` ranks.
+    """The spans of one step.
 
-    `other` holds seconds outside the pipeline that all ranks sat through, by name ("data", "weight update").
+    Attributes:
+        ranks: The number of ranks.
+        spans: When each action ran.
+        seconds: The duration of the step.
+        other: Seconds outside the pipeline that all ranks spent, by name ("data", "weight update").
 
     >>> from gpipe.schedule.action import parse_action
     >>> timeline = Timeline(2, (Span(0, parse_action("0F0"), 0.0, 1.0), Span(1, parse_action("1F0"), 1.0, 2.0)), 2.0)
@@ -50,31 +54,31 @@ class Timeline:
 
     @property
     def is_step(self) -> bool:
-        """Whether there are forwards and backwards in it: not of a call, of its backward, or of an evaluation."""
+        """Whether it has both forwards and backwards, unlike a call, the backward of a call, or an evaluation."""
         kinds = {span.action.kind for span in self.spans}
         return Kind.FORWARD in kinds and not kinds.isdisjoint(BACKWARDS)
 
     @property
     def slices(self) -> int:
-        """Into how many slices its micro-batches are cut."""
+        """The number of slices of each micro-batch."""
         return next((m.of for span in self.spans if isinstance(m := span.action.micro_batch, Slice)), 1)
 
     def busy(self, rank: int) -> float:
-        """Seconds that a rank spent computing."""
+        """Returns the seconds that a rank spent computing."""
         return sum(span.seconds for span in self.spans if span.rank == rank and span.action.kind in COMPUTE)
 
     def idle_share(self) -> float:
-        """The share of rank-seconds in which nothing was computed: the bubble of the paper if stages are equal."""
+        """Returns the idle share of all ranks: the bubble of the paper, if stages are equal."""
         return 1 - sum(map(self.busy, range(self.ranks))) / (self.ranks * self.seconds)
 
 
 def steps_among(timelines: Sequence[Timeline]) -> list[Timeline]:
-    """The training steps among runs; all of these where there is none."""
+    """Returns the timelines of training steps, or all timelines if none is a training step."""
     return [timeline for timeline in timelines if timeline.is_step] or list(timelines)
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """The idle share of a fill-drain pipeline of equal stages, (K-1)/(M+K-1) (paper, section 2.3).
+    """Returns the idle share of fill-drain with equal stages, (K-1)/(M+K-1) (paper, section 2.3).
 
     >>> bubble(stages=4, micro_batches=4)
     0.42857142857142855
@@ -83,11 +87,15 @@ def bubble(stages: int, micro_batches: int) -> float:
 
 
 def offsets(hosts: Sequence[str], timelines: Sequence[Timeline]) -> list[float]:
-    """The seconds to add to the times of each rank, so that all are by the clock of rank 0's host.
+    """Returns the seconds to add to the times of each rank, to convert them to the clock of rank 0's host.
 
-    The timelines are of each rank alone, by its host's clock. What a rank makes is there before another takes it: a
-    forward bounds the clocks' difference from one side, a backward from the other. The middle is taken, as if
-    messages took equally long both ways. Ranks that nothing connects with rank 0 are taken to begin when it does.
+    A rank computes a value before another rank uses it. So each forward bounds the difference of two clocks from one
+    side, and each backward from the other side. The result is the middle, which is exact if messages take equally
+    long in both directions. Ranks without a connection to rank 0 are assumed to begin at the same time as rank 0.
+
+    Args:
+        hosts: The host of each rank.
+        timelines: The timeline of each rank, by the clock of its host.
     """
     known = {hosts[0]: 0.0}
     least = _least_ahead(hosts, timelines)
@@ -96,27 +104,27 @@ def offsets(hosts: Sequence[str], timelines: Sequence[Timeline]) -> list[float]:
         a, b = reached
         bounds = [sign * least[pair] for pair, sign in (((a, b), 1), ((b, a), -1)) if pair in least]
         known[b] = known[a] + fmean(bounds)
-    begun = [min((span.start for span in timeline.spans), default=0.0) for timeline in timelines]
-    return [known.get(host, begun[0] - start) for host, start in zip(hosts, begun, strict=True)]
+    starts = [min((span.start for span in timeline.spans), default=0.0) for timeline in timelines]
+    return [known.get(host, starts[0] - start) for host, start in zip(hosts, starts, strict=True)]
 
 
 def _least_ahead(hosts: Sequence[str], timelines: Sequence[Timeline]) -> dict[tuple[str, str], float]:
-    """By two hosts between which something crossed, what the second's clock is to be put forward by at the least."""
-    made: dict[tuple[int, Action], tuple[str, Span]] = {}  # by replica
+    """Returns, for each pair of hosts with messages, the least time by which the second clock must be put forward."""
+    made: dict[tuple[int, Action], tuple[str, Span]] = {}  # by replica and action
     seen: list[set[int]] = []
     for host, timeline in zip(hosts, timelines, strict=True):
         seen.append({span.action.stage for span in timeline.spans})
         made |= {(seen.count(seen[-1]), span.action): (host, span) for span in timeline.spans}
     least: dict[tuple[str, str], float] = {}
     for (replica, action), (host, span) in made.items():
-        for need in _brought(action):
+        for need in _sources(action):
             other, before = made.get((replica, need), (host, span))
             if other != host:
                 least[other, host] = max(least.get((other, host), -inf), before.end - span.start)
     return least
 
 
-def _brought(action: Action) -> Iterator[Action]:
+def _sources(action: Action) -> Iterator[Action]:
     if action.kind is Kind.FORWARD:
         yield Action(Kind.FORWARD, action.stage - 1, action.micro_batch)
     elif action.kind in BACKWARDS:

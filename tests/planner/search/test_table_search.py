@@ -116,7 +116,7 @@ def test_as_fast_as_known(ranks: int, micro_batches: int, limit: float, seconds:
 
 
 def test_the_first_layers_may_be_on_the_last_of_unlike_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_search, "MOST_LISTED", 10_000)
+    monkeypatch.setattr(table_search, "MAX_LISTED", 10_000)
     small, large = LayerProfile("", Line(1.0), Line(2.0)), LayerProfile("", Line(4.0), Line(8.0))
     devices = [Device(flops=4.0), Device(flops=1.0)]
     plan = search(Profile((small, large)), devices, 4, Choices((2,), (4,), (AUTO,)))
@@ -126,7 +126,7 @@ def test_the_first_layers_may_be_on_the_last_of_unlike_devices(monkeypatch: pyte
 
 
 def test_the_same_costs_give_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_search, "MOST_LISTED", 50_000)
+    monkeypatch.setattr(table_search, "MAX_LISTED", 50_000)
     assert found(4, 8, 6) == found(4, 8, 6)
 
 
@@ -136,7 +136,7 @@ def test_no_table_of_few_is_faster(
     ranks: int, micro_batches: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all orders in which ranks on a V can do what is to be done, F, I and W of one unit each."""
-    monkeypatch.setattr(table_search, "MOST_LISTED", 30_000)
+    monkeypatch.setattr(table_search, "MAX_LISTED", 30_000)
     plan = found(ranks, micro_batches, limit)
     assert plan.seconds <= _fastest_on_a_v(ranks, micro_batches, limit)
 

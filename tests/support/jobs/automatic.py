@@ -64,7 +64,7 @@ def searched_by_replicas(rank: int, world: int, built: bool) -> Json:
         return _searched(layers(dropout=0.0), mesh=mesh)
     makers, devices = [partial(_layer, at) for at in range(6)], [gpipe.Device(memory=TIGHT, flops=1.0)] * 2
     how: Any = {"micro_batches": 8, "schedule": "auto", "costs": "params"}
-    with patch.object(table_search, "MOST_LISTED", 20_000):
+    with patch.object(table_search, "MAX_LISTED", 20_000):
         plan = gpipe.find_plan(makers, batch(), devices, **how)
     return _told(gpipe.GPipe(makers, plan=plan, seed=1, mesh=mesh))
 
@@ -74,7 +74,7 @@ def _layer(at: int) -> nn.Module:
 
 
 def _searched(model: Any, **options: Any) -> Json:
-    with patch.object(table_search, "MOST_LISTED", 20_000):
+    with patch.object(table_search, "MAX_LISTED", 20_000):
         pipe = gpipe.GPipe(
             model, 2, 8, sample=batch(), schedule="auto", seed=1, remat=gpipe.Remat(memory=TIGHT), **options
         )

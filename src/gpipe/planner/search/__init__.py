@@ -1,1 +1,1 @@
-"""Finds, on paper, how a network is trained fastest on devices that it fits on."""
+"""Finds the fastest plan with which a model fits on devices, from the costs of its layers. Works without torch."""

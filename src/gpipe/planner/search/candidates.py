@@ -1,4 +1,4 @@
-"""What a plan may be before layers are cut: its ranks, micro-batches and schedule; and the least that it takes."""
+"""The candidates for a plan, without split points: ranks, micro-batches, schedule. Also bounds on their time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,21 +18,21 @@ from gpipe.schedule.schedules.by_name import program_of, unknown_schedule
 from gpipe.schedule.schedules.writing import Rows
 from gpipe.schedule.simulate import UNIT_COST, Simulator
 
-AUTO = "auto"  # the schedule whose table is searched for
+AUTO = "auto"  # the name of a schedule that is searched for
 STAGES_PER_RANK, MANY_RANKS = (1, 2, 4), 9
-"""How many stages a rank is given, where a schedule leaves it open; of so many ranks and of one, only its default."""
+"""The numbers of stages per rank that are tried. With 1, or at least `MANY_RANKS` ranks, only the default."""
 SCHEDULES_OF_ONE_RANK = ("gpipe", "1f1b")
-"""The schedules of one rank, where none is settled: all forwards first, or with less memory one after the other."""
-MOST_RANKS_TRIED = 16  # up to so many ranks every number is tried; beyond, those of `_rank_counts`
+"""The schedules that are tried for one rank: all forwards first, or with less memory one micro-batch at a time."""
+MAX_RANKS_TRIED = 16  # every number of ranks up to this one is tried; see `_rank_counts` for larger ones
 ENOUGH_MICRO_BATCHES_PER_RANK = 32
-"""Micro-batches for each rank, beyond which at most 3 % of the time is still to be had: 1/33 idle with fill-drain."""
-LARGE = 300_000  # so many actions of a table are not listed one by one
-FEW_RANKS = 4  # on which the share of idle time is about that on more
+"""With this many micro-batches per rank, fill-drain is idle for 1/33 of the time. More can save at most 3 %."""
+LARGE = 300_000  # a table with more actions is a `LargeTable`
+FEW_RANKS = 4  # the idle share with this many ranks is similar to the one with more ranks
 
 
 @dataclass(frozen=True)
 class Shape:
-    """All of a plan but its cuts and remat."""
+    """A plan without its split points and recomputation."""
 
     partitions: int
     micro_batches: int
@@ -40,110 +40,124 @@ class Shape:
     stages_per_rank: int = 1
 
     def __str__(self) -> str:
-        each = f", {self.stages_per_rank} stages a rank" if self.stages_per_rank > 1 else ""
-        return f"K={self.partitions} M={self.micro_batches} {self.schedule}{each}"
+        stages = f", {self.stages_per_rank} stages per rank" if self.stages_per_rank > 1 else ""
+        return f"K={self.partitions} M={self.micro_batches} {self.schedule}{stages}"
 
     @property
     def stages(self) -> int:
-        """How many stages the layers are cut into."""
+        """The number of stages."""
         return self.partitions * self.stages_per_rank
 
     @property
     def actions(self) -> int:
-        """About how many forwards and backwards its table has."""
+        """The approximate number of forwards and backwards in the table."""
         return self.stages * self.micro_batches * (3 if self.splits else 2)
 
     @property
     def splits(self) -> bool:
-        """Whether its backwards may be split."""
+        """Whether backwards may be split."""
         return self.schedule == AUTO or splits(self.schedule)
 
     @property
     def rank_of(self) -> Placement | None:
-        """The rank of each stage; None if the schedule cannot place so many."""
+        """The rank of each stage. None if the schedule does not support this number of stages per rank."""
         return SCHEDULES[self.schedule].placement(self.partitions, self.stages_per_rank)
 
     def _table(self) -> Table | None:
         return SCHEDULES[self.schedule].table(self.rank_of, self.micro_batches) if self.rank_of else None
 
     def program(self) -> Program | None:
-        """The table of forwards and backwards, as it is run; None if the schedule has none of this size."""
+        """Returns the program of forwards and backwards. None if the schedule has no table of this size."""
         table = self._table()
         return join_backwards(Program.of(table, self.micro_batches, rank_of=self.rank_of)) if table else None
 
     def large_table(self) -> LargeTable | None:
-        """Its rows, as they are run, if their actions are too many to be listed."""
+        """Returns the table in numbers, if it has more than `LARGE` actions."""
         rows = self._table() if self.actions > LARGE else None
         return LargeTable(rows, self.rank_of, joined=True) if isinstance(rows, Rows) and self.rank_of else None
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What a plan may be; None: anything."""
+    """The values among which a search chooses. None means all possible values.
+
+    Attributes:
+        partitions: Numbers of ranks.
+        micro_batches: Numbers of micro-batches.
+        schedules: Names of schedules.
+        least_rows: The minimum number of rows of a micro-batch, unless `micro_batches` is set or M is 1. Default: 1.
+    """
 
     partitions: Sequence[int] | None = None
     micro_batches: Sequence[int] | None = None
     schedules: Sequence[str] | None = None
-    least_rows: int = 1  # of each micro-batch, where M is not settled and there is more than one
+    least_rows: int = 1
 
     def mistakes(self, devices: float, global_batch: object) -> Iterator[str]:
-        """What of it, and which number of rows, cannot be on so many devices."""
+        """Yields an error message for each choice that is invalid for these devices and rows."""
         for k in self.partitions or ():
             if not is_count(k):
-                yield f"partitions={k!r}; give K, a whole number of at least 1{int_remedy(k)}; cuts are found"
+                yield (
+                    f"partitions={k!r} is not a number of ranks. Use an integer >= 1{int_remedy(k)}, or also pass "
+                    "balance= to set the layers of each stage."
+                )
             elif k > devices:
-                yield f"partitions={k}; give numbers from 1 to {devices}, as many as there are devices"
+                yield f"partitions={k} exceeds the number of devices. Use 1 to {devices}."
         for m in self.micro_batches or ():
             if not is_count(m):
-                yield f"micro_batches={m!r}; give M, a whole number of at least 1{int_remedy(m)}"
+                yield f"micro_batches={m!r} is not a number of micro-batches. Use an integer >= 1{int_remedy(m)}."
             elif isinstance(global_batch, int) and global_batch % m:
-                yield f"micro_batches={m}; give numbers that divide global_batch={global_batch}"
+                yield f"micro_batches={m} does not divide global_batch={global_batch}. Use a divisor."
             elif m > MAX_MICRO_BATCHES:
                 yield too_many_micro_batches(m)
         for name in self.schedules or ():
             if not isinstance(name, str):
-                yield f"schedule={name!r}; give the name of one, or leave it out to have the fastest"
+                yield f"schedule={name!r} is not a name. Use the name of a schedule, or None to compare all."
             elif name not in (*SCHEDULES, AUTO):
                 yield unknown_schedule(name, AUTO)
         if not is_count(global_batch):
             remedy = int_remedy(global_batch)
-            yield f"global_batch={global_batch!r}; give the rows of a mini-batch, at least 1{remedy}"
+            yield f"global_batch={global_batch!r} is not a number of rows. Use an integer >= 1{remedy}."
 
     def shapes(self, devices: int, global_batch: int, layers: int, *, beyond: bool = False) -> Iterator[Shape]:
-        """All shapes, the simpler first; each M divides the mini-batch, so that all micro-batches are of one size.
+        """Yields all shapes, simple ones first. Every M divides the mini-batch, so that micro-batches are equal.
 
-        With `beyond` those for which only memory may ask: of more micro-batches than are enough, and of one rank with
-        several stages, which recompute one after the other.
+        Args:
+            devices: The number of devices.
+            global_batch: The rows of a mini-batch.
+            layers: The number of layers.
+            beyond: Whether to yield instead the shapes that only help if memory is short: more micro-batches than
+                usual, and one rank with several stages, each of which is recomputed by itself. Default: False.
         """
         for partitions in self.partitions or _rank_counts(min(devices, layers)):
             enough = ENOUGH_MICRO_BATCHES_PER_RANK * partitions
             if beyond and partitions == 1 and self.schedules is None:
-                several = product(self._micro_batches(global_batch, enough, beyond=False), STAGES_PER_RANK[1:])
-                yield from (Shape(1, m, "interleaved", each) for m, each in several)
+                sizes = product(self._micro_batches(global_batch, enough, beyond=False), STAGES_PER_RANK[1:])
+                yield from (Shape(1, m, "interleaved", stages) for m, stages in sizes)
             for m in self._micro_batches(global_batch, enough, beyond=beyond):
                 for name in self.schedules or (SCHEDULES if partitions > 1 else SCHEDULES_OF_ONE_RANK):
-                    every = 1 < partitions < MANY_RANKS
-                    for each in STAGES_PER_RANK if every else (SCHEDULES[name].stages_per_rank,):
-                        if SCHEDULES[name].placement(partitions, each) and (each == 1 or name != "gpipe"):
-                            yield Shape(partitions, m, name, each)
+                    tries_all = 1 < partitions < MANY_RANKS
+                    for stages in STAGES_PER_RANK if tries_all else (SCHEDULES[name].stages_per_rank,):
+                        if SCHEDULES[name].placement(partitions, stages) and (stages == 1 or name != "gpipe"):
+                            yield Shape(partitions, m, name, stages)
 
     def _micro_batches(self, global_batch: int, enough: int, *, beyond: bool) -> Sequence[int]:
         if self.micro_batches:
             return () if beyond else self.micro_batches
         divisors = _divisors(global_batch)
-        end = 1 + sum(divisor < enough for divisor in divisors)  # with the first that is enough
-        found = divisors[end:] if beyond else divisors[:end]
-        return [m for m in found if m <= MAX_MICRO_BATCHES and (m == 1 or global_batch // m >= self.least_rows)]
+        end = 1 + sum(divisor < enough for divisor in divisors)  # includes the first divisor that is enough
+        selected = divisors[end:] if beyond else divisors[:end]
+        return [m for m in selected if m <= MAX_MICRO_BATCHES and (m == 1 or global_batch // m >= self.least_rows)]
 
 
 def _rank_counts(most: int) -> list[int]:
-    """Every number of ranks up to `MOST_RANKS_TRIED`, powers of two, and the most that there can be and halves of it.
+    """Returns all numbers up to `MAX_RANKS_TRIED`, and above it powers of two, and `most` halved repeatedly.
 
     >>> _rank_counts(100)
     [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 25, 32, 50, 64, 100]
     """
     beyond = {number for times in range(most.bit_length()) for number in (1 << times, most >> times)}
-    return sorted({*range(1, min(MOST_RANKS_TRIED, most) + 1), *beyond})
+    return sorted({*range(1, min(MAX_RANKS_TRIED, most) + 1), *beyond})
 
 
 @cache
@@ -153,7 +167,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def least_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) -> float:
-    """A time that no cuts of this shape go below: of all work shared evenly, and of the way through all layers."""
+    """Returns a lower bound on the time of all partitions of a shape.
+
+    It is the larger of two times: all work divided evenly among the ranks, and one micro-batch through all layers.
+    """
     m, fastest = shape.micro_batches, max(speeds)
     whole = path = sized.backward
     if splits(shape.schedule):
@@ -166,21 +183,21 @@ def least_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) ->
 
 @cache
 def splits(schedule: str) -> bool:
-    """Whether a schedule splits backwards, so that none of their halves for the weights need lie on the way back."""
+    """Returns whether a schedule splits backwards, so that weight gradients need not delay the preceding stages."""
     program = program_of(schedule, ranks=2, micro_batches=4)
     return any(action.kind is Kind.BACKWARD_INPUT for action in program.actions)
 
 
 def likely_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) -> float:
-    """About the time if all ranks had the same work, nothing were recomputed and everything fitted.
+    """Returns an estimate of the time if ranks have equal work, nothing is recomputed, and everything fits.
 
-    The idle share is that of a table of fewer ranks, with as many micro-batches for each; it is about the same.
+    The idle share is computed for at most `FEW_RANKS` ranks with the same number of micro-batches per rank.
     """
     ranks = min(shape.partitions, FEW_RANKS)
     m = max(1, round(shape.micro_batches * ranks / shape.partitions))
-    few = replace(shape, partitions=ranks, micro_batches=m)
+    small = replace(shape, partitions=ranks, micro_batches=m)
     work = shape.micro_batches * sum(sized.work) / sum(speeds)
-    return max(least_seconds(shape, sized, speeds), work / (1 - _idle_share(few)))
+    return max(least_seconds(shape, sized, speeds), work / (1 - _idle_share(small)))
 
 
 @cache

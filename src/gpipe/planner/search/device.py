@@ -1,4 +1,4 @@
-"""What a plan is made for: devices by their memory, speed and link."""
+"""The devices that a plan is made for: their memory, speed and links."""
 
 import math
 import re
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from gpipe.planner.search.units import format_bytes
 
 GIB = 2**30
-ATTAINED_SHARE = 0.4  # of its printed peak, what a device attains in training, where a preset says no better
+ATTAINED_SHARE = 0.4  # the share of its advertised peak that a device is assumed to attain in training
 
-NUMBERS = "COUNTxGiBxTFLOP/sxGB/s, as 4x16x9.3x12: how many, memory, speed in training and link of each"
+FORMAT = "COUNTxGiBxTFLOP/sxGB/s, such as 4x16x9.3x12: number, memory, training speed and link of the devices"
 COUNT, NUMBER = re.compile("[0-9]+"), re.compile(r"[0-9]+([.][0-9]*)?(e[+-]?[0-9]+)?|[.][0-9]+")
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, on paper.
+    """An accelerator that `gpipe.find_plan` plans for.
 
     Attributes:
-        memory: Bytes that it holds.
-        flops: Floating-point operations that it does in a second of training, not the peak that is printed on it.
-        link: Bytes a second to the devices beside it.
-        host: Bytes a second to the host's memory, or from a CPU to a file, and back; 0: nothing is offloaded.
-        name: What it is called.
+        memory: Memory in bytes. Default: unlimited.
+        flops: Floating-point operations per second in training, not the advertised peak. Default: 1e12.
+        link: Bytes per second to the neighboring devices. Default: unlimited.
+        name: Name for reports. Default: "".
+        host: Bytes per second to host memory and back (from a CPU: to a file). Default: 0, nothing is offloaded.
 
     >>> Device(memory=8 * 2**30, flops=9e12).text
     '8.00 GiB, 9 TFLOP/s'
@@ -35,31 +35,36 @@ class Device:
     host: float = 0.0
 
     def __post_init__(self) -> None:
-        units = {"memory": "bytes", "flops": "floating-point operations a second", "link": "bytes a second"}
-        given = [(name, value) for name, value in vars(self).items() if name in units]
-        odd = [(name, value) for name, value in given if type(value) not in (int, float) or not value > 0]
-        wrong = [f"{name}={value!r}; give more than 0, in {units[name]}" for name, value in odd]
+        units = {"memory": "bytes", "flops": "floating-point operations per second", "link": "bytes per second"}
+        values = {name: getattr(self, name) for name in units}
+        mistakes = [
+            f"{name}={value!r} is not positive. Use a number > 0, in {units[name]}."
+            for name, value in values.items()
+            if type(value) not in (int, float) or not value > 0
+        ]
         if type(self.host) not in (int, float) or not self.host >= 0:
-            wrong.append(f"host={self.host!r}; give 0 or more, in bytes a second")
+            mistakes.append(
+                f"host={self.host!r} is negative or not a number. Use a number >= 0, in bytes per second."
+            )
         if self.flops == math.inf:
-            wrong.append("flops=inf; give a finite number")
-        if wrong:
-            raise ValueError("\n".join(wrong))
+            mistakes.append("flops=inf is not finite. Use a finite number.")
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
 
     @property
     def text(self) -> str:
-        """What it holds and does, in words."""
+        """The memory, speed and link as text."""
         memory = "any memory" if self.memory == math.inf else format_bytes(self.memory)
         link = "" if self.link == math.inf else f", link {self.link / 1e9:.3g} GB/s"
         return f"{memory}, {self.flops / 1e12:.3g} TFLOP/s{link}"
 
 
-PRESETS = {  # by name: memory of one, `ATTAINED_SHARE` of the peak of its matrix units, and its link one way
+PRESETS = {  # each with the memory, `ATTAINED_SHARE` of the peak of the matrix units, and the link in one direction
     name: Device(gibibytes * GIB, ATTAINED_SHARE * teraflops * 1e12, gigabytes * 1e9, name)
     for name, gibibytes, teraflops, gigabytes in (
-        ("tpuv2", 8, 22.5, 62.5),  # a core; bfloat16
-        ("tpuv3", 16, 61.5, 82),  # likewise
-        ("p100", 16, 9.3, 12),  # float32, over PCI-E, as in the paper's Table 3
+        ("tpuv2", 8, 22.5, 62.5),  # one core, bfloat16
+        ("tpuv3", 16, 61.5, 82),  # one core, bfloat16
+        ("p100", 16, 9.3, 12),  # float32 over PCI-E, as in Table 3 of the paper
         ("v100", 16, 125, 150),  # float16
         ("t4", 16, 65, 12),
         ("rtx3090", 24, 71, 12),
@@ -73,11 +78,14 @@ PRESETS = {  # by name: memory of one, `ATTAINED_SHARE` of the peak of its matri
 
 
 def parse_devices(text: str) -> list[Device]:
-    """Reads devices as they are written: how many, and a preset, or memory x speed x link.
+    """Returns the devices that a text describes: a count, and either a preset or memory x speed x link.
+
+    Raises:
+        ValueError: If the text does not describe at least one device.
 
     >>> parse_devices("2xtpuv3") == [PRESETS["tpuv3"]] * 2
     True
-    >>> parse_devices("1x16x9.3x12")[0].text  # how many, GiB, TFLOP/s, GB/s
+    >>> parse_devices("1x16x9.3x12")[0].text  # count, GiB, TFLOP/s, GB/s
     '16.00 GiB, 9.3 TFLOP/s, link 12 GB/s'
     """
     count, _, kind = ("1x" + text if text in PRESETS else text).partition("x")
@@ -85,15 +93,20 @@ def parse_devices(text: str) -> list[Device]:
     if kind in PRESETS and COUNT.fullmatch(count):
         device = PRESETS[kind]
     elif len(parts) not in (3, 4) or not all(map(NUMBER.fullmatch, parts)):
-        raise ValueError(f"{text!r} is no devices; give COUNTxPRESET, as 8xtpuv3: {', '.join(PRESETS)}; or {NUMBERS}")
+        presets = ", ".join(PRESETS)
+        raise ValueError(
+            f"{text!r} does not describe devices. Use COUNTxPRESET, such as 8xtpuv3, or {FORMAT}. Presets: {presets}."
+        )
     elif len(parts) == 3 and COUNT.fullmatch(count):
-        remedy = f"write 1x{text} for the one, {text}xGB/s for the others: {NUMBERS}"
-        raise ValueError(f"{text!r} is one device of {count} GiB, or {count} devices without a link; {remedy}")
+        raise ValueError(
+            f"{text!r} is ambiguous: one device with {count} GiB, or {count} devices without a link. Use 1x{text} or "
+            f"{text}xGB/s ({FORMAT})."
+        )
     elif len(parts) == 4 and not COUNT.fullmatch(count):
-        raise ValueError(f"{text!r} begins with {count}, which is no number of devices; give {NUMBERS}")
+        raise ValueError(f"{text!r} begins with {count}, which is not a number of devices. Use {FORMAT}.")
     else:
         memory, speed, link = map(float, parts[-3:])
         device, count = Device(memory * GIB, speed * 1e12, link * 1e9), count if len(parts) == 4 else "1"
     if not int(count):
-        raise ValueError(f"{text!r} is no device at all; give a count of at least 1")
+        raise ValueError(f"{text!r} has no device. Use a count >= 1.")
     return [device] * int(count)

@@ -1,9 +1,13 @@
-"""Lists tables by a few knobs, for stages of any costs within what ranks may hold; and a time none goes below.
+"""Builds tables by list scheduling, for stages with any costs and ranks with limited memory. Also a lower bound.
 
-A rank does next what it can begin first. Its stages take the micro-batches in their order; of what can begin at once,
-knobs say which goes first, how many micro-batches a stage may be ahead, and how large a gap is filled by a weight
-backward. A forward leaves room for the later stages of its rank, as a banker does: else forwards of the first could
-take all of it, and no backward would ever come.
+Each rank executes the action that it can start first. Each stage runs the micro-batches in order. `Knobs` determine
+
+- which action goes first, if several can start at the same time,
+- how many micro-batches a stage may be ahead,
+- how long an idle gap must be to be filled by a weight-gradient pass.
+
+A forward leaves enough memory for the later stages of its rank (banker's algorithm). Otherwise forwards of the first
+stage could use all memory, and the table would deadlock.
 """
 
 from dataclasses import dataclass
@@ -17,16 +21,23 @@ from gpipe.schedule.lower import join_backwards
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules.writing import Placement
 
-ROUNDING_FACTOR = 1 + 1e-9  # sums of the same seconds or bytes in another order
+ROUNDING_FACTOR = 1 + 1e-9  # tolerance for sums in a different order
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be listed: what a micro-batch takes and leaves at each stage, and the room of each rank.
+    """The costs of one micro-batch at each stage, and the memory of each rank.
 
-    `weights` are the seconds of the backward's half for the weights, 0 where it is not split; `backward` those of the
-    rest. `sent` passes until what a stage gives is at the next, `sent_back` until its gradient is at the one before;
-    both are 0 within a rank.
+    Attributes:
+        rank_of: The rank of each stage.
+        micro_batches: The number of micro-batches.
+        forward: Seconds of the forward of each stage.
+        backward: Seconds of the whole backward, or of the input-gradient pass if it is split.
+        weights: Seconds of the weight-gradient pass; 0 if the backward is not split.
+        sent: Seconds until the output of each stage arrives at the next one; 0 within a rank.
+        sent_back: Seconds until the gradient of each stage arrives at the preceding one; 0 within a rank.
+        held: Bytes that a micro-batch needs at each stage, from its forward to the end of its backward.
+        room: Bytes of each rank for micro-batches.
     """
 
     rank_of: Placement
@@ -46,7 +57,7 @@ class Task:
 
     @cached_property
     def _turn(self) -> list[float]:
-        """From the end of each stage's forward to the begin of its backward, at least."""
+        """The minimum seconds from the end of the forward of each stage to the beginning of its backward."""
         last = len(self.rank_of) - 1
         steps = [
             self.forward[s + 1] + self.backward[s + 1] + self.sent[s] + self.sent_back[s + 1] for s in range(last)
@@ -54,64 +65,71 @@ class Task:
         return [*reversed(list(accumulate(reversed(steps), initial=0.0)))]
 
     def least_seconds(self) -> float:
-        """A time that no table goes below.
+        """Returns a lower bound on the seconds of all tables.
 
-        It is the longest of one micro-batch's path, each rank's work behind what must come before it and ahead of
-        what must come after, and what micro-batches hold for how long, over what there is room for.
+        It is the maximum of
+
+        - the path of one micro-batch through all stages,
+        - the work of each rank, plus the times that must come before and after it,
+        - for each rank, the memory of all micro-batches times their duration, divided by its memory.
         """
         ahead = list(accumulate(map(sum, zip(self.forward, self.sent, strict=True)), initial=0.0))
         back = list(accumulate(map(sum, zip(self.backward[:-1], self.sent_back[1:], strict=True)), initial=0.0))
-        found = ahead[-1] - self.sent[-1] + self.backward[-1] + back[-1] + min(self.weights)
+        least = ahead[-1] - self.sent[-1] + self.backward[-1] + back[-1] + min(self.weights)
         for stages, room in zip(self.stages_of, self.room, strict=True):
-            found = max(found, _one_machine(self._jobs(stages, ahead, back)))
+            least = max(least, _one_machine(self._jobs(stages, ahead, back)))
             if 0 < room < inf:
-                took = {s: self.forward[s] + self._turn[s] + self.backward[s] + self.weights[s] for s in stages}
-                found = max(found, self.micro_batches * sum(self.held[s] * took[s] for s in stages) / room)
-        return found
+                spans = {s: self.forward[s] + self._turn[s] + self.backward[s] + self.weights[s] for s in stages}
+                least = max(least, self.micro_batches * sum(self.held[s] * spans[s] for s in stages) / room)
+        return least
 
     def _jobs(self, stages: list[int], ahead: list[float], back: list[float]) -> list[tuple[float, float, float]]:
-        """From when actions of a rank may be done, how much comes behind each, and how long all alike take."""
+        """Returns the jobs of a rank: their earliest start, the time that must follow them, and their duration."""
         jobs = []
         for s in stages:
             turned = ahead[s] + self.forward[s] + self._turn[s]
             jobs.append((ahead[s], self._turn[s] + self.backward[s] + back[s], self.forward[s]))
             jobs.append((turned, back[s], self.backward[s]))
             jobs.append((turned + self.backward[s], 0.0, self.weights[s]))
-        return [(head, tail, self.micro_batches * took) for head, tail, took in jobs if took]
+        return [(head, tail, self.micro_batches * duration) for head, tail, duration in jobs if duration]
 
 
 def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
-    """When the last job is done, and what comes behind it, on a machine that may interrupt them (Jackson's rule)."""
+    """Returns the least time until all jobs and the times that follow them are over, on one machine.
+
+    Jackson's rule with preemption is optimal: run the job with the longest following time.
+    """
     now = most = 0.0
-    waiting: list[tuple[float, float]] = []  # what comes behind, and what is left
+    waiting: list[tuple[float, float]] = []  # minus the following time, and the remaining duration
     coming = sorted(jobs, reverse=True)
     while coming or waiting:
         now = now if waiting else max(now, coming[-1][0])
         while coming and coming[-1][0] <= now:
-            _, behind, took = coming.pop()
-            heappush(waiting, (-behind, took))
-        behind, left = heappop(waiting)
+            _, tail, duration = coming.pop()
+            heappush(waiting, (-tail, duration))
+        tail, left = heappop(waiting)
         until = coming[-1][0] if coming else inf
         if now + left <= until:
             now += left
-            most = max(most, now - behind)
+            most = max(most, now - tail)
         else:
-            heappush(waiting, (behind, left - (until - now)))
+            heappush(waiting, (tail, left - (until - now)))
             now = until
     return most
 
 
 @dataclass(frozen=True)
 class Knobs:
-    """How a table is listed.
+    """The parameters of list scheduling.
 
     Attributes:
-        ahead: Of each stage, how many micro-batches may have their forward and not yet their backward.
-        forward_first: Of each rank, whether a forward goes before a backward that could begin as soon.
-        least_gap: The part of a weight backward that a gap must have to be filled by it.
-        most_owed: Of each rank, the weight backwards that may wait, however small gaps are.
-        later_first: Whether forwards of later stages go first.
-        bold: Whether no room is left for a later stage that has a micro-batch under way already.
+        ahead: For each stage, the maximum number of micro-batches between forward and backward.
+        forward_first: For each rank, whether a forward goes before a backward that can start at the same time.
+        most_owed: For each rank, the maximum number of pending weight-gradient passes.
+        least_gap: A weight-gradient pass fills an idle gap of at least this share of its duration. Default: 1.
+        later_first: Whether forwards of later stages go first. Default: True.
+        bold: Whether a forward leaves no memory for later stages that already have a micro-batch in flight. Default:
+            False.
     """
 
     ahead: tuple[int, ...]
@@ -123,22 +141,22 @@ class Knobs:
 
 
 def list_table(task: Task, knobs: Knobs) -> tuple[float, Program] | None:
-    """The table that knobs give, as it is run, and how long it takes; None if it gets stuck."""
+    """Returns the seconds of the table that knobs produce, and the table. None if list scheduling deadlocks."""
     listing = _Listing(task, knobs)
     if not listing.run(inf):
         return None
-    rows = ((Action(*one) for one in row) for row in listing.rows)
+    rows = ((Action(*action) for action in row) for row in listing.rows)
     return max(listing.free), join_backwards(Program.of(rows, task.micro_batches, rank_of=task.rank_of))
 
 
 def list_seconds(task: Task, knobs: Knobs, enough: float) -> float:
-    """How long the table that knobs give takes; infinity if it gets stuck or takes longer than is `enough`."""
+    """Returns the seconds of the table that knobs produce. Infinity if it deadlocks or takes longer than `enough`."""
     listing = _Listing(task, knobs)
     return max(listing.free) if listing.run(enough) else inf
 
 
 class _Listing:
-    """A table so far: how far each stage is, when what it needs is there, and what its rank holds."""
+    """The state of list scheduling: the progress of each stage, its available inputs, and the memory of each rank."""
 
     def __init__(self, task: Task, knobs: Knobs) -> None:
         self.task, self.knobs = task, knobs
@@ -150,15 +168,16 @@ class _Listing:
         self.returned: list[list[float]] = [[] for _ in stages]
         self.free = [0.0 for _ in ranks]
         each = map(sum, zip(task.forward, task.backward, task.weights, strict=True))
-        took = [task.micro_batches * one for one in each]
-        self.due = [sum(took[s] for s in own) for own in task.stages_of]  # the work that is left
+        work = [task.micro_batches * seconds for seconds in each]
+        self.due = [sum(work[s] for s in own) for own in task.stages_of]  # the remaining work of each rank
         self.held = [0.0 for _ in ranks]
         self.owed: list[list[tuple[int, int]]] = [[] for _ in ranks]
         self.rows: list[list[tuple[Kind, int, int]]] = [[] for _ in ranks]
-        self.behind = [sum(task.held[t] for t in task.stages_of[task.rank_of[s]] if t > s) for s in stages]
+        # The memory of one micro-batch at the later stages of the same rank.
+        self.reserved = [sum(task.held[t] for t in task.stages_of[task.rank_of[s]] if t > s) for s in stages]
 
     def run(self, enough: float) -> bool:
-        """Lists all actions, the earliest first; whether it could, in so many seconds."""
+        """Lists all actions, the earliest first. Returns whether this succeeds within `enough` seconds."""
         task, enough = self.task, enough * ROUNDING_FACTOR
         left = task.micro_batches * sum(2 + (weights > 0) for weights in task.weights)
         next_of = [self._next(rank) for rank in range(len(self.free))]
@@ -178,7 +197,7 @@ class _Listing:
         return True
 
     def _next(self, rank: int) -> tuple[float, Kind, int]:
-        """What a rank does next, and when; at infinity if it has to wait for what nobody has begun."""
+        """Returns the start, kind and stage of the next action of a rank. The start is infinity if there is none."""
         knobs, now, owed = self.knobs, self.free[rank], self.owed[rank]
         forward_last = not knobs.forward_first[rank]
         best = inf, False, 0, Kind.FORWARD, 0
@@ -187,12 +206,12 @@ class _Listing:
             arrived, returned = self.arrived[s], self.returned[s]
             if ahead < len(arrived) and ahead - done < knobs.ahead[s] and self._has_room(rank, s):
                 at = arrived[ahead]
-                one = at if at > now else now, forward_last, -s if knobs.later_first else s, Kind.FORWARD, s
-                best = one if one < best else best
+                forward = at if at > now else now, forward_last, -s if knobs.later_first else s, Kind.FORWARD, s
+                best = forward if forward < best else best
             if done < len(returned):
                 at = returned[done]
-                one = at if at > now else now, not forward_last, s, Kind.BACKWARD, s
-                best = one if one < best else best
+                backward = at if at > now else now, not forward_last, s, Kind.BACKWARD, s
+                best = backward if backward < best else best
         start, _, _, kind, stage = best
         if owed:
             first = owed[0][0]
@@ -204,11 +223,11 @@ class _Listing:
     def _has_room(self, rank: int, stage: int) -> bool:
         later = (t for t in self.stages_of[rank] if t > stage)
         bold = self.knobs.bold and any(self.forwards[t] > self.backwards[t] for t in later)
-        behind = 0.0 if bold else self.behind[stage]
-        return self.held[rank] + self.task.held[stage] + behind <= self.room[rank]
+        reserved = 0.0 if bold else self.reserved[stage]
+        return self.held[rank] + self.task.held[stage] + reserved <= self.room[rank]
 
     def _do(self, rank: int, start: float, kind: Kind, stage: int) -> int:
-        """Lists an action, and gives the rank that may go on by it."""
+        """Lists an action. Returns the rank whose next action it may change, in addition to this one."""
         task, last = self.task, len(self.task.rank_of) - 1
         other = stage
         if kind is Kind.BACKWARD_WEIGHT:

@@ -1,4 +1,4 @@
-"""What a search found: the plan, the next best, and why the others were rejected."""
+"""The result of a search: the plan, the best alternatives, and the reasons against all others."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,16 +23,17 @@ from gpipe.schedule.simulate import Simulation, simulate
 CostsBy = Literal["time", "operations", "params", "flops", "function", "numbers"]
 Reason = Literal["slower", "too big", "more stages than layers", "no table of this size"]
 
-NOISE_SECONDS = 1e-4  # about what a runtime adds to a micro-batch at a stage; costs below it say little
-LEAST_SHARE_TOLD = 5e-4  # the least share of a plan's seconds that stands on what it explains
+NOISE_SECONDS = 1e-4  # the approximate overhead per micro-batch and stage; smaller costs are not meaningful
+LEAST_SHARE_SHOWN = 5e-4  # smaller shares of the plan's seconds print as 0.0 %
+MAX_STORED = 1000  # the number of rejected shapes in the JSON of a plan
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a shape was not taken.
+    """A shape that was not chosen, and the reason.
 
-    >>> print(Rejection(Shape(2, 4, "1f1b"), "slower", "takes 2 s at least"))
-    K=2 M=4 1f1b: takes 2 s at least
+    >>> print(Rejection(Shape(2, 4, "1f1b"), "slower", "takes at least 2 s"))
+    K=2 M=4 1f1b: takes at least 2 s
     """
 
     shape: Shape
@@ -45,35 +46,38 @@ class Rejection:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a network is trained: plain data, which `gpipe.GPipe(model, plan=plan)` follows.
+    """The settings with which a model is trained, as plain data. Train with `gpipe.GPipe(model, plan=plan)`.
 
-    `gpipe.find_plan` returns one, `GPipe.plan` is the one that a pipe follows, and a checkpoint stores it.
+    `gpipe.find_plan` returns a plan, `pipe.plan` is the plan of a pipe, and checkpoints contain it.
 
     Attributes:
-        micro_batches: M.
-        layers_per_partition: The layers of each stage.
+        micro_batches: M, the number of micro-batches.
+        layers_per_partition: The number of layers in each stage.
         rank_of: The rank of each stage.
-        schedule: By name.
-        slices: How many slices each micro-batch of a step is cut into.
-        table: Of what each rank does, where that is no schedule by name: it was searched for, then `schedule` is
-            `"auto"`, or it was given.
-        remat: Of each stage: `"never"`, `"always"`, or how many micro-batches at once keep what is inside.
-        unsplit: The stages whose backwards are not split; None until a pipe decides.
-        names: Of the layers.
-        work: What each layer costs: forward and backward of a micro-batch.
-        costs: Of the stages.
-        costs_by: How these were obtained: `"time"`, measured seconds; `"operations"`, of devices' FLOP/s; or, where
-            only proportions count, `"params"`, `"flops"`, a `"function"` or `"numbers"` that were given.
-        counted: Whether the bytes that stages hold were counted.
-        seconds: Of a mini-batch, but for its data and the optimizer; in the unit of `costs`.
-        peak_bytes: The most that each rank holds: state of its layers, and activations.
-        bubble: The share of rank-seconds in which nothing is computed, the imbalance of the stages included.
-        global_batch: The rows of a mini-batch; 0 where they are not known.
-        devices: Of the ranks, where it was planned for some.
-        least_seconds: That no table of these stages goes below, where one was searched for.
-        plain_seconds: Of the same mini-batch in plain torch with all these cores, where that was measured.
-        alternatives: The next best, of other shapes.
-        rejected: Why all others were not taken.
+        schedule: The name of the schedule, or `"auto"` if the table was searched for.
+        remat: The recomputation mode of each stage: `"never"`, `"always"`, `"except_last"`, `"offload"`, or how many
+            micro-batches keep their activations at the same time.
+        names: The names of the layers.
+        work: The cost of each layer: forward and backward of one micro-batch.
+        costs: The cost of each stage.
+        costs_by: The origin of the costs:
+
+            - `"time"`: measured seconds.
+            - `"operations"`: counted operations, divided by the speed of the devices.
+            - `"params"`, `"flops"`, `"function"` or `"numbers"`: the `costs` argument, whose unit is arbitrary.
+        counted: Whether the bytes of the stages were counted.
+        slices: The number of slices of each micro-batch in a step.
+        table: The program, if the schedule was searched for or passed as a `Program` or function. Otherwise None.
+        unsplit: The stages whose backwards are not split. None until a pipe decides.
+        seconds: The predicted seconds of a mini-batch, without data loading and optimizer, in the unit of `costs`.
+        peak_bytes: The predicted peak memory of each rank: the state of its layers, and activations.
+        bubble: The predicted idle share of all ranks. It includes the imbalance of the stages.
+        global_batch: The rows of a mini-batch. 0 if unknown.
+        devices: The devices of the ranks, if the plan was made for specific devices.
+        least_seconds: A lower bound on the seconds of all tables for these stages, if a table was searched for.
+        plain_seconds: The measured seconds of the same mini-batch without gpipe, on all cores. None if not measured.
+        alternatives: The next best plans, with other shapes.
+        rejected: All other shapes, with the reasons why they were not chosen.
 
     >>> from gpipe.planner.search.profile import LayerProfile, Line, Profile
     >>> from gpipe.planner.search.search import search
@@ -110,52 +114,52 @@ class Plan:
 
     @property
     def partitions(self) -> int:
-        """K, how many ranks there are."""
+        """K, the number of ranks."""
         return max(self.rank_of) + 1
 
     @property
     def stages_per_rank(self) -> int:
-        """How many stages each rank holds."""
+        """The number of stages on each rank."""
         return len(self.rank_of) // self.partitions
 
     @property
     def measured(self) -> bool:
-        """Whether costs are measured seconds."""
+        """Whether the costs are measured seconds."""
         return self.costs_by == "time"
 
     @property
     def recomputes(self) -> bool:
-        """Whether a stage may run a forward again."""
+        """Whether a stage may recompute activations."""
         return any(remat not in ("never", "offload") for remat in self.remat)
 
     @property
     def shape(self) -> Shape:
-        """All but the cuts and the remat."""
+        """The plan without split points and recomputation."""
         return Shape(self.partitions, self.micro_batches, self.schedule, self.stages_per_rank)
 
     @cached_property
     def partition(self) -> Partition:
-        """The cuts, by what layers cost."""
+        """The layers of each stage, with their costs."""
         return Partition.of_sizes(self.layers_per_partition, self.work)
 
     @cached_property
     def rank_seconds(self) -> tuple[float, ...]:
-        """What the stages of each rank cost together, in the unit of `work`."""
+        """The total cost of the stages of each rank, in the unit of `work`."""
         totals = [0.0] * self.partitions
         for rank, cost in zip(self.rank_of, self.partition.seconds, strict=True):
             totals[rank] += cost
         return tuple(totals)
 
     def as_schedule(self) -> Named | Program:
-        """The table, or what names it, as `gpipe.GPipe` takes a schedule."""
+        """Returns the value for the argument `schedule` of `gpipe.GPipe`."""
         if self.table is not None:
             return self.table
-        each = SCHEDULES[self.schedule].stages_per_rank
-        found = self.schedule if each == self.stages_per_rank else Interleaved(self.stages_per_rank, self.schedule)
-        return found if self.slices == 1 else Sliced(found, self.slices)
+        is_default = SCHEDULES[self.schedule].stages_per_rank == self.stages_per_rank
+        schedule = self.schedule if is_default else Interleaved(self.stages_per_rank, self.schedule)
+        return schedule if self.slices == 1 else Sliced(schedule, self.slices)
 
     def of_micro_batches(self, micro_batches: int) -> "Plan":
-        """The same cuts and table for another M, whose micro-batches cost in proportion; their bytes are unknown."""
+        """Returns the same plan with a different M. Costs per micro-batch are scaled, and bytes become unknown."""
         share = micro_batches / self.micro_batches
         if share == 1:
             return self
@@ -169,49 +173,57 @@ class Plan:
         return replace(other, unsplit=None, least_seconds=None, plain_seconds=None, alternatives=(), rejected=())
 
     def timed(self) -> "Plan":
-        """The same with seconds, peak bytes and bubble, by the simulator."""
-        found = self.simulation
-        peaks = found.peak_bytes if self.counted else ()
-        seconds, bubble = found.timeline.seconds, found.timeline.idle_share()
-        return replace(self, seconds=seconds, peak_bytes=peaks, bubble=bubble)
+        """Returns the same plan with the simulated seconds, peak memory and bubble."""
+        timeline, peaks = self.simulation.timeline, self.simulation.peak_bytes if self.counted else ()
+        return replace(self, seconds=timeline.seconds, peak_bytes=peaks, bubble=timeline.idle_share())
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON that `from_json` reads back, but for alternatives and rejected ones."""
-        own = {name: value for name, value in vars(self).items() if name in _STORED and value is not None}
-        table = {} if self.table is None else {"table": self.table.to_text().splitlines()}
-        unsplit = {} if self.unsplit is None else {"unsplit": sorted(self.unsplit)}
-        devices = [[None if number == inf else number for number in astuple(device)] for device in self.devices]
-        return {**own, **table, **unsplit, "costs": [*map(astuple, self.costs)], "devices": devices}
+        """Returns the plan as JSON, for `from_json`. Contains at most the first `MAX_STORED` rejected shapes."""
+        stored = {name: value for name, value in vars(self).items() if name in _STORED and value is not None}
+        stored |= {} if self.table is None else {"table": self.table.to_text().splitlines()}
+        stored |= {} if self.unsplit is None else {"unsplit": sorted(self.unsplit)}
+        stored["costs"] = [*map(astuple, self.costs)]
+        stored["devices"] = [[None if n == inf else n for n in astuple(device)] for device in self.devices]
+        stored["alternatives"] = [plan.to_json() for plan in self.alternatives]
+        rejected = self.rejected[:MAX_STORED]
+        stored["rejected"] = [[*astuple(each.shape), each.reason, each.detail] for each in rejected]
+        return stored
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "Plan":
-        """Reads what `to_json` gave; ValueError if it is of another form."""
+        """Returns the plan from the result of `to_json`.
+
+        Raises:
+            ValueError: If the data is not a plan.
+        """
         try:
-            own: dict[str, Any] = {name: stored[name] for name in _STORED & stored.keys()}
-            own = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+            values: dict[str, Any] = {name: stored[name] for name in _STORED & stored.keys()}
+            values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
             if "table" in stored:
-                own["table"] = Program.from_text("\n".join(stored["table"]))
+                values["table"] = Program.from_text("\n".join(stored["table"]))
             if "unsplit" in stored:
-                own["unsplit"] = frozenset(stored["unsplit"])
-            found = cls(
-                **own,
+                values["unsplit"] = frozenset(stored["unsplit"])
+            plan = cls(
+                **values,
                 costs=tuple(StageCost(*numbers) for numbers in stored["costs"]),
                 devices=tuple(_read_device(numbers) for numbers in stored["devices"]),
+                alternatives=tuple(map(cls.from_json, stored.get("alternatives", ()))),
+                rejected=tuple(Rejection(Shape(*row[:-2]), *row[-2:]) for row in stored.get("rejected", ())),
             )
-            assert sum(found.layers_per_partition) == len(found.names) == len(found.work)
-            assert len(found.layers_per_partition) == len(found.rank_of) == len(found.remat) == len(found.costs)
+            assert sum(plan.layers_per_partition) == len(plan.names) == len(plan.work)
+            assert len(plan.layers_per_partition) == len(plan.rank_of) == len(plan.remat) == len(plan.costs)
         except (AssertionError, LookupError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"there is no plan that is written like this: {error}") from None
-        return found
+            raise ValueError(f"stored is not a plan ({error}). Pass the result of Plan.to_json().") from None
+        return plan
 
     @property
     def rows_per_second(self) -> float:
-        """The throughput."""
+        """The predicted throughput."""
         return self.global_batch / self.seconds
 
     @property
     def communication(self) -> float:
-        """The seconds of a mini-batch in which the busiest link of two ranks carries messages in one direction."""
+        """The seconds per mini-batch that the busiest link between two ranks is in use, in one direction."""
         links: defaultdict[tuple[int, int], float] = defaultdict(float)
         for stage, (before, after) in enumerate(pairwise(self.rank_of)):
             if before != after:
@@ -221,82 +233,87 @@ class Plan:
 
     @cached_property
     def program(self) -> Program:
-        """The table, with what is recomputed and sent."""
+        """The program of a mini-batch, with recomputation and messages."""
         bare = self.table
         if bare is None:
             count = self.micro_batches * self.slices
-            found = self.as_schedule()
-            assert not isinstance(found, Program)
-            rows = table_in_training(schedule_of(found), self.rank_of, count, self.slices)
+            schedule = self.as_schedule()
+            assert not isinstance(schedule, Program)
+            rows = table_in_training(schedule_of(schedule), self.rank_of, count, self.slices)
             bare = Program.of(rows, count, rank_of=self.rank_of, slices=self.slices)
         return place_transfers(place_remat(join_backwards(bare, self.unsplit or ()), self.remat))
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The timeline and the peak bytes, by the simulator."""
+        """The simulated timeline and peak memory."""
         return simulate(self.program, self.costs)
 
     def explain(self) -> str:
-        """Says what is to be done, what it will take, what comes next, and why the others were rejected."""
-        return "\n".join([*self._chosen(), *self._ranks(), *self._others()])
+        """Returns a text with the plan, its predicted cost, the next best plans, and why others were rejected."""
+        return "\n".join([*self._explain_plan(), *self._explain_ranks(), *self._explain_others()])
 
     def _repr_html_(self) -> str | None:
         return notebook_html("plan", self)
 
-    def _chosen(self) -> Iterator[str]:
+    def _explain_plan(self) -> Iterator[str]:
         is_timed = self.costs_by in ("time", "operations")
         rows = f" for {self.global_batch} rows, {self.rows_per_second:,.6g} rows/s" if self.global_batch else ""
         yield f"{self.shape}: {format_seconds(self.seconds, 'ms' if is_timed else '')}{rows}"
         longest = max(cost.forward + cost.backward for cost in self.costs)
         if self.partitions > 1 and is_timed and longest < NOISE_SECONDS:
             yield (
-                f"no stage takes more than {longest * 1e6:.3g} us a micro-batch, and handing it on takes as long: "
-                "differences between plans are noise here; train without a pipeline, or give larger micro-batches"
+                f"The slowest stage takes {longest * 1e6:.3g} us per micro-batch, which is less than the overhead. "
+                "Train without a pipeline, or use larger micro-batches."
             )
-        carried = f"messages for {format_seconds(self.communication)}" if self.communication else "none"
-        link = f"; the busiest link carries {carried}" if len(self.devices) > 1 else ""
+        busy = f"busy for {format_seconds(self.communication)}" if self.communication else "unused"
+        link = f"; the busiest link is {busy}" if len(self.devices) > 1 else ""
         yield f"bubble {self.bubble:.1%}{link}"
-        yield from self._over()
+        yield from self._explain_bound()
         if self.plain_seconds is not None:
-            slower = self.plain_seconds > self.seconds
-            which = "the plan is faster" if slower else "it is faster here; a pipeline pays where ranks have devices"
-            yield f"plain torch with all these cores takes {format_seconds(self.plain_seconds)}, measured: {which}"
+            comparison = (
+                "slower" if self.plain_seconds > self.seconds else "faster (a pipeline needs several devices)"
+            )
+            plain = format_seconds(self.plain_seconds)
+            yield f"training without gpipe on all cores takes {plain}, which is {comparison}"
 
-    def _over(self) -> Iterator[str]:
+    def _explain_bound(self) -> Iterator[str]:
         if self.least_seconds:
             unit = "ms" if self.measured else ""
             least, over = format_seconds(self.least_seconds, unit), max(0.0, self.seconds / self.least_seconds - 1)
-            yield f"{over:.1%} over {least}, which no table of these stages goes below"
+            yield f"{over:.1%} above the lower bound {least} for these stages"
 
     def compared(self) -> Iterator[str]:
-        """Says how what was searched for stands beside the least that there can be, and beside pages."""
-        pages = (other for other in self.alternatives if other.table is None)
-        told = [f"{other.shape} would take {max(0.0, other.seconds / self.seconds - 1):.1%} more" for other in pages]
-        yield "; ".join(["schedule searched for: " + "".join(self._over()), *told])
+        """Yields a line that compares a searched schedule with its lower bound and with named schedules."""
+        others = [
+            f"{other.shape} takes {max(0.0, other.seconds / self.seconds - 1):.1%} longer"
+            for other in self.alternatives
+            if other.table is None
+        ]
+        yield "; ".join(["searched schedule: " + "".join(self._explain_bound()), *others])
 
-    def _ranks(self) -> Iterator[str]:
-        words: list[list[str]] = [[] for _ in range(self.partitions)]
+    def _explain_ranks(self) -> Iterator[str]:
+        stages: list[list[str]] = [[] for _ in range(self.partitions)]
         for rank, (first, end), remat in zip(
             self.rank_of, bounds(self.layers_per_partition), self.remat, strict=True
         ):
             last = "" if end - first == 1 else f" to {self.names[end - 1]} ({end - first})"
-            words[rank].append(f"{self.names[first]}{last}, remat {remat}")
+            stages[rank].append(f"{self.names[first]}{last}, remat {remat}")
         devices = self.devices or (Device(),) * self.partitions
         for rank, (device, peak) in enumerate(zip_longest(devices, self.peak_bytes)):
             name = f" ({device.name})" if device.name else ""
             of = "" if device.memory == inf else f" of {format_bytes(device.memory)}"
             held = "" if peak is None else f"; {format_bytes(peak)}{of}"
-            yield f"rank {rank}{name}: {'; '.join(words[rank])}{held}"
+            yield f"rank {rank}{name}: {'; '.join(stages[rank])}{held}"
 
-    def _others(self) -> Iterator[str]:
+    def _explain_others(self) -> Iterator[str]:
         for other in self.alternatives:
-            part = other.seconds / self.seconds - 1
-            less = part <= -LEAST_SHARE_TOLD
-            longer = f"{-part:.1%} less, with more stages" if less else f"{max(part, 0):.1%} longer"
-            yield f"next: {other.shape}: {format_seconds(other.seconds)}, {longer}"
+            share = other.seconds / self.seconds - 1
+            is_faster = share <= -LEAST_SHARE_SHOWN
+            change = f"{-share:.1%} faster, with more stages" if is_faster else f"{max(share, 0):.1%} slower"
+            yield f"next: {other.shape}: {format_seconds(other.seconds)}, {change}"
         for reason, count in Counter(each.reason for each in self.rejected).items():
             first = next(each for each in self.rejected if each.reason == reason)
-            yield f"rejected, {reason}: {count}, first {first}"
+            yield f"rejected ({reason}): {count}, such as {first}"
 
 
 def _read_device(stored: Sequence[Any]) -> Device:

@@ -1,4 +1,4 @@
-"""What layers cost, by the rows of a micro-batch, and what stages of them then cost on devices."""
+"""The costs of layers as functions of the rows of a micro-batch, and the resulting costs of stages on devices."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from gpipe.schedule.cost import VERIFIED_MICRO_BATCHES, StageCost
 
 @dataclass(frozen=True)
 class Line:
-    """A number that grows with the rows of a micro-batch."""
+    """A cost that is a linear function of the rows of a micro-batch."""
 
     fixed: float = 0.0
     per_row: float = 0.0
@@ -27,29 +27,47 @@ NOTHING = Line()
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """What one layer costs: work in the unit of its `Profile`, and bytes."""
+    """The cost of one layer: work in the unit of its `Profile`, and bytes.
+
+    Attributes:
+        name: The name of the layer.
+        forward: Work of a forward.
+        backward: Work of a whole backward.
+        boundary: Bytes of the input on the main route.
+        activations: Bytes that a forward saves for the backward, without the input.
+        keeps_input: Bytes of the input that the layer saves and the preceding layer does not.
+        working: Peak bytes of temporary tensors in a backward, including the gradients of input and output.
+        state: Bytes of weights, gradients and optimizer state.
+        popped: Bytes that arrive by skip connections, with the index of the layer that stashed them.
+        parts: Work of the input-gradient and the weight-gradient pass. None means half of `backward` each.
+        recompute: Work of a recompute. None means `forward`.
+        leaving: Bytes of the output that the layer does not save. If the layer is the last one of a stage, the graph
+            or the loss keeps them.
+        halves: Bytes that an input-gradient pass keeps for the weight-gradient pass, and temporary bytes of both.
+        gradients: Bytes of the gradients of the weights.
+        buffers: Bytes of the buffers. Each micro-batch that is recomputed needs a copy of them.
+    """
 
     name: str
-    forward: Line  # work of one forward
-    backward: Line  # of one backward
-    boundary: Line = NOTHING  # bytes that the main line brings to it
-    activations: Line = NOTHING  # that its forward keeps for its backward, beside what came in
-    keeps_input: Line = NOTHING  # of what came in that it keeps, and the layer before does not
-    working: Line = NOTHING  # that its backward needs beside at the most: gradients of what it gave and took, others
-    state: float = 0.0  # of its weights, gradients and optimizer
-    popped: tuple[tuple[int, Line], ...] = ()  # that come in by skip connections, by the layer that stashed them
-    parts: tuple[Line, Line] | None = None  # work of the backward for the input and the weights; None: half each
-    recompute: Line | None = None  # work of a recompute; None: that of a forward
-    leaving: Line = NOTHING  # of what it gives and does not keep: behind a stage's last layer the graph or loss does
-    # that the first part of its backward leaves for the second; that each needs
+    forward: Line
+    backward: Line
+    boundary: Line = NOTHING
+    activations: Line = NOTHING
+    keeps_input: Line = NOTHING
+    working: Line = NOTHING
+    state: float = 0.0
+    popped: tuple[tuple[int, Line], ...] = ()
+    parts: tuple[Line, Line] | None = None
+    recompute: Line | None = None
+    leaving: Line = NOTHING
     halves: tuple[Line, ...] | None = None
-    gradients: float = 0.0  # of its weights
-    buffers: float = 0.0  # of its buffers, of which each micro-batch that is recomputed has a copy
+    gradients: float = 0.0
+    buffers: float = 0.0
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What all layers of a network cost, in floating-point operations or seconds on the first of the devices."""
+    """The costs of all layers of a model, in floating-point operations or in seconds on the first device."""
 
     layers: tuple[LayerProfile, ...]
     unit: Literal["flops", "seconds"] = "flops"
@@ -58,13 +76,13 @@ class Profile:
         return SizedProfile(self.layers, rows)
 
     def speeds(self, devices: Sequence[Device]) -> list[float]:
-        """The work that each device does in a second."""
+        """Returns the work that each device does per second."""
         return [device.flops / (1 if self.unit == "flops" else devices[0].flops) for device in devices]
 
 
 @dataclass(frozen=True)
 class SizedProfile:
-    """What layers cost for micro-batches of one size: of each its work, and the bytes that it brings and keeps."""
+    """The costs of layers for micro-batches with a fixed number of rows."""
 
     layers: tuple[LayerProfile, ...]
     rows: float
@@ -86,82 +104,84 @@ class SizedProfile:
 
     @cached_property
     def parts(self) -> list[tuple[float, float]]:
-        """The work of each layer's backward for its input alone, and for its weights; half each if not known."""
+        """The work of the input-gradient and the weight-gradient pass of each layer; half each if unknown."""
         known = zip((layer.parts for layer in self.layers), self.backward, strict=True)
         return [(p[0].at(self.rows), p[1].at(self.rows)) if p else (whole / 2, whole / 2) for p, whole in known]
 
     @cached_property
     def kept(self) -> list[float]:
-        """The bytes that each layer keeps for its backward, if it is not the first of its stage."""
+        """The bytes that each layer saves for its backward, if it is not the first one of its stage."""
         return list(
             map(add, self._each(lambda layer: layer.activations), self._each(lambda layer: layer.keeps_input))
         )
 
     def entering(self, first: int, end: int) -> float:
-        """The bytes that a stage of the layers from `first` to before `end` is sent, skip connections included."""
+        """Returns the bytes that a stage with the layers `first` to `end - 1` receives, with skip connections."""
         skips = {source: line.at(self.rows) for layer in self.layers[first:end] for source, line in layer.popped}
         sent = sum(size for source, size in skips.items() if source < first)
         return self.layers[first].boundary.at(self.rows) + sent
 
     def working(self, first: int, end: int) -> float:
-        """The bytes beside what is kept, when a backward holds most: what later layers kept is gone by then.
+        """Returns the peak of temporary bytes in a backward, minus the activations that are freed by then.
 
-        That of the loss needs its gradient, and that of what it kept.
+        The backward of a loss needs the gradient of its input, and of the tensor that it saved.
         """
-        most, gone = 2 * (loss := self._loss(end)), loss
+        most, freed = 2 * (loss := self._loss(end)), loss
         for layer in range(end - 1, first - 1, -1):
-            most = max(most, self.layers[layer].working.at(self.rows) - gone)
-            gone += self.kept[layer]
+            most = max(most, self.layers[layer].working.at(self.rows) - freed)
+            freed += self.kept[layer]
         return most
 
     def halves(self, first: int, end: int) -> tuple[float, float, float]:
-        """The bytes that the first part of a backward leaves for the second, and that each needs beside at the most.
+        """Returns the bytes between the passes of a split backward, and the peak of temporary bytes in each.
 
-        While a layer has its first part, later ones have left theirs for the second; then these are gone first.
+        In the input-gradient pass, later layers already keep tensors for the weight-gradient pass, which frees them
+        first.
         """
-        late, inputs, weights, gone = 0.0, 2 * (loss := self._loss(end)), 0.0, loss
+        late, inputs, weights, freed = 0.0, 2 * (loss := self._loss(end)), 0.0, loss
         for layer in range(end - 1, first - 1, -1):
-            left, beside, then = (line.at(self.rows) for line in self.layers[layer].halves or (NOTHING,) * 3)
-            inputs = max(inputs, late - gone + beside)
-            weights = max(weights, then - late)
-            gone += self.kept[layer]
-            late += left
-        return late, max(inputs, late - gone), weights
+            lines = self.layers[layer].halves or (NOTHING,) * 3
+            kept, in_inputs, in_weights = (line.at(self.rows) for line in lines)
+            inputs = max(inputs, late - freed + in_inputs)
+            weights = max(weights, in_weights - late)
+            freed += self.kept[layer]
+            late += kept
+        return late, max(inputs, late - freed), weights
 
     def _loss(self, end: int) -> float:
-        """The bytes that a loss keeps, if there is one behind these layers."""
+        """Returns the bytes that the loss keeps, if the stage ends with the last layer."""
         return self.layers[-1].leaving.at(self.rows) if end == len(self.layers) else 0.0
 
     def cost(self, first: int, end: int, speed: float) -> StageCost:
-        """What a stage of the layers from `first` to before `end` costs, but for its messages."""
-        own, run = self.layers[first:end], slice(first, end)
-        known, counted = (all(layer.parts for layer in own), all(layer.halves for layer in own))
+        """Returns the cost of a stage with the layers `first` to `end - 1`, without its messages."""
+        stage, run = self.layers[first:end], slice(first, end)
+        known, counted = (all(layer.parts for layer in stage), all(layer.halves for layer in stage))
         inputs, weights = (sum(part) / speed if known else None for part in zip(*self.parts[run], strict=True))
-        late, beside, then = map(round, self.halves(first, end))
-        buffers, entering = sum(layer.buffers for layer in own), self.entering(first, end)
+        late, working_input, working_weight = map(round, self.halves(first, end))
+        buffers, entering = sum(layer.buffers for layer in stage), self.entering(first, end)
         sent_forward = 0 if end == len(self.layers) else self.layers[end].boundary.at(self.rows)
-        inside = sum(self.kept[run]) - own[0].keeps_input.at(self.rows) + own[-1].leaving.at(self.rows)
+        inside = sum(self.kept[run]) - stage[0].keeps_input.at(self.rows) + stage[-1].leaving.at(self.rows)
         return StageCost(
             sum(self.forward[run]) / speed,
             sum(self.backward[run]) / speed,
             inputs,
             weights,
-            sum((layer.recompute or layer.forward).at(self.rows) for layer in own) / speed,
+            sum((layer.recompute or layer.forward).at(self.rows) for layer in stage) / speed,
             boundary=round(entering + buffers),
             activations=round(inside),
             working=round(self.working(first, end)),
-            state=round(sum(layer.state for layer in own)),
+            state=round(sum(layer.state for layer in stage)),
             sent_forward=round(sent_forward),
             sent_backward=round(entering) if first else 0,
             late=late if counted else None,
-            working_input=beside if counted else None,
-            working_weight=then,
-            # A loss is given copies of outputs and targets once more, when it is checked.
+            working_input=working_input if counted else None,
+            working_weight=working_weight,
+            # When the loss is checked, it receives further copies of outputs and targets.
             recorded=round(VERIFIED_MICRO_BATCHES * (entering + buffers + max(sent_forward, 3 * self._loss(end)))),
-            gradients=round(sum(layer.gradients for layer in own)),
+            gradients=round(sum(layer.gradients for layer in stage)),
         )
 
 
 def bounds(layers: Sequence[int]) -> list[tuple[int, int]]:
-    """The first layer of each stage, and the one after its last."""
+    """Returns the first layer of each stage, and the layer after its last."""
     return list(pairwise(accumulate(layers, initial=0)))

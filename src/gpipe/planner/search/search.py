@@ -1,11 +1,13 @@
-"""Finds the fastest way to train layers on devices within their memory.
+"""Finds the fastest plan for layers on devices, within their memory.
 
-Where the cuts of a shape are few, all are tried, unless the least time that the shape can take is more than that of
-what was found: then the answer is the best of all that there are. Where they are many, the shapes that are likely to
-be fast are tried first, with their most even cuts, until `MOST_ACTIONS` were timed; and neighbours of the best cuts.
-Of tables of more than `LARGE` actions no others are.
-Of those that rounding, or a measurement, cannot tell apart, that of fewest stages is taken: each costs a little more
-than is known.
+- If a shape has few partitions, all of them are tried, unless a lower bound shows that it cannot be fast enough. Then
+  the result is the optimum over all partitions.
+- If a shape has many partitions, the most even ones are tried. Promising shapes come first, until `MAX_ACTIONS`
+  actions were simulated. Later, neighbors of the best partitions are tried too, except for tables with more than
+  `LARGE` actions.
+
+If rounding or measurement errors are larger than the difference between plans, the plan with the fewest stages is
+chosen, because every stage has a small overhead that the costs do not include.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,8 +31,8 @@ from gpipe.schedule.program import Program
 
 ANYTHING = Choices()
 micro_batches = attrgetter("micro_batches")
-MOST_ACTIONS, MOST_LARGE = 40_000, 4  # in all tables that fit and have many cuts; or so many tables that are large
-ALIKE_FACTOR = 1.05  # how much longer may take, where seconds are measured, what is taken for as fast
+MAX_ACTIONS, MAX_LARGE = 40_000, 4  # simulated actions of shapes with many partitions; or number of large tables
+ALIKE_FACTOR = 1.05  # measured plans that are slower by at most this factor count as equally fast
 
 
 def search(
@@ -41,57 +43,66 @@ def search(
     *,
     alternatives: int = 3,
 ) -> Plan:
-    """Finds the fastest plan that fits; a plan of K ranks takes the first K devices, in their order.
+    """Returns the fastest plan that fits. A plan with K ranks uses the first K devices, in order.
 
-    It has so many of the next best as `alternatives`, if there are; `choices` have no `mistakes`. Where the schedule
-    is `"auto"`, pages are searched first, and then tables for the ranks and micro-batches of the best of them.
+    With schedule `"auto"`, named schedules are searched first, and then tables for the best K and M.
+
+    Args:
+        profile: The costs of the layers.
+        devices: The devices.
+        global_batch: The rows of a mini-batch.
+        choices: The allowed values, without `mistakes`. Default: all.
+        alternatives: The maximum number of alternatives in the plan. Default: 3.
+
+    Raises:
+        ValueError: If no plan fits. The message names the one that comes closest.
     """
-    found = _Search(profile, devices, global_batch, alternatives + 1)
-    searched = choices.schedules == (AUTO,)
-    choices = replace(choices, schedules=None) if searched else choices
+    search = _Search(profile, devices, global_batch, alternatives + 1)
+    searches_tables = choices.schedules == (AUTO,)
+    choices = replace(choices, schedules=None) if searches_tables else choices
     shapes = partial(choices.shapes, len(devices), global_batch, len(profile.layers))
-    found.attempt_all(shapes())
-    for _, alike in groupby(sorted(shapes(beyond=True), key=micro_batches), key=micro_batches):
-        if not found.fitting:  # smaller micro-batches may
-            found.attempt_all(alike)
-    return found.best(searched=searched)
+    search.attempt_all(shapes())
+    for _, same_size in groupby(sorted(shapes(beyond=True), key=micro_batches), key=micro_batches):
+        if not search.fitting:  # Smaller micro-batches need less memory.
+            search.attempt_all(same_size)
+    return search.best(searches_tables=searches_tables)
 
 
 class _Search:
-    """The fastest of the shapes that were tried so far, `wanted` of them, and what is against the others."""
+    """The fastest `wanted` shapes among those that were tried, and the reasons against the others."""
 
     def __init__(self, profile: Profile, devices: Sequence[Device], global_batch: int, wanted: int) -> None:
         self.profile, self.devices, self.global_batch, self.wanted = profile, devices, global_batch, wanted
         self.speeds = profile.speeds(devices)
         self.size = cache(lambda m: profile.of_micro_batch(global_batch // m))
-        self.actions = 0  # of all tables that fit and have many cuts
-        self.fitting: list[tuple[float, Trial]] = []  # by their seconds
+        self.actions = 0  # of all tables that fit and have many partitions
+        self.fitting: list[tuple[float, Trial]] = []  # sorted by seconds
         self.rejected: list[Rejection] = []
         self.misfits: list[tuple[Misfit, Shape]] = []
 
     def attempt_all(self, shapes: Iterable[Shape]) -> None:
-        """Finds the best cuts of shapes, the fast first, and of those alike the simple; or what is against them."""
+        """Tries shapes, those with the lowest estimates and then the fewest stages first. Rejects slow ones."""
 
-        def of(bound: Callable[..., float], shape: Shape) -> float:
+        def estimate(bound: Callable[..., float], shape: Shape) -> float:
             return bound(shape, self.size(shape.micro_batches), self.speeds[: shape.partitions])
 
-        def due(bound: Callable[..., float], nth: int, shape: Shape) -> tuple[float, int, int, bool, Shape]:
-            return float(f"{of(bound, shape):.9g}"), shape.stages, nth, bound is likely_seconds, shape
+        def entry(bound: Callable[..., float], nth: int, shape: Shape) -> tuple[float, int, int, bool, Shape]:
+            return float(f"{estimate(bound, shape):.9g}"), shape.stages, nth, bound is likely_seconds, shape
 
-        # what is likely takes long to say, and is no less than what is least: it is asked of those whose turn it is
-        each = [due(least_seconds, nth, shape) for nth, shape in enumerate(filter(self._is_possible, shapes))]
-        heapify(each)
-        while each:
-            seconds, _, nth, likely, shape = heappop(each)
-            least, about = of(least_seconds, shape), "about" if likely else "at least"
+        # The likely seconds are expensive, and never below the least seconds. So they are computed only when a shape
+        # is first in the queue by its least seconds.
+        queue = [entry(least_seconds, nth, shape) for nth, shape in enumerate(filter(self._is_possible, shapes))]
+        heapify(queue)
+        while queue:
+            seconds, _, nth, is_likely, shape = heappop(queue)
+            least = estimate(least_seconds, shape)
             if self._is_enough(least):
-                self._reject(shape, "slower", f"takes {format_seconds(least)} at least")
-            elif self.actions > MOST_ACTIONS:
-                self._reject(
-                    shape, "slower", f"would take {about} {format_seconds(seconds)}, and faster ones were tried"
-                )
-            elif not likely:
-                heappush(each, due(likely_seconds, nth, shape))
+                self._reject(shape, "slower", f"takes at least {format_seconds(least)}")
+            elif self.actions > MAX_ACTIONS:
+                about = "about" if is_likely else "at least"
+                self._reject(shape, "slower", f"not tried, as it takes {about} {format_seconds(seconds)}")
+            elif not is_likely:
+                heappush(queue, entry(likely_seconds, nth, shape))
             else:
                 self._try(shape)
 
@@ -99,7 +110,7 @@ class _Search:
         self.rejected.append(Rejection(shape, reason, detail))
 
     def _is_enough(self, seconds: float) -> bool:
-        """Whether as many were found as are wanted, none of which takes longer than this."""
+        """Returns whether `wanted` shapes were found that are all at least this fast."""
         return len(self.fitting) == self.wanted and seconds >= self.fitting[-1][0]
 
     def _is_possible(self, shape: Shape) -> bool:
@@ -107,13 +118,13 @@ class _Search:
         state = sum(layer.state for layer in sized.layers)
         least = state + sum(layer.activations.at(sized.rows) for layer in sized.layers) / shape.stages_per_rank
         if shape.stages > len(sized.layers):
-            why = f"{shape.stages} stages, {len(sized.layers)} layers"
-            self._reject(shape, "more stages than layers", why)
+            self._reject(shape, "more stages than layers", f"{shape.stages} stages, {len(sized.layers)} layers")
         elif least > memory:
-            inside = f"with one micro-batch inside one stage of each rank {format_bytes(least)}"
-            held = f"weights, gradients and optimizer are {format_bytes(state)}"
-            why = f"{held}, {inside}, devices {format_bytes(memory)}"
-            self._reject(shape, "too big", why)
+            detail = (
+                f"weights, gradients and optimizer state need {format_bytes(state)}, and {format_bytes(least)} with "
+                f"the activations of one micro-batch; the devices have {format_bytes(memory)}"
+            )
+            self._reject(shape, "too big", detail)
         else:
             return True
         return False
@@ -123,12 +134,11 @@ class _Search:
         if program is None:
             return self._reject(shape, "no table of this size")
         sized, used = self.size(shape.micro_batches), slice(shape.partitions)
-        devices, speeds = self.devices[used], self.speeds[used]
-        trial = Trial(shape, program, sized, devices, speeds, self._is_enough)
+        trial = Trial(shape, program, sized, self.devices[used], self.speeds[used], self._is_enough)
         trial.try_initial()
         if trial.best is not None:
-            timed = MOST_ACTIONS // MOST_LARGE if isinstance(program, LargeTable) else shape.actions
-            self.actions += 0 if trial.few else timed
+            simulated = MAX_ACTIONS // MAX_LARGE if isinstance(program, LargeTable) else shape.actions
+            self.actions += 0 if trial.few else simulated
             self.fitting.append((trial.best.seconds, trial))
             self.fitting.sort(key=itemgetter(0))
             for seconds, slower in self.fitting[self.wanted :]:
@@ -138,60 +148,64 @@ class _Search:
             self.misfits.append((trial.misfit, shape))
             self._reject(shape, "too big", f"at best {trial.misfit}")
         else:
-            self._reject(shape, "slower", "no cuts of it are as fast as the next best")
+            self._reject(shape, "slower", "no partition is as fast as the alternatives")
         return None
 
-    def best(self, *, searched: bool = False) -> Plan:
-        """The fastest plan, beside the others, all with the best cuts near those that were found."""
+    def best(self, *, searches_tables: bool) -> Plan:
+        """Returns the fastest plan with its alternatives, after improving the partitions of all of them."""
         if not self.fitting:
-            raise ValueError(self._why_nothing())
+            raise ValueError(self._explain_no_fit())
         measured = self.profile.unit == "seconds"
         trials = [trial for _, trial in self.fitting]
         for trial in trials:
             trial.improve()
         plans = [_plan(trial, self.global_batch, measured=measured) for trial in trials]
-        plans = self._beside_tables(trials, plans) if searched else plans
+        plans = self._with_tables(trials, plans) if searches_tables else plans
         plans.sort(key=attrgetter("seconds"))
-        alike = plans[0].seconds * (ALIKE_FACTOR if measured and not searched else ROUNDING_FACTOR)
+        alike = plans[0].seconds * (ALIKE_FACTOR if measured and not searches_tables else ROUNDING_FACTOR)
         simplest = min((plan for plan in plans if plan.seconds <= alike), key=lambda plan: plan.shape.stages)
         plans.remove(simplest)
         return replace(simplest, alternatives=tuple(plans), rejected=tuple(self.rejected))
 
-    def _beside_tables(self, trials: Sequence[Trial], plans: Sequence[Plan]) -> list[Plan]:
-        """The plans, and that by the best table for as many ranks and micro-batches as the fastest has.
+    def _with_tables(self, trials: Sequence[Trial], plans: Sequence[Plan]) -> list[Plan]:
+        """Returns the plans, and the plan with the best table for the K and M of the fastest one.
 
-        Those of as many of both are told what no table of their stages goes below.
+        All plans with this K and M get a lower bound on the seconds of all tables for their stages.
         """
         fastest = min(plans, key=attrgetter("seconds")).shape
         used, m = slice(fastest.partitions), fastest.micro_batches
-        found = TableSearch(self.size(m), self.devices[used], self.speeds[used], m)
+        search = TableSearch(self.size(m), self.devices[used], self.speeds[used], m)
         measured = self.profile.unit == "seconds"
 
-        def told(plan: Plan) -> Plan:
-            if (plan.partitions, plan.micro_batches) != (used.stop, m):
+        def bounded(plan: Plan) -> Plan:
+            if (plan.partitions, plan.micro_batches) != (fastest.partitions, m):
                 return plan
-            least = found.least_seconds(plan.rank_of, plan.layers_per_partition)
-            return replace(plan, least_seconds=least)
+            return replace(plan, least_seconds=search.least_seconds(plan.rank_of, plan.layers_per_partition))
 
-        tables = found.trials(trials) if fastest.partitions > 1 and fastest.actions <= LARGE else ()
+        tables = search.trials(trials) if fastest.partitions > 1 and fastest.actions <= LARGE else ()
         by_table = [_plan(trial, self.global_batch, measured=measured) for trial in tables if trial.best is not None]
         by_table.sort(key=attrgetter("seconds"))
-        return [*map(told, (*plans, *by_table[:1]))]
+        return [*map(bounded, (*plans, *by_table[:1]))]
 
-    def _why_nothing(self) -> str:
+    def _explain_no_fit(self) -> str:
         if not self.misfits:
-            self._cut_what_is_too_big()
+            self._try_shapes_that_are_too_big()
         if self.misfits:
             misfit, shape = min(self.misfits, key=lambda each: each[0].excess)
-            remedy = "take more or larger devices, more micro-batches, or divide the largest layers"
-            return f"nothing fits; the nearest is {shape}, where {misfit}: {remedy}"
+            return (
+                f"No plan fits in memory. The closest is {shape}, in which {misfit}. Use more or larger devices, "
+                "more micro-batches, or smaller layers. [nothing-fits]"
+            )
         reasons = "; ".join(map(str, {each.reason: each for each in self.rejected}.values()))
-        return f"nothing fits: {reasons}; settle fewer partitions, or another schedule or number of micro-batches"
+        return (
+            f"No plan fits ({reasons}). Use fewer partitions, or a different schedule or number of "
+            "micro-batches. [nothing-fits]"
+        )
 
-    def _cut_what_is_too_big(self) -> None:
-        """StageSizes shapes of the most ranks and micro-batches, which cannot fit, for how near they come."""
+    def _try_shapes_that_are_too_big(self) -> None:
+        """Tries the shapes with the most ranks and micro-batches, to see how close to fitting they come."""
         too_big = [each.shape for each in self.rejected if each.reason == "too big"]
-        quick = [shape for shape in too_big if 2 * shape.stages * shape.micro_batches <= MOST_ACTIONS]
+        quick = [shape for shape in too_big if 2 * shape.stages * shape.micro_batches <= MAX_ACTIONS]
         most = max(((shape.partitions, shape.micro_batches) for shape in quick), default=None)
         for shape in quick:
             if (shape.partitions, shape.micro_batches) == most:
@@ -199,21 +213,21 @@ class _Search:
 
 
 def _plan(trial: Trial, global_batch: int, *, measured: bool) -> Plan:
-    shape, settled, fitting = trial.shape, trial.best, trial.fitting
-    assert settled is not None  # cuts that fit were found
-    busy = fitting.busy(settled.costs, settled.kept)
+    shape, solution, fitting = trial.shape, trial.best, trial.fitting
+    assert solution is not None
+    busy = fitting.busy(solution.costs, solution.kept)
     plan = Plan(
         micro_batches=shape.micro_batches,
-        layers_per_partition=settled.layers,
+        layers_per_partition=solution.layers,
         schedule=shape.schedule,
         rank_of=tuple(trial.program.rank_of),
-        remat=fitting.remat(settled.kept),
-        seconds=settled.seconds,
-        peak_bytes=fitting.peaks(settled.costs, settled.kept),
-        bubble=1 - busy / (shape.partitions * settled.seconds) if settled.seconds else 0.0,
+        remat=fitting.remat(solution.kept),
+        seconds=solution.seconds,
+        peak_bytes=fitting.peaks(solution.costs, solution.kept),
+        bubble=1 - busy / (shape.partitions * solution.seconds) if solution.seconds else 0.0,
         global_batch=global_batch,
         devices=tuple(trial.devices),
-        costs=settled.costs,
+        costs=solution.costs,
         names=tuple(layer.name for layer in trial.sized.layers),
         work=tuple(work / trial.speeds[0] for work in trial.sized.work),
         costs_by="time" if measured else "operations",
@@ -222,6 +236,4 @@ def _plan(trial: Trial, global_batch: int, *, measured: bool) -> Plan:
     if not isinstance(trial.program, Program):
         return plan
     remat = choose_offload(trial.program, plan.costs, [device.memory for device in trial.devices], plan.remat)
-    if remat == plan.remat:
-        return plan
-    return replace(plan, remat=remat).timed()
+    return plan if remat == plan.remat else replace(plan, remat=remat).timed()

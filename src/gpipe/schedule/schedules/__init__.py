@@ -1,8 +1,8 @@
-"""Schedules by name: which stages a rank holds, and in which order it runs their forwards and backwards.
+"""The schedules: the stages that each rank has, and the order of their forwards and backwards.
 
-To add one, see docs/contributing/add-a-schedule.md. `gpipe.profiling.lanes_text` draws the pictures: letters are
-kinds, small ones at a rank's second stage, numbers micro-batches, dots idle time; F, I and W take one unit of time,
-and B, which is both I and W, two.
+To add one, see docs/contributing/add-a-schedule.md. The pictures in the docstrings are made by
+`gpipe.profiling.lanes_text`. Letters are kinds of action, in lower case for the second stage of a rank. Numbers are
+micro-batches, and dots are idle time. F, I and W take one unit of time; B, which is I and W together, takes two.
 """
 
 from collections.abc import Callable
@@ -34,16 +34,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a rank holds, and what it does in training.
+    """A schedule: the stages that each rank has, and the order of its actions in training.
 
     Attributes:
-        name: What it is called.
-        table: From a placement and the number of micro-batches, the forwards and backwards of each rank in order;
-            None where it has no table of that size.
-        placement: From the number of ranks and of stages on each, the rank of each stage; None where it has none.
-        stages_per_rank: How many stages a rank holds; 0 if a program says it.
-        sliced: As `table`, of slices of micro-batches, so many of each; None where it has no such table.
-        slices: How many slices each micro-batch of a training step is cut into.
+        name: The name in messages and reports.
+        table: Returns the forwards and backwards of each rank, for a placement and a number of micro-batches. None if
+            there is no table of this size.
+        placement: Returns the rank of each stage, for a number of ranks and of stages per rank. None if the schedule
+            does not support this number of stages.
+        stages_per_rank: The default number of stages on each rank; 0 for a user's program, which defines it.
+        sliced: The same as `table` for slices of micro-batches, with the number of slices per micro-batch as third
+            argument. None if the schedule does not support slices.
+        slices: The number of slices of each micro-batch in a training step.
 
     >>> for row in SCHEDULES["1f1b"].table(SCHEDULES["1f1b"].placement(2, 1), 2):
     ...     print(*row)
@@ -59,12 +61,12 @@ class Schedule:
     slices: int = 1
 
     def once(self) -> "Schedule":
-        """The same schedule, which makes each of its tables once."""
+        """Returns the same schedule with a cache for its tables."""
         return replace(self, table=Once(self.table), sliced=None if self.sliced is None else Once(self.sliced))
 
 
 class Once:
-    """Makes each table once, and keeps it.
+    """A picklable cache for a function that makes tables.
 
     >>> table = Once(lambda placement, micro_batches: [placement, micro_batches])
     >>> table((0, 1), 4) is table((0, 1), 4)
@@ -101,11 +103,11 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def table_in_training(schedule: Schedule, placement: Placement, micro_batches: int, slices: int = 1) -> Table:
-    """The table of a mini-batch of any size: the schedule's, or that of fill-drain where it has none.
+    """Returns the table of a mini-batch of any size. Sizes that the schedule does not support use fill-drain.
 
-    Of micro-batches in slices it is counted how many these are together.
+    With slices, `micro_batches` is the number of slices of all micro-batches.
     """
     if slices > 1:
-        assert schedule.sliced is not None  # else it was refused
+        assert schedule.sliced is not None  # checked when the pipe was created
         return schedule.sliced(placement, micro_batches, slices)
     return schedule.table(placement, micro_batches) or fill_drain_table(placement, micro_batches)

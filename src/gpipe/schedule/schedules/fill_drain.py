@@ -1,4 +1,4 @@
-"""GPipe's schedule, fill-drain: every forward, then every backward (paper, Figure 2c); and forwards alone."""
+"""GPipe's schedule, fill-drain: all forwards, then all backwards (paper, Figure 2c). Also forward-only tables."""
 
 from gpipe.schedule.action import Kind
 from gpipe.schedule.program import Table
@@ -6,7 +6,7 @@ from gpipe.schedule.schedules.writing import Placement, Rows, loop, table_in_ste
 
 
 def fill_drain(stages: int, micro_batches: int) -> Table:
-    """The table of fill-drain for one stage a rank; forwards and backwards are in the order of the plain loop.
+    """Returns the table of fill-drain with one stage per rank, in the order of the reference loop.
 
     ```text
     rank 0  F0 F1 F2 F3 .. .. .. .. .. .. B0--- B1--- B2--- B3---
@@ -23,7 +23,7 @@ def fill_drain(stages: int, micro_batches: int) -> Table:
 
 
 def fill_drain_table(placement: Placement, micro_batches: int, slices: int = 1) -> Table:
-    """The table of fill-drain where a rank may hold several stages; here each of two ranks holds two.
+    """Returns the table of fill-drain for any placement. The picture has two ranks with two stages each.
 
     ```text
     rank 0  F0 F1 f0 f1 F2 F3 f2 f3 .. .. .. b0--- b1--- B0--- B1--- b2--- b3--- B2--- B3---
@@ -37,11 +37,11 @@ def fill_drain_table(placement: Placement, micro_batches: int, slices: int = 1) 
         )
     forwards = table_in_step(Kind.FORWARD, path, placement, micro_batches, slices)
     backwards = table_in_step(Kind.BACKWARD, path[::-1], placement, micro_batches, slices)
-    return tuple((*ahead, *back) for ahead, back in zip(forwards, backwards, strict=True))
+    return tuple((*rows[0], *rows[1]) for rows in zip(forwards, backwards, strict=True))
 
 
 def forward_only(stages: int, micro_batches: int) -> Table:
-    """The table of forwards alone for one stage a rank.
+    """Returns the forward-only table with one stage per rank.
 
     ```text
     rank 0  F0 F1 F2 F3 .. ..
@@ -56,5 +56,5 @@ def forward_only(stages: int, micro_batches: int) -> Table:
 
 
 def forward_only_table(placement: Placement, micro_batches: int, slices: int = 1) -> Table:
-    """The table of forwards alone where a rank may hold several stages."""
+    """Returns the forward-only table for any placement."""
     return table_in_step(Kind.FORWARD, range(len(placement)), placement, micro_batches, slices)

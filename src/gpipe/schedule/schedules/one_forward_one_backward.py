@@ -1,7 +1,11 @@
-"""1F1B: once the pipeline is full, a backward after each forward (PipeDream's order, made synchronous).
+"""1F1B and its variants: once the pipeline is full, each rank alternates between forwards and backwards.
 
-ZB-H1 and ZB-H2: the same with split backwards, so that W fills what would be idle (Qi et al., 2023). Interleaved
-1F1B (Megatron-LM), and the same with split backwards: several stages a rank, in a loop.
+- 1F1B is the synchronous form of PipeDream's order.
+- ZB-H1 and ZB-H2 split the backwards, so that W fills idle time (Qi et al., 2023).
+- Interleaved 1F1B (Megatron-LM) has several stages on each rank. Interleaved zero bubble also splits the backwards.
+
+The docstrings state the idle time of each rank: the step time minus the work of a rank. F, I, W and B = I + W are the
+seconds of one action of a whole rank, K is the number of ranks, and sections are those of the cited papers.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +18,7 @@ ByRank: TypeAlias = Callable[[int], int]
 
 
 def one_forward_one_backward(placement: Placement, micro_batches: int, slices: int = 1) -> Table:
-    """The table of 1F1B: rank r of K runs K - r forwards ahead, and so holds that many micro-batches, never M.
+    """Returns the table of 1F1B. Rank r runs K - r forwards ahead, so it holds K - r micro-batches instead of M.
 
     ```text
     rank 0  F0 F1 F2 .. .. .. .. B0--- F3 B1--- .. B2--- .. B3---
@@ -22,14 +26,14 @@ def one_forward_one_backward(placement: Placement, micro_batches: int, slices: i
     rank 2  .. .. F0 B0--- F1 B1--- F2 B2--- F3 B3--- .. .. .. ..
     ```
 
-    As long as fill-drain, (K-1)(F+B) beside the work (Narayanan et al., 2021, section 2.2). Of micro-batches in S
-    slices (Seq1F1B, Sun et al., 2024) rank r runs K - r + S - 1 slices ahead: (K-1)(F+B) of a slice beside the work.
+    The idle time is (K-1)(F+B), as for fill-drain (Narayanan et al., 2021, section 2.2). With S slices for each
+    micro-batch (Seq1F1B, Sun et al., 2024), rank r runs K - r + S - 1 slices ahead. Then it is (K-1)(F+B) of a slice.
     """
-    return _in_rounds(placement, micro_batches, lambda behind: behind + slices, slices=slices)
+    return _in_rounds(placement, micro_batches, lambda later: later + slices, slices=slices)
 
 
 def zb_h1(placement: Placement, micro_batches: int) -> Table:
-    """The table of ZB-H1: 1F1B's forwards, and each W on rank r behind the r-th I after its own.
+    """Returns the table of ZB-H1: the forwards of 1F1B. On rank r, each W comes after r later I.
 
     ```text
     rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3
@@ -37,14 +41,14 @@ def zb_h1(placement: Placement, micro_batches: int) -> Table:
     rank 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     ```
 
-    (K-1)(F+I-W) beside the work, a third of 1F1B's, for the K micro-batches that 1F1B holds on its first rank
-    (section 2.3).
+    The idle time is (K-1)(F+I-W), a third of 1F1B's if F = I = W. At most K micro-batches are held, like on the first
+    rank of 1F1B (section 2.3).
     """
-    return _in_rounds(placement, micro_batches, lambda behind: behind + 1, late=lambda r: r)
+    return _in_rounds(placement, micro_batches, lambda later: later + 1, late=lambda r: r)
 
 
 def zb_h2(placement: Placement, micro_batches: int) -> Table:
-    """The table of ZB-H2: 2(K-r)-1 forwards ahead, and each W on rank r behind the 2r-th I after its own.
+    """Returns the table of ZB-H2: rank r runs 2(K-r)-1 forwards ahead, and each W comes after 2r later I.
 
     ```text
     rank 0  F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 .. ..
@@ -52,47 +56,54 @@ def zb_h2(placement: Placement, micro_batches: int) -> Table:
     rank 2  .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     ```
 
-    No rank is idle between its first and its last action, so (K-1)F beside the work, for 2K-1 micro-batches held
-    (section 2.3).
+    No rank is idle between its first and its last action, so the idle time is (K-1)F. At most 2K-1 micro-batches are
+    held (section 2.3).
     """
-    return _in_rounds(placement, micro_batches, lambda behind: 2 * behind + 1, late=lambda r: 2 * r)
+    return _in_rounds(placement, micro_batches, lambda later: 2 * later + 1, late=lambda r: 2 * r)
 
 
 def interleaved(placement: Placement, micro_batches: int) -> Table:
-    """The table of interleaved 1F1B: rounds of K micro-batches go through the v stages of a rank in turn.
+    """Returns the table of interleaved 1F1B: rounds of K micro-batches pass through the v stages of a rank in turn.
 
     ```text
     rank 0  F0 F1 f0 f1 F2 .. b0--- F3 b1--- f2 B0--- f3 B1--- .. b2--- .. b3--- B2--- B3---
     rank 1  .. F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3--- .. ..
     ```
 
-    (K-1)(F+B) of one stage beside the work, which is 1/v of fill-drain's, for K + (K-1)/v of a rank's activations
-    (Narayanan et al., 2021, section 2.2). Where K does not divide M, rounds are longer: fill and drain stay as they
-    are, and more is held.
+    The idle time is (K-1)(F+B) of one stage, which is 1/v of fill-drain's. A rank holds the activations of up to
+    K + (K-1)/v micro-batches (Narayanan et al., 2021, section 2.2). If M is not divisible by K, rounds are longer.
+    Then the idle time is the same, and more micro-batches are held.
     """
-    return _in_rounds(placement, micro_batches, lambda behind: 2 * behind + 1)
+    return _in_rounds(placement, micro_batches, lambda later: 2 * later + 1)
 
 
 def interleaved_zb(placement: Placement, micro_batches: int) -> Table:
-    """The table of interleaved zero bubble: fewer forwards ahead than interleaved 1F1B, since I takes less than B.
+    """Returns the table of interleaved zero bubble, with fewer forwards ahead than interleaved 1F1B, as I is short.
 
     ```text
     rank 0  F0 F1 f0 f1 .. i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
     rank 1  .. F0 F1 f0 i0 f1 i1 w0 F2 I0 w1 F3 I1 W0 f2 i2 W1 f3 i3 w2 I2 w3 I3 W2 W3
     ```
 
-    (K-1)F/v beside the work for K micro-batches held.
+    The idle time is (K-1)F/v, and at most K micro-batches are held.
     """
-    return _in_rounds(placement, micro_batches, lambda behind: behind + 1, late=lambda r: r)
+    return _in_rounds(placement, micro_batches, lambda later: later + 1, late=lambda r: r)
 
 
 def _in_rounds(
     placement: Placement, micro_batches: int, ahead: ByRank, late: ByRank | None = None, slices: int = 1
 ) -> Table:
-    """A forward for each backward, in rounds through the stages of each rank, as `one_for_one` has it.
+    """Returns a table that alternates forwards and backwards, in rounds through the stages of a rank.
 
-    `ahead`: the forwards by which a rank's last stage is, of the ranks behind it. Rounds are of K micro-batches or,
-    where K does not divide M, of as few more as can be, the largest first.
+    Rounds have K micro-batches. If M is not divisible by K, they have as few more as possible, the longest first.
+
+    Args:
+        placement: The rank of each stage.
+        micro_batches: M, or the number of slices of all micro-batches.
+        ahead: Returns how many forwards the last stage of a rank runs before its first backward. The argument is the
+            number of ranks after this one.
+        late: Returns for a rank how many later I come before each W. None means whole backwards.
+        slices: The number of slices of each micro-batch.
     """
     ranks = max(placement) + 1
     rounds = max(1, micro_batches // ranks)

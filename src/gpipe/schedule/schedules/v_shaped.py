@@ -1,4 +1,8 @@
-"""Schedules on a V: ZB-V, V-Half and V-Min (Qi et al., 2024), and DualPipeV (DeepSeek-AI, 2025)."""
+"""Schedules whose stages form a V: ZB-V, V-Half and V-Min (Qi et al., 2024), and DualPipeV (DeepSeek-AI, 2025).
+
+Each rank has two stages: one on the way down the ranks, one on the way up. The first rank has the first and the last
+stage. The docstrings state the idle time of each rank: the step time minus its work.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
@@ -7,22 +11,22 @@ from gpipe.schedule.program import Table
 from gpipe.schedule.schedules.writing import OLDEST, Cell, Placement, Rows
 
 Block: TypeAlias = tuple[int, int, int, int]
-"""When a rank does its two F and its two I of a micro-batch: in the order in which the micro-batch comes to it."""
-PERIOD = 6  # slots from one micro-batch to the next: as many as a rank has actions
+"""The time slots of the two F and the two I of one micro-batch on a rank, in this order."""
+PERIOD = 6  # time slots between micro-batches, one for each action of a rank
 
 
 def zb_v(placement: Placement, micro_batches: int) -> Table:
-    """The table of ZB-V: the first rank holds the first and the last stage, and no rank is idle once it has begun.
+    """Returns the table of ZB-V: no rank is idle after its first action.
 
     ```text
     rank 0  F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3 ..
     rank 1  .. F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
     ```
 
-    (K-1)F/2 beside the work, F being a rank's forward, for K micro-batches held (section 4.2).
+    The idle time is (K-1)F/2, where F is the forward of a rank. At most K micro-batches are held (section 4.2).
     """
     ranks = len(placement) // 2
-    each = max(micro_batches, 2 * ranks - 1)  # the row of so many, of which those that there are stay
+    each = max(micro_batches, 2 * ranks - 1)  # a full row; micro-batches that do not exist are left out
 
     def cells(down: int, up: int) -> list[Cell]:
         forward_up: list[Cell] = [("F", up), ("I", up), ("W", up)]
@@ -42,19 +46,19 @@ def zb_v(placement: Placement, micro_batches: int) -> Table:
 
 
 def _down_and_up(cells: Callable[[int, int], Iterable[Cell]], ranks: int, micro_batches: int) -> Table:
-    """The row of each rank r, of its cells by its two stages: r on the way down, and on the way up."""
+    """Returns a table from the cells of each rank, given its stage on the way down and its stage on the way up."""
     return Rows(ranks, lambda r: cells(r, 2 * ranks - 1 - r), micro_batches)
 
 
 def v_half(placement: Placement, micro_batches: int) -> Table:
-    """The table of V-Half: half the memory of 1F1B, (K+2)//2 micro-batches held (appendix).
+    """Returns the table of V-Half: half the memory of 1F1B, with (K+2)//2 micro-batches held (appendix).
 
     ```text
     rank 0  F0 .. .. f0 F1 i0 w0 f1 F2 .. I0 i1 W0 f2 w1 F3 I1 i2 W1 f3 w2 .. I2 i3 W2 w3 .. I3 W3
     rank 1  .. F0 f0 .. .. F1 f1 i0 w0 I0 W0 F2 f2 i1 w1 I1 W1 F3 f3 i2 w2 I2 W2 .. i3 w3 I3 W3 ..
     ```
 
-    7/2 K - 2 slots beside the work where K is even, 7/2 (K-1) where it is odd, a slot being F, I or W of a stage.
+    The idle time is 7/2 K - 2 slots if K is even, and 7/2 (K-1) if it is odd. A slot is F, I or W of a stage.
     """
     k = len(placement) // 2
     late = 3 if k % 2 == 0 else 0
@@ -64,14 +68,14 @@ def v_half(placement: Placement, micro_batches: int) -> Table:
 
 
 def v_min(placement: Placement, micro_batches: int) -> Table:
-    """The table of V-Min: a third of the memory of 1F1B, (K+4)//3 micro-batches held (appendix).
+    """Returns the table of V-Min: a third of the memory of 1F1B, with (K+4)//3 micro-batches held (appendix).
 
     ```text
     rank 0  F0 .. .. f0 i0 w0 F1 I0 W0 f1 i1 w1 F2 I1 W1 f2 i2 w2 F3 I2 W2 f3 i3 w3 .. I3 W3
     rank 1  .. F0 f0 .. .. i0 I0 F1 f1 w0 W0 i1 I1 F2 f2 w1 W1 i2 I2 F3 f3 w2 W2 i3 I3 w3 W3
     ```
 
-    4K-3 slots beside the work where 3 divides K, else 4K-5, a slot being F, I or W of a stage.
+    The idle time is 4K-3 slots if K is divisible by 3, otherwise 4K-5. A slot is F, I or W of a stage.
     """
     k = len(placement) // 2
     late = 2 if k % 3 == 0 else 0
@@ -79,7 +83,7 @@ def v_min(placement: Placement, micro_batches: int) -> Table:
 
 
 def _repeated(block: Callable[[int], Block], ranks: int, micro_batches: int) -> Table:
-    """The block of each rank, repeated for every micro-batch; W, the oldest first, where a slot is free."""
+    """Returns a table that repeats the block of each rank for every micro-batch. W actions fill the free slots."""
 
     def cells(down: int, up: int) -> Iterable[Cell]:
         cycle: list[Cell] = [("F", down), ("F", up), ("I", up), ("I", down)]
@@ -91,22 +95,23 @@ def _repeated(block: Callable[[int], Block], ranks: int, micro_batches: int) -> 
 
 
 def dualpipe_v(placement: Placement, micro_batches: int) -> Table | None:
-    """The table of DualPipeV, in its eight steps; None for fewer than 2K micro-batches.
+    """Returns the table of DualPipeV, in its eight steps; None for fewer than 2K micro-batches.
 
-    Forwards and backwards of two micro-batches meet on it.
+    The forward of one micro-batch is next to the backward of another one.
 
     ```text
     rank 0  F0 F1 F2 f0 i0 w0 f1 F3 b1--- f2 B0--- b2--- f3 .. B1--- b3--- I2 W2 I3 W3
     rank 1  .. F0 f0 F1 f1 F2 b0--- f2 B0--- F3 b1--- f3 B1--- b2--- B2--- i3 I3 w3 W3
     ```
 
-    (K-1)F/2 beside the work, F being a rank's forward, for K + 1/2 micro-batches held; few backwards are split.
+    The idle time is (K-1)F/2, where F is the forward of a rank. At most K + 1/2 micro-batches are held. Few backwards
+    are split.
     """
     ranks = len(placement) // 2
 
     def cells(down: int, up: int) -> list[Cell]:
         after = ranks - 1 - down
-        ending: list[Cell] = [("B", up), ("B", down)] * (down + 1)  # the second half of it is split
+        ending: list[Cell] = [("B", up), ("B", down)] * (down + 1)  # the second half is split, see the next line
         ending[down + 1 :] = [("I", stage) for _, stage in ending[down + 1 :]]
         return [
             *[("F", down)] * (2 * after),

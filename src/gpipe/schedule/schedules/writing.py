@@ -1,4 +1,4 @@
-"""Which rank holds which stage, and ways to write a row: micro-batch after micro-batch at every stage."""
+"""Placements of stages on ranks, and helpers that write the rows of a table."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,49 +13,49 @@ from gpipe.schedule.action import Action, Kind, Slice, nth_backward
 from gpipe.schedule.program import RankActions, Table
 
 Placement: TypeAlias = tuple[int, ...]
-"""The rank of each stage. What makes one gives None where it cannot put so many stages on a rank."""
+"""The rank of each stage."""
 
 
 def loop(ranks: int, stages_per_rank: int = 1) -> Placement:
-    """Places the stages on the ranks in turn, from the first rank again after the last: `(0, 1, 0, 1)`."""
+    """Returns a placement in rounds, such as `(0, 1, 0, 1)`: after the last rank comes the first one again."""
     return tuple(range(ranks)) * stages_per_rank
 
 
 def line(ranks: int, stages_per_rank: int) -> Placement | None:
-    """One stage on each rank."""
+    """Returns the placement with one stage on each rank; None for other numbers of stages."""
     return loop(ranks) if stages_per_rank == 1 else None
 
 
 def loops(ranks: int, stages_per_rank: int) -> Placement | None:
-    """A loop of two turns or more."""
+    """Returns a placement in at least two rounds; None for one stage per rank."""
     return loop(ranks, stages_per_rank) if stages_per_rank > 1 else None
 
 
 def vee(ranks: int, stages_per_rank: int) -> Placement | None:
-    """Down the ranks and up again, so that the first rank holds the first and the last stage: `(0, 1, 1, 0)`."""
+    """Returns a placement down the ranks and up again, such as `(0, 1, 1, 0)`; None unless ranks have two stages."""
     return (*range(ranks), *reversed(range(ranks))) if stages_per_rank == 2 else None
 
 
 Cell: TypeAlias = tuple[str, int | None]
-"""F, B, I or W is done next, and at which stage; a W at no stage is that of the oldest I whose W is still to come."""
+"""An action without its micro-batch: F, B, I or W, and the stage. A W without stage is for the oldest pending I."""
 OLDEST: Cell = ("W", None)
 
 
 def number_of(kind: Kind, nth: int, slices: int) -> int:
-    """The number of what a stage takes as its n-th, forward or backward."""
+    """Returns the number of the micro-batch or slice that a stage runs as its n-th forward or backward."""
     if slices == 1:
         return nth
     return Slice(nth if kind is Kind.FORWARD else nth_backward(nth, slices), slices)
 
 
 def in_turn(cells: Iterable[Cell], micro_batches: int, slices: int = 1) -> RankActions:
-    """Gives the cells of each stage the micro-batches in their order; those for which there is none are left out.
+    """Returns a row in which the cells of each stage have the micro-batches in order. Drops excess cells.
 
     >>> print(*in_turn([("F", 0), ("F", 0), ("B", 0), ("I", 0), ("F", 0), OLDEST, OLDEST], micro_batches=2))
     0F0 0F1 0B0 0I1 0W1
     """
-    each = zip(*(numbers.tolist() for numbers in numbered(cells, micro_batches)), strict=True)
-    return tuple(Action(KINDS[kind], stage, number_of(KINDS[kind], nth, slices)) for kind, stage, nth in each)
+    actions = zip(*(numbers.tolist() for numbers in numbered(cells, micro_batches)), strict=True)
+    return tuple(Action(KINDS[kind], stage, number_of(KINDS[kind], nth, slices)) for kind, stage, nth in actions)
 
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -63,40 +63,40 @@ Numbers: TypeAlias = npt.NDArray[np.int32]
 
 
 def numbered(cells: Iterable[Cell], micro_batches: int) -> tuple[Numbers, Numbers, Numbers]:
-    """What is done, by its place in `KINDS`, at which stage, and as the how manieth there: a W as its I.
+    """Returns the kind (index in `KINDS`), the stage, and the number n of each cell, its stage's n-th of this kind.
 
-    All W of a row are at no stage, or each is at its own.
+    B and I are counted together. A W has the number of its I. Either all W of a row have a stage, or none has one.
     """
     codes = np.fromiter(map(_code, cells), np.int32)
     kind, stage, nth = codes & 3, codes >> 2, np.zeros_like(codes)
-    for own in np.unique(stage):
-        for these in ((kind == 0) & (stage == own), ((kind == 1) | (kind == 2)) & (stage == own)):
-            nth[these] = np.arange(np.count_nonzero(these))
+    for s in np.unique(stage):
+        for selected in ((kind == 0) & (stage == s), ((kind == 1) | (kind == 2)) & (stage == s)):
+            nth[selected] = np.arange(np.count_nonzero(selected))
     kind, stage, nth = (each[nth < micro_batches] for each in (kind, stage, nth))
     stays = np.ones(len(kind), bool)
-    for own in np.unique(stage[kind == 3]):
-        owing, due = (kind == 2) & ((stage == own) | (own < 0)), (kind == 3) & (stage == own)
-        owed = np.cumsum(owing.astype(int) - due)  # falls to a new least where there is no I for a W
-        stays &= ~due | (owed >= np.minimum.accumulate(np.append(0, owed[:-1])))
-        (paid,) = np.nonzero(due & stays)
-        (of,) = np.nonzero(owing)
-        stage[paid], nth[paid] = stage[of[: len(paid)]], nth[of[: len(paid)]]
+    for s in np.unique(stage[kind == 3]):
+        inputs, weights = (kind == 2) & ((stage == s) | (s < 0)), (kind == 3) & (stage == s)
+        pending = np.cumsum(inputs.astype(int) - weights)  # falls to a new minimum at each W that has no I
+        stays &= ~weights | (pending >= np.minimum.accumulate(np.append(0, pending[:-1])))
+        (matched,) = np.nonzero(weights & stays)
+        (sources,) = np.nonzero(inputs)
+        stage[matched], nth[matched] = stage[sources[: len(matched)]], nth[sources[: len(matched)]]
     return kind[stays], stage[stays], nth[stays]
 
 
 @cache
 def _code(cell: Cell) -> int:
-    """4 times the stage of a cell, -1 for none, and the place of its kind."""
+    """Returns 4 times the stage of a cell (-1 for no stage), plus the index of its kind in `KINDS`."""
     kind, stage = cell
     return 4 * (-1 if stage is None else stage) + KINDS.index(Kind(kind))
 
 
 @dataclass(frozen=True, eq=False)
 class Rows(Sequence[RankActions]):
-    """The table of a page, of which a row is written when it is asked for: there may be thousands."""
+    """A table whose rows are written on access, because it may have thousands of ranks."""
 
     ranks: int
-    cells: Callable[[int], Iterable[Cell]]  # of a rank
+    cells: Callable[[int], Iterable[Cell]]  # the cells of a rank
     micro_batches: int
     slices: int = 1
 
@@ -104,21 +104,25 @@ class Rows(Sequence[RankActions]):
         return self.ranks
 
     @overload
-    def __getitem__(self, at: int) -> RankActions: ...
+    def __getitem__(self, index: int) -> RankActions: ...
     @overload
-    def __getitem__(self, at: slice) -> Table: ...
-    def __getitem__(self, at: int | slice) -> RankActions | Table:
-        if isinstance(at, slice):
-            return tuple(map(self.__getitem__, range(self.ranks)[at]))
-        return in_turn(self.cells(range(self.ranks)[at]), self.micro_batches, self.slices)
+    def __getitem__(self, index: slice) -> Table: ...
+    def __getitem__(self, index: int | slice) -> RankActions | Table:
+        if isinstance(index, slice):
+            return tuple(map(self.__getitem__, range(self.ranks)[index]))
+        return in_turn(self.cells(range(self.ranks)[index]), self.micro_batches, self.slices)
 
 
 def one_for_one(
     forwards: Sequence[int], backwards: Sequence[int], ahead: int, late: int | None = None
 ) -> Iterator[Cell]:
-    """A forward at each of the stages for each backward, once so many forwards are ahead.
+    """Yields `ahead` forwards, then backwards and forwards in turn.
 
-    A W stands behind `late` I more than its own; None for backwards that are whole.
+    Args:
+        forwards: The stages of the forwards, in order.
+        backwards: The stages of the backwards, in order.
+        ahead: The number of forwards before the first backward.
+        late: The number of later I before each W. None means whole backwards. Default: None.
 
     >>> "".join(kind for kind, _ in one_for_one([0] * 4, [0] * 4, ahead=2, late=1))
     'FFIFIWFIWIWW'
@@ -137,10 +141,10 @@ def one_for_one(
 def table_in_step(
     kind: Kind, path: Sequence[int], placement: Placement, micro_batches: int, slices: int = 1
 ) -> Table:
-    """The actions of one kind by rank, where each micro-batch takes the path from stage to stage.
+    """Returns the table of one kind of action, if every micro-batch passes through the stages of `path` in order.
 
-    At each tick of a clock every rank does one action: of those that are ready, that of the oldest micro-batch. So
-    micro-batches overtake each other at no stage, and the rows have a legal order, that of the ticks.
+    At each tick of a clock, every rank executes one action: among those that are ready, the one of the oldest
+    micro-batch. So each stage runs the micro-batches in order, and the order of the ticks is valid.
     """
     rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     done = dict.fromkeys(path, 0)
