@@ -46,8 +46,8 @@ set, the micro-batches are at least these shares (1/16 and 1/4) of the sample.""
 CPU_FLOPS_PER_SECOND, GPU_FLOPS_PER_SECOND = 5e10, 5e13
 """The assumed speed of a CPU core and an accelerator of this machine. Pass `Device` objects to set it."""
 RACE_SECONDS, HEATS, TURNS = 20.0, 4, 3
-"""The maximum seconds of a race between plans, and its number of heats. In the first heat, each plan runs `TURNS` steps.
-Each later heat has twice the steps for the better half of the plans. With few plans, the race starts with a later heat."""
+"""The maximum seconds of a race between plans, its number of heats, and the steps of each plan in the first heat.
+Each later heat has twice the steps for the better half of the plans. A race of few plans starts later."""
 BASELINE, PER_GROUP = "1f1b", 3
 """The schedule whose plans take part in each race, and the number of plans for each number of ranks."""
 
@@ -71,8 +71,8 @@ def find_plan(
     """Returns the fastest plan with which a model fits on devices: K, M, split points, schedule and recomputation.
 
     No accelerator is used. Without `measure`, nothing is computed: operations and bytes are counted, and layers can
-    be on the meta device. The counted operations are matrix products, convolutions, attention and LSTMs. Predictions do
-    not include data loading and the optimizer.
+    be on the meta device. The counted operations are matrix products, convolutions, attention and LSTMs. Predictions
+    do not include data loading and the optimizer.
 
     Args:
         model: The model, as for `gpipe.GPipe`: layers, callables that each build one, or any module.
@@ -122,7 +122,7 @@ def find_plan(
         - measures how fast activations move to host memory and back, and plans to offload them if this is faster than
           recomputation,
         - on CPU cores, measures layers in one thread per rank at the same time,
-        - on CPU cores, runs steps of the most promising plans and of some plans with one rank, for at most 20 seconds.
+        - on CPU cores, runs steps of the most promising plans and some plans with one rank, for at most 20 seconds.
           It returns the fastest plan. This requires layers, and a sample that is a whole mini-batch.
 
     >>> import torch

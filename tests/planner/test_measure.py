@@ -340,7 +340,7 @@ def test_a_layer_that_raises_keeps_its_exception_and_is_named(costs: Costs) -> N
     broken.linear.weight.grad = gradient = torch.ones(5, 5)
     with pytest.raises(KeyError, match="not today") as caught:
         pipe_by_costs([nn.Linear(5, 5), broken], 2, 2, costs=costs, sample=SAMPLE)
-    assert caught.value.__notes__[0].startswith("while layer 1 (Broken) was ")
+    assert caught.value.__notes__[0].startswith("Layer 1 (Broken) was ")
     assert broken.calls == 0
     assert torch.get_num_threads() == threads
     assert broken.linear.weight.grad is gradient

@@ -208,7 +208,7 @@ def costs_by(costs: Costs) -> CostsBy:
 def find_costs(costs: Costs, layers: Sequence[nn.Module], sample: Tree) -> Sequence[float]:
     """Returns the cost of each layer, if layers are not timed."""
     if callable(costs):  # The user's function of a layer and its sample input.
-        return measure_each(layers, sample, lambda run: float(costs(run.layer, run.given()[0][0])))
+        return measure_each(layers, sample, lambda run: float(costs(run.layer, run.inputs()[0][0])))
     if costs == "flops":
         return count_flops(layers, sample)
     return count_parameters(layers) if costs is None or isinstance(costs, str) else costs

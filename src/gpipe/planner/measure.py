@@ -1,7 +1,7 @@
-"""Measures what each layer costs on a sample: its seconds, or what the user's function says.
+"""Measures the cost of each layer on a sample, in seconds or with a user's function.
 
-Layers run one after another, and nothing of it remains: gradients, buffers and other attributes of the layers and
-the devices they are on are as before. Of layers that are alike it is enough to measure, or to count, one.
+Layers run one after the other. Afterwards, their gradients, buffers, other attributes and devices are restored. Among
+equal layers, only one is measured or counted.
 """
 
 import pickle
@@ -42,11 +42,11 @@ from gpipe.tracing.stage import Essence, SingleLayer
 
 T = TypeVar("T")
 Values: TypeAlias = tuple[Tree, Mapping[str, Tensor | None]]
-"""What a layer takes of the main line, and what it pops; or what it returns, and what it stashes."""
+"""The input of a layer and the tensors that it pops; or its output and the tensors that it stashes."""
 
-FEWEST_ROUNDS, MOST_ROUNDS, PATIENCE_SECONDS = 2, 15, 0.1
-"""Rounds in which all layers are timed, behind one that warms up, and seconds for each layer after which no more are
-begun."""
+MIN_ROUNDS, MAX_ROUNDS, PATIENCE_SECONDS = 2, 15, 0.1
+"""The minimum and maximum number of rounds in which all layers are timed, after a warm-up round. And the seconds per
+layer after which no more than the minimum is needed."""
 
 
 def measure_each(
@@ -55,7 +55,7 @@ def measure_each(
     measure: Callable[["LayerRun"], T],
     state: ReachableState | None = None,
 ) -> list[T]:
-    """Measures each layer on what the layers before it make of the sample."""
+    """Applies `measure` to each layer, with the input that the preceding layers compute from the sample."""
     numbers: list[T] = []
     value: Tree = sample
     held: dict[str, Tensor | None] = {}
@@ -71,69 +71,69 @@ def measure_each(
 
 @dataclass(frozen=True, eq=False)
 class LayerRun:
-    """Runs of one layer on what it takes of the main line and pops."""
+    """Runs one layer on fixed inputs."""
 
     index: int
     layer: nn.Module
     values: Values
 
     def key(self) -> object:
-        """The same for layers that are alike; its own where that cannot be told."""
-        alone = self.values[1] or skip_names(self.layer, "stash")
-        found = None if alone else likeness_of(self.layer, self.values[0])
-        return self.index if found is None else found
+        """Returns a key that is equal for equal layers. Layers that cannot be compared have a unique key."""
+        has_skips = self.values[1] or skip_names(self.layer, "stash")
+        fingerprint = None if has_skips else fingerprint_of(self.layer, self.values[0])
+        return self.index if fingerprint is None else fingerprint
 
-    def given(self) -> tuple[Values, list[Tensor]]:
-        """What the layer takes, for it to keep, since it may work in place; and the leaves its gradients come to."""
+    def inputs(self) -> tuple[Values, list[Tensor]]:
+        """Returns a copy of the inputs, which the layer may change in place, and the leaves that get gradients."""
         leaves: list[Tensor] = []
 
         def copy(tensor: Tensor) -> Tensor:
-            """A tensor that wants a gradient if the other does; no leaf, so that it may be changed in place."""
+            """Returns a copy with the same `requires_grad`. It is not a leaf, so it can be changed in place."""
             leaves.append(tensor.detach().requires_grad_(tensor.requires_grad))
             return copy_of(leaves[-1])
 
         values: Any = replace_tensors(self.values, copy)
         return values, [leaf for leaf in leaves if leaf.requires_grad]
 
-    def forward(self, given: Values) -> Values:
-        """Runs the layer, with the same randomness each time."""
+    def forward(self, inputs: Values) -> Values:
+        """Runs the layer, with the same random numbers each time."""
         with rng_scope(0, 0, self.index, 0):
-            return run_layer(self.layer, given)
+            return run_layer(self.layer, inputs)
 
     def output(self) -> Values:
-        """What later layers take, cut from its graph; the run warms the layer up."""
-        output = self.forward(self.given()[0])
-        found: Any = detach_boundary(output)[0].value
+        """Returns the detached output for later layers. The run also warms up the layer."""
+        output = self.forward(self.inputs()[0])
+        detached: Any = detach_boundary(output)[0].value
         run_backward(*roots_of(output))
-        return found  # type: ignore[no-any-return]  # as it came, but for the tensors
+        return detached  # type: ignore[no-any-return]  # the same structure with detached tensors
 
 
 @contextmanager
-def named(index: int, layer: nn.Module, doing: str = "run on the sample, for its cost") -> Iterator[None]:
-    """OffloadedActivations, an exception says what was done to which layer."""
+def named(index: int, layer: nn.Module, purpose: str = "run on the sample to measure its cost") -> Iterator[None]:
+    """Adds the layer and the purpose of the run to exceptions."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"while layer {index} ({type(layer).__name__}) was {doing}")
+        error.add_note(f"Layer {index} ({type(layer).__name__}) was {purpose}.")
         raise
 
 
 def run_layer(layer: nn.Module, values: Values) -> Values:
-    """What a layer returns, and what it stashes."""
+    """Returns the output of a layer and the tensors that it stashes."""
     result = layer(values[0], **values[1])
     stash = skip_names(layer, "stash")
     return unpack_stashes(result, stash) if stash else (result, {})
 
 
 def roots_of(output: Values) -> tuple[list[Tensor], Gradients]:
-    """What of the output of a layer a backward starts at, and a gradient for each."""
+    """Returns the output tensors that require gradients, and a gradient of ones for each."""
     roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     return roots, [torch.ones_like(root) for root in roots]
 
 
 @contextmanager
 def as_in_training(device: torch.device, threads: int) -> Iterator[None]:
-    """Has layers run as in training: grad mode, so many threads an operation; torch's generators are put back."""
+    """Sets grad mode and the threads per operation as in training. Restores torch's random generators at the end."""
     generators = torch.random.fork_rng([device] if queues(device) else [])
     with intra_op_threads(threads), generators, torch.inference_mode(False), torch.enable_grad():
         yield
@@ -142,151 +142,164 @@ def as_in_training(device: torch.device, threads: int) -> Iterator[None]:
 def measure_seconds(
     layers: Sequence[nn.Module], sample: Tree, device: torch.device, *, at_once: int = 1, parts: bool = False
 ) -> list[LayerSeconds]:
-    """Seconds of the forward, the recompute and the backward of each layer on a sample micro-batch.
+    """Returns the seconds of the forward, the recompute and the backward of each layer on a sample micro-batch.
 
-    A layer takes what it takes while the other ranks compute: on a CPU as many threads as there are ranks go round
-    layers of their own, again and again, so that caches, the memory's bandwidth, the interpreter and the cores are
-    shared as in training. On other devices a layer is measured by itself, and is on the device meanwhile. Of layers
-    that are alike in all but the numbers in their tensors each thread measures one, for all of them.
+    - On a CPU, `at_once` threads run different layers at the same time, round after round. So they share caches,
+      memory bandwidth, the interpreter and the cores as ranks do in training.
+    - On other devices, each layer is moved to the device while it is measured by itself.
+
+    Among layers that differ only in the values of their tensors, each thread measures one.
+
+    Args:
+        layers: The layers.
+        sample: An input micro-batch of the first layer.
+        device: The device to measure on.
+        at_once: The number of ranks that compute at the same time. Default: 1.
+        parts: Whether to measure both parts of a split backward as well. Default: False.
     """
     once = partial(_seconds, device=device, parts=parts)
     on_device = replace_tensors(sample, lambda tensor: moved(tensor, device))
-    if device.type != "cpu":  # which need not hold all layers
+    if device.type != "cpu":  # The device may be too small for all layers together.
         known: dict[object, LayerSeconds] = {}
 
-        def alone(run: LayerRun) -> LayerSeconds:
+        def measure_on_device(run: LayerRun) -> LayerSeconds:
             key = run.key()
             keep_parameters(run.layer, device, partial(moved, device=device))
             run.layer.to(device)
             if key not in known:
                 run.output()
-                known[key] = _time_in_company([[run]], once)[0]
+                known[key] = _time_together([[run]], once)[0]
             return known[key]
 
-        return measure_each(layers, on_device, alone)
+        return measure_each(layers, on_device, measure_on_device)
     state = state_of(layers)
     runs = measure_each(layers, on_device, lambda run: run, state)
     count = min(at_once, len(runs))
-    cuts = [len(runs) * at // count for at in range(count + 1)] if runs else []
+    ends = [len(runs) * group // count for group in range(count + 1)] if runs else []
     keys = [run.key() for run in runs]
-    groups = [{keys[run.index]: run for run in reversed(runs[first:end])} for first, end in pairwise(cuts)]
+    groups = [{keys[run.index]: run for run in reversed(runs[first:end])} for first, end in pairwise(ends)]
     with untouched(*(run.layer for group in groups for run in group.values()), state=state):
-        seconds = _time_in_company([[*group.values()] for group in groups], once)
-    found: dict[object, list[LayerSeconds]] = {}
-    for key, took in zip((key for group in groups for key in group), seconds, strict=True):
-        found.setdefault(key, []).append(took)
-    return [_combine(found[key], mean) for key in keys]
+        measured = _time_together([[*group.values()] for group in groups], once)
+    by_key: dict[object, list[LayerSeconds]] = {}
+    for key, seconds in zip((key for group in groups for key in group), measured, strict=True):
+        by_key.setdefault(key, []).append(seconds)
+    return [_combine(by_key[key], mean) for key in keys]
 
 
-def _time_in_company(
+def _time_together(
     groups: Sequence[Sequence[LayerRun]], once: Callable[[Sequence[LayerRun]], list[LayerSeconds]]
 ) -> list[LayerSeconds]:
-    """Times groups of layers at once, a thread for each, round after round, until all were timed often enough."""
-    found: list[deque[list[LayerSeconds]]] = [deque(maxlen=MOST_ROUNDS) for _ in groups]
+    """Times groups of layers in one thread each, at the same time, until all groups have enough rounds."""
+    rounds_of: list[deque[list[LayerSeconds]]] = [deque(maxlen=MAX_ROUNDS) for _ in groups]
     enough = [False] * len(groups)
     stopped = threading.Event()
     operations, state = torch.get_num_threads(), ThreadState.here()
 
-    def go(at: int) -> None:
-        end = time.perf_counter() + PATIENCE_SECONDS * len(groups[at])
+    def run_rounds(group: int) -> None:
+        end = time.perf_counter() + PATIENCE_SECONDS * len(groups[group])
         try:
             with intra_op_threads(operations), state.around_layers():
                 while not stopped.is_set():
-                    one = once(groups[at])
-                    if not stopped.is_set():  # a round that ends later was not in company
-                        found[at].append(one)
+                    seconds = once(groups[group])
+                    if not stopped.is_set():  # In a round that ends later, not all threads were running.
+                        rounds_of[group].append(seconds)
                     late = time.perf_counter() >= end
-                    enough[at] = len(found[at]) >= (FEWEST_ROUNDS if late else MOST_ROUNDS)
+                    enough[group] = len(rounds_of[group]) >= (MIN_ROUNDS if late else MAX_ROUNDS)
                     if all(enough):
                         stopped.set()
         finally:
-            stopped.set()  # for the others too, where one fails
+            stopped.set()  # Also stops the other threads if this one fails.
 
     if len(groups) == 1:
-        go(0)
+        run_rounds(0)
     else:
         with ThreadPoolExecutor(max(1, len(groups))) as pool:
-            for done in [pool.submit(go, at) for at in range(len(groups))]:
-                done.result()
-    return [each for rounds in found for each in _typical(rounds)]
+            for future in [pool.submit(run_rounds, group) for group in range(len(groups))]:
+                future.result()
+    return [seconds for rounds in rounds_of for seconds in _typical(rounds)]
 
 
 def _typical(rounds: Sequence[Sequence[LayerSeconds]]) -> list[LayerSeconds]:
-    """Of each layer the median run, all in proportion so that they add up to the median round.
+    """Returns the median run of each layer, scaled so that the sum is the median round.
 
-    What disturbs now one layer and now another is so part of the sum, but does not tell against a single layer.
+    So disturbances, which affect a different layer in each round, count in the sum, but not for a single layer.
     """
     middle = [_combine(runs, median_low) for runs in zip(*rounds, strict=True)]
     together = median(sum(layer.forward + layer.backward for layer in each) for each in rounds)
     scale = together / (sum(layer.forward + layer.backward for layer in middle) or 1.0)
-    return [_combine([layer], lambda one: scale * one[0]) for layer in middle]
+    return [_combine([layer], lambda values: scale * values[0]) for layer in middle]
 
 
-def _combine(runs: Sequence[LayerSeconds], way: Callable[[Sequence[float]], float]) -> LayerSeconds:
-    """One of several, part by part; what one of them lacks it lacks."""
-    parts = (None if None in part else way(part) for part in zip(*runs, strict=True))
+def _combine(runs: Sequence[LayerSeconds], reduce: Callable[[Sequence[float]], float]) -> LayerSeconds:
+    """Reduces several measurements to one, field by field. A field that is None in one of them is None."""
+    parts = (None if None in part else reduce(part) for part in zip(*runs, strict=True))
     return LayerSeconds(*parts)  # type: ignore[arg-type]  # the first two are never None
 
 
 def _seconds(runs: Sequence[LayerRun], device: torch.device, *, parts: bool) -> list[LayerSeconds]:
-    """Of layers in turn, as in a stage that recomputes: all forwards, let go of, then all recomputes, all backwards.
+    """Times the layers like a stage that recomputes: all forwards, then all recomputes, then all backwards.
 
-    So memory is given back and taken anew as in training. Buffers kept for a recompute and put back count as its
-    seconds. The two parts of a backward, if these are wanted, are those of another one.
+    Outputs are freed after the forwards, so that memory is freed and allocated as in training. Saving and restoring
+    buffers counts as part of the recompute. Both parts of a split backward are timed in an additional run.
     """
-    took = [defaultdict[str, float](float) for _ in runs]
+    seconds = [defaultdict[str, float](float) for _ in runs]
 
-    def timed(at: int, part: str, do: Callable[[], T]) -> T:
-        with named(runs[at].index, runs[at].layer):
+    def timed(index: int, part: str, function: Callable[[], T]) -> T:
+        with named(runs[index].index, runs[index].layer):
             start = _now(device)
-            found = do()
-            took[at][part] += _now(device) - start
-            return found
+            result = function()
+            seconds[index][part] += _now(device) - start
+            return result
 
-    buffers, kept, made = [Buffers([run.layer]) for run in runs], list[SavedBuffers](), deque[Values]()
-    for at, run in enumerate(runs):
-        buffers[at].find()
-        kept.append(timed(at, "recompute", buffers[at].before))
-        made.append(timed(at, "forward", partial(run.forward, run.given()[0])))
-        timed(at, "recompute", partial(buffers[at].after, kept[at]))
-    for at in range(len(runs)):
-        timed(at, "recompute", partial(made.__delitem__, 0))
-    for at, run in enumerate(runs):
-        made.append(timed(at, "recompute", partial(_recompute, run, run.given()[0], buffers[at], kept[at])))
+    buffers, kept, outputs = [Buffers([run.layer]) for run in runs], list[SavedBuffers](), deque[Values]()
+    for index, run in enumerate(runs):
+        buffers[index].find()
+        kept.append(timed(index, "recompute", buffers[index].before))
+        outputs.append(timed(index, "forward", partial(run.forward, run.inputs()[0])))
+        timed(index, "recompute", partial(buffers[index].after, kept[index]))
+    for index in range(len(runs)):
+        timed(index, "recompute", partial(outputs.__delitem__, 0))
+    for index, run in enumerate(runs):
+        outputs.append(
+            timed(index, "recompute", partial(_recompute, run, run.inputs()[0], buffers[index], kept[index]))
+        )
     last_first = range(len(runs))[::-1]
-    for at in last_first:
-        timed(at, "backward", partial(run_backward, *roots_of(made.pop())))
+    for index in last_first:
+        timed(index, "backward", partial(run_backward, *roots_of(outputs.pop())))
     if parts:
-        given, leaves = zip(*(run.given() for run in runs), strict=True)
-        made += map(LayerRun.forward, runs, given)
-        late = [timed(at, "inputs", partial(backward_input, *roots_of(made.pop()), leaves[at])) for at in last_first]
-        for at, waiting in zip(last_first, late, strict=True):
-            timed(at, "weights", partial(backward_weight, waiting))
-    return [LayerSeconds(**each) for each in took]
+        inputs, leaves = zip(*(run.inputs() for run in runs), strict=True)
+        outputs += map(LayerRun.forward, runs, inputs)
+        late = [
+            timed(index, "inputs", partial(backward_input, *roots_of(outputs.pop()), leaves[index]))
+            for index in last_first
+        ]
+        for index, waiting in zip(last_first, late, strict=True):
+            timed(index, "weights", partial(backward_weight, waiting))
+    return [LayerSeconds(**each) for each in seconds]
 
 
-def _recompute(run: LayerRun, given: Values, buffers: Buffers, before: SavedBuffers) -> Values:
+def _recompute(run: LayerRun, inputs: Values, buffers: Buffers, before: SavedBuffers) -> Values:
     with buffers.as_before(before):
-        return run.forward(given)
+        return run.forward(inputs)
 
 
 def measure_host(device: torch.device) -> float:
-    """Bytes a second to where a rank on such a device puts what it offloads, and as many back."""
+    """Returns the bytes per second at which a rank on this device offloads activations, and fetches them."""
     stream = DeviceStream(device) if queues(device) else RankStream(device)
-    host, inside = host_of(stream), OffloadedActivations()
-    with inside.watched(), torch.enable_grad():
-        kept = torch.zeros(MOVED_NUMBERS, device=device, requires_grad=True).exp().exp()
+    host, activations = host_of(stream), OffloadedActivations()
+    with activations.watched(), torch.enable_grad():
+        kept = torch.zeros(OFFLOADED_NUMBERS, device=device, requires_grad=True).exp().exp()
     start = _now(device)
-    host.offload(Action(Kind.OFFLOAD, 0, 0), inside)
+    host.offload(Action(Kind.OFFLOAD, 0, 0), activations)
     host.finish()
-    host.fetch(Action(Kind.FETCH, 0, 0), inside)
+    host.fetch(Action(Kind.FETCH, 0, 0), activations)
     host.finish()
-    took = _now(device) - start
+    seconds = _now(device) - start
     host.close()
-    return 2 * MOVED_NUMBERS * kept.itemsize / took
+    return 2 * OFFLOADED_NUMBERS * kept.itemsize / seconds
 
 
-MOVED_NUMBERS = 2**23
+OFFLOADED_NUMBERS = 2**23
 
 
 def _now(device: torch.device) -> float:
@@ -294,8 +307,8 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-class _Likeness(pickle.Pickler):
-    """Writes tensors by how they are laid out, and which of their storages are kept; types and functions as such."""
+class _FingerprintPickler(pickle.Pickler):
+    """Pickles tensors by their layout and whether their storage is kept, and types and functions by identity."""
 
     def __init__(self, file: BytesIO, kept: Collection[int], essence: Essence) -> None:
         super().__init__(file)
@@ -303,7 +316,7 @@ class _Likeness(pickle.Pickler):
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, item: object) -> str | None:
-        """What is written for such an object; None for others, of which all that they hold is written."""
+        """Returns the text for a tensor, type or function; None for other objects, whose contents are pickled."""
         if isinstance(item, (type, FunctionType, BuiltinFunctionType)) or id(item) in self._shared:
             return str(id(item))
         if type(item) is int and item == self._own:
@@ -314,28 +327,28 @@ class _Likeness(pickle.Pickler):
             layout = type(item), item.shape, item.stride(), item.dtype, item.requires_grad, item.storage_offset()
             return str((which, layout, storage.nbytes(), id(storage) in self._kept))
         if isinstance(item, (Tensor, torch.jit.ScriptModule)):
-            raise pickle.PicklingError("it cannot be told what it does")
+            raise pickle.PicklingError("The behavior of this object is not known.")
         return None
 
 
-def likeness(what: object, kept: Collection[int] = ()) -> bytes | None:
-    """The same for layers, and what they take, of which all is alike but numbers in tensors; None: it is not known.
+def fingerprint(value: object, kept: Collection[int] = ()) -> bytes | None:
+    """Returns bytes that are equal for objects that differ only in the values of their tensors.
 
-    All attributes are compared: that a layer prints like another is not enough. Of storages that are `kept`, by their
-    identities, it matters that they are.
+    None if the objects cannot be compared. All attributes of layers are compared, not only their printed form.
+    Storages in `kept` (by identity) differ from others.
 
-    >>> likeness(nn.Linear(2, 3)) == likeness(nn.Linear(2, 3)) != likeness(nn.Linear(2, 3, bias=False))
+    >>> fingerprint(nn.Linear(2, 3)) == fingerprint(nn.Linear(2, 3)) != fingerprint(nn.Linear(2, 3, bias=False))
     True
     """
-    found = BytesIO()
+    file = BytesIO()
     try:
-        essence = what if isinstance(what, Essence) else Essence(what)
-        _Likeness(found, kept, essence).dump(essence.what)
-    except Exception:  # what cannot be pickled raises whatever it likes
+        essence = value if isinstance(value, Essence) else Essence(value)
+        _FingerprintPickler(file, kept, essence).dump(essence.what)
+    except Exception:  # Objects that cannot be pickled can raise any exception.
         return None
-    return found.getvalue()
+    return file.getvalue()
 
 
-def likeness_of(layer: nn.Module, value: Tree, kept: Collection[int] = ()) -> bytes | None:
-    """The same for layers that cost the same on values: of a model's, by what runs in them."""
-    return likeness(layer.essence(value) if isinstance(layer, SingleLayer) else (layer, value), kept)
+def fingerprint_of(layer: nn.Module, value: Tree, kept: Collection[int] = ()) -> bytes | None:
+    """Returns a fingerprint of a layer and its input. For a layer of a traced model, of the code that runs in it."""
+    return fingerprint(layer.essence(value) if isinstance(layer, SingleLayer) else (layer, value), kept)

@@ -1,7 +1,8 @@
-"""What layers cost for micro-batches of any size, told from two sizes: without an accelerator, or measured here.
+"""Derives the costs of layers for micro-batches of any size from two sizes, counted or measured.
 
-Floating-point operations and bytes are counted on tensors without values: what a forward keeps for its backward is
-what autograd saves, each storage once and in the first layer that saves it, parameters and buffers left out.
+Floating-point operations and bytes are counted with fake tensors. The activations of a layer are the storages that
+autograd saves in its forward, except parameters and buffers. Each storage counts once, in the first layer that
+saves it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -22,7 +23,7 @@ from torch.utils.flop_counter import conv_flop_count, sdpa_backward_flop_count, 
 from gpipe._torch import modes
 from gpipe._torch.dispatcher import GROUPED_PRODUCT, NEEDS_VALUES, Fakes
 from gpipe.features.split_backward import backward_input, backward_weight
-from gpipe.planner.measure import Values, likeness_of, measure_seconds, roots_of, run_layer
+from gpipe.planner.measure import Values, fingerprint_of, measure_seconds, roots_of, run_layer
 from gpipe.planner.search.profile import LayerProfile, Line, Profile
 from gpipe.planner.watch import Watch, storage_identity
 from gpipe.schedule.cost import LayerSeconds
@@ -37,23 +38,25 @@ from gpipe.tracing.stage import SingleLayer
 
 T = TypeVar("T")
 Storages: TypeAlias = MutableMapping[int, torch.UntypedStorage]  # by identity
-ADAM = 2  # numbers that the optimizer keeps of each that it trains: Adam keeps two
+ADAM = 2  # the numbers that Adam keeps for each parameter
 UNCOUNTABLE = (
-    "layer {index} ({kind}) cannot be counted on tensors without values: {error}. Pass partitions=, micro_batches=, "
-    "costs that are timed or given, and remat='always', 'never' or 'offload'. A search, schedule='auto', "
-    "remat='auto' and costs='flops' need the count"
+    "layer {index} ({kind}) cannot be counted with fake tensors ({error}). Pass partitions=, micro_batches=, "
+    "costs='time' or numbers as costs=, and remat='always', 'never' or 'offload'. [layer-needs-values]"
 )
 COUNTED_BYTES = ("boundary", "activations", "keeps_input", "working", "leaving")
-_LEAST = 1e-9  # no layer costs nothing
+_LEAST = 1e-9  # the minimum cost of a forward
 
 
 class UncountableError(ValueError):
-    """A layer cannot run on tensors without values: it branches on them, or makes sparse tensors."""
+    """Raised if a layer cannot run with fake tensors: it branches on values, or creates sparse tensors."""
 
 
 @dataclass
 class LayerCounts:
-    """What one layer costs for a micro-batch of one size, in floating-point operations and bytes."""
+    """The cost of one layer for one micro-batch, in floating-point operations and bytes.
+
+    The fields are those of `gpipe.planner.search.profile.LayerProfile`.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
@@ -62,7 +65,7 @@ class LayerCounts:
     keeps_input: float = 0.0
     working: float = 0.0
     leaving: float = 0.0
-    halves: tuple[float, ...] | None = None  # of a backward in two parts: left for the second, needed beside by each
+    halves: tuple[float, ...] | None = None
     popped: dict[int, float] = field(default_factory=dict)
 
 
@@ -76,10 +79,16 @@ def profile_layers(
     at_once: int = 1,
     parts: bool = False,
 ) -> Profile:
-    """Profiles layers that run one after another, on one micro-batch or two of what the first takes, by their rows.
+    """Returns the profile of consecutive layers, from one or two micro-batches.
 
-    Seconds are `measured_on` a device where `at_once` ranks compute; without one floating-point operations are
-    counted, and layers may be on the meta device. If wanted, both are told of the two `parts` of each backward too.
+    Args:
+        layers: The layers. They can be on the meta device, unless seconds are measured.
+        samples: Inputs of the first layer, by their number of rows.
+        names: The names of the layers.
+        optimizer_numbers: The numbers that the optimizer keeps for each parameter. Default: 2, as for Adam.
+        measured_on: The device on which seconds are measured. Default: None, operations are counted.
+        at_once: The number of ranks that compute at the same time during measurements. Default: 1.
+        parts: Whether to profile both parts of a split backward as well. Default: False.
     """
     counted = {rows: count(layers, sample, parts=parts) for rows, sample in samples.items()}
     work = {rows: [LayerSeconds(each.forward, each.backward) for each in counts] for rows, counts in counted.items()}
@@ -101,14 +110,14 @@ def _profile(
     work: Mapping[int, LayerSeconds],
     optimizer_numbers: float,
 ) -> LayerProfile:
-    """The profile of a layer of which is known, by rows, what it counts and takes."""
+    """Returns the profile of a layer from its counts and its work, both by rows."""
     are_split = all(each.inputs is not None for each in work.values())
     is_redone = all(each.recompute is not None for each in work.values())
     halves = [{rows: each.halves[at] for rows, each in counts.items() if each.halves} for at in range(3)]
     inputs, weights = (_line(work, lambda each: each.inputs or 0.0), _line(work, lambda each: each.weights or 0.0))
     popped = {rows: each.popped for rows, each in counts.items()}
     buffers = _bytes_of(layer.buffers())
-    trained = _bytes_of(p for p in layer.parameters() if p.requires_grad)  # beside: gradients, and the optimizer's
+    trained = _bytes_of(p for p in layer.parameters() if p.requires_grad)
     return LayerProfile(
         name=name,
         forward=_line(work, lambda each: max(_LEAST, each.forward)),
@@ -124,9 +133,9 @@ def _profile(
     )
 
 
-def _line(found: Mapping[int, T], number: Callable[[T], float]) -> Line:
-    """The line through one number or two, by rows; where it would begin below 0, from there through the larger."""
-    (first, small), (last, large) = ((rows, number(found[rows])) for rows in (min(found), max(found)))
+def _line(by_rows: Mapping[int, T], number: Callable[[T], float]) -> Line:
+    """Returns the line through one or two points. If it is negative at 0 rows, returns a line through 0."""
+    (first, small), (last, large) = ((rows, number(by_rows[rows])) for rows in (min(by_rows), max(by_rows)))
     per_row = (large - small) / (last - first) if last > first else large / last
     fixed = large - per_row * last
     if fixed < 0 or per_row < 0 or last == first:
@@ -139,25 +148,28 @@ def _bytes_of(tensors: Iterable[Tensor]) -> float:
 
 
 def count_parameters(layers: Sequence[nn.Module]) -> list[float]:
-    """The parameters of each layer, at least 1."""
+    """Returns the number of parameters of each layer, at least 1."""
     return [max(1, sum(numbers_in(p) for p in layer.parameters() if not is_lazy(p))) for layer in layers]
 
 
 def count_flops(layers: Sequence[nn.Module], sample: Tree) -> list[float]:
-    """Floating-point operations of forward and backward of each layer, at least 1, counted without values.
+    """Returns the counted floating-point operations of forward and backward of each layer, at least 1.
 
-    What counts is matrix products, convolutions, attention and LSTMs, a multiplication and an addition as two.
+    The count includes matrix products, convolutions, attention and LSTMs. A multiply-add counts as 2.
     """
     return [max(1.0, each.forward + each.backward) for each in count(layers, sample)]
 
 
 def count(layers: Sequence[nn.Module], sample: Tree, *, parts: bool = False) -> list[LayerCounts]:
-    """Counts what each layer costs on what the layers before it make of a sample; nothing is computed.
+    """Returns the counted cost of each layer, with the input that the preceding layers would compute from the sample.
 
-    Of the two `parts` of its backward as well, if wanted.
+    Args:
+        layers: The layers.
+        sample: An input micro-batch of the first layer.
+        parts: Whether to count both parts of a split backward as well. Default: False.
 
     Raises:
-        UncountableError: If a layer cannot run on tensors without values.
+        UncountableError: If a layer cannot run with fake tensors.
     """
     run = _Run(parts=parts)
     with torch.random.fork_rng([]), torch.inference_mode(False), torch.enable_grad():
@@ -168,80 +180,80 @@ def count(layers: Sequence[nn.Module], sample: Tree, *, parts: bool = False) -> 
             except Exception as error:
                 name = type(layer).__name__
                 if type(error) not in (RuntimeError, NotImplementedError, *NEEDS_VALUES):
-                    error.add_note(f"while layer {index} ({name}) was counted on tensors without values")
+                    error.add_note(f"Layer {index} ({name}) was run with fake tensors to count its cost.")
                     raise
-                said = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
-                raise UncountableError(UNCOUNTABLE.format(index=index, kind=name, error=said)) from error
+                cause = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+                raise UncountableError(UNCOUNTABLE.format(index=index, kind=name, error=cause)) from error
     return run.counts
 
 
 class _Run:
-    """Layers that run one after another on tensors without values, and the storages that they have kept so far."""
+    """Runs layers one after the other with fake tensors, and tracks the storages that they save."""
 
     def __init__(self, *, parts: bool) -> None:
         self.counts: list[LayerCounts] = []
         self._parts = parts
         self._fakes = Fakes()
-        self._kept: dict[int, torch.UntypedStorage] = {}  # by identity, which they keep while they are held
-        self._origin: dict[int, torch.UntypedStorage] = {}  # by that of a copy, what it is a copy of
+        self._kept: dict[int, torch.UntypedStorage] = {}  # by identity, which is unique while the storages exist
+        self._origin: dict[int, torch.UntypedStorage] = {}  # the original of each copy, by the identity of the copy
         self._copies: list[torch.UntypedStorage] = []
         self._stashed: dict[str, tuple[int, Tensor | None]] = {}
-        # by what layers are and take: also what they hand on, and which storages of both they keep, where that is new
+        # By fingerprint: the counts of a layer, its output, and which storages of its input and output it saves.
         self._known: dict[bytes, tuple[LayerCounts, Tree, list[bool] | None]] = {}
 
     def fake(self, tensor: Tensor) -> Tensor:
         return self._fakes.like(tensor.detach()).requires_grad_(tensor.requires_grad)
 
     def layer(self, index: int, layer: nn.Module, value: Tree, *, is_last: bool) -> Tree:
-        """Counts one layer, or takes for its costs those of one that is alike; gives what it hands on."""
+        """Counts one layer, or reuses the counts of an equal layer. Returns its output."""
         popped = {name: self._stashed[name] for name in skip_names(layer, "pop")}
         values = value, {name: tensor for name, (_, tensor) in popped.items()}
         copied = any(id(tensor.untyped_storage()) in self._origin for tensor in tensors_in(value))
-        alone = is_last or copied or popped or skip_names(layer, "stash")
-        key = None if alone else likeness_of(layer, value, self._kept)
-        known, like, keeps = self._known.get(key or b"", (None, None, None))
+        is_unique = is_last or copied or popped or skip_names(layer, "stash")
+        key = None if is_unique else fingerprint_of(layer, value, self._kept)
+        known, known_output, keeps = self._known.get(key or b"", (None, None, None))
         if known is not None and keeps is not None:
-            made = replace_tensors(like, self.fake)
+            output = replace_tensors(known_output, self.fake)
             self.counts.append(known)
-            self._kept |= _storages(list(compress([*tensors_in(value), *tensors_in(made)], keeps)))
-            return made
+            self._kept |= _storages(list(compress([*tensors_in(value), *tensors_in(output)], keeps)))
+            return output
         saved: Storages = WeakValueDictionary()
-        # what a quantizer made stays, and what is computed of it has no values
+        # Quantized tensors stay real, because quantizers need their values. Results of operations on them are fake.
         with (
             untouched(layer),
             replaced_tensors(layer, lambda own: own if is_quantized(own) else self._fakes.like(own)),
         ):
-            output, found = self._run(layer, values, saved, known, is_last=is_last)
+            attached, counts = self._run(layer, values, saved, known, is_last=is_last)
         for source, tensor in popped.values():
             if tensor is not None:
-                found.popped[source] = found.popped.get(source, 0.0) + _bytes(_storages([tensor]))
-        self.counts.append(found)
-        handed: Any = replace_tensors(output, lambda made: made.detach().requires_grad_(made.requires_grad))
-        del output  # and with it what its graph keeps
-        self._stashed |= {name: (index, tensor) for name, tensor in handed[1].items()}
-        self._kept |= dict(saved)  # those that are alive
+                counts.popped[source] = counts.popped.get(source, 0.0) + _bytes(_storages([tensor]))
+        self.counts.append(counts)
+        detached: Any = replace_tensors(attached, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+        del attached  # Frees the graph and the tensors that it saves.
+        output, stashed = detached
+        self._stashed |= {name: (index, tensor) for name, tensor in stashed.items()}
+        self._kept |= dict(saved)  # the storages that still exist
         if key is not None:
-            every = [*tensors_in(value), *tensors_in(handed[0])]
-            keeps = [id(tensor.untyped_storage()) in saved for tensor in every]
-            again = isinstance(layer, SingleLayer) or not self._is_plain(tensors_in(handed[0]))
-            self._known[key] = found, handed[0], None if again else keeps
-        return handed[0]
+            keeps = [id(tensor.untyped_storage()) in saved for tensor in (*tensors_in(value), *tensors_in(output))]
+            must_run = isinstance(layer, SingleLayer) or not self._is_plain(tensors_in(output))
+            self._known[key] = counts, output, None if must_run else keeps
+        return output
 
     def _run(
         self, layer: nn.Module, values: Any, saved: Storages, known: LayerCounts | None, *, is_last: bool
     ) -> tuple[Values, LayerCounts]:
-        """What a layer makes, and counts, if they are not `known`; what is new of what it keeps goes to `saved`."""
-        own = {id(tensor.untyped_storage()) for tensor in (*layer.parameters(), *layer.buffers())}
+        """Returns the output of a layer and its counts (`known`, if not None). Adds saved storages to `saved`."""
+        parameters = {id(tensor.untyped_storage()) for tensor in (*layer.parameters(), *layer.buffers())}
 
         def save(tensor: Tensor) -> Tensor:
             storage = self._original(tensor.untyped_storage())
-            if id(storage) not in own and id(storage) not in self._kept:
+            if id(storage) not in parameters and id(storage) not in self._kept:
                 saved[id(storage)] = storage
             return tensor
 
         def forward(copy: Callable[[Tensor], Tensor] = torch.clone) -> Values:
-            given: Any = replace_tensors(values, copy)
-            return run_layer(layer, given)
+            inputs: Any = replace_tensors(values, copy)
+            return run_layer(layer, inputs)
 
         def watched() -> Values:
             with saved_tensors_hooks(save, lambda tensor: tensor):
@@ -250,40 +262,40 @@ class _Run:
         with self._fakes.inside():
             if known is not None:
                 return watched(), known
-            output, found = self._count(layer, values[0], watched, saved, is_last=is_last)
-            found.halves = _count_halves(forward, tensors_in(values[0])) if self._parts else None
-        return output, found
+            output, counts = self._count(layer, values[0], watched, saved, is_last=is_last)
+            counts.halves = _count_halves(forward, tensors_in(values[0])) if self._parts else None
+        return output, counts
 
-    def _is_plain(self, made: Sequence[Tensor]) -> bool:
-        """Whether tensors of the same layouts lie in memory as these do."""
-        storages = _storages(made)
-        as_large = _bytes(_storages(list(map(self.fake, made)))) == _bytes(storages)
-        return len(storages) == len(made) and as_large and storages.keys().isdisjoint(self._origin)
+    def _is_plain(self, tensors: Sequence[Tensor]) -> bool:
+        """Returns whether new tensors of the same layouts would use memory in the same way."""
+        storages = _storages(tensors)
+        as_large = _bytes(_storages(list(map(self.fake, tensors)))) == _bytes(storages)
+        return len(storages) == len(tensors) and as_large and storages.keys().isdisjoint(self._origin)
 
     def _count(
         self, layer: nn.Module, value: Tree, forward: Callable[[], Values], saved: Storages, *, is_last: bool
     ) -> tuple[Values, LayerCounts]:
-        """Runs a layer forward and backward; the forward notes what it has `saved`."""
+        """Runs the forward and the backward of a layer. Storages that autograd saves are added to `saved`."""
         entering, watch = _storages(tensors_in(value)), Watch(storage_identity)
-        for parameter in layer.parameters():  # as it is behind the first micro-batch
+        for parameter in layer.parameters():  # Gradients exist, as after the first micro-batch.
             parameter.grad = self._fakes.like(parameter.detach()) if parameter.requires_grad else None
         with modes.flop_counter(FORMULAS) as counter, watch:
             output = forward()
-            found = LayerCounts(forward=float(counter.get_total_flops()), boundary=_bytes(entering))
+            counts = LayerCounts(forward=float(counter.get_total_flops()), boundary=_bytes(entering))
             leaving = _storages(tensors_in(output))
-            found.keeps_input = _bytes({at: storage for at, storage in entering.items() if at in saved})
-            found.activations = _bytes(saved) - found.keeps_input
-            found.leaving = _bytes(leaving if is_last else {at: s for at, s in leaving.items() if at not in saved})
+            counts.keeps_input = _bytes({key: storage for key, storage in entering.items() if key in saved})
+            counts.activations = _bytes(saved) - counts.keeps_input
+            counts.leaving = _bytes(leaving if is_last else {k: s for k, s in leaving.items() if k not in saved})
             watch.end(gradients=())
             before = watch.held
             run_backward(*roots_of(output))
             watch.end(gradients=())
-            found.backward = counter.get_total_flops() - found.forward
-        found.working = watch.peak - before
-        return output, found
+            counts.backward = counter.get_total_flops() - counts.forward
+        counts.working = watch.peak - before
+        return output, counts
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """A tensor for a layer to work on, in place too; known for what it is a copy of."""
+        """Returns a copy that a layer can change in place, and remembers the original storage."""
         copy = tensor.clone()
         storage = copy.untyped_storage()
         self._copies.append(storage)
@@ -295,7 +307,7 @@ class _Run:
 
 
 def _count_halves(forward: Callable[[], Values], boundary: Sequence[Tensor]) -> tuple[int, int, int]:
-    """Of a backward in two parts, once more: what the first leaves for the second, and what each needs beside."""
+    """Runs a split backward. Returns the bytes between both passes, and the temporary bytes of each pass."""
     with (watch := Watch(storage_identity)):
         roots = roots_of(forward())
         watch.end(gradients=())
@@ -319,29 +331,29 @@ def _bytes(storages: Mapping[int, torch.UntypedStorage]) -> float:
 
 
 def _flops_of_lstm(x: list[int], weight: list[int], recurrent: list[int], *others: Any, **more: Any) -> int:
-    """Of each weight for each row of each time step."""
+    """Returns 2 operations per weight, row and time step."""
     return 2 * prod(x[:-1]) * (prod(weight) + prod(recurrent))
 
 
 def _flops_of_bilinear(*shapes_and_new: Any, **more: Any) -> int:
-    """Of all three factors, as they are broadcast: shapes, and where each has a dimension of one put in."""
+    """Returns the operations of a trilinear product, from three shapes and the dimensions to insert in each."""
     shapes = [list(shape) for shape in shapes_and_new[:3]]
     for shape, new in zip(shapes, shapes_and_new[3:6], strict=True):
-        for at in sorted(new):
-            shape.insert(at, 1)
+        for dimension in sorted(new):
+            shape.insert(dimension, 1)
     sizes: list[int] = [max(each) for each in zip(*shapes, strict=True)]
     return 2 * prod(sizes)
 
 
 def _flops_of_grouped_product(a: list[int], b: list[int], *others: Any, **more: Any) -> int:
-    """Of all groups: they share the rows of a matrix, or its columns, or have matrices of their own."""
+    """Returns the operations of all groups. They share the rows or the columns of a matrix, or have a matrix each."""
     return 2 * prod(a[-2:]) * b[-1] * (a[0] if len(a) == len(b) == 3 else 1)
 
 
 def _flops_of_convolution_backward(
     gradient: list[int], x: list[int], weight: list[int], *others: Any, out_shape: object
 ) -> int:
-    """From shapes; torch's own formula takes the gradient of the weight as if there were one group."""
+    """Returns the operations, also with groups, for which torch's formula of the weight gradient is wrong."""
     _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, wanted = others
     return int(sum(wanted[:2])) * conv_flop_count(x, weight, gradient, transposed=transposed)
 
@@ -351,10 +363,12 @@ FORMULAS: dict[object, Callable[..., int]] = {
     modes.ATTENTION_ON_CPU: lambda *shapes, **more: sdpa_flop_count(*shapes[:3]),
     modes.ATTENTION_ON_CPU_BACKWARD: lambda *shapes, **more: sdpa_backward_flop_count(*shapes[:4]),
     modes.LSTM_ON_CPU: _flops_of_lstm,
-    modes.LSTM_ON_CPU_BACKWARD: lambda *shapes, **more: 2 * _flops_of_lstm(*shapes),  # of inputs, and of weights
+    modes.LSTM_ON_CPU_BACKWARD: lambda *shapes, **more: (
+        2 * _flops_of_lstm(*shapes)
+    ),  # gradients of inputs and weights
     torch.ops.aten.mv: lambda matrix, *others, **more: 2 * prod(matrix),
     torch.ops.aten.addmv: lambda summand, matrix, *others, **more: 2 * prod(matrix),
     modes.BILINEAR: _flops_of_bilinear,
     GROUPED_PRODUCT: _flops_of_grouped_product,
 }
-"""Floating-point operations of matrix products, convolutions, attention and LSTMs, where torch has no formula."""
+"""The formulas for operations that `torch.utils.flop_counter` does not count, or counts incorrectly."""

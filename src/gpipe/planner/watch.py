@@ -1,4 +1,4 @@
-"""Watches the memory that operations take, of real tensors and of those without values."""
+"""Tracks the memory that operations allocate, for real and for fake tensors."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -11,85 +11,92 @@ from gpipe.stages.memory_layout import storage_address
 
 
 def storage_identity(tensor: Tensor) -> int:
-    """Which storage a tensor has, though it be without values."""
+    """Returns the identity of a tensor's storage. Works for fake tensors, too."""
     return id(tensor.untyped_storage())
 
 
 class Watch(Operations):
-    """Watches the storages that operations inside make, until they are let go of.
+    """Tracks the storages that operations in this context allocate, until they are freed.
+
+    Args:
+        key: Returns a key that is equal for tensors with the same storage, and 0 for tensors without storage.
+            Default: the address of the storage.
+
+    Attributes:
+        held: The bytes that exist at the end of the last run, without gradients.
+        peak: The maximum number of bytes that existed at the same time during a run that ended.
+        crossed: The bytes at this peak that were counted by `add`.
 
     >>> import torch
     >>> watch = Watch()
     >>> with watch:
     ...     kept = torch.zeros(10) + 1
     >>> watch.end(gradients=[])
-    >>> watch.peak  # two of ten numbers at once
+    >>> watch.peak  # two tensors with ten numbers at the same time
     80
-
-    `key` is that by which storages are known apart; 0 of none.
     """
 
     def __init__(self, key: Callable[[Tensor], int] = storage_address) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._key = key
-        self.held = self._held_crossed = 0  # at the end of the last run, but for gradients
-        self.peak = self.crossed = 0  # the most bytes at once in a run that ended; of these, those added by hand
-        self._alive: dict[int, int] = {}  # by address, which storage it is
-        self._events: list[tuple[int, int]] = []  # which storage, and how many bytes more or less are held
+        self.held = self._held_crossed = 0
+        self.peak = self.crossed = 0
+        self._alive: dict[int, int] = {}  # the number of each storage, by key
+        self._events: list[tuple[int, int]] = []  # the number of a storage, and the change in bytes
         self._numbers = count()
         self._loose: set[int] = set()
         self._added: set[int] = set()
-        self._marked = 0  # among the events
+        self._marked = 0  # the number of events at the last mark
 
     def see(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """Notes the storages that an operation made: neither those of what it was given, nor known ones."""
+        """Counts the new storages of an operation's outputs `made`. Storages of its inputs `given` are not new."""
         before = set(map(self._key, given))
         for tensor in made:
             if self._key(tensor) not in before:
                 self._count(tensor)
 
     def add(self, tensor: Tensor) -> None:
-        """Counts the storage of a tensor that was brought, if it has one that is not known."""
-        which = self._count(tensor)
-        if which is not None:
-            self._added.add(which)
+        """Counts the storage of a received tensor, if it is new."""
+        number = self._count(tensor)
+        if number is not None:
+            self._added.add(number)
 
     def _count(self, tensor: Tensor) -> int | None:
-        address = self._key(tensor)
-        if not address or address in self._alive:
+        key = self._key(tensor)
+        if not key or key in self._alive:
             return None
-        storage, which = tensor.untyped_storage(), next(self._numbers)
-        self._alive[address] = which
-        self._events.append((which, storage.nbytes()))
-        weakref.finalize(storage, self._let_go, address, which, storage.nbytes())
-        return which
+        storage, number = tensor.untyped_storage(), next(self._numbers)
+        self._alive[key] = number
+        self._events.append((number, storage.nbytes()))
+        weakref.finalize(storage, self._free, key, number, storage.nbytes())
+        return number
 
     def mark(self, *, loose: bool) -> None:
-        """Notes whether what was made since the last mark is kept here for nobody but those to whom it is handed."""
-        self._loose |= {which for which, size in self._events[self._marked :] if loose and size > 0}
+        """Marks the storages allocated since the last mark as loose if they exist only for another rank."""
+        self._loose |= {number for number, size in self._events[self._marked :] if loose and size > 0}
         self._marked = len(self._events)
 
     def give_up(self, tensor: Tensor, *, only_loose: bool = False) -> None:
-        """Counts a tensor's storage no longer, if it did: only if it is loose, perhaps."""
-        address = self._key(tensor)
-        which = self._alive.get(address)
-        if which is not None and (not only_loose or which in self._loose):
-            self._let_go(address, which, tensor.untyped_storage().nbytes())
+        """Stops counting a tensor's storage. With `only_loose`, only if it is loose."""
+        key = self._key(tensor)
+        number = self._alive.get(key)
+        if number is not None and (not only_loose or number in self._loose):
+            self._free(key, number, tensor.untyped_storage().nbytes())
 
-    def _let_go(self, address: int, which: int, size: int) -> None:
-        if self._alive.get(address) == which:
-            del self._alive[address]
-            self._events.append((which, -size))
+    def _free(self, key: int, number: int, size: int) -> None:
+        if self._alive.get(key) == number:
+            del self._alive[key]
+            self._events.append((number, -size))
 
     def end(self, gradients: Iterable[Tensor]) -> None:
-        """Ends a run, with these gradients: they are no activations, whenever their storages were made."""
-        known = (self._alive.pop(self._key(gradient), None) for gradient in gradients)
-        state = {which for which in known if which is not None}
-        for which, size in self._events:
-            if which in state:
+        """Ends a run. The storages of `gradients` do not count, even if they were allocated in the run."""
+        numbers = (self._alive.pop(self._key(gradient), None) for gradient in gradients)
+        state = {number for number in numbers if number is not None}
+        for number, size in self._events:
+            if number in state:
                 continue
             self.held += size
-            self._held_crossed += size if which in self._added else 0
+            self._held_crossed += size if number in self._added else 0
             if self.held > self.peak:
                 self.peak, self.crossed = self.held, self._held_crossed
         self._events.clear()
