@@ -377,5 +377,5 @@ def test_costs_are_given_as_numbers_or_need_a_sample(clock: Clock) -> None:
     seen: list[float] = []
     for result in (-1, float("nan"), float("inf")):
         seen.append(result)
-        with pytest.raises(ValueError, match=r"costs\[0\] is .*, costs\[1\] is .*, must be at least 0 and finite"):
+        with pytest.raises(ValueError, match=r"costs\[0\] is .*, costs\[1\] is "):
             pipe_by_costs(layers[:2], [1, 1], 1, costs=lambda layer, value: seen[-1], sample=SAMPLE)
