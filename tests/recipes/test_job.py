@@ -34,7 +34,7 @@ def test_the_files_tell_what_happened(tmp_path: Path) -> None:
     assert f"gpipe report {options.out}" in text
     assert "100.0 %" in text
     assert "if stages were equal" in text
-    assert "one partition after another" in text
+    assert "one partition after the other" in text
     assert "\x1b" not in text
     terminal = train(options, terminal=True)[1]
     assert "\x1b" in terminal

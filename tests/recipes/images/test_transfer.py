@@ -74,6 +74,6 @@ def test_a_run_goes_on_when_the_one_it_came_from_is_gone(tmp_path: Path, capsys:
     shutil.rmtree(came_from)
     (tmp_path / "out" / "model.safetensors").unlink()
     main(["evaluate", str(tmp_path / "out")])
-    assert "the run has not ended" in capsys.readouterr().out
+    assert "Training has not finished" in capsys.readouterr().out
     train(replace(told, resume=True))
     assert same(weights(tmp_path / "out"), expected)

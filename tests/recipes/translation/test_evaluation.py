@@ -71,7 +71,7 @@ def test_a_beam_of_one_is_none_and_translations_come_in_the_order_of_the_test(co
     assert not {"beam_chrf", "beam_bleu"} & found.numbers.keys()
     assert {one["beam"] for one in found.details["examples"]} == {None}
     assert [one["source"] for one in found.details["examples"]] == [one.pair.source for one in corpus.test]
-    assert re.search(r"^together .* - +- ", found.text, re.MULTILINE)
+    assert re.search(r"^all .* - +- ", found.text, re.MULTILINE)
 
 
 SCORES = st.builds(
