@@ -1,1 +1,1 @@
-"""What a step costs, beside what other runtimes make of the same work on the same machine."""
+"""Measures the time of a training step with gpipe and with other runtimes on the same machine."""

@@ -1,4 +1,4 @@
-"""Lists the benchmarks, each with what it measures: `python -m bench`."""
+"""Lists the benchmarks with what they measure: `python -m bench`."""
 
 import ast
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def benchmarks() -> dict[str, str]:
-    """What can be run, by name: the first line of what each module says of itself."""
+    """Returns the first line of each benchmark's docstring by the benchmark's name."""
     found = {}
     for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
         text = path.read_text()

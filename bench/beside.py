@@ -1,12 +1,12 @@
-"""What a step costs in two checkouts, say before and after a change: processes of both take turns in one run.
+"""Compares the time of a step in two checkouts, such as before and after a change.
 
     git worktree add ../before 3ebf3c1
     python -m bench.beside ../before
     python -m bench.beside ../before --work conv amoebanet --remat always --seconds 60
 
-Both run the benchmark's code of this checkout, each with its own library, of which only public names are used, so
-what is inside may have moved. A change is the median of the pairs' ratios; if its interval holds zero it is none.
-Where others load the machine, CPU time tells more.
+Processes of both checkouts take turns in one run. Both run the benchmark code of this checkout, with different gpipe
+packages, and use only public names of gpipe. A change is the median ratio of the pairs. If its interval includes
+zero, there is no measurable change. On a loaded machine, compare the CPU time.
 """
 
 import argparse
@@ -46,7 +46,7 @@ Pair = tuple[Turn, Turn]  # before and after
 
 
 def serve(name: str, remat: str, way: str, driver: str) -> None:
-    """Says which library it is; then answers each line of input, a number of steps, with what they took."""
+    """Prints which package is loaded, then runs as many steps as each input line requests and prints their times."""
     work, others = WORK[name], list[subprocess.Popen[bytes]]()
     torch.set_num_threads(1)
     if driver == "process":
@@ -72,7 +72,7 @@ def serve(name: str, remat: str, way: str, driver: str) -> None:
 
 
 def next_turn() -> int:
-    """How many steps to run, as the first rank is told; 0 at the end."""
+    """Returns the number of steps that the first rank receives. 0 ends the process."""
     if not dist.is_initialized():
         return int(sys.stdin.readline() or 0)
     told = torch.tensor(0 if dist.get_rank() else int(sys.stdin.readline() or 0))
@@ -81,7 +81,7 @@ def next_turn() -> int:
 
 
 def join_ranks(world: int) -> list["subprocess.Popen[bytes]"]:
-    """Makes this process a rank of several; the first starts the others."""
+    """Makes this process one rank of several. The first rank starts the others."""
     others, rank = [], int(os.environ.get("RANK", "0"))
     if not rank:
         os.environ.update(MEETING=f"{mkdtemp()}/meeting", WORLD_SIZE=str(world), GLOO_SOCKET_IFNAME="lo", RANK="0")
@@ -97,7 +97,7 @@ def join_ranks(world: int) -> list["subprocess.Popen[bytes]"]:
 
 
 def training(work: Workload, remat: str, way: str, driver: str) -> Callable[[], object]:
-    """A step of a workload, in one of the two ways."""
+    """Returns a function that runs one step of a workload, by `pipe.step` or by `backward()` of a loss."""
     inputs, targets = work.data()
     cuts = work.cuts(work.partitions)
     pipe = gpipe.GPipe(
@@ -120,7 +120,7 @@ def training(work: Workload, remat: str, way: str, driver: str) -> Callable[[], 
 
 
 class Process:
-    """A process that trains with the library of one checkout, and the benchmark of this one."""
+    """A process that trains with the gpipe package of one checkout, and the benchmark code of this checkout."""
 
     def __init__(self, checkout: Path, row: Row) -> None:
         self.errors = TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
@@ -139,7 +139,7 @@ class Process:
             raise RuntimeError(f"{library} came instead of the library of {checkout}: give a checkout with src/gpipe")
 
     def turn(self, steps: int) -> Turn:
-        """Runs so many steps; gives the median of their seconds, and the CPU seconds of one."""
+        """Runs this number of steps, and returns their median duration and the CPU time of one step."""
         assert self.popen.stdin is not None
         self.popen.stdin.write(f"{steps}\n")
         self.popen.stdin.flush()
@@ -147,7 +147,7 @@ class Process:
         return seconds, cpu
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         self.popen.kill()
         self.popen.communicate()
         self.errors.close()
@@ -162,7 +162,7 @@ class Process:
 
 
 def measure(before: Path, row: Row, rounds: int, seconds: float) -> list[Pair]:
-    """The turns of both, in pairs: the one that begins changes from pair to pair."""
+    """Runs both in pairs of turns. The order changes from pair to pair."""
     steps, until = STEPS[row[0]], time.monotonic() + seconds
     both: list[Process] = []
     try:
@@ -182,20 +182,20 @@ def measure(before: Path, row: Row, rounds: int, seconds: float) -> list[Pair]:
 
 
 def change(ratios: Sequence[float]) -> list[str]:
-    """The median, and its interval by bootstrap."""
+    """Returns the median change, and its interval by bootstrap."""
     low, high = interval(ratios)
     return [f"{median(ratios) - 1:+.1%}", f"{low - 1:+.1%} to {high - 1:+.1%}"]
 
 
 def shown(row: Row, pairs: Sequence[Pair]) -> list[str]:
-    """The line of the table."""
+    """Returns a row of the table."""
     sides = (spread([turn[0] for turn in side]) for side in zip(*pairs, strict=True))
     wall, cpu = ([after[of] / before[of] for before, after in pairs] for of in (0, 1))
     return [*row, *sides, *change(wall), *change(cpu)]
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
-    """What is asked for."""
+    """Returns the settings that the arguments select."""
     yield from product(options.work, options.remat, options.way, options.driver)
 
 

@@ -1,9 +1,10 @@
-"""What it costs to build a pipe of a traced model: how often blocks run, and how long it takes beside its forward.
+"""Measures the cost of building a pipe of a traced model: runs of each block, and the time.
 
     python -m bench.building [--meta]
 
-CPU time is taken of other buildings than the one whose blocks are counted; a forward is the model's own of the whole
-sample, in training mode without gradients. With `--meta` a model of 48 GB on the meta device alone.
+CPU time and runs of blocks are measured in different builds. Times are relative to one forward pass of the whole
+model on the sample, in training mode without gradients. With `--meta`, only measures a model of 48 GB on the meta
+device.
 """
 
 import sys
@@ -28,7 +29,7 @@ HALF = BLOCKS // 2
 
 
 def llama(width: int = 16, blocks: int = BLOCKS, **sizes: int) -> nn.Module:
-    """A Llama."""
+    """Builds a Llama."""
     heads = 2 if width < 256 else width // 128
     heads_too = {"num_attention_heads": heads, "num_key_value_heads": heads}
     given = WORDS | {"intermediate_size": width} | heads_too | sizes
@@ -38,7 +39,7 @@ def llama(width: int = 16, blocks: int = BLOCKS, **sizes: int) -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """A tiny GPT-2."""
+    """Builds a tiny GPT-2."""
     ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_embd=16, n_layer=BLOCKS, n_head=2, n_positions=64, **WORDS, **ends)
@@ -46,7 +47,7 @@ def gpt2() -> nn.Module:
 
 
 def bert() -> nn.Module:
-    """A tiny BERT."""
+    """Builds a tiny BERT."""
     config = transformers.BertConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=BLOCKS, num_attention_heads=2, **WORDS
     )
@@ -54,7 +55,7 @@ def bert() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """A tiny T5, half of whose blocks are the decoder's."""
+    """Builds a tiny T5. Half of its blocks are in the decoder."""
     words: dict[str, Any] = {"decoder_start_token_id": 0, "pad_token_id": 0}
     config = transformers.T5Config(
         d_model=16, d_kv=8, d_ff=16, num_layers=HALF, num_decoder_layers=HALF, num_heads=2, **WORDS, **words
@@ -73,14 +74,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {  # with the word
 
 
 def batch(words: int) -> dict[str, Tensor]:
-    """Eight rows of words."""
+    """Returns a batch with eight rows of tokens."""
     found = torch.randint(1, 64, (8, words), generator=torch.Generator().manual_seed(1))
     return {"input_ids": found, "labels": found}
 
 
 @contextmanager
 def counting(model: nn.Module) -> Iterator[Counter[nn.Module]]:
-    """Counts the runs of the modules that the model says are not to be split."""
+    """Counts the runs of the modules that the model declares as not to be split."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = {module for module in model.modules() if type(module).__name__ in names}
     runs = Counter(dict.fromkeys(blocks, 0))
@@ -103,7 +104,7 @@ def counting(model: nn.Module) -> Iterator[Counter[nn.Module]]:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """The least CPU time of some calls, behind one that warms up."""
+    """Returns the minimum CPU time of several calls, after a warm-up call."""
     found = []
     for _ in range(1 + TIMES):
         start = time.process_time()
@@ -113,7 +114,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def row(name: str, costs: Literal["params", "time"]) -> list[str]:
-    """What building a pipe of a model costs."""
+    """Measures the cost of building a pipe of one model."""
     make, words, micro_batches = MODELS[name]
     model, sample = make().train(), batch(words)
 
@@ -136,7 +137,7 @@ def row(name: str, costs: Literal["params", "time"]) -> list[str]:
 
 
 def on_meta() -> list[str]:
-    """CPU seconds of a model of 48 GB on the meta device: its layers, and all traces that a pipe of processes has."""
+    """Measures the CPU time to find the layers of a model of 48 GB on the meta device, and to trace it for a pipe."""
     with torch.device("meta"):
         model = llama(4096, 58, vocab_size=32000, intermediate_size=11008)
     sample = {key: value[:2] for key, value in batch(16).items()}

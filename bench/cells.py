@@ -1,12 +1,13 @@
-"""What a cell costs beside its layers, a forward or a backward of a stage: `python -m bench.cells [--tables loops]`.
+"""Measures the overhead per cell, a forward or backward of one stage: `python -m bench.cells [--tables loops]`.
 
-Tiny layers, so that what is not theirs shows: over the plain loop, and with recompute over a bare engine, which cuts
-the graph, runs forwards without one and then again with one, and checks nothing; in bare threads it shows what is
-Python's lock. The kinds of a table take turns; CPU time of all threads, and how often one of them slept. A step has
-2 K M cells, also where forwards run twice.
+Tiny layers make the overhead visible. It is measured relative to the reference loop and, with recomputation, to a
+bare engine. The bare engine splits the graph, runs forward passes without a graph and again with one, and checks
+nothing. In bare threads, it shows the cost of Python's global interpreter lock. The kinds of a table take turns.
+Results are the CPU time of all threads, and how often a thread slept. A step has 2 K M cells, also with
+recomputation.
 
-Launches: layers that sleep in parts and hold Python's lock between, as who launches kernels does; by the clock, also
-over bare threads that do nothing but that.
+The launches table uses layers that sleep in parts and hold the interpreter lock in between, like code that launches
+kernels. It is measured by wall time, also relative to bare threads that do nothing else.
 """
 
 import argparse
@@ -40,7 +41,7 @@ Step = Callable[[], object]
 
 
 def layers() -> list[nn.Module]:
-    """The same at every call."""
+    """Returns the same layers at every call."""
     torch.manual_seed(0)
     return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)) for _ in range(2 * K)]
 
@@ -52,7 +53,7 @@ def data(micro_batches: int) -> tuple[Tensor, Tensor]:
 
 
 def plain_loop(micro_batches: int = M) -> tuple[Step, nn.Module]:
-    """Micro-batch after micro-batch through the whole model."""
+    """Runs micro-batch after micro-batch through the whole model."""
     model, (x, y) = nn.Sequential(*layers()), data(micro_batches)
 
     def step() -> None:
@@ -63,7 +64,7 @@ def plain_loop(micro_batches: int = M) -> tuple[Step, nn.Module]:
 
 
 def bare_engine(*, recomputes: bool, threads: bool = False, micro_batches: int = M) -> tuple[Step, nn.Module]:
-    """All forwards and then all backwards, the graph cut between stages, without a check; in one thread or in K."""
+    """Runs all forward passes, then all backward passes, with the graph split between stages."""
     own, (x, y) = layers(), data(micro_batches)
     stages = [nn.Sequential(*own[2 * k : 2 * k + 2]) for k in range(K)]
     values, gradients = ([SimpleQueue[Tensor]() for _ in range(K + 1)] for _ in range(2))
@@ -119,7 +120,7 @@ def bare_engine(*, recomputes: bool, threads: bool = False, micro_batches: int =
 
 
 def piped(driver: str, remat: str, micro_batches: int = M, *, recorded: bool = False) -> tuple[Step, nn.Module]:
-    """The pipe."""
+    """Returns a step of the pipe."""
     pipe = gpipe.GPipe(layers(), K, micro_batches, remat=remat, driver=driver, seed=1)
     if recorded:
         pipe.recording = gpipe.record(pipe, keep=1)  # kept alive by it
@@ -128,14 +129,14 @@ def piped(driver: str, remat: str, micro_batches: int = M, *, recorded: bool = F
 
 
 def sleeps() -> int:
-    """How often a thread of this process has given up its processor to wait."""
+    """Returns how often the threads of this process have voluntarily released their CPU."""
     return getrusage(RUSAGE_SELF).ru_nvcsw
 
 
 def in_turns(
     kinds: dict[str, tuple[Step, nn.Module]], rounds: int, cells: dict[str, int]
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """By kind, CPU microseconds of a cell of each round, and how often a thread slept in one."""
+    """Measures, by kind and round, the CPU microseconds per cell and how often a thread slept."""
     found: dict[str, list[float]] = {name: [] for name in kinds}
     slept: dict[str, list[float]] = {name: [] for name in kinds}
     gc.collect()
@@ -155,7 +156,7 @@ def in_turns(
 
 
 def check(kinds: dict[str, tuple[Step, nn.Module]]) -> None:
-    """All kinds of one M make the same bits."""
+    """Asserts that all kinds with the same M are bitwise identical."""
     every: list[list[Any]] = []
     for step, model in kinds.values():
         step()
@@ -172,7 +173,7 @@ def ratio(some: Sequence[float], others: Sequence[float]) -> str:
 
 
 def over_loops(rounds: int) -> str:
-    """Cells of each driver, beside the plain loop and the bare engines."""
+    """Compares the cells of each driver with the reference loop and the bare engines."""
     kinds = {
         "plain loop": plain_loop(),
         "bare engine": bare_engine(recomputes=False),
@@ -200,7 +201,7 @@ def over_loops(rounds: int) -> str:
 
 
 def over_sizes(rounds: int) -> str:
-    """Cells of steps of many micro-batches, over those of few."""
+    """Compares cells of steps with many micro-batches and with few."""
     sizes = (64, 256, 1024)
     rows = []
     for remat in REMATS:
@@ -214,7 +215,7 @@ def over_sizes(rounds: int) -> str:
 
 
 def recorded(rounds: int) -> str:
-    """Cells that are recorded, over cells that are not."""
+    """Compares cells with and without recording."""
     kinds = {f"{d}{', on' * on}": piped(d, "never", recorded=on) for d in DRIVERS for on in (False, True)}
     found, _ = in_turns(kinds, rounds, dict.fromkeys(kinds, 2 * K * M))
     rows = [[driver, ratio(found[f"{driver}, on"], found[driver])] for driver in DRIVERS]
@@ -222,7 +223,7 @@ def recorded(rounds: int) -> str:
 
 
 def launch() -> None:
-    """What a layer's kernels are to Python: short times with its lock, and between them others may have it."""
+    """Simulates the launch of a layer's kernels: short times with the interpreter lock, and releases in between."""
     for _ in range(LAUNCHES):
         until = time.perf_counter() + HELD
         while time.perf_counter() < until:
@@ -252,7 +253,7 @@ class Layer(nn.Module):
 
 
 def launched_bare(pool: ThreadPoolExecutor, stages: int, micro_batches: int) -> float:
-    """Seconds of as many threads that launch and wait for each other as ranks do, and do nothing else."""
+    """Measures threads that launch and wait for each other like ranks, and do nothing else."""
     into = [SimpleQueue[None]() for _ in range(stages)]
 
     def rank(stage: int, before: int | None, behind: int | None) -> None:
@@ -271,7 +272,7 @@ def launched_bare(pool: ThreadPoolExecutor, stages: int, micro_batches: int) -> 
 
 
 def launches(rounds: int, stages: int = 8, micro_batches: int = 32) -> str:
-    """Steps of layers that launch, over what the times of one layer alone make of them, and over bare threads."""
+    """Compares steps of launching layers with the sum of the layer's times, and with bare threads."""
     found, alone, bare = list[float](), list[float](), list[float]()
     x = torch.ones(micro_batches, 1)
     own, pool = [Layer() for _ in range(stages)], ThreadPoolExecutor(stages)
@@ -313,7 +314,7 @@ class Head(nn.Module):
 
 
 class Language(nn.Module):
-    """A model as one writes it: no sequence of layers."""
+    """A model with its own forward method, not a sequence of layers."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -331,7 +332,7 @@ class Language(nn.Module):
 
 
 def blocks(rounds: int, blocks: int, rows: int, length: int) -> tuple[list[Sequence[str]], dict[str, object]]:
-    """CPU seconds of steps of the model, beside those of the same blocks by hand."""
+    """Measures the CPU seconds of steps of the model, and of the same blocks as a list of layers."""
     torch.manual_seed(0)
     model = Language(blocks)
     by_hand = nn.Sequential(model.embed, *model.blocks, model.head)
@@ -369,7 +370,7 @@ def blocks(rounds: int, blocks: int, rows: int, length: int) -> tuple[list[Seque
 
 
 def beside_a_model(rounds: int) -> str:
-    """Steps of blocks as a model and by hand."""
+    """Compares steps of blocks as a model and as a list of layers."""
     rows, _ = blocks(4 * rounds, blocks=4, rows=1, length=32)
     return table(["block, ms forward", "by hand, CPU s a step", "the model, CPU s a step", "ratio (95 %)"], rows)
 

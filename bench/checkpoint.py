@@ -1,6 +1,7 @@
-"""What a checkpoint costs: how long training stops, and how long until it is on the disk.
+"""Measures the cost of a checkpoint: how long training stops, and how long until it is on the disk.
 
-A model of 100 MB, with no optimizer, with momentum (200 MB in all) and with AdamW (300 MB), beside torch's savers.
+The model has 100 MB, without an optimizer, with momentum (200 MB in total) and with AdamW (300 MB). Torch's own
+savers are measured for comparison.
 """
 
 import argparse
@@ -47,7 +48,7 @@ The load looks at every hash. torch.save and torch.distributed.checkpoint take n
 
 
 class Run:
-    """A pipe, its optimizer, and a folder for its checkpoints."""
+    """A pipe with its optimizer and a folder for its checkpoints."""
 
     def __init__(self, folder: Path, make: Callable[[Any], torch.optim.Optimizer | None]) -> None:
         torch.manual_seed(0)
@@ -65,7 +66,7 @@ class Run:
         self.pipe.zero_grad()
 
     def state(self) -> dict[str, Any]:
-        """All of it, as torch's own savers take it."""
+        """Returns the complete state for torch's own savers."""
         optimizer = {} if self.optimizer is None else {"optimizer": self.optimizer.state_dict()}
         return {"model": self.pipe.state_dict(), **optimizer}
 
@@ -82,7 +83,7 @@ def timed(act: Callable[[], Any]) -> float:
 
 
 def torch_save(run: Run) -> None:
-    """One file by torch.save, as durable as a checkpoint."""
+    """Saves one file with torch.save, as durably as a checkpoint."""
     with (run.folder / "torch.pt").open("wb") as file:
         torch.save(run.state(), file)
         file.flush()
@@ -98,7 +99,7 @@ def dcp_save(run: Run) -> None:
 
 
 def one_round(run: Run) -> dict[str, float]:
-    """Seconds of each way to save and load."""
+    """Measures each way to save and load once."""
     found: dict[str, float] = {}
     run.pipe.step_number += 1
     start = time.perf_counter()
@@ -115,7 +116,7 @@ def one_round(run: Run) -> dict[str, float]:
 
 
 def steps_beside(run: Run) -> tuple[list[float], list[float]]:
-    """Seconds of each step while nothing else goes on, and while a checkpoint is being written."""
+    """Measures steps without and during the save of a checkpoint."""
     alone, beside = list[float](), list[float]()
     for _ in range(4):
         alone += [timed(run.step) for _ in range(3)]
@@ -131,7 +132,7 @@ def ms(seconds: float) -> str:
 
 
 def with_others(run: Run) -> tuple[float, dict[str, float]]:
-    """How many cores other processes used in a round, and the round."""
+    """Runs a round, and returns how many cores other processes used in it."""
     own, all_, start = cpu_seconds(os.getpid()), busy_seconds(), time.perf_counter()
     found = one_round(run)
     others = busy_seconds() - all_ - (cpu_seconds(os.getpid()) - own)
@@ -152,7 +153,7 @@ def main() -> None:
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    """All figures, by optimizer."""
+    """Returns all results by optimizer."""
     found: dict[str, Any] = {}
     for name, make in OPTIMIZERS.items():
         run = Run(folder, make)
@@ -170,7 +171,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def report(measured: dict[str, Any], rounds: int) -> None:
-    """Writes and prints what was found."""
+    """Writes and prints the results."""
     about = facts()
     ways = list(measured["with AdamW"]["rounds"][0])
     header = ["ms, median (min-max)", *(f"{name}, {found['megabytes']:.0f} MB" for name, found in measured.items())]

@@ -1,11 +1,11 @@
-"""What `find_plan(measure=True)` chooses, beside all that one would try by hand: `python -m bench.chosen`.
+"""Compares the plan of `find_plan(measure=True)` with all settings one would try: `python -m bench.chosen`.
 
-All are trained in turns, each step of one after a step of the others in an order drawn anew, by two threads on two
-cores; and then the choice and the `FINALISTS` that were fastest, `LONGER` times as long. The ratio is of these turns
-alone, since of many the one that was fastest was so by luck too: so is the best of the finalists, and what is best in
-every other turn is compared in those between.
+All settings are trained in turns in random order, with two threads on two cores. Then the chosen plan and the
+`FINALISTS` fastest settings are trained `LONGER` times as long. The ratio is from these turns only, because the
+fastest of many settings in a short measurement is partly luck. The best finalist is selected in every other turn, and
+compared in the turns between.
 
-`--busy 1` keeps one core busy meanwhile, with a process that does nothing else.
+With `--busy 1`, another process keeps one core busy.
 """
 
 import argparse
@@ -36,7 +36,7 @@ NAMES = ("transformer", "amoebanet", "mlp", "conv")
 
 
 def by_hand(name: str) -> list[Configuration]:
-    """All that one would try of a network: K, M, remat, schedule."""
+    """Returns all settings to try for a network: K, M, recomputation and schedule."""
     ways = product((2, 4, 8, 16), ("never", "always"), ("gpipe", "1f1b", "zb_h1"))
     return [
         *(Configuration(name, 1, m, "never", "gpipe") for m in (1, 2, 4, 8)),
@@ -45,7 +45,7 @@ def by_hand(name: str) -> list[Configuration]:
 
 
 def pipe_by_hand(network: Network, tried: Configuration) -> gpipe.GPipe:
-    """As a user would set it up: cut by what layers take."""
+    """Builds a pipe like a user would: split by the measured times of layers."""
     return gpipe.GPipe(
         network.build(),
         tried.partitions,
@@ -57,7 +57,7 @@ def pipe_by_hand(network: Network, tried: Configuration) -> gpipe.GPipe:
 
 
 def pipes_of(name: str) -> tuple[dict[str, gpipe.GPipe], gpipe.Plan]:
-    """Each way to train, by name, and what was chosen, under the name `chosen`."""
+    """Returns a pipe for each setting by name. The pipe of the planner is `chosen`."""
     network = NETWORKS[name]
     plan = gpipe.find_plan(network.build(), network.batch()[0], 2, measure=True, intra_op_threads=1)
     pipes = {str(tried): pipe_by_hand(network, tried) for tried in by_hand(name)}
@@ -71,7 +71,7 @@ def in_turns(
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     rounds: int,
 ) -> dict[str, list[float]]:
-    """The seconds of steps of each, behind one that warms up."""
+    """Measures steps of each pipe, after one warm-up step."""
     found: dict[str, list[float]] = {name: [] for name in pipes}
     order, chance = list(pipes), random.Random(0)
     for number in range(rounds + 1):
@@ -87,7 +87,7 @@ def in_turns(
 
 
 def compared(found: Mapping[str, Sequence[float]]) -> tuple[str, float, tuple[float, float]]:
-    """The best by hand, how much longer the chosen one takes in a turn (1: as long), and the interval of that.
+    """Returns the best setting, the median time of the chosen plan relative to it, and its interval.
 
     >>> compared({"chosen": [3.0, 2.0], "a": [1.0, 4.0], "b": [2.0, 2.0]})
     ('b', 1.0, (0.5, 1.5))
@@ -101,7 +101,7 @@ def compared(found: Mapping[str, Sequence[float]]) -> tuple[str, float, tuple[fl
 
 @contextmanager
 def busy(cores: int) -> Iterator[None]:
-    """Keeps so many cores busy meanwhile."""
+    """Keeps this number of cores busy inside the context."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
     try:
         yield
@@ -112,7 +112,7 @@ def busy(cores: int) -> Iterator[None]:
 
 
 def compare(names: Sequence[str], rounds: int, data: dict[str, Any]) -> None:
-    """Adds what was found for each network to the data, and its line of the table."""
+    """Adds the results of a network to the data, and its row to the table."""
     for name in with_time_left(names, "networks"):
         torch.manual_seed(0)
         meter = Meter()
@@ -145,7 +145,7 @@ def compare(names: Sequence[str], rounds: int, data: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Trains all ways in turns, and keeps the table."""
+    """Trains with all settings in turns, and writes the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.chosen", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="networks whose name contains this; those of the same commit stay")

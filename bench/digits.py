@@ -1,4 +1,4 @@
-"""The accuracy of `gpipe train digits` over seeds, and its losses at other K and under torchrun."""
+"""Measures the accuracy of `gpipe train digits` over seeds, and its losses at other K and under torchrun."""
 
 import argparse
 from pathlib import Path
@@ -20,7 +20,7 @@ SHORT = {"epochs": 3}
 
 
 def main() -> None:
-    """Trains with several seeds, and a few epochs in several ways."""
+    """Trains with several seeds, then a few epochs with other K and under torchrun."""
     parser = argparse.ArgumentParser(prog="python -m bench.digits", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--folder", type=Path, default=Path("out/bench/digits"))

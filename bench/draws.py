@@ -1,7 +1,7 @@
-"""What keyed random numbers cost beside torch's own, on the CPU: `python -m bench.draws`.
+"""Measures the cost of keyed random numbers compared with torch's own, on the CPU: `python -m bench.draws`.
 
-Each operation by itself, under a key, and under a key 25 calls of Python deep, as in a model; in turns. dynamo is
-loaded, as a model of transformers has it.
+Each operation runs by itself, under a key, and under a key with 25 nested Python calls, as in a model, in turns.
+TorchDynamo is imported, as it is by a model of transformers.
 """
 
 import time
@@ -35,7 +35,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def deep(calls: int, run: Callable[[], object]) -> object:
-    """Runs something so many calls below."""
+    """Calls a function inside this number of nested calls."""
     return deep(calls - 1, run) if calls else run()
 
 
@@ -52,7 +52,7 @@ def keyed(run: Callable[[], object], times: int) -> float:
 
 
 def row(name: str, size: int) -> tuple[list[str], dict[str, object]]:
-    """One operation on a tensor of so many elements."""
+    """Measures one operation on a tensor with this number of elements."""
     value = torch.randn(1, 2, max(2, size // 64), 32) if name != "dropout" else torch.randn(size)
     run = partial(OPERATIONS[name], value)
     times = max(3, 20_000 // (10 + value.numel() // 100))

@@ -27,7 +27,7 @@ def seconds(do: Callable[[], object]) -> float:
 
 
 def measure(work: Workload, remat: str, driver: str, rounds: int) -> str:
-    """The medians of ratios, with verification over without: of the first step, and of later ones."""
+    """Returns the median ratios of the first step and of later steps, with verification relative to without."""
     x, y = work.data()
     first, later = list[float](), list[float]()
     for number in range(rounds):

@@ -1,7 +1,7 @@
-"""What is foretold of a step beside what it is, its seconds and its bytes: `python -m bench.foreseen`.
+"""Compares the predicted time and memory of a step with the measured ones: `python -m bench.foreseen`.
 
-Costs are measured and steps are run in turn, round after round, so that both meet the same use of the machine by
-others, which is told beside them. Bytes are counted, and do not depend on it.
+Costs and steps are measured in turns, so that both see the same load by other processes, which is printed with them.
+Memory is counted, and does not depend on the load.
 """
 
 import argparse
@@ -91,7 +91,7 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a network is trained."""
+    """The settings of a training."""
 
     network: str
     partitions: int
@@ -160,7 +160,7 @@ HELD = list(
 
 @dataclass
 class Seen:
-    """What was foretold and measured of one configuration, round after round."""
+    """Predictions and measurements of one configuration, by round."""
 
     pipe: list[float] = field(default_factory=list)
     plan: list[float] = field(default_factory=list)
@@ -170,12 +170,12 @@ class Seen:
     measured_bytes: tuple[int, ...] = ()
 
     def error(self, foretold: Sequence[float]) -> float:
-        """By how much what was foretold is more than what was measured, in the same round."""
+        """Returns the relative difference of prediction and measurement in the same round."""
         return median(told / real for told, real in zip(foretold, self.steps, strict=True)) - 1
 
     @property
     def byte_errors(self) -> list[float]:
-        """Of each rank."""
+        """Returns the relative error of the predicted memory of each rank."""
         return [told / real - 1 for told, real in zip(self.foretold_bytes, self.measured_bytes, strict=True)]
 
 
@@ -220,7 +220,7 @@ def _pipe(each: Configuration, layers: list[nn.Module], plan: gpipe.Plan, **more
 
 
 def compare_seconds(each: Configuration, seen: Seen) -> None:
-    """Foretells a step, and runs some."""
+    """Predicts the time of a step, and measures steps."""
     network = NETWORKS[each.network]
     torch.manual_seed(0)
     layers, (inputs, targets) = network.build(), network.batch()
@@ -241,9 +241,10 @@ def compare_seconds(each: Configuration, seen: Seen) -> None:
 
 
 def compare_bytes(each: Configuration, seen: Seen) -> None:
-    """Foretells the most that each rank holds beside weights, gradients and optimizer, and measures it.
+    """Predicts and measures the peak memory of each rank, without weights, gradients and optimizer state.
 
-    The mini-batch is the caller's, and is left out: stage 0 takes it. So is the first step, which looks more closely.
+    The mini-batch is not included, because the caller holds it. The first step is not measured, because it includes
+    verification.
     """
     network = NETWORKS[each.network]
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
-"""Where a step's time goes that its table does not foretell, cell by cell: `python -m bench.gap WORKLOAD`.
+"""Shows where the time of a step goes that its schedule does not predict: `python -m bench.gap WORKLOAD`.
 
-The table's durations are those of the same actions run alone, one after another. A second run has all ranks at once,
-each cell with the clock, the CPU time and the page faults of its thread.
+The durations in the prediction are from the same actions, run one after another. A second run executes all ranks at
+the same time, and records wall time, CPU time and page faults of each cell.
 """
 
 import argparse
@@ -40,7 +40,7 @@ Cells = Mapping[Action, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Run:
-    """One step: seconds by the clock, of the step and of its timeline, and its cells."""
+    """Measurements of one step: its wall time, its timeline and its cells."""
 
     step: float
     timeline: float
@@ -48,14 +48,14 @@ class Run:
 
 
 class Watch(Recorder):
-    """A recorder that also reads what the thread used in each action."""
+    """A recorder that also reads the resources that the thread used in each action."""
 
     def __init__(self) -> None:
         super().__init__(keep=1)
         self.cells: dict[Action, tuple[float, ...]] = {}
 
     def perform(self, perform: Work, run: MiniBatch, rank: Rank, step: CompiledAction) -> None:
-        """Performs an action of a rank between two readings."""
+        """Runs an action of a rank between two measurements."""
         before, start = resource.getrusage(resource.RUSAGE_THREAD), time.perf_counter()
         super().perform(perform, run, rank, step)
         seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_THREAD)
@@ -70,7 +70,7 @@ class Watch(Recorder):
 def watched(
     pipes: Sequence[gpipe.GPipe], setup: Setup, rounds: int, meet: Callable[[], object] = int
 ) -> list[list[Run]]:
-    """Steps of pipes in turns, watched; the first two of each settle."""
+    """Runs steps of pipes in turns. The first two steps of each are warm-up."""
     inputs, targets = setup.work.data()
     found: list[list[Run]] = [[] for _ in pipes]
     for _ in range(rounds + 2):
@@ -87,7 +87,7 @@ def watched(
 
 
 def make(setup: Setup, schedule: str, driver: str) -> gpipe.GPipe:
-    """The pipe of a workload."""
+    """Builds the pipe of a workload."""
     remat = "always" if setup.remat else "never"
     return gpipe.GPipe(
         setup.work.layers(), setup.cuts, setup.micro_batches, remat=remat, seed=0, driver=driver, schedule=schedule
@@ -95,21 +95,21 @@ def make(setup: Setup, schedule: str, driver: str) -> gpipe.GPipe:
 
 
 def typical(runs: Sequence[Run]) -> Cells:
-    """The median of each reading of each action."""
+    """Returns the median of each measurement of each action."""
     return {
         action: tuple(median(run.cells[action][at] for run in runs) for at in range(4)) for action in runs[0].cells
     }
 
 
 def foretold(pipe: gpipe.GPipe, alone: Cells) -> float:
-    """Seconds of a step by the table, if each action takes as long as alone."""
+    """Returns the duration of a step by the schedule if each action takes as long as it does alone."""
     costs = [StageCost(0.0, 0.0)] * pipe.program.stages
     timeline = simulate(pipe.program, costs, lambda action: alone[action][0] if action in alone else 0.0).timeline
     return timeline.seconds
 
 
 def shares(pipe: gpipe.GPipe, alone: Cells, runs: Sequence[Run]) -> dict[str, float]:
-    """Where the time of all ranks went in a typical step, as shares of it."""
+    """Returns where the time of all ranks went in a typical step, as shares of the step."""
     ranks, plan = pipe.partitions, foretold(pipe, alone)
     middle = sorted(runs, key=lambda run: run.step)[len(runs) // 2]
     step, together = middle.step, middle.cells
@@ -136,7 +136,7 @@ def shares(pipe: gpipe.GPipe, alone: Cells, runs: Sequence[Run]) -> dict[str, fl
 
 
 def in_threads(setup: Setup, schedule: str, rounds: int) -> tuple[Cells, dict[str, float]]:
-    """The actions alone, and in turns with that the shares with a thread for each rank."""
+    """Measures the actions alone, and in turns with a thread for each rank."""
     with make(setup, schedule, "lockstep") as one, make(setup, schedule, "threads") as pipe:
         first, runs = watched([one, pipe], setup, rounds)
         return typical(first), shares(pipe, typical(first), runs)
@@ -154,7 +154,7 @@ def _rank(
 
 
 def at_once(setup: Setup, schedule: str, driver: str, rounds: int) -> list[list[Run]]:
-    """The runs of as many processes as there are ranks, each beginning its steps when all do."""
+    """Runs one process per rank. All begin their steps at the same time."""
     context, ours = get_context("spawn"), []
     with TemporaryDirectory() as folder:
         for rank in range(setup.partitions):
@@ -166,14 +166,14 @@ def at_once(setup: Setup, schedule: str, driver: str, rounds: int) -> list[list[
 
 
 def slowdown(setup: Setup, schedule: str, alone: Cells, rounds: int) -> float:
-    """By how much the actions take longer where each process does all of them for itself, all at once."""
+    """Returns how much longer actions take if each process runs all of them independently, all at the same time."""
     every = [typical(runs) for runs in at_once(setup, schedule, "lockstep", rounds)]
     took = median(sum(cell[0] for cell in cells.values()) for cells in every)
     return took / sum(cell[0] for cell in alone.values()) - 1
 
 
 def over_processes(setup: Setup, schedule: str, alone: Cells, rounds: int) -> dict[str, float]:
-    """With a process for each rank."""
+    """Measures with one process per rank."""
     found = at_once(setup, schedule, "process", rounds)
     runs = [
         Run(

@@ -1,13 +1,13 @@
-"""What a token takes in a pipe that generates, over the ideal: `python -m bench.generation`.
+"""Measures the time per token of generation with a pipe, relative to the ideal: `python -m bench.generation`.
 
-Blocks that sleep, as a device would compute while the host waits: with M of at least K each rank has always a
-micro-batch to work on, so a token of all micro-batches takes M times what a stage takes.
+The first model sleeps, like a host that waits for a device. With M of at least K, every rank always has a micro-batch
+to work on, so one token for all micro-batches takes M times the time of a stage.
 
-And a Llama on CPU threads, beside `generate` of the model itself on one and on two. With few rows a forward takes as
-long as its weights take to be read, whatever the rows, and a pipe reads them for each micro-batch anew; with many, as
-long as it computes. The processors' time says which: it is what all threads together have worked.
+The second model is a Llama on CPU threads, compared with its own `generate` on one and two threads. With few rows, a
+forward pass takes the time to read the weights, and a pipe reads them for each micro-batch. With many rows, it takes
+the time to compute. The CPU time of all threads shows the difference.
 
-Each count of tokens is timed in every round, and the least counts: what else the machine did is in no figure.
+Each number of tokens is measured in every round, and the minimum counts, to exclude the load of other processes.
 """
 
 import argparse
@@ -41,7 +41,7 @@ Run: TypeAlias = tuple[float, ...]
 
 
 class Block(nn.Module):
-    """Sleeps its part of what all blocks together do."""
+    """Sleeps for its share of the time of all blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Sleeper(nn.Module):
-    """A model that counts, with a `generate` of its own."""
+    """A model that counts, with its own `generate` method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,14 +68,14 @@ class Sleeper(nn.Module):
         return value
 
     def generate(self, inputs: Tensor, count: int) -> Tensor:
-        """So many words more."""
+        """Returns the input with this number of additional tokens."""
         for _ in range(count):
             inputs = torch.cat([inputs, self(inputs).sum(-1).long() % 16], 1)
         return inputs
 
 
 def timed(generate: Callable[[int], object]) -> Run:
-    """What few tokens and many take, by the clock and of processors."""
+    """Measures few and many tokens, by wall time and CPU time."""
     run = []
     for count in (FEW, MANY):
         start, worked = time.perf_counter(), time.process_time()
@@ -85,13 +85,13 @@ def timed(generate: Callable[[int], object]) -> Run:
 
 
 def a_token(runs: Sequence[Run]) -> tuple[float, float]:
-    """The seconds that one more token takes, by the clock and of processors, without what comes before the first."""
+    """Returns the wall time and CPU time per additional token, without the time before the first one."""
     few, worked_few, many, worked_many = map(min, zip(*runs, strict=True))
     return (many - few) / (MANY - FEW), (worked_many - worked_few) / (MANY - FEW)
 
 
 def sleeping(ranks: int, micro_batches: int) -> Run:
-    """What tokens of all micro-batches take."""
+    """Measures the time per token for all micro-batches of the sleeping model."""
     model, words, each = Sleeper().eval(), torch.ones(micro_batches, 2, dtype=torch.int64), BLOCKS // ranks
     cut = [each + 1, *[each] * (ranks - 1)]  # words are embedded by the first
     with gpipe.GPipe(model, cut, micro_batches, sample=words).eval() as pipe:
@@ -102,7 +102,7 @@ def sleeping(ranks: int, micro_batches: int) -> Run:
 
 
 def llama() -> LlamaForCausalLM:
-    """Of 8 layers that take some milliseconds each."""
+    """Builds a Llama with 8 layers that take some milliseconds each."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1024, hidden_size=768, intermediate_size=2048, num_attention_heads=12, num_hidden_layers=8
@@ -111,7 +111,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def by_all(model: Any, rows: int, rounds: int) -> dict[tuple[int, int], list[Run]]:
-    """What tokens of so many rows take by the model and by pipes."""
+    """Measures tokens of this number of rows with the model and with pipes."""
     words = torch.randint(3, 1024, (rows, WORDS))
     how: dict[str, Any] = {"attention_mask": torch.ones_like(words), "pad_token_id": 0, "eos_token_id": None}
     generate: dict[tuple[int, int], Any] = dict.fromkeys(ALONE, model.generate)
@@ -146,7 +146,7 @@ def main() -> None:
 
 
 def page(measured: dict[str, Any]) -> str:
-    """Tables of what was measured."""
+    """Returns tables of the measurements."""
     lines = [[str(k), str(m), f"{a_token(runs)[0] / (m * STAGE_SECONDS):.3f}"] for (k, m), runs in measured["slept"]]
     parts = ["# A token in a pipe that generates", describe(measured["facts"])]
     parts.append(table(("K", "M", "a token, over M times a stage"), lines))

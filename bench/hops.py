@@ -1,8 +1,8 @@
-"""How much code a step enters: files, functions and depth of calls within gpipe, counted by a profiler.
+"""Counts how much code a step executes: files, functions and depth of calls within gpipe.
 
     python -m bench.hops [--names]
 
-Of a warm step of two ranks and four micro-batches, whose layers take no time at all; with `--names` which they are.
+Measures a warm step of two ranks and four micro-batches with a profiler. `--names` also lists the functions.
 """
 
 import sys
@@ -23,7 +23,7 @@ X, Y = torch.ones(8, 4), torch.ones(8, 4)
 
 
 class Blocks(nn.Module):
-    """A model with a forward of its own, to be traced."""
+    """A model with its own forward method, to be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Blocks(nn.Module):
 
 
 def inside(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of gpipe from one outwards."""
+    """Yields the frames of gpipe from this frame outwards."""
     while frame is not None:
         if frame.f_code.co_filename.startswith(HOME):
             yield frame
@@ -44,7 +44,7 @@ def inside(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def count(call: Callable[[], object]) -> list[str]:
-    """The files and functions that a call enters, and its depth, in all threads."""
+    """Counts the files and functions that a call enters, and its depth, in all threads."""
     functions, depths = Counter[tuple[str, str]](), set[int]()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -65,7 +65,7 @@ def count(call: Callable[[], object]) -> list[str]:
 
 
 def warm(pipe: gpipe.GPipe) -> list[str]:
-    """Of a step that is not the first, in threads of its own."""
+    """Counts a step that is not the first, in new threads."""
     for _ in range(2):
         pipe.step(X, Y, nn.functional.mse_loss)
     pipe.close()

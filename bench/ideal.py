@@ -1,13 +1,13 @@
-"""How long a step must take: all forwards, then all backwards, each as soon as what it needs is there."""
+"""Computes the minimum duration of a step in which each action runs as soon as its inputs are available."""
 
 from collections.abc import Sequence
 
 
 def makespan(forward: Sequence[float], backward: Sequence[float], micro_batches: int, *, remat: bool) -> float:
-    """Seconds of one mini-batch whose stages take these seconds for a micro-batch.
+    """Returns the duration of one mini-batch with these durations of stages per micro-batch.
 
-    Nothing else takes time, and a recompute, as long as its forward, runs while the gradient is under way.
-    Without recompute it is sum(f) + sum(b) + (M-1) (max f + max b).
+    Nothing else takes time. A recomputation takes as long as its forward pass, and runs while the gradient is
+    computed by later stages. Without recomputation, the duration is sum(f) + sum(b) + (M-1) (max f + max b).
 
     >>> makespan([1, 1], [2, 2], 4, remat=False)
     15.0
@@ -28,9 +28,9 @@ def makespan(forward: Sequence[float], backward: Sequence[float], micro_batches:
 
 
 def share(forward: Sequence[float], backward: Sequence[float], micro_batches: int, *, remat: bool) -> float:
-    """What a schedule of equal stages does with K machines: the plain loop's time / (K x makespan).
+    """Returns the efficiency of a schedule with equal stages on K machines: loop time / (K x makespan).
 
-    Without recompute it is M/(M+K-1).
+    Without recomputation it is M/(M+K-1).
 
     >>> share([1, 1], [2, 2], 4, remat=False)
     0.8

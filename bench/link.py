@@ -1,9 +1,10 @@
-"""Tensors there and back between two hosts: bare sockets, gloo, our connection, and ours with TLS, in turns.
+"""Measures round trips of tensors between two hosts: bare sockets, gloo and gpipe's connection with and without TLS.
 
-    python -m bench.link    # as root: makes network namespaces; else over the loopback device
+    python -m bench.link    # as root: creates network namespaces; otherwise uses the loopback device
 
-A pipe keeps what it receives, and knows nothing of it before. Bare sockets and gloo are given sizes and use the same
-memory each time; `kept`, they make room for each tensor, and gloo sends its size ahead, as in a pipe they had to.
+A pipe keeps the tensors it receives and does not know their sizes in advance. Bare sockets and gloo know the sizes
+and reuse the same memory. In the variants `kept`, they allocate each tensor, and gloo sends its size first, as they
+would have to in a pipe.
 """
 
 import argparse
@@ -46,14 +47,14 @@ Found = dict[str, dict[str, list[tuple[float, float]]]]  # seconds and CPU secon
 
 
 class Meeting:
-    """Where the two ends are joined, as often as they ask."""
+    """Connects the two ends, as often as needed."""
 
     def __init__(self, rank: int, address: str, opened: ExitStack) -> None:
         self.rank, self.address, self.opened = rank, address, opened
         self._server = None if rank else opened.enter_context(socket.create_server((address, PORT)))
 
     def join(self) -> socket.socket:
-        """One connection between the two ends."""
+        """Returns one connection between the two ends."""
         end = self._server.accept()[0] if self._server else socket.create_connection((self.address, PORT))
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return self.opened.enter_context(end)
@@ -135,7 +136,7 @@ openssl x509 -req -in rank.csr -CA ca.pem -CAkey ca.key -out rank.pem
 
 
 class Ends:
-    """One end of all ways at once; what both do is told by a connection beside them."""
+    """One end of all ways to send. A control connection tells both ends what to measure."""
 
     def __init__(self, meeting: Meeting) -> None:
         torch.set_num_threads(1)
@@ -143,7 +144,7 @@ class Ends:
         self.ways = {name: make(meeting) for name, make in WAYS.items()}
 
     def serve(self) -> None:
-        """Sends back what comes, as it is told, until there is no more."""
+        """Sends tensors back until the other end stops."""
         for line in self.command:
             name, size, count = json.loads(line)
             send, receive = self.ways[name]
@@ -153,7 +154,7 @@ class Ends:
             self._say(time.process_time() - start)
 
     def turn(self, name: str, size: int, count: int) -> tuple[float, float]:
-        """Seconds there and back, the median of a turn, and CPU seconds of both ends."""
+        """Returns the median seconds of a round trip, and the CPU seconds of both ends."""
         send, receive = self.ways[name]
         tensor = torch.arange(size // 4, dtype=torch.float32)
         seconds = []
@@ -175,7 +176,7 @@ class Ends:
 
 @contextmanager
 def hosts() -> Iterator[tuple[str, Sequence[str], str]]:
-    """The network of this end if it is another, how to start a command at the other, and what is between them."""
+    """Returns the network of the other end, the command that starts it, and a description of the link."""
     if missing():
         yield "", (), "the loopback device"
         return
@@ -186,7 +187,7 @@ def hosts() -> Iterator[tuple[str, Sequence[str], str]]:
 
 @contextmanager
 def two_ends(network: str, prefix: Sequence[str]) -> Iterator[Ends]:
-    """The two ends, this thread one of them, in a network if one is given."""
+    """Yields the two ends. One of them is this thread, in a network namespace if one is given."""
     if network:
         enter(network)
     address = ADDRESSES[0] if network else "127.0.0.1"
@@ -200,7 +201,7 @@ def two_ends(network: str, prefix: Sequence[str]) -> Iterator[Ends]:
 
 
 def measure(network: str, prefix: Sequence[str], rounds: int, sizes: Sequence[int]) -> Found:
-    """By size and way, a turn each round."""
+    """Measures all sizes and ways in turn, once per round."""
     found: Found = {NAMES[size]: {name: [] for name in WAYS} for size in sizes}
     with two_ends(network, prefix) as ends:
         for size, name in product(sizes, WAYS):  # all are warm
@@ -214,7 +215,7 @@ def measure(network: str, prefix: Sequence[str], rounds: int, sizes: Sequence[in
 
 
 def markdown(found: Found) -> str:
-    """A table by size: ms, over bare sockets by round, CPU ms."""
+    """Returns a table by size: milliseconds, ratio to bare sockets per round, and CPU milliseconds."""
     rows = []
     for size, ways in found.items():
         for name, turns in ways.items():

@@ -1,8 +1,8 @@
-"""How much of a layer's time may be Python's before ranks as threads wait for each other: `python -m bench.lock`.
+"""Measures how much of a layer may hold the interpreter lock before rank threads wait: `python -m bench.lock`.
 
-Layers as a GPU has them for the host: a part of each kernel's time is the launch, which holds the interpreter's lock,
-and in the rest the device computes and the host sleeps. What K ranks take, in threads and in processes, over what one
-stage alone takes by a plain loop, times (M+K-1)/M.
+The layers behave like GPU layers seen from the host. One part of each kernel's time is the launch, which holds the
+interpreter lock. In the other part, the device computes and the host sleeps. The results are the times of K ranks in
+threads and in processes, relative to the time of one stage in the reference loop, times (M+K-1)/M.
 """
 
 import argparse
@@ -34,7 +34,7 @@ HELD = (0.02, 0.1, 0.2, 0.4)
 
 
 def launch(held: float) -> None:
-    """So many kernels, one after another."""
+    """Launches this number of kernels one after another."""
     for _ in range(KERNELS):
         until = time.perf_counter() + held * KERNEL_SECONDS
         while time.perf_counter() < until:
@@ -56,7 +56,7 @@ class Kernels(torch.autograd.Function):
 
 
 class Launches(nn.Module):
-    """A stage: kernels forward, and as many backward."""
+    """A stage that launches the same number of kernels in the forward and the backward pass."""
 
     def __init__(self, held: float) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Launches(nn.Module):
 
 
 def seconds(step: Callable[[], object]) -> float:
-    """The median of what a step takes."""
+    """Returns the median duration of a step."""
     took = []
     for _ in range(STEPS + 1):
         start = time.perf_counter()
@@ -78,7 +78,7 @@ def seconds(step: Callable[[], object]) -> float:
 
 
 def alone(held: float) -> float:
-    """What one stage takes for a mini-batch by a plain loop."""
+    """Measures one stage with a mini-batch in the reference loop."""
     layer, rows = Launches(held), torch.ones(M, 4).tensor_split(M)
 
     def step() -> None:
@@ -89,7 +89,7 @@ def alone(held: float) -> float:
 
 
 def piped(held: float, ranks: int, driver: Any) -> float:
-    """What a mini-batch takes in a pipe of so many such stages."""
+    """Measures a mini-batch in a pipe of this number of stages."""
     layers = [Launches(held) for _ in range(ranks)]
     pipe = gpipe.GPipe(layers, ranks, M, driver=driver, remat="never", seed=0)
     rows = torch.ones(M, 4)
@@ -97,7 +97,7 @@ def piped(held: float, ranks: int, driver: Any) -> float:
 
 
 def serve(ranks: int) -> None:
-    """As one of several processes: says what steps take, as JSON, for each of HELD."""
+    """Runs one rank of several processes, and prints the durations of steps as JSON for each value of HELD."""
     dist.init_process_group("gloo")
     took = [piped(held, ranks, "process") for held in HELD]
     if not dist.get_rank():
@@ -106,7 +106,7 @@ def serve(ranks: int) -> None:
 
 
 def in_processes(ranks: int) -> list[float]:
-    """What steps take with a process for each rank, for each of HELD."""
+    """Measures steps with one process per rank for each value of HELD."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

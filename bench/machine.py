@@ -1,4 +1,4 @@
-"""What the machine is, and how busy others keep it."""
+"""Describes the machine, and measures how busy other processes keep it."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 
 def facts() -> dict[str, str]:
-    """What a result must say of where it comes from."""
+    """Returns the facts about the machine and the software that each result includes."""
     return {
         "machine": f"{_cpu_model()}, {os.cpu_count()} cores, {_memory_gib():.0f} GiB",
         "python": platform.python_version(),
@@ -32,7 +32,7 @@ def _module() -> str:
 
 
 def _group_priority() -> str:
-    """The nice value of this session among the sessions of the machine, where Linux schedules by session."""
+    """Returns the nice value of this session, if Linux schedules by session."""
     try:
         return Path("/proc/self/autogroup").read_text().split()[-1]
     except OSError:
@@ -47,7 +47,7 @@ def _version(package: str) -> str:
 
 
 def commit() -> str:
-    """The commit, with a plus if the library differs from it."""
+    """Returns the commit, with a plus if the working copy of the package differs from it."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
@@ -71,7 +71,7 @@ def _memory_gib() -> float:
 
 
 def busy_seconds() -> float:
-    """CPU seconds that all processes have used since the machine started, stolen ones included."""
+    """Returns the CPU seconds that all processes have used since the machine started, including stolen time."""
     user, nice, system, _, _, irq, softirq, steal, *_ = map(
         int, Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     )
@@ -79,18 +79,18 @@ def busy_seconds() -> float:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU seconds that a process has used."""
+    """Returns the CPU seconds that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICK
 
 
 def resident_bytes() -> int:
-    """What this process holds in memory now."""
+    """Returns the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_resident_bytes() -> int:
-    """The most that this process held since `forget_peak`."""
+    """Returns the peak resident memory of this process since `forget_peak`."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
@@ -98,5 +98,5 @@ def peak_resident_bytes() -> int:
 
 
 def forget_peak() -> None:
-    """Begins `peak_resident_bytes` anew."""
+    """Resets `peak_resident_bytes`."""
     Path("/proc/self/clear_refs").write_text("5")

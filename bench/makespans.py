@@ -1,7 +1,7 @@
-"""Each schedule against its own table where nothing but sleeping takes time: `python -m bench.makespans`.
+"""Compares each schedule with its own prediction if layers only sleep: `python -m bench.makespans`.
 
-A stage is one layer that sleeps: in its forward, in the backward of its input, and where its weight's gradient is
-added, as long each. So a machine of any size shows what the runtime itself adds.
+Each stage is one layer that sleeps for the same time in its forward pass, its input-gradient pass and its
+weight-gradient pass. So the overhead of the runtime is visible on a machine of any size.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def _sleep(seconds: float, _: Tensor) -> None:
 
 
 class Sleeper(nn.Module):
-    """A small product that sleeps in each of its parts."""
+    """A small matrix product that sleeps in each of its passes."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Sleeper(nn.Module):
 
 
 def one_sleep(seconds: float) -> float:
-    """What a sleep of so many seconds really takes."""
+    """Returns how long a sleep of this duration really takes."""
     taken = []
     for _ in range(50):
         start = time.perf_counter()
@@ -65,7 +65,7 @@ def one_sleep(seconds: float) -> float:
 
 
 def measure(name: str, options: argparse.Namespace) -> list[str]:
-    """Steps of a pipe by one schedule, beside what its table foretells."""
+    """Measures steps of a pipe with one schedule, and compares them with the prediction."""
     stages = options.ranks * SCHEDULES[name].stages_per_rank
     layers = [Sleeper(options.seconds) for _ in range(stages)]
     x, y = torch.randn(options.micro_batches, 4), torch.randn(options.micro_batches, 4)

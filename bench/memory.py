@@ -1,10 +1,11 @@
-"""Peak memory of a step over L, K, M and N, against O(N + L/K x N/M) for each partition (paper, section 2.3).
+"""Measures the peak memory of a step over L, K, M and N against O(N + L/K x N/M) (paper, section 2.3).
 
     python -m bench.memory
 
-L layers of Linear(256) and Tanh; the second step is measured, when gradients are there already, by the allocator's
-own count of bytes (the profiler's memory events) above what stood before. All K partitions live in one process, in
-lockstep, so the formula is taken K times: K N boundary rows and the inside of one micro-batch of all L layers.
+The model has L layers of Linear(256) and Tanh. The second step is measured, when gradients exist already, by the
+allocator's memory events in the profiler, relative to the memory before the step. All K partitions run in one process
+in lockstep, so the formula is multiplied by K: K N boundary rows and the activations of one micro-batch in all L
+layers.
 """
 
 import argparse
@@ -29,7 +30,7 @@ Shape = tuple[int, int, int, int]  # L, K, M, N
 
 
 def peak_bytes(layers: int, partitions: int, micro_batches: int, rows: int, remat: str) -> int:
-    """The most bytes allocated at once during a step, above what stood before it."""
+    """Returns the peak of allocated bytes during a step, relative to the bytes before it."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)]
     pipe = gpipe.GPipe(blocks, partitions, micro_batches, remat=remat, driver="lockstep", seed=0)
@@ -43,18 +44,18 @@ def peak_bytes(layers: int, partitions: int, micro_batches: int, rows: int, rema
 
 
 def shapes() -> Iterator[Shape]:
-    """The grid."""
+    """Returns all combinations of L, K, M and N."""
     return itertools.product((8, 16, 32), (1, 2, 4), (2, 4, 8, 16), (128, 512))
 
 
 def terms(shape: Shape) -> tuple[float, float, float]:
-    """What the formula says grows: boundary rows, rows inside, and a constant."""
+    """Returns the terms of the formula: boundary rows, rows of activations, and a constant."""
     layers, partitions, micro_batches, rows = shape
     return partitions * rows, layers * rows / micro_batches, 1.0
 
 
 def fit(measured: dict[Shape, int]) -> tuple[Sequence[float], float]:
-    """Bytes of each term by least squares, and the share of the variance that they explain."""
+    """Fits the bytes per term by least squares, and returns them with the share of explained variance."""
     a = np.array([terms(shape) for shape in measured])
     b = np.array(list(measured.values()), dtype=float)
     coefficients, *_ = np.linalg.lstsq(a, b, rcond=None)
@@ -63,7 +64,7 @@ def fit(measured: dict[Shape, int]) -> tuple[Sequence[float], float]:
 
 
 def draw(always: dict[Shape, int], never: dict[Shape, int], path: Path) -> None:
-    """Peak over L, over M and over N, with rematerialization and without."""
+    """Draws the peak over L, M and N, with and without recomputation."""
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -87,12 +88,12 @@ def draw(always: dict[Shape, int], never: dict[Shape, int], path: Path) -> None:
 
 
 def line(shape: Shape, always: int, never: int) -> list[str]:
-    """The row of the table."""
+    """Returns a row of the table."""
     return [*map(str, shape), f"{always / MIB:.2f}", f"{never / MIB:.2f}", f"{never / always:.1f}"]
 
 
 def main() -> None:
-    """Measures the grid, fits the formula, and keeps both."""
+    """Measures all combinations, fits the formula, and writes both."""
     parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
     parser.add_argument("--keep", default="memory", help="write the result under another name")
     name = parser.parse_args().keep

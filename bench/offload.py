@@ -1,11 +1,11 @@
-"""What autograd keeps goes to a file: a net whose activations are four times the memory given, beside one that fits.
+"""Measures training with activations in a file, four times as large as the available memory.
 
     python -m bench.offload
 
-And an optimizer's state in mapped files. Each training is a process of its own. One that keeps all says how much its
-steps add to what was there before them; others then get a quarter of that: by a control group's limit (as root, on
-Linux), which counts mapped pages and what is cached of files as well, and which a process that keeps all does not
-survive. Each round runs all, one by one.
+Also measures an optimizer whose state is in memory-mapped files. Each training runs in a separate process. A process
+without offloading measures by how much its steps increase the memory. Other processes then get a quarter of this by
+the limit of a control group (as root, on Linux). The limit also counts mapped pages and the page cache, and kills a
+process without offloading. Each round runs all variants one by one.
 """
 
 import argparse
@@ -37,13 +37,13 @@ LIMIT, STAT, ANONYMOUS = (
 
 
 def resident(what: str) -> int:
-    """Bytes of this process in memory, mapped pages included: now (`VmRSS`), or at the most (`VmHWM`)."""
+    """Returns the resident memory of this process with mapped pages: now (`VmRSS`) or its peak (`VmHWM`)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
 
 
 def limit(more: int) -> None:
-    """Gives this process's group so much more than what is its own now; what is cached of files does not count."""
+    """Limits the control group to this number of bytes more than now. The present page cache does not count."""
     (own,) = (
         int(line.split()[1]) for line in (GROUP / STAT).read_text().splitlines() if line.split()[0] == ANONYMOUS
     )
@@ -51,12 +51,12 @@ def limit(more: int) -> None:
 
 
 def network(width: int, blocks: int = BLOCKS) -> list[nn.Module]:
-    """Blocks that keep two tensors as large as their input."""
+    """Builds blocks that each keep two tensors as large as their input."""
     return [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(blocks)]
 
 
 def train(remat: str, given: int) -> dict[str, Any]:
-    """Trains some steps; says how long each took, what was held before and at the most, and what was predicted."""
+    """Trains some steps. Returns their durations, the memory before and its peak, and the prediction."""
     torch.manual_seed(0)
     small = torch.randn(ROWS, 16)
     with gpipe.GPipe(network(16), PARTITIONS, MICRO_BATCHES, remat=remat) as pipe:  # brings in code, and threads
@@ -88,7 +88,7 @@ def train(remat: str, given: int) -> dict[str, Any]:
 
 
 def update(way: str, given: int) -> dict[str, Any]:
-    """Takes steps of AdamW; says how long each took, and what was held before there was state and at the most."""
+    """Runs steps of AdamW. Returns their durations, the memory before the state exists, and its peak."""
     torch.manual_seed(0)
     whole = nn.Sequential(*network(NARROW, MANY))
     adamw = torch.optim.AdamW(whole.parameters())
@@ -111,7 +111,7 @@ def update(way: str, given: int) -> dict[str, Any]:
 
 
 def run(what: str, given: int) -> dict[str, Any] | None:
-    """Does so in a process of its own, with so much memory beside state; None if that is killed for want of it."""
+    """Runs a training in a separate process with a memory limit. Returns None if the limit kills it."""
     command = f"exec {sys.executable} -m bench.offload --process {what} --given {given}"
     if given:
         GROUP.mkdir(exist_ok=True)
@@ -129,7 +129,7 @@ def run(what: str, given: int) -> dict[str, Any] | None:
 
 
 def in_rounds(work: str, ways: Mapping[str, tuple[str, int]], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """What each way of some work found, with so much memory, round by round."""
+    """Runs each variant with these memory limits, and returns the results by round."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, (way, most) in ways.items():
@@ -140,7 +140,7 @@ def in_rounds(work: str, ways: Mapping[str, tuple[str, int]], rounds: int) -> di
 
 
 def activations(rounds: int) -> dict[str, Any]:
-    """Trains in all ways."""
+    """Trains with all variants."""
     first = run("train never", 0)
     assert first is not None
     more = first["most"] - first["state"]
@@ -181,7 +181,7 @@ def activations(rounds: int) -> dict[str, Any]:
 
 
 def optimizer(rounds: int) -> dict[str, Any]:
-    """Takes steps with state in memory and in files, with all the memory and a quarter of what state takes."""
+    """Runs steps with the state in memory and in files, without a limit and with a quarter of the state's size."""
     first = run("update plain", 0)
     assert first is not None
     given = first["state"] // PART
@@ -215,7 +215,7 @@ def optimizer(rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures, and keeps the result."""
+    """Measures all variants, and writes the result."""
     parser = argparse.ArgumentParser(prog="python -m bench.offload", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parts = {"activations": activations, "optimizer": optimizer}
