@@ -138,8 +138,8 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor, int], Tensor], str]] = {
         lambda net, x, at: checkpoint(torch.tanh, x, use_reentrant=True), "untraceable-tensor",
     ),
     "vmap": (lambda net, x, at: torch.vmap(lambda row: row * 2)(x), "untraceable-tensor"),
-    "Python's random": (lambda net, x, at: x * random.random(), "Python's generator.*random-between-blocks"),
-    "numpy's random": (lambda net, x, at: x * float(np.random.rand()), "numpy's generator.*random-between-blocks"),
+    "Python's random": (lambda net, x, at: x * random.random(), "Python's random generator.*random-between-blocks"),
+    "numpy's random": (lambda net, x, at: x * float(np.random.rand()), "numpy's .*random-between-blocks"),
     "layers dropped": (drops, "random number.*random-between-blocks"),
     "a tensor left": (keeps, r"Net\.seen.*tensor-left-on-module"),
     "tensors collected": (collects, r"Net\.history.*tensor-left-on-module"),
@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor, int], Tensor], str]] = {
     "a buffer by .data": (writes_data, "buffer mean .*buffer-between-blocks"),
     "another buffer": (assigns_buffer, "buffer mean .*buffer-between-blocks"),
     "made of nothing": (fills, "untraceable-tensor"),
-    "numpy": (by_numpy, r"between blocks \.mean: .*value-missing-at-boundary"),
+    "numpy": (by_numpy, r"between blocks \.mean .*value-missing-at-boundary"),
 }  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def test_a_function_of_autograd_whose_output_crosses_a_cut_is_refused(grad: bool
 def test_a_branch_on_a_size_of_one_is_rejected_with_the_size_and_advice_that_works(between: Any) -> None:
     """As by einx, which x-transformers uses."""
     model = Net(between)
-    with pytest.raises(ValueError, match=r"shape \[1, 6\], .* \[3, 6\] .*\[branch-on-shape\]"):
+    with pytest.raises(ValueError, match=r"shape \[1, 6\] .* \[3, 6\].*\[branch-on-shape\]"):
         step(made(model), M)
     expected = sum(squared(model(row), torch.ones(1, W)) / M for row in vectors(M).split(1))
     torch.testing.assert_close(step(made(model, sample=vectors(1)), M), expected.detach())  # type: ignore[union-attr]
@@ -210,7 +210,7 @@ def test_a_branch_on_a_value_that_goes_another_way_is_refused() -> None:
 
     pipe = made(Net(branch))
     step(pipe)
-    with pytest.raises(ValueError, match=r"reaches (div|mul), .*\[branch-on-value\]"):
+    with pytest.raises(ValueError, match=r"reaches (div|mul) .*\[branch-on-value\]"):
         pipe.step(vectors(8) * 1e5, torch.ones(8, W), squared)
     step(pipe)
 
@@ -324,7 +324,7 @@ def with_gradients(layers: nn.ModuleList, x: Tensor) -> Tensor:
     [
         (in_training, r"has 5 layers, and 6 with the sample: there it also does randn_like, add\."),
         (in_evaluation, r"has 6 layers, and 5 with the sample: here it also does softmax\."),
-        (with_gradients, r"reaches layers\.1, .* mul .*\[branch-on-value\]"),
+        (with_gradients, r"reaches layers\.1 instead of mul.*\[branch-on-value\]"),
     ],
 )
 def test_what_one_mode_does_beside_is_named_with_the_mode(written: Callable[..., Tensor], why: str) -> None:
@@ -505,7 +505,7 @@ def test_parameters_of_a_module_that_is_used_in_a_block_are_that_blocks_too(by: 
 
 
 def test_a_block_that_uses_a_parameter_of_its_parent_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"layers\.0: it uses weight .*\[parameter-by-reference\]"):
+    with pytest.raises(ValueError, match=r"layers\.0 uses weight .*\[parameter-by-reference\]"):
         made(Shares("parent"))
 
 

@@ -1,8 +1,8 @@
 """Internals of autograd's engine, nodes and tensors.
 
 For matrix products and convolutions, a node computes the gradients of its input and its weights together. If gpipe
-defers the weight gradients, it must compute them exactly as torch does. The formulas in this module are those of
-torch's `derivatives.yaml`, for real numbers.
+defers the weight gradients, it must compute them exactly as torch does. The formulas in this module come from torch's
+`derivatives.yaml`, for real numbers.
 """
 
 import sys

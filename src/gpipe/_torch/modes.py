@@ -1,7 +1,7 @@
 """Modes of a thread besides grad mode and autocast, its number of CPU threads, and detection of the compiler.
 
 It also separates rank threads in autocast's cache of casts, which torch shares between all threads. A weight that is
-used twice inside an autocast is cast once, and its gradients are summed in the lower precision. torch clears the
+used twice inside an autocast is cast once, and its gradients are summed in the lower precision. But torch clears the
 cache when any thread leaves its outermost autocast, so a rank that leaves could make another cast a weight twice.
 
 Here the cache is cleared only when no rank is inside an autocast, and a rank that has left waits for this before it
@@ -41,7 +41,7 @@ class OwnMode(torch.overrides.TorchFunctionMode):
 
 
 def modes_here() -> tuple[torch.device | None, list[object]]:
-    """Returns the default device of this thread, if set, and its other modes except those of gpipe."""
+    """Returns the default device of this thread, if set, and its other modes, without gpipe's own."""
     device, modes = None, list[object]()
     for mode in torch.overrides._get_current_function_mode_stack():
         if isinstance(mode, torch.utils._device.DeviceContext):

@@ -49,7 +49,7 @@ def count_forward_hooks(module: nn.Module) -> int:
 
 
 def global_hooks() -> list[object]:
-    """Returns the hooks that every module calls, such as those of `register_module_forward_hook`."""
+    """Returns the hooks that every module calls, for example from `register_module_forward_hook`."""
     values = (value for name, value in vars(nn.modules.module).items() if name.startswith("_global_"))
     return [hook for registry in values if isinstance(registry, dict) for hook in registry.values() if callable(hook)]
 

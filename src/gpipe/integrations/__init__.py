@@ -1,1 +1,1 @@
-"""Loops that others have written, over a pipe: Trainers of transformers and of Lightning."""
+"""Runs the Trainers of transformers, trl and Lightning on a pipe."""

@@ -1,4 +1,4 @@
-"""Where the time of a pipe's steps went, for whatever tracker a Trainer reports to."""
+"""Logs the time that a pipe's steps spend waiting and computing, for the trackers of a Trainer."""
 
 from typing import Any
 
@@ -8,21 +8,21 @@ import gpipe
 
 
 class GPipeCallback(TrainerCallback):
-    """Has a Trainer log `recording.metrics()` of its pipe whenever it logs a loss: of the steps since the last time.
+    """Makes a Trainer log `recording.metrics()` of its pipe with each loss, for the steps since the last log.
 
-    The names begin with `gpipe/`. Recording costs two readings of a clock for each action.
+    The names begin with `gpipe/`. Recording reads the clock twice per action.
 
     Args:
-        trainer: One with a `pipe`, such as a `GPipeTrainer`.
+        trainer: A Trainer with a `pipe` attribute, such as a `GPipeTrainer`.
 
     Raises:
-        TypeError: When training begins, the trainer has no pipe.
+        TypeError: If the trainer has no pipe when training begins.
 
     >>> from types import SimpleNamespace
     >>> import torch
     >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], partitions=2, micro_batches=2)
     >>> trainer = SimpleNamespace(pipe=pipe, log=lambda numbers: print(numbers["gpipe/steps"]))
-    >>> callback = GPipeCallback(trainer)  # of a real one: trainer.add_callback(GPipeCallback(trainer))
+    >>> callback = GPipeCallback(trainer)  # with a real Trainer: trainer.add_callback(GPipeCallback(trainer))
     >>> callback.on_train_begin()
     >>> loss = pipe.step(torch.ones(4, 2), torch.ones(4, 1), torch.nn.functional.mse_loss)
     >>> callback.on_log(logs={"loss": loss.item()})
@@ -35,14 +35,14 @@ class GPipeCallback(TrainerCallback):
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.on_train_end()
-        self._recording = gpipe.record(getattr(self._trainer, "pipe", None))  # type: ignore[arg-type]  # said there
+        self._recording = gpipe.record(getattr(self._trainer, "pipe", None))  # type: ignore[arg-type]  # rejects None
 
     def on_log(self, *args: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs and self._recording is not None and self._recording.runs:
-            numbers = self._recording.metrics()
-            numbers.pop("loss", None)  # the Trainer's own is beside them
+            metrics = self._recording.metrics()
+            metrics.pop("loss", None)  # the Trainer logs its own
             self.on_train_begin()
-            self._trainer.log({f"gpipe/{name}": value for name, value in numbers.items()})
+            self._trainer.log({f"gpipe/{name}": value for name, value in metrics.items()})
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         if self._recording is not None:

@@ -1,10 +1,10 @@
-"""trl's trainers over a pipe: `SFTTrainer` and `DPOTrainer`; see `gpipe.integrations.transformers`.
+"""Runs trl's `SFTTrainer` and `DPOTrainer` on a pipe. See `gpipe.integrations.transformers`.
 
-Both have a model compute log-probabilities of words in place of scores, by a function of autograd. That calls of it
-can be seen, torch is told of them here; elsewhere nothing changes.
+Both let a model compute log-probabilities of tokens instead of logits, in an `autograd.Function`. This module wraps
+the function so that gpipe can trace its calls. The wrapper changes nothing else.
 
-What a loss of DPO is told by the reference model is computed before the step, for all batches of it. That model is a
-pipe of its own on the same devices; where adapters are trained, it is the same pipe, with the adapters turned off.
+For DPO, the reference model runs before the step, for all batches of the step. It is a separate pipe on the same
+devices. If only adapters are trained, it is the same pipe with the adapters turned off.
 """
 
 import json
@@ -24,22 +24,23 @@ try:
     import trl.trainer.utils
     from trl import DPOTrainer, SFTTrainer
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("this needs trl: pip install 'gpipe[trl]'", name=error.name) from error
+    raise ModuleNotFoundError("trl is not installed. Run: pip install 'gpipe[trl]'", name=error.name) from error
 
-REFUSED = {
-    "activation_offloading": "it would see nothing of what layers keep, in the pipe's threads; give remat=",
-    "sync_ref_model": "the reference model is a frozen pipe; leave it out",
-    "use_liger_kernel": "it changes the model after it was cut; leave it out",
+UNSUPPORTED = {
+    "activation_offloading": (
+        "activation_offloading= is set, but it does not see activations in the pipe's threads. Pass remat= instead."
+    ),
+    "sync_ref_model": "sync_ref_model= is set, but the reference model is a frozen pipe. Remove it.",
+    "use_liger_kernel": "use_liger_kernel= is set, but it would change the model after the split. Remove it.",
 }
-SCORES = (
-    "{what} asks for the scores of all words, which trl computes by calling the model once more in another way (and "
-    "will not, from version 2 on): leave it out. Losses of one's own override compute_loss, and use what the model "
-    "gives for fused_lm_head=True; to predict, give prediction_loss_only=True"
+LOGITS = (
+    "{cause} needs the logits of all tokens, which trl computes by a second call of the model. Remove it, override "
+    "compute_loss, or pass prediction_loss_only=True to predict. [logits-needed]"
 )
 
 NO_ADAPTERS = (
-    "the model has trained parts that cannot be turned off layer by layer, as prompts are, and its answers without "
-    "them are the reference: give ref_model=, the model without them"
+    "The model has trained parts that cannot be turned off by layer, such as prompts, but DPO needs the model "
+    "without them as a reference. Pass ref_model=<the model without them>. [reference-model-needed]"
 )
 
 _Function = trl.trainer.utils._ChunkedLogProbFunction
@@ -47,114 +48,113 @@ _Function = trl.trainer.utils._ChunkedLogProbFunction
 
 @torch.overrides.wrap_torch_function(lambda hidden, *_: (hidden,))
 def chunked_log_probs(hidden: Any, *args: Any) -> Any:
-    """The log-probabilities, by trl's function, as one that torch shows to whoever listens."""
+    """Computes log-probabilities by trl's function. torch function modes see this call."""
     return _Function.apply(hidden, *args)
 
 
-class _Shown:
+class _Traceable:
     apply = staticmethod(chunked_log_probs)
 
 
-trl.trainer.utils._ChunkedLogProbFunction = _Shown
+trl.trainer.utils._ChunkedLogProbFunction = _Traceable
 
 
 class _Accelerator(transformers._Accelerator):
-    """That of a pipe, for losses that gather what they log."""
+    """An Accelerator for losses that gather the values that they log."""
 
     loss_device: torch.device | None = None
-    _last: Any = None  # the processes that compute losses, one of each replica
+    _loss_group: Any = None  # the processes that compute losses, one of each replica
 
     @property
     def device(self) -> torch.device:
-        found: torch.device = super().device
-        return (self.loss_device if self.in_loss else None) or found
+        device: torch.device = super().device
+        return (self.loss_device if self.in_loss else None) or device
 
     def gather(self, tensor: Any) -> Any:
-        """Gathers, in a loss, of the processes that compute losses."""
+        """Gathers. In a loss, gathers only from the processes that compute losses."""
         if not self.in_loss:
             return super().gather(tensor)
         if self.num_processes == 1:
             return tensor
-        if self._last is None:
+        if self._loss_group is None:
             first, world = self.state.process_index % self.partitions, self.state.num_processes
             ranks = [*range(first, world, self.partitions)]
-            self._last = distributed.new_group(ranks, use_local_synchronization=True)
+            self._loss_group = distributed.new_group(ranks, use_local_synchronization=True)
 
         def of_replicas(tensor: Tensor) -> Tensor:
             own = tensor.contiguous()[None] if tensor.dim() == 0 else tensor.contiguous()
-            found = [torch.empty_like(own) for _ in range(self.num_processes)]
-            distributed.all_gather(found, own, self._last)
-            return torch.cat(found)
+            gathered = [torch.empty_like(own) for _ in range(self.num_processes)]
+            distributed.all_gather(gathered, own, self._loss_group)
+            return torch.cat(gathered)
 
         return recursively_apply(of_replicas, tensor)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """accelerate's, but for a reference model, which stays as it is: it gets a pipe of its own."""
+        """Prepares a model as accelerate does, except a reference model, which gets its own pipe."""
         return model if evaluation_mode else super().prepare_model(model, device_placement)
 
 
 class _Pipelined(transformers.Pipelined):
-    """What both trainers need."""
+    """The parts that both trainers share."""
 
     _metrics: dict[str, dict[str, list[float]]]
     _total_train_tokens: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if wrong := [SCORES.format(what=f"{name}=") for name in self._asking_for_scores()]:
-            raise ValueError("\n".join(wrong))
+        if mistakes := [LOGITS.format(cause=f"{name}=") for name in self._arguments_that_need_logits()]:
+            raise ValueError("\n".join(mistakes))
 
-    def _asking_for_scores(self) -> list[str]:
+    def _arguments_that_need_logits(self) -> list[str]:
         return [name for name in ("compute_metrics", "compute_loss_func") if getattr(self, name, None) is not None]
 
     def create_accelerator_and_postprocess(self) -> None:
-        if wrong := [
-            f"{name}= is given, and {why}" for name, why in REFUSED.items() if getattr(self.args, name, None)
-        ]:
-            raise ValueError("\n".join(wrong))
-        self.args.activation_checkpointing = False  # trl's default is on; the pipe's `remat` does that
+        if mistakes := [text for name, text in UNSUPPORTED.items() if getattr(self.args, name, None)]:
+            raise ValueError("\n".join(mistakes))
+        self.args.activation_checkpointing = False  # trl's default is True; the pipe's `remat` replaces it
         if self.model.is_gradient_checkpointing:
             self.model.gradient_checkpointing_disable()
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = _Accelerator
 
     def _run_window(self, count: Any) -> Sequence[Tensor]:
-        """Over processes the last of each replica notes what is to be logged, and tells it to all."""
-        if not self._apart:
+        """Runs a step. With several processes, sends the values logged by each last process to all processes."""
+        if not self._has_processes:
             return super()._run_window(count)
-        noted, self._metrics["train"] = self._metrics["train"], defaultdict(list)
+        metrics, self._metrics["train"] = self._metrics["train"], defaultdict(list)
         losses = super()._run_window(count)
-        mine = json.dumps([self._total_train_tokens, self._metrics["train"]])
-        tokens, found = max(map(json.loads, self.accelerator.pipe.exchange(mine.encode())), key=lambda one: one[0])
-        for name, values in found.items():
-            noted[name] += values
-        self._total_train_tokens, noted["num_tokens"] = tokens, [tokens]
-        self._metrics["train"] = noted
+        message = json.dumps([self._total_train_tokens, self._metrics["train"]]).encode()
+        reports = map(json.loads, self.accelerator.pipe.exchange(message))
+        tokens, new_metrics = max(reports, key=lambda report: report[0])
+        for name, values in new_metrics.items():
+            metrics[name] += values
+        self._total_train_tokens, metrics["num_tokens"] = tokens, [tokens]
+        self._metrics["train"] = metrics
         return losses
 
-    def _loss_of(self, inputs: Sequence[Any], count: Any, output: Any, at: int) -> Tensor:
+    def _loss_of(self, inputs: Sequence[Any], count: Any, output: Any, index: int) -> Tensor:
         self.accelerator.loss_device = find_device(output)
-        return super()._loss_of(inputs, count, output, at)
+        return super()._loss_of(inputs, count, output, index)
 
     def _predict(self, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("fused_lm_head"):
-            raise ValueError(SCORES.format(what="this prediction"))
+            raise ValueError(LOGITS.format(cause="This prediction"))
         return super()._predict(*args, **kwargs)
 
 
 class GPipeSFTTrainer(_Pipelined, SFTTrainer):  # type: ignore[misc]  # untyped
-    """`trl.SFTTrainer` through a pipe; see `gpipe.integrations.transformers.Pipelined` for its arguments."""
+    """`trl.SFTTrainer` on a pipe. See `gpipe.integrations.transformers.Pipelined` for its arguments."""
 
-    def _asking_for_scores(self) -> list[str]:
+    def _arguments_that_need_logits(self) -> list[str]:
         smooths = self.args.label_smoothing_factor and self.args.loss_type == "nll"
-        return super()._asking_for_scores() + ["label_smoothing_factor"] * bool(smooths)
+        return super()._arguments_that_need_logits() + ["label_smoothing_factor"] * bool(smooths)
 
 
 class GPipeDPOTrainer(_Pipelined, DPOTrainer):  # type: ignore[misc]  # untyped
-    """`trl.DPOTrainer` through a pipe, its reference model through another; see `Pipelined` for its arguments.
+    """`trl.DPOTrainer` on a pipe, with a second pipe for its reference model. See `Pipelined` for its arguments.
 
     Attributes:
-        reference_pipe: The pipe of the reference model, once it was asked; None where there is no such model.
+        reference_pipe: The pipe of the reference model. None before its first call, and without a reference model.
     """
 
     reference_pipe: gpipe.GPipe | None = None
@@ -164,16 +164,16 @@ class GPipeDPOTrainer(_Pipelined, DPOTrainer):  # type: ignore[misc]  # untyped
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._reference: Any = None
-        self._told: Sequence[Any] = ()  # what it gave for the batches of this step,
-        self._now: Any = None  # and for the one whose loss is computed
+        self._reference_outputs: Sequence[Any] = ()  # of the batches of this step
+        self._reference_output: Any = None  # for the current loss
         super().__init__(*args, **kwargs)
         self._reference = self.ref_model
         if not self.precompute_ref_logps:
-            self.ref_model = transformers._Model(self._reference or self.model, self._ask_one)
+            self.ref_model = transformers._Model(self._reference or self.model, self._run_reference_once)
 
     def compute_ref_log_probs(self, model: Any, inputs: Any) -> Any:
         self._reference = self.ref_model
-        self.ref_model = transformers._Model(model, self._ask_one)
+        self.ref_model = transformers._Model(model, self._run_reference_once)
         try:
             return super().compute_ref_log_probs(self.ref_model, inputs)
         finally:
@@ -182,35 +182,35 @@ class GPipeDPOTrainer(_Pipelined, DPOTrainer):  # type: ignore[misc]  # untyped
     def _run_window(self, count: Any) -> Sequence[Tensor]:
         if not self.precompute_ref_logps:
             self.accelerator.pipe.train()
-            self._told = self._ask([self._called_with(batch, count) for batch in self._window])
+            self._reference_outputs = self._run_reference([self._called_with(batch, count) for batch in self._window])
         return super()._run_window(count)
 
-    def _loss_of(self, inputs: Sequence[Any], count: Any, output: Any, at: int) -> Tensor:
-        if self._told:
-            self._now = send_to_device(self._told[at], find_device(output))
-        return super()._loss_of(inputs, count, output, at)
+    def _loss_of(self, inputs: Sequence[Any], count: Any, output: Any, index: int) -> Tensor:
+        if self._reference_outputs:
+            self._reference_output = send_to_device(self._reference_outputs[index], find_device(output))
+        return super()._loss_of(inputs, count, output, index)
 
-    def _ask_one(self, **batch: Any) -> Any:
-        return self._now if self.accelerator.in_loss else self._ask([batch])[0]
+    def _run_reference_once(self, **batch: Any) -> Any:
+        return self._reference_output if self.accelerator.in_loss else self._run_reference([batch])[0]
 
-    def _ask(self, batches: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
-        """What the reference model gives; where there is none, what the model gives without its adapters."""
-        routed = {"output_router_logits": True} if self.aux_loss_enabled else {}
-        given = [{name: one[name] for name in one if name not in routed} for one in batches]
+    def _run_reference(self, batches: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
+        """Returns the outputs of the reference model, or of the model without its adapters if there is none."""
+        router = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        inputs = [{name: value for name, value in batch.items() if name not in router} for batch in batches]
         if self._piped is not self.model:
-            self._make_pipe({**given[0], **routed})
+            self._make_pipe({**inputs[0], **router})
         adapters: Any = nullcontext()
         if self._reference is None:
             counted = {transformers.COUNT: torch.ones(())} if transformers.COUNT in self._sample else {}
-            pipe, given = self.pipe, [{**one, **routed, **counted} for one in given]
+            pipe, inputs = self.pipe, [{**batch, **router, **counted} for batch in inputs]
             if is_peft_model(self.model):
-                adapters = _as_at_first(self.model)
+                adapters = _initial_adapters(self.model)
         else:
-            pipe = self.reference_pipe = self.reference_pipe or self._pipe_of_reference(given[0])
+            pipe = self.reference_pipe = self.reference_pipe or self._pipe_of_reference(inputs[0])
         assert pipe is not None
         with torch.no_grad(), self.accelerator.autocast(), adapters:
-            found: Sequence[Any] = pipe(gpipe.MicroBatches(given), gather=True)
-        return [convert_to_fp32(one) for one in found] if self.args.mixed_precision != "no" else found
+            outputs: Sequence[Any] = pipe(gpipe.MicroBatches(inputs), gather=True)
+        return [convert_to_fp32(output) for output in outputs] if self.args.mixed_precision != "no" else outputs
 
     def _pipe_of_reference(self, batch: Mapping[str, Any]) -> gpipe.GPipe:
         same = {name: self._settings[name] for name in ("devices", "driver") if name in self._settings}
@@ -225,25 +225,25 @@ class GPipeDPOTrainer(_Pipelined, DPOTrainer):  # type: ignore[misc]  # untyped
 
 
 @contextmanager
-def _as_at_first(model: Any) -> Iterator[None]:
-    """Turns adapters off, or to those that trl calls "ref", as they were before training.
+def _initial_adapters(model: Any) -> Iterator[None]:
+    """Turns adapters off, or switches to trl's adapters "ref", which are as they were before training.
 
-    It is done in the layers alone: what peft notes in the model would make it another one to the pipe.
+    It changes only the layers, because a change of peft's settings of the model would make gpipe trace it again.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
     layers: list[Any] = [
-        one for one in model.modules() if isinstance(one, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+        module for module in model.modules() if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
     ]
     if not layers:
         raise ValueError(NO_ADAPTERS)
-    before = [layer.active_adapters for layer in layers]
-    has_first = "ref" in model.peft_config
+    active_adapters = [layer.active_adapters for layer in layers]
+    has_reference = "ref" in model.peft_config
     for layer in layers:
-        layer.set_adapter(["ref"], inference_mode=True) if has_first else layer.enable_adapters(False)
+        layer.set_adapter(["ref"], inference_mode=True) if has_reference else layer.enable_adapters(False)
     try:
         yield
     finally:
-        for layer, active in zip(layers, before, strict=True):
-            layer.set_adapter(active) if has_first else layer.enable_adapters(True)
+        for layer, active in zip(layers, active_adapters, strict=True):
+            layer.set_adapter(active) if has_reference else layer.enable_adapters(True)

@@ -1,6 +1,7 @@
-"""What Trainer saves of a pipe, and loads: files of the whole model, though each process has but a partition.
+"""Saves and loads Trainer checkpoints of the whole model, although each process has only a partition.
 
-They are Trainer's own, in the order that a model in one process has, so Trainer goes on from them, and any K.
+The files and their order are the same as for a model in one process. So Trainer can resume from them with any K, or
+without gpipe.
 """
 
 import json
@@ -18,23 +19,23 @@ from safetensors.torch import load_file
 
 import gpipe
 
-_Trainer: Any = object  # whose methods `super()` finds is known where a class is made of both
+_Trainer: Any = object  # a subclass also inherits from a Trainer, whose methods `super()` finds
 
 
-class WholeCheckpoints(_Trainer):  # type: ignore[misc]  # see there
-    """A Trainer's methods that save and load."""
+class WholeCheckpoints(_Trainer):  # type: ignore[misc]  # Any
+    """Overrides the methods of a Trainer that save and load."""
 
     pipe: gpipe.GPipe | None = None
     model: Any
     optimizer: Any
 
     @property
-    def _apart(self) -> bool:
+    def _has_processes(self) -> bool:
         return bool(self.args.world_size > 1)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         with _config_kept(self.model):
-            if self._apart and self.pipe is not None:
+            if self._has_processes and self.pipe is not None:
                 self._save_whole(output_dir, self.pipe)
             else:
                 super()._save(output_dir, state_dict)
@@ -49,83 +50,87 @@ class WholeCheckpoints(_Trainer):  # type: ignore[misc]  # see there
         pipe.exchange(b"saved")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Trainer's, with the state of all partitions, in the order in which a model in one process has them."""
-        if not self._apart:
+        """Saves the optimizer state of all partitions, in the order of a model in one process."""
+        if not self._has_processes:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        groups, own, places = self._groups()
+        groups, names, places = self._groups()
         state = self.optimizer.state_dict()
-        mine = {name: state["state"][at] for at, name in enumerate(own) if at in state["state"]}
+        own_state = {name: state["state"][index] for index, name in enumerate(names) if index in state["state"]}
         folder, rank = Path(output_dir), self.args.process_index
-        parts = [folder / f"optimizer-of-partition-{one}.pt" for one in range(self.accelerator.partitions)]
+        parts = [
+            folder / f"optimizer-of-partition-{partition}.pt" for partition in range(self.accelerator.partitions)
+        ]
         if rank < len(parts):
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save(mine, parts[rank])
+            torch.save(own_state, parts[rank])
         self.accelerator.pipe.exchange(b"written")
         if self.args.should_save:
             whole: dict[str, Any] = {}
             for part in parts:
                 whole |= torch.load(part, weights_only=True)
                 part.unlink()
-            state["state"] = {places[name]: one for name, one in sorted(whole.items(), key=lambda it: places[it[0]])}
-            for group, names in zip(state["param_groups"], groups, strict=True):
-                group["params"] = [places[name] for name in names]
+            state["state"] = dict(sorted((places[name], value) for name, value in whole.items()))
+            for group, group_names in zip(state["param_groups"], groups, strict=True):
+                group["params"] = [places[name] for name in group_names]
         with self._optimizer_with(state_dict=lambda: state):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if not self._apart or checkpoint is None:
+        if not self._has_processes or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        _, own, places = self._groups()
+        _, names, places = self._groups()
 
         def load(state: dict[str, Any]) -> None:
-            mine = {at: state["state"][places[name]] for at, name in enumerate(own) if places[name] in state["state"]}
-            parts = self.optimizer.state_dict()["param_groups"]
-            whole = zip(state["param_groups"], parts, strict=True)
-            optimizer.load_state_dict(
-                {"state": mine, "param_groups": [{**group, "params": part["params"]} for group, part in whole]}
-            )
+            saved = state["state"]
+            own_state = {index: saved[places[name]] for index, name in enumerate(names) if places[name] in saved}
+            pairs = zip(state["param_groups"], self.optimizer.state_dict()["param_groups"], strict=True)
+            groups = [{**whole, "params": own["params"]} for whole, own in pairs]
+            optimizer.load_state_dict({"state": own_state, "param_groups": groups})
 
         optimizer = self.optimizer
         with self._optimizer_with(load_state_dict=load, state_dict=optimizer.state_dict):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _groups(self) -> tuple[list[list[str]], list[str], dict[str, int]]:
+        """Returns parameter names by group, this process's names in order, and the place of each in a whole model."""
         pipe: gpipe.GPipe = self.accelerator.pipe
         names = {id(parameter): name for name, parameter in pipe.named_parameters()}
         own = [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]
-        order = {name: at for at, (name, _) in enumerate(self.model.named_parameters())}
-        told = map(json.loads, pipe.exchange(json.dumps(own).encode()))
-        groups = [sorted(set(chain.from_iterable(some)), key=order.__getitem__) for some in zip(*told, strict=True)]
-        places = {name: at for at, name in enumerate(chain.from_iterable(groups))}
+        order = {name: index for index, (name, _) in enumerate(self.model.named_parameters())}
+        reports = map(json.loads, pipe.exchange(json.dumps(own).encode()))
+        groups = [
+            sorted(set(chain.from_iterable(parts)), key=order.__getitem__) for parts in zip(*reports, strict=True)
+        ]
+        places = {name: index for index, name in enumerate(chain.from_iterable(groups))}
         return groups, list(chain.from_iterable(own)), places
 
     @contextmanager
     def _optimizer_with(self, **methods: Callable[..., Any]) -> Iterator[None]:
-        """Has Trainer save or load the state of another optimizer than its own."""
-        own, self.optimizer = self.optimizer, SimpleNamespace(**methods)
+        """Replaces the Trainer's optimizer by an object with these methods inside the context."""
+        optimizer, self.optimizer = self.optimizer, SimpleNamespace(**methods)
         try:
             yield
         finally:
-            self.optimizer = own
+            self.optimizer = optimizer
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Trainer's; from a checkpoint of another number of processes, what the first of them had drawn."""
+        """Loads this process's random state, or the first process's if the checkpoint has no state for this one."""
         index = self.args.process_index
         names = [f"rng_state_{index}.pth", "rng_state.pth", "rng_state_0.pth"]
-        found = [file for name in names if checkpoint and (file := Path(checkpoint, name)).is_file()]
+        files = [file for name in names if checkpoint and (file := Path(checkpoint, name)).is_file()]
         with TemporaryDirectory() as folder:
-            for name in names[:2] if found else ():
-                shutil.copy(found[0], Path(folder, name))
-            super()._load_rng_state(folder if found else None)
+            for name in names[:2] if files else ():
+                shutil.copy(files[0], Path(folder, name))
+            super()._load_rng_state(folder if files else None)
 
 
 @contextmanager
 def _config_kept(model: Any) -> Iterator[None]:
-    """Puts settings back that `save_pretrained` writes: with other ones a model may take another path."""
+    """Restores settings that `save_pretrained` changes, because gpipe would trace the model again."""
     config = getattr(model, "config", None)
-    held = dict(getattr(config, "__dict__", {}))
+    settings = dict(getattr(config, "__dict__", {}))
     yield
-    if held:
-        vars(config).update(held)
+    if settings:
+        vars(config).update(settings)

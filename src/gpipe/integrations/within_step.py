@@ -1,8 +1,8 @@
-"""A step of Trainer's, of which parts run twice, and all batches at its first.
+"""Checks and restores the state of a Trainer during one optimizer step, in which parts of `training_step` run twice.
 
-What a training step changes of its object before it calls the model is put back before it is run a second time. And
-until the last batch `.grad` is withheld, as it is not yet Trainer's: whoever reads or writes it is told,
-and so is who changes weights.
+Attributes that a training step changes before it calls the model are restored before its second run. Until the last
+batch, `.grad` is not yet what Trainer would see, so it is withheld. Code that reads or writes it, or that changes
+weights, raises an error.
 """
 
 from collections import deque
@@ -12,62 +12,71 @@ from typing import Any
 
 from torch import Tensor, nn
 
-NOTHING = object()
-MANY = 100  # a container that has more is data, and no count
-COUNTS = "compute_loss, run twice for a batch, changes self.{name} in place: bind it anew, or count in a callback"
-GRADIENTS = "gradients were read or changed between batches, and a pipe sums all at once: on_pre_optimizer_step can"
-WEIGHTS = "weights were changed between batches of a step, which run at once: do it in on_step_end of a callback"
+MISSING = object()
+MANY = 100  # larger containers are data, not counters
+CHANGED_IN_PLACE = (
+    "compute_loss runs twice per batch, and changes self.{name} in place. Assign a new object to self.{name}, or "
+    "count in a callback. [compute-loss-changes-state]"
+)
+GRADIENTS = (
+    "Gradients were read or changed between batches of one optimizer step, but a pipe sums them all at once. Use the "
+    "callback on_pre_optimizer_step instead. [gradients-used-in-step]"
+)
+WEIGHTS = (
+    "Weights were changed between batches of one optimizer step, but a pipe runs all batches at once. Change them in "
+    "on_step_end of a callback. [weights-changed-in-step]"
+)
 
 
-class Bindings:
-    """What the names on an object are bound to, but for some, and its content where that is plain."""
+class Attributes:
+    """The attributes of an object, and the contents of small containers among them."""
 
-    def __init__(self, home: object, without: Collection[str]) -> None:
-        self._home, self._without = home, without
-        self._before = self._now()
+    def __init__(self, owner: object, ignored: Collection[str]) -> None:
+        self._owner, self._ignored = owner, ignored
+        self._before = self._current()
 
-    def _now(self) -> dict[str, Any]:
-        every = vars(self._home).items()
-        return {name: (value, _content(value)) for name, value in every if name not in self._without}
+    def _current(self) -> dict[str, Any]:
+        attributes = vars(self._owner).items()
+        return {name: (value, _content(value)) for name, value in attributes if name not in self._ignored}
 
     def changed(self) -> dict[str, Any]:
-        """What the names that are bound to something else by now were bound to; for `rebind`.
+        """Returns the earlier values of attributes that have a different object now, for `set_attributes`.
 
         Raises:
-            ValueError: What one was bound to was changed in place.
+            ValueError: If an earlier value was changed in place.
         """
         for name, (value, content) in self._before.items():
             if _content(value) != content:
-                raise ValueError(COUNTS.format(name=name))
-        now, nothing = self._now(), (NOTHING, None)
-        were = {name: self._before.get(name, nothing)[0] for name in {**self._before, **now}}
-        return {name: old for name, old in were.items() if now.get(name, nothing)[0] is not old}
+                raise ValueError(CHANGED_IN_PLACE.format(name=name))
+        current, missing = self._current(), (MISSING, None)
+        earlier = {name: self._before.get(name, missing)[0] for name in {**self._before, **current}}
+        return {name: old for name, old in earlier.items() if current.get(name, missing)[0] is not old}
 
 
 def _content(value: Any, depth: int = 3) -> Any:
-    """What tells whether a small container or a tensor was changed in place; None for all else."""
+    """Returns a value that changes if a small container or a tensor is changed in place. None for other objects."""
     if isinstance(value, Tensor):
         return id(value), 0 if value.is_inference() else value._version
     if isinstance(value, str | int | float) and depth < 3:
         return value
     if type(value) in (list, dict, set, deque) and len(value) <= MANY and depth:
-        return [_content(one, depth - 1) for one in (chain(*value.items()) if type(value) is dict else value)]
+        return [_content(item, depth - 1) for item in (chain(*value.items()) if type(value) is dict else value)]
     return None
 
 
-def rebind(home: object, values: Mapping[str, Any]) -> None:
-    """Binds names on an object to values, or to nothing."""
+def set_attributes(owner: object, values: Mapping[str, Any]) -> None:
+    """Sets attributes of an object. Deletes those whose value is `MISSING`."""
     for name, value in values.items():
-        if value is NOTHING:
-            vars(home).pop(name, None)
+        if value is MISSING:
+            vars(owner).pop(name, None)
         else:
-            vars(home)[name] = value
+            vars(owner)[name] = value
 
 
-class _Nothing(Tensor):
-    """What `.grad` holds where the gradient is not yet what Trainer's would be: nothing can be done with it."""
+class _Withheld(Tensor):
+    """Replaces `.grad` while gradients are withheld. Every use of it raises an error."""
 
-    stands_for: Tensor | None  # which stages see: their ranks may be at work meanwhile
+    stands_for: Tensor | None  # the real gradient, which stages use: ranks may run at the same time
 
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +84,7 @@ class _Nothing(Tensor):
 
 
 class WithheldGradients:
-    """The gradients of parameters, withheld: nobody may read or change them, nor any weight meanwhile."""
+    """Withholds the gradients of a model: reading or changing them, or changing weights, raises an error."""
 
     def __init__(self, model: nn.Module) -> None:
         self._held = [(parameter, parameter.grad, _withheld(parameter)) for parameter in _trained(model)]
@@ -90,22 +99,24 @@ class WithheldGradients:
         if versions_of(self._model) != self._versions:
             raise ValueError(WEIGHTS)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         for parameter, gradient, _ in self._held:
             parameter.grad = gradient
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
-    """Those with gradients, but for parameters in a format of their own."""
-    return [one for one in model.parameters() if one.requires_grad and type(one) is nn.Parameter]
+    """Returns the parameters that require gradients, except Tensor subclasses."""
+    return [
+        parameter for parameter in model.parameters() if parameter.requires_grad and type(parameter) is nn.Parameter
+    ]
 
 
 def _withheld(parameter: nn.Parameter) -> Tensor:
-    nothing = parameter.detach().new_empty(()).expand(parameter.shape).as_subclass(_Nothing)
-    nothing.stands_for = parameter.grad
-    return nothing
+    placeholder = parameter.detach().new_empty(()).expand(parameter.shape).as_subclass(_Withheld)
+    placeholder.stands_for = parameter.grad
+    return placeholder
 
 
 def versions_of(model: nn.Module) -> list[tuple[int, int]]:
-    """What tells whether the weights of a model were changed."""
+    """Returns the address and version of each trained parameter, which change when the parameter changes."""
     return [(parameter.data_ptr(), parameter._version) for parameter in _trained(model)]

@@ -44,34 +44,32 @@ RANDOM = frozenset({
 """Functions of torch that use random numbers: they are operations, whatever their arguments are."""
 
 OTHER_OP = (
-    "The forward takes a different path than on the sample: it reaches {now}, but the trace of the sample has {then} "
-    "there. Pass a sample that takes the path of training, or name the modules that contain the branch as blocks: "
-    "gpipe.layers_of(model, sample, blocks=[...]). [branch-on-value]"
+    "The forward takes a different path than on the sample: it reaches {now} instead of {then}. Pass a sample that "
+    "takes the path of training, or put the branch into a block: gpipe.layers_of(model, sample, blocks=[...]). "
+    "[branch-on-value]"
 )
 OTHER_SIZE = (
-    "The forward takes a different path than on the sample: it reaches {now}, but the trace of the sample has {then} "
-    "there. An input has shape {shape}, but had shape {known} on the sample; the forward may treat a size of 1 "
-    "differently. Avoid this size, for example by fewer micro_batches=, or create the pipe with a sample that has "
-    "it, such as sample=batch[:1]. [branch-on-shape]"
+    "The forward takes a different path for an input of shape {shape} than on the sample, with shape {known}: it "
+    "reaches {now} instead of {then}. Use fewer micro_batches=, or a sample of this shape, such as batch[:1]. "
+    "[branch-on-shape]"
 )
 OTHER_STRUCTURE = (
     "{name}: the returned value has a different structure than on the sample. Return the same structure for every "
     "input. [block-structure-differs]"
 )
 OTHER_OUTPUT = (
-    "The output of the split model has a different structure than the model's output on the sample. Remove caches "
-    "from the inputs and from model.config, and return what blocks store elsewhere. gpipe only sees lists that the "
-    "forward opens in a context variable. [output-structure-differs]"
+    "The output of the split model has a different structure than on the sample. Turn off caches (use_cache=False), "
+    "and return values that blocks store elsewhere. [output-structure-differs]"
 )
 MISSING = (
-    "{name}: {value} of an earlier layer did not cross the stage boundary. Only tensors that the sample needed here "
-    "can cross. Return tensors from blocks, in tuples, lists, dicts or dataclasses, or choose different blocks: "
-    "gpipe.layers_of(model, sample, blocks=[...]). [value-missing-at-boundary]"
+    "{name} needs {value} of an earlier layer, which did not cross the stage boundary. Return tensors from blocks, "
+    "in tuples, lists, dicts or dataclasses, or choose different blocks: gpipe.layers_of(model, sample, "
+    "blocks=[...]). [value-missing-at-boundary]"
 )
 HIDDEN_TENSORS = (
-    "{name}: argument {argument} is a {kind} that holds tensors of an earlier layer, but only tensors in tuples, "
-    "lists, dicts and dataclasses cross stage boundaries. Pass these tensors to blocks as arguments. With peft, "
-    "replace prefix tuning by PromptTuningConfig, PromptEncoderConfig or LoraConfig. [tensors-in-object]"
+    "{name}: argument {argument} is a {kind} that holds tensors of an earlier layer, which cannot cross stage "
+    "boundaries. Pass the tensors to blocks as arguments. In peft, use LoRA or prompt tuning instead of prefix "
+    "tuning. [tensors-in-object]"
 )
 
 

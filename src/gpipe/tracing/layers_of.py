@@ -164,13 +164,11 @@ def layers_of(model: nn.Module, sample: Tree, blocks: Sequence[str] | None = Non
 
 
 COMPILED = (
-    "{model}: the model is compiled as a whole, so gpipe cannot trace its operations. Pass the original model "
-    "(._orig_mod of a module that torch.compile returned), and compile its blocks: for block in model.layers: "
-    "block.compile(). [compiled-model]"
+    "{model} is compiled as a whole, so gpipe cannot trace it. Pass the original model (._orig_mod after "
+    "torch.compile), and compile its blocks instead. [compiled-model]"
 )
 SCRIPTED = (
-    "{model}: the model is scripted, so gpipe cannot trace its operations. Pass the model from before "
-    "torch.jit.script. [torchscript-module]"
+    "{model} is scripted, so gpipe cannot trace it. Pass the model from before torch.jit.script. [torchscript-module]"
 )
 SCRIPTED_MODULE = (
     "{name}: this module of {model} is scripted, so gpipe cannot check its state. Pass the module from before "

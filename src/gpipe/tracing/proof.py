@@ -24,15 +24,13 @@ from gpipe.tracing.trace import CannotSplitError, OpCall, Structure, Trace, Valu
 from gpipe.tracing.tracer import TracerRun
 
 OTHER_STRUCTURE = (
-    "The output of the split {model} has a different structure than the model's output: {split} instead of "
-    "{expected}. Turn off caches (use_cache=False) in the inputs and in model.config, and return what blocks store "
-    "elsewhere. gpipe only sees lists that the forward opens in a context variable. [split-output-structure-differs]"
+    "The output of the split {model} has a different structure than the model's: {split} instead of {expected}. Turn "
+    "off caches (use_cache=False), and return values that blocks store elsewhere. [split-output-structure-differs]"
 )
 OTHER_VALUES = (
-    "The split {model} computes different values than the model: {difference}. A value reaches a later block by a "
-    "path that gpipe does not see. Pass it to the block as an argument, register state that a block keeps between "
-    "calls with register_buffer(name, tensor), or choose different blocks: gpipe.layers_of(model, sample, "
-    "blocks=[...]). [split-output-differs]"
+    "The split {model} computes different values than the model: {difference}. Pass values to later blocks as "
+    "arguments, register state with register_buffer(name, tensor), or choose different blocks: "
+    "gpipe.layers_of(model, sample, blocks=[...]). [split-output-differs]"
 )
 OTHER_VALUES_OF_ENCODER = (
     "The split {model} computes different values than the model: {difference}. In evaluation, its "
@@ -164,9 +162,9 @@ class _EchoingInterpreter(StageInterpreter):
             # Errors of code are expected: the unit may not accept such inputs, or not twice with one cache.
             if not is_of_code(error):
                 error.add_note(
-                    f"This happened while gpipe ran {call.name} again on the sample with its rows in a different "
-                    f"order, or with smaller numbers, to check that it leaves no state for other layers. Pass a "
-                    f"sample for which such inputs are valid. [second-run-failed]"
+                    f"This happened while gpipe ran {call.name} again on the sample, with its rows reordered or "
+                    f"scaled, to check that it leaves no state behind. Pass a sample for which such inputs are "
+                    f"valid. [second-run-failed]"
                 )
                 raise
 
@@ -261,4 +259,4 @@ def _difference(expected: Any, leaf: Any) -> str:
         torch.testing.assert_close(leaf, expected, rtol=0, atol=0, equal_nan=True)
     except AssertionError as error:
         return f"differs: {' '.join(str(error).split()).removesuffix('.')}"
-    return "differs in the signs of zeros or in the bits of NaNs"
+    return "differs in the signs of zeros or in NaN payloads"

@@ -26,9 +26,8 @@ REPLACED = (
     "[module-replaced]"
 )
 HOOKED = (
-    "{name} has a hook, but every layer runs {name}, so the hook would run once per layer and see few values. Put "
-    "the hook on a block, or on a module inside a block. On a module without parameters, register it before you "
-    "create the pipe. [hook-around-blocks]"
+    "{name} has a hook, which every layer would call separately. Put it on a block, or on a module inside a block. "
+    "On a module without parameters, register it before you create the pipe. [hook-around-blocks]"
 )
 REPLACED_FORWARD = (
     "{name} contains blocks, but its forward attribute is not its own method, as with accelerate's hooks "
@@ -41,8 +40,7 @@ COLLECTING = "transformers.utils.output_capturing"
 """The module of transformers that installs these hooks when a forward first needs them."""
 CHANGES_BUFFER = (
     "The forward of {model} changes the buffer {name} between blocks, and every layer would change it again. Move it "
-    "to a module inside a block, or to a module of its own. For rotary embeddings of type 'dynamic', increase "
-    "max_position_embeddings, or use shorter sequences. [buffer-between-blocks]"
+    "into a block. For rotary embeddings of type 'dynamic', increase max_position_embeddings. [buffer-between-blocks]"
 )
 
 

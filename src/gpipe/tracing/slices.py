@@ -37,13 +37,13 @@ NO_VALUES = (
 )
 OWN_LOSS = (
     "slices={slices} requires the model's own loss, because a custom loss_fn does not see labels across slice "
-    "boundaries. Pass a dict with input_ids and labels, both as sample= and to step(batch). To use another loss, "
-    "remove gpipe.Sliced. [slices-need-model-loss]"
+    "boundaries. Pass a dict with input_ids and labels as sample= and to step(batch), or remove gpipe.Sliced. "
+    "[slices-need-model-loss]"
 )
 NOT_SLICED = (
-    "slices={slices}: {name} has shape {shape} and dtype {dtype}, and gpipe cannot split it along {tokens} tokens. "
-    "Remove it, or remove gpipe.Sliced. gpipe splits {known}, and an attention_mask of shape [rows, tokens] with "
-    "integers or booleans, where 0 or False is padding. [slices-unknown-dimension]"
+    "slices={slices}: gpipe cannot split {name} of shape {shape} and dtype {dtype} along {tokens} tokens, only "
+    "{known} and an integer or boolean attention_mask [rows, tokens]. Remove it, or remove gpipe.Sliced. "
+    "[slices-unknown-dimension]"
 )
 TOO_SHORT = (
     "slices={slices}: a micro-batch has only {tokens} tokens. Use fewer slices, or longer rows. "
@@ -77,14 +77,12 @@ FAILS = (
 )
 NOT_A_MEAN = "slices={slices}: {model} has no loss that is a mean over labels. Remove gpipe.Sliced. [slices-differ]"
 DIFFERS = (
-    "slices={slices}: {model} computes results that differ by {distance:.3g} when run in slices. It mixes tokens "
-    "other than by causal attention with a KV cache, or its loss is not a mean over labels. Remove gpipe.Sliced. "
-    "[slices-differ]"
+    "slices={slices}: the results of {model} differ by {distance:.3g} when run in slices. Remove gpipe.Sliced: the "
+    "model mixes tokens other than by causal attention, or its loss is not a mean over labels. [slices-differ]"
 )
 FROM_PADDING = (
-    "slices={slices}: {model} computes a loss that differs by {distance:.3g} when run in slices. The sample has "
-    "labels that are predicted from padding, whose outputs depend on the slice. Set the labels of padding, and of "
-    "the first token after it, to -100, or remove gpipe.Sliced. [slices-padding-labels]"
+    "slices={slices}: the loss of {model} differs by {distance:.3g} when run in slices, because labels are predicted "
+    "from padding. Set the labels of padding, and of the first token after it, to -100. [slices-padding-labels]"
 )
 
 

@@ -1,7 +1,7 @@
 """A stage of a traced model: one interpretation of the forward runs all of its layers.
 
-For measurements, `SingleLayer` runs one layer, and passes on all live values. For reference runs, the hooks of
-`rng_scopes` give the unsplit model the random numbers of a pipe.
+For measurements, `SingleLayer` runs one layer, and passes on all live values. For reference runs, the unsplit model
+uses the random numbers of a pipe, through the hooks of `rng_scopes`.
 """
 
 import json

@@ -45,10 +45,8 @@ from gpipe.tracing.trace import (
 
 UNSEEN = (
     "{name}: an argument was computed between blocks by code that gpipe cannot trace, such as a "
-    "torch.autograd.Function, torch.utils.checkpoint(use_reentrant=True), torch.func.stack_module_state or a "
-    "scripted function. Or a block left it somewhere, or it was created between blocks and then written into. Move "
-    "that code into a module with parameters, return the tensor from its block, or create it from the output of a "
-    "block (x.new_zeros(...)). [untraceable-tensor]"
+    "torch.autograd.Function. Move that code into a module with parameters, or create the tensor from a block's "
+    "output (x.new_zeros(...)). [untraceable-tensor]"
 )
 NOT_CALLED = (
     "blocks: the forward of {model} calls none of {blocks}; it uses their methods or parts instead. Name modules "
@@ -64,29 +62,24 @@ CHANGES_INPUT = (
     "change it again. Change a clone instead. [inplace-on-input]"
 )
 BY_REFERENCE = (
-    "{unit}: it uses {parameter} by a reference, but {parameter} belongs to a module that contains blocks, so no "
-    "layer has it. Pass it to {unit} as an argument, or move it into a module without blocks. "
-    "[parameter-by-reference]"
+    "{unit} uses {parameter} by a reference, but {parameter} belongs to a module that contains blocks. Pass it to "
+    "{unit} as an argument, or move it into a module without blocks. [parameter-by-reference]"
 )
 LEAVES_TENSORS = (
     "The forward of {model} leaves tensors in {places}. They are lost, because every layer runs copies of the "
     "modules that contain blocks. Return them as part of the output. [tensor-left-on-module]"
 )
 CHANGES_STATE = (
-    "The forward of {model} changes {places} each time it runs, and every layer and every recomputation would change "
-    "it again. Keep this state in a buffer of a module inside a block, or outside the model. [state-between-blocks]"
+    "The forward of {model} changes {places} each time it runs, so every layer and recomputation would change it "
+    "again. Keep this state in a buffer inside a block, or outside the model. [state-between-blocks]"
 )
 RANDOM_VALUE = (
-    "The forward of {model} makes a Python value from a random number between blocks, and every layer and "
-    "micro-batch would use a different number. Set layerdrop or layer_drop to 0 if it drops layers, and "
-    "apply_spec_augment=False if it masks speech. Otherwise use random numbers inside a block. "
-    "[random-between-blocks]"
+    "The forward of {model} uses a random number as a Python value between blocks. Set layerdrop or layer_drop to 0, "
+    "set apply_spec_augment=False, or use random numbers only inside blocks. [random-between-blocks]"
 )
 OTHER_GENERATOR = (
-    "The forward of {model} uses random numbers from {generator} generator between blocks, and every layer and "
-    "micro-batch would use different numbers. Set layerdrop or layer_drop to 0 if it drops layers, and "
-    "apply_spec_augment=False (or mask_time_prob and mask_feature_prob to 0) if it masks speech. Otherwise use "
-    "random functions of torch, or use random numbers inside a block. [random-between-blocks]"
+    "The forward of {model} uses {generator} random generator between blocks. Set layerdrop or layer_drop to 0, set "
+    "apply_spec_augment=False, or use random functions of torch. [random-between-blocks]"
 )
 CACHE_IN_INPUTS = (
     "{name}: {model} stores tensors in this {kind}, but layers run separately, and each would store its own, again "
@@ -125,7 +118,7 @@ class Tracer(Interpreter):
 
     Attributes:
         losses: The calls of torch's losses.
-        loss_results: What these calls returned.
+        loss_results: The return values of these calls.
         reads: Operations whose values the path may depend on.
         iterated: Sequences that the forward iterates over without calling.
         left: The attributes of the copies before the forward.
