@@ -121,7 +121,7 @@ def test_a_disk_that_is_full_raises_and_tells_how_many_bytes_were_to_go_where(
     whole = nn.Linear(128, 256)
     optimizer, told = (
         AdamW(whole.parameters(), lr=0.01),
-        f"131,072 bytes were to go to {full_disk}; set TMPDIR",
+        f"131,072 bytes could not be written to {full_disk}. Set TMPDIR",
     )
     gpipe.offload(optimizer)
     whole(torch.ones(2, 128)).square().sum().backward()

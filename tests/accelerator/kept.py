@@ -179,7 +179,7 @@ def together() -> None:
             except RuntimeError as error:
                 found = str(error)
             if isinstance(found, str):
-                assert "another call of this pipe is under way" in found
+                assert "[concurrent-backwards]" in found
                 assert len(set(devices)) > 1
             else:
                 assert all(map(same_bits, found, expected)), (driver, devices)

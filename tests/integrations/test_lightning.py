@@ -544,7 +544,7 @@ STEPS: dict[str, tuple[Callable[[Classifier, Any, int], Any], str]] = {
     "autocast": (under_autocast, r"\[network-under-own-mode\]"),
     "weights": (
         lambda module, batch, at: module(batch[0]).sum() + sum(one.sum() for one in module.net.parameters()),
-        "reaches .* which another stage trains too.* use weight_decay=",
+        r"\[weight-of-different-stage\]",
     ),
 }
 

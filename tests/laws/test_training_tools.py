@@ -251,5 +251,5 @@ def test_a_compiled_batch_norm_cannot_defer_its_statistics(compile_layer: Compil
     # The code that was compiled with the lent buffers ran in the recompute as well, and counted it.
     layers = [nn.Linear(W, W), compile_layer(nn.Sequential(nn.BatchNorm1d(W)), "eager"), nn.Linear(W, 2)]
     pipe = gpipe.GPipe(layers, 2, M, batch_norm="deferred")
-    with pytest.raises(ValueError, match=r"cannot reach a BatchNorm inside of a compiled module"):
+    with pytest.raises(ValueError, match=r"\[compiled-batchnorm\]"):
         pipe.step(*data(), F.mse_loss)

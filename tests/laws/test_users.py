@@ -134,7 +134,7 @@ def test_a_hook_that_would_see_a_part_of_a_gradient_is_refused(remat: str) -> No
 
     layers = [nn.Linear(4, 4), Apply(lambda x: (y := x * 2, y.sin())), Apply(hooks), nn.Linear(4, 4)]
     gpipe.GPipe(layers, [1, 3], M, remat=remat).step(X, Y, F.mse_loss)
-    with pytest.raises(RuntimeError, match="another tensor that it receives was computed from it"):
+    with pytest.raises(RuntimeError, match=r"\[hook-on-partial-gradient\]"):
         gpipe.GPipe(layers, [2, 2], M, remat=remat).step(X, Y, F.mse_loss)
 
 

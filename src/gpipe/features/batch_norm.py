@@ -1,10 +1,11 @@
-"""Deferred BatchNorm: running statistics of the whole mini-batch, though each micro-batch is normalized by its own.
+"""Deferred BatchNorm: each micro-batch is normalized separately, and running statistics cover the whole mini-batch.
 
-A BatchNorm in training is lent empty buffers and a momentum of 1, so that its own forward leaves the mean and the
-variance of the micro-batch in them. At the end of the mini-batch's forward these are merged in micro-batch order, by
-count, mean and sum of squared differences from the mean (Chan, Golub & LeVeque 1979). E[x^2] - E[x]^2 would lose all
-precision if the mean is large. The real buffers then change once, as in one forward of the whole mini-batch.
-Replicas merge their own statistics first, then the statistics of all replicas, in the order of the replicas.
+During a forward pass, each BatchNorm gets temporary buffers and a momentum of 1. So its own forward stores the mean
+and the variance of the micro-batch in these buffers. After the forward passes of the mini-batch, the statistics are
+merged in micro-batch order: count, mean, and sum of squared differences from the mean (Chan, Golub & LeVeque 1979).
+Computing E[x^2] - E[x]^2 instead would lose all precision if the mean is large. Then the running statistics change
+once, as in one forward pass of the whole mini-batch. Each replica merges its own statistics first. Then the
+statistics of all replicas are merged, in the order of the replicas.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,83 +32,89 @@ from gpipe.stages.stage import StageCall
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The statistics of one forward of a BatchNorm for each channel, in float64."""
+    """The statistics of each channel in one forward pass of a BatchNorm, in float64."""
 
     count: int
     mean: Tensor
     squares: Tensor  # sum of squared differences from the mean
 
     def merge(self, other: "Statistics") -> "Statistics":
+        """Returns the statistics of the rows of both."""
         count = self.count + other.count
-        apart = other.mean - self.mean
-        mean = self.mean + apart * (other.count / count)
-        squares = self.squares + other.squares + apart**2 * (self.count * other.count / count)
+        difference = other.mean - self.mean
+        mean = self.mean + difference * (other.count / count)
+        squares = self.squares + other.squares + difference**2 * (self.count * other.count / count)
         return Statistics(count, mean, squares)
 
 
 @dataclass
 class DeferredStatistics:
-    """The statistics of one mini-batch: for each micro-batch and BatchNorm, one for each forward."""
+    """The statistics of one mini-batch at one stage.
+
+    Attributes:
+        norms: The BatchNorm modules of the stage that update running statistics.
+        collected: For each micro-batch and module, the statistics of each forward pass of the module.
+    """
 
     norms: Sequence[AnyBatchNorm]
-    seen: dict[int, list[list[Statistics]]] = field(default_factory=dict)
+    collected: dict[int, list[list[Statistics]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, modules: Sequence[nn.Module]) -> "DeferredStatistics":
-        """Begins a mini-batch: finds the BatchNorms that keep running statistics."""
+        """Finds the BatchNorm modules in these modules."""
         parts = {module: None for root in modules for module in root.modules()}
         if any(_defers(module) for whole in parts if is_compiled(whole) for module in whole.modules()):
             raise ValueError(
-                "batch_norm='deferred' cannot reach a BatchNorm inside of a compiled module; compile what is "
-                "around it, or leave the statistics as they are by default"
+                "batch_norm='deferred' does not support BatchNorm inside a compiled module. Compile only modules "
+                "without BatchNorm, or use batch_norm='micro'. [compiled-batchnorm]"
             )
         return cls([norm for norm in parts if _defers(norm)])
 
     @contextmanager
     def collect(self, micro_batch: int | None = None) -> Iterator[None]:
-        """Keeps the real buffers as they are. Collects statistics for a micro-batch, none in a recomputation."""
+        """Collects the statistics of a micro-batch, without changing running statistics. None: collects nothing."""
         with ExitStack() as stack:
-            seen = [stack.enter_context(_lend(norm)) for norm in self.norms]
+            statistics = [stack.enter_context(_with_temporary_buffers(norm)) for norm in self.norms]
             yield
         if micro_batch is not None:
-            self.seen[micro_batch] = seen
+            self.collected[micro_batch] = statistics
 
     def merged(self) -> list[list[Statistics]]:
-        """The statistics of the whole mini-batch: for each BatchNorm, one for each of its forwards."""
-        by_norm = zip(*(self.seen[micro_batch] for micro_batch in sorted(self.seen)), strict=True)
-        return [
-            [reduce(Statistics.merge, filter(None, forward)) for forward in zip_longest(*some)]  # one may lack some
-            for some in by_norm
+        """Returns the statistics of the whole mini-batch: for each module, one for each of its forward passes."""
+        by_norm = zip(*(self.collected[m] for m in sorted(self.collected)), strict=True)
+        return [  # A module may run more often in some micro-batches than in others.
+            [reduce(Statistics.merge, filter(None, forward)) for forward in zip_longest(*micro_batches)]
+            for micro_batches in by_norm
         ]
 
     def to_tree(self) -> list[list[tuple[int, Tensor, Tensor]]]:
-        """The statistics of this replica, by BatchNorm and forward, to be sent to the others."""
-        return [[(seen.count, seen.mean, seen.squares) for seen in forwards] for forwards in self.merged()]
+        """Returns the statistics of this replica as a tree, by module and forward pass, for messages."""
+        return [[(each.count, each.mean, each.squares) for each in forwards] for forwards in self.merged()]
 
     def merge_replicas(self, by_replica: Sequence[Sequence[Sequence[tuple[int, Tensor, Tensor]]]]) -> None:
-        """Replaces the statistics of this replica by those that all replicas sent."""
-        self.seen = {
-            replica: [[Statistics(*sent) for sent in forwards] for forwards in norms]
+        """Replaces the statistics of this replica by the statistics of all replicas."""
+        self.collected = {
+            replica: [[Statistics(*values) for values in forwards] for forwards in norms]
             for replica, norms in enumerate(by_replica)
         }
 
     def commit(self) -> None:
-        """Changes the real buffers, once for each forward of a module in a mini-batch."""
+        """Updates the running statistics, once for each forward pass of a module in a micro-batch."""
         for norm, forwards in zip(self.norms, self.merged(), strict=True):
-            for seen in forwards:
-                update_running_statistics(norm, seen)
-        self.seen.clear()
+            for statistics in forwards:
+                update_running_statistics(norm, statistics)
+        self.collected.clear()
 
 
 class DeferredBatchNorm(Feature):
-    """Collects the statistics of BatchNorms, and commits them once the mini-batch has succeeded."""
+    """Collects the statistics of BatchNorm, and updates running statistics after the mini-batch has succeeded."""
 
     alters_layers = True
 
     def __init__(self) -> None:
         self._statistics: dict[int, DeferredStatistics] = {}  # by stage
         self._collected: set[tuple[int, int]] = set()
-        self._complete: list[int] = []  # the stages whose last forward has run
+        self._complete: list[int] = []  # stages that have run all their forward passes
 
     def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
         for stage in run.stages.local:
@@ -125,10 +132,10 @@ class DeferredBatchNorm(Feature):
                     self._statistics[stage].merge_replicas(of_all)
 
     def around_layers(
-        self, run: Run, rank: Rank, state: MicroBatchState, entered: Sequence[BoundaryInput], call: StageCall
+        self, run: Run, rank: Rank, state: MicroBatchState, attached: Sequence[BoundaryInput], call: StageCall
     ) -> AbstractContextManager[object]:
         stage, m = state.stage_run.stage.index, state.micro_batch
-        is_first = (stage, m) not in self._collected  # The layers may run again for a backward.
+        is_first = (stage, m) not in self._collected  # The layers may run again, in a recomputation.
         self._collected.add((stage, m))
         return self._statistics[stage].collect(m if is_first else None)
 
@@ -143,18 +150,18 @@ class DeferredBatchNorm(Feature):
         self._complete.clear()
 
     def _commit(self, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """COMMIT: the statistics are complete. A failed run commits none."""
+        """COMMIT: marks the statistics of a stage as complete. If the run fails, none of them are committed."""
         self._complete.append(task.stage)
 
 
 def find_replica_drift(modules: Sequence[nn.Module]) -> list[str]:
-    """Tells of replicas whose running statistics are their own."""
+    """Returns a finding if replicas keep separate running statistics."""
     if not any(_defers(module) for root in modules for module in root.modules()):
         return []
     return [
-        "the running statistics of BatchNorm are each replica's own, so replicas drift apart in evaluation, and a "
-        "checkpoint has the first one's; give batch_norm='deferred' for those of the whole mini-batch of all "
-        "replicas, or batch_norm='synchronized'"
+        "batch_norm='micro': each replica has its own running statistics, so replicas differ in evaluation, and "
+        "checkpoints contain only the statistics of the first replica. Use batch_norm='deferred' or 'synchronized'. "
+        "[batchnorm-per-replica]"
     ]
 
 
@@ -163,42 +170,42 @@ def _defers(module: nn.Module) -> TypeGuard[AnyBatchNorm]:
 
 
 @contextmanager
-def _lend(norm: AnyBatchNorm) -> Iterator[list[Statistics]]:
-    """Lends a BatchNorm empty buffers for each of its forwards; yields the list of their statistics."""
-    own = {name: norm._buffers[name] for name in ("running_mean", "running_var", "num_batches_tracked")}
-    lent: list[tuple[int, Tensor, Tensor]] = []
+def _with_temporary_buffers(norm: AnyBatchNorm) -> Iterator[list[Statistics]]:
+    """Gives a BatchNorm temporary buffers in each forward pass. The list that it yields gets their statistics."""
+    buffers = {name: norm._buffers[name] for name in ("running_mean", "running_var", "num_batches_tracked")}
+    temporary: list[tuple[int, Tensor, Tensor]] = []
     momenta: dict[nn.Module, float | None] = {}
-    hook, lends = None, True
+    hook, is_active = None, True
 
     def before_forward(used: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        """`used` may be a stand-in for the module, which shares its buffers but not its momentum (WeightAliases)."""
-        if not lends:  # an interrupt came before there was a handle to remove it by
+        """Replaces the buffers. `used` may be a copy of the module that shares only its buffers (WeightAliases)."""
+        if not is_active:  # The hook stays registered if an interrupt comes before its handle is stored.
             return
-        given = args[0] if args else kwargs["input"]
+        value = args[0] if args else kwargs["input"]
         momenta.setdefault(used, used.momentum)
         used.__dict__["momentum"] = 1.0
         used._buffers.update(
-            {name: buffer if buffer is None else allocate_like(buffer).zero_() for name, buffer in own.items()}
+            {name: buffer if buffer is None else allocate_like(buffer).zero_() for name, buffer in buffers.items()}
         )
-        lent.append((given.numel() // given.shape[1], used.running_mean, used.running_var))
+        temporary.append((value.numel() // value.shape[1], used.running_mean, used.running_var))
 
-    seen: list[Statistics] = []
+    statistics: list[Statistics] = []
     try:
         hook = norm.register_forward_pre_hook(before_forward, with_kwargs=True)
-        yield seen
+        yield statistics
     finally:
-        lends = False
+        is_active = False
         if hook is not None:
             hook.remove()
         for used, momentum in momenta.items():
             used.__dict__["momentum"] = momentum
-        norm._buffers.update(own)
-    seen += [Statistics(count, mean.double(), variance.double() * (count - 1)) for count, mean, variance in lent]
+        norm._buffers.update(buffers)
+    statistics += [Statistics(count, mean.double(), var.double() * (count - 1)) for count, mean, var in temporary]
 
 
 @torch.no_grad()
 def update_running_statistics(norm: AnyBatchNorm, batch: Statistics) -> None:
-    """Updates the buffers like a plain forward of the whole mini-batch, with the unbiased variance."""
+    """Updates running statistics as one forward pass of the whole mini-batch would, with the unbiased variance."""
     factor = norm.momentum
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)

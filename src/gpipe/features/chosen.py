@@ -1,4 +1,4 @@
-"""Says which features take part in a mini-batch."""
+"""Chooses the features of a mini-batch."""
 
 from gpipe.features.batch_norm import DeferredBatchNorm
 from gpipe.features.error_notes import ErrorNotes
@@ -14,15 +14,15 @@ from gpipe.schedule.action import Kind
 
 
 def choose_features(run: Run) -> list[Feature]:
-    """Returns the features of a mini-batch, once its table is compiled. Later ones are around earlier ones."""
+    """Returns the features of a mini-batch, after its program is compiled. Later features wrap earlier ones."""
     kinds, verification, recorder = run.compiled.kinds, run.feature(Verification), run.feature(Recorder)
-    takes_part: dict[type[Feature], bool] = {
+    is_needed: dict[type[Feature], bool] = {
         SplitBackward: Kind.BACKWARD_WEIGHT in kinds,
         Slices: run.slices > 1,
         DeferredBatchNorm: Kind.COMMIT in kinds,
         Recompute: Kind.RECOMPUTE in kinds,
     }
-    features = [feature() for feature, is_needed in takes_part.items() if is_needed]
+    features = [feature() for feature, needed in is_needed.items() if needed]
     if verification is not None and verification.wanted:
         features.append(verification)
     if Kind.OFFLOAD in kinds:

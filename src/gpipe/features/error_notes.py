@@ -1,4 +1,4 @@
-"""Adds notes to an exception before it reaches the user: where in the pipeline it was raised, and what to do."""
+"""Adds a note to each exception of an action: where in the pipeline it was raised, and how to fix the cause."""
 
 import torch
 
@@ -25,81 +25,87 @@ PHASES = NAMES | {
     Kind.COMMIT: "commit of BatchNorm statistics",
 }
 
-ONE_VALUE = "Expected more than 1 value per channel"  # how torch's normalizations begin to refuse
-WRONG_NUMBER = ("missing ", "takes ")  # so Python goes on where arguments are too few or too many
-ONE_VALUE_A_LAYER = (
-    "\na layer is given one value, what the layer before returned, also where that is a tuple: let forward take one "
-    "argument and unpack it there, as in def forward(self, both): x, mask = both"
+# How messages of torch and Python start or end.
+ONE_VALUE = "Expected more than 1 value per channel"
+WRONG_NUMBER = ("missing ", "takes ")
+SECOND_BACKWARD = "Trying to backward through the graph a second time"
+UNUSED = "appears to not have been used in the graph"
+MISSING_THREAD_LOCAL = "'_thread._local' object has no attribute"
+CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
+DISABLES_HOOKS = innermost_code(torch.autograd.graph.disable_saved_tensors_hooks)
+
+# Advice that follows them.
+ONE_ARGUMENT_PER_LAYER = (
+    "A layer receives one argument, the output of the layer before, even if that is a tuple. Unpack it in forward: "
+    "def forward(self, both): x, mask = both [one-argument-per-layer]"
 )
 NOT_TENSORS = {
-    "NoneType": "does its forward lack a return?",
-    "tuple": "a layer is given all of it, as of an LSTM or an attention; put one between that takes the tensor out",
-    "dict": "a layer is given all of it; put one between that takes the tensor out",
+    "NoneType": "Does the forward of the layer before lack a return statement? [layer-receives-none]",
+    "tuple": "If the layer before returns a tuple, as nn.LSTM does, add a layer between them that returns only the "
+    "tensor. [layer-receives-tuple]",
+    "dict": "If the layer before returns a dict, add a layer between them that returns only the tensor. "
+    "[layer-receives-dict]",
 }
-TWO_VALUES_A_LOSS = "\nthe loss is called as loss_fn(output, target), with what one micro-batch gave and its targets"
-DISABLES_HOOKS = innermost_code(torch.autograd.graph.disable_saved_tensors_hooks)
+TWO_ARGUMENTS_OF_LOSS = (
+    "loss_fn is called as loss_fn(output, target), with the output and the target of one micro-batch. "
+    "[loss-fn-arguments]"
+)
 NO_HOOKS = (
-    "\nremat='offload' hooks what autograd saves, which this layer does not allow (torch.func.grad and its like, "
-    "disable_saved_tensors_hooks): give its stage another remat, as in remat=['offload', 'always']"
+    "remat='offload' needs hooks on saved tensors, which this layer disables (torch.func.grad does). Use a "
+    "different remat for its stage: remat=['offload', 'always']. [offload-without-hooks]"
 )
-NO_TARGETS = "\nstep was given no targets: give them behind the inputs, as in pipe.step(inputs, targets, loss_fn)"
-SECOND_BACKWARD = "Trying to backward through the graph a second time"
-GRAPH_OF_ANOTHER = (
-    "\nif a layer leaves a tensor with a graph on a module, and another layer or the loss uses it: return it as part "
-    "of the value, or stash it and pop it where it is used (loss_fn.pop for a loss)"
+NO_TARGETS = "targets: they are missing. Call pipe.step(inputs, targets, loss_fn). [targets-missing]"
+FOREIGN_GRAPH = (
+    "If a layer stores a tensor with its graph on a module for a different layer or the loss: return it as part of "
+    "the value, or stash it and pop it where it is used. [tensor-with-graph-on-module]"
 )
-UNUSED = "appears to not have been used in the graph"
-OF_AN_EARLIER_STAGE = (
-    "\nthe graph is cut between stages: torch.autograd.grad with respect to a tensor of an earlier stage finds only "
-    "what this stage computes from it, and allow_unused=True would give a wrong gradient. Keep the layers from where "
-    "the tensor is made to this call in one stage (partitions=[...])."
+OF_EARLIER_STAGE = (
+    "Each stage has its own graph, so torch.autograd.grad cannot reach a tensor of an earlier stage. Keep the "
+    "layers from that tensor to this call in one stage (partitions=[...]). [gradient-of-earlier-stage]"
 )
-OF_A_THREAD = "'_thread._local' object has no attribute"
-NOT_OF_THIS_THREAD = (
-    "\na threading.local has what each thread has set there, and rank threads have set nothing: use a "
-    "contextvars.ContextVar, which they see as the caller has it, or driver='lockstep'"
+NOT_IN_RANK_THREADS = (
+    "Rank threads do not see values that the calling thread has set in a threading.local. Use a "
+    "contextvars.ContextVar, or driver='lockstep'. [thread-local-state]"
 )
 TOO_FEW_VALUES = (
-    "\nthis micro-batch is too small to normalize: use fewer micro-batches or a larger mini-batch, "
-    "and leave out a last mini-batch that is smaller (drop_last=True)"
+    "This micro-batch is too small to normalize. Use fewer micro-batches or a larger mini-batch, and drop a "
+    "smaller last mini-batch (drop_last=True). [micro-batch-too-small]"
 )
-CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
-OF_ANOTHER = (
-    "\nIf a forward writes this tensor (a buffer or a frozen weight), a later micro-batch has changed it "
-    "before this backward. Compute with a clone: x * self.mean.clone(). For a buffer, remat='always' also helps."
+CHANGED_BY_LATER = (
+    "If a forward writes this tensor (a buffer or a frozen weight), a later micro-batch has changed it before this "
+    "backward pass. Compute with a clone: x * self.mean.clone(). [buffer-changed-before-backward]"
 )
 
 
 class ErrorNotes(Feature):
-    """Adds a note to each exception of an action."""
+    """Adds a note to each exception of an action, except to exceptions of other processes."""
 
-    def note_error(self, run: Run, rank: Rank, table: CompiledTable, at: int, error: BaseException) -> None:
-        is_of_another = isinstance(error, RemoteError) and error.received
-        if not is_of_another and not isinstance(error, Cancelled):
-            add_note(error, run, rank, table.program, at)
+    def note_error(self, run: Run, rank: Rank, table: CompiledTable, position: int, error: BaseException) -> None:
+        is_remote = isinstance(error, RemoteError) and error.received
+        if not is_remote and not isinstance(error, Cancelled):
+            add_note(error, run, rank, table.program, position)
 
 
-def add_note(error: BaseException, run: Run, rank: Rank, program: Program, at: int) -> None:
-    """Adds a note to an exception: where it was raised, and what to do."""
+def add_note(error: BaseException, run: Run, rank: Rank, program: Program, position: int) -> None:
+    """Adds a note to an exception: the place of its action in the pipeline, and advice."""
     if not isinstance(getattr(error, "__notes__", []), list):
-        del error.__notes__  # something of the user's own, where Python wants a list
-    action = program.table[rank.rank][at]
+        del error.__notes__  # The class of the exception uses this name for something else, but Python needs a list.
+    action = program.table[rank.rank][position]
     layer = layer_of(rank, action, error)
-    where = in_words(program, rank.rank, at, layer, run.context.name(rank.rank))
+    where = in_words(program, rank.rank, position, layer, run.context.name(rank.rank))
     lacks_targets = layer == LOSS and run.loss_fn is not own_loss and all(target is None for target in run.targets)
-    wants_no_hooks = frames_of(error)[-1].tb_frame.f_code is DISABLES_HOOKS
+    disables_hooks = frames_of(error)[-1].tb_frame.f_code is DISABLES_HOOKS
     offloads = action.micro_batch in run.routes[action.stage].micro_batches[Kind.OFFLOAD]
-    error.add_note(
-        where + advice(error, layer) + NO_TARGETS * lacks_targets + NO_HOOKS * (wants_no_hooks and offloads)
-    )
+    notes = [where, advice(error, layer), NO_TARGETS * lacks_targets, NO_HOOKS * (disables_hooks and offloads)]
+    error.add_note("\n".join(filter(None, notes)))
 
 
 def layer_of(rank: Rank, action: Action, error: BaseException) -> str | None:
-    """Describes the layer in which an action failed, as far as that can be known."""
-    at, m = action.stage, action.micro_batch
-    if m is None or (at, m) not in rank.states or action.kind in MOVES:
+    """Returns a description of the layer in which an action failed: one layer, or all possible layers, or None."""
+    stage, m = action.stage, action.micro_batch
+    if m is None or (stage, m) not in rank.states or action.kind in MOVES:
         return None
-    layers, progress = rank.stages[at].stage.layers, rank.states[at, m].progress
+    layers, progress = rank.stages[stage].stage.layers, rank.states[stage, m].progress
     if action.kind in BACKWARDS:
         layer = progress.maker_of(failed_node(error), layers)
     elif action.kind is Kind.BACKWARD_WEIGHT:
@@ -110,38 +116,39 @@ def layer_of(rank: Rank, action: Action, error: BaseException) -> str | None:
 
 
 def advice(error: BaseException, layer: str | None) -> str:
-    """What to do about an exception of Python's or torch's whose text does not say it of a pipe."""
-    said = error.args[0] if error.args else ""  # an exception's own text may be code that raises
-    if not isinstance(said, str):
+    """Returns advice on an exception of Python or torch, if its message does not explain the cause in a pipe."""
+    text = error.args[0] if error.args else ""  # `str(error)` may run code of the user that raises.
+    if not isinstance(text, str):
         return ""
-    if said.startswith(ONE_VALUE):
+    if text.startswith(ONE_VALUE):
         return TOO_FEW_VALUES
-    if said.startswith(CHANGED):
-        return OF_ANOTHER
-    if said.startswith((SECOND_BACKWARD, OFFLOADED)):
-        return GRAPH_OF_ANOTHER
-    if UNUSED in said:
-        return OF_AN_EARLIER_STAGE
-    if said.startswith(OF_A_THREAD):
-        return NOT_OF_THIS_THREAD
+    if text.startswith(CHANGED):
+        return CHANGED_BY_LATER
+    if text.startswith((SECOND_BACKWARD, OFFLOADED)):
+        return FOREIGN_GRAPH
+    if UNUSED in text:
+        return OF_EARLIER_STAGE
+    if text.startswith(MISSING_THREAD_LOCAL):
+        return NOT_IN_RANK_THREADS
     for kind, remedy in NOT_TENSORS.items():
-        if said.endswith(f"must be Tensor, not {kind}") and layer not in (None, LOSS):
-            return f"\nif it is what the layer before returned: {remedy}"
-    called, _, rest = said.partition("() ")
+        if text.endswith(f"must be Tensor, not {kind}") and layer not in (None, LOSS):
+            return remedy
+    function, _, rest = text.partition("() ")
     if type(error) is not TypeError or not rest.startswith(WRONG_NUMBER):
         return ""
-    owner, _, method = called.rpartition(".")
+    owner, _, method = function.rpartition(".")
     if method == "forward" and layer is not None and layer.endswith(f": {owner.rpartition('.')[2]})"):
-        return ONE_VALUE_A_LAYER
-    return TWO_VALUES_A_LOSS if layer == LOSS else ""
+        return ONE_ARGUMENT_PER_LAYER
+    return TWO_ARGUMENTS_OF_LOSS if layer == LOSS else ""
 
 
-def in_words(program: Program, rank: int, at: int, layer: str | None, name: str) -> str:
-    """A place in the row of a rank, with the row around it."""
+def in_words(program: Program, rank: int, position: int, layer: str | None, name: str) -> str:
+    """Describes an action of a rank, with the actions around it."""
     row = program.table[rank]
-    action = row[at]
+    action = row[position]
     computes_loss = layer == LOSS and action.kind in (Kind.FORWARD, Kind.RECOMPUTE)
     phase = "loss" if computes_loss else PHASES[action.kind]
-    what = phase + ("" if action.micro_batch is None else f" of micro-batch {action.micro_batch}")
+    phase += "" if action.micro_batch is None else f" of micro-batch {action.micro_batch}"
     where = [name, f"stage {action.stage}", *([layer] if layer and not computes_loss else [])]
-    return f"in the {what}, {', '.join(where)}, action {at + 1} of {len(row)}:\n    {program.around(rank, at)}"
+    around = program.around(rank, position)
+    return f"in the {phase}, {', '.join(where)}, action {position + 1} of {len(row)}:\n    {around}"

@@ -1,14 +1,16 @@
-"""OFFLOAD and FETCH: copies the activations that autograd saves to host memory, and back for the backward.
+"""OFFLOAD and FETCH: copies activations to host memory or files, and back before the backward pass.
 
-Hooks see everything that autograd saves in a forward. A storage is offloaded only if nothing else refers to it. So
-weights, buffers, boundary tensors, and tensors that a layer or the caller keeps stay. A storage that is saved twice,
-or has views, is copied once and shared again. Shapes, strides and alignment are kept, and so are all bits.
+Hooks collect every tensor that autograd saves in a forward pass. A storage is offloaded only if nothing else refers
+to it. So weights, buffers, boundary tensors, and tensors that a layer or the caller keeps are not moved. A storage
+that is saved several times is copied once. Shapes, strides and alignment do not change, and values are bitwise
+identical.
 
-A rank has one copy in flight, and runs other actions while it lasts. It waits for the copy before the next
-copy, or before the backward that needs it. On a device, only its stream waits.
+A rank has at most one copy in flight, and runs other actions during the copy. It waits for the copy before the next
+copy, or before the backward pass that needs the activations. On a GPU, only its stream waits.
 
-On a CPU, glibc keeps freed memory, and the process would grow to the activations of all micro-batches. So each copy
-returns free pages to the system, and FETCH maps the file into memory, which is freed as soon as its node has run.
+On a CPU, glibc keeps freed memory, so the process would grow to the activations of all micro-batches. Therefore each
+copy returns free pages to the system. FETCH maps the file into memory, and the mapping of a tensor is freed as soon
+as its autograd node has run.
 """
 
 import ctypes
@@ -39,57 +41,63 @@ from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.rules import BACKWARDS
 
 Host: TypeAlias = "FileHost | PinnedHost"
-NAME = "gpipe moves"  # of the thread that moves
+NAME = "gpipe moves"  # the name of the thread that copies
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mmap.restype = ctypes.c_void_p
 give_back: Callable[[int], object] = getattr(LIBC, "malloc_trim", int)
-"""Has glibc give the pages of all that is free back to the system; other allocators do so in their own time."""
+"""Returns free memory of glibc to the system. Does nothing with other allocators."""
 POPULATE_READ = 22
-"""Of `madvise`: maps all pages at once, of Linux from 5.14 on. Elsewhere a page comes when it is first read."""
+"""Advice for `madvise` to read all pages at once, since Linux 5.14. Otherwise each page is read at its first use."""
 
 
 @dataclass(slots=True, eq=False)
 class OffloadedStorage:
-    """A storage that is offloaded, and the tensors of it that autograd saved."""
+    """An offloaded storage, and the tensors in it that autograd has saved."""
 
-    storage: UntypedStorage | None  # None: it is away
+    storage: UntypedStorage | None  # None while it is on the host
     size: int
     saved: Sequence[SavedTensor]
 
     def bytes(self) -> Tensor:
-        """What it holds."""
+        """Returns the bytes of the storage as a tensor."""
         assert self.storage is not None
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
 
     def address(self) -> int:
-        """Its address. No numpy view is taken, because torch does not resize storages that numpy has seen."""
+        """Returns the address of the storage. A numpy view would prevent torch from resizing the storage later."""
         assert self.storage is not None
         return self.storage.data_ptr()
 
     def free(self) -> None:
-        """Lets go of it."""
+        """Drops all references to the storage."""
         self.storage = None
-        for one in self.saved:
-            one.release_storage()
+        for tensor in self.saved:
+            tensor.release_storage()
 
     def lay_in(self, storage: UntypedStorage) -> None:
-        """Puts the saved tensors into a new storage, in the same layout."""
+        """Moves the saved tensors to a new storage, with the same layout."""
         self.storage = storage
-        for one in self.saved:
-            one.restore_storage(storage)
+        for tensor in self.saved:
+            tensor.restore_storage(storage)
 
 
 @dataclass(eq=False)
 class OffloadedActivations:
-    """The tensors that autograd saves for one micro-batch at one stage, and the storages that are offloaded."""
+    """The activations of one micro-batch at one stage.
+
+    Attributes:
+        saved: Tensors that autograd has saved, until OFFLOAD.
+        moved: The offloaded storages, from OFFLOAD until the backward pass.
+        host_data: The copies on the host.
+    """
 
     saved: list[SavedTensor] = field(default_factory=list)
     moved: list[OffloadedStorage] = field(default_factory=list)
-    there: Any = None  # where it is with the host
+    host_data: Any = None
 
     def watched(self) -> AbstractContextManager[object]:
-        """Collects what autograd saves inside this context."""
-        saved = self.saved  # and no more than that: the graph keeps the hooks
+        """Returns a context that collects the tensors that autograd saves."""
+        saved = self.saved  # The graph keeps the hook, which must not refer to `self`.
 
         def pack(tensor: Tensor) -> SavedTensor:
             saved.append(SavedTensor.of(tensor))
@@ -97,62 +105,66 @@ class OffloadedActivations:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def leave(self) -> None:
-        """Finds the storages to which only saved tensors refer."""
-        alike = defaultdict[int, list[SavedTensor]](list)
-        for one in self.saved:
-            alike[one.address].append(one)
-        alike.pop(0, None)
-        for some in alike.values():
-            storage = some[0].tensor.untyped_storage()
-            alone = memory_users(some[0].tensor) == len(some) and storage.resizable()  # nor is it another library's
-            if alone and all(one.is_as_saved for one in some):
-                self.moved.append(OffloadedStorage(storage, storage.nbytes(), some))
+    def select_storages(self) -> None:
+        """Selects the storages to which only saved tensors refer."""
+        by_storage = defaultdict[int, list[SavedTensor]](list)
+        for tensor in self.saved:
+            by_storage[tensor.address].append(tensor)
+        by_storage.pop(0, None)
+        for tensors in by_storage.values():
+            storage = tensors[0].tensor.untyped_storage()
+            # The memory of a storage that is not resizable belongs to a different library.
+            is_only_user = memory_users(tensors[0].tensor) == len(tensors) and storage.resizable()
+            if is_only_user and all(tensor.is_as_saved for tensor in tensors):
+                self.moved.append(OffloadedStorage(storage, storage.nbytes(), tensors))
         self.saved.clear()
 
-    def arrive(self) -> None:
-        """Drops the references to fetched storages. Only the graph keeps them, until each node has run."""
-        self.moved, self.there = [], None
+    def release(self) -> None:
+        """Drops the references to fetched storages, so that the graph frees each of them after its node has run."""
+        self.moved, self.host_data = [], None
 
 
 @dataclass(eq=False)
 class HostCopy:
-    """A copy in flight: its start, its storages, and what to wait for."""
+    """A copy to or from the host. `wait` waits for its end and returns the time of the end."""
 
     action: Action
-    inside: OffloadedActivations
+    activations: OffloadedActivations
     began: Stamp
-    wait: Callable[[], Stamp]  # gives when it was done
+    wait: Callable[[], Stamp]
     ended: Stamp | None = None
 
 
 class _Moves:
-    """The copies of a rank, one at a time."""
+    """The copies of a rank, of which at most one is in flight."""
 
     last: HostCopy | None = None
 
     def __init__(self, stream: RankStream) -> None:
         self.stream, self._process = stream, os.getpid()
 
-    def finish(self, inside: OffloadedActivations | None = None) -> None:
-        """Waits until the copy in flight is done, or only if it is of these activations."""
+    def finish(self, activations: OffloadedActivations | None = None) -> None:
+        """Waits for the copy in flight. With `activations`, waits only if the copy is of these activations."""
         if os.getpid() != self._process:
-            raise RuntimeError("what was offloaded comes back in its own process, of which this one is a fork")
-        if self.last is None or inside not in (None, self.last.inside):
+            raise RuntimeError(
+                "backward(): activations were offloaded before this process was forked. Call backward() in the "
+                "process that called the pipe. [offloaded-before-fork]"
+            )
+        if self.last is None or activations not in (None, self.last.activations):
             return
         move, self.last = self.last, None
         try:
             move.ended = move.wait()
         except BaseException as error:
-            error.add_note(f"in {move.action}, which was under way")
+            error.add_note(f"in {move.action}, which was in flight")
             raise
         if move.action.kind is Kind.OFFLOAD:
-            for one in move.inside.moved:
-                one.free()
+            for storage in move.activations.moved:
+                storage.free()
 
 
 class Offload(Feature):
-    """Copies what autograd keeps to the host and back, on all ranks of this process."""
+    """Offloads and fetches activations, on all ranks of this process."""
 
     def __init__(self) -> None:
         self.hosts: dict[int, Host] = {}  # by rank
@@ -179,11 +191,11 @@ class Offload(Feature):
             self._close()
 
     def await_fetch(self, rank: Rank, task: CompiledAction) -> None:
-        """Waits until what the backward of a micro-batch needs is back."""
+        """Waits for the FETCH of the activations that a backward pass needs."""
         activations = self.activations.pop((task.stage, task.micro_batch), None)
         if activations is not None:
             self.hosts[rank.rank].finish(activations)
-            activations.arrive()
+            activations.release()
 
     def _close(self) -> None:
         for host in self.hosts.values():
@@ -202,65 +214,65 @@ class Offload(Feature):
         backward(run, rank, task)
 
     def _offload(self, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """OFFLOAD: begins to copy to the host."""
+        """OFFLOAD: starts to copy activations to the host."""
         self.hosts[rank.rank].offload(task.action, self.activations[task.stage, task.micro_batch])
 
     def _fetch(self, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """FETCH: begins to copy back."""
+        """FETCH: starts to copy activations back."""
         self.hosts[rank.rank].fetch(task.action, self.activations[task.stage, task.micro_batch])
 
 
 class FileHost(_Moves):
-    """The host storage of a rank on a CPU: an unnamed temporary file for each micro-batch, and a thread.
+    """Offloads the activations of a rank on a CPU: to an unnamed temporary file per micro-batch, in a thread.
 
-    The file does not count as memory of the process, and the system can drop it from its cache.
+    The file does not count as memory of the process, and the system can drop its pages from the page cache.
     """
 
     def __init__(self, stream: RankStream) -> None:
         super().__init__(stream)
         self._thread = ThreadPoolExecutor(1, NAME)
 
-    def offload(self, action: Action, inside: OffloadedActivations) -> None:
-        """Begins to write what a micro-batch keeps."""
+    def offload(self, action: Action, activations: OffloadedActivations) -> None:
+        """Starts to write the activations of a micro-batch to a new file."""
         self.finish()
-        inside.leave()
-        with room_for(sum(one.size for one in inside.moved)):
-            inside.there = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # until it is back
-        weakref.finalize(inside, inside.there.close)  # if it never is
-        self._begin(action, inside, _write)
+        activations.select_storages()
+        with room_for(sum(storage.size for storage in activations.moved)):
+            activations.host_data = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # open until FETCH has ended
+        weakref.finalize(activations, activations.host_data.close)  # if there is no FETCH
+        self._begin(action, activations, _write)
 
-    def fetch(self, action: Action, inside: OffloadedActivations) -> None:
-        """Begins to read it back."""
+    def fetch(self, action: Action, activations: OffloadedActivations) -> None:
+        """Maps the file into memory, and starts to read it."""
         self.finish()
-        for start, one in _placed(inside.moved):
-            one.lay_in(_mapped(inside.there.fileno(), start, one.size))
-        self._begin(action, inside, _read)
+        for offset, storage in _offsets(activations.moved):
+            storage.lay_in(_map(activations.host_data.fileno(), offset, storage.size))
+        self._begin(action, activations, _read)
 
     def _begin(
-        self, action: Action, inside: OffloadedActivations, work: Callable[[OffloadedActivations], float]
+        self, action: Action, activations: OffloadedActivations, work: Callable[[OffloadedActivations], float]
     ) -> None:
-        done: Future[float] = self._thread.submit(work, inside)
-        self.last = HostCopy(action, inside, self.stream.stamp(), done.result)
+        done: Future[float] = self._thread.submit(work, activations)
+        self.last = HostCopy(action, activations, self.stream.stamp(), done.result)
 
     def close(self) -> None:
         """Ends the thread."""
         self._thread.shutdown(cancel_futures=True)
 
 
-def _placed(moved: Sequence[OffloadedStorage]) -> Iterator[tuple[int, OffloadedStorage]]:
-    """Each storage, and where it begins in the file: at a page, since it is mapped from there."""
-    start = 0
-    for one in moved:
-        yield start, one
-        start += -(-one.size // mmap.PAGESIZE) * mmap.PAGESIZE
+def _offsets(moved: Sequence[OffloadedStorage]) -> Iterator[tuple[int, OffloadedStorage]]:
+    """Returns each storage with its offset in the file. Offsets are multiples of the page size, for `mmap`."""
+    offset = 0
+    for storage in moved:
+        yield offset, storage
+        offset += -(-storage.size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _mapped(file: int, start: int, size: int) -> UntypedStorage:
-    """A part of a file as memory of its own. Python's mmap would hold one more file open for each."""
+def _map(file: int, offset: int, size: int) -> UntypedStorage:
+    """Maps a part of a file into memory. Python's `mmap` would duplicate the file descriptor for each part."""
     reads_and_writes, private = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
-    address = LIBC.mmap(None, ctypes.c_size_t(size), reads_and_writes, private, file, ctypes.c_long(start))
+    address = LIBC.mmap(None, ctypes.c_size_t(size), reads_and_writes, private, file, ctypes.c_long(offset))
     if address == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), "what was offloaded could not be mapped")
+        raise OSError(ctypes.get_errno(), "Offloaded activations could not be mapped into memory.")
     memory = (ctypes.c_char * size).from_address(address)
     weakref.finalize(memory, LIBC.munmap, ctypes.c_void_p(address), ctypes.c_size_t(size)).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
@@ -268,37 +280,37 @@ def _mapped(file: int, start: int, size: int) -> UntypedStorage:
 
 @contextmanager
 def room_for(size: int) -> Iterator[None]:
-    """Has an OSError inside tell what was to be written, and in which folder."""
+    """Adds a note to an OSError raised inside: the number of bytes, the folder, and a fix."""
     try:
         yield
     except OSError as error:
-        remedy = "set TMPDIR to where there is room"
+        remedy = "Set TMPDIR to a folder on a disk with enough space."
         if error.errno == errno.EMFILE:
-            remedy = "each micro-batch in flight has a file open: raise `ulimit -n`"
-        error.add_note(f"{size:,} bytes were to go to {tempfile.gettempdir()}; {remedy}")
+            remedy = "Each micro-batch in flight has an open file. Raise the limit with `ulimit -n`."
+        error.add_note(f"TMPDIR: {size:,} bytes could not be written to {tempfile.gettempdir()}. {remedy}")
         raise
 
 
-def _write(inside: OffloadedActivations) -> float:
+def _write(activations: OffloadedActivations) -> float:
     give_back(0)
-    with room_for(sum(one.size for one in inside.moved)):
-        for start, one in _placed(inside.moved):
-            memory, done = memoryview((ctypes.c_char * one.size).from_address(one.address())), 0
-            while done < one.size:  # the system takes at most 2 GiB at once
-                done += os.pwrite(inside.there.fileno(), memory[done:], start + done)
+    with room_for(sum(storage.size for storage in activations.moved)):
+        for offset, storage in _offsets(activations.moved):
+            memory, done = memoryview((ctypes.c_char * storage.size).from_address(storage.address())), 0
+            while done < storage.size:  # One call writes at most 2 GiB.
+                done += os.pwrite(activations.host_data.fileno(), memory[done:], offset + done)
     return time.perf_counter()
 
 
-def _read(inside: OffloadedActivations) -> float:
+def _read(activations: OffloadedActivations) -> float:
     give_back(0)
-    for one in inside.moved:
-        LIBC.madvise(ctypes.c_void_p(one.address()), ctypes.c_size_t(one.size), POPULATE_READ)
-    inside.there.close()
+    for storage in activations.moved:
+        LIBC.madvise(ctypes.c_void_p(storage.address()), ctypes.c_size_t(storage.size), POPULATE_READ)
+    activations.host_data.close()
     return time.perf_counter()
 
 
 class PinnedHost(_Moves):
-    """The host storage of a rank on a device: pinned memory, and a stream to copy on."""
+    """Offloads the activations of a rank on a GPU: to pinned memory, on a stream for copies."""
 
     stream: DeviceStream
 
@@ -306,45 +318,47 @@ class PinnedHost(_Moves):
         super().__init__(stream)
         self._copies = torch.Stream(stream.device)
 
-    def offload(self, action: Action, inside: OffloadedActivations) -> None:
-        """Queues the copies to pinned memory."""
+    def offload(self, action: Action, activations: OffloadedActivations) -> None:
+        """Queues copies of the activations to pinned memory."""
         self.finish()
-        inside.leave()
-        inside.there = [torch.empty(one.size, dtype=torch.uint8, pin_memory=True) for one in inside.moved]
-        self._queue(action, inside)
+        activations.select_storages()
+        activations.host_data = [
+            torch.empty(storage.size, dtype=torch.uint8, pin_memory=True) for storage in activations.moved
+        ]
+        self._queue(action, activations)
 
-    def fetch(self, action: Action, inside: OffloadedActivations) -> None:
-        """Queues the copies back."""
+    def fetch(self, action: Action, activations: OffloadedActivations) -> None:
+        """Queues copies back to the device."""
         self.finish()
-        for one in inside.moved:
-            memory = torch.empty(one.size, dtype=torch.uint8, device=self.stream.device)
-            one.lay_in(memory.untyped_storage())
-        self._queue(action, inside)
+        for storage in activations.moved:
+            memory = torch.empty(storage.size, dtype=torch.uint8, device=self.stream.device)
+            storage.lay_in(memory.untyped_storage())
+        self._queue(action, activations)
 
-    def _queue(self, action: Action, inside: OffloadedActivations) -> None:
-        self._copies.wait_event(self.stream.mark())  # type: ignore[arg-type]  # an event, on a device
+    def _queue(self, action: Action, activations: OffloadedActivations) -> None:
+        self._copies.wait_event(self.stream.mark())  # type: ignore[arg-type]  # It is an event on a GPU.
         with queued_on(self._copies):
             began = event_on(self._copies, enable_timing=True)
-            for one, there in zip(inside.moved, inside.there, strict=True):
-                pair = (there, one.bytes()) if action.kind is Kind.OFFLOAD else (one.bytes(), there)
-                pair[0].copy_(pair[1], non_blocking=True)
+            for storage, pinned in zip(activations.moved, activations.host_data, strict=True):
+                device = storage.bytes()
+                target, source = (pinned, device) if action.kind is Kind.OFFLOAD else (device, pinned)
+                target.copy_(source, non_blocking=True)
             ended = event_on(self._copies, enable_timing=True)
-
-        self.last = HostCopy(action, inside, began, partial(self._wait, action.kind, ended))
+        self.last = HostCopy(action, activations, began, partial(self._wait, action.kind, ended))
 
     def _wait(self, kind: Kind, ended: torch.Event) -> Stamp:
-        if kind is Kind.OFFLOAD:  # what is freed then may be of any stream
+        if kind is Kind.OFFLOAD:  # The memory that is freed next may belong to any stream.
             ended.synchronize()
         else:
             self.stream.compute.wait_event(ended)
         return ended
 
     def close(self) -> None:
-        """Waits for copies that a step that failed has left under way: their memory is freed next."""
+        """Waits for the copy that a failed step has left in flight, because its memory is freed next."""
         if self.last is not None:
             self._copies.synchronize()
 
 
 def host_of(stream: RankStream) -> Host:
-    """Where a rank puts what it offloads."""
+    """Returns the place to which a rank offloads activations."""
     return PinnedHost(stream) if queues(stream.device) else FileHost(stream)

@@ -1,7 +1,7 @@
-"""R: drops what a forward computed, and computes it again for the backward, with bitwise identical results.
+"""R: recomputes the activations of a stage before its backward pass (activation checkpointing).
 
-The forward keeps the inputs of the stage, a copy of its buffers, and a digest of its outputs. The outputs of the
-recomputation must have the same digest.
+The forward pass keeps only the inputs of the stage, a copy of its buffers, and a digest of its outputs. The outputs
+of the recomputation must have the same digest, so that gradients are bitwise identical.
 """
 
 from collections import defaultdict
@@ -29,24 +29,23 @@ from gpipe.stages.stage import Stage, StageCall, StageOutput
 from gpipe.stages.tree import tensors_in
 
 DIFFERS = (
-    "The recomputation of {layer} gave different values than its forward, so gradients would be wrong. The layer "
-    "depends on state that has changed in between: random numbers of numpy or Python, a counter, the time, a value "
-    "that another layer left on a module, or an attribute or weight that was changed before backward(). Draw with "
-    "torch, keep state that changes in buffers (register_buffer), stash and pop values for other layers, or pass "
-    "remat='never' for this stage."
+    "remat: the recomputation of {layer} gave different values than its forward pass. Draw random numbers with "
+    "torch, keep changing state in buffers, stash values for other layers, or use remat='never' for this stage. "
+    "[recomputation-differs]"
 )
 WRITES_WEIGHTS = (
-    "The recomputation of {layer} gave different values than its forward, so gradients would be wrong. Its forward "
-    "writes the weights {names}, and the recomputation reads the written values. Pass remat='never' for this stage, "
-    "or update these weights after pipe.step(...)."
+    "remat: the recomputation of {layer} gave different values than its forward pass, which writes the weights "
+    "{names}. Use remat='never' for this stage, or update these weights after pipe.step(...). "
+    "[weights-written-in-forward]"
 )
 LEFT = (
-    "A layer left a tensor on a module ({left}), which may belong to a later micro-batch by now. Stash the tensor in "
-    "the layer that makes it, and pop it where it is used."
+    "A layer has stored a tensor on a module ({left}), and a later micro-batch may have replaced it. Stash the "
+    "tensor in the layer that computes it, and pop it where it is used."
 )
 CHANGED = (
-    "a parameter was changed or replaced, or train() or eval() was called, between a forward and its "
-    "backward, which would recompute with the new value; call backward first, or use remat='never'"
+    "backward(): a parameter has changed, or train() or eval() was called, since the forward pass of this call, and "
+    "remat would recompute with the new state. Call backward() first, or use remat='never'. "
+    "[changed-before-backward]"
 )
 UNSEEN_MODES = (
     "{modes} is active, but has no effect on the recomputation in backward(). Use pipe.step(...), or remat='never'. "
@@ -55,45 +54,48 @@ UNSEEN_MODES = (
 
 
 class RecomputeError(RuntimeError):
-    """A recompute gave other values than its forward."""
+    """The recomputation of a stage gave different values than its forward pass, so gradients would be wrong."""
 
 
 class Fingerprint(NamedTuple):
-    """A digest of the outputs of a stage, and the leaves that a backward from them reaches."""
+    """A digest of the outputs of a stage, and the leaf tensors that a backward pass from them reaches."""
 
     digest: Digest
     reached: frozenset[int]
 
     @classmethod
     def of(cls, output: StageOutput, *, outlives: bool = True) -> "Fingerprint":
+        """Computes the fingerprint of an output. `outlives` is whether it is kept longer than the output."""
         reached = frozenset(map(id, leaves_of(tensors_in(output.values))))
         return cls(digest([*output.values, *output.for_loss.values()], outlives=outlives), reached)
 
-    def differs(self, output: StageOutput, stage: Stage, given: Sequence[BoundaryValue]) -> bool | Tensor:
-        """Whether the outputs of another run differ (see `differ`), or it reaches other weights or inputs."""
+    def differs(self, output: StageOutput, stage: Stage, inputs: Sequence[BoundaryValue]) -> bool | Tensor:
+        """Returns whether the output of a recomputation differs (see `differ`) or reaches different leaf tensors."""
         other = Fingerprint.of(output, outlives=False)
-        if apart := self.reached ^ other.reached:  # Layers may create other leaves again.
-            own = {id(leaf) for crossing in given for leaf in crossing.leaves}
-            if apart & own.union(*(map(id, layer.module.parameters()) for layer in stage.layers)):
+        if changed := self.reached ^ other.reached:  # Leaf tensors that layers create are new in each run.
+            lasting = {id(leaf) for boundary in inputs for leaf in boundary.leaves}
+            if changed & lasting.union(*(map(id, layer.module.parameters()) for layer in stage.layers)):
                 return True
         return differ(self.digest, other.digest)
 
 
 class _Kept(NamedTuple):
-    """The state that a forward keeps for its recomputation, besides its inputs."""
+    """The state that a forward pass keeps for its recomputation, in addition to its inputs."""
 
     buffers: SavedBuffers
     fingerprint: Fingerprint
 
 
 class Recompute(Feature):
-    """Recomputes what forwards dropped, on all ranks of this process."""
+    """Drops the activations of forward passes and recomputes them, on all ranks of this process."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._deferred_mismatches = defaultdict[int, list[Tensor]](list)  # by rank, on a GPU: reading halts it
-        self._versions: object = None  # of what it depends on, after the forward of a call
-        self._variables: Context | None = None  # of a call, if its backward runs in autograd's thread of a device
+        self._deferred_mismatches = defaultdict[int, list[Tensor]](
+            list
+        )  # by rank; on a GPU, reading them at once would synchronize
+        self._versions: object = None  # parameters and modes after the forward pass of a call
+        self._variables: Context | None = None  # context variables, if autograd's device thread recomputes
 
     def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
         work[Kind.FORWARD] = partial(self._forward, work[Kind.FORWARD])
@@ -101,7 +103,7 @@ class Recompute(Feature):
 
     @contextmanager
     def around_pass(self, run: Run, table: CompiledTable) -> Iterator[None]:
-        """Between the halves of a call, checks that nothing has changed on which the recomputation depends."""
+        """In the backward half of a call, checks that parameters and modes are the same as in the forward half."""
         if table is run.compiled.forward:
             run.thread_state.refuse_unsupported(UNSEEN_MODES)
         elif table is run.compiled.backward:
@@ -118,10 +120,10 @@ class Recompute(Feature):
                     raise recompute_error(f"a layer of {run.context.name(rank.rank)}")
         if table is run.compiled.forward:
             self._variables = copy_context() if run.stages.queues else None
-            self._versions = _versions(run)  # after the forward, in which lazy modules get theirs
+            self._versions = _versions(run)  # after the forward pass, which initializes lazy modules
 
     def _forward(self, forward: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """F: drops what the layers computed, if it will be recomputed."""
+        """F: drops the activations if the micro-batch will be recomputed."""
         if task.micro_batch not in run.routes[task.stage].micro_batches[Kind.RECOMPUTE]:
             forward(run, rank, task)
             return
@@ -135,7 +137,7 @@ class Recompute(Feature):
         state.roots, state.gradients = [], []
 
     def _recompute(self, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """R: runs the layers of a stage again, for their graph."""
+        """R: runs the layers of a stage again, to create their graph."""
         state = rank.states[task.stage, task.micro_batch]
         kept = self._kept.pop((task.stage, task.micro_batch))
         state.progress = run.context.new_progress()
@@ -160,7 +162,7 @@ def _stages(run: Run) -> list[Stage]:
 
 
 def _versions(run: Run) -> tuple[list[tuple[int, int]], list[bool]]:
-    """The parameters on which recomputations depend, how often each was changed, and the modes of modules."""
+    """Returns the version of each parameter that recomputations use, and the mode of each module."""
     modules = [layer.module for stage in _stages(run) for layer in stage.layers]
     weights = chain(run.aliases.replaced, *(module.parameters() for module in modules))
     versions = [(id(weight), version(weight)) for weight in weights]
@@ -171,13 +173,13 @@ def _versions(run: Run) -> tuple[list[tuple[int, int]], list[bool]]:
 def _raise_difference(
     run: Run, state: MicroBatchState, as_before: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Raises an error that names the layer whose recomputation differs, if it does so again."""
-    arrived = {name: crossing.value for name, crossing in zip(state.routes.skips_in, state.inputs, strict=False)}
-    call, layer = StageCall(arrived, run.rng_key(state.micro_batch), state.progress), None
+    """Raises an error that names the layer whose recomputation differs, if running the layers again finds it."""
+    skips = {name: crossing.value for name, crossing in zip(state.routes.skips_in, state.inputs, strict=False)}
+    call, layer = StageCall(skips, run.rng_key(state.micro_batch), state.progress), None
     layers = state.stage_run.stage.layers
-    weights = {each.full_name(name): weight for each in layers for name, weight in each.module.named_parameters()}
+    weights = {each.full_name(name): p for each in layers for name, p in each.module.named_parameters()}
     versions = {name: version(weight) for name, weight in weights.items()}
-    if not run.context.runs_every_backward:  # Otherwise BatchNorm would wait for what replicas do not send again.
+    if not run.context.runs_every_backward:  # Otherwise BatchNorm would wait for messages of other replicas.
         with run.thread_state.around_layers():
             layer = state.stage_run.stage.find_nondeterministic_layer(state.inputs[-1].value, call, as_before)
     written = [name for name, weight in weights.items() if version(weight) != versions[name]]
@@ -192,7 +194,7 @@ def recompute_error(layer: str, left: str = "", written: Sequence[str] = ()) -> 
 
     Args:
         layer: A description of the layer.
-        left: Tensors that layers left on modules.
+        left: A description of tensors that layers have stored on modules.
         written: Names of weights that the forward of the layer writes.
     """
     if written:
@@ -204,8 +206,8 @@ def recompute_error(layer: str, left: str = "", written: Sequence[str] = ()) -> 
 
 
 def tensors_left_on(stages: Iterable[Stage]) -> str:
-    """In words, the attributes of modules where forwards left tensors."""
-    found = [
+    """Describes the attributes of modules in which forward passes have stored tensors."""
+    attributes = [
         f"{name} of {layer}"
         for stage in stages
         for layer in stage.layers
@@ -213,4 +215,4 @@ def tensors_left_on(stages: Iterable[Stage]) -> str:
         for name, value in vars(module).items()
         if isinstance(value, Tensor) and not (value.is_leaf and value.requires_grad)
     ]
-    return ", ".join(dict.fromkeys(found))
+    return ", ".join(dict.fromkeys(attributes))

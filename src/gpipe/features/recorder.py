@@ -1,4 +1,4 @@
-"""The real timeline: what each rank did when. Costs nothing when absent."""
+"""Records the timeline of runs: the start and end of each action on each rank."""
 
 import time
 from collections import deque
@@ -22,20 +22,27 @@ from gpipe.schedule.rules import BACKWARDS
 from gpipe.schedule.timeline import Span, Timeline, offsets
 from gpipe.stages.traffic import Traffic
 
-Interval: TypeAlias = tuple[float, float]  # from when to when, by the clock that all processes of a host share
+Interval: TypeAlias = tuple[float, float]  # start and end in seconds, by the clock that processes of a host share
 
 
 class RecordedRun(NamedTuple):
-    """A recorded run: a `step` is one, a call and its backward are two."""
+    """A recorded run. A `step` is one run; a call and its backward pass are two.
+
+    Attributes:
+        timeline: The actions of all ranks.
+        when: When the run started and ended.
+        traffic: The messages of each rank, by the same clock as `when`.
+        cpu: The processor time of this process, in seconds.
+    """
 
     timeline: Timeline
     when: Interval
-    traffic: tuple[Traffic, ...] = ()  # between processes, by rank, by the clock of `when`
-    cpu: float = 0.0  # seconds that processors worked meanwhile for this process
+    traffic: tuple[Traffic, ...] = ()
+    cpu: float = 0.0
 
 
 class RemoteRecord(NamedTuple):
-    """The record of one process: its host, when the run began by the clock there, its timeline and messages."""
+    """The record of one process: its host, the start of the run by the clock of that host, timeline and messages."""
 
     host: str
     began: float
@@ -44,20 +51,28 @@ class RemoteRecord(NamedTuple):
 
 
 class Recorder(Feature):
-    """Collects the timelines of the last runs."""
+    """Records the last runs.
+
+    Attributes:
+        runs: The last runs that succeeded.
+        inside: When the caller was inside a step or call that succeeded.
+        losses: The losses of training steps that succeeded.
+        ended: The run whose actions are done, but which may still fail in a different process.
+    """
 
     def __init__(self, keep: int) -> None:
-        self.runs: deque[RecordedRun] = deque(maxlen=keep)  # that ended well
-        self.inside: deque[Interval] = deque(maxlen=keep)  # when the caller was inside of a step or call that did
-        self.losses: deque[Tensor] = deque(maxlen=keep)  # of training steps that did
-        self.ended: RecordedRun | None = None  # its actions are done; it may still fail
-        self._copies: list[tuple[int, HostCopy]] = []  # while the ranks go on
+        self.runs: deque[RecordedRun] = deque(maxlen=keep)
+        self.inside: deque[Interval] = deque(maxlen=keep)
+        self.losses: deque[Tensor] = deque(maxlen=keep)
+        self.ended: RecordedRun | None = None
+        self._copies: list[tuple[int, HostCopy]] = []  # copies of `Offload`, which overlap with actions
         self._stamps: list[tuple[int, Action, Stamp, Stamp]] = []
         self._streams: Mapping[int, RankStream] = {}
         self._origins: dict[int, Stamp] = {}
         self.began = self._cpu = 0.0
 
     def begin(self, streams: Mapping[int, RankStream]) -> None:
+        """Starts to record a run."""
         self._streams, self._stamps, self._copies, self.ended = streams, [], [], None
         self.began, self._cpu = time.perf_counter(), time.process_time()
         self._origins = {rank: stream.stamp() for rank, stream in streams.items()}
@@ -76,12 +91,12 @@ class Recorder(Feature):
         self.end()
 
     def complete(self, run: Run) -> None:
-        """Keeps the run that has ended, unless other processes did not record it."""
+        """Keeps the recorded run, unless other processes have not recorded it."""
         if self.ended is not None:
             self.runs.append(self.ended)
 
     def receive(self, receive: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """Receives what an action needs, and records a RECEIVE from when both ends were ready."""
+        """Receives the messages of an action. Records a RECEIVE that starts when both ends are ready."""
         called = rank.stream.stamp()
         sent = receive(run, rank, task)
         received = [transfer.action for transfer in task.receives if transfer.action is not None]
@@ -89,7 +104,7 @@ class Recorder(Feature):
             self._stamps.append((task.rank, received[-1], max(called, sent), rank.stream.stamp()))
 
     def perform(self, perform: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """Performs an action, and records it from when the rank has what it needs until it is done."""
+        """Performs an action and records it, without the time that it waits for a FETCH."""
         if (offload := run.feature(Offload)) is not None and task.action.kind in BACKWARDS:
             offload.await_fetch(rank, task)
         start = rank.stream.stamp()
@@ -102,9 +117,14 @@ class Recorder(Feature):
         self._stamps.append((task.rank, task.action, start, rank.stream.stamp()))
 
     def join(self, rank: int, records: Sequence[RemoteRecord]) -> None:
-        """Joins the records of all processes, by rank, by the clock of this process."""
-        own = [_moved(record.timeline, record.began) for record in records]
-        ahead = offsets([record.host for record in records], own)
+        """Joins the records of all processes, with the clock of this process.
+
+        Args:
+            rank: The rank of this process.
+            records: The record of each process, by rank.
+        """
+        local = [_moved(record.timeline, record.began) for record in records]
+        ahead = offsets([record.host for record in records], local)
         starts = [record.began + more - ahead[rank] for record, more in zip(records, ahead, strict=True)]
         first = min(starts)
         moved = [_moved(record.timeline, start - first) for record, start in zip(records, starts, strict=True)]
@@ -116,6 +136,7 @@ class Recorder(Feature):
         self.ended = RecordedRun(Timeline(len(records), tuple(spans), seconds), when, traffic, self.ended.cpu)
 
     def end(self) -> None:
+        """Creates the record of the run from its stamps."""
         since = {rank: partial(stream.seconds, self._origins[rank]) for rank, stream in self._streams.items()}
         seconds = max(since[rank](stream.stamp()) for rank, stream in self._streams.items())
         copies = [

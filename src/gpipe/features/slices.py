@@ -1,8 +1,9 @@
-"""Slices of a sequence, which run one after another through the same stage and attend to earlier slices.
+"""Splits micro-batches along the sequence into slices, which run one after the other and attend to earlier ones.
 
-The keys and values of earlier slices are leaves, detached from their graphs like tensors at a stage boundary. The
-backwards of later slices run first, the last slice first, and add to `.grad` of these leaves. The backward of a slice
-begins also at its own keys and values, with those sums. A recomputation attends to the same leaves as its forward.
+The keys and values of a slice are detached for later slices, like tensors at a stage boundary. Backward passes run in
+reverse order, and accumulate the gradients of these detached tensors in `.grad`. The backward pass of a slice also
+starts at its keys and values, with these gradients. A recomputation uses the same detached tensors as its forward
+pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,42 +29,50 @@ Pair: TypeAlias = tuple[Tensor, ...]  # keys and values
 
 @dataclass(slots=True)
 class SliceKeys:
-    """The keys and values of one slice at one stage, by the number of the block that makes them."""
+    """The keys and values of one slice at one stage, by the number of the block that computes them.
 
-    earlier: Sequence["SliceKeys"] = ()  # of the slices before, in order
-    made: dict[int, Pair] = field(default_factory=dict)  # by the last run, with its graph
-    leaves: dict[int, Pair] = field(default_factory=dict)  # the same, for the slices behind
+    Attributes:
+        earlier: The earlier slices of the same micro-batch, in order.
+        made: The keys and values of the last run, with their graph.
+        leaves: The same tensors, detached for later slices.
+    """
+
+    earlier: Sequence["SliceKeys"] = ()
+    made: dict[int, Pair] = field(default_factory=dict)
+    leaves: dict[int, Pair] = field(default_factory=dict)
 
     def add(self, block: int, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> Pair:
-        """Adds keys and values of this slice; returns those of all slices up to it, like `update` of a cache."""
-        values = values.to(torch.promote_types(keys.dtype, values.dtype))  # as in transformers' cache, under autocast
+        """Adds keys and values of this slice, and returns them together with earlier ones, like `Cache.update`."""
+        values = values.to(
+            torch.promote_types(keys.dtype, values.dtype)
+        )  # like the cache of transformers under autocast
         self.made[block] = keys, values
-        each = [*(one.leaves[block] for one in self.earlier), (keys, values)]
-        return tuple(torch.cat(parts, dim=-2) for parts in zip(*each, strict=True))
+        pairs = [*(slice_keys.leaves[block] for slice_keys in self.earlier), (keys, values)]
+        return tuple(torch.cat(parts, dim=-2) for parts in zip(*pairs, strict=True))
 
     def earlier_leaves(self) -> list[Tensor]:
-        """The keys and values of earlier slices."""
-        return [leaf for one in self.earlier for pair in one.leaves.values() for leaf in pair]
+        """Returns the keys and values of earlier slices."""
+        return [leaf for keys in self.earlier for pair in keys.leaves.values() for leaf in pair]
 
     def keep(self, *, drops_graph: bool = False) -> None:
         """Detaches the keys and values of this slice, for later slices."""
         self.leaves = {
-            block: tuple(one.detach().requires_grad_(one.requires_grad) for one in pair)
+            block: tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in pair)
             for block, pair in self.made.items()
         }
         if drops_graph:
             self.made = {}
 
     def take_gradients(self) -> tuple[list[Tensor], Gradients]:
-        """Returns the keys and values that require a gradient, and their gradients from later slices."""
-        made, leaves = (list(chain.from_iterable(some.values())) for some in (self.made, self.leaves))
-        pairs = [(one, leaf.grad) for one, leaf in zip(made, leaves, strict=True) if one.requires_grad]
+        """Removes and returns keys and values that require gradients, and their gradients from later slices."""
+        made, leaves = (list(chain.from_iterable(pairs.values())) for pairs in (self.made, self.leaves))
+        kept = [(tensor, leaf.grad) for tensor, leaf in zip(made, leaves, strict=True) if tensor.requires_grad]
         self.made, self.leaves = {}, {}
-        return [one for one, _ in pairs], [gradient for _, gradient in pairs]
+        return [tensor for tensor, _ in kept], [gradient for _, gradient in kept]
 
 
 class Slices(Feature):
-    """Passes keys and values from slice to slice of a micro-batch, and their gradients back."""
+    """Passes keys and values from each slice of a micro-batch to later slices, and their gradients back."""
 
     alters_layers = True
 
@@ -75,10 +84,10 @@ class Slices(Feature):
 
     @contextmanager
     def around_layers(
-        self, run: Run, rank: Rank, state: MicroBatchState, entered: Sequence[BoundaryInput], call: StageCall
+        self, run: Run, rank: Rank, state: MicroBatchState, attached: Sequence[BoundaryInput], call: StageCall
     ) -> Iterator[None]:
         stage, m = state.stage_run.stage.index, state.micro_batch
-        if (stage, m) in self._keys:  # The layers run again, on the same keys and values.
+        if (stage, m) in self._keys:  # This is a recomputation, which uses the same keys and values.
             call.keys = self._keys[stage, m]
             yield
             return
@@ -87,19 +96,17 @@ class Slices(Feature):
         yield
         call.keys.keep(drops_graph=m in state.routes.micro_batches[Kind.RECOMPUTE])
         if not run.trains and m == first + run.slices - 1:
-            for each in range(first, m + 1):
-                del self._keys[stage, each]
+            for earlier in range(first, m + 1):
+                del self._keys[stage, earlier]
 
     def earlier_leaves(self, stage: int, m: int) -> list[Tensor]:
-        """The keys and values of earlier slices to which a slice attends."""
+        """Returns the keys and values of earlier slices to which slice `m` attends."""
         return self._keys[stage, m].earlier_leaves()
 
     def _backward(self, backward: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """B or I: begins also at the keys and values of the slice."""
-        self._add_roots(rank, task)
-        backward(run, rank, task)
-
-    def _add_roots(self, rank: Rank, task: CompiledAction) -> None:
-        made, gradients = self._keys.pop((task.stage, task.micro_batch)).take_gradients()
-        rank.states[task.stage, task.micro_batch].roots += made
+        """B or I: the backward pass also starts at the keys and values of the slice."""
+        key = task.stage, task.micro_batch
+        tensors, gradients = self._keys.pop(key).take_gradients()
+        rank.states[key].roots += tensors
         rank.inbox.append(gradients)
+        backward(run, rank, task)

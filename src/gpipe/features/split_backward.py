@@ -1,17 +1,18 @@
-"""A backward in two parts: I computes the gradients of the inputs of a stage, W later the gradients of its weights.
+"""Splits backward passes: I computes the gradients of a stage's inputs, and later W the gradients of its weights.
 
-W computes the gradient of each weight that the graph reaches once, as an operand of a product: `mm`, `addmm`, `bmm`,
-a convolution. I runs every node, as a whole backward does, but in products it computes only the gradients of inputs.
-For W it keeps the gradient that reached the product, and the input of the product. Everything else is computed in I:
-norms, embeddings, autograd functions of users, weights that are used twice.
+W computes the gradients of weights that the graph reaches exactly once, as an operand of a product (`mm`, `addmm`,
+`bmm` or a convolution). I runs every node, like a whole backward pass, but in these products it computes only the
+gradients of inputs. For W, it keeps the gradient that reached the product, and the input of the product. I also
+computes all other gradients: of norms, embeddings, custom autograd functions, and weights that are used twice.
 
-The results are bitwise identical to a whole backward, because
-- nothing is computed by other formulas than torch's (`gpipe._torch.autograd`), nor on other values;
-- a leaf that waits has one use in a graph, so there is no sum within one whose order could change;
-- the sums over micro-batches are in their order: where a backward comes to a leaf for which the weights of an
-  earlier one are still pending, these are done first.
+The results are bitwise identical to a whole backward pass, because
 
-Nothing is computed twice, and I frees the graph. The memory kept for a product is about the same as in its forward.
+- W uses the formulas of torch (`gpipe._torch.autograd`) on the same values;
+- a deferred weight has one use in a graph, so the graph does not sum its gradients;
+- gradients are accumulated in the order of micro-batches: before a backward pass reaches a weight, pending gradients
+  of earlier micro-batches are computed.
+
+Nothing is computed twice, and I frees the graph. A product needs about as much memory for W as after its forward.
 """
 
 from collections import defaultdict, deque
@@ -46,15 +47,14 @@ from gpipe.stages.boundary import Gradients, known_roots
 from gpipe.stages.memory_layout import copy_of, storage_address, version
 
 CHANGED = (
-    "what a product of this stage was given, or the gradient that came to it, was changed in place before the "
-    "gradient of its weight was computed: by a layer that writes into a buffer or workspace which it hands on, in a "
-    "later micro-batch, or by a hook that changes gradients in place. Return a clone instead, or use a schedule that "
-    "does not split the backward"
+    "schedule: the input of a product, or its gradient, was changed in place before W used it. Return a clone from "
+    "the layer or hook that changes it, or use a schedule without split backward passes. "
+    "[changed-before-weight-gradient]"
 )
 
 
 class SplitBackward(Feature):
-    """Runs backwards in two parts, on all ranks of this process."""
+    """Splits backward passes on all ranks of this process."""
 
     def __init__(self) -> None:
         self.pending = defaultdict[int, dict[int, PendingWeights]](dict)  # by stage and micro-batch
@@ -65,7 +65,7 @@ class SplitBackward(Feature):
         work[Kind.BACKWARD_WEIGHT] = self._backward_weight
 
     def _backward(self, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """B: after what earlier micro-batches have left."""
+        """B: computes pending gradients of earlier micro-batches first."""
 
         def accumulate(roots: Sequence[Tensor], gradients: Gradients) -> Iterable[Tensor]:
             for earlier in self.pending[task.stage].values():
@@ -91,7 +91,7 @@ class SplitBackward(Feature):
         rank.states[task.stage, task.micro_batch] = state
 
     def _backward_weight(self, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """W: adds up the gradients of weights that waited."""
+        """W: computes and accumulates the deferred gradients of weights."""
         state, pending = rank.states[task.stage, task.micro_batch], self.pending[task.stage]
         if task.micro_batch in pending:
             maker_of = partial(state.progress.maker_of, layers=state.stage_run.stage.layers)
@@ -106,7 +106,14 @@ class SplitBackward(Feature):
 
 
 class WaitingProduct(NamedTuple):
-    """A product whose weights can wait: where their gradients will go, and the leaves that these belong to."""
+    """A product whose weight gradients can be deferred.
+
+    Attributes:
+        node: The autograd node of the product.
+        slots: The inputs of the node that are weights.
+        ends: For each slot, the edge that receives the gradient.
+        leaves: For each slot, the node that accumulates the gradient of the weight.
+    """
 
     node: Node
     product: Product
@@ -116,30 +123,36 @@ class WaitingProduct(NamedTuple):
 
 
 class PendingProduct(NamedTuple):
-    """A product whose weights wait, once the gradient came to it."""
+    """A product whose weight gradients are deferred, after its own gradient `dy` has been computed.
+
+    Attributes:
+        number: The sequence number of the node of the product.
+        versions: The version counters of its input and of `dy`.
+    """
 
     product: Product
     slots: tuple[int, ...]
     ends: tuple[GradientEdge, ...]
-    number: int  # of its node
+    number: int
     dy: Tensor
-    versions: tuple[int, int]  # of its input and of dy
+    versions: tuple[int, int]
 
 
 @dataclass(slots=True)
 class PendingWeights:
-    """The products that one I left for its W, in the order in which autograd reached them, and their leaves."""
+    """The products that an I has deferred to its W, in the order in which autograd reached them, and their leaves."""
 
     products: deque[PendingProduct] = field(default_factory=deque)
     leaves: set[Node] = field(default_factory=set)
 
     @property
     def gradients(self) -> list[Tensor]:
-        return [one.dy for one in self.products]
+        """The gradients that are kept for the products."""
+        return [product.dy for product in self.products]
 
     @property
     def next_node(self) -> int | None:
-        """The sequence number of the product that is computed, or would be next."""
+        """The sequence number of the current or next product, or None if all are done."""
         return self.products[0].number if self.products else None
 
 
@@ -149,80 +162,92 @@ def backward_input(
     boundary: Iterable[Tensor],
     pending: Collection[PendingWeights] = (),
 ) -> PendingWeights:
-    """Runs I: adds to `.grad` of all leaves except those that can wait; returns the products for W.
+    """Runs I: accumulates gradients in `.grad` of all leaf tensors, except weights whose gradients can be deferred.
 
-    I is for the gradients of the `boundary`, leaves cut from other stages' graphs; `pending` is what earlier
-    micro-batches left, in their order.
+    Args:
+        roots: The tensors at which the backward pass starts.
+        gradients: The gradients of the roots.
+        boundary: The leaf tensors at the boundary to earlier stages, which need their gradients now.
+        pending: The deferred products of earlier micro-batches, in order.
+
+    Returns:
+        The deferred products, for `backward_weight`.
     """
     known, values = known_roots(roots, gradients)
-    waiting, late, others = look_ahead(known, set(map(id, boundary)))
-    _settle(others, pending)
-    deferred = PendingWeights(leaves=late)
+    waiting, deferred_leaves, others = look_ahead(known, set(map(id, boundary)))
+    _finish_earlier(others, pending)
+    deferred = PendingWeights(leaves=deferred_leaves)
     if not waiting or others is None:
         if known:
             accumulate_gradients(known, values)
         return deferred
-    handles = [one.node.register_prehook(partial(_keep, deferred, one)) for one in waiting]
-    ends = [GradientEdge(node, 0) for node in (*others, *(one.node for one in waiting))]
+    handles = [product.node.register_prehook(partial(_keep, deferred, product)) for product in waiting]
+    ends = [GradientEdge(node, 0) for node in (*others, *(product.node for product in waiting))]
     try:
         accumulate_gradients(known, values, ends)
     finally:
-        for handle in handles:  # each holds its node, which holds it
+        for handle in handles:  # A handle and its node refer to each other.
             handle.remove()
-    deferred.products = deque(map(_apart, deferred.products))
+    deferred.products = deque(map(_with_own_gradient, deferred.products))
     return deferred
 
 
-def _keep(deferred: PendingWeights, one: WaitingProduct, came: tuple[Tensor | None, ...]) -> None:
-    if (dy := came[0]) is not None:
-        versions = version(one.product.x), version(dy)
-        number = node_number(one.node)
-        deferred.products.append(PendingProduct(one.product, one.slots, one.ends, number, dy, versions))
+def _keep(deferred: PendingWeights, waiting: WaitingProduct, gradients: tuple[Tensor | None, ...]) -> None:
+    if (dy := gradients[0]) is not None:
+        versions = version(waiting.product.x), version(dy)
+        number = node_number(waiting.node)
+        deferred.products.append(PendingProduct(waiting.product, waiting.slots, waiting.ends, number, dy, versions))
 
 
-def _apart(one: PendingProduct) -> PendingProduct:
-    """The product with a gradient to which nobody adds: a leaf's `.grad` may have become a view of it."""
-    if not storage_address(one.dy) or memory_users(one.dy) <= 1:
-        return one
-    dy = copy_of(one.dy)
-    return one._replace(dy=dy, versions=(one.versions[0], version(dy)))
+def _with_own_gradient(product: PendingProduct) -> PendingProduct:
+    """Copies the gradient of a product if it shares memory: the `.grad` of a leaf may be a view of it."""
+    if not storage_address(product.dy) or memory_users(product.dy) <= 1:
+        return product
+    dy = copy_of(product.dy)
+    return product._replace(dy=dy, versions=(product.versions[0], version(dy)))
 
 
-def _settle(others: Collection[Node] | None, pending: Iterable[PendingWeights]) -> None:
-    """Does what earlier micro-batches left for leaves that are about to be reached."""
-    late = [at for at, one in enumerate(pending) if others is None or not one.leaves.isdisjoint(others)]
-    if late:
-        for one in list(pending)[: late[-1] + 1]:
-            backward_weight(one)
+def _finish_earlier(others: Collection[Node] | None, pending: Iterable[PendingWeights]) -> None:
+    """Computes pending gradients of earlier micro-batches up to the last one that has a leaf in `others`."""
+    earlier = list(pending)
+    needed = [i for i, weights in enumerate(earlier) if others is None or not weights.leaves.isdisjoint(others)]
+    for weights in earlier[: needed[-1] + 1] if needed else ():
+        backward_weight(weights)
 
 
 @torch.no_grad()
 def backward_weight(deferred: PendingWeights) -> None:
-    """Runs W: adds to `.grad` of the leaves that waited, and frees product after product."""
+    """Runs W: accumulates the deferred gradients in `.grad` of the weights, and frees each product."""
     while deferred.products:
         product, slots, ends, _, dy, versions = deferred.products[0]
         if versions != (version(product.x), version(dy)):
             raise RuntimeError(CHANGED)
         accumulate_gradients(ends, product.gradients(dy, slots))
-        deferred.products.popleft()  # not before: it says which node failed
+        deferred.products.popleft()  # Only now: `next_node` must name the product if it fails.
     deferred.leaves.clear()
 
 
 def look_ahead(
     roots: Iterable[Tensor], boundary: Collection[int]
 ) -> tuple[list[WaitingProduct], set[Node], list[Node] | None]:
-    """Walks the graph behind the roots once: the products whose weights can wait, their leaves, and all others.
+    """Walks the graph from the roots, and finds the products whose weight gradients can be deferred.
 
-    `boundary` are the ids of leaves. The last is None where nodes of the graph must know of no such distinction.
+    Args:
+        roots: The tensors at which the backward pass starts.
+        boundary: Ids of leaf tensors at the boundary to earlier stages.
+
+    Returns:
+        The products, the leaf nodes of their weights, and all other leaf nodes. If nothing can be deferred because
+        the graph has reentrant checkpoints, the last one is None.
     """
     seen: set[Node] = set()
-    again: set[Node] = set()  # come to by several edges
+    shared: set[Node] = set()  # nodes with several incoming edges
     products, leaves = [], []
     todo = [get_gradient_edge(root).node for root in roots]
     while todo:
         node = todo.pop()
         if node in seen:
-            again.add(node)
+            shared.add(node)
             continue
         seen.add(node)
         kind = type(node)
@@ -233,50 +258,49 @@ def look_ahead(
             products.append(node)
         elif kind.__name__ == REENTRANT:
             return [], set(), None
-        todo += [behind for behind, _ in node.next_functions if behind is not None]
-    singles = {leaf for leaf in leaves if leaf not in again and _can_wait(leaf, boundary)}
-    found = [_find_waiting(node, singles, again) for node in products]
-    waiting = [one for one in found if one is not None]
-    late = {leaf for one in waiting for leaf in one.leaves}
-    return waiting, late, [leaf for leaf in leaves if leaf not in late]
+        todo += [next_node for next_node, _ in node.next_functions if next_node is not None]
+    singles = {leaf for leaf in leaves if leaf not in shared and _can_wait(leaf, boundary)}
+    waiting = [w for w in (_find_waiting(node, singles, shared) for node in products) if w is not None]
+    deferred = {leaf for product in waiting for leaf in product.leaves}
+    return waiting, deferred, [leaf for leaf in leaves if leaf not in deferred]
 
 
 REENTRANT = "CheckpointFunctionBackward"
-"""A checkpoint that runs a backward of its own, which comes to leaves unseen, and refuses one for some leaves."""
+"""The node of a reentrant checkpoint. Its nested backward pass reaches leaf tensors that the graph does not show."""
 
 
 def _can_wait(node: Node, boundary: Collection[int]) -> bool:
-    leaf: Tensor = node.variable  # type: ignore[attr-defined]  # of a node of a leaf
+    leaf: Tensor = node.variable  # type: ignore[attr-defined]  # It is the node of a leaf.
     is_plain = type(leaf) in OPERANDS and leaf.layout is torch.strided
     return is_plain and id(leaf) not in boundary and not has_gradient_hooks(leaf)
 
 
-def _find_waiting(node: Node, singles: Set[Node], again: Collection[Node]) -> WaitingProduct | None:
-    """A product whose weights can wait: it computes the gradients of all of them, or of none."""
+def _find_waiting(node: Node, singles: Set[Node], shared: Collection[Node]) -> WaitingProduct | None:
+    """Returns the product of a node if the gradients of all its weights can be deferred."""
     edges = node.next_functions
     weight, *bias = WEIGHT_SLOTS[type(node)]
     slots, ends, leaves = [], [], []
     for slot in (weight, *bias):
-        behind, number = edges[slot]
-        if behind is None:
+        next_node, number = edges[slot]
+        if next_node is None:
             if slot == weight:
                 return None
             continue
-        leaf = _leaf_behind(behind, again)
+        leaf = _leaf_of(next_node, shared)
         if leaf not in singles:
             return None
         slots.append(slot)
-        ends.append(GradientEdge(behind, number))
+        ends.append(GradientEdge(next_node, number))
         leaves.append(leaf)
     if has_node_hooks(node) or (product := read_product(node)) is None:
         return None
     return WaitingProduct(node, product, tuple(slots), tuple(ends), tuple(leaves))
 
 
-def _leaf_behind(node: Node, again: Collection[Node]) -> Node:
-    """Where a way through nodes that lay out or cast, and are come to by it alone, begins or ends."""
-    while type(node) in LAYOUT_NODES and node not in again:
-        behind = node.next_functions[0][0]
-        assert behind is not None  # it is there because something behind it wants a gradient
-        node = behind
+def _leaf_of(node: Node, shared: Collection[Node]) -> Node:
+    """Follows nodes that only change the layout or dtype, such as transposes; returns the first other node."""
+    while type(node) in LAYOUT_NODES and node not in shared:
+        next_node = node.next_functions[0][0]
+        assert next_node is not None  # The node exists only because its input requires a gradient.
+        node = next_node
     return node

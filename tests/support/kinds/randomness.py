@@ -67,7 +67,7 @@ def foreign(draw: Draw, width: int, layer: nn.Module) -> Case:
     """Right, or refused when it shows."""
     words, told = (
         (r"layer \d", r"random|draw|numpy|generator|differ|same|state"),
-        (r"recomputation changes it again",),
+        (r"\[state-written-twice\]",),
     )
     return network(draw, width, [layer, nn.Linear(width, width)], before=1, refusal=words, told=told, late=True)
 

@@ -1,14 +1,16 @@
-"""Compares a step with replays of each stage in the order of the reference loop, bit by bit.
+"""Compares a step bit by bit with replays of each stage in the order of the reference loop.
 
 A stage that depends only on its weights, buffers, inputs and random keys computes the same in a replay as in the
-step, whatever the schedule was. If a result differs, the stage depends on more: on the order in which micro-batches
-or stages run, or on state that another stage writes. The replay begins with the state that the step began with, and
-leaves the state as the step left it.
+step, for every schedule. If a result differs, the stage depends on more: on the order in which micro-batches or
+stages run, or on state that a different stage writes. A replay starts from the state before the step. Afterwards, the
+state after the step is restored.
 
-The first replay runs stage by stage, so that each stage sees only its own writes; ranks run at once, in their own
-threads. If a result differs, or if the step has changed state that several stages reach, the stages of this process
-are replayed together, in the calling thread, exactly as the reference loop runs them, and then once more to see
-whether that result is reproducible. Processes need not communicate for any of this.
+1. The first replay runs each stage separately, so that a stage reads only its own writes. Ranks run in their threads.
+2. If a result differs, or if the step has changed state that several stages reach, all stages of this process are
+   replayed together, in the calling thread, as in the reference loop.
+3. They are replayed once more, to find out whether the second result is reproducible.
+
+Processes do not communicate in replays.
 """
 
 from collections.abc import Collection, Sequence
@@ -39,57 +41,54 @@ from gpipe.stages.stage import LOSS, Stage
 
 MOST_PLACES = 3  # The most places that one message names.
 
-DIFFERS = "{stage} {quantity} differs from the reference loop. {cause}"
-WRITES_INPUT = (
-    "{stage} {layer} writes the input of its stage without PyTorch noticing (through .data, numpy or DLPack), for "
-    "micro-batch {micro_batch}. The stage before may need that tensor. Compute a new tensor (x = x.clamp(...)), use "
-    "an in-place operation (x.clamp_(...)), or keep the layer in the stage that computes its input."
-)
-WRITES_RETURNED = (
-    "{stage} writes {quantity} again after it has returned it (a buffer or workspace that it reuses). Return a clone."
-)
+# Differences from the reference loop, which are errors.
 WRITES_WEIGHTS = (
-    "The step writes the weights {names}, and the next micro-batch reads them. Call the optimizer after "
-    "pipe.step(...), constrain weights there or with torch.nn.utils.parametrize, or use micro_batches=1."
-)
-USES_FOREIGN_WEIGHTS = (
-    "The backward of {stage} reaches {name}, which another stage trains too, so the order in which its gradient is "
-    "summed depends on the schedule. Return the weight as part of the value, or stash it and pop it in the "
-    "layer that uses it (loss_fn.pop in a loss). If several layers use the weight, make it a parameter of each. "
-    "For a penalty on weights, use weight_decay=."
+    "{stage}: {quantity} differs from the reference loop, because the step writes the weights {names}. Call the "
+    "optimizer, and constrain weights, after pipe.step(...). [weights-written-in-step]"
 )
 CHANGES_STATE = (
-    "It depends on more than weights, buffers and inputs. The step changes {places}. Keep such state in a buffer "
-    "(register_buffer), return it as part of the value, or stash it and pop it where it is used."
+    "{stage}: {quantity} differs from the reference loop, because the step changes {places}. Keep such state in a "
+    "buffer, return it as part of the value, or stash it and pop it where it is used. [state-changed-in-step]"
 )
 UNKNOWN = (
-    "It depends on more than weights, buffers, inputs and torch's random numbers: on the order in which "
-    "micro-batches or stages run, or on state that another stage writes (also numpy's or Python's random numbers, or "
-    "gradients that a layer computes with backward() in its forward)."
+    "{stage}: {quantity} differs from the reference loop. It depends on the order of micro-batches, on state of a "
+    "different stage, or on random numbers of Python or numpy. Make the stage independent of them. [depends-on-order]"
 )
-HOW_TO_ACCEPT = " Set pipe.verify_steps = False to train anyway."
-STATE_IN_BACKWARD = (
-    "The backward of {stage} writes {places}, and a later forward reads it. In the reference loop the next "
-    "micro-batch reads it. Here forwards run ahead of backwards, so the results depend on the schedule. Use "
-    "micro_batches=1 if that matters."
+WRITES_INPUT = (
+    "{stage}: {layer} writes the input for micro-batch {micro_batch} through .data, numpy or DLPack, which PyTorch "
+    "does not notice. Compute a new tensor (x = x.clamp(...)), or use x.clamp_(...). [input-written-unnoticed]"
+)
+WRITES_RETURNED = (
+    "{stage}: {quantity} is written again after the stage has returned it, as a buffer or workspace that it reuses. "
+    "Return a clone. [output-written-again]"
+)
+USES_FOREIGN_WEIGHTS = (
+    "{stage}: its backward pass reaches {name}, which a different stage trains too. Stash the weight and pop it in "
+    "the layer or loss that uses it, or make it a parameter of each layer. [weight-of-different-stage]"
 )
 OTHER_STATE = (
-    "{stage} reads state that another stage writes: {quantity} differs if the stage is replayed alone. The results "
-    "depend on when each stage runs. Return such state as part of the value, or stash it and pop it where it is used."
+    "{stage}: {quantity} differs if the other stages do not run, because the stage reads state that they write. "
+    "Return such state as part of the value, or stash it and pop it where it is used. [state-of-different-stage]"
+)
+HOW_TO_ACCEPT = "Set pipe.verify_steps = False to train without this check."
+
+# Findings.
+STATE_IN_BACKWARD = (
+    "{stage}: its backward pass writes {places}, and a later forward pass reads it, so results depend on the "
+    "schedule. Use micro_batches=1 if they must not. [state-written-in-backward]"
 )
 RECOMPUTED_CHANGES = (
-    "A forward changes {places}, and its recomputation changes it again. Keep counts in a buffer (register_buffer) "
-    "and draw random numbers with torch: a recomputation changes neither. Or use remat='never' for the stage."
+    "remat: a forward pass changes {places}, and its recomputation changes it again. Keep counts in a buffer, draw "
+    "random numbers with torch, or use remat='never' for the stage. [state-written-twice]"
 )
 NOT_REPRODUCIBLE = (
-    "{stage} could not be verified: {quantity} differs each time it is computed from the same inputs (a "
-    "nondeterministic operation, the time, or random numbers that no seed reaches). See "
-    "torch.use_deterministic_algorithms."
+    "{stage}: {quantity} could not be verified, because it differs each time that it is computed from the same "
+    "inputs. Use torch.use_deterministic_algorithms. [nondeterministic-stage]"
 )
-NOT_REPLAYED = "{stages} could not be verified: {why}"
+NOT_REPLAYED = "This step could not be verified: {why}. Training continues without a check. [not-verified]"
 WRITTEN_WEIGHTS = (
-    "The step itself writes the weights {names}, so it could not be verified. The next step will be. If that step "
-    "raises an error, call the optimizer after pipe.step(...), or use micro_batches=1."
+    "This step could not be verified, because it writes the weights {names}. The next step will be. If that raises "
+    "an error, call the optimizer after pipe.step(...). [weights-written-in-step]"
 )
 
 
@@ -98,8 +97,8 @@ class Comparison:
     """Compares the record of a step with replays.
 
     Attributes:
-        is_conclusive: Whether the step is verified; otherwise a later one will be.
-        writing: The weights that the step writes, if that is why it is not verified.
+        is_conclusive: Whether the comparison has a result. Otherwise a later step is verified.
+        writing: The weights that the step writes, if the comparison has no result because of them.
     """
 
     run: Run
@@ -112,7 +111,7 @@ class Comparison:
     writing: Sequence[Tensor] = ()
 
     def find(self, *, in_threads: bool) -> list[str]:
-        """Replays the step, raises an error if it differs, and returns findings."""
+        """Replays the step and returns findings. Raises a `VerificationError` if the step differs."""
         finding = self._compare(in_threads=in_threads)
         return [text for text in (finding, self._recomputed_changes()) if text]
 
@@ -125,7 +124,7 @@ class Comparison:
             alone = self._differences(replay)
         except (*OUT_OF_MEMORY, VerificationError):
             raise
-        except Exception as error:  # Stages that are replayed in order may not raise it.
+        except Exception as error:  # A replay of all stages in order may not raise it.
             alone = [(next(iter(self.record.stages)), Quantity(f"a replay raises {type(error).__name__}", 0))]
         if not alone and not shared:
             return ""
@@ -139,7 +138,7 @@ class Comparison:
         except OUT_OF_MEMORY:
             raise
         except Exception as error:
-            return NOT_REPLAYED.format(stages="this step", why=f"a replay raised {type(error).__name__}: {error}")
+            return NOT_REPLAYED.format(why=f"a replay raised {type(error).__name__}: {error}")
         together = self._differences(first)
         if not together and alone:
             text = OTHER_STATE.format(stage=self._stage(alone[0][0]), quantity=alone[0][1])
@@ -154,14 +153,15 @@ class Comparison:
             return NOT_REPRODUCIBLE.format(stage=self._stage(stage), quantity=quantity)
         if not self.written and (places := self._state_in_backward(stage)):
             return STATE_IN_BACKWARD.format(stage=self._stage(stage), places=places)
-        cause = self._cause(first.stages[stage])
-        raise self._error(DIFFERS.format(stage=self._stage(stage), quantity=quantity, cause=cause))
+        raise self._error(self._explain(stage, quantity, first.stages[stage]))
 
     def _error(self, text: str) -> VerificationError:
-        return VerificationError(text + HOW_TO_ACCEPT)
+        error = VerificationError(text)
+        error.add_note(HOW_TO_ACCEPT)
+        return error
 
     def _recomputed_changes(self) -> str:
-        """Reports Python state that a forward changes, and that its recomputation changes once more."""
+        """Returns a finding if a recomputation changes Python state that its forward pass has changed."""
         again = [stage for stage in self.record.stages if self.run.routes[stage].micro_batches[Kind.RECOMPUTE]]
         buffers = {id(buffer) for stage in again for buffer in buffers_of(self._stage(stage))}
         if not again or not self.ended.changed_since(self.evidence.began, except_for=buffers, by_value=True):
@@ -181,18 +181,18 @@ class Comparison:
                 self.replays.perform(replay, [forward])
             changes = self.replays.state().changed_since(once, except_for=buffers, by_value=True)
             if any(place.startswith(GLOBAL_GENERATOR) for place in changes):
-                # Other threads may draw from it, but not the same numbers each time that this forward runs.
+                # Exclude changes by other threads: they differ from one run of this forward pass to the next.
                 self.replays.restore()
                 self.replays.perform(replay, [forward])
                 unsteady = set(self.replays.state().changed_since(once, except_for=buffers, by_value=True))
                 changes = [p for p in changes if not (p in unsteady and p.startswith(GLOBAL_GENERATOR))]
             places.update(dict.fromkeys(changes))
-        # A recomputation does not call the loss, and the random numbers that layers draw with torch have keys.
+        # A recomputation does not call the loss. Random numbers that layers draw with torch have keys.
         places = {place: None for place in places if not place.startswith((LOSS, f"{GLOBAL_GENERATOR} of torch"))}
         return RECOMPUTED_CHANGES.format(places=in_words(places)) if places else ""
 
     def _raise_if_leaves_are_shared(self) -> None:
-        """Raises if backwards of two stages add to the `.grad` of one tensor."""
+        """Raises an error if backward passes of two stages accumulate gradients in the same tensor."""
         users: dict[int, list[int]] = {}
         for stage, record in self.record.stages.items():
             for key in record.weights.leaves if record.weights is not None else ():
@@ -202,23 +202,22 @@ class Comparison:
                 weights = self.record.stages[stages[0]].weights
                 assert weights is not None
                 name, _ = _name_of(self.run, weights.leaves[key])
-                strangers = [stage for stage in stages if key not in parameters_of(self.run, self._stage(stage))]
-                words = self._stage((strangers or stages)[-1])
-                raise self._error(USES_FOREIGN_WEIGHTS.format(stage=words, name=name))
+                users_only = [stage for stage in stages if key not in parameters_of(self.run, self._stage(stage))]
+                user = self._stage((users_only or stages)[-1])
+                raise self._error(USES_FOREIGN_WEIGHTS.format(stage=user, name=name))
 
     def _raise_if_written(self, replay: StepRecord) -> None:
-        """Raises if a stage writes tensors that other stages hold."""
-        for stage, record in replay.stages.items():
+        """Raises an error if a stage writes tensors that other stages hold."""
+        for index, record in replay.stages.items():
             for quantity in record.written:
-                words = self._stage(stage)
+                stage = self._stage(index)
                 if quantity.text != INPUT:
-                    raise self._error(WRITES_RETURNED.format(stage=words, quantity=quantity))
-                layer = self._writer(stage) or "one of its layers"
-                m = quantity.micro_batch
-                raise self._error(WRITES_INPUT.format(stage=words, layer=layer, micro_batch=m))
+                    raise self._error(WRITES_RETURNED.format(stage=stage, quantity=quantity))
+                layer = self._writer(index) or "one of its layers"
+                raise self._error(WRITES_INPUT.format(stage=stage, layer=layer, micro_batch=quantity.micro_batch))
 
     def _writer(self, stage: int) -> str | None:
-        """Returns the layer that writes the input of its stage, or None if no single layer was found."""
+        """Returns the layer that writes the input of its stage, or None if no single layer writes it."""
         self.replays.restore()
         replay = self.replays.new_run()
         record = record_of(replay)
@@ -243,7 +242,7 @@ class Comparison:
         return Quantity(f"the gradient of {name}", max(0, self.record.count - 1), layer)
 
     def _state_in_backward(self, stage: int) -> str:
-        """Describes the state that a backward of a stage writes and a later forward reads. Empty if there is none."""
+        """Describes state that a backward pass of a stage writes and a later forward pass reads, if any."""
         if self._differences(self.replays.all_stages(self.record.order)):
             return ""
         self.replays.restore()
@@ -254,18 +253,21 @@ class Comparison:
         self.replays.perform(replay, [backward])
         return in_words(self.replays.state().changed_since(before))
 
-    def _cause(self, replay: StageRecord) -> str:
-        """Returns the likely cause of a difference and its fix."""
+    def _explain(self, index: int, quantity: Quantity, replay: StageRecord) -> str:
+        """Returns the message for a difference, with its likely cause and a fix."""
+        stage = self._stage(index)
         if replay.calls_backward:
-            return CALLS_BACKWARD
+            return CALLS_BACKWARD.format(stage=stage, quantity=quantity)
         if self.written:
-            return WRITES_WEIGHTS.format(names=", ".join([*self.written][:MOST_PLACES]))
+            names = ", ".join([*self.written][:MOST_PLACES])
+            return WRITES_WEIGHTS.format(stage=stage, quantity=quantity, names=names)
         places = in_words(self.ended.changed_since(self.evidence.began))
-        return CHANGES_STATE.format(places=places) if places else UNKNOWN
+        template = CHANGES_STATE if places else UNKNOWN
+        return template.format(stage=stage, quantity=quantity, places=places)
 
 
 def in_words(places: Collection[str]) -> str:
-    """Lists some of several places in a message."""
+    """Lists at most `MOST_PLACES` places."""
     shown = "; ".join([*places][:MOST_PLACES])
     return f"{shown}; and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else shown
 

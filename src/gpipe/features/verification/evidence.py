@@ -1,4 +1,4 @@
-"""Copies what a verified step begins with: the state that its stages reach, and digests of their weights."""
+"""Copies the state from before a verified step, and digests of the weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,17 +21,23 @@ MOST_BYTES = 2**30  # The most state that is copied for a replay of one stage, b
 
 @dataclass
 class Evidence:
-    """The state and the weights from before a verified step."""
+    """The state from before a verified step.
+
+    Attributes:
+        began: A copy of the state that the stages can reach.
+        weights: Each parameter and its digest, by name.
+        calls_loss: Whether replays call the loss.
+        copied: Weights that earlier steps have written. `began` has copies of them.
+    """
 
     began: "StagesState"
     weights: dict[str, tuple[Tensor, Digest]]
-    calls_loss: bool  # whether the loss is replayed
+    calls_loss: bool
     copied: Sequence[Tensor]
-    """Weights that earlier steps have written: `began` has copies of them."""
 
     @classmethod
     def of(cls, run: Run, written: Sequence[Tensor]) -> "Evidence":
-        """Copies the state of this process; of parameters only those that earlier steps have written."""
+        """Copies the state of this process. Parameters are copied only if earlier steps have written them."""
         copied, calls_loss = [*written], not runs_once(run.loss_fn)
         began = StagesState.of(run, copied, calls_loss=calls_loss)
         if calls_loss and any(place.startswith(LOSS) for place in began.uncopyable):
@@ -40,7 +46,7 @@ class Evidence:
         return cls(began, _digests_of_weights(run), calls_loss, copied)
 
     def written_weights(self, run: Run) -> dict[str, Tensor]:
-        """The weights that the step has written, by name."""
+        """Returns the weights that the step has written, by name."""
         now = _digests_of_weights(run)
         pairs = ((name, weight, before, now.get(name)) for name, (weight, before) in self.weights.items())
         return {name: weight for name, weight, before, other in pairs if other is None or differ(before, other[1])}
@@ -71,7 +77,9 @@ class StagesState:
         states = {}
         for stage in run.stages.local:
             roots: dict[str, object] = {**hooks, "saved-tensor hooks": run.thread_state.hooks}
-            for layer in stage.layers:  # Not the whole model of a traced layer: it holds the layers of all stages.
+            for (
+                layer
+            ) in stage.layers:  # The module of a traced layer holds the whole model; only its own parts count.
                 is_part = "stands_for" in vars(layer.module)
                 roots[str(layer)] = layer.module._modules if is_part else layer.module
             if calls_loss and run.loss_fn is not None and stage.index == len(run.stages.all) - 1:
@@ -91,9 +99,9 @@ class StagesState:
             state.restore()
 
     def leave_unused_generators(self, earlier: "StagesState") -> None:
-        """Does not restore global generators from which the step has not drawn, because other threads may use them.
+        """Excludes unused global random generators from restoring, because other threads may use them.
 
-        The generator of torch is never restored: the random numbers of layers have keys.
+        The generator of torch is always excluded, because random numbers of layers do not depend on it.
         """
         keys = set[Any]().union(*(now.changed_keys(earlier.states[stage]) for stage, now in self.states.items()))
         drawn = {holder for _, holder, *_ in keys}
@@ -103,12 +111,12 @@ class StagesState:
                     state.leave_alone(generator)
 
     def changed_since(self, earlier: "StagesState", **options: Any) -> list[str]:
-        """Describes the places that differ from an earlier state."""
+        """Returns descriptions of the places that differ from an earlier state."""
         places = (now.changed_since(earlier.states[stage], **options) for stage, now in self.states.items())
         return list(dict.fromkeys(chain.from_iterable(places)))
 
     def several_reach_changes(self, earlier: "StagesState") -> bool:
-        """Whether several stages reach an object that differs from an earlier state, or code that reads `.grad`."""
+        """Returns whether several stages reach an object that has changed, or whether any code uses `.grad`."""
         if any("grad" in state.names for state in self.states.values()):
             return True
         changed = set[Any]().union(*(now.changed_keys(earlier.states[stage]) for stage, now in self.states.items()))

@@ -1,4 +1,4 @@
-"""Verifies steps: records one while it runs, and compares the record with replays at its end."""
+"""Verifies a step: records it while it runs, and compares the record with replays at its end."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,27 +23,27 @@ from gpipe.stages.dtensor import is_sharded
 from gpipe.stages.stage import Stage, StageCall
 
 THREAD_LOCALS = (
-    "{places}: rank threads do not see what the calling thread has set in a threading.local. Use a "
-    "contextvars.ContextVar, which they see, or driver='lockstep'."
+    "{places}: rank threads do not see values that the calling thread has set in a threading.local. Use a "
+    "contextvars.ContextVar, or driver='lockstep'. [thread-local-state]"
 )
 NO_MEMORY = "there is not enough memory"
 ABSENT = object()
 OF_PYTHON_AND_COMPILERS = ("decimal_context", "torch.")  # prefixes of names
 SETS_VARIABLES = (
-    "layers set the context variables {names}, and layers of other partitions do not see that, nor which micro-batch "
-    "it was for; hand it on as part of the value instead"
+    "Layers set the context variables {names}, but layers of other partitions do not see the values. Return them as "
+    "part of the output. [context-variable-set]"
 )
 
 _NOTHING = nullcontext()
 
 
 class Verification(Feature):
-    """Verifies a step, if it is the first of its combination.
+    """Verifies a step if it is the first one of its combination.
 
     Attributes:
-        wanted: Whether to verify this step. All processes agree on it.
-        combination: What the step stands for.
-        record: The record of the step, while there is one.
+        wanted: Whether to verify this step. It is the same in all processes.
+        combination: The properties of the step. Later steps with the same properties are not verified.
+        record: The record of the step while it runs, if it is verified.
     """
 
     def __init__(self, verifier: Verifier) -> None:
@@ -52,10 +52,10 @@ class Verification(Feature):
         self.record: StepRecord | None = None
         self._evidence: Evidence | None = None
         self._caller = 0, copy_context()
-        self._variables: list[Context] = []  # of rank threads
+        self._variables: list[Context] = []  # context variables of rank threads
 
     def decide(self, run: Run) -> None:
-        """Decides whether to verify a step, as far as this process knows."""
+        """Decides whether to verify a step. Later, `Context.agree` makes all processes decide the same."""
         self.combination = self.verifier.combination_of(run)
         self.wanted = self.verifier.is_new(self.combination)
 
@@ -85,7 +85,7 @@ class Verification(Feature):
                 self._begin(run)
             if self.record is not None:
                 self.record.begin_pass(run, only_forward=table is run.compiled.forward)
-                for rank in run.ranks:  # after the copies that were made here
+                for rank in run.ranks:  # Ranks wait for the copies that this thread has queued.
                     rank.stream.begin([*rank.stream.caller_events])
             yield
             run.findings += self._variables_set()
@@ -111,7 +111,7 @@ class Verification(Feature):
             self._give_up(run, reason)
             return
         if any(is_lazy(p) for stage in stages for layer in stage.layers for p in layer.module.parameters()):
-            return  # The next step begins with their values, and is verified.
+            return  # Parameters are initialized in this step. The next one is verified.
         try:
             evidence = Evidence.of(run, self.verifier.written)
         except OUT_OF_MEMORY:
@@ -127,17 +127,17 @@ class Verification(Feature):
         run.context.keep_exchanges(self.record.count)
 
     def _give_up(self, run: Run, why: str) -> None:
-        finding = NOT_REPLAYED.format(stages="this step", why=why)
+        finding = NOT_REPLAYED.format(why=why)
         run.findings.append(finding)
         self.verifier.findings.append(finding)
-        if why != NO_MEMORY:  # The next step may have enough.
+        if why != NO_MEMORY:  # The next step may have enough memory.
             self.verifier.finish(self.combination)
 
     def _verify(self, run: Run) -> None:
-        """Replays the recorded micro-batches of a step, and compares.
+        """Replays the recorded micro-batches of a step, and compares the results.
 
         Raises:
-            VerificationError: If the numbers of the step may differ from those of the reference loop.
+            VerificationError: If the results may differ from the reference loop.
         """
         record, evidence = self.record, self._evidence
         assert record is not None
@@ -164,7 +164,7 @@ class Verification(Feature):
             if comparison.is_conclusive:
                 self.verifier.finish(self.combination)
         except OUT_OF_MEMORY:
-            findings = [NOT_REPLAYED.format(stages="this step", why=NO_MEMORY)]
+            findings = [NOT_REPLAYED.format(why=NO_MEMORY)]
         finally:
             wait_for_ranks(run)
             if ended is not None:
@@ -176,14 +176,15 @@ class Verification(Feature):
         run.findings += findings
 
     def _variables_set(self) -> list[str]:
-        """Reports context variables that layers have set in rank threads."""
-        (_, own), of_torch = self._caller, variables_of_torch()
-        theirs = (pair for context in self._variables for pair in context.items())
-        fresh = [variable for variable, value in theirs if own.get(variable, ABSENT) is not value]
+        """Returns a finding if layers have set context variables in rank threads."""
+        (_, caller), ignored = self._caller, variables_of_torch()
+        pairs = (pair for context in self._variables for pair in context.items())
         names = [
             variable.name
-            for variable in fresh
-            if variable not in of_torch and not variable.name.startswith(OF_PYTHON_AND_COMPILERS)
+            for variable, value in pairs
+            if caller.get(variable, ABSENT) is not value
+            and variable not in ignored
+            and not variable.name.startswith(OF_PYTHON_AND_COMPILERS)
         ]
         return [SETS_VARIABLES.format(names=", ".join(dict.fromkeys(names)))] if names else []
 

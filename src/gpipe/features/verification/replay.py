@@ -1,4 +1,4 @@
-"""Replays the recorded micro-batches of a step, in the order of the reference loop or in another order.
+"""Replays the recorded micro-batches of a step, in the order of the reference loop or in a different order.
 
 A replay does not recompute, offload, communicate or commit statistics.
 """
@@ -28,7 +28,7 @@ _ANY_THREAD = nullcontext()
 
 
 class Playback(Context):
-    """The context of a replay: it receives recorded messages, and drops the messages that it sends."""
+    """The context of a replay: stages receive recorded messages, and the messages that they send are dropped."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(0)
@@ -42,7 +42,7 @@ class Playback(Context):
 
 
 def record_of(replay: Run) -> StepRecord:
-    """Returns the record that a replay makes."""
+    """Returns the record of a replay."""
     record = replay.feature(StepRecord)
     assert record is not None
     return record
@@ -63,7 +63,7 @@ class Replays:
     began: StagesState
 
     def new_run(self) -> Run:
-        """Returns a run that performs recorded actions, only with features that layers depend on."""
+        """Returns a run for a replay. It has only the features that change the results of layers."""
         run, record = self.run, self.record
         replay = copy.copy(run)
         replay.context, replay.findings, replay.call_loss = Playback(run.context), [], call_loss_fn
@@ -71,13 +71,13 @@ class Replays:
         if not record.calls_loss:
             replay.loss_fn = None
         features = [type(feature)() for feature in run.features if feature.alters_layers]
-        own, micro_batches = run.stages.local, len(run.micro_batch_sizes)
-        replays = StepRecord(own, micro_batches, run.slices, calls_loss=record.calls_loss, replays=record)
-        begin_ranks(replay, [*features, replays])
+        stages, micro_batches = run.stages.local, len(run.micro_batch_sizes)
+        replay_record = StepRecord(stages, micro_batches, run.slices, calls_loss=record.calls_loss, replays=record)
+        begin_ranks(replay, [*features, replay_record])
         return replay
 
     def restore(self) -> None:
-        """Restores the state from before the step. Ranks wait for it on their devices."""
+        """Restores the state from before the step. The streams of ranks wait for it."""
         wait_for_ranks(self.run)
         self.began.restore()
         self._queue_ranks_behind()
@@ -104,7 +104,11 @@ class Replays:
         return order
 
     def stages_alone(self, *, in_threads: bool) -> StepRecord:
-        """Replays each stage separately, from the state before the step. Ranks run in threads if in_threads."""
+        """Replays each stage separately, from the state before the step.
+
+        Args:
+            in_threads: Whether ranks run in their threads, at the same time.
+        """
         replay = self.new_run()
         if in_threads:
             self.restore()

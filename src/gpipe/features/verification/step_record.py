@@ -1,7 +1,7 @@
-"""Records what stages receive and compute for the first two micro-batches of a step, and compares two such records.
+"""Records the inputs and results of stages for the first two micro-batches of a step or of its replay.
 
-A step is recorded, then replayed in the order of the reference loop while a second record is made (verification.py).
-Inputs and incoming gradients are kept as copies, for the replay. Results are kept as digests.
+Inputs and incoming gradients are kept as copies, for the replay. Results are kept as digests. The record of the step
+is compared with the record of the replay (`comparison.py`).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
@@ -42,31 +42,32 @@ class Quantity(NamedTuple):
 
     text: str
     micro_batch: int
-    layer: str | None = None  # the layer that computed it, if that is known
+    layer: str | None = None  # the layer that computed the result, if it is known
 
     def __str__(self) -> str:
         return f"{self.text} for micro-batch {self.micro_batch}"
 
 
 class WeightGradients(NamedTuple):
-    """The `.grad` of a stage's leaf tensors: copies from before the first backward, digests from after the last."""
+    """The `.grad` of a stage's leaf tensors: copies before the first backward pass, digests after the last one."""
 
     leaves: Mapping[int, Tensor]  # by id
     before: Mapping[int, Tensor | None]
-    after: dict[int, list[Digest]]  # two where the backward is split: a weight's gradient is complete in one of them
+    after: dict[int, list[Digest]]  # two digests if the backward pass is split; a weight's is final after I or W
 
     @classmethod
     def of(cls, leaves: Mapping[int, Tensor]) -> "WeightGradients":
+        """Copies the current `.grad` of leaf tensors."""
         gradients = {key: gradient_of(leaf) for key, leaf in leaves.items()}
-        copies = {key: None if one is None else copy_of(one.detach()) for key, one in gradients.items()}
+        copies = {key: None if grad is None else copy_of(grad.detach()) for key, grad in gradients.items()}
         return cls(leaves, copies, {})
 
     def only(self, lasting: Collection[int]) -> "WeightGradients":
-        """Returns the same record for fewer leaves."""
+        """Returns a copy with only some of the leaves."""
         leaves = {key: leaf for key, leaf in self.leaves.items() if key in lasting}
         return self._replace(leaves=leaves, before={key: self.before[key] for key in leaves})
 
-    def note(self) -> None:
+    def record_after(self) -> None:
         """Adds digests of the current `.grad`."""
         for key, leaf in self.leaves.items():
             self.after.setdefault(key, []).append(digest([gradient_of(leaf)]))
@@ -74,30 +75,40 @@ class WeightGradients(NamedTuple):
 
 @dataclass(slots=True)
 class StageRecord:
-    """The inputs, gradients and results of one stage in the recorded micro-batches."""
+    """The inputs, gradients and results of one stage in the recorded micro-batches.
+
+    Attributes:
+        gradients: The gradients received from later stages or from the caller's loss.
+        results: Digests of results, in the order in which they were computed.
+        written_inputs: Inputs that no longer have the received values when their backward pass starts.
+        reached: All leaf tensors that the backward passes reach.
+        calls_backward: In a replay, whether a forward pass accumulates gradients.
+        beside_outputs: Ids of leaf tensors that a loss outside the pipe uses directly. If replays do not call the
+            loss, their gradients are not compared.
+        received: In a replay, the inputs of the last forward pass.
+        incomplete: Inputs of the last forward pass from which earlier stages computed other inputs. The gradient that
+            they receive in this stage is partial.
+        sent: In a replay, the values that the stage returned, with their digests.
+    """
 
     actions: dict[tuple[Kind, int], CompiledAction] = field(default_factory=dict)
     inputs: dict[int, list[BoundaryValue]] = field(default_factory=dict)
     input_digests: dict[int, Digest] = field(default_factory=dict)
     targets: dict[int, Tree] = field(default_factory=dict)
     gradients: dict[int, list[Gradients]] = field(default_factory=dict)
-    """The gradients received from later stages, or from the caller's loss."""
-    results: dict[Quantity, Digest] = field(default_factory=dict)  # in the order in which they were computed
+    results: dict[Quantity, Digest] = field(default_factory=dict)
     written_inputs: list[Quantity] = field(default_factory=list)
-    """Inputs that no longer hold the values received when their backward begins."""
     weights: WeightGradients | None = None
-    reached: dict[int, Tensor] = field(default_factory=dict)  # all leaves that its backwards reach
-    calls_backward: bool = False  # of a replay: whether a forward adds to gradients
+    reached: dict[int, Tensor] = field(default_factory=dict)
+    calls_backward: bool = False
     beside_outputs: set[int] = field(default_factory=set)
-    """Ids of leaves that a loss uses directly, if the loss is not replayed: their gradients are not compared."""
-    given: list[BoundaryValue] = field(default_factory=list)  # of a replay: the inputs of the last forward
+    received: list[BoundaryValue] = field(default_factory=list)
     incomplete: list[Tensor] = field(default_factory=list)
-    """Inputs of the last forward from which earlier stages computed other inputs: their gradient is partial here."""
     node_hooks: list[Callable[[], Sized | None]] = field(default_factory=list)
-    sent: list[tuple[Quantity, Tree, Digest]] = field(default_factory=list)  # of a replay: what it returned
+    sent: list[tuple[Quantity, Tree, Digest]] = field(default_factory=list)
 
     def differences(self, replay: "StageRecord", name_of: Callable[[int], Quantity]) -> list[Quantity]:
-        """The results that differ in a replay of this record, in the order in which they were computed."""
+        """Returns the results that differ in a replay, in the order in which they were computed."""
         different = list[Quantity]()
         for quantity, computed in self.results.items():
             replayed = replay.results.get(quantity)
@@ -127,13 +138,13 @@ class StageRecord:
 
     @property
     def written(self) -> list[Quantity]:
-        """The inputs and returned values of the stage that it has written, although other stages hold them."""
+        """The inputs and returned values that the stage has written, although other stages hold them."""
         returned = [quantity for quantity, value, before in self.sent if differ(digest([value]), before)]
         return [*self.written_inputs, *returned]
 
 
 def records(method: "Callable[Concatenate[StepRecord, P], None]") -> "Callable[Concatenate[StepRecord, P], None]":
-    """Drops the record of a step if there is not enough memory for it. The step goes on, and is not verified."""
+    """Drops the record of a step if the method runs out of memory. The step continues and is not verified."""
 
     @wraps(method)
     def recording(record: "StepRecord", /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -142,7 +153,7 @@ def records(method: "Callable[Concatenate[StepRecord, P], None]") -> "Callable[C
         try:
             method(record, *args, **kwargs)
         except Exception as error:
-            is_dropped = record.is_dropped  # by another rank meanwhile, which has freed what this one needs
+            is_dropped = record.is_dropped  # A different rank may have dropped the record in the meantime.
             if record.is_replay or not (is_dropped or isinstance(error, OUT_OF_MEMORY)):
                 raise
             record.drop()
@@ -151,10 +162,15 @@ def records(method: "Callable[Concatenate[StepRecord, P], None]") -> "Callable[C
 
 
 class StepRecord(Feature):
-    """Records the stages of this process while a step runs.
+    """Records the stages of this process while a step or a replay runs.
 
     Attributes:
-        kinds: The kinds of action that it records, besides what they send.
+        kinds: The kinds of recorded actions. Messages that other actions send are recorded, too.
+        count: The number of recorded micro-batches (or slices).
+        calls_loss: Whether a replay calls the loss. Otherwise it uses the recorded gradients of outputs.
+        looks_for_writer: Whether to find the layer that writes the input of its stage.
+        writer: This layer, once it is found.
+        order: The recorded forward and backward actions, in the order in which they were performed.
     """
 
     kinds: ClassVar = frozenset({Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT, *BACKWARDS})
@@ -172,14 +188,14 @@ class StepRecord(Feature):
         self.count = self._recorded * slices
         self._last_forward, self._last_backward = self.count - 1, (self._recorded - 1) * slices
         self._replays = replays
-        self.calls_loss = calls_loss  # whether a replay calls the loss again: if not, it gets the recorded gradients
+        self.calls_loss = calls_loss
         self.stages = {stage.index: StageRecord() for stage in stages}
-        self._output_nodes: dict[int, list[Node]] = {}  # the nodes of the outputs, until their backward
+        self._output_nodes: dict[int, list[Node]] = {}  # autograd nodes of outputs, until their backward pass
         self._gradients: dict[int, Digest] = {}
         self.is_dropped = False
         self.looks_for_writer = False
-        self.writer: str | None = None  # the layer that writes the input of its stage
-        self.order: list[CompiledAction] = []  # the recorded forwards and backwards, as they were performed
+        self.writer: str | None = None
+        self.order: list[CompiledAction] = []
 
     def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
         work |= {kind: partial(self.perform, work[kind]) for kind in self.kinds & work.keys()}
@@ -187,10 +203,10 @@ class StepRecord(Feature):
 
     @contextmanager
     def around_layers(
-        self, run: Run, rank: Rank, state: MicroBatchState, entered: Sequence[BoundaryInput], call: StageCall
+        self, run: Run, rank: Rank, state: MicroBatchState, attached: Sequence[BoundaryInput], call: StageCall
     ) -> Iterator[None]:
         stage, m = state.stage_run.stage, state.micro_batch
-        self._note_boundary(stage, state, entered)
+        self._note_boundary(stage, state, attached)
         call.watch = partial(self._note_layer, self.stages[stage.index], m) if m < self.count else None
         yield
         self._check_hooks(stage)
@@ -199,10 +215,11 @@ class StepRecord(Feature):
 
     @property
     def is_replay(self) -> bool:
+        """Whether this is the record of a replay."""
         return self._replays is not None
 
     def drop(self) -> None:
-        """Frees what was recorded, and records no more."""
+        """Frees the recorded copies and stops recording."""
         self.is_dropped, self.count = True, 0
         for record in self.stages.values():
             for copies in (record.inputs, record.targets, record.gradients):
@@ -211,7 +228,7 @@ class StepRecord(Feature):
 
     @records
     def begin_pass(self, run: Run, *, only_forward: bool) -> None:
-        """Records `.grad` as it is before a pass: digests before the forward of a call, otherwise copies."""
+        """Records `.grad` before the first action: digests before the forward pass of a call, otherwise copies."""
         if only_forward:
             self._gradients = self._digests_of_gradients(run)
             return
@@ -220,17 +237,17 @@ class StepRecord(Feature):
 
     @records
     def check_gradients(self, run: Run) -> None:
-        """Raises if the forward of a call has added to gradients: its backward would begin with them."""
+        """Raises an error if the forward pass of a call has accumulated gradients."""
         for index, now in self._digests_of_gradients(run).items():
             if differ(now, self._gradients[index]):
-                raise VerificationError(f"{run.stages.all[index]} differs from the reference loop. {CALLS_BACKWARD}")
+                raise VerificationError(CALLS_BACKWARD.format(stage=run.stages.all[index], quantity="a gradient"))
 
     def _digests_of_gradients(self, run: Run) -> dict[int, Digest]:
         stages = run.stages.all
-        return {at: digest([*map(gradient_of, parameters_of(run, stages[at]).values())]) for at in self.stages}
+        return {i: digest([*map(gradient_of, parameters_of(run, stages[i]).values())]) for i in self.stages}
 
     def perform(self, perform: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """Performs an action, and records it."""
+        """Performs an action and records it."""
         if task.micro_batch >= self.count:
             perform(run, rank, task)
             return
@@ -243,7 +260,7 @@ class StepRecord(Feature):
         self._end(record, run, rank, task)
 
     def send(self, send: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """Records the messages that an action is about to send."""
+        """Records the messages of an action, then sends them."""
         if task.micro_batch < self.count:
             self._note_sent(task, rank.outbox)
         send(run, rank, task)
@@ -254,7 +271,7 @@ class StepRecord(Feature):
         received = rank.inbox if task.stage else [rank.stream.receive_value(run.inputs[m], None)]
         values = [crossing for crossing in received if isinstance(crossing, BoundaryValue)]
         record.input_digests[m] = digest([crossing.value for crossing in values])
-        record.given = [] if self._replays is None else values
+        record.received = [] if self._replays is None else values
         self._note_order(record, task)
         if self._replays is None:
             record.inputs[m] = [*map(copy_boundary, values)]
@@ -275,11 +292,11 @@ class StepRecord(Feature):
                 record.weights = before._replace(after={})
             self._note_order(record, task)
             return
-        given = rank.inbox if task.receives else []
+        messages = rank.inbox if task.receives else []
         if not task.receives and run.loss_fn is None:
-            given = [rank.stream.receive_gradients(run.output_gradients[m], None)]
-        received = [copy_gradients(gradients) for gradients in given if isinstance(gradients, list)]
-        record.gradients.setdefault(m, received)  # those of outputs come only now
+            messages = [rank.stream.receive_gradients(run.output_gradients[m], None)]
+        received = [copy_gradients(gradients) for gradients in messages if isinstance(gradients, list)]
+        record.gradients.setdefault(m, received)  # `_note_outputs` may have added an entry for outputs.
         slices = run.feature(Slices)
         earlier = [] if slices is None else slices.earlier_leaves(task.stage, m)
         boundary = {id(leaf) for leaf in chain(earlier, *(crossing.leaves for crossing in saved.inputs))}
@@ -293,7 +310,7 @@ class StepRecord(Feature):
             all_before = {**record.weights.before, **others.before}
             record.weights = WeightGradients({**record.weights.leaves, **others.leaves}, all_before, {})
         if m == self._last_backward:
-            # If only one micro-batch reaches a leaf, the forward may have created it, unless it is a parameter.
+            # A leaf that is reached by only one micro-batch may be created in each forward, unless it is a parameter.
             lasting = {key for key, leaf in reached.items() if self._recorded > 1 or isinstance(leaf, nn.Parameter)}
             assert record.weights is not None
             record.weights = record.weights.only(lasting | parameters.keys())
@@ -307,7 +324,7 @@ class StepRecord(Feature):
     @records
     def _end(self, record: StageRecord, run: Run, rank: Rank, task: CompiledAction) -> None:
         m, kind = task.micro_batch, task.action.kind
-        if self._replays is not None and record.weights is None:  # no backward has begun
+        if self._replays is not None and record.weights is None:  # No backward pass has started.
             weights = self._replays.stages[task.stage].weights
             pairs = weights.leaves.items() if weights is not None else ()
             before = weights.before if weights is not None else {}
@@ -319,11 +336,11 @@ class StepRecord(Feature):
             buffers = [*buffers_of(run.stages.all[task.stage])]
             record.results[Quantity("the value of its buffers", m)] = digest(buffers)
         if kind not in (Kind.FORWARD, Kind.RECOMPUTE) and m == self._last_backward and record.weights is not None:
-            record.weights.note()
+            record.weights.record_after()
 
     @records
     def _note_outputs(self, stage: int, micro_batch: int, output: Tree) -> None:
-        """Records the output of the last stage, and its gradient if replays do not call the loss."""
+        """Records the output of the last stage. If replays do not call the loss, also records its gradient."""
         if micro_batch >= self.count:
             return
         record = self.stages[stage]
@@ -332,23 +349,23 @@ class StepRecord(Feature):
             return
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if self._replays is not None:
-            # One output may be computed from another: each receives its own recorded gradient, not the sum.
+            # One output may be computed from another, so each output must receive its own recorded gradient.
             ((*recorded,),) = self._replays.stages[stage].gradients[micro_batch]
             for tensor, gradient in zip(outputs, recorded, strict=True):
                 if isinstance(gradient, Tensor):
-                    tensor.register_hook(partial(_give, copy_of(gradient)))
+                    tensor.register_hook(partial(_replace_gradient, copy_of(gradient)))
             return
         gradients: Gradients = [None] * len(outputs)
         record.gradients[micro_batch] = [gradients]
         self._output_nodes[micro_batch] = [
             node for node in (tensor.grad_fn for tensor in outputs) if node is not None
         ]
-        for at, tensor in enumerate(outputs):
-            tensor.register_hook(partial(self._keep_copy, gradients, at))
+        for index, tensor in enumerate(outputs):
+            tensor.register_hook(partial(self._keep_copy, gradients, index))
 
     @records
-    def _keep_copy(self, gradients: Gradients, at: int, gradient: Tensor) -> None:
-        gradients[at] = copy_of(gradient)
+    def _keep_copy(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
+        gradients[index] = copy_of(gradient)
 
     @records
     def _note_sent(self, task: CompiledAction, messages: Sequence[Message]) -> None:
@@ -357,33 +374,32 @@ class StepRecord(Feature):
         values = [message.value if isinstance(message, BoundaryValue) else message for message in messages]
         record = self.stages[task.stage]
         for message in messages:
-            if isinstance(message, BoundaryValue) and record.incomplete:  # which a layer may have passed on
-                passed_on = {at for at, leaf in enumerate(message.leaves) if _is_one_of(leaf, record.incomplete)}
+            if isinstance(message, BoundaryValue) and record.incomplete:  # Layers may pass on inputs.
+                passed_on = {i for i, leaf in enumerate(message.leaves) if _is_one_of(leaf, record.incomplete)}
                 message.ancestors = (message.ancestors or frozenset()) | passed_on
         record.results[quantity] = digest(values)
         if self._replays is not None:
             record.sent.append((quantity, values, digest(values)))
 
-    def _note_boundary(self, stage: Stage, state: MicroBatchState, entered: Sequence[BoundaryInput]) -> None:
-        """Records the inputs that the layers of a forward or recomputation receive."""
-        pairs = zip(
-            entered[: len(state.routes.ins)], state.inputs, strict=False
-        )  # the inputs of a call come from outside
-        several = sum(len(value.aliases) for value in entered) > 1
+    def _note_boundary(self, stage: Stage, state: MicroBatchState, attached: Sequence[BoundaryInput]) -> None:
+        """Records the inputs that layers receive in a forward pass or recomputation."""
+        # The inputs of a call have no route: they come from the caller.
+        pairs = zip(attached[: len(state.routes.ins)], state.inputs, strict=False)
+        several = sum(len(value.aliases) for value in attached) > 1
         self.stages[stage.index].incomplete = [
             alias
             for value, crossing in pairs
-            for at, alias in enumerate(value.aliases)
-            if (several if crossing.ancestors is None else at in crossing.ancestors)
+            for index, alias in enumerate(value.aliases)
+            if (several if crossing.ancestors is None else index in crossing.ancestors)
         ]
-        self.stages[stage.index].node_hooks = [hooks for value in entered for hooks in value.hooks]
+        self.stages[stage.index].node_hooks = [hooks for value in attached for hooks in value.hooks]
 
     def _check_hooks(self, stage: Stage) -> None:
-        """Raises if layers have registered hooks that would receive a partial gradient, or the wrong node."""
+        """Raises an error if layers have registered hooks that would receive a partial gradient or the wrong node."""
         record = self.stages[stage.index]
         if any(alias.retains_grad or has_gradient_hooks(alias) for alias in record.incomplete):
             raise VerificationError(HOOKED.format(stage=stage))
-        if any(len(hooks() or ()) > 1 for hooks in record.node_hooks):  # one is ours
+        if any(len(hooks() or ()) > 1 for hooks in record.node_hooks):  # One hook belongs to gpipe.
             raise VerificationError(HOOKED_NODE.format(stage=stage))
 
     @records
@@ -391,8 +407,8 @@ class StepRecord(Feature):
         quantity = Quantity(f"the output of {layer}", micro_batch, str(layer))
         record.results.setdefault(quantity, digest([value]))
         if self.looks_for_writer and self.writer is None:
-            given = digest([crossing.value for crossing in record.given])
-            self.writer = str(layer) if differ(given, record.input_digests[micro_batch]) else None
+            now = digest([crossing.value for crossing in record.received])
+            self.writer = str(layer) if differ(now, record.input_digests[micro_batch]) else None
 
 
 OUTPUT = "the value sent to the next stage"
@@ -401,7 +417,7 @@ INPUT = "its input"
 
 
 class GradientCalls(OwnMode):
-    """Rejects calls of `torch.autograd.grad` that would compute a partial derivative, since a graph is cut."""
+    """Rejects calls of `torch.autograd.grad` that would compute only a part of a derivative."""
 
     def __init__(self, record: StageRecord, stage: Stage) -> None:
         super().__init__()
@@ -420,35 +436,34 @@ class GradientCalls(OwnMode):
 
 
 CALLS_BACKWARD = (
-    "A layer calls backward() in its forward, which adds to gradients of weights before other micro-batches do. Give "
-    "that loss to loss_fn: stash it, and pop it there (loss_fn.pop)."
+    "{stage}: {quantity} differs from the reference loop, because a layer calls backward() in its forward. Stash "
+    "that loss in the layer, and pop it in loss_fn (loss_fn.pop). [backward-in-forward]"
 )
 PARTIAL = (
-    "{stage} calls torch.autograd.grad with respect to a tensor that an earlier stage computed, and other inputs of "
-    "the stage were computed from that tensor. The graph is cut between stages, so the result would lack their part. "
-    "Put the layer that computes the tensor, this layer, and all layers between them in one stage (partitions=[...])."
+    "{stage}: torch.autograd.grad is called for a tensor of an earlier stage, but other inputs of the stage depend "
+    "on it, so the result would be partial. Put these layers in one stage (partitions=[...]). [partial-derivative]"
 )
 HOOKED = (
-    "{stage} puts a hook on a tensor that it receives (or calls retain_grad), and another tensor that it receives "
-    "was computed from it, so the hook would see a part of the gradient. Put the hook where the tensor is made, "
-    "return a clone of the tensor for the layers that hook it, or keep these layers in one stage."
+    "{stage}: a layer registers a hook on an input (or calls retain_grad), but other inputs of the stage depend on "
+    "it, so the hook would receive a partial gradient. Register it where the tensor is computed. "
+    "[hook-on-partial-gradient]"
 )
 
 
 def _is_one_of(leaf: Tensor, tensors: Sequence[Tensor]) -> bool:
-    """Whether a leaf is one of these tensors, detached."""
+    """Returns whether a leaf is one of these tensors, detached."""
     return any(
         leaf.data_ptr() == tensor.data_ptr() and leaf.shape == tensor.shape and leaf.stride() == tensor.stride()
         for tensor in tensors
     )
 
 
-def _give(recorded: Tensor, gradient: Tensor) -> Tensor:
+def _replace_gradient(recorded: Tensor, gradient: Tensor) -> Tensor:
     return recorded
 
 
 def parameters_of(run: Run, stage: Stage) -> dict[int, Tensor]:
-    """The parameters that a stage trains, by id: its own aliases in place of parameters that layers share."""
+    """Returns the parameters that a stage trains, by id, with its own aliases of shared parameters."""
     shared = {id(source) for source in run.aliases.sources.values()}
     in_layers = (p for module in stage.modules for p in module._parameters.values() if p is not None)
     aliases = (
@@ -462,16 +477,16 @@ def parameters_of(run: Run, stage: Stage) -> dict[int, Tensor]:
 
 
 def buffers_of(stage: Stage) -> Iterator[Tensor]:
-    """The buffers of a stage's layers that have values."""
+    """Returns the initialized buffers of a stage."""
     every = chain.from_iterable(module._buffers.values() for module in stage.modules)
     return (buffer for buffer in every if buffer is not None and not is_lazy(buffer))
 
 
 def gradient_of(leaf: Tensor) -> Tensor | None:
-    """The `.grad` of a leaf; a placeholder that an integration has put there names the real gradient."""
+    """Returns the gradient of a leaf, also if an integration has replaced `.grad` by a placeholder."""
     return getattr(leaf.grad, "stands_for", leaf.grad)
 
 
 def copy_gradients(gradients: Gradients) -> Gradients:
-    """Copies of gradients that were received, in the same memory layout."""
-    return [copy_of(one) if isinstance(one, Tensor) else one for one in gradients]
+    """Copies gradients, with their memory layout."""
+    return [copy_of(grad) if isinstance(grad, Tensor) else grad for grad in gradients]

@@ -11,8 +11,8 @@ from gpipe.runtime.run import Run
 from gpipe.stages.tree import Tree, tensors_in
 
 Combination: TypeAlias = tuple[object, ...]
-"""The properties of a verified step: later steps with the same properties are not verified again."""
-MOST_ATTEMPTS = 3  # steps of one combination that are recorded, if none of them is verified
+"""The properties of a step. Steps with the properties of a verified step are not verified again."""
+MOST_ATTEMPTS = 3  # The most steps of one combination that are recorded if none of them can be verified.
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Verifier:
         enabled: Whether any step is verified.
         findings: The findings of all verified steps.
         compared: The number of results that were compared in all verified steps.
-        written: Weights that the steps write themselves. The next recorded step copies them.
+        written: Weights that steps have written. The next recorded step copies them.
     """
 
     enabled: bool = True
@@ -36,11 +36,11 @@ class Verifier:
     _children: list[nn.Module | None] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[type["Verifier"], tuple[bool]]:
-        """Copies and pickles as a new verifier: the modules of the copy are different objects."""
+        """Copies and pickles as a new verifier, because the copy of a pipe has different modules."""
         return Verifier, (self.enabled,)
 
     def is_new(self, combination: Combination | None) -> bool:
-        """Whether a step of this combination should be verified, as far as this process knows."""
+        """Returns whether a step of this combination must be verified."""
         if combination is None or combination in self._verified:
             return False
         return self._attempts.get(combination, 0) < MOST_ATTEMPTS
@@ -52,7 +52,7 @@ class Verifier:
         self._verified.add(combination)
 
     def combination_of(self, run: Run) -> Combination | None:
-        """Returns the combination that a step stands for, or None if no such step is verified."""
+        """Returns the combination of a step, or None if the step is not verified (no gradients, or not enabled)."""
         if not self.enabled or not run.trains:
             return None
         children = [*chain.from_iterable(part._modules.values() for part in self._parts)]
@@ -75,12 +75,12 @@ class Verifier:
 
 
 def _kind(value: Tree) -> object:
-    """The structure of a value, with dtype, device and number of dimensions of its tensors, not their sizes."""
+    """Returns the structure of a value, with the dtype, device and number of dimensions of its tensors."""
     kind = type(value)
     if isinstance(value, Tensor):
         return value.dtype, value.device, value.dim(), value.requires_grad
     if kind is dict:
-        return tuple((key, _kind(item)) for key, item in value.items())  # type: ignore[attr-defined]  # a dict
+        return tuple((key, _kind(item)) for key, item in value.items())  # type: ignore[attr-defined]  # The value is a dict.
     if kind is list or kind is tuple:
-        return kind, *map(_kind, value)  # type: ignore[call-overload]  # one of these
-    return kind, *map(_kind, tensors_in(value))  # runs no code of other classes
+        return kind, *map(_kind, value)  # type: ignore[call-overload]  # The value is a list or tuple.
+    return kind, *map(_kind, tensors_in(value))  # Does not run code of other classes.
