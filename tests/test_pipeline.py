@@ -114,7 +114,7 @@ def test_a_scale_beside_a_scaler_and_what_is_none_are_refused() -> None:
 def test_a_pipe_without_replicas_lives_alone_and_joins_none() -> None:
     pipe = gpipe.GPipe([nn.Linear(1, 1)], 1, 1)
     assert pipe.living == [0]
-    with pytest.raises(ValueError, match=r"join\(\) is for a pipe made with survive=True"):
+    with pytest.raises(ValueError, match=r"join\(\) requires a pipe with survive=True"):
         pipe.join()
 
 

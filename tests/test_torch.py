@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch._prims import rng_prims
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
@@ -1007,6 +1007,17 @@ def test_the_timeout_of_a_group_is_read() -> None:
             assert modules.seconds_of_group(dist.group.WORLD) == 77
         finally:
             dist.destroy_process_group()
+
+
+def test_the_host_of_the_store_is_read() -> None:
+    assert modules.store_host() == ""
+    with relied_on("store_host", "finds the address of this host if MASTER_ADDR is not set"):
+        for store, host in ((HashStore(), ""), (TCPStore("127.0.0.1", 0, is_master=True), "127.0.0.1")):
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            try:
+                assert modules.store_host() == host
+            finally:
+                dist.destroy_process_group()
 
 
 def test_a_scaler_believes_what_is_noted() -> None:

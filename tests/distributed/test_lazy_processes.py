@@ -100,4 +100,4 @@ def test_a_callable_that_fails_on_one_process_is_named_on_all(index: int, pool: 
         assert outcome.error == ("ZeroDivisionError" if outcome.rank == owner else "RemoteError"), told_by(outcomes)
         assert "no weights today" in outcome.told
         assert outcome.rank == owner or f"rank {owner}" in outcome.told
-        assert f"while layer {index} was built" in outcome.told
+        assert f"while building layer {index}" in outcome.told

@@ -51,6 +51,8 @@ def on(hosts: Hosts, host: int, work: Callable[[], Found]) -> Found:
         ({"MASTER_ADDR": "::1", "GPIPE_INTERFACE": WIRE}, ADDRESSES6[0]),
         ({"GPIPE_INTERFACE": WIRE, "GLOO_SOCKET_IFNAME": "lo"}, ADDRESSES[0]),
         ({"GLOO_SOCKET_IFNAME": f"lo,{WIRE}"}, ADDRESSES[0]),
+        ({"MASTER_ADDR": "", "GPIPE_INTERFACE": ""}, ADDRESSES[0]),
+        ({}, ADDRESSES[0]),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, dict) else given,
 )
@@ -70,8 +72,6 @@ def test_of_a_host_those_addresses_are_told_by_which_others_reach_it(hosts: Host
 
 
 REFUSED: dict[str, tuple[dict[str, str], str]] = {
-    "nothing": ({}, "MASTER_ADDR is not set"),
-    "empty": ({"MASTER_ADDR": "", "GPIPE_INTERFACE": ""}, "MASTER_ADDR is not set"),
     "loopback": ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR=127.0.0.1 is the loopback address"),
     "loopback of IPv6": ({"MASTER_ADDR": "::1"}, "MASTER_ADDR=::1 is the loopback address"),
     "a name of its own": (
@@ -79,7 +79,7 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
         "MASTER_ADDR=node1 resolves to this host itself (127.0.1.1)",
     ),
     "no name": ({"MASTER_ADDR": "node2"}, "MASTER_ADDR=node2 cannot be resolved (no such name)"),
-    "no way": ({"MASTER_ADDR": "192.0.2.7"}, "there is no route to MASTER_ADDR=192.0.2.7"),
+    "no way": ({"MASTER_ADDR": "192.0.2.7"}, "it has no route to MASTER_ADDR=192.0.2.7"),
     "no interface": ({"GPIPE_INTERFACE": "wlan7"}, "GPIPE_INTERFACE=wlan7 is not an interface"),
     "loopback device": (
         {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": ADDRESSES[1]},
@@ -109,6 +109,20 @@ def test_who_cannot_be_reached_is_told_why_and_what_to_do(
     text = str(refusal.value)
     assert why in text
     assert f"(here: {WIRE} ({ADDRESSES[0]}, {ADDRESSES6[0]}))" in text
+
+
+@on_hosts
+def test_without_master_addr_the_route_to_the_store_is_taken(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under Ray, which passes init_method="tcp://..."."""
+    monkeypatch.setattr(network, "store_host", lambda: ADDRESSES6[1])
+    assert on(hosts, 0, own_host) == ADDRESSES6[0]
+    monkeypatch.setattr(network, "store_host", lambda: "127.0.0.1")
+    with pytest.raises(ValueError, match=r"init_method=127\.0\.0\.1 is the loopback address.*\[no-host-address\]"):
+        on(hosts, 0, own_host)
+    monkeypatch.setattr(network, "store_host", lambda: "")
+    monkeypatch.setattr(network, "interfaces", lambda: [("eth0", [ADDRESSES[0]]), ("eth1", [ADDRESSES[1]])])
+    with pytest.raises(ValueError, match=r"MASTER_ADDR is not set.*\[no-host-address\]"):
+        on(hosts, 0, own_host)
 
 
 def test_without_ipv6_its_addresses_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

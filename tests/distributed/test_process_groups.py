@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpipe.distributed import mesh as mesh_module
 from gpipe.distributed.mesh import find_position
 from gpipe.distributed.nccl import matchings
 from tests.support.jobs import process_groups as jobs
@@ -120,3 +121,42 @@ def test_one_queue_for_all_streams_of_a_gpu_is_refused(monkeypatch: pytest.Monke
     mesh.device_type = "cpu"
     monkeypatch.setattr("gpipe.distributed.mesh.timeout_of_world", lambda: 60.0)
     assert find_position(mesh, 2, 2)[1] == []
+
+
+CHOICES: dict[str, tuple[dict[str, Any], int | None]] = {
+    "the device of the group": ({"bound": 3, "current": 1, "LOCAL_RANK": 2}, 3),
+    "the only device": ({"count": 1, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 4}, 0),
+    "the current device": ({"current": 1, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 4}, 1),
+    "LOCAL_RANK": ({"LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 4}, 2),
+    "LOCAL_RANK without LOCAL_WORLD_SIZE": ({"LOCAL_RANK": 2}, 2),
+    "the rank": ({"rank": 3, "world": 4}, 3),
+    "a worker that owns two of four devices": ({"count": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}, None),
+    "LOCAL_RANK of a device that is not visible": ({"count": 2, "LOCAL_RANK": 2}, None),
+    "a rank on one of several hosts": ({"rank": 5, "world": 8}, None),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_device_is_the_one_that_was_chosen_or_ambiguous(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, expected = CHOICES[name]
+    group = SimpleNamespace(bound_device_id=torch.device("cuda", settings["bound"]) if "bound" in settings else None)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=group))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: settings.get("rank", 0))
+    monkeypatch.setattr(dist, "get_world_size", lambda: settings.get("world", 1))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: settings.get("count", 4))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: settings.get("current", 0))
+    monkeypatch.setattr(mesh_module, "timeout_of_world", lambda: 60.0)
+    for variable in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+        if variable in settings:
+            monkeypatch.setenv(variable, str(settings[variable]))
+    rank = settings.get("rank", 0)
+    mesh: Any = SimpleNamespace(mesh_dim_names=("pp",), mesh=torch.tensor([rank]), device_type="cuda")
+    position, wrong = find_position(mesh, 1, 1)
+    if expected is None:
+        assert position is None
+        assert "[ambiguous-device]" in wrong[0]
+    else:
+        assert position is not None
+        assert position.device == torch.device("cuda", expected)

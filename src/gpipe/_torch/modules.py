@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._python_dispatch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 AnyBatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm
 """The base class of all BatchNorm modules of torch: of every dimension, lazy or synchronized."""
@@ -73,6 +74,14 @@ def seconds_of_group(group: dist.ProcessGroup) -> float:
     backend = group._get_backend(group.bound_device_id or torch.device("cpu"))
     timeout: timedelta = backend.options._timeout
     return timeout.total_seconds()
+
+
+def store_host() -> str:
+    """Returns the host of the default process group's store, or "" if that is not a TCP store."""
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else ""
 
 
 class LocalGradScaler(torch.amp.GradScaler):

@@ -169,7 +169,7 @@ def _shown(setting: object) -> str:
 
 CALLED = "the called function"
 GRADIENTS = "whether gradients are enabled"
-PROGRAM = "the checksum of the program (schedule= if it is a function, remat=, and what layers share)"
+PROGRAM = "the checksum of the program (schedule= if it is a function, remat=, and shared weights)"
 
 
 def broadcast_header(
@@ -186,12 +186,12 @@ def broadcast_header(
         endpoint: The connections of this process.
         position: The position of this process in the mesh.
         first: The rank with the first stage of this replica.
-        same: What each process knows about its own call, by name. The first entry must be `CALLED`.
-        values: Values that JSON can represent. Only those of rank `first` count.
+        same: Properties of this process's call, by name. The first entry must be `CALLED`.
+        values: Values that JSON can represent. Other ranks than `first` may omit them.
         apply: Uses the values on every rank, and returns the checksum of the resulting program.
 
     Raises:
-        ValueError: If the call or the program of this process differs from that of rank `first`.
+        ValueError: If the call or the program differs between this process and rank `first`.
     """
     call, text = {name: str(value) for name, value in same.items()}, None
     if endpoint.rank == first:

@@ -13,10 +13,12 @@ report a free slot.
 Input from a peer is validated: a hostile message can neither exhaust memory nor crash this process.
 
 Note:
-    gpipe frames messages itself because existing libraries lack a feature. gloo cannot be polled, does not wake a
-    receiver when a peer fails, and takes two to three times as long for 4 KiB (dev/log.md, 2026-11-20).
-    `multiprocessing.Connection` blocks in the middle of a message, and unpickles. safetensors does not store strides,
-    alignment or values that are not tensors.
+    Existing libraries lack features that gpipe needs:
+
+    - gloo cannot be polled, and does not wake a receiver when a peer fails. For 4 KiB, it takes two to three times as
+      long (dev/log.md, 2026-11-20).
+    - `multiprocessing.Connection` blocks in the middle of a message, and unpickles.
+    - safetensors does not store strides, alignment or values that are not tensors.
 """
 
 import errno

@@ -225,7 +225,7 @@ class ProcessContext(Context):
     def begin(self, action: Action) -> None:
         """Starts an UNSHARD or REDUCE that overlaps the next actions of this rank.
 
-        If other messages are exchanged with the replicas meanwhile, `close` starts it instead.
+        If the next actions also exchange messages with the replicas, `close` starts it instead.
         """
         if not (self.runs_every_backward or self._shards.uses_torch):
             self._start(action)

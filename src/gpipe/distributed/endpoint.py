@@ -11,8 +11,8 @@ Runs:
     number of its run. The next run drops the messages of a failed run.
 
 End of a run:
-    Each process sends a value to rank 0, and rank 0 sends all values to each process. A process that has them may
-    end at once. To the others, which still wait for the values, its end is not a failure.
+    Each process sends a value to rank 0, and rank 0 sends all values to each process. After receiving them, a process
+    may end at once. The other processes, which still wait for the values, do not treat its end as a failure.
 """
 
 import logging
@@ -407,7 +407,7 @@ class Endpoint:
             self._groups.end()
 
     def finish_run(self, value: Tree) -> list[Any]:
-        """Ends a run: gathers a value from each process, by rank, after all have reached the end of the run."""
+        """Ends a run when all processes have reached its end, and returns a value from each, by rank."""
         label = Label(Control.AGREEMENT, 0, gradient=False)
         values: list[Any] = []
         if self.rank:

@@ -282,8 +282,8 @@ class FailureDetector:
     def raise_lost(self, peer: int, closed: PeerClosed | None = None) -> NoReturn:
         """Raises the reason why a stream ended.
 
-        This is, in this order: a report, which may arrive shortly; an error of the local NCCL backend; the end of the
-        peer.
+        A report of a failed process has priority, then an error of the local NCCL backend. Without them, the peer
+        counts as lost.
         """
         self.check(self._connections)
         channel = select.poll()

@@ -47,9 +47,9 @@ def variables() -> tuple[str, int, int]:
     replica, replicas = (int(text) if text.isdecimal() else -1 for text in texts)
     if not (folder and is_count(replicas) and 0 <= replica < replicas):
         raise ValueError(
-            f"survive=True needs environment variables for the launcher of each replica, but {FOLDER}={folder!r}, "
-            f"{REPLICA}={texts[0]!r} and {REPLICAS}={texts[1]!r}. Set {FOLDER} to a folder that all replicas share, "
-            f"{REPLICA} to the number of the replica, from 0, and {REPLICAS} to the number of replicas."
+            f"survive=True: the environment has {FOLDER}={folder!r}, {REPLICA}={texts[0]!r} and "
+            f"{REPLICAS}={texts[1]!r}. Set {FOLDER} to a folder that all replicas share, {REPLICA} to the number of "
+            f"this replica from 0, and {REPLICAS} to the number of replicas."
         )
     return folder, replica, replicas
 
@@ -87,8 +87,8 @@ class FolderRendezvous(Communicator):
         stat = self.folder.stat()
         if stat.st_uid != os.getuid() or stat.st_mode & 0o077:
             raise ValueError(
-                f"{FOLDER}={folder} belongs to or is accessible by other users, who could then join. Use a folder "
-                f"of your own with chmod 700."
+                f"{FOLDER}={folder} is accessible by other users, and they could join. Use a folder of your own with "
+                f"mode 0700."
             )
         self.pp_rank, self.pp_size = pp_rank, pp_size
         self.name, self.settings = f"{replica}-{nonce}", {**settings, REPLICAS: self.expected}
@@ -222,7 +222,7 @@ class FolderRendezvous(Communicator):
                 raise received_error(text, index * self.pp_size)
 
     def close(self) -> None:
-        """Ends the communication through the folder after all have reached its end, and removes old files."""
+        """Ends the rendezvous of an epoch when all members have called it, and removes old files."""
         self.all_gather(b"")
         for path in self.folder.iterdir() if not self.rank else ():
             kind, _, rest = path.name.partition("-")

@@ -123,13 +123,45 @@ def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> 
     if kind != "cpu":
         if os.environ.get(QUEUES) == "1":
             return None, [
-                f"{QUEUES}=1 gives a GPU a single hardware queue. A message that waits for its sender would block "
+                f"{QUEUES}=1 limits a GPU to one hardware queue. A message that waits for its sender would block "
                 f"the work that the sender waits for. Unset {QUEUES}, or set it to 16 or more."
             ]
-        at = os.environ.get("LOCAL_RANK", dist.get_rank() % torch.accelerator.device_count())
-        device = torch.device(kind, int(at))
+        index = _device_index(kind)
+        if index is None:
+            return None, [
+                f"The device of rank {dist.get_rank()} is ambiguous, because it sees fewer devices "
+                f"({torch.accelerator.device_count()}) than there are processes. Pass "
+                f"device_id=torch.device({kind!r}, index) to init_process_group. [ambiguous-device]"
+            ]
+        device = torch.device(kind, index)
     members = tuple(table.flatten().tolist())
     return Position(pp_rank, replica, pp_size, replicas, members, device, timeout_of_world()), []
+
+
+def _device_index(kind: str) -> int | None:
+    """Returns the index of the device of this process, or None if it is ambiguous.
+
+    It is the first of these that applies:
+
+    1. the `device_id` passed to `init_process_group`,
+    2. the only visible device,
+    3. the current device, unless it is device 0, which is the default,
+    4. LOCAL_RANK, if every process of this host can have a device,
+    5. without LOCAL_RANK the rank, if every process can have a device.
+    """
+    assert dist.group.WORLD is not None
+    bound, count = dist.group.WORLD.bound_device_id, torch.accelerator.device_count()
+    if bound is not None and bound.type == kind and bound.index is not None:
+        return int(bound.index)
+    if count == 1:
+        return 0
+    if current := torch.accelerator.current_device_index():
+        return current
+    index, processes = dist.get_rank(), world_size()
+    if "LOCAL_RANK" in os.environ:
+        index = int(os.environ["LOCAL_RANK"])
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", index + 1))
+    return index if processes <= count else None
 
 
 def _plane(mesh: "DeviceMesh", names: Sequence[str]) -> torch.Tensor:

@@ -1,11 +1,11 @@
 """Sends tensors on GPUs by NCCL, without a copy in host memory.
 
 The connection carries the description of a message, and its tensors follow over a process group. Both ends use a
-group in the order in which the connection delivers the messages. This order alone identifies the tensors.
+group in the order in which the connection delivers the messages. Only this order identifies the tensors.
 
 NCCL executes the operations of a group in one queue, in which a send waits for its receive. In a queue for several
-peers, or for both directions, operations could deadlock in a cycle. gpipe therefore creates a few pairs of groups,
-one group for each direction, so that a process has only one peer in each pair (see `matchings`).
+peers, or for both directions, operations could deadlock in a cycle. Therefore there are a few pairs of groups, with
+one group for each direction. In each pair, a process has only one peer (see `matchings`).
 
          rank 0 --A-- rank 1 --B-- rank 2 --A-- rank 3        A and B: two groups each, one per direction
 

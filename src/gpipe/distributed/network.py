@@ -1,7 +1,8 @@
 """Finds the address and the port at which other hosts can reach this process.
 
 - The interface is `GPIPE_INTERFACE`, or `GLOO_SOCKET_IFNAME` if that is not set. If neither is set, it is the
-  interface of the route to the first host, `MASTER_ADDR`.
+  interface of the route to the first host: `MASTER_ADDR`, or the host of `init_process_group(init_method="tcp://...")`.
+  If that is not known either, it is the only interface of this host.
 - `GPIPE_PORTS` is the range of ports that a firewall leaves open, for example `5000-5100`. Default: any free port.
 """
 
@@ -17,6 +18,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from gpipe._torch.modules import store_host
+
 INTERFACES = ("GPIPE_INTERFACE", "GLOO_SOCKET_IFNAME")
 PORTS = "GPIPE_PORTS"
 SIOCGIFADDR = 0x8915  # Linux's ioctl that returns the IPv4 address of an interface
@@ -29,29 +32,32 @@ def own_host() -> str:
     Raises:
         ValueError: If no such address can be found.
     """
-    first, here = os.environ.get("MASTER_ADDR", ""), dict(interfaces())
+    variable, here = os.environ.get("MASTER_ADDR", ""), dict(interfaces())
+    first, name_of_first = variable or store_host(), "MASTER_ADDR" if variable else "init_method"
     for name in INTERFACES:
         if named := os.environ.get(name):
             addresses = [address for interface in named.split(",") for address in here.get(interface, [])]
             if addresses:
                 return min(addresses, key=lambda address: (":" in address) != (":" in first))  # IPv6 if `first` is
             raise ValueError(_no_address(f"{name}={named} is not an interface that other hosts can reach", here))
+    if not first and len(here) == 1:
+        return next(iter(here.values()))[0]
     if not first:
-        raise ValueError(_no_address("MASTER_ADDR is not set", here))
+        raise ValueError(_no_address("MASTER_ADDR is not set, and it does not have exactly one interface", here))
     try:
         targets = socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM)
     except OSError as error:
-        raise ValueError(_no_address(f"MASTER_ADDR={first} cannot be resolved ({error})", here)) from error
+        raise ValueError(_no_address(f"{name_of_first}={first} cannot be resolved ({error})", here)) from error
     own = [address for kind, _, _, _, target in targets if (address := _source_address(kind, target))]
     if reachable := [address for address in own if _is_reachable(address)]:
         return reachable[0]
     resolved = ", ".join(sorted({str(target[0]) for *_, target in targets}))
     if not own:
-        raise ValueError(_no_address(f"there is no route to MASTER_ADDR={first} ({resolved})", here))
+        raise ValueError(_no_address(f"it has no route to {name_of_first}={first} ({resolved})", here))
     if first == resolved:
-        raise ValueError(_no_address(f"MASTER_ADDR={first} is the loopback address", here))
+        raise ValueError(_no_address(f"{name_of_first}={first} is the loopback address", here))
     raise ValueError(
-        _no_address(f"MASTER_ADDR={first} resolves to this host itself ({resolved}), perhaps by /etc/hosts", here)
+        _no_address(f"{name_of_first}={first} resolves to this host itself ({resolved}), perhaps by /etc/hosts", here)
     )
 
 
@@ -63,7 +69,7 @@ def interfaces() -> Iterator[tuple[str, list[str]]]:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the interface of the route to an address, or None if there is no route.
+    """Returns the interface of the route to an address, or None without a route.
 
     gloo's default is a different one: the interface of the host name.
     """
@@ -99,9 +105,9 @@ def _is_reachable(address: str) -> bool:
 def _no_address(why: str, here: dict[str, list[str]]) -> str:
     interfaces = ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in here.items()) or "none"
     return (
-        f"The processes are on several hosts, but host {socket.gethostname()} finds no address at which the others "
-        f"reach it: {why}. Set GPIPE_INTERFACE on each host to one of its interfaces (here: {interfaces}). Or pass "
-        f"the address of the first host to torchrun: --rdzv-endpoint=ADDRESS:PORT. [no-host-address]"
+        f"Host {socket.gethostname()} finds no address at which the other hosts reach it: {why}. Set GPIPE_INTERFACE "
+        f"on each host to one of its interfaces (here: {interfaces}), or pass the address of the first host to "
+        f"torchrun, --rdzv-endpoint=ADDRESS:PORT. [no-host-address]"
     )
 
 

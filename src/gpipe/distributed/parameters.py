@@ -54,8 +54,8 @@ def _reject_lbfgs(optimizer: torch.optim.Optimizer, args: object, kwargs: object
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if not own.isdisjoint(parameter for pipe in list(_partial) for parameter in pipe.parameters()):
             raise ValueError(
-                "LBFGS combines all parameters, but sees only those of the partition of this process. Train in one "
-                "process, or use a different optimizer. [partial-lbfgs]"
+                "LBFGS combines all parameters, but this process has only the parameters of its partition. Train in "
+                "one process, or use a different optimizer. [partial-lbfgs]"
             )
 
 

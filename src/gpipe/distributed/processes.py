@@ -143,7 +143,7 @@ class Processes(SingleProcess):
             return self.finish_run(value)
 
     def finish_run(self, value: Tree) -> list[Any]:
-        """Ends a run after all processes have reached its end. Returns a value from each, by rank."""
+        """Ends a run when all processes have called it. Returns a value from each, by rank."""
         return self.linked().finish_run(value)
 
     @property

@@ -228,7 +228,7 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
         return [remote["value"] for remote in gathered]
 
     def close(self) -> None:
-        """Ends the rendezvous after all processes have reached its end."""
+        """Ends the rendezvous when all processes have called it."""
         self._has_ended = True
         self.all_gather(b"", kind=LAST)
         self._channel.close(self._timeout)
@@ -261,7 +261,7 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
         """Processes the next message. Returns whether one arrived within `seconds`.
 
         Raises:
-            RemoteError: If a process failed or ended. A report of a process has priority over its end.
+            RemoteError: If a process failed or ended. A reported failure has priority over an unexplained end.
             RendezvousRestarted: If the message belongs to a newer rendezvous.
         """
         try:
