@@ -129,8 +129,8 @@ class VerificationError(RuntimeError):
         >>> try:
         ...     loss = pipe.step(torch.ones(4, 4), torch.ones(4, 1), torch.nn.functional.mse_loss)
         ... except gpipe.VerificationError as error:
-        ...     print(str(error)[:55])
-        stage 1, from layer 2 (2: Clip) to layer 3 (3: Linear),
+        ...     print(str(error)[:50])
+        stage 1 (layer 2 (2: Clip) to layer 3 (3: Linear))
     """
 
 

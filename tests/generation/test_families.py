@@ -15,12 +15,12 @@ LEFT = {
 }
 """Families that are left out, and why."""
 REFUSED = {
-    "blip-2": "does not call the model but parts of it",
+    "blip-2": "generate-skips-model",
     "fsmt": "changes an input",
-    "minimax": "makes its cache itself",
+    "minimax": "generation-creates-cache",
     "pegasus_x": "by what torch does not show",
-    "recurrent_gemma": "keeps what it has seen in its modules",
-    "xlnet": "goes another way through its layers",
+    "recurrent_gemma": "generation-state-in-modules",
+    "xlnet": "generation-order-differs",
 }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
 
 import gpipe
-from gpipe.generation.loops import SAYS, loops_of
+from gpipe.generation.loops import LOGGER, loops_of
 from gpipe.runtime.threads import NAME
 from gpipe.stages.messages import Cancelled
 from tests.families.batches import batch
@@ -26,8 +26,8 @@ from tests.support.prompted import NEW, asked, counted, ending_apart, generator,
 
 FAMILY = named("llama")
 ALONE = (
-    "in generate, outside of the model, with micro-batch 0 (rows 0 to 1): each has copies of its own of processors "
-    "and criteria, which see its rows alone"
+    "in generate, outside of the model, with micro-batch 0 (rows 0 to 1); each micro-batch has its own copies of "
+    "logits processors and stopping criteria, which see only these rows"
 )
 
 
@@ -208,17 +208,17 @@ def test_what_generate_says_it_says_once(caplog: pytest.LogCaptureFixture) -> No
             caplog.clear()
             with caplog.at_level("WARNING"), listening(caplog.handler):
                 one.generate(**given, max_new_tokens=2, max_length=20)
-            said.append([record.getMessage() for record in caplog.records if record.name == SAYS])
+            said.append([record.getMessage() for record in caplog.records if record.name == LOGGER])
     assert said[1] == said[2] == said[0] != []
 
 
 @contextmanager
 def listening(handler: logging.Handler) -> Iterator[None]:
-    logging.getLogger(SAYS).addHandler(handler)  # transformers hands on nothing
+    logging.getLogger(LOGGER).addHandler(handler)  # transformers hands on nothing
     try:
         yield
     finally:
-        logging.getLogger(SAYS).removeHandler(handler)
+        logging.getLogger(LOGGER).removeHandler(handler)
 
 
 def test_what_cannot_be_is_refused_together() -> None:
@@ -244,7 +244,7 @@ def test_what_cannot_be_is_refused_together() -> None:
         assert ALONE in caught.value.__notes__
     with (
         gpipe.GPipe([nn.Linear(2, 2)], 1, 1) as pipe,
-        pytest.raises(ValueError, match="a sequence of layers has no generate"),
+        pytest.raises(ValueError, match=r"\[model-without-generate\]"),
     ):
         pipe.eval().generate(torch.ones(1, 2))
 
@@ -326,10 +326,10 @@ def test_who_has_a_loop_go_on_that_was_closed_does_not_wait_for_it() -> None:
     """Bug story: a rank that a second Ctrl-C had left behind waited for ever, and with it the next step."""
     given = prompts_of(FAMILY)
     (loop,) = loops_of(generator("llama"), [given], [len(given["input_ids"])], asked("greedy"), 1)
-    assert loop.go_on() is not None
+    assert loop.resume() is not None
     loop.close()
     with pytest.raises(Cancelled):
-        loop.go_on(None)
+        loop.resume(None)
 
 
 @pytest.mark.parametrize("driver", ["lockstep", "threads"])

@@ -1,1 +1,1 @@
-"""Generation through a pipe: each rank keeps the cache of its own layers."""
+"""Runs `generate` of a model through a pipe. Each rank keeps the KV cache of its own layers."""

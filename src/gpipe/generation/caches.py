@@ -1,9 +1,11 @@
-"""The cache of a model for generation, by its layers: those that a stage fills, and what stands for those of others.
+"""Handles a model's KV cache by layers, since each rank fills the layers of its own stages only.
 
-A cache is any object with a list `layers`, each of which holds the tensors of one block, as those of transformers do;
-that of an encoder-decoder holds two. A forward asks it how long it is, of any layer: the masks and positions of all
-blocks are made of that. So while a stage walks through the forward, the layers that other stages fill are stand-ins:
-what they were before this forward, without values. Whoever computes with one is told so.
+A cache is any object with a list `layers`, such as the caches of transformers. Each element holds the tensors of one
+block. The cache of an encoder-decoder model consists of two such caches.
+
+A forward reads the length of the cache from any layer to compute the masks and positions of all blocks. While a stage
+runs, placeholders therefore replace the layers of other stages. A placeholder has the shapes from before this
+forward, on the meta device, so computing with it raises an error.
 """
 
 import copy
@@ -20,17 +22,17 @@ from gpipe.stages.tree import tensors_in
 from gpipe.tracing.interpreter import DTYPES, SENT_BY_VALUE
 
 Place: TypeAlias = tuple[int, int]
-"""A layer of a cache: 0 in the decoder's own, or 1 in that of what it takes from an encoder; its number there."""
+"""Identifies a layer of a cache: 0 for self-attention or 1 for cross-attention, and its index there."""
 Layout: TypeAlias = dict[str, Any]
-"""What JSON can hold of a layer: of floats their shape alone."""
+"""The content of a layer as JSON. Floating-point tensors have only a dtype and a shape."""
 
-FEW = 64
-"""Whole numbers of a layer, its lengths, that a layout has itself."""
+MAX_VALUES = 64
+"""Maximum size of integer tensors whose values are part of a layout, such as lengths."""
 PARTS = ("self_attention_cache", "cross_attention_cache")
 
 
 def is_cache(value: object) -> bool:
-    """Whether a value is a cache by layers."""
+    """Whether a value is a cache that consists of layers."""
     return all(hasattr(value, part) for part in PARTS) or (
         isinstance(getattr(value, "layers", None), list) and hasattr(value, "get_seq_length")
     )
@@ -41,72 +43,75 @@ def _parts(cache: Any) -> list[Any]:
 
 
 def layers_in(cache: Any) -> dict[Place, Any]:
-    """All layers of a cache."""
-    return {(part, at): layer for part, some in enumerate(_parts(cache)) for at, layer in enumerate(some.layers)}
+    """Returns all layers of a cache by their place."""
+    return {(i, index): layer for i, part in enumerate(_parts(cache)) for index, layer in enumerate(part.layers)}
 
 
-def put(cache: Any, layers: Mapping[Place, Any]) -> None:
-    """Has a cache have these layers."""
-    for (part, at), layer in layers.items():
-        _parts(cache)[part].layers[at] = layer
+def put_layers(cache: Any, layers: Mapping[Place, Any]) -> None:
+    """Replaces layers of a cache."""
+    for (part, index), layer in layers.items():
+        _parts(cache)[part].layers[index] = layer
 
 
-def put_stand_ins(cache: Any, layouts: Mapping[Place, Layout]) -> None:
-    """Has a cache have stand-ins of these layouts; it may be one that grows where it is filled."""
+def put_placeholders(cache: Any, layouts: Mapping[Place, Layout]) -> None:
+    """Replaces layers of a cache with placeholders of these layouts, and appends layers that do not exist yet."""
     parts = _parts(cache)
-    for (part, at), layout in layouts.items():
+    for (part, index), layout in layouts.items():
         layers = parts[part].layers
-        while len(layers) <= at:
+        while len(layers) <= index:
             layers.append(parts[part].layer_class_to_replicate())
-        layers[at] = stand_in(layers[at], layout)
+        layers[index] = placeholder(layers[index], layout)
         if part:
-            cache.is_updated[at] = True
+            cache.is_updated[index] = True
 
 
-def put_back(cache: Any, before: Any) -> None:
-    """Has a cache be what another is."""
-    put(cache, layers_in(before))
-    vars(cache).update({name: value for name, value in vars(before).items() if type(value) is dict})
+def restore(cache: Any, saved: Any) -> None:
+    """Gives a cache the layers and the dictionaries of a saved one."""
+    put_layers(cache, layers_in(saved))
+    vars(cache).update({name: value for name, value in vars(saved).items() if type(value) is dict})
 
 
 def copy_of_cache(cache: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A cache of its own, with others in place of its tensors."""
-    made = copy.copy(cache)
-    own = {name: value for name, value in vars(made).items() if type(value) in (list, dict) and name != "layers"}
-    vars(made).update(map_tensors(own, change))
-    if hasattr(made, PARTS[1]):
-        vars(made).update({part: copy_of_cache(getattr(made, part), change) for part in PARTS})
+    """Copies a cache, with `change` applied to its tensors."""
+    copied = copy.copy(cache)
+    containers = {name: x for name, x in vars(copied).items() if type(x) in (list, dict) and name != "layers"}
+    vars(copied).update(map_tensors(containers, change))
+    if hasattr(copied, PARTS[1]):
+        vars(copied).update({part: copy_of_cache(getattr(copied, part), change) for part in PARTS})
     else:
-        made.layers = [_changed(layer, change) for layer in made.layers]
-    return made
+        copied.layers = [_copy_layer(layer, change) for layer in copied.layers]
+    return copied
 
 
-def _changed(layer: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    made = copy.copy(layer)
-    vars(made).update({name: map_tensors(value, change) for name, value in vars(made).items()})
-    return made
+def _copy_layer(layer: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    copied = copy.copy(layer)
+    vars(copied).update({name: map_tensors(value, change) for name, value in vars(copied).items()})
+    return copied
 
 
 def bytes_of(layer: Any) -> int:
-    """The bytes that a layer of a cache holds."""
+    """Returns the size in bytes of a layer of a cache."""
     return sum(tensor.nbytes for value in vars(layer).values() for tensor in tensors_in(value))
 
 
 def grow(layer: Any, new: int | None, length: int) -> None:
-    """Has a layer without values, if it keeps keys and values as they come, hold `new` tokens' less the last.
+    """Extends a layer without values as generation would. Layers of a fixed size stay unchanged.
 
-    Where that is None, as many as make `length` in all.
+    Args:
+        layer: The layer, after the prompt.
+        new: The number of new tokens. The last one is not added to the cache.
+        length: The total number of tokens, if `new` is None.
     """
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if getattr(layer, "is_compileable", False) or not (isinstance(keys, Tensor) and isinstance(values, Tensor)):
         return
     if keys.numel() and (tokens := (length - keys.shape[-2] if new is None else new) - 1) > 0:
         layer.keys, layer.values = keys.to("meta"), values.to("meta")
-        layer.update(*(one.new_empty((*one.shape[:-2], tokens, one.shape[-1])) for one in (layer.keys, layer.values)))
+        layer.update(*(x.new_empty((*x.shape[:-2], tokens, x.shape[-1])) for x in (layer.keys, layer.values)))
 
 
-def marks(cache: Any) -> dict[Place, object]:
-    """What shows, when it is another, that a layer was filled."""
+def fingerprints(cache: Any) -> dict[Place, object]:
+    """Returns a value per layer that changes when the layer is filled."""
     return {
         place: [(id(tensor), version(tensor)) for value in vars(layer).values() for tensor in tensors_in(value)]
         for place, layer in layers_in(cache).items()
@@ -114,40 +119,40 @@ def marks(cache: Any) -> dict[Place, object]:
 
 
 def layout_of(layer: Any) -> Layout:
-    """What a layer holds, without the values of its floats."""
-    return {name: said for name, value in vars(layer).items() if (said := _said(value)) is not None}
+    """Returns the layout of a layer."""
+    return {name: encoded for name, value in vars(layer).items() if (encoded := _encode(value)) is not None}
 
 
-def _said(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     if isinstance(value, Tensor):
-        told = not (value.is_floating_point() or value.is_meta or value.numel() > FEW)
-        return {"tensor": [str(value.dtype), list(value.shape), value.tolist() if told else None]}
+        has_values = not (value.is_floating_point() or value.is_meta or value.numel() > MAX_VALUES)
+        return {"tensor": [str(value.dtype), list(value.shape), value.tolist() if has_values else None]}
     if isinstance(value, dict):
-        return {"keys": list(value), "items": [_said(item) for item in value.values()]}
+        return {"keys": list(value), "items": [_encode(item) for item in value.values()]}
     if isinstance(value, (list, tuple)):
-        return {"items": [_said(item) for item in value]}
+        return {"items": [_encode(item) for item in value]}
     if isinstance(value, torch.device):
         return {"device": True}
     return {"plain": value} if isinstance(value, SENT_BY_VALUE) else None
 
 
-def stand_in(layer: Any, layout: Layout) -> Any:
-    """A layer of the same kind as this, of such a layout, without values."""
-    made = copy.copy(layer)
-    vars(made).update({name: _made(said) for name, said in layout.items()})
-    return made
+def placeholder(layer: Any, layout: Layout) -> Any:
+    """Returns a layer of the same class with a given layout and without values."""
+    empty = copy.copy(layer)
+    vars(empty).update({name: _decode(encoded) for name, encoded in layout.items()})
+    return empty
 
 
-def _made(said: Any) -> Any:
-    match said:
+def _decode(encoded: Any) -> Any:
+    match encoded:
         case {"tensor": [dtype, shape, None]}:
             return torch.empty(shape, dtype=DTYPES[dtype], device="meta")
         case {"tensor": [dtype, _, values]}:
             return torch.tensor(values, dtype=DTYPES[dtype], device="cpu")
         case {"keys": keys, "items": items}:
-            return dict(zip(keys, map(_made, items), strict=True))
+            return dict(zip(keys, map(_decode, items), strict=True))
         case {"items": items}:
-            return list(map(_made, items))
+            return list(map(_decode, items))
         case {"device": True}:
             return torch.device("meta")
         case {"plain": value}:
@@ -155,17 +160,23 @@ def _made(said: Any) -> Any:
     return None
 
 
-def stand_ins(cache: Any) -> dict[Place, Any]:
-    """What stands for each layer of a cache, as it is now."""
-    return {place: stand_in(layer, layout_of(layer)) for place, layer in layers_in(cache).items()}
+def placeholders(cache: Any) -> dict[Place, Any]:
+    """Returns a placeholder with the current layout of each layer of a cache."""
+    return {place: placeholder(layer, layout_of(layer)) for place, layer in layers_in(cache).items()}
 
 
 @contextmanager
-def seen_by(cache: Any, own: Collection[Place], before: Mapping[Place, Any]) -> Iterator[None]:
-    """Has a cache have, of what others than one's own are, these stand-ins."""
-    real = {place: layer for place, layer in layers_in(cache).items() if place not in own}
-    put(cache, {place: before[place] for place in real if place in before})
+def remote_layers_replaced(cache: Any, own: Collection[Place], replacements: Mapping[Place, Any]) -> Iterator[None]:
+    """Replaces the layers that other stages fill inside the context.
+
+    Args:
+        cache: The cache.
+        own: The layers that this stage fills.
+        replacements: The placeholders.
+    """
+    remote = {place: layer for place, layer in layers_in(cache).items() if place not in own}
+    put_layers(cache, {place: replacements[place] for place in remote if place in replacements})
     try:
         yield
     finally:
-        put(cache, real)
+        put_layers(cache, remote)

@@ -1,13 +1,13 @@
-"""Generates with a model that is in stages: one micro-batch's next token on each rank at a time.
+"""Runs `generate` through a pipe, one token per micro-batch and forward.
 
-Two ranks and two micro-batches; a b c are the tokens of the first, x y z of the second:
+With two ranks and two micro-batches, whose tokens are a b c and x y z:
 
     rank 0   a x b y c z
     rank 1     a x b y c z
 
-Each rank goes through its forwards of all micro-batches that go on, round after round, so it is never idle where
-there are as many micro-batches as ranks. Over processes each runs all loops, and all are given the outputs; in one
-process the rank of the first stage does.
+In each round, a rank runs its stages for all micro-batches that have not ended. It is never idle if there are at
+least as many micro-batches as ranks. In one process, the rank of the first stage resumes the loops that choose the
+tokens. With several processes, each process runs all loops and receives all outputs.
 """
 
 import threading
@@ -26,9 +26,9 @@ from gpipe._torch.modes import as_rank, intra_op_threads
 from gpipe._torch.trees import map_tensors
 from gpipe.batch.inputs import split_alike
 from gpipe.batch.microbatch import merge
-from gpipe.generation.caches import Place, bytes_of, grow, layers_in, marks
-from gpipe.generation.loops import Loop, loops_of, said_once
-from gpipe.generation.paths import KEY, Passing, Path, cache_in, find_path, foretell
+from gpipe.generation.caches import Place, bytes_of, fingerprints, grow, layers_in
+from gpipe.generation.loops import Loop, loops_of, warned_once
+from gpipe.generation.paths import KEY, Path, StagedForward, cache_in, dry_forward, find_path
 from gpipe.runtime.context import Context
 from gpipe.runtime.pipeline_stages import PipelineStages
 from gpipe.schedule.action import Action
@@ -43,28 +43,44 @@ from gpipe.tracing.model import TracedModel
 from gpipe.tracing.runs import ForwardArguments
 from gpipe.tracing.trace import take_apart
 
-APART = (
-    "rank {rank} has chosen other words than the rank before it: what the loops of the processes were given, or what "
-    "they do with it (a clock, a random number), differs. Give all processes the same, and seed what draws alike"
+PROCESSES_DIFFER = (
+    "Rank {rank} chose different tokens than the rank before it, so their prompts or settings differ, or a processor "
+    "depends on a clock or an unseeded random number. Pass the same arguments in all processes, and seed random "
+    "numbers equally. [generation-differs-between-processes]"
 )
-NO_GENERATE = "{kind} has no generate; pipe.generate is for models that have one, as those of transformers"
-TRAINS = "the pipe is in training mode, in which dropout would draw anew for each word: call pipe.eval() first"
-CLOCK = "max_time= is given; each process has a clock of its own, and would end elsewhere: give max_new_tokens"
-PROMPTED = "the model has learned prompts of peft, which its own generate puts before each prompt: generate by that"
-FIXED = (
-    "cache_implementation={found!r}: over processes the size of a cache must show how full it is on other ranks, so "
-    "it has to grow: give cache_implementation='dynamic'"
+NO_GENERATE = (
+    "The pipe was created from {kind}, which has no generate method. Create it from a model that has one, such as a "
+    "model of transformers. [model-without-generate]"
 )
-CACHE, PIECES = "cache_implementation", "prefill_chunk_size"
-LENGTH = "neither max_new_tokens= nor max_length= is given, and what caches will hold depends on it: give one"
-INSTEAD = {
-    "assistant_early_exit": "the layers that it leaves out are stages of the pipe: call generate of the model itself",
-    "assistant_model": "a second model would have to be cut as well: call generate of the model itself",
-    "past_key_values": "each rank makes the cache of its own layers",
-    "return_dict_in_generate": "tokens are given alone: what comes of rows that end at different times does not fit",
-    "streamer": "the words of the micro-batches come one beside the other: call generate of the model itself",
+TRAINING_MODE = (
+    "The pipe is in training mode, in which dropout changes the tokens. Call pipe.eval() first. "
+    "[generate-in-training-mode]"
+)
+MAX_TIME = (
+    "max_time= is not supported with several processes, because each process has its own clock and would stop at a "
+    "different token. Use max_new_tokens=. [generate-option-not-supported]"
+)
+PROMPT_LEARNING = (
+    "The model has prompts that peft has learned, which only its own generate adds to the inputs. Call generate of "
+    "the model itself. [generate-with-learned-prompts]"
+)
+FIXED_CACHE = (
+    "cache_implementation={implementation!r} is not supported with several processes, because the size of a static "
+    "cache does not show its length. Use cache_implementation='dynamic'. [generate-option-not-supported]"
+)
+NO_LENGTH = (
+    "cache_bytes() got neither max_new_tokens= nor max_length=, on which the size of the cache depends. Pass one of "
+    "them."
+)
+CACHE_IMPLEMENTATION, PREFILL_CHUNKS = "cache_implementation", "prefill_chunk_size"
+UNSUPPORTED = {
+    "assistant_early_exit": "it skips layers, which are in different stages. Call generate of the model itself",
+    "assistant_model": "a pipe has only one model. Call generate of the model itself",
+    "past_key_values": "each rank creates the cache of its own layers. Remove it",
+    "return_dict_in_generate": "a pipe returns only the tokens of all micro-batches. Remove it",
+    "streamer": "the tokens of several micro-batches arrive in turns. Call generate of the model itself",
 }
-"""What `generate` of a model takes and that of a pipe does not, and why."""
+"""Arguments of a model's `generate` that a pipe rejects, with the reason and the fix."""
 
 
 class Generation:
@@ -72,278 +88,304 @@ class Generation:
 
     def __init__(
         self,
-        engine: PipelineStages,
+        stages: PipelineStages,
         traced: TracedModel,
         context: Context,
         paths: dict[object, Path],
         loops: Sequence[Loop],
     ) -> None:
-        self._engine, self._traced, self._context, self._paths, self._loops = engine, traced, context, paths, loops
-        self._one_process = engine.pp_rank is None
-        in_turn = self._one_process and not engine.threaded
-        self._placement = (0,) * len(engine.all) if in_turn else tuple(engine.placement)
+        self._stages, self._traced, self._context, self._paths, self._loops = stages, traced, context, paths, loops
+        self._one_process = stages.pp_rank is None
+        in_turn = self._one_process and not stages.threaded
+        self._placement = (0,) * len(stages.all) if in_turn else tuple(stages.placement)
         self._table = forward_only_table(self._placement, len(loops))
-        self._around = ThreadState.here()
-        self._passing: dict[int, Passing | None] = {}  # the forward that each loop asks for; None: it has ended
-        self._handed: dict[tuple[int, Label], Any] = {}  # what stages of one rank have for each other
-        self._quiet = threading.Condition()
-        self._busy = 0  # ranks that run layers
+        self._caller = ThreadState.here()
+        self._forwards: dict[int, StagedForward | None] = {}  # The next forward of each loop; None after its end.
+        self._local_messages: dict[tuple[int, Label], Any] = {}  # Messages between stages of the same rank.
+        self._idle = threading.Condition()
+        self._busy = 0  # Ranks that are running layers.
 
     def run(self) -> list[Any]:
-        engine = self._engine
-        own = torch.get_num_threads()
-        engine.threads.generation_threads = self._loops
+        """Runs all loops to their end, and returns their results."""
+        stages = self._stages
+        threads_before = torch.get_num_threads()
+        stages.threads.generation_threads = self._loops
         try:
-            for stage in engine.local:
+            for stage in stages.local:
                 stage.begin()
-            if engine.threaded and self._one_process:
-                jobs = [partial(self._serve, rank) for rank in range(max(self._placement) + 1)]
-                engine.threads.run(jobs, self._context.cancel)
+            if stages.threaded and self._one_process:
+                jobs = [partial(self._run_rank, rank) for rank in range(max(self._placement) + 1)]
+                stages.threads.run(jobs, self._context.cancel)
             else:
-                with intra_op_threads(engine.intra_op_threads):
-                    self._serve(engine.pp_rank or 0)
+                with intra_op_threads(stages.intra_op_threads):
+                    self._run_rank(stages.pp_rank or 0)
         finally:
             for loop in self._loops:
                 loop.close()
-            engine.threads.generation_threads = ()
-            torch.set_num_threads(own)  # a loop's number is also the default of threads to come
+            stages.threads.generation_threads = ()
+            torch.set_num_threads(threads_before)  # A loop also sets the default of threads that start later.
         return [loop.result for loop in self._loops]
 
-    def _serve(self, rank: int) -> None:
-        """Does the forwards of one rank, round after round, until all micro-batches have ended."""
+    def _run_rank(self, rank: int) -> None:
+        """Runs the forwards of one rank, round after round, until all micro-batches have ended."""
         row, alive = self._table[rank], set(range(len(self._loops)))
-        drives = not self._one_process or rank == self._placement[0]
-        with self._around.rank_thread(), as_rank():
-            for turn in count():
-                self._context.reach(turn)
-                ended, begun = set[int](), set[int]()
+        resumes_loops = not self._one_process or rank == self._placement[0]
+        with self._caller.rank_thread(), as_rank():
+            for round_number in count():
+                self._context.reach(round_number)
+                ended, resumed = set[int](), set[int]()
                 for action in row:
-                    m = _of(action)
+                    m = _micro_batch_of(action)
                     if m not in alive:
                         continue
                     if self._context.cancelled:
                         raise Cancelled
-                    if drives and m not in begun:
-                        begun.add(m)
-                        self._go_on(rank, m, begins=turn == 0)
+                    if resumes_loops and m not in resumed:
+                        resumed.add(m)
+                        self._resume(rank, m, begins=round_number == 0)
                     if not self._forward(rank, action):
                         ended.add(m)
                 alive -= ended
                 if not alive:
                     return
 
-    def _go_on(self, rank: int, m: int, *, begins: bool) -> None:
+    def _resume(self, rank: int, m: int, *, begins: bool) -> None:
+        """Passes the output of a micro-batch to its loop, and stores the loop's next forward."""
         output = None
         if not begins:
-            outcome = self._receive(rank, self._placement[-1], Control.OUTPUT, m)
-            passing = self._passing[m]
-            assert passing is not None
-            output = passing.output if self._one_process else passing.end(self._own(passing.path), outcome)
-        given = self._loops[m].go_on(output)
-        self._passing[m] = None if given is None else Passing.begin(self._path(given), given)
+            result = self._receive(rank, self._placement[-1], Control.OUTPUT, m)
+            forward = self._forwards[m]
+            assert forward is not None
+            output = forward.output if self._one_process else forward.end(self._own_places(forward.path), result)
+        arguments = self._loops[m].resume(output)
+        self._forwards[m] = None if arguments is None else StagedForward.begin(self._path(arguments), arguments)
 
     def _forward(self, rank: int, action: Action) -> bool:
-        """Does the forward of a stage and hands it on; False if the micro-batch has ended."""
-        m, at, stage = _of(action), action.stage, self._engine.all[action.stage]
-        arrived = self._receive(rank, self._placement[at - 1], Control.DECODED, m) if at else None
-        # the driver may be at the next forward of this micro-batch by now, where one is handed on as it is
-        passing: Passing | None = arrived if at and self._one_process else self._passing[m]
-        if at and not self._one_process:
-            words = None if passing is None else _checksum(passing)
-            if words != (None if arrived is None else arrived["words"]):
-                raise ValueError(APART.format(rank=rank))
-            if passing is not None:
-                passing.arrive(stage.layers[0].index, arrived)
-        if passing is not None:
-            self._run_layers(passing, stage, m)
-        is_last = at + 1 == len(self._placement)
-        if not is_last:
-            message = (
-                passing
-                if passing is None or self._one_process
-                else {**passing.message(), "words": _checksum(passing)}
-            )
-            self._send(rank, self._placement[at + 1], Control.DECODED, m, message)
-        elif passing is not None:
+        """Runs a stage and sends the result to the next one. Returns False if the micro-batch has ended."""
+        m, index, stage = _micro_batch_of(action), action.stage, self._stages.all[action.stage]
+        received = self._receive(rank, self._placement[index - 1], Control.DECODED, m) if index else None
+        # In one process, stages pass the forward itself: the first rank may already have stored the next one.
+        forward: StagedForward | None = received if index and self._one_process else self._forwards[m]
+        if index and not self._one_process:
+            checksum = None if forward is None else _checksum(forward)
+            if checksum != (None if received is None else received["checksum"]):
+                raise ValueError(PROCESSES_DIFFER.format(rank=rank))
+            if forward is not None:
+                forward.receive(stage.layers[0].index, received)
+        if forward is not None:
+            self._run_layers(forward, stage, m)
+        if index + 1 < len(self._placement):
+            message: Any = forward
+            if forward is not None and not self._one_process:
+                message = {**forward.message(), "checksum": _checksum(forward)}
+            self._send(rank, self._placement[index + 1], Control.DECODED, m, message)
+        elif forward is not None:
             for other in [self._placement[0]] if self._one_process else range(len(self._table)):
-                self._send(rank, other, Control.OUTPUT, m, None if self._one_process else passing.result())
-        return passing is not None
+                self._send(rank, other, Control.OUTPUT, m, None if self._one_process else forward.result())
+        return forward is not None
 
-    def _run_layers(self, passing: Passing, stage: Any, m: int) -> None:
+    def _run_layers(self, forward: StagedForward, stage: Any, m: int) -> None:
         def make(trace: Any, values: Any, log: Any, wanted: Any) -> Any:
             return stage.interpreter(trace, values, log, wanted, KEY, LayerProgress())
 
-        with self._quiet:
+        with self._idle:
             self._busy += 1
         try:
             layers = [layer.index for layer in stage.layers]
-            with self._around.around_layers():
-                passing.through(layers, stage.device, make, tells=not self._one_process)
+            with self._caller.around_layers():
+                forward.run(layers, stage.device, make, records_layouts=not self._one_process)
         except Exception as error:
             names = ", ".join(map(str, stage.layers))
             error.add_note(f"in generate, in stage {stage.index} (layers {names}), with micro-batch {m}")
             raise
         finally:
-            with self._quiet:
+            with self._idle:
                 self._busy -= 1
-                self._quiet.notify_all()
+                self._idle.notify_all()
 
-    def _path(self, given: ForwardArguments) -> Path:
-        """The path of a forward: found while no rank runs layers, if it is not known yet."""
-        (key,) = self._traced.keys([take_apart(tuple(given))])
-        cache = cache_in(given)
-        known = (*key, cache is not None and any(marks(cache).values()))
-        if known not in self._paths:
-            with self._quiet:
+    def _path(self, arguments: ForwardArguments) -> Path:
+        """Returns the path of a forward. A new path is traced while no rank runs layers."""
+        (key,) = self._traced.keys([take_apart(tuple(arguments))])
+        cache = cache_in(arguments)
+        path_key = (*key, cache is not None and any(fingerprints(cache).values()))
+        if path_key not in self._paths:
+            with self._idle:
                 while self._busy:
-                    self._quiet.wait()
+                    self._idle.wait()
                 fills = {place: layer for path in self._paths.values() for place, layer in path.fills.items()}
-                self._paths[known] = find_path(self._traced, given, self._engine.all, fills)
-        return self._paths[known]
+                self._paths[path_key] = find_path(self._traced, arguments, self._stages.all, fills)
+        return self._paths[path_key]
 
-    def _own(self, path: Path) -> frozenset[Place]:
-        return path.filled_by([layer.index for stage in self._engine.local for layer in stage.layers])
+    def _own_places(self, path: Path) -> frozenset[Place]:
+        return path.filled_by([layer.index for stage in self._stages.local for layer in stage.layers])
 
     def _send(self, rank: int, to: int, kind: Control, m: int, value: Any) -> None:
         label = Label(kind, m, gradient=False)
         if to == rank:
-            self._handed[rank, label] = value
+            self._local_messages[rank, label] = value
         else:
             self._context.send(to, label, BoundaryValue(value, []), None)
 
     def _receive(self, rank: int, sender: int, kind: Control, m: int) -> Any:
         label = Label(kind, m, gradient=False)
         if sender == rank:
-            return self._handed.pop((rank, label))
+            return self._local_messages.pop((rank, label))
         message, _ = self._context.receive(rank, sender, label)
         assert isinstance(message, BoundaryValue)
         return message.value
 
 
-def _of(action: Action) -> int:
+def _micro_batch_of(action: Action) -> int:
     assert action.micro_batch is not None
     return action.micro_batch
 
 
-def _checksum(passing: Passing) -> int:
-    """Of the words and whatever else of whole numbers a forward is given."""
-    found = 0
-    for leaf in passing.inputs:
+def _checksum(forward: StagedForward) -> int:
+    """Returns a checksum of the integer inputs of a forward, such as tokens."""
+    checksum = 0
+    for leaf in forward.inputs:
         if isinstance(leaf, Tensor) and not leaf.is_floating_point():
-            found = crc32(leaf.detach().cpu().contiguous().numpy().tobytes(), found)
-    return found
+            checksum = crc32(leaf.detach().cpu().contiguous().numpy().tobytes(), checksum)
+    return checksum
 
 
-def _cut(
-    model: Any, micro_batches: int, given: Mapping[str, Any]
+def _split(
+    model: Any, micro_batches: int, arguments: Mapping[str, Any]
 ) -> tuple[Sequence[Mapping[str, Any]], Sequence[int], Mapping[str, Any]]:
-    """What was given, cut into micro-batches; their rows, one where nothing is a prompt; and the settings of all."""
+    """Splits the arguments of `generate` into micro-batches.
+
+    Tensors with rows are split, unless they are settings of a `GenerationConfig`.
+
+    Returns:
+        The arguments of each micro-batch, its number of rows (1 if there are no prompts), and the shared arguments.
+    """
     config = getattr(model, "generation_config", None)
-    batch = {name: value for name, value in given.items() if any(one.dim() for one in tensors_in(value))}
-    batch = {name: value for name, value in batch.items() if not hasattr(config, name)}
-    if not batch:
-        return [{}], [1], given
-    rows, (parts,) = split_alike(micro_batches, inputs=batch)
+    prompts = {name: value for name, value in arguments.items() if any(tensor.dim() for tensor in tensors_in(value))}
+    prompts = {name: value for name, value in prompts.items() if not hasattr(config, name)}
+    if not prompts:
+        return [{}], [1], arguments
+    rows, (parts,) = split_alike(micro_batches, inputs=prompts)
     named: list[Any] = parts
-    return named, rows, {name: value for name, value in given.items() if name not in batch}
+    return named, rows, {name: value for name, value in arguments.items() if name not in prompts}
 
 
-def _setting(model: Any, given: Mapping[str, Any], name: str) -> Any:
-    """What holds of a setting: as given, else by the config that is given, else by that of the model."""
-    if name in given:
-        return given[name]
-    configs = given.get("generation_config"), getattr(model, "generation_config", None)
-    return next((found for one in configs if (found := getattr(one, name, None)) is not None), None)
+def _setting(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
+    """Returns a setting from the arguments, else from the `GenerationConfig` among them, else from the model's."""
+    if name in arguments:
+        return arguments[name]
+    configs = arguments.get("generation_config"), getattr(model, "generation_config", None)
+    return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
 
 
 def check_generates(
-    traced: TracedModel | None, given: Mapping[str, Any], *, training: bool, processes: bool
+    traced: TracedModel | None, arguments: Mapping[str, Any], *, training: bool, processes: bool
 ) -> TracedModel:
-    """The model that is to generate.
+    """Checks that the pipe can generate with these arguments, and returns its model.
+
+    Args:
+        traced: The model. None for a sequence of layers.
+        arguments: The arguments of `generate`.
+        training: Whether the pipe is in training mode.
+        processes: Whether the pipe has several processes.
 
     Raises:
-        ValueError: It cannot, or not with what is given; says all that is wrong.
+        ValueError: If the pipe cannot generate. The message lists all reasons.
     """
     model = traced and traced.model
-    found = {name: _setting(model, given, name) for name in (*INSTEAD, "max_time", CACHE)}
-    mistakes = [f"{name}= is given; {why}" for name, why in INSTEAD.items() if found[name] not in (None, False)]
+    settings = {name: _setting(model, arguments, name) for name in (*UNSUPPORTED, "max_time", CACHE_IMPLEMENTATION)}
+    errors = [
+        f"{name}= is not supported, because {reason}. [generate-option-not-supported]"
+        for name, reason in UNSUPPORTED.items()
+        if settings[name] not in (None, False)
+    ]
     if not hasattr(model, "generate"):
-        kind = "a sequence of layers" if model is None else f"the {type(model).__name__}"
-        mistakes.append(NO_GENERATE.format(kind=kind))
-    if processes and found["max_time"]:
-        mistakes.append(CLOCK)
-    if processes and found[CACHE] not in (None, "dynamic", "hybrid"):  # which is by now another name of none
-        mistakes.append(FIXED.format(found=found[CACHE]))
+        kind = "a sequence of layers" if model is None else f"a {type(model).__name__}"
+        errors.append(NO_GENERATE.format(kind=kind))
+    if processes and settings["max_time"]:
+        errors.append(MAX_TIME)
+    if processes and settings[CACHE_IMPLEMENTATION] not in (None, "dynamic", "hybrid"):  # "hybrid" now means None.
+        errors.append(FIXED_CACHE.format(implementation=settings[CACHE_IMPLEMENTATION]))
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        mistakes.append(PROMPTED)
+        errors.append(PROMPT_LEARNING)
     if training:
-        mistakes.append(TRAINS)
-    if mistakes:
-        raise ValueError("\n".join(mistakes))
+        errors.append(TRAINING_MODE)
+    if errors:
+        raise ValueError("\n".join(errors))
     assert traced is not None
     return traced
 
 
 def generate(
-    engine: PipelineStages,
+    stages: PipelineStages,
     traced: TracedModel | None,
     context: Context,
     paths: dict[object, Path],
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     *,
     training: bool,
 ) -> Any:
-    """See `GPipe.generate`; `paths` are those that are known."""
+    """Runs `GPipe.generate`.
+
+    Args:
+        stages: The stages of the pipe.
+        traced: The model. None for a sequence of layers.
+        context: The context of the run.
+        paths: The known paths of the model. New ones are added.
+        arguments: The arguments of `generate`.
+        training: Whether the pipe is in training mode.
+    """
     with torch.no_grad(), context.run_scope():
-        traced = check_generates(traced, given, training=training, processes=engine.pp_rank is not None)
-        parts, rows, settings = _cut(traced.model, engine.micro_batches, context.begin_to_generate(given))
-        loops = loops_of(traced.model, parts, rows, settings, engine.intra_op_threads)
-        with engine.threads.turn(), said_once():
-            results = Generation(engine, traced, context, paths, loops).run()
+        traced = check_generates(traced, arguments, training=training, processes=stages.pp_rank is not None)
+        parts, rows, settings = _split(traced.model, stages.micro_batches, context.begin_to_generate(arguments))
+        loops = loops_of(traced.model, parts, rows, settings, stages.intra_op_threads)
+        with stages.threads.turn(), warned_once():
+            results = Generation(stages, traced, context, paths, loops).run()
         context.end_generation()
-    return _together(results, rows, _filling(traced.model, settings))
+    return _join(results, rows, _padding(traced.model, settings))
 
 
 @torch.no_grad()
 def cache_bytes(
-    engine: PipelineStages, traced: TracedModel | None, given: Mapping[str, Any], *, training: bool
+    stages: PipelineStages, traced: TracedModel | None, arguments: Mapping[str, Any], *, training: bool
 ) -> list[int]:
-    """See `GPipe.cache_bytes`."""
-    traced = check_generates(traced, given, training=training, processes=engine.pp_rank is not None)
-    new, length = (_setting(traced.model, given, name) for name in ("max_new_tokens", "max_length"))
+    """Runs `GPipe.cache_bytes`: returns the size of the cache on each rank at the end of a generation."""
+    traced = check_generates(traced, arguments, training=training, processes=stages.pp_rank is not None)
+    new, length = (_setting(traced.model, arguments, name) for name in ("max_new_tokens", "max_length"))
     if new is None and length is None:
-        raise ValueError(LENGTH)
-    if _setting(traced.model, given, PIECES):
-        given = {**given, PIECES: None}
-    parts, rows, settings = _cut(traced.model, engine.micro_batches, given)
-    stage_of, found = engine.stage_of, [0] * (max(engine.placement) + 1)
+        raise ValueError(NO_LENGTH)
+    if _setting(traced.model, arguments, PREFILL_CHUNKS):
+        arguments = {**arguments, PREFILL_CHUNKS: None}
+    parts, rows, settings = _split(traced.model, stages.micro_batches, arguments)
+    stage_of, sizes = stages.stage_of, [0] * (max(stages.placement) + 1)
     for size, times in Counter(rows).items():
         part = parts[rows.index(size)]
-        (loop,) = loops_of(traced.model, [part], [size], settings, engine.intra_op_threads)
-        output, foretold = None, None
-        with engine.threads.turn(), torch.random.fork_rng(devices=[]), closing(loop):
-            while (foretold is None or foretold.cache is None) and (begun := loop.go_on(output)) is not None:
-                foretold = foretell(traced, begun, {})
-                output = map_tensors(foretold.output, zeros)  # it may encode first
-        assert foretold is not None
-        for place, layer in layers_in(foretold.cache).items() if foretold.cache is not None else ():
-            if place in foretold.path.fills:
+        (loop,) = loops_of(traced.model, [part], [size], settings, stages.intra_op_threads)
+        output, forward = None, None
+        with stages.threads.turn(), torch.random.fork_rng(devices=[]), closing(loop):
+            # An encoder-decoder model first runs a forward without a cache, to encode.
+            while (forward is None or forward.cache is None) and (request := loop.resume(output)) is not None:
+                forward = dry_forward(traced, request, {})
+                output = map_tensors(forward.output, zeros)
+        assert forward is not None
+        for place, layer in layers_in(forward.cache).items() if forward.cache is not None else ():
+            if place in forward.path.fills:
                 grow(layer, *((new, length) if place[0] == 0 else (0, 0)))
-                found[engine.placement[stage_of[foretold.path.fills[place]]]] += times * bytes_of(layer)
-    return found
+                sizes[stages.placement[stage_of[forward.path.fills[place]]]] += times * bytes_of(layer)
+    return sizes
 
 
-def _filling(model: Any, settings: Mapping[str, Any]) -> int:
-    """What rows are filled up with that ended before others."""
-    given = (_setting(model, settings, name) for name in ("eos_token_id", "pad_token_id"))
-    end, padding = (None if one is None else int(torch.as_tensor(one).flatten()[0]) for one in given)
+def _padding(model: Any, settings: Mapping[str, Any]) -> int:
+    """Returns the token that pads rows which end before others, as the model's own `generate` chooses it."""
+    values = (_setting(model, settings, name) for name in ("eos_token_id", "pad_token_id"))
+    end, padding = (None if value is None else int(torch.as_tensor(value).flatten()[0]) for value in values)
     if (_setting(model, settings, "num_beams") or 1) > 1:
         return -1 if end is None else padding or end
     return (end if padding is None else padding) or 0
 
 
-def _together(results: Sequence[Any], rows: Sequence[int], filling: int) -> Any:
-    if not all(isinstance(one, Tensor) and one.dim() == 2 for one in results):
-        return merge(results, [getattr(one, "shape", [n])[0] for one, n in zip(results, rows, strict=True)])
-    longest = max(one.shape[1] for one in results)
-    return torch.cat([nn.functional.pad(one, (0, longest - one.shape[1]), value=filling) for one in results])
+def _join(results: Sequence[Any], rows: Sequence[int], padding: int) -> Any:
+    """Concatenates the tokens of the micro-batches, padded to the longest."""
+    if not all(isinstance(tokens, Tensor) and tokens.dim() == 2 for tokens in results):
+        return merge(results, [getattr(part, "shape", [n])[0] for part, n in zip(results, rows, strict=True)])
+    longest = max(tokens.shape[1] for tokens in results)
+    return torch.cat([nn.functional.pad(tokens, (0, longest - tokens.shape[1]), value=padding) for tokens in results])

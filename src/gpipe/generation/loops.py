@@ -1,11 +1,12 @@
-"""The loops of `generate`, one for each micro-batch, which a pipe calls in turn.
+"""Runs the model's own `generate` for each micro-batch, paused at each forward.
 
-A model's own `generate` calls the model for each new token, and chooses the token of what comes back. Here it calls
-a copy of the model, whose forward hands the arguments over and waits for the output. So each loop has a thread, of
-which one at a time runs, while whoever has it go on waits; the pipe has forwards of others on their way meanwhile.
+`generate` calls the model for each new token and then chooses the token. Here it calls a copy of the model whose
+forward passes its arguments to the pipe and waits for the output. Each micro-batch therefore has its own thread, a
+`Loop`. Only one of these threads runs at a time, while the pipe runs the forwards of other micro-batches.
 
-Note "Draws". A model by itself draws for all rows at once. So what `torch.multinomial` draws is drawn here for all
-rows of the mini-batch, by whichever loop comes to it first, and each takes its own rows.
+Note "Sampling": Without a pipe, `generate` samples for all rows at once. The random numbers of `torch.multinomial`
+are therefore drawn for all rows of the mini-batch, by the first loop that needs them. Each loop uses the part of its
+rows.
 """
 
 import copy
@@ -27,25 +28,26 @@ from gpipe.stages.messages import Cancelled
 from gpipe.stages.thread_state import ThreadState
 from gpipe.tracing.runs import ForwardArguments
 
-PARTLY = (
-    "generate of the {kind} does not call the model but parts of it, which are not in a pipe: generate by the model "
-    "itself, or make the pipe of the part that generates"
+MODEL_NOT_CALLED = (
+    "generate of the {kind} does not call the model itself but parts of it, and a pipe only runs the whole model. "
+    "Call generate of the model, or create the pipe from the part that it calls. [generate-skips-model]"
 )
-COUNTING = ("logits_processor", "stopping_criteria")
-"""Settings that may count what they have seen: each micro-batch has its own."""
+STATEFUL_SETTINGS = ("logits_processor", "stopping_criteria")
+"""Settings that can have state. Each micro-batch has its own copy."""
 BY_ROW = "prefix_allowed_tokens_fn"
-"""A setting that is asked by the number of a row."""
-BESIDE = (
-    "in generate, outside of the model, with micro-batch {m} (rows {first} to {last}): each has copies of its own of "
-    "processors and criteria, which see its rows alone"
+"""A setting that receives the number of a row."""
+ERROR_NOTE = (
+    "in generate, outside of the model, with micro-batch {m} (rows {first} to {last}); each micro-batch has its own "
+    "copies of logits processors and stopping criteria, which see only these rows"
 )
-SAYS = "transformers.generation.utils"
-"""The logger of what `generate` of transformers says."""
+LOGGER = "transformers.generation.utils"
+"""The logger of `generate` in transformers."""
 ENCODER = "_prepare_text_encoder_decoder_kwargs_for_generation"
+"""The method of transformers that calls the encoder."""
 
 
 class Noise:
-    """What is drawn for all rows of a mini-batch (note "Draws")."""
+    """Draws random numbers for all rows of a mini-batch (note "Sampling")."""
 
     def __init__(self, rows: Sequence[int]) -> None:
         self._rows = rows
@@ -53,35 +55,35 @@ class Noise:
         self._next = [0] * len(rows)
 
     def take(self, m: int, weights: Tensor) -> Tensor:
-        """The noise for the weights of a micro-batch, whose next draw this is."""
+        """Returns the random numbers for the next draw of micro-batch `m`, in the shape of `weights`."""
         number = self._next[m]
         self._next[m] += 1
-        each = weights.shape[0] // self._rows[m]  # beams, or sequences, of each row
+        per_row = weights.shape[0] // self._rows[m]  # Beams or sequences per prompt.
         if number not in self._drawn:
-            shape = sum(self._rows) * each, *weights.shape[1:]
+            shape = sum(self._rows) * per_row, *weights.shape[1:]
             self._drawn[number] = torch.empty(shape, dtype=weights.dtype, device=weights.device).exponential_(1)
-        first = sum(self._rows[:m]) * each
-        taken = self._drawn[number][first : first + weights.shape[0]]
-        for done in [one for one in self._drawn if one < min(self._next)]:
-            del self._drawn[done]
-        return taken
+        first = sum(self._rows[:m]) * per_row
+        noise = self._drawn[number][first : first + weights.shape[0]]
+        for used in [draw for draw in self._drawn if draw < min(self._next)]:
+            del self._drawn[used]
+        return noise
 
     def end(self, m: int) -> None:
+        """Frees random numbers that only micro-batch `m` would still need."""
         self._next[m] = 1 << 62
 
 
-class _Draws(TorchFunctionMode):
-    """Draws as `torch.multinomial` does, with the noise of the mini-batch."""
+class _SharedSampling(TorchFunctionMode):
+    """Replaces `torch.multinomial` by an equal operation that uses the random numbers of the mini-batch."""
 
     def __init__(self, noise: Noise, m: int) -> None:
         super().__init__()
         self._noise, self._m = noise, m
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
         if func in (torch.multinomial, Tensor.multinomial):
-            return self._draw(*args, **given)
-        return func(*args, **given)
+            return self._draw(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
     def _draw(self, input: Tensor, num_samples: int, replacement: bool = False, **other: Any) -> Tensor:
         if (replacement and num_samples > 1) or other or input.dim() != 2:
@@ -91,61 +93,74 @@ class _Draws(TorchFunctionMode):
 
 
 class Loop(threading.Thread):
-    """The `generate` of one micro-batch, up to where it calls the model, again and again."""
+    """A thread that runs `generate` for one micro-batch and pauses at each call of the model.
 
-    def __init__(self, generate: Callable[["Loop"], Any], around: ThreadState, threads: int, draws: _Draws) -> None:
+    Attributes:
+        calls: The number of calls of the model so far.
+        result: The result of `generate`, after it has returned.
+    """
+
+    def __init__(
+        self, generate: Callable[["Loop"], Any], caller: ThreadState, threads: int, sampling: _SharedSampling
+    ) -> None:
         super().__init__(name=f"{NAME}'s loop", daemon=True)
-        self._given: SimpleQueue[tuple[Any] | None] = SimpleQueue()
-        self._asked: SimpleQueue[ForwardArguments | BaseException | None] = SimpleQueue()
-        self._generate, self._around, self._threads, self._draws = generate, around, threads, draws
+        self._outputs: SimpleQueue[tuple[Any] | None] = SimpleQueue()
+        self._requests: SimpleQueue[ForwardArguments | BaseException | None] = SimpleQueue()
+        self._generate, self._caller, self._threads, self._sampling = generate, caller, threads, sampling
         self.calls = 0
         self.result: Any = None
 
-    def go_on(self, output: Any = None) -> ForwardArguments | None:
-        """Has it go on with an output, or begin; gives what it calls the model with next, None at its end."""
+    def resume(self, output: Any = None) -> ForwardArguments | None:
+        """Starts `generate`, or continues it with the output of the model.
+
+        Returns:
+            The arguments of the next call of the model. None if `generate` has returned.
+        """
         if self.ident is None:
             self.start()
         else:
-            self._given.put((output,))
-        asked = self._asked.get()
-        if isinstance(asked, BaseException):
+            self._outputs.put((output,))
+        request = self._requests.get()
+        if isinstance(request, BaseException):
             try:
-                raise asked
+                raise request
             finally:
-                del asked  # its traceback holds this frame, and frames that hold a cache
-        return asked
+                del request  # Its traceback refers to this frame, and to frames that hold a cache.
+        return request
 
     def close(self) -> None:
+        """Cancels `generate` if it has not returned."""
         if self.ident is not None:
-            self._given.put(None)
+            self._outputs.put(None)
             self.join()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The model, as the loop sees it."""
+        """The forward of the model, as `generate` sees it."""
         self.calls += 1
-        self._asked.put(ForwardArguments(args, kwargs))
-        if (given := self._given.get()) is None:
+        self._requests.put(ForwardArguments(args, kwargs))
+        if (output := self._outputs.get()) is None:
             raise Cancelled
-        return given[0]
+        return output[0]
 
     def run(self) -> None:
-        torch.get_num_threads()  # else it would take on the global number later on
+        """Runs `generate` in this thread."""
+        torch.get_num_threads()  # Otherwise the thread would later adopt the global thread count.
         torch.set_num_threads(self._threads)
         try:
-            with self._around.rank_thread(), self._around.around_layers(), self._draws:
+            with self._caller.rank_thread(), self._caller.around_layers(), self._sampling:
                 self.result = self._generate(self)
-            self._asked.put(None)
+            self._requests.put(None)
         except Cancelled:
-            self._asked.put(Cancelled())  # another, without frames: they hold a cache
+            self._requests.put(Cancelled())  # A new exception, because the frames of this one hold a cache.
         except BaseException as error:
-            self._asked.put(error)
+            self._requests.put(error)
 
 
 @contextmanager
-def said_once() -> Iterator[None]:
-    """Has all loops of a call say the same only once."""
-    logger = vars(logging.getLogger(SAYS))
-    logger["warning"] = cache(logging.getLogger(SAYS).warning)
+def warned_once() -> Iterator[None]:
+    """Logs each warning of `generate` only once, although each loop emits it."""
+    logger = vars(logging.getLogger(LOGGER))
+    logger["warning"] = cache(logging.getLogger(LOGGER).warning)
     try:
         yield
     finally:
@@ -159,65 +174,79 @@ def loops_of(
     settings: Mapping[str, Any],
     threads: int,
 ) -> list[Loop]:
-    """A loop for each micro-batch of a model that has `generate`."""
-    around, noise = ThreadState.here(), Noise(rows)
-    get_base = getattr(model, "get_base_model", None)  # of peft's
-    generating = get_base() if get_base is not None else model
+    """Creates a loop for each micro-batch.
+
+    Args:
+        model: A model that has `generate`.
+        parts: The prompts of each micro-batch.
+        rows: The number of prompts of each micro-batch.
+        settings: The arguments of `generate` that all micro-batches share.
+        threads: The number of threads of an operation in a loop.
+    """
+    caller, noise = ThreadState.here(), Noise(rows)
+    get_base = getattr(model, "get_base_model", None)  # A model of peft.
+    base = get_base() if get_base is not None else model
 
     def generate(m: int, loop: Loop) -> Any:
-        first, given = sum(rows[:m]), {**parts[m], **settings}
+        first, arguments = sum(rows[:m]), {**parts[m], **settings}
         if (allowed := settings.get(BY_ROW)) is not None:
-            given[BY_ROW] = lambda row, words: allowed(first + row, words)
+            arguments[BY_ROW] = lambda row, tokens: allowed(first + row, tokens)
         try:
-            given |= {name: copy.deepcopy(settings[name]) for name in COUNTING if name in settings}
-            prompts = [given.pop("inputs")] if "inputs" in given else []  # may have another name there
-            found = standing_in(generating, loop.call, _device_of(parts[m])).generate(*prompts, **given)
+            arguments |= {name: copy.deepcopy(settings[name]) for name in STATEFUL_SETTINGS if name in settings}
+            prompts = [arguments.pop("inputs")] if "inputs" in arguments else []  # Models name this argument freely.
+            result = with_forward(base, loop.call, _device_of(parts[m])).generate(*prompts, **arguments)
         except Exception as error:
-            error.add_note(BESIDE.format(m=m, first=first, last=first + rows[m] - 1))
+            error.add_note(ERROR_NOTE.format(m=m, first=first, last=first + rows[m] - 1))
             raise
         finally:
             noise.end(m)
         if not loop.calls:
-            raise ValueError(PARTLY.format(kind=type(generating).__name__))
-        return found
+            raise ValueError(MODEL_NOT_CALLED.format(kind=type(base).__name__))
+        return result
 
-    return [Loop(partial(generate, m), around, threads, _Draws(noise, m)) for m in range(len(parts))]
+    return [Loop(partial(generate, m), caller, threads, _SharedSampling(noise, m)) for m in range(len(parts))]
 
 
 def _device_of(part: Mapping[str, Any]) -> torch.device:
     return next((value.device for value in part.values() if isinstance(value, Tensor)), torch.device("cpu"))
 
 
-def standing_in(model: Any, call: Callable[..., Any], device: torch.device) -> Any:
-    """What is the model but for its forward, which is this function, and its device."""
+def with_forward(model: Any, call: Callable[..., Any], device: torch.device) -> Any:
+    """Returns a shallow copy of a model with a different forward and device.
+
+    Args:
+        model: The model.
+        call: Replaces the forward.
+        device: The device that the copy reports.
+    """
 
     @wraps(model.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    kind = type(model)
-    own = {"device": property(lambda _: device), "__module__": kind.__module__}
-    own["_supports_mm_encoder_outputs"] = lambda _: False
+    cls = type(model)
+    attributes = {"device": property(lambda _: device), "__module__": cls.__module__}
+    attributes["_supports_mm_encoder_outputs"] = lambda _: False
     if hasattr(model, ENCODER):
-        own[ENCODER] = _encoded
-    made = copy.copy(model)
-    made.__class__ = type(kind.__name__, (kind,), own)
-    object.__setattr__(made, "__dict__", {**vars(model), "forward": forward})
-    return made
+        attributes[ENCODER] = _encode
+    copied = copy.copy(model)
+    copied.__class__ = type(cls.__name__, (cls,), attributes)
+    object.__setattr__(copied, "__dict__", {**vars(model), "forward": forward})
+    return copied
 
 
-def _encoded(
+def _encode(
     model: Any, inputs_tensor: Tensor, model_kwargs: dict[str, Any], model_input_name: str, generation_config: Any
 ) -> dict[str, Any]:
-    """Has the pipe encode: by a forward of the whole model, on the first word of what is to be decoded."""
+    """Runs the encoder in the pipe, by a forward of the whole model on the first token of the output."""
     from transformers.modeling_outputs import BaseModelOutput, MoEModelOutput
 
-    taken = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
     begin = generation_config._decoder_start_token_tensor.to(inputs_tensor.device)
-    encoded = {name for name in taken if not name.startswith(("decoder", "labels"))}
-    given = {name: value for name, value in model_kwargs.items() if name in encoded}
-    given |= {model_input_name: inputs_tensor, "use_cache": False, "return_dict": True}
-    given["decoder_input_ids"] = begin.reshape(-1, 1)[:1].expand(len(inputs_tensor), 1).contiguous()
-    output = model(**given)
+    of_encoder = {name for name in parameters if not name.startswith(("decoder", "labels"))}
+    arguments = {name: value for name, value in model_kwargs.items() if name in of_encoder}
+    arguments |= {model_input_name: inputs_tensor, "use_cache": False, "return_dict": True}
+    arguments["decoder_input_ids"] = begin.reshape(-1, 1)[:1].expand(len(inputs_tensor), 1).contiguous()
+    output = model(**arguments)
     kind: Any = MoEModelOutput if hasattr(output, "encoder_router_logits") else BaseModelOutput
     return {**model_kwargs, "encoder_outputs": kind(last_hidden_state=output.encoder_last_hidden_state)}

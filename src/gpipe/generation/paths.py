@@ -1,6 +1,6 @@
-"""Finds the path that a model takes in generation: its operations, and which layer fills which part of the cache.
+"""Finds the path of a model in generation: its operations, and the layer that fills each part of the cache.
 
-A forward of one micro-batch passes along it from stage to stage.
+The forward of a micro-batch runs along its path from stage to stage.
 """
 
 import json
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpipe._torch.dispatcher import is_fake
 from gpipe._torch.trees import map_tensors
 from gpipe.generation import caches
-from gpipe.generation.caches import Layout, Place, copy_of_cache, is_cache, layers_in, marks
+from gpipe.generation.caches import Layout, Place, copy_of_cache, fingerprints, is_cache, layers_in
 from gpipe.stages.digest import differ, digest
 from gpipe.stages.stage import Layer, LayerProgress, RngKey, Stage
 from gpipe.stages.tree import Tree, tensors_in
@@ -30,88 +30,118 @@ from gpipe.tracing.shallow_copy import ShallowCopy
 from gpipe.tracing.trace import CannotSplitError, OpCall, Trace, ValueId, take_apart
 from gpipe.tracing.tracer import Tracer
 
-ELSEWHERE = (
-    "in generation the forward of the {model} goes another way through its layers than on the sample: {name} comes "
-    "behind {layer}. Generate by the model itself, or make the pipe with a sample that takes this way"
+OTHER_ORDER = (
+    "{model}: in generation, the forward runs {name} after {layer}, in a different order than on the sample. Call "
+    "generate of the model itself, or create the pipe with a sample that has this order. [generation-order-differs]"
 )
-SHARES = (
-    "in generation {one} and {other} of the {model} fill the same part of its cache, and each rank keeps that of its "
-    "own layers. Generate by the model itself, or name both as one block: blocks=[...]"
+SHARED_CACHE_LAYER = (
+    "{model}: in generation, {first} and {second} fill the same layer of the cache, but each rank only has the cache "
+    "of its own layers. Put both in one block with blocks=[...], or call generate of the model itself. "
+    "[generation-shares-cache]"
 )
 OTHER_CACHE = (
-    "in layers, the {model} leaves other values in its cache than by itself, in layer {at}: something between blocks "
-    "writes it. Generate by the model itself"
+    "{model}: in generation, layer {index} of the cache has different values when the model is split, because code "
+    "between blocks writes to it. Call generate of the model itself. [generation-cache-differs]"
 )
-KEPT = (
-    "in generation the {model} keeps what it has seen in its modules ({places}) and not in a cache that it is given, "
-    "and micro-batches follow each other through them. Generate by the model itself"
+STATE_IN_MODULES = (
+    "{model}: in generation, modules keep state between forwards ({places}) instead of using a cache, but all "
+    "micro-batches use the same modules. Call generate of the model itself. [generation-state-in-modules]"
 )
-MAKES = (
-    "in generation the forward of the {model} makes its cache itself, and each rank would make another. Generate by "
-    "the model itself, or with use_cache=False"
+CACHE_IN_FORWARD = (
+    "{model}: in generation, the forward creates its own cache, so each rank would create another one. Pass "
+    "use_cache=False, or call generate of the model itself. [generation-creates-cache]"
 )
-KEY = RngKey(0, 0, 0)  # nothing is drawn in evaluation
+KEY = RngKey(0, 0, 0)
+"""Any random key: layers draw no random numbers in evaluation mode."""
 
 
 Interpreters: TypeAlias = Callable[
     [Trace, Mapping[ValueId, Any], list[list[list[Any]]], frozenset[ValueId]], StageInterpreter
 ]
-"""Makes what does the operations of some layers: from what came to them, its log, and what is wanted of them."""
+"""Creates the interpreter of some layers from the trace, the values that arrive, the log, and the values to send."""
 
 
 class Path(NamedTuple):
-    """A path of a model in generation."""
+    """A path of a model in generation.
 
-    trace: Trace  # its layers are those of the pipe; some may do nothing on it
-    fills: Mapping[Place, int]  # the layer of the pipe that fills each layer of the cache
-    caches: frozenset[int]  # the leaves of the output that are the cache
+    Attributes:
+        trace: The operations, by the layers of the pipe. A layer can have no operation on a path.
+        fills: The layer of the pipe that fills each layer of the cache.
+        caches: The indices of output leaves that are the cache.
+    """
+
+    trace: Trace
+    fills: Mapping[Place, int]
+    caches: frozenset[int]
 
     def filled_by(self, layers: Sequence[int]) -> frozenset[Place]:
-        """What these layers of the pipe fill of the cache."""
+        """Returns the layers of the cache that some layers of the pipe fill."""
         return frozenset(place for place, layer in self.fills.items() if layer in layers)
 
 
-def cache_in(given: ForwardArguments) -> Any:
-    """The cache among the arguments of a forward, if there is one."""
-    return next(filter(is_cache, take_apart(tuple(given))[0]), None)
+def cache_in(arguments: ForwardArguments) -> Any:
+    """Returns the cache among the arguments of a forward, or None."""
+    return next(filter(is_cache, take_apart(tuple(arguments))[0]), None)
 
 
 @dataclass
-class Passing:
-    """A forward, as it came to a stage; `output` is what it gave behind the last."""
+class StagedForward:
+    """A forward of one micro-batch that runs from stage to stage.
+
+    Attributes:
+        path: The path.
+        inputs: The leaves of the arguments that all stages use.
+        cache: The cache, or None.
+        placeholders: Placeholders for the layers of the cache, as they were before the forward.
+        log: Descriptions of the values that operations returned, for the next stages.
+        live: The values that the next stages use.
+        output: The output, after the last stage.
+        layouts: The layouts of the cache's layers that were filled so far.
+    """
 
     path: Path
     inputs: list[Any]
     cache: Any
-    before: Mapping[Place, Any]  # stand-ins for what the cache held when it began
+    placeholders: Mapping[Place, Any]
     log: list[list[list[Any]]]
     live: Mapping[ValueId, Any]
     output: Any = None
-    layouts: dict[Place, Layout] = field(default_factory=dict)  # of what was filled since
+    layouts: dict[Place, Layout] = field(default_factory=dict)
 
     @classmethod
-    def begin(cls, path: Path, given: ForwardArguments) -> Self:
-        leaves, _ = take_apart(tuple(given))
-        cache = cache_in(given)
+    def begin(cls, path: Path, arguments: ForwardArguments) -> Self:
+        """Creates the forward before its first stage."""
+        leaves, _ = take_apart(tuple(arguments))
+        cache = cache_in(arguments)
         live = {value_id: leaves[value_id.leaf] for value_id in path.trace.carried}
-        inputs = [None if ValueId(-1, at) in live else leaf for at, leaf in enumerate(leaves)]
-        return cls(path, inputs, cache, {} if cache is None else caches.stand_ins(cache), [describe(leaves)], live)
+        inputs = [None if ValueId(-1, index) in live else leaf for index, leaf in enumerate(leaves)]
+        placeholders = {} if cache is None else caches.placeholders(cache)
+        return cls(path, inputs, cache, placeholders, [describe(leaves)], live)
 
-    def through(self, layers: Sequence[int], device: torch.device, make: Interpreters, *, tells: bool) -> None:
-        """Has consecutive layers, on a device, do what is theirs; notes for others what they fill, if it `tells`."""
+    def run(self, layers: Sequence[int], device: torch.device, make: Interpreters, *, records_layouts: bool) -> None:
+        """Runs consecutive layers on one device.
+
+        Args:
+            layers: The indices of the layers.
+            device: The device.
+            make: Creates the interpreter.
+            records_layouts: Whether to record which layers of the cache were filled, for other processes.
+        """
         trace, last = self.path.trace, layers[-1]
         leaving = trace.live_before(last + 1)
         ends = (*trace.starts, len(trace.ops))
-        if ends[layers[0]] == ends[last + 1] and last + 1 < len(trace.starts):  # nothing is
+        if ends[layers[0]] == ends[last + 1] and last + 1 < len(trace.starts):  # These layers have no operations.
             self.live = {value_id: self.live.get(value_id) for value_id in leaving}
             return
         live, inputs = map_tensors((dict(self.live), self.inputs), lambda tensor: tensor.to(device))
         interpreter = make(trace, live, self.log, frozenset(leaving))
         own = self.path.filled_by(layers)
-        with nullcontext() if self.cache is None else caches.seen_by(self.cache, own, self.before):
+        with (
+            nullcontext() if self.cache is None else caches.remote_layers_replaced(self.cache, own, self.placeholders)
+        ):
             self.output = interpreter.interpret(inputs)
         self.live = {value_id: interpreter.produced.get(value_id) for value_id in leaving}
-        if tells and self.cache is not None:
+        if records_layouts and self.cache is not None:
             self.layouts |= {
                 place: caches.layout_of(layer) for place, layer in layers_in(self.cache).items() if place in own
             }
@@ -119,41 +149,52 @@ class Passing:
     # Between processes.
 
     def message(self) -> dict[str, Tree]:
-        """What the process of the next stage needs to go on."""
-        return {"log": json.dumps(self.log), "live": list(self.live.values()), "caches": self._told()}
+        """Returns the state that the process of the next stage needs."""
+        return {"log": json.dumps(self.log), "live": list(self.live.values()), "caches": self._encoded_layouts()}
 
-    def arrive(self, first: int, message: Any) -> None:
-        """Goes on before the stage that begins with this layer, where another process has left off."""
+    def receive(self, first: int, message: Any) -> None:
+        """Continues a forward that another process has run up to a layer.
+
+        Args:
+            first: The first layer to run next.
+            message: The `message` of the other process.
+        """
         self.log = json.loads(message["log"])
         self.live = dict(zip(self.path.trace.live_before(first), message["live"], strict=True))
-        self.layouts = _heard(message)
+        self.layouts = _decode_layouts(message)
 
     def result(self) -> dict[str, Tree]:
-        """What all processes need of the output."""
+        """Returns the output without the cache, and the layouts of the cache, for all processes."""
         leaves, _ = take_apart(self.output)
         return {
-            "output": [None if at in self.path.caches else leaf for at, leaf in enumerate(leaves)],
-            "caches": self._told(),
+            "output": [None if index in self.path.caches else leaf for index, leaf in enumerate(leaves)],
+            "caches": self._encoded_layouts(),
         }
 
     def end(self, own: Collection[Place], message: Any) -> Any:
-        """The output of a message, with the own cache in it, in which what is not one's own is as it is elsewhere."""
+        """Returns the output of a `result`, with this process's cache in it.
+
+        Args:
+            own: The layers of the cache that this process fills. The others become placeholders.
+            message: The `result` from the process of the last stage.
+        """
         if self.cache is not None:
-            heard = _heard(message)
-            caches.put_stand_ins(self.cache, {place: heard[place] for place in sorted(heard) if place not in own})
-        leaves = [self.cache if at in self.path.caches else leaf for at, leaf in enumerate(message["output"])]
+            layouts = _decode_layouts(message)
+            remote = {place: layouts[place] for place in sorted(layouts) if place not in own}
+            caches.put_placeholders(self.cache, remote)
+        leaves = [self.cache if index in self.path.caches else leaf for index, leaf in enumerate(message["output"])]
         return self.path.trace.output.filled(leaves)
 
-    def _told(self) -> str:
+    def _encoded_layouts(self) -> str:
         return json.dumps([[*place, layout] for place, layout in self.layouts.items()])
 
 
-def _heard(message: Any) -> dict[Place, Layout]:
-    return {(part, at): layout for part, at, layout in json.loads(message["caches"])}
+def _decode_layouts(message: Any) -> dict[Place, Layout]:
+    return {(part, index): layout for part, index, layout in json.loads(message["caches"])}
 
 
 class _CacheTracer(Tracer):
-    """Notes beside which operations fill which layer of a cache."""
+    """Traces a forward and records which operations fill each layer of a cache."""
 
     def __init__(self, shallow_copy: ShallowCopy, dry: DryRun | None, cache: Any) -> None:
         super().__init__(shallow_copy, dry)
@@ -161,120 +202,129 @@ class _CacheTracer(Tracer):
         self.filled: dict[Place, list[int]] = {}
 
     def execute(self, call: OpCall) -> Any:
-        """Does what an operation is; a unit that fails without values runs again, with the cache as it was."""
+        """Executes an operation. A unit that fails without values runs again, with the earlier content of the cache."""
         cache, dry = self._cache, self.dry
         if cache is None:
             return super().execute(call)
-        before = marks(cache)
+        before = fingerprints(cache)
         if dry is not None:
-            was = copy_of_cache(cache, zeros)
+            saved = copy_of_cache(cache, zeros)
 
-            def again() -> None:
+            def restore_cache() -> None:
                 nonlocal before
-                caches.put_back(cache, was)
-                before = marks(cache)
+                caches.restore(cache, saved)
+                before = fingerprints(cache)
 
-            dry.before_retry = again
-        made = super().execute(call)
-        for place, mark in marks(cache).items():
-            if mark != before.get(place, []):
+            dry.before_retry = restore_cache
+        result = super().execute(call)
+        for place, fingerprint in fingerprints(cache).items():
+            if fingerprint != before.get(place, []):
                 self.filled.setdefault(place, []).append(self.op_index)
         if dry is not None:
-            caches.put_back(cache, copy_of_cache(cache, partial(_layout, dry)))
-        return made
+            caches.restore(cache, copy_of_cache(cache, partial(_without_values, dry)))
+        return result
 
 
-def _layout(dry: DryRun, tensor: Tensor) -> Tensor:
-    """Numbers without values; lengths, which are whole, with theirs."""
+def _without_values(dry: DryRun, tensor: Tensor) -> Tensor:
+    """Removes the values of a floating-point tensor. Integer tensors, such as lengths, keep theirs."""
     return dry.like(tensor) if (tensor.is_floating_point() or tensor.is_meta) and not is_fake(tensor) else tensor
 
 
 def find_path(
-    traced: TracedModel, given: ForwardArguments, stages: Sequence[Stage], known: Mapping[Place, int]
+    traced: TracedModel, arguments: ForwardArguments, stages: Sequence[Stage], known: Mapping[Place, int]
 ) -> Path:
-    """The path of a forward with these arguments: traced, and, where the model has its values, proven.
+    """Traces the path of a forward. If this process has the whole model, also compares it with the unsplit model.
 
-    Other paths are `known` to fill some of the cache, which this one may only read.
+    Args:
+        traced: The model.
+        arguments: The arguments of the forward.
+        stages: The stages of the pipe.
+        known: The layers that fill the cache on other paths. This path may only read what they fill.
 
     Raises:
-        CannotSplitError: It cannot be done in these layers.
+        CannotSplitError: If the forward cannot run in the layers of the pipe.
     """
     model = traced.model
-    if lacks_values(model):  # no process has all of them
-        return foretell(traced, given, known).path
+    if lacks_values(model):  # With several processes, each has only some of the weights.
+        return dry_forward(traced, arguments, known).path
     with unchanged(model), torch.no_grad(), replaced_tensors(model, on_cpu):
-        given = _apart(given, on_cpu)
-        path = _traced(traced, given, known, None).path
-        _prove(traced, given, path, stages)
+        arguments = _copy_arguments(arguments, on_cpu)
+        path = _trace(traced, arguments, known, None).path
+        _compare_with_model(traced, arguments, path, stages)
         return path
 
 
-class Foretold(NamedTuple):
-    """A forward without values: its path, the output and the cache as they would be."""
+class TracedForward(NamedTuple):
+    """A traced forward: its path, its output and the cache after it."""
 
     path: Path
     output: Any
     cache: Any
 
 
-def foretell(traced: TracedModel, given: ForwardArguments, known: Mapping[Place, int]) -> Foretold:
-    """Runs a forward without values."""
+def dry_forward(traced: TracedModel, arguments: ForwardArguments, known: Mapping[Place, int]) -> TracedForward:
+    """Traces a forward without values, and returns the shapes of its output and cache."""
     model, dry = traced.model, DryRun()
-    given = _apart(given, partial(_layout, dry))
+    arguments = _copy_arguments(arguments, partial(_without_values, dry))
     with ExitStack() as stack:
         for module in model.modules():
-            if isinstance(module, nn.Linear) and not module.weight.is_floating_point():  # bitsandbytes packs it
-                own = {name: one for name, one in vars(module).items() if name == "forward"}
-                stack.callback(vars(module).update, own)
+            if isinstance(module, nn.Linear) and not module.weight.is_floating_point():  # Packed by bitsandbytes.
+                own_forward = {name: value for name, value in vars(module).items() if name == "forward"}
+                stack.callback(vars(module).update, own_forward)
                 stack.callback(vars(module).pop, "forward")
                 vars(module)["forward"] = lambda value, n=module.out_features: value.new_empty((*value.shape[:-1], n))
         with replaced_tensors(model, _on_meta), unchanged(model), torch.no_grad(), dry.fake_tensors(model):
-            return _traced(traced, given, known, dry)
+            return _trace(traced, arguments, known, dry)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
-    """Parameters, which other processes hold some of, all alike without values."""
+    """Moves parameters to the meta device, also those that this process has, so that all behave the same."""
     if not isinstance(tensor, nn.Parameter):
         return tensor
     layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return as_kind_of(tensor, layout)
 
 
-def _apart(given: ForwardArguments, change: Callable[[Tensor], Tensor] = Tensor.clone) -> ForwardArguments:
-    """The same arguments with a cache and tensors of their own."""
-    leaves, structure = take_apart(tuple(given))
-    for at, leaf in enumerate(leaves):
+def _copy_arguments(
+    arguments: ForwardArguments, change: Callable[[Tensor], Tensor] = Tensor.clone
+) -> ForwardArguments:
+    """Copies arguments and the cache among them, with `change` applied to all tensors."""
+    leaves, structure = take_apart(tuple(arguments))
+    for index, leaf in enumerate(leaves):
         if is_cache(leaf):
-            leaves[at] = copy_of_cache(leaf, change)
+            leaves[index] = copy_of_cache(leaf, change)
         elif isinstance(leaf, Tensor):
-            leaves[at] = change(leaf)
+            leaves[index] = change(leaf)
     return ForwardArguments(*structure.filled(leaves))
 
 
-def _traced(traced: TracedModel, given: ForwardArguments, known: Mapping[Place, int], dry: DryRun | None) -> Foretold:
-    given = _apart(given)
-    cache = cache_in(given)
+def _trace(
+    traced: TracedModel, arguments: ForwardArguments, known: Mapping[Place, int], dry: DryRun | None
+) -> TracedForward:
+    """Traces a forward, with values or in a dry run."""
+    model = type(traced.model).__name__
+    arguments = _copy_arguments(arguments)
+    cache = cache_in(arguments)
     tracer = _CacheTracer(ShallowCopy(traced.parts), dry, cache)
-    before = _tensors_kept(traced.model)
-    output, trace = tracer.trace(*given)
-    if kept := [name for name, it in _tensors_kept(traced.model).items() if before.get(name) != it]:
-        raise CannotSplitError(KEPT.format(model=type(traced.model).__name__, places=", ".join(kept[:3])))
+    before = _tensor_attributes(traced.model)
+    output, trace = tracer.trace(*arguments)
+    if kept := [name for name, value in _tensor_attributes(traced.model).items() if before.get(name) != value]:
+        raise CannotSplitError(STATE_IN_MODULES.format(model=model, places=", ".join(kept[:3])))
     trace = replace(trace, starts=_starts(trace, traced.parts, list(traced.layers.items())))
     fills = dict(known)
     for place, ops in tracer.filled.items():
         for op in ops:
             if fills.setdefault(place, trace.layer_of(op)) != trace.layer_of(op):
-                one = list(traced.layers)[fills[place]]
-                raise CannotSplitError(
-                    SHARES.format(model=type(traced.model).__name__, one=one, other=trace.ops[op].name)
-                )
-    given_back = frozenset(at for at, leaf in enumerate(take_apart(output)[0]) if is_cache(leaf))
-    if given_back and cache is None:
-        raise CannotSplitError(MAKES.format(model=type(traced.model).__name__))
-    return Foretold(Path(trace, fills, given_back), output, cache)
+                first = list(traced.layers)[fills[place]]
+                raise CannotSplitError(SHARED_CACHE_LAYER.format(model=model, first=first, second=trace.ops[op].name))
+    returned = frozenset(index for index, leaf in enumerate(take_apart(output)[0]) if is_cache(leaf))
+    if returned and cache is None:
+        raise CannotSplitError(CACHE_IN_FORWARD.format(model=model))
+    return TracedForward(Path(trace, fills, returned), output, cache)
 
 
-def _tensors_kept(model: nn.Module) -> dict[str, int]:
+def _tensor_attributes(model: nn.Module) -> dict[str, int]:
+    """Returns the ids of tensors in plain attributes of modules, by name."""
     return {
         f"{path}.{name}".lstrip("."): id(value)
         for path, module in model.named_modules()
@@ -284,38 +334,39 @@ def _tensors_kept(model: nn.Module) -> dict[str, int]:
 
 
 def _starts(trace: Trace, parts: Parts, layers: Sequence[tuple[str, ModelPart]]) -> tuple[int, ...]:
-    """The first operation of each layer of the pipe on a trace, which may leave some out."""
-    starts, at = [0], 0
-    for number, op in enumerate(trace.ops):
-        needed, behind = {op.name, *op.inner} if op.is_unit else set(), at
-        while not (needed <= {*layers[at][1].units} and {*op.raw} <= layers[at][1].raw.keys()):
-            if at == len(layers) - 1:
-                model, layer = type(parts.model).__name__, layers[behind][0]
-                raise CannotSplitError(ELSEWHERE.format(model=model, name=op.name, layer=layer))
-            at += 1
-        starts += [number] * (at + 1 - len(starts))
-        if op.is_unit and op.name in parts.blocks and at < len(layers) - 1:
-            at += 1
+    """Returns the index of the first operation of each layer of the pipe. A path can skip layers."""
+    starts, layer = [0], 0
+    for index, op in enumerate(trace.ops):
+        needed, previous = {op.name, *op.inner} if op.is_unit else set(), layer
+        while not (needed <= {*layers[layer][1].units} and {*op.raw} <= layers[layer][1].raw.keys()):
+            if layer == len(layers) - 1:
+                model = type(parts.model).__name__
+                raise CannotSplitError(OTHER_ORDER.format(model=model, name=op.name, layer=layers[previous][0]))
+            layer += 1
+        starts += [index] * (layer + 1 - len(starts))
+        if op.is_unit and op.name in parts.blocks and layer < len(layers) - 1:
+            layer += 1
     return (*starts, *[len(trace.ops)] * (len(layers) - len(starts)))
 
 
-def _prove(traced: TracedModel, given: ForwardArguments, path: Path, stages: Sequence[Stage]) -> None:
-    """Compares what the layers of one stage after another give with what the model gives, to the last bit."""
-    theirs, ours = _apart(given), _apart(given)
-    expected = traced.model(*theirs.args, **theirs.kwargs)
-    passing, shallow_copy = Passing.begin(path, ours), ShallowCopy(traced.parts)
+def _compare_with_model(
+    traced: TracedModel, arguments: ForwardArguments, path: Path, stages: Sequence[Stage]
+) -> None:
+    """Raises a CannotSplitError unless the stages return bitwise the same output and cache as the unsplit model."""
+    model = traced.model
+    for_model, for_stages = _copy_arguments(arguments), _copy_arguments(arguments)
+    expected = model(*for_model.args, **for_model.kwargs)
+    forward, shallow_copy = StagedForward.begin(path, for_stages), ShallowCopy(traced.parts)
     for stage in stages:
         shallow_copy.refresh()
-        layers = [Layer(layer.index, str(layer), traced.model) for layer in stage.layers]
+        layers = [Layer(layer.index, str(layer), model) for layer in stage.layers]
         make = partial(_interpreter, shallow_copy, layers)
-        passing.through([layer.index for layer in layers], torch.device("cpu"), make, tells=False)
-    model = traced.model
-    compare(model, *(_without_caches(path, output) for output in (expected, passing.output)))
-    one, other = (layers_in(cache) if (cache := cache_in(some)) is not None else {} for some in (ours, theirs))
-    for place in sorted({*one, *other}):
-        pair = [digest([tensors_in(list(vars(some[place]).values()))]) for some in (one, other)]
-        if differ(*pair):
-            raise CannotSplitError(OTHER_CACHE.format(model=type(model).__name__, at=place[1]))
+        forward.run([layer.index for layer in layers], torch.device("cpu"), make, records_layouts=False)
+    compare(model, *(_without_caches(path, output) for output in (expected, forward.output)))
+    pair = [layers_in(cache) if (cache := cache_in(a)) is not None else {} for a in (for_stages, for_model)]
+    for place in sorted({*pair[0], *pair[1]}):
+        if differ(*(digest([tensors_in(list(vars(layers[place]).values()))]) for layers in pair)):
+            raise CannotSplitError(OTHER_CACHE.format(model=type(model).__name__, index=place[1]))
 
 
 def _interpreter(
@@ -327,4 +378,4 @@ def _interpreter(
 
 def _without_caches(path: Path, output: Any) -> Any:
     leaves, structure = take_apart(output)
-    return structure.filled([None if at in path.caches else leaf for at, leaf in enumerate(leaves)])
+    return structure.filled([None if index in path.caches else leaf for index, leaf in enumerate(leaves)])
