@@ -202,7 +202,7 @@ class _CacheTracer(Tracer):
         self.filled: dict[Place, list[int]] = {}
 
     def execute(self, call: OpCall) -> Any:
-        """Executes an operation. A unit that fails without values runs again, with the earlier content of the cache."""
+        """Executes an operation. A unit that fails without values runs again, with the cache as it was."""
         cache, dry = self._cache, self.dry
         if cache is None:
             return super().execute(call)

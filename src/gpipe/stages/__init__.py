@@ -1,6 +1,5 @@
-"""The user's layers as stages: boundaries, skips, shared weights, buffers, random numbers.
+"""Runs the user's layers as stages: stage boundaries, skip connections, shared weights, buffers, random numbers.
 
-What flows between layers: trees of tensors, how they lie in memory, cut at stage boundaries.
-
-Randomness keyed by seed, step, layer and micro-batch.
+Tensors that cross a stage boundary keep their memory layout and the order in which their gradients are summed. Random
+numbers depend only on seed, step, layer and micro-batch.
 """
