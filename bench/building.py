@@ -144,7 +144,7 @@ def on_meta() -> list[str]:
     start = time.process_time()
     traced = gpipe.layers_of(model, sample).traced
     layers = time.process_time() - start
-    traced.learn_all(sample)
+    traced.trace_all(sample)
     size = sum(parameter.nbytes for parameter in model.parameters())
     return [f"{size / 1e9:.0f} GB", f"{layers:.1f}", f"{time.process_time() - start:.1f}", str(len(traced.traces))]
 

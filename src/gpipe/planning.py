@@ -289,7 +289,7 @@ def _read(model: Any, sample: Tree, measure: bool) -> tuple[Sequence[nn.Module],
     """Returns the layers, their names, and a function from a micro-batch to the input of the first layer."""
     traced = read_model(model, _first_rows(TWO_ROWS, sample))
     if traced is not None:
-        return traced.alone(), list(traced.layers), traced.first_state
+        return traced.single_layers(), list(traced.layers), traced.first_state
     if mistakes := why_not_layers(model):
         raise ValueError("\n".join(mistakes))
     if measure:

@@ -76,7 +76,7 @@ def agree_on_plan(
         sketch = build_on_meta(arguments.model, seed if isinstance(seed, int) else 0)
     else:
         schedule = read_schedule(arguments, Mistakes())
-        traced.learn_all(first_rows(arguments), schedule.slices)
+        traced.trace_all(first_rows(arguments), schedule.slices)
         sketch = MetaLayers(dict(traced.layers), {}, 0, [])
     if received and len(received["names"]) != len(sketch.layers):
         raise ValueError(
@@ -94,7 +94,7 @@ def agree_on_plan(
     bounds = zip(plan.rank_of, plan.partition.bounds, strict=True)
     own = [layer for row, (first, end) in bounds if row == position.pp_rank for layer in range(first, end)]
     if traced is not None:
-        traced.realize(own, settings.seed)
+        traced.materialize(own, settings.seed)
         weights = _checksums(settings.layers)
     else:
         layers, mistakes = materialize(sketch, own)
@@ -124,7 +124,7 @@ def _shared_values(arguments: Arguments, settings: Settings, placement: Placemen
         "batch_norm": settings.batch_norm,
         "ties": [list(group) for group in arguments.ties],
         "sample": [] if settings.traced is None else settings.traced.sample_names,
-        "path": [] if settings.traced is None else settings.traced.outlines(),
+        "path": [] if settings.traced is None else settings.traced.operations(),
     }
     for name, layer in settings.layers.items():
         values |= _describe_layer(name, layer)

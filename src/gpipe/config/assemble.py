@@ -67,7 +67,7 @@ def assemble(arguments: Arguments) -> tuple[Settings, Plan, SingleProcess]:
             drop_remote_weights(engine.all, engine.local)
         else:
             drop_remote_weights(engine.all, engine.local, settings.traced.buffers_between())
-            settings.traced.let_go()
+            settings.traced.release_remote_parameters()
         return settings, plan, processes
 
 
@@ -76,7 +76,7 @@ def _assemble_one_process(arguments: Arguments) -> tuple[Settings, Plan, SingleP
     if (traced := settings.traced) is not None:
         if plan.slices > 1:
             traced.prove_slices(first_rows(arguments), plan.slices)
-        traced.realize(range(len(settings.layers)), settings.seed)
+        traced.materialize(range(len(settings.layers)), settings.seed)
     return settings, plan, SingleProcess(build(settings, plan, None))
 
 

@@ -67,7 +67,7 @@ def _layers_and_sample(arguments: Arguments, settings: Settings) -> tuple[Sequen
     if (traced := settings.traced) is None:
         return list(settings.layers.values()), first_micro_batch(arguments.sample, arguments.micro_batches)
     rows = first_rows(arguments)
-    return traced.alone(), None if rows is None else traced.first_state(rows)
+    return traced.single_layers(), None if rows is None else traced.first_state(rows)
 
 
 def _program(schedule: Schedule, placement: Placement, micro_batches: int) -> Program:

@@ -1,11 +1,10 @@
-"""The loss that a model gives itself, and how those of micro-batches make that of a mini-batch.
+"""Averages the losses that a model computes itself over micro-batches, and joins the outputs of micro-batches.
 
-A loss that is divided by the labels that count is put together by these: `num_items_in_batch`, their number in the
-whole mini-batch, goes into every micro-batch where the forward uses it, and the losses are added up, as transformers'
-Trainer does over its gradient accumulation. Else each counts by its own number of them, or of rows.
+If the forward uses `num_items_in_batch`, gpipe passes the number of labels in the whole mini-batch that are not
+ignored. It then adds up the losses, as transformers' Trainer does over its gradient accumulation. Otherwise gpipe
+weights each micro-batch by its own number of these labels, or by its rows.
 
-On the sample it is tried whether the losses of its halves make its own. What a model returned for each micro-batch is
-put together to what it returns for the mini-batch.
+When a pipe is created, gpipe checks on the sample that the losses of its halves average to the loss of the sample.
 """
 
 import math
@@ -26,40 +25,45 @@ from gpipe.tracing.meta_model import lacks_values
 from gpipe.tracing.runs import arguments, lacks_memory, takes, unchanged
 
 HALVES = 2
-COUNT = "num_items_in_batch"  # the keyword by which a forward is told the labels that count in the whole mini-batch
-NO_LABELS = "no label of the mini-batch counts (all are {ignored}): there is nothing to average; skip this mini-batch"
+COUNT = "num_items_in_batch"  # The keyword for the number of labels in the mini-batch that are not ignored.
+NO_LABELS = (
+    "labels: all labels of the mini-batch are {ignored}, so the loss has nothing to average. Skip this mini-batch. "
+    "[all-labels-ignored]"
+)
 UNKNOWN = (
-    "of the model's own loss it cannot be known how it averages, by the losses of torch that it calls ({seen}); "
-    "micro-batches are weighed by rows. If it does otherwise, give step(inputs, targets, loss_fn, reduction=...)"
+    "The model's own loss calls these losses of torch: {calls}. They do not determine how it averages, so gpipe "
+    "weights micro-batches by rows. For other weights, call step(inputs, targets, loss_fn, reduction=...). "
+    "[model-loss-unknown]"
 )
 UNEVEN = (
-    "the model's own loss: the rows of the micro-batches have different sizes, and the loss is not that of {seen} "
-    "alone. gpipe weights the micro-batches by {by}. If it averages over something else, call step(inputs, targets, "
-    "loss_fn, reduction=...)."
+    "The model's own loss is not only the result of {calls}, and the rows of the micro-batches have different sizes. "
+    "gpipe weights the micro-batches by {by}. For other weights, call step(inputs, targets, loss_fn, reduction=...). "
+    "[model-loss-ragged-rows]"
 )
 
 
 def takes_count(model: nn.Module) -> bool:
-    """Whether a forward uses `COUNT`: it names the parameter, or hands it on to the loss function of transformers.
+    """Whether a forward uses `num_items_in_batch`: it has the parameter, or passes it to transformers' loss function.
 
     Other forwards with `**kwargs` may do anything with a keyword that the user did not pass.
     """
     if takes(model.forward, COUNT, by_name=True):
         return True
-    base: Any = getattr(model, "get_base_model", lambda: model)()  # without an adapter of peft
-    is_handed_on = hasattr(type(base), "loss_function") and takes(model.forward, COUNT)
-    return is_handed_on and takes(base.loss_function, COUNT)
+    base: Any = getattr(model, "get_base_model", lambda: model)()  # The model inside an adapter of peft.
+    is_passed_on = hasattr(type(base), "loss_function") and takes(model.forward, COUNT)
+    return is_passed_on and takes(base.loss_function, COUNT)
 
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """How the losses that a model returns for micro-batches are averaged.
+    """Averages the losses that a model returns for micro-batches.
 
     Attributes:
-        average: What a loss divides by, as a function of the inputs of the model.
-        finding: What to report of it.
-        uneven: What to report if the rows of some micro-batches are larger, or have more labels that are not ignored.
-        is_certain: Whether the loss is the result of one of torch's losses, so that there is nothing to try.
+        average: The divisor of a loss, as a function of the inputs of the model.
+        finding: A finding to report in any case.
+        uneven: A finding to report if micro-batches have rows of different lengths, or with different numbers of
+            labels that are not ignored.
+        is_certain: Whether the average is certain, because the loss is the result of one of torch's losses.
     """
 
     average: LossAverage
@@ -68,48 +72,49 @@ class OwnLoss:
     is_certain: bool = False
 
     @classmethod
-    def of(cls, calls: Sequence[LossCall], given: Tree, *, counts: bool) -> "OwnLoss":
-        """Finds it in the losses of torch that a forward called.
+    def of(cls, calls: Sequence[LossCall], inputs: Tree, *, counts: bool) -> "OwnLoss":
+        """Determines the average from the losses of torch that a forward called.
 
         Args:
-            calls: The calls.
-            given: The inputs of the model.
-            counts: Whether the forward used `num_items_in_batch`.
+            calls: The calls of torch's losses.
+            inputs: The inputs of the model.
+            counts: Whether the forward uses `num_items_in_batch`.
         """
         labels = [call._replace(reduction="mean") for call in calls if call.name in LABELS]
         sums = bool(calls) and all(call.reduction == "sum" for call in calls)
         is_certain = any(call.is_loss for call in calls)
-        for some in ([call] for call in labels) if counts else [labels]:
-            found = find_average(some, given, 0, ready_made=True)
-            if found is not None:
-                return cls(found if counts or not sums else replace(found, by="sum"), is_certain=is_certain or counts)
-        if counts and isinstance(given, Mapping) and "labels" in given:
-            names = [name for name in ("shift_labels", "labels") if name in given]
-            return cls(LossAverage("labels", _leaf_of(given[names[0]], given), ignored=IGNORED))
+        for group in ([call] for call in labels) if counts else [labels]:
+            average = find_average(group, inputs, 0, ready_made=True)
+            if average is not None:
+                average = average if counts or not sums else replace(average, by="sum")
+                return cls(average, is_certain=is_certain or counts)
+        if counts and isinstance(inputs, Mapping) and "labels" in inputs:
+            name = "shift_labels" if "shift_labels" in inputs else "labels"
+            return cls(LossAverage("labels", _leaf_of(inputs[name], inputs), ignored=IGNORED))
         if sums:
             return cls(LossAverage("sum"), is_certain=is_certain)
-        average = find_average(calls, given, count_rows(given), ready_made=True)
-        seen = ", ".join(call.name for call in calls) or "none"
+        average = find_average(calls, inputs, count_rows(inputs), ready_made=True)
+        names = ", ".join(call.name for call in calls) or "none"
         if not calls or {call.name for call in calls} - ELEMENTS - ROWS:
-            return cls(LossAverage(), UNKNOWN.format(seen=seen))
+            return cls(LossAverage(), UNKNOWN.format(calls=names))
         if average is not None and is_certain:
             return cls(average, is_certain=True)
         average = average or LossAverage()
-        return cls(average, uneven=UNEVEN.format(seen=seen, by=average.by))
+        return cls(average, uneven=UNEVEN.format(calls=names, by=average.by))
 
     def count(self, part: Tree) -> float:
-        """What the loss of a micro-batch divides by."""
+        """Returns the divisor of the loss of a micro-batch."""
         return float(count_rows(part)) if self.average.by in ("rows", "sum") else self.average.count(part)
 
     def find(self, parts: Sequence[Tree], counts: Sequence[float]) -> list[str]:
-        """Returns what to report, for micro-batches whose losses divide by these numbers."""
+        """Returns the findings to report for micro-batches whose losses have these divisors."""
         shares = {count / count_rows(part) for count, part in zip(counts, parts, strict=True)}
         shapes = {tuple(leaf.shape[1:] for leaf in tensors_in(part)) for part in parts}
         uneven = len(shares) > 1 or len(shapes) > 1
-        return [found for found in (self.finding, self.uneven if uneven else None) if found is not None]
+        return [finding for finding in (self.finding, self.uneven if uneven else None) if finding is not None]
 
     def shares(self, counts: Sequence[float], total: float) -> list[float]:
-        """Returns the weight of each micro-batch."""
+        """Returns the weight of each micro-batch, from the divisor of its loss and the sum of all divisors."""
         if self.average.by == "sum":
             return [1.0] * len(counts)
         if not total:
@@ -117,44 +122,54 @@ class OwnLoss:
         return [count / total for count in counts]
 
 
-def _leaf_of(value: object, given: Tree) -> int:
-    return next(at for at, leaf in enumerate(tree_leaves(given)) if leaf is value)
+def _leaf_of(value: object, inputs: Tree) -> int:
+    return next(index for index, leaf in enumerate(tree_leaves(inputs)) if leaf is value)
 
 
-NOT_TOGETHER = (
-    "the model's own loss is not put together of those of micro-batches: of the sample's halves it would be "
-    "{together:.6g}, and of the sample it is {whole:.6g}. Each micro-batch has its own all the same, weighed as well "
-    "as can be; for the mini-batch's give step(inputs, targets, loss_fn, reduction=...) with a loss of the output"
+NOT_ADDITIVE = (
+    "The model's own loss of the sample is {whole:.6g}, but the losses of its halves average to {together:.6g}. "
+    "gpipe trains on the losses of the micro-batches. To train on the loss of the mini-batch, call step(inputs, "
+    "targets, loss_fn, reduction=...). [model-loss-not-additive]"
 )
-
-NOT_TRIED = (
-    "in evaluation, the model did not run on the sample and its halves ({kind}: {error}): it was not tried whether "
-    "losses of micro-batches make the mini-batch's; if not, give step(inputs, targets, loss_fn, reduction=...)"
+NOT_CHECKED = (
+    "The model raised {error} in evaluation, on the sample or its halves, so gpipe did not check that its losses add "
+    "up. If they are not means over rows or labels, call step(inputs, targets, loss_fn, reduction=...). "
+    "[evaluation-loss-not-checked]"
 )
 ONE_ROW = (
-    "the model's own loss: the sample has one row, so gpipe cannot try whether the losses of micro-batches make the "
-    "loss of the mini-batch. Pass a sample with two rows or more."
+    "The sample has one row, so gpipe did not check that the model's own losses of micro-batches add up to the loss "
+    "of the mini-batch. Pass a sample with two rows or more. [model-loss-one-row]"
 )
 
 
-Run: TypeAlias = Callable[[Sequence[Tree]], Iterable[Any]]  # gives the outputs of the sample and of its parts
+RunLastLayer: TypeAlias = Callable[[Sequence[Tree]], Iterable[Any]]
+"""Runs the last layer of a model, and returns its outputs for the sample and its parts."""
 
 
-def tried(
+def check_average(
     average: OwnLoss,
     model: nn.Module,
     sample: Tree,
     *,
     counts: bool,
-    last: Run | None = None,
+    last: RunLastLayer | None = None,
     state: ReachableState | None = None,
 ) -> OwnLoss:
-    """How the losses of micro-batches make that of the mini-batch, as those of the sample's halves show it.
+    """Checks that the losses of the sample's halves average to the loss of the sample, in evaluation mode.
 
-    That is as was read in the forward; of a sum, which the forward may divide by something itself, by labels or rows
-    where these fit instead. Where nothing fits, it has what is to be told of it. `counts` is whether the forward is
-    told the labels of the mini-batch. `last` runs the last layer alone: what it tells in favour is believed, for
-    anything else the whole model runs. They run in evaluation, without dropout.
+    If the forward calls a sum, it may divide the sum by labels or rows itself. The result then averages by the one
+    that fits.
+
+    Args:
+        average: The average that the calls of torch's losses suggest.
+        model: The model.
+        sample: The inputs of the model.
+        counts: Whether the forward uses `num_items_in_batch`.
+        last: Runs only the last layer. If this does not confirm the average, the whole model runs.
+        state: The current state of the model, if it has been copied already.
+
+    Returns:
+        The average, with a finding if none fits.
     """
     if lacks_values(model) or not isinstance(sample, Mapping):
         return average
@@ -162,18 +177,18 @@ def tried(
         # The last layer may take a different path for the halves. Then the whole model runs instead.
         with suppress(Exception), unchanged(model, state), torch.no_grad():
             model.train(False)
-            found = _tried(average, model, sample, counts, last)
-            if (found.finding, found.uneven) == (average.finding, average.uneven):
-                return found
+            checked = _check_average(average, model, sample, counts, last)
+            if (checked.finding, checked.uneven) == (average.finding, average.uneven):
+                return checked
     with unchanged(model, state), torch.no_grad():
         model.train(False)
-        return _tried(average, model, sample, counts)
+        return _check_average(average, model, sample, counts)
 
 
-def _tried(
-    average: OwnLoss, model: nn.Module, sample: Mapping[str, Any], counts: bool, last: Run | None = None
+def _check_average(
+    average: OwnLoss, model: nn.Module, sample: Mapping[str, Any], counts: bool, last: RunLastLayer | None = None
 ) -> OwnLoss:
-    """How the losses of the model make that of the sample, or those of its last layer, which may raise."""
+    """Checks the average by running the whole model, or only its last layer. The last layer may raise any error."""
     try:
         halves = split(sample, max(count_rows(sample), HALVES), HALVES, "sample")
     except ValueError:
@@ -181,33 +196,35 @@ def _tried(
     parts = [sample, *halves]
     try:
         outputs = [arguments(model, part).call(model) for part in parts] if last is None else last(parts)
-        found = list(map(loss_in, outputs))
+        losses = [float(loss) for loss in map(loss_in, outputs) if loss is not None]
     except Exception as error:
         if last is not None or lacks_memory(error):
             raise
-        return replace(average, finding=average.finding or NOT_TRIED.format(kind=type(error).__name__, error=error))
-    losses = [float(loss) for loss in found if loss is not None]
-    if len(losses) < len(found):
+        text = NOT_CHECKED.format(error=f"{type(error).__name__}: {error}")
+        return replace(average, finding=average.finding or text)
+    if len(losses) < len(parts):
         return average
     others: list[Literal["labels", "rows"]] = ["labels", "rows"] if average.average.by == "sum" and not counts else []
     halved = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
     sums, near = [], 1e-2 if halved else 1e-4
-    for one in (average, *(replace(average, average=replace(average.average, by=other)) for other in others)):
-        some = [one.count(half) for half in halves]
-        if not sum(some):  # no label of the sample counts
+    candidates = [average, *(replace(average, average=replace(average.average, by=by)) for by in others)]
+    for candidate in candidates:
+        divisors = [candidate.count(half) for half in halves]
+        if not sum(divisors):  # All labels of the sample are ignored.
             return average
-        shares = [1.0] * HALVES if counts else one.shares(some, sum(some))
+        shares = [1.0] * HALVES if counts else candidate.shares(divisors, sum(divisors))
         sums.append(sum(loss * share for loss, share in zip(losses[1:], shares, strict=True) if share))
         if math.isclose(sums[-1], losses[0], rel_tol=near, abs_tol=near):
-            if one.average.by != "labels" or counts or not all(some):
-                return one
-            counted = tree_leaves(sample)[one.average.leaf]
+            if candidate.average.by != "labels" or counts or not all(divisors):
+                return candidate
+            counted = tree_leaves(sample)[candidate.average.leaf]
             names = [name for name, value in sample.items() if value is counted or name == "labels"]
             labels = {name: sample[name].clone() for name in names}
-            for tensor in labels.values():  # A mean over labels then depends on those of one half only.
-                tensor[-(len(tensor) // HALVES) :] = one.average.ignored
-            return replace(one, uneven=_tried(one, model, {**sample, **labels}, False, last).finding)
-    return replace(average, finding=NOT_TOGETHER.format(together=sums[0], whole=losses[0]))
+            for tensor in labels.values():  # A mean over labels then depends on the labels of one half only.
+                tensor[-(len(tensor) // HALVES) :] = candidate.average.ignored
+            uneven = _check_average(candidate, model, {**sample, **labels}, False, last).finding
+            return replace(candidate, uneven=uneven)
+    return replace(average, finding=NOT_ADDITIVE.format(together=sums[0], whole=losses[0]))
 
 
 LOSS_IN_OUTPUT = (
@@ -217,14 +234,24 @@ LOSS_IN_OUTPUT = (
 
 
 def join(outputs: Sequence[Tree], rows: Sequence[int], shares: Sequence[float]) -> Tree:
-    """The output of the mini-batch: rows behind one another, losses added up by their shares."""
+    """Returns the output of the mini-batch: concatenated rows, and the weighted sum of the losses.
+
+    Args:
+        outputs: The outputs of the micro-batches.
+        rows: The number of rows of each micro-batch.
+        shares: The weight of each loss. Empty if gpipe does not know how the loss averages.
+
+    Raises:
+        TypeError: If the outputs contain a loss, but `shares` is empty.
+    """
     losses = [loss for loss in map(loss_in, outputs, rows) if loss is not None]
     if 1 < len(losses) == len(outputs):
         if len(shares) != len(losses):
             path = next(keystr(path) for path, leaf in tree_flatten_with_path(outputs[0])[0] if leaf is losses[0])
             raise TypeError(LOSS_IN_OUTPUT.format(path=path))
-        said = [loss * share for loss, share in zip(losses, shares, strict=True) if share]  # of no weight, even NaN
-        whole = sum(said[1:], start=said[0])
+        # A loss with the weight 0 may be NaN.
+        weighted = [loss * share for loss, share in zip(losses, shares, strict=True) if share]
+        whole = sum(weighted[1:], start=weighted[0])
         outputs = [
             tree_map(lambda leaf, loss=loss: whole if leaf is loss else leaf, output)
             for output, loss in zip(outputs, losses, strict=True)
@@ -233,7 +260,10 @@ def join(outputs: Sequence[Tree], rows: Sequence[int], shares: Sequence[float]) 
 
 
 def loss_in(output: Tree, rows: int = 0) -> Tensor | None:
-    """The loss in what a model returned of so many rows, if there is one: one number may be that of a row."""
+    """Returns the loss in the output of a model, or None.
+
+    An unnamed tensor with one element per row of the micro-batch is not a loss.
+    """
     try:
         loss = own_loss(output)
     except TypeError:

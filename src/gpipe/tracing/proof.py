@@ -17,7 +17,7 @@ from gpipe.stages.stage import Layer
 from gpipe.stages.tree import Tree, replace_tensors
 from gpipe.tracing.interpreter import SAMPLE_KEY, StageInterpreter, describe
 from gpipe.tracing.meta_model import DryRun, lacks_values
-from gpipe.tracing.runs import ForwardArguments, arguments, failing_apart, is_of_code, watched
+from gpipe.tracing.runs import ForwardArguments, arguments, is_of_code, run_split, watched
 from gpipe.tracing.shallow_copy import ShallowCopy
 from gpipe.tracing.stage import rng_scopes
 from gpipe.tracing.trace import CannotSplitError, OpCall, Structure, Trace, ValueId, is_carried, take_apart
@@ -124,7 +124,7 @@ def prove(run: TracerRun, arguments: ForwardArguments) -> Proof:
     with rng_scopes(run.parts, run.trace, SAMPLE_KEY), watched(model) as expected:
         output = arguments.call(model)
     with watched(model) as buffers:
-        proof = failing_apart(model, arguments, lambda: _run_layers(run, arguments, None))
+        proof = run_split(model, arguments, lambda: _run_layers(run, arguments, None))
     compare(model, output, proof.output)
     for name in {*expected, *buffers}:
         if _differ(expected.get(name), buffers.get(name)):

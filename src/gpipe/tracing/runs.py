@@ -1,7 +1,4 @@
-"""Runs of a model that leave it as it was.
-
-A value that a pipe is given becomes the arguments of a model's forward, and says which trace is its own.
-"""
+"""Runs a model and restores it, and converts a micro-batch to the arguments of its forward."""
 
 import enum
 import inspect
@@ -26,15 +23,20 @@ from gpipe.tracing.trace import CannotSplitError, is_carried
 T = TypeVar("T")
 
 ON_SAMPLE = (
-    "while the {model} was traced, whole and in layers: on the sample, or on the first mini-batch of another kind; "
-    "give what model(...) takes: a dict for keywords, anything else for its one argument"
+    "gpipe was tracing {model} on the sample, or on the first mini-batch with different keys or settings. Pass the "
+    "arguments of model(...): a dict for keyword arguments, or any other value for the only argument. "
+    "[model-rejects-sample]"
 )
-APART = (
-    "in layers, {place} of the {model} fails with {error}, and in the model by itself it does not{left}. It looks "
-    "for what another block, or the forward around it, has put where layers that run apart do not see it: into a "
-    "dict, list or cache that all blocks are given, or on their parent. Return it where it is made and hand it on as "
-    "an argument, or name other blocks (blocks=[...]), each with all that shares it. Layers of transformers that "
-    "share keys and values do so: num_kv_shared_layers=0"
+FAILS_SPLIT = (
+    "{place} of the split {model} fails with {error}, but not in the model itself. It reads a value that another "
+    "block stored outside of its outputs. Return the value and pass it as an argument, or choose blocks that contain "
+    "all modules that share it: gpipe.layers_of(model, sample, blocks=[...]). [split-forward-fails]"
+)
+FAILS_SPLIT_AFTER_STORE = (
+    "{place} of the split {model} fails with {error}, but not in the model itself. It reads a value that another "
+    "block stored outside of its outputs; the forward stores tensors in {places}. Return the value and pass it as an "
+    "argument, or choose blocks that contain all modules that share it: gpipe.layers_of(model, sample, "
+    "blocks=[...]). [split-forward-fails]"
 )
 
 
@@ -46,7 +48,7 @@ def unchanged(model: nn.Module, state: ReachableState | None = None) -> Iterator
 
     Args:
         model: The model that runs inside.
-        state: Its current state, if it has been copied already. To find all state takes long.
+        state: Its current state, if it has been copied already. Copying it takes long.
     """
     with untouched(model, state=state) as state, torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
@@ -55,16 +57,17 @@ def unchanged(model: nn.Module, state: ReachableState | None = None) -> Iterator
             if not isinstance(error, CannotSplitError):
                 error.add_note(ON_SAMPLE.format(model=type(model).__name__))
             raise
-        asked = [module for module in model.modules() if COLLECTOR in vars(module)]
-    for module in asked:  # outside: else what puts back a part of the model may take off the hooks of that alone
+        collecting = [module for module in model.modules() if COLLECTOR in vars(module)]
+    # After the model is restored. Otherwise restoring a part of it could remove the hooks of that part only.
+    for module in collecting:
         sys.modules[COLLECTING].maybe_install_capturing_hooks(module)
 
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[dict[str, Tensor | None]]:
-    """Collects the buffers that are written inside, with their new values, and puts the old values back at the end.
+    """Restores the buffers of a model after the context, and yields a dict that then has the new value of each.
 
-    Values are compared too, since a write through `.data` does not change a tensor's version.
+    It compares values, because a write through `.data` does not change the version of a tensor.
     """
     before = {
         f"{path}.{key}".lstrip("."): (module._buffers, key, buffer, copy_of(buffer), version(buffer))
@@ -90,14 +93,16 @@ class ForwardArguments(NamedTuple):
     kwargs: dict[str, Any]
 
     def call(self, model: nn.Module) -> Any:
-        """What a model by itself gives with copies of them, since it may work on them in place."""
+        """Returns the output of a model for copies of the arguments, because it may write them in place."""
         copied: Any = replace_tensors((self.args, self.kwargs), copy_of)
         return model(*copied[0], **copied[1])
 
 
-LOOKS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
-"""What is raised where something is looked for and not found, but for classes of others derived from these."""
-NO_MEMORY = "can't allocate memory"  # what torch's allocator of the CPU says, in a RuntimeError
+ERRORS_OF_CODE = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""Exceptions that code raises if a value is missing or has an unexpected type or shape."""
+NO_MEMORY = "can't allocate memory"  # The words of the RuntimeError that torch's CPU allocator raises.
 
 
 def lacks_memory(error: BaseException) -> bool:
@@ -106,36 +111,46 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def is_of_code(error: Exception) -> bool:
-    """Whether an error is of a class, of Python's or torch's, that code raises where it lacks what it needs."""
-    is_users = type(error).__module__.partition(".")[0] not in ("builtins", "torch")
-    return isinstance(error, LOOKS) and not is_users and not lacks_memory(error)
+    """Whether the cause of an error may be a missing value: it is one of `ERRORS_OF_CODE`, not a user's subclass."""
+    is_of_user = type(error).__module__.partition(".")[0] not in ("builtins", "torch")
+    return isinstance(error, ERRORS_OF_CODE) and not is_of_user and not lacks_memory(error)
 
 
-def failing_apart(
-    model: nn.Module, given: ForwardArguments, run: Callable[[], T], left: Callable[[], Sequence[str]] = list
+def run_split(
+    model: nn.Module, arguments: ForwardArguments, run: Callable[[], T], stored: Callable[[], Sequence[str]] = list
 ) -> T:
-    """What a run in layers gives; refused, with where it `left` tensors, if it alone fails, and each time."""
+    """Calls `run`, which runs the layers of a model one by one, and returns its result.
+
+    Args:
+        model: The model.
+        arguments: The arguments of its forward in `run`.
+        run: The function. If it fails, it is called again, in case the error is not reproducible.
+        stored: Returns the places outside of its outputs where the forward stored tensors, for the message.
+
+    Raises:
+        CannotSplitError: If `run` fails twice and the model itself does not fail.
+    """
     try:
         return run()
     except Exception as error:
         if not is_of_code(error):
             raise
         with watched(model):
-            passes = _passes(lambda: given.call(model))
+            passes = _passes(lambda: arguments.call(model))
         if not passes:
             raise
-        places = left()
+        places = stored()
         if _passes(run):
             raise
         names = {id(module): name for name, module in model.named_modules() if name}
         frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-        inside = [names[it] for frame in frames if (it := id(frame.f_locals.get("self"))) in names]
+        failed = [names[module] for frame in frames if (module := id(frame.f_locals.get("self"))) in names]
         raise CannotSplitError(
-            APART.format(
-                place=inside[-1] if inside else "the forward",
+            (FAILS_SPLIT_AFTER_STORE if places else FAILS_SPLIT).format(
+                place=failed[-1] if failed else "The forward",
                 model=type(model).__name__,
                 error=f"{type(error).__name__}: {error}",
-                left=f" (there its forward puts tensors into {', '.join(places)})" if places else "",
+                places=", ".join(places),
             )
         ) from error
 
@@ -148,20 +163,26 @@ def _passes(run: Callable[[], object]) -> bool:
 
 
 SETTINGS = (bool, str, type(None), enum.Enum)
-"""Kinds of values that switch something: with others, a forward may take another path."""
-TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format, type)
+"""Types of values on which control flow usually depends."""
+OPTIONS_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, type)
 
 
-def settings_of(held: Mapping[str, Any]) -> tuple[tuple[str, object], ...]:
-    """The attributes among these that switch something."""
-    return tuple([(name, value) for name, value in held.items() if isinstance(value, SETTINGS)])
+def settings_of(attributes: Mapping[str, Any]) -> tuple[tuple[str, object], ...]:
+    """Returns the attributes on which control flow may depend: booleans, strings, None and enum members."""
+    return tuple([(name, value) for name, value in attributes.items() if isinstance(value, SETTINGS)])
 
 
 def kind_of(leaf: Any) -> object:
-    """What of an input a path depends on: not a tensor's size, nor what a number is; of an object, its settings."""
+    """Returns the properties of an input on which the control-flow path may depend.
+
+    - tensor: its number of dimensions and whether it carries values between layers, but not its shape,
+    - boolean, string, None, enum member or option of torch: its value,
+    - integer or float: its type,
+    - any other object: its type and its settings.
+    """
     if isinstance(leaf, Tensor):
         return "tensor", is_carried(leaf), leaf.dim()
-    if isinstance(leaf, (*SETTINGS, *TORCHS)):
+    if isinstance(leaf, (*SETTINGS, *OPTIONS_OF_TORCH)):
         return repr(leaf)
     if isinstance(leaf, (int, float)):
         return type(leaf)
@@ -169,12 +190,12 @@ def kind_of(leaf: Any) -> object:
 
 
 def arguments(model: nn.Module, value: Tree) -> ForwardArguments:
-    """A mapping goes in as keywords, where the forward takes its keys; anything else is the one argument."""
+    """Returns a mapping as keyword arguments, if the forward accepts its keys, and other values as one argument."""
     return arguments_of_each(model, [value])[0]
 
 
 def arguments_of_each(model: nn.Module, values: Sequence[Tree]) -> list[ForwardArguments]:
-    """The arguments of several forwards; whether one takes some keys is looked up once."""
+    """Returns the arguments of one forward per value, as `arguments` does."""
     takes_keys = cache(lambda keys: can_be_called(model.forward, **dict.fromkeys(keys)))
     return [
         ForwardArguments((), dict(value))
@@ -185,7 +206,7 @@ def arguments_of_each(model: nn.Module, values: Sequence[Tree]) -> list[ForwardA
 
 
 def can_be_called(function: Callable[..., object], *args: object, **kwargs: object) -> bool:
-    """Whether a function takes such arguments."""
+    """Whether the signature of a function accepts these arguments."""
     with suppress(TypeError, ValueError):
         inspect.signature(function).bind(*args, **kwargs)
         return True
@@ -193,11 +214,14 @@ def can_be_called(function: Callable[..., object], *args: object, **kwargs: obje
 
 
 def without_cache(model: nn.Module, value: Tree) -> Tree:
-    """What has a model keep no cache for generation: each layer would have its own part of it alone."""
+    """Adds `use_cache=False` to an input, if the model has this setting.
+
+    Each layer would fill only its own part of a cache for generation.
+    """
     config = getattr(model, "config", None)
-    inner = vars(config).values() if hasattr(config, "__dict__") else ()  # of a text model within, or a decoder
-    keeps = any(getattr(one, "use_cache", None) is not None for one in (config, *inner))
-    if not (keeps and takes(model.forward, "use_cache")):
+    inner = vars(config).values() if hasattr(config, "__dict__") else ()  # Settings of a text model or decoder.
+    has_setting = any(getattr(settings, "use_cache", None) is not None for settings in (config, *inner))
+    if not (has_setting and takes(model.forward, "use_cache")):
         return value
     if isinstance(value, Mapping):
         return {"use_cache": False, **value}
@@ -206,7 +230,7 @@ def without_cache(model: nn.Module, value: Tree) -> Tree:
 
 
 def takes(function: Callable[..., object], keyword: str, *, by_name: bool = False) -> bool:
-    """Whether a function has a parameter of this name or, if not `by_name`, `**kwargs`."""
+    """Whether a function accepts a keyword. If `by_name`, `**kwargs` does not count."""
     parameters = inspect.signature(function).parameters
-    others = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return keyword in parameters or (others and not by_name)
+    has_kwargs = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return keyword in parameters or (has_kwargs and not by_name)

@@ -26,7 +26,7 @@ from gpipe.tracing.interpreter import RANDOM, SAMPLE_KEY, Interpreter
 from gpipe.tracing.meta_model import DryRun, lacks_values
 from gpipe.tracing.own_loss import loss_in
 from gpipe.tracing.parts import Parts
-from gpipe.tracing.runs import ForwardArguments, failing_apart, watched
+from gpipe.tracing.runs import ForwardArguments, run_split, watched
 from gpipe.tracing.shallow_copy import ShallowCopy, own_hooks
 from gpipe.tracing.slices import tokens_before
 from gpipe.tracing.trace import (
@@ -451,7 +451,7 @@ def _traced(parts: Parts, arguments: ForwardArguments, dry: DryRun | None) -> tu
     before = _generators()
     try:
         if dry is None:
-            output, trace = failing_apart(parts.model, arguments, run, lambda: tracers[-1].left_behind())
+            output, trace = run_split(parts.model, arguments, run, lambda: tracers[-1].left_behind())
         else:
             output, trace = run()
     except TypeError as error:
