@@ -39,7 +39,6 @@ from gpipe.distributed.replica_state import (
 from gpipe.features.chosen import choose_features
 from gpipe.features.loss_check import LossWatch
 from gpipe.features.recorder import Recorder
-from gpipe.features.sharding import reject_sharded
 from gpipe.features.verification.feature import Verification
 from gpipe.features.verification.verifier import Verifier
 from gpipe.generation.generate import cache_bytes, generate
@@ -54,7 +53,7 @@ from gpipe.schedule.program import Program, notebook_html
 from gpipe.schedule.schedules.by_name import Maker, Named
 from gpipe.schedule.simulate import Prediction, predict
 from gpipe.stages.boundary import BoundaryValue, detach_boundary
-from gpipe.stages.dtensor import is_sharded
+from gpipe.stages.dtensor import any_sharded
 from gpipe.stages.messages import Request
 from gpipe.stages.sequence import Layers
 from gpipe.stages.skips import find_loss_pops, skip_names
@@ -76,6 +75,11 @@ PREPARED = (
 REPLACED = (
     "model: the layers of the nn.Sequential have changed since the pipe was built, but the pipe still runs the "
     "original layers. Change the layers first and build a new pipe. [sequential-changed]"
+)
+SHARDED = (
+    "fully_shard: it was applied to layers of a pipe that runs in one process, without driver='process'. Start the "
+    "script with a launcher (torchrun --nproc-per-node 1 is enough) and pass driver='process'. Or remove it. "
+    "[fully-shard-in-one-process]"
 )
 CALL_CANNOT_BE_REPEATED = (
     "pipe(...): with survive=True, a call that records gradients cannot be repeated after a replica is lost. Use "
@@ -462,14 +466,7 @@ class GPipe(Partitioned):
         return [values, *others]
 
     def _weigh(
-        self,
-        run: Run,
-        targets: Tree,
-        target_parts: list[Tree],
-        reduction: Reduction | None,
-        scale: float,
-        *,
-        checks: bool,
+        self, run: Run, targets: Tree, split: list[Tree], reduction: Reduction | None, scale: float, *, checks: bool
     ) -> LossWatch | None:
         """Sets the targets of a run and the weights of its micro-batches, in the process with the last stage.
 
@@ -486,7 +483,7 @@ class GPipe(Partitioned):
             run.targets = [None] * len(run.micro_batch_sizes)
             run.set_weights(run.own_weights)
             return watch
-        run.targets = target_parts or split_targets(targets, run.micro_batch_sizes, ready_made=run.ready_made)
+        run.targets = split or split_targets(targets, run.micro_batch_sizes, ready_made=run.ready_made)
         if reduction is None:
             rows = run.micro_batch_sizes
             average = read_average(run.loss_fn, run.targets[0], rows[0], ready_made=run.ready_made)
@@ -707,8 +704,8 @@ class GPipe(Partitioned):
         model = None if model_ref is None else model_ref()
         if model is not None and list(map(id, model._modules.values())) != layers:
             raise ValueError(REPLACED)
-        if self._processes.position is None:
-            reject_sharded(self._engine.modules)
+        if self._processes.position is None and any_sharded(self._engine.modules):
+            raise ValueError(SHARDED)
         context = self._processes.context()
         context.notes_messages = self.recorder is not None
         return Run(
@@ -770,7 +767,7 @@ class GPipe(Partitioned):
             ValueError: If the pipe was built without `survive=True`, if it is sharded with `fully_shard`, or if
                 replicas start with different weights or optimizers.
         """
-        if any(is_sharded(part) for part in self.modules()):
+        if any_sharded(self.modules()):
             raise ValueError(
                 "join(): survive=True does not support fully_shard, because a lost replica takes its shards with it. "
                 "Remove fully_shard. [survive-with-fully-shard]"

@@ -262,9 +262,9 @@ def test_a_layer_that_is_given_none_or_a_tuple_is_told_where_it_may_come_from() 
             super().forward(x)
 
     text = refusal(lambda: make([Silent(4, 4), nn.Linear(4, 4)]).step(X, X, F.mse_loss), TypeError)
-    assert "[layer-receives-none]" in text
+    assert "If the layer before returns None: add a missing return statement" in text
     text = refusal(lambda: make([nn.LSTM(4, 4), nn.Linear(4, 4)]).step(X, X, F.mse_loss), TypeError)
-    assert "[layer-receives-tuple]" in text
+    assert "[layer-input-not-tensor]" in text
 
 
 def test_a_weight_that_is_no_number_is_refused() -> None:

@@ -78,6 +78,6 @@ def test_stages_under_fully_shard_run_their_backwards_at_once(held: list[tuple[i
         with split("weights last"), gpipe.GPipe(layers, 2, 2, driver="lockstep", remat="never") as pipe:
             with pytest.raises(ValueError, match=r"\[fully-shard-in-one-process\]"):
                 pipe.step(x, y, squares)
-            patch.setattr(pipeline, "reject_sharded", lambda *_: None)
+            patch.setattr(pipeline, "any_sharded", lambda *_: False)
             pipe.step(x, y, squares)
     assert early == {1: False, 0: True}

@@ -27,7 +27,6 @@ from gpipe.distributed.reduce import (
 from gpipe.distributed.sync_batchnorm import SyncBatchNormRun, find_norms
 from gpipe.features.error_notes import in_words
 from gpipe.features.recorder import Recorder, RemoteRecord
-from gpipe.features.sharding import any_sharded
 from gpipe.features.verification.feature import Verification
 from gpipe.runtime.compiled_table import CompiledTable
 from gpipe.runtime.context import Context
@@ -39,7 +38,7 @@ from gpipe.schedule.program import Program
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.schedule.timeline import Span, Timeline
 from gpipe.stages.boundary import Gradients, Output
-from gpipe.stages.dtensor import is_sharded
+from gpipe.stages.dtensor import any_sharded, is_sharded
 from gpipe.stages.messages import Control, Label, Message, ReadyEvent, Request
 from gpipe.stages.shared_weights import WeightAliases
 from gpipe.stages.stage import LayerProgress, layer_at

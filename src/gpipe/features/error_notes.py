@@ -39,13 +39,10 @@ ONE_ARGUMENT_PER_LAYER = (
     "A layer receives one argument, the output of the layer before, even if that is a tuple. Unpack it in forward: "
     "def forward(self, both): x, mask = both [one-argument-per-layer]"
 )
-NOT_TENSORS = {
-    "NoneType": "Does the forward of the layer before lack a return statement? [layer-receives-none]",
-    "tuple": "If the layer before returns a tuple, as nn.LSTM does, add a layer between them that returns only the "
-    "tensor. [layer-receives-tuple]",
-    "dict": "If the layer before returns a dict, add a layer between them that returns only the tensor. "
-    "[layer-receives-dict]",
-}
+NOT_A_TENSOR = (
+    "If the layer before returns {kind}: add a missing return statement, or add a layer that returns only the "
+    "tensor. [layer-input-not-tensor]"
+)
 TWO_ARGUMENTS_OF_LOSS = (
     "loss_fn is called as loss_fn(output, target), with the output and the target of one micro-batch. "
     "[loss-fn-arguments]"
@@ -56,8 +53,8 @@ NO_HOOKS = (
 )
 NO_TARGETS = "targets: they are missing. Call pipe.step(inputs, targets, loss_fn). [targets-missing]"
 FOREIGN_GRAPH = (
-    "If a layer stores a tensor with its graph on a module for a different layer or the loss: return it as part of "
-    "the value, or stash it and pop it where it is used. [tensor-with-graph-on-module]"
+    "A layer may have stored a tensor with its graph on a module. Return it as part of the value, or stash it and "
+    "pop it where it is used. [tensor-with-graph-on-module]"
 )
 OF_EARLIER_STAGE = (
     "Each stage has its own graph, so torch.autograd.grad cannot reach a tensor of an earlier stage. Keep the "
@@ -78,26 +75,24 @@ CHANGED_BY_LATER = (
 
 
 class ErrorNotes(Feature):
-    """Adds a note to each exception of an action, except to exceptions of other processes."""
+    """Adds a note to each exception of an action: its place in the pipeline, and advice."""
 
     def note_error(self, run: Run, rank: Rank, table: CompiledTable, position: int, error: BaseException) -> None:
-        is_remote = isinstance(error, RemoteError) and error.received
-        if not is_remote and not isinstance(error, Cancelled):
-            add_note(error, run, rank, table.program, position)
-
-
-def add_note(error: BaseException, run: Run, rank: Rank, program: Program, position: int) -> None:
-    """Adds a note to an exception: the place of its action in the pipeline, and advice."""
-    if not isinstance(getattr(error, "__notes__", []), list):
-        del error.__notes__  # The class of the exception uses this name for something else, but Python needs a list.
-    action = program.table[rank.rank][position]
-    layer = layer_of(rank, action, error)
-    where = in_words(program, rank.rank, position, layer, run.context.name(rank.rank))
-    lacks_targets = layer == LOSS and run.loss_fn is not own_loss and all(target is None for target in run.targets)
-    disables_hooks = frames_of(error)[-1].tb_frame.f_code is DISABLES_HOOKS
-    offloads = action.micro_batch in run.routes[action.stage].micro_batches[Kind.OFFLOAD]
-    notes = [where, advice(error, layer), NO_TARGETS * lacks_targets, NO_HOOKS * (disables_hooks and offloads)]
-    error.add_note("\n".join(filter(None, notes)))
+        if (isinstance(error, RemoteError) and error.received) or isinstance(error, Cancelled):
+            return
+        if not isinstance(getattr(error, "__notes__", []), list):
+            del error.__notes__  # The class of the exception uses this name for something else; Python needs a list.
+        program = table.program
+        action = program.table[rank.rank][position]
+        layer = layer_of(rank, action, error)
+        where = in_words(program, rank.rank, position, layer, run.context.name(rank.rank))
+        lacks_targets = (
+            layer == LOSS and run.loss_fn is not own_loss and all(target is None for target in run.targets)
+        )
+        disables_hooks = frames_of(error)[-1].tb_frame.f_code is DISABLES_HOOKS
+        offloads = action.micro_batch in run.routes[action.stage].micro_batches[Kind.OFFLOAD]
+        notes = [where, advice(error, layer), NO_TARGETS * lacks_targets, NO_HOOKS * (disables_hooks and offloads)]
+        error.add_note("\n".join(filter(None, notes)))
 
 
 def layer_of(rank: Rank, action: Action, error: BaseException) -> str | None:
@@ -130,9 +125,9 @@ def advice(error: BaseException, layer: str | None) -> str:
         return OF_EARLIER_STAGE
     if text.startswith(MISSING_THREAD_LOCAL):
         return NOT_IN_RANK_THREADS
-    for kind, remedy in NOT_TENSORS.items():
-        if text.endswith(f"must be Tensor, not {kind}") and layer not in (None, LOSS):
-            return remedy
+    before, _, kind = text.rpartition("must be Tensor, not ")
+    if before and kind in ("NoneType", "tuple", "dict") and layer not in (None, LOSS):
+        return NOT_A_TENSOR.format(kind="None" if kind == "NoneType" else f"a {kind}")
     function, _, rest = text.partition("() ")
     if type(error) is not TypeError or not rest.startswith(WRONG_NUMBER):
         return ""

@@ -40,12 +40,12 @@ COLLECTIVES = frozenset(
 
 APART = (
     "loss_fn: micro-batches {first} to {last} have the loss {together:.6g}, {how}, but loss_fn returns {whole:.6g} "
-    "for their rows in one call. Pass reduction= to step(): 'sum', 'mean', or a function that returns the weight of "
-    "a micro-batch from its target. [loss-not-additive]"
+    "for their rows in one call. Pass reduction= to step(), such as 'sum' or a function that returns weights. "
+    "[loss-not-additive]"
 )
 UNCHECKED = (
     "loss_fn: gpipe cannot check that the losses of micro-batches, {how}, add up to the loss of the mini-batch: "
-    "{why}. Pass reduction= to step(): 'mean', 'sum', or a function that returns weights. [loss-not-checked]"
+    "{why}. Pass reduction= to step(), such as 'mean' or 'sum'. [loss-not-checked]"
 )
 
 

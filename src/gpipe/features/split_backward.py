@@ -48,8 +48,7 @@ from gpipe.stages.memory_layout import copy_of, storage_address, version
 
 CHANGED = (
     "schedule: the input of a product, or its gradient, was changed in place before W used it. Return a clone from "
-    "the layer or hook that changes it, or use a schedule without split backward passes. "
-    "[changed-before-weight-gradient]"
+    "the layer or hook, or use a schedule without split backward passes. [changed-before-weight-gradient]"
 )
 
 

@@ -133,7 +133,14 @@ def _run_table(run: Run, table: CompiledTable) -> None:
     stages, is_backward = run.stages, table is run.compiled.backward
     # On a GPU, `backward()` of a call runs in autograd's device thread, and rank threads would wait for that thread.
     in_threads = stages.threaded and not (is_backward and stages.queues)
-    _begin(run, is_backward=is_backward)
+    if run.trains:
+        stages.threads.check_interrupted(layer.module for stage in stages.local for layer in stage.layers)
+    inputs = run.output_gradients if is_backward else [boundary.value for boundary in run.inputs]
+    devices = {tensor.device for tensor in tensors_in([*run.targets, *inputs])}
+    for stage in () if is_backward else stages.local:
+        stage.begin()
+    for rank in run.ranks:
+        rank.stream.begin(devices)
     if in_threads:  # `backward()` may be called under different modes than the forward pass, so they are read again.
         ThreadState.here().refuse_unsupported(UNSEEN_BY_THREADS)
     try:
@@ -163,19 +170,6 @@ def _run_table(run: Run, table: CompiledTable) -> None:
     finally:
         for rank in run.ranks:
             rank.stream.end()
-
-
-def _begin(run: Run, *, is_backward: bool) -> None:
-    """Prepares the stages and streams, and checks gradients if the last mini-batch was interrupted."""
-    stages = run.stages.local
-    if run.trains:
-        run.stages.threads.check_interrupted(layer.module for stage in stages for layer in stage.layers)
-    inputs = run.output_gradients if is_backward else [boundary.value for boundary in run.inputs]
-    devices = {tensor.device for tensor in tensors_in([*run.targets, *inputs])}
-    for stage in () if is_backward else stages:
-        stage.begin()
-    for rank in run.ranks:
-        rank.stream.begin(devices)
 
 
 def _finish(run: Run) -> None:

@@ -1,5 +1,7 @@
 """Handles tensors that may be DTensors, which `fully_shard` spreads over the processes of a device mesh."""
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
 
@@ -31,3 +33,8 @@ def distribute_like(tensor: Tensor, target: Tensor) -> Tensor:
 def is_sharded(module: nn.Module) -> bool:
     """Whether `fully_shard` was applied to a module. It replaces the module's parameters while the layers run."""
     return hasattr(type(module), "set_gradient_divide_factor")
+
+
+def any_sharded(modules: Iterable[nn.Module]) -> bool:
+    """Returns whether `fully_shard` was applied to any of these modules. It changes their class."""
+    return any(map(is_sharded, {type(module): module for module in modules}.values()))

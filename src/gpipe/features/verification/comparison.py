@@ -48,7 +48,7 @@ WRITES_WEIGHTS = (
 )
 CHANGES_STATE = (
     "{stage}: {quantity} differs from the reference loop, because the step changes {places}. Keep such state in a "
-    "buffer, return it as part of the value, or stash it and pop it where it is used. [state-changed-in-step]"
+    "buffer, or return it as part of the value. [state-changed-in-step]"
 )
 UNKNOWN = (
     "{stage}: {quantity} differs from the reference loop. It depends on the order of micro-batches, on state of a "
@@ -68,7 +68,7 @@ USES_FOREIGN_WEIGHTS = (
 )
 OTHER_STATE = (
     "{stage}: {quantity} differs if the other stages do not run, because the stage reads state that they write. "
-    "Return such state as part of the value, or stash it and pop it where it is used. [state-of-different-stage]"
+    "Return such state as part of the value. [state-of-different-stage]"
 )
 HOW_TO_ACCEPT = "Set pipe.verify_steps = False to train without this check."
 
@@ -128,7 +128,8 @@ class Comparison:
             alone = [(next(iter(self.record.stages)), Quantity(f"a replay raises {type(error).__name__}", 0))]
         if not alone and not shared:
             return ""
-        written = {name: weight for name, weight in self.written.items() if not _is_in(weight, self.evidence.copied)}
+        copied = set(map(id, self.evidence.copied))
+        written = {name: weight for name, weight in self.written.items() if id(weight) not in copied}
         if alone and written:
             self.writing, self.is_conclusive = [*written.values()], False
             return WRITTEN_WEIGHTS.format(names=", ".join([*written][:MOST_PLACES]))
@@ -270,10 +271,6 @@ def in_words(places: Collection[str]) -> str:
     """Lists at most `MOST_PLACES` places."""
     shown = "; ".join([*places][:MOST_PLACES])
     return f"{shown}; and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else shown
-
-
-def _is_in(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
-    return any(tensor is other for other in tensors)
 
 
 def _name_of(run: Run, leaf: Tensor) -> tuple[str, str | None]:
