@@ -18,12 +18,12 @@ def benchmarks() -> dict[str, str]:
 def main() -> int:
     asked = [word for word in sys.argv[1:] if word not in ("-h", "--help")]
     if asked:
-        print(f"A benchmark is run by its own name: python -m bench.{asked[0]}\n", file=sys.stderr)
+        print(f"Each benchmark is a module. Run python -m bench.{asked[0]}\n", file=sys.stderr)
     print("python -m bench.NAME [--help]\n")
     found = benchmarks()
     for name, what in found.items():
         print(f"  {name:<{max(map(len, found)) + 2}}{what}")
-    print("\nResults are kept in bench/results; bench/README.md tells how to read them.")
+    print("\nResults are kept in bench/results; bench/README.md explains them.")
     return 2 if asked else 0
 
 

@@ -1,4 +1,4 @@
-"""Runtimes of one process."""
+"""Defines the runtimes that use one process."""
 
 from collections.abc import Mapping, Sequence
 from time import perf_counter
@@ -15,25 +15,25 @@ Value: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
 def tensors(value: Value) -> tuple[Tensor, ...]:
-    """The tensors of what flows between stages."""
+    """Returns the tensors in a value that stages exchange."""
     return value if isinstance(value, tuple) else (value,)
 
 
 def cut(value: Value) -> Value:
-    """The same values, cut from their graph."""
+    """Returns the same values, detached from their graph."""
     leaves = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in tensors(value))
     return leaves if isinstance(value, tuple) else leaves[0]
 
 
 def backward(made: Value, gradients: Sequence[Tensor | None], given: Value) -> tuple[Tensor | None, ...]:
-    """Adds to `.grad` of the weights; gives the gradients of what the stage was given."""
+    """Adds gradients to `.grad` of the weights, and returns the gradients of the stage's inputs."""
     pairs = [(t, g) for t, g in zip(tensors(made), gradients, strict=True) if g is not None and t.requires_grad]
     torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
     return tuple(t.grad for t in tensors(given))
 
 
 class _InOneProcess:
-    """What runtimes share that hold the whole network."""
+    """The base class of runtimes that hold the whole network."""
 
     threads = 1
 
@@ -51,20 +51,20 @@ class _InOneProcess:
         self.build()
 
     def build(self) -> None:
-        """Makes what the runtime needs beyond the layers."""
+        """Builds the parts of the runtime except the layers."""
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """The gradients by name."""
+        """Returns the gradients by name."""
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
 
 class PlainLoop(_InOneProcess):
-    """Gradient accumulation, one thread: micro-batch after micro-batch through the unpartitioned layers."""
+    """Accumulates gradients in one thread: micro-batch after micro-batch through the unsplit layers."""
 
     newest_first = False
 
     def build(self) -> None:
-        """Makes the gradient of a micro-batch's loss."""
+        """Creates the gradient of a micro-batch's loss."""
         self.seed = torch.full((), 1 / self.setup.micro_batches)
 
     def step(self) -> None:
@@ -80,32 +80,32 @@ class PlainLoop(_InOneProcess):
 
 
 class NewestFirst(PlainLoop):
-    """The plain loop in the order in which torchgpipe runs its backwards: autograd's."""
+    """Runs the reference loop with backward passes in torchgpipe's order, which is autograd's."""
 
     newest_first = True
 
 
 class Whole(_InOneProcess):
-    """The whole mini-batch at once, two threads in every operation."""
+    """Runs the whole mini-batch at once, with two intra-op threads."""
 
     threads = 2
 
     def step(self) -> None:
-        """Runs it."""
+        """Runs one mini-batch."""
         self.loss_fn(self.whole(self.inputs), self.targets).backward()
 
 
 class WholeOneThread(Whole):
-    """The whole mini-batch at once, one thread."""
+    """Runs the whole mini-batch at once, with one thread."""
 
     threads = 1
 
 
 class Stages(_InOneProcess):
-    """The stages one after another in one thread, to time them: what the ideal makespan is made of."""
+    """Runs and times the stages one after another in one thread. The ideal makespan is computed from their times."""
 
     def build(self) -> None:
-        """Begins with no times."""
+        """Resets the times."""
         self.parts = self.setup.cut(self.layers)
         self.seed = torch.full((), 1 / self.setup.micro_batches)
         self.forwards: list[list[float]] = [[] for _ in self.parts]
@@ -137,7 +137,7 @@ class Stages(_InOneProcess):
 
 
 class GPipe(_InOneProcess):
-    """This library, trained by `step`."""
+    """Trains with gpipe's `step`."""
 
     remat = "always"
     micro_batches: int | None = None
@@ -160,7 +160,7 @@ class GPipe(_InOneProcess):
 
 
 class GPipeCall(GPipe):
-    """This library, trained by `loss_fn(pipe(inputs), targets).backward()`."""
+    """Trains with gpipe and `loss_fn(pipe(inputs), targets).backward()`."""
 
     def step(self) -> None:
         """Runs one mini-batch."""
@@ -168,19 +168,19 @@ class GPipeCall(GPipe):
 
 
 class GPipeExceptLast(GPipe):
-    """This library, the first micro-batch not recomputed."""
+    """Trains with gpipe, which does not recompute the first micro-batch."""
 
     remat = "except_last"
 
 
 class Naive(GPipe):
-    """Naive model parallelism: one micro-batch, so one stage works at a time."""
+    """Trains with naive model parallelism: one micro-batch, so one stage works at a time."""
 
     micro_batches = 1
 
 
 class TorchGPipe(_InOneProcess):
-    """torchgpipe as shipped."""
+    """Trains with torchgpipe as released."""
 
     def build(self) -> None:
         """Wraps the layers."""

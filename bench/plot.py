@@ -1,4 +1,4 @@
-"""Nothing is measured: draws the results that are there, `results/*.json`."""
+"""Draws the results in `results/*.json`. Measures nothing."""
 
 import argparse
 import json
@@ -41,14 +41,14 @@ def main() -> None:
 
 
 def save(name: str, figure: Figure) -> None:
-    """Keeps a picture."""
+    """Writes a picture."""
     figure.savefig(RESULTS / f"{name}.svg", metadata={"Date": None})
     plt.close(figure)
     print(RESULTS / f"{name}.svg")
 
 
 def speed(results: list[dict[str, Any]]) -> Figure:
-    """Speed over the plain loop by runtime, a panel for each workload, with the ceiling of the machine."""
+    """Draws the speed relative to the reference loop by runtime, with the limit of the machine, per workload."""
     figure, panels = plt.subplots(
         len(results), 1, figsize=(7, 0.5 + 1.9 * len(results)), layout="constrained", squeeze=False
     )
@@ -68,7 +68,7 @@ def speed(results: list[dict[str, Any]]) -> Figure:
 
 
 def tiny(results: list[dict[str, Any]]) -> Figure:
-    """Microseconds of a cell by runtime, on a logarithmic scale."""
+    """Draws the microseconds per cell by runtime, on a logarithmic scale."""
     figure, panels = plt.subplots(1, len(results), figsize=(8, 2.8), layout="constrained", squeeze=False)
     for axes, result in zip(panels.flat, results, strict=True):
         cells = result["partitions"] * result["micro_batches"]
@@ -83,7 +83,7 @@ def tiny(results: list[dict[str, Any]]) -> Figure:
 
 
 def bars(axes: Axes, rows: list[dict[str, Any]], values: Any) -> None:
-    """A bar for each runtime: the median, and a line from the least to the greatest."""
+    """Draws a bar per runtime: the median, with a line from the minimum to the maximum."""
     for at, row in enumerate(rows):
         found = values(row)
         middle = median(found)
@@ -98,7 +98,7 @@ def bars(axes: Axes, rows: list[dict[str, Any]], values: Any) -> None:
 
 
 def table2(networks: dict[str, list[dict[str, Any]]]) -> Figure:
-    """Throughput over the number of partitions: measured, and ideal."""
+    """Draws the throughput over the number of partitions: measured and ideal."""
     figure, panels = plt.subplots(1, len(networks), figsize=(7, 2.8), layout="constrained", squeeze=False)
     for axes, (name, cells) in zip(panels.flat, networks.items(), strict=True):
         base, ideal = median(cells[0]["seconds"]), cells[0]["ideal"]
@@ -123,7 +123,7 @@ def table2(networks: dict[str, list[dict[str, Any]]]) -> Figure:
 
 
 def slow_link(wires: list[dict[str, Any]], rows: int) -> Figure:
-    """Rows a second over what the wire carries, a panel for each delay."""
+    """Draws the rows per second over the capacity of the link, per delay."""
     delays = sorted({wire["delay"] for wire in wires})
     figure, panels = plt.subplots(1, len(delays), figsize=(7, 3), layout="constrained", squeeze=False, sharey=True)
     for axes, delay in zip(panels.flat, delays, strict=True):

@@ -1,4 +1,4 @@
-"""Runtimes of several processes that talk through torch.distributed, and gloo below it."""
+"""Defines the runtimes that use several processes and torch.distributed with gloo."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from bench.setup import Setup
 
 
 class _Ranks:
-    """What these runtimes share.
+    """The base class of runtimes with several processes.
 
     Attributes:
         parts: The modules of this process.
@@ -27,7 +27,7 @@ class _Ranks:
     parts: Sequence[nn.Module]
 
     def prepare(self, setup: Setup) -> None:
-        """Joins the other processes and builds what is this one's."""
+        """Connects to the other processes, and builds the part of this one."""
         torch.set_num_threads(1)
         os.environ.update(RANK=f"{setup.rank}", LOCAL_RANK=f"{setup.rank}", WORLD_SIZE=f"{setup.world}")
         os.environ.update(GLOO_SOCKET_IFNAME=setup.interface, MASTER_ADDR=setup.address)
@@ -37,11 +37,11 @@ class _Ranks:
         self.build(setup.work.layers())
 
     def build(self, layers: list[nn.Module]) -> None:
-        """Makes the runtime of this process, and sets `parts`."""
+        """Builds the runtime of this process, and sets `parts`."""
         raise NotImplementedError
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """The gradients of this process by name."""
+        """Returns the gradients of this process by name."""
         return {name: p.grad for part in self.parts for name, p in part.named_parameters() if p.grad is not None}
 
     def barrier(self) -> None:
@@ -50,7 +50,7 @@ class _Ranks:
 
 
 class GPipeProcesses(_Ranks):
-    """This library with a process for each partition, trained by `step`."""
+    """Trains with gpipe's `step`, one process per partition."""
 
     def __init__(self, schedule: str = "gpipe") -> None:
         self.schedule = schedule
@@ -67,12 +67,12 @@ class GPipeProcesses(_Ranks):
         self.parts = [self.pipe]
 
     def step(self) -> None:
-        """Runs this process's part of one mini-batch; where the pipe needs no inputs or targets, it leaves them."""
+        """Runs this process's part of one mini-batch. Passes inputs and targets only if the pipe reads them."""
         self.pipe.step(self.inputs, self.targets, self.setup.work.loss_fn)
 
 
 class GPipeProcessesCall(GPipeProcesses):
-    """This library with a process for each partition, trained by the loss's `backward()`."""
+    """Trains with gpipe and the loss's `backward()`, one process per partition."""
 
     def step(self) -> None:
         """Runs this process's part of one mini-batch."""
@@ -81,7 +81,7 @@ class GPipeProcessesCall(GPipeProcesses):
 
 
 class DataParallel(_Ranks):
-    """DistributedDataParallel: the whole network in each process, which takes its share of the rows at once."""
+    """Trains with DistributedDataParallel: each process runs the whole network on its share of the rows."""
 
     def build(self, layers: list[nn.Module]) -> None:
         """Wraps the network."""
@@ -92,12 +92,12 @@ class DataParallel(_Ranks):
         self.model = nn.parallel.DistributedDataParallel(whole)
 
     def step(self) -> None:
-        """Runs the share of this process; the backward averages the gradients over all."""
+        """Runs this process's share of the rows. The backward pass averages the gradients over all processes."""
         self.setup.work.loss_fn(self.model(self.inputs), self.targets).backward()
 
 
 class _Part(nn.Module):
-    """Consecutive layers as a stage of torch's pipelining: what flows comes as arguments."""
+    """Consecutive layers as a stage of torch.distributed.pipelining, which passes tensors as arguments."""
 
     def __init__(self, layers: Mapping[str, nn.Module], *, remat: bool) -> None:
         super().__init__()
@@ -120,29 +120,29 @@ Placement = Callable[[int, int], list[int]]
 
 
 def one_each(rank: int, ranks: int) -> list[int]:
-    """One stage a rank."""
+    """Places one stage on each rank."""
     return [rank]
 
 
 def in_a_loop(rank: int, ranks: int) -> list[int]:
-    """Two stages a rank, the second half of them in the order of the first."""
+    """Places two stages on each rank, the second half in the same order as the first."""
     return [rank, ranks + rank]
 
 
 def in_a_v(rank: int, ranks: int) -> list[int]:
-    """Two stages a rank, there and back: the first rank has the last stage too."""
+    """Places two stages on each rank, the second half in reverse order: the first rank has the last stage, too."""
     return [rank, 2 * ranks - 1 - rank]
 
 
 class Torch(_Ranks):
-    """torch.distributed.pipelining by one of its schedules, a process for each rank."""
+    """Trains with a schedule of torch.distributed.pipelining, one process per rank."""
 
     def __init__(self, schedule: Callable[..., Any], placement: Placement = one_each) -> None:
         self.make_schedule = schedule
         self.placement = placement
 
     def build(self, layers: list[nn.Module]) -> None:
-        """Builds the own stages and their schedule."""
+        """Builds the stages of this process and their schedule."""
         own, many = self.placement(self.setup.rank, self.setup.world), len(self.setup.cuts)
         self.parts = [self._part(layers, stage) for stage in own]
         self.has_first, self.has_last = 0 in own, many - 1 in own
@@ -152,7 +152,7 @@ class Torch(_Ranks):
         self.schedule = self.make_schedule(takes, self.setup.micro_batches, self.loss_fn, scale_grads=False)
 
     def loss_fn(self, output: Tensor, target: Tensor) -> Tensor:
-        """What a micro-batch adds to the loss."""
+        """Returns the contribution of a micro-batch to the loss."""
         return self.setup.work.loss_fn(output, target) / self.setup.micro_batches
 
     def _part(self, layers: Sequence[nn.Module], stage: int) -> _Part:
@@ -169,12 +169,12 @@ class Torch(_Ranks):
             self.schedule.step(*inputs, return_outputs=False)
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """The gradients of the own stages by name."""
+        """Returns the gradients of this process's stages by name."""
         return {name.removeprefix("layers."): gradient for name, gradient in super().gradients().items()}
 
 
 class _Keep(torch.optim.Optimizer):
-    """Changes nothing, and keeps the gradients, which DeepSpeed drops behind the optimizer."""
+    """An optimizer that changes no weights and keeps the gradients, which DeepSpeed drops after its step."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__(list(parameters.values()), {})
@@ -182,15 +182,15 @@ class _Keep(torch.optim.Optimizer):
         self.kept: dict[str, Tensor] = {}
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Keeps the gradients of this step."""
+        """Saves the gradients of this step."""
         self.kept = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
 
 class DeepSpeed(_Ranks):
-    """DeepSpeed's PipelineModule: 1F1B, with an optimizer that does nothing."""
+    """Trains with DeepSpeed's PipelineModule: 1F1B, with an optimizer that changes no weights."""
 
     def build(self, layers: list[nn.Module]) -> None:
-        """Builds the engine; its talk goes nowhere."""
+        """Builds the engine, with its output discarded."""
         os.environ.update(DS_ACCELERATOR="cpu", DEEPSPEED_LOG_LEVEL="error")
         with redirect_stdout(StringIO()):
             import deepspeed
@@ -207,7 +207,7 @@ class DeepSpeed(_Ranks):
         cuts = self.setup.cuts
 
         class Cut(PipelineModule):  # type: ignore[misc]  # DeepSpeed is untyped
-            """Cut where all runtimes are: DeepSpeed knows methods, but no given places."""
+            """Splits the layers where all runtimes do, because DeepSpeed accepts no split points."""
 
             def _partition_layers(self, method: str = "") -> None:
                 self.parts = [sum(cuts[:stage]) for stage in range(len(cuts) + 1)]
@@ -239,5 +239,5 @@ class DeepSpeed(_Ranks):
         self.engine.train_batch(self._micro_batches())
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """The gradients of the own stage by name."""
+        """Returns the gradients of this process's stage by name."""
         return self.keep.kept

@@ -1,7 +1,7 @@
-"""What `gpipe.record` costs, and whether its parts sum to the wall time: `python -m bench.recording`.
+"""Measures the cost of `gpipe.record`, and whether its parts add up to the wall time: `python -m bench.recording`.
 
-Steps with recording and without are taken in turns. An event costs what a span written down does: two readings of the
-clock, beside the same without. The sum of all parts is held against a clock around the loop.
+Steps with and without recording take turns. The cost of an event is two readings of the clock and an entry in a list.
+The sum of all parts is compared with the wall time of the loop.
 """
 
 import argparse
@@ -27,22 +27,22 @@ DRIVERS = ("threads", "lockstep")
 
 
 class Nothing:
-    """A rank, and a run, that do nothing."""
+    """A rank and a run that do nothing."""
 
     stream = RankStream(torch.device("cpu"))
 
     def feature(self, kind: type) -> None:
-        """Has none."""
+        """Returns no feature."""
 
 
 class Step:
-    """A step of a table."""
+    """A step of a schedule."""
 
     action, rank = parse_action("0F0"), 0
 
 
 def price(events: int = 20_000) -> float:
-    """Seconds for each event."""
+    """Measures the seconds per event."""
     recorder, step = Recorder(keep=1), Step()
     given: Any = Nothing(), Nothing(), step  # as much of them as it uses
     work: dict[Kind, Work] = {Kind.FORWARD: lambda *_: None}
@@ -58,7 +58,7 @@ def price(events: int = 20_000) -> float:
 
 
 def steps(driver: str, rounds: int) -> tuple[list[str], dict[str, object]]:
-    """Seconds of steps with recording and without, and the sum of the parts over the wall time."""
+    """Measures steps with and without recording, and the sum of the parts relative to the wall time."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
     batch = torch.randn(64 * MICRO_BATCHES, WIDTH)
@@ -89,7 +89,7 @@ def steps(driver: str, rounds: int) -> tuple[list[str], dict[str, object]]:
 
 
 def main() -> None:
-    """Measures, prints, and writes the result."""
+    """Measures, prints and writes the result."""
     parser = argparse.ArgumentParser(prog="python -m bench.recording", description=__doc__)
     parser.add_argument("--rounds", type=int, default=21)
     options = parser.parse_args()

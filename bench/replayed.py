@@ -1,7 +1,7 @@
-"""What it costs to replay a model's forward in place of layers given by hand: `python -m bench.replayed`.
+"""Measures the cost of running a traced model instead of a list of layers: `python -m bench.replayed`.
 
-Walks: models of 32 tiny blocks, whose forward in K stages is compared with the model's own, without gradients. Cells:
-blocks of a size that users have, trained as a model and as layers by hand, in turns in one run.
+The first table compares the forward pass of models with 32 tiny blocks in K stages with the model's own, without
+gradients. The second trains blocks of realistic sizes as a model and as a list of layers, in turns in one run.
 """
 
 import argparse
@@ -33,19 +33,19 @@ Batch: TypeAlias = dict[str, Tensor]
 
 
 def mixtral() -> nn.Module:
-    """A tiny Mixtral: a mixture of four experts in each block."""
+    """Builds a tiny Mixtral, with a mixture of four experts in each block."""
     sizes = SIZES | WORDS | {"num_key_value_heads": 2, "num_local_experts": 4}
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
 
 
 def gemma3() -> nn.Module:
-    """A tiny Gemma 3: blocks look at windows and at all in turn, so there are two masks and two kinds of angles."""
+    """Builds a tiny Gemma 3, whose blocks alternate between local and global attention with separate masks."""
     sizes = SIZES | WORDS | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}
     return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes))
 
 
 def vit() -> nn.Module:
-    """A tiny ViT."""
+    """Builds a tiny ViT."""
     return transformers.ViTForImageClassification(transformers.ViTConfig(**SIZES, image_size=16, patch_size=4))
 
 
@@ -75,7 +75,7 @@ def run_alone(model: nn.Module, parts: Sequence[Batch]) -> None:
 
 
 def walks(rounds: int) -> tuple[list[Sequence[str]], dict[str, object]]:
-    """CPU milliseconds of a forward of a micro-batch, over those of the model's own, by model, M and K."""
+    """Measures the CPU time of a forward pass of one micro-batch relative to the model's own, by model, M and K."""
     lines: list[Sequence[str]] = []
     every: dict[str, object] = {}
     for name, (make, draw) in MODELS.items():

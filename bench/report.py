@@ -1,4 +1,4 @@
-"""Results as they are kept: JSON with all that was measured, Markdown to read."""
+"""Writes results: JSON with all measurements, and Markdown to read."""
 
 import json
 import random
@@ -14,19 +14,19 @@ Item = TypeVar("Item")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, the first column to the left and the others to the right."""
+    """Returns a Markdown table with the first column left-aligned and the others right-aligned."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def spread(values: Sequence[float], scale: float = 1e3, digits: int = 4) -> str:
-    """The median with the least and the greatest: `12.3 (11.9-13)`."""
+    """Returns the median with the minimum and maximum: `12.3 (11.9-13)`."""
     low, middle, high = (f"{scale * v:.{digits}g}" for v in (min(values), median(values), max(values)))
     return f"{middle} ({low}-{high})"
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The interval of 95 % of the median, by bootstrap.
+    """Returns the 95 % confidence interval of the median, by bootstrap.
 
     >>> interval([1.0, 1.0, 1.0])
     (1.0, 1.0)
@@ -37,7 +37,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def describe(facts: Mapping[str, str]) -> str:
-    """Where a result comes from, in two lines."""
+    """Returns two lines about the machine and the software of a result."""
     raised = "" if facts["priority"] == "0" else f", its session at nice {facts['priority']}"
     return (
         f"{facts['machine']}. Python {facts['python']}, torch {facts['torch']}, torchgpipe {facts['torchgpipe']}, "
@@ -47,12 +47,12 @@ def describe(facts: Mapping[str, str]) -> str:
 
 
 def of(count: int, total: int) -> str:
-    """So many of so many: `0 of 30`."""
+    """Formats a count out of a total: `0 of 30`."""
     return f"{count} of {total}" if total else "-"
 
 
 def with_time_left(items: Sequence[Item], title: str) -> Iterator[Item]:
-    """Goes through items, and says after each how many there are, and how long the rest will take at this pace."""
+    """Iterates over items, and prints after each how many are done and the estimated remaining time."""
     start = time.monotonic()
     for done, item in enumerate(items, 1):
         before = time.monotonic()
@@ -65,7 +65,7 @@ def with_time_left(items: Sequence[Item], title: str) -> Iterator[Item]:
 
 
 def write(name: str, markdown: str, data: object, *, aloud: bool = True) -> None:
-    """Keeps a result, in place of the one before: a run cut short leaves what it had last."""
+    """Writes a result. A shortened run replaces the previous result, too."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     for suffix, text in (("md", markdown.rstrip()), ("json", json.dumps(data, indent=1))):
         part = RESULTS / f"{name}.{suffix}.part"

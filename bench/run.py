@@ -1,4 +1,4 @@
-"""A step of one workload, or of all, by this library and by other runtimes: `python -m bench.run [WORKLOAD ...]`."""
+"""Compares the steps of gpipe and other runtimes by workload: `python -m bench.run [WORKLOAD ...]`."""
 
 import argparse
 import os
@@ -31,7 +31,7 @@ LONG = {
 
 @dataclass
 class Row:
-    """What came out for one runtime."""
+    """The results of one runtime."""
 
     name: str
     seconds: list[float]
@@ -43,7 +43,7 @@ class Row:
 
 @dataclass
 class Result:
-    """One workload with remat or without: everything that a table shows."""
+    """The results of one workload with or without recomputation: all data of a table."""
 
     workload: str
     title: str
@@ -60,7 +60,7 @@ class Result:
     failures: dict[str, str] = field(default_factory=dict)
 
     def markdown(self) -> str:
-        """The table, with what it must be read beside."""
+        """Returns the table with notes on how to read it."""
         plain = median(next(row for row in self.rows if row.name == "plain").seconds)
         header = [
             "runtime", "step ms (min-max of rounds)", "speed", "of ceiling", "x ideal", "us/cell", "CPU/wall",
@@ -98,7 +98,7 @@ def _peak(sizes: Sequence[int]) -> str:
 
 
 def choose_cuts(work: Workload, partitions: int) -> tuple[int, ...]:
-    """The layers of each partition: known, or those whose slowest partition is fastest by measured times."""
+    """Returns the predefined layers of each partition, or those with the fastest slowest partition as measured."""
     known = work.cuts(partitions)
     if known is not None:
         return known
@@ -115,7 +115,7 @@ def choose_cuts(work: Workload, partitions: int) -> tuple[int, ...]:
 
 
 def stage_times(turns: Sequence[Turn]) -> tuple[list[float], list[float]]:
-    """Seconds of each stage for a micro-batch: medians within a turn, then over turns."""
+    """Returns the seconds of each stage per micro-batch: medians within a turn, then over turns."""
 
     def over(times: Sequence[Sequence[Sequence[float]]]) -> list[float]:
         return [median(median(turn[stage]) for turn in times) for stage in range(len(times[0]))]
@@ -126,7 +126,7 @@ def stage_times(turns: Sequence[Turn]) -> tuple[list[float], list[float]]:
 def measure(
     work: Workload, names: Sequence[str], *, remat: bool, rounds: int, seconds: float, rest: float = 0.0
 ) -> Result:
-    """Runs one workload through the runtimes for about so many seconds."""
+    """Runs one workload with the runtimes for about this number of seconds."""
     until = time.monotonic() + seconds
     setups = {name: setup_for(work, name, remat=remat) for name in ("plain", "stages", *names)}
     copies = min(work.partitions, os.cpu_count() or 1)
@@ -161,7 +161,7 @@ _CUTS: dict[tuple[str, int], tuple[int, ...]] = {}
 
 
 def setup_for(work: Workload, name: str, *, remat: bool) -> Setup:
-    """What a runtime is asked to do: the cuts are the same for all with as many stages."""
+    """Returns the setup of a runtime. All runtimes with the same number of stages use the same split points."""
     stages = work.partitions * RUNTIMES[name].stages_per_rank
     if (work.name, stages) not in _CUTS:
         _CUTS[work.name, stages] = choose_cuts(work, stages)
@@ -169,7 +169,7 @@ def setup_for(work: Workload, name: str, *, remat: bool) -> Setup:
 
 
 def gradients_newest_first(setup: Setup) -> dict[str, Tensor]:
-    """The gradients of the plain loop that takes the micro-batches in the other order."""
+    """Returns the gradients of the reference loop with micro-batches in reverse order."""
     team = Team("newest", setup)
     try:
         team.wait_until_ready()
@@ -179,7 +179,7 @@ def gradients_newest_first(setup: Setup) -> dict[str, Tensor]:
 
 
 def compare(found: Mapping[str, Tensor], plain: Mapping[str, Tensor], newest: Mapping[str, Tensor]) -> str:
-    """In words, how gradients relate to those of the plain loop in either order."""
+    """Describes how gradients differ from those of the reference loop in either order."""
     if found.keys() != plain.keys():
         return "MISSING"
     for reference, word in ((plain, "="), (newest, "= (newest first)")):
@@ -190,7 +190,7 @@ def compare(found: Mapping[str, Tensor], plain: Mapping[str, Tensor], newest: Ma
 
 
 def runtimes_for(work: Workload, *, remat: bool) -> list[str]:
-    """The runtimes that a table of this workload shows, besides the plain loop."""
+    """Returns the runtimes in the table of this workload, besides the reference loop."""
     lacks = {"plain", "newest", "stages", "ddp"} | (NOT_WITH_REMAT if remat else ONLY_WITH_REMAT)
     return [name for name in COMPARED if name not in lacks and (name in LONG or not work.long)]
 

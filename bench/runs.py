@@ -1,4 +1,4 @@
-"""Runs of `gpipe train` as a user starts them, and what they leave."""
+"""Runs `gpipe train` like a user, and reads its results."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ FREE: Mapping[str, Any] = {"partitions": 1, "remat": "never"}
 
 @dataclass(frozen=True)
 class Run:
-    """A training: its recipe, its folder and its options by name."""
+    """A training with its recipe, folder and options by name."""
 
     recipe: str
     out: Path
@@ -24,7 +24,7 @@ class Run:
 
     @property
     def command(self) -> list[str]:
-        """What a user types."""
+        """Returns the command line of a user."""
         words = ["train", self.recipe, "--out", str(self.out)]
         for name, value in self.options.items():
             flag = name.replace("_", "-")
@@ -40,19 +40,19 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to: the lines of metrics.jsonl, and evaluation.json."""
+    """The results of a run: the lines of metrics.jsonl, and evaluation.json."""
 
     epochs: Sequence[Mapping[str, float]]
     evaluation: Mapping[str, Any]
 
     @property
     def seconds(self) -> float:
-        """How long its training took."""
+        """Returns the duration of the training."""
         return sum(epoch["seconds"] for epoch in self.epochs)
 
 
 def gpipe(arguments: Sequence[str], processes: int = 0) -> None:
-    """Runs the command, by torchrun if there are several processes."""
+    """Runs the command, with torchrun for several processes."""
     launcher = ["torch.distributed.run", "--nproc-per-node", str(processes), "-m"] if processes else []
     command = [sys.executable, "-m", *launcher, "gpipe", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -61,7 +61,7 @@ def gpipe(arguments: Sequence[str], processes: int = 0) -> None:
 
 
 def carry_out(run: Run, evaluate: Sequence[str] | None = ()) -> Outcome:
-    """Trains, and evaluates with these flags unless they are None; a run that was carried out is only read again."""
+    """Trains a run, and evaluates it with these flags unless they are None. A finished run is only read."""
     if not (run.out / "model.safetensors").exists():
         gpipe(run.command, run.processes)
     evaluation = run.out / "evaluation.json"
@@ -74,6 +74,6 @@ def carry_out(run: Run, evaluate: Sequence[str] | None = ()) -> Outcome:
 
 
 def carry_out_all(runs: Sequence[Run], at_once: int, evaluate: Sequence[str] | None = ()) -> list[Outcome]:
-    """Trains and evaluates runs, so many at a time."""
+    """Trains and evaluates runs, with this number of runs at the same time."""
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda run: carry_out(run, evaluate), runs))

@@ -1,4 +1,4 @@
-"""The runtimes that are compared, by name."""
+"""Lists the runtimes to compare by name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from bench.setup import Runtime
 
 @dataclass(frozen=True)
 class Entry:
-    """How a runtime is started: in how many processes for each partition, and with how many stages for each.
+    """How to start a runtime: the number of processes and of stages per partition.
 
     Attributes:
-        schedule: The schedule by its name here, where it is one of several.
-        ours: Whether it is this library.
+        schedule: The name of the schedule in this list, if the runtime has several.
+        ours: Whether it is gpipe.
     """
 
     make: Callable[[], Runtime]
@@ -30,7 +30,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Family:
-    """Schedules that place stages alike, so that all of them can have the same cuts."""
+    """Schedules with the same placement of stages, so that all of them can use the same split points."""
 
     title: str
     stages_per_rank: int
@@ -51,7 +51,7 @@ def _torch(schedule: type, title: str, name: str = "", placement: processes.Plac
 
 
 def _by_schedule(family: Family) -> dict[str, Entry]:
-    """This library by each schedule of a family, in threads and over processes."""
+    """Returns gpipe with each schedule of a family, in threads and in processes."""
     many = family.stages_per_rank
     return {
         f"{where}-{name}": Entry(

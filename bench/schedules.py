@@ -1,9 +1,9 @@
-"""Each schedule, here and elsewhere by the same name, beside the plain loop: `python -m bench.schedules WORKLOAD`.
+"""Compares the schedules of several runtimes with the reference loop: `python -m bench.schedules WORKLOAD`.
 
-Runtimes whose stages are placed alike take turns, with the plain loop and copies of it among them: one stage a rank,
-two in a loop, two in a V, and as the search has it where nothing is recomputed. Ratios are of turns of one round.
-The bound of a schedule is its table by what its stages take: a split backward as two halves, a recompute as long as a
-forward.
+Runtimes with the same placement of stages take turns, together with the reference loop and independent copies of it.
+The placements are one stage per rank, two in a loop, two in a V, and the placement of the search, if nothing is
+recomputed. Ratios are of turns in the same round. The bound of a schedule is its simulated time with the measured
+stages. A split backward pass counts as two halves, and a recomputation as one forward pass.
 """
 
 import argparse
@@ -35,7 +35,7 @@ HEADER = (
 
 @dataclass
 class Row:
-    """What came out for one runtime: a turn for each round, or why there is none."""
+    """The results of one runtime: a turn per round, or the reason why there is none."""
 
     name: str
     turns: list[Turn]
@@ -47,12 +47,12 @@ class Row:
 
     @property
     def title(self) -> str:
-        """What a table calls it."""
+        """Returns the name in tables."""
         return f"{len(self.peak_bytes)} plain loops at once" if self.name == "copies" else RUNTIMES[self.name].title
 
     @property
     def mini_batches(self) -> int:
-        """How many mini-batches a step is."""
+        """Returns the number of mini-batches in a step."""
         return len(self.peak_bytes) if self.name == "copies" else 1
 
 
@@ -74,7 +74,7 @@ class Group:
     rows: list[Row] = field(default_factory=list)
 
     def markdown(self) -> str:
-        """The table, with what it must be read beside."""
+        """Returns the table with notes on how to read it."""
         stages = " ".join(f"{f * 1e3:.3g}/{b * 1e3:.3g}" for f, b in zip(self.forward, self.backward, strict=True))
         others = [median(turn.others for turn in self._quiet(row)) for row in self.rows if row.turns]
         return (
@@ -100,7 +100,7 @@ class Group:
         ]
 
     def _of_bound(self, row: Row) -> str:
-        """The speed over that of its table, or of copies that share nothing, whichever is less."""
+        """Returns the speed relative to its bound, or to independent copies, whichever is less."""
         if not row.bound:
             return ""
         plain, copies = self.rows[0], next(each for each in self.rows if each.name == "copies")
@@ -108,7 +108,7 @@ class Group:
         return f"{median(self._ratios(plain, row)) / min(row.bound, at_once):.0%}"
 
     def _ours_over(self, peer: Row, where: str) -> str:
-        """The time of this library by the same schedule over that of a peer; nothing for what is no peer."""
+        """Returns the time of gpipe relative to a peer with the same schedule, or nothing without such a peer."""
         if peer.name in LOOPS or RUNTIMES[peer.name].ours:
             return ""
         same = f"{where}-{RUNTIMES[peer.name].schedule}"
@@ -129,7 +129,7 @@ def _with_interval(values: Sequence[float]) -> str:
 
 
 def runtimes_of(family: Family, only: Sequence[str]) -> list[str]:
-    """The runtimes of each schedule of a family, this library's first; only those of these names or schedules."""
+    """Returns the runtimes of each schedule of a family, gpipe first, filtered by these names or schedules."""
     return [
         name
         for schedule in family.schedules
@@ -139,7 +139,7 @@ def runtimes_of(family: Family, only: Sequence[str]) -> list[str]:
 
 
 def bound(program: Program | None, forward: Sequence[float], backward: Sequence[float]) -> float:
-    """How many times as fast as the plain loop a table is, by what its stages take for a micro-batch."""
+    """Returns the simulated speed of a schedule relative to the reference loop, from the stage times."""
     if program is None or program.stages != len(forward):
         return 0.0
     costs = [StageCost(*each) for each in zip(forward, backward, strict=True)]
@@ -151,7 +151,7 @@ def measure(
     work: Workload, family: Family, names: Sequence[str], newest: dict[str, Tensor], *, remat: bool, rounds: int,
     seconds: float, rest: float,
 ) -> Group:  # fmt: skip
-    """Gives the runtimes of a family turns for about so many seconds."""
+    """Measures the runtimes of a family in turns for about this number of seconds."""
     until = time.monotonic() + seconds
     setups = {name: setup_for(work, name, remat=remat) for name in ("plain", "whole-1", *names)}
     setups["stages"] = setups[names[0]]
@@ -172,7 +172,7 @@ def measure(
 
 
 def groups(work: Workload, options: argparse.Namespace) -> Iterator[Group]:
-    """Measures family after family; each takes its share of the time by how many runtimes it has."""
+    """Measures family after family. The time of each is proportional to its number of runtimes."""
     only = options.only.split(",") if options.only else []
     families = [family for family in FAMILIES if not (options.remat and "auto" in family.schedules)]
     names = {family: runtimes_of(family, only) for family in families}

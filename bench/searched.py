@@ -1,8 +1,7 @@
-"""Real steps by a table that is searched for, beside pages of the same costs and memory: `python -m bench.searched`.
+"""Compares steps with schedules from the search and with named schedules: `python -m bench.searched`.
 
-All are trained in turns, each step of one after a step of the others in an order drawn anew, in threads and over
-processes. Where memory is limited, it is to what V-Half holds, and pages that hold more recompute as much as that
-takes.
+All are trained in turns in random order, in threads and in processes. If memory is limited, the limit is the memory
+of V-Half, and schedules that need more recompute as much as necessary.
 """
 
 import argparse
@@ -30,7 +29,7 @@ SCHEDULES = ("auto", "1f1b", "zb_h1", "v_half")
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, on how many ranks, and whether memory is limited."""
+    """A model, the number of ranks, and whether memory is limited."""
 
     name: str
     build: Callable[[], list[nn.Module]]
@@ -48,7 +47,7 @@ class Case:
 
 
 class Timed(NamedTuple):
-    """Of one schedule: what is foretold, what ranks hold at most by that, and the seconds of its steps."""
+    """The prediction, the peak memory and the measured steps of one schedule."""
 
     words: str
     foretold: float
@@ -65,7 +64,7 @@ def _rows(micro_batches: int) -> tuple[Tensor, Tensor]:
 
 
 def cases() -> list[Case]:
-    """All, in threads, and over processes where these are few."""
+    """Returns all cases, in threads and, for few ranks, in processes."""
     uneven = [1, 2, 2, 1, 3, 2, 1, 2]
     found = [
         Case("sleeping", partial(_sleeping, [2] * 8), partial(_rows, 8), squared_error, 4, 8, limited=True),
@@ -80,7 +79,7 @@ def cases() -> list[Case]:
 
 
 def pipe_of(case: Case, schedule: str, memory: float | None, driver: str) -> gpipe.GPipe:
-    """A pipe by a schedule, of costs that are measured, within memory."""
+    """Builds a pipe with a schedule, from measured costs and within the memory limit."""
     limits: dict[str, Any] = {} if memory is None else {"remat": gpipe.Remat(memory)}
     if memory is None and schedule != "auto":
         limits["remat"] = "never"
@@ -92,7 +91,7 @@ def pipe_of(case: Case, schedule: str, memory: float | None, driver: str) -> gpi
 
 
 def timed(case: Case, rounds: int, driver: str) -> list[Timed]:
-    """Trains by all schedules in turns, behind a step that warms up."""
+    """Trains with all schedules in turns, after a warm-up step."""
     torch.set_num_threads(1)
     memory = None
     if case.limited:
@@ -128,14 +127,14 @@ def _run_rank(rank: int, name: str, rounds: int, folder: str) -> None:
 
 
 def over_processes(case: Case, rounds: int) -> list[Timed]:
-    """The same, where each rank is a process; the seconds are those of the first."""
+    """Does the same with one process per rank, and returns the times of the first."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_run_rank, (str(case), rounds, folder), nprocs=case.partitions)
         return [Timed(*each) for each in torch.load(f"{folder}/found")]
 
 
 def lines_of(case: Case, found: Sequence[Timed]) -> list[list[str]]:
-    """A line of the table for each schedule."""
+    """Returns a table row for each schedule."""
     searched, lines = found[0], []
     for each in found:
         if not each.seconds:
@@ -151,7 +150,7 @@ def lines_of(case: Case, found: Sequence[Timed]) -> list[list[str]]:
 
 
 def main() -> None:
-    """Trains all, and keeps the table."""
+    """Trains with all schedules, and writes the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.searched", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="cases whose name begins so")

@@ -1,7 +1,7 @@
-"""What a runtime is asked to do, and what it must be able to do.
+"""Defines the task of a runtime and its interface.
 
-A step is the forward and backward of one mini-batch. The loss of a micro-batch counts 1/M, so all runtimes compute
-the same gradients. Layers are cut where `Setup.cuts` says, for all runtimes alike.
+A step is the forward and backward pass of one mini-batch. The loss of a micro-batch has weight 1/M, so all runtimes
+compute the same gradients. All runtimes split the layers at `Setup.cuts`.
 """
 
 from collections.abc import Mapping
@@ -38,29 +38,29 @@ class Setup:
 
     @property
     def work(self) -> Workload:
-        """The workload of that name."""
+        """Returns the workload with that name."""
         return WORKLOADS[self.workload]
 
     def scheduled(self, schedule: str, remat: str) -> dict[str, Any]:
-        """What this library is told: the cuts, or to search for them and a table by what the layers take."""
+        """Returns gpipe's arguments: the split points, or a search for them and a schedule by measured costs."""
         if schedule == "auto":
             return {"partitions": self.partitions, "schedule": schedule, "sample": self.work.data()[0]}
         return {"partitions": self.cuts, "schedule": schedule, "remat": remat if self.remat else "never"}
 
     def cut(self, layers: list[nn.Module]) -> list[nn.Sequential]:
-        """The layers of each stage."""
+        """Returns the layers of each stage."""
         first = [sum(self.cuts[:stage]) for stage in range(len(self.cuts))]
         return [nn.Sequential(*layers[a : a + n]) for a, n in zip(first, self.cuts, strict=True)]
 
 
 class Runtime(Protocol):
-    """One way to run a mini-batch."""
+    """A way to run a mini-batch."""
 
     def prepare(self, setup: Setup) -> None:
-        """Builds everything; the first step may still be slower than others."""
+        """Builds everything. The first step may still be slower than others."""
 
     def step(self) -> None:
-        """Forward and backward of one mini-batch."""
+        """Runs the forward and backward pass of one mini-batch."""
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """The gradients by the names of `nn.Sequential(*layers)`; of several processes, each gives its own."""
+        """Returns the gradients by the names of `nn.Sequential(*layers)`. Each process returns its own."""

@@ -1,9 +1,9 @@
-"""Layers under `fully_shard`: what a step sends, takes and holds, beside replicas that hold all; what is predicted.
+"""Measures layers under `fully_shard`: bytes sent, time and memory of a step, compared with unsharded replicas.
 
     python -m bench.sharded
 
-Two replicas, a process each, run all turns one after another. What is held is what the process has in memory at the
-most in a step, above what it had before there were layers: only of the first case, since others find memory there.
+Two replicas with one process each run all turns one after another. Memory is the peak resident memory in a step
+relative to the memory before the layers exist. It is only valid for the first case, because later cases reuse memory.
 """
 
 import argparse
@@ -32,13 +32,13 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident() -> int:
-    """Bytes that this process alone has in memory: not the slots of shared memory that messages go through."""
+    """Returns the private resident bytes of this process, without the shared memory for messages."""
     every, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
     return (every - shared) * PAGE
 
 
 class Peak:
-    """The most that was in memory, looked at every millisecond."""
+    """Samples the peak resident memory every millisecond."""
 
     def __enter__(self) -> "Peak":
         self.most, self._ends = resident(), threading.Event()

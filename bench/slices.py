@@ -1,7 +1,7 @@
-"""What slices of a sequence change: a step of a Llama, whole and in slices: `python -m bench.slices`.
+"""Compares steps of a Llama with whole sequences and with slices: `python -m bench.slices`.
 
-Its seconds by the clock and of processors, and what ranks hold beside weights and gradients, by tensors. Kinds take
-turns in one process.
+Measures wall time, CPU time, and the tensor memory of ranks without weights and gradients. Kinds take turns in one
+process.
 """
 
 import argparse
@@ -27,7 +27,7 @@ KINDS = [
 
 
 def piped(schedule: str, slices: int, remat: str, batch: dict[str, Tensor]) -> gpipe.GPipe:
-    """A seeded Llama through a pipe."""
+    """Builds a pipe of a Llama with seeded weights."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,

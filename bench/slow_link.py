@@ -1,10 +1,11 @@
-"""Two hosts and a slow wire: pipeline parallelism beside data parallelism, the argument of the paper's Table 3.
+"""Compares pipeline with data parallelism over a slow link between two hosts, as in the paper's Table 3.
 
-    python -m bench.slow_link    # as root: makes network namespaces
+    python -m bench.slow_link    # as root: creates network namespaces
 
-A Transformer with many parameters and a small boundary is trained by two processes, one on each of two hosts: network
-namespaces of this machine, joined by a wire of 10 Gbit/s, 1 Gbit/s or 100 Mbit/s, with a delay or none. Data
-parallelism sends a gradient for each parameter and step, pipeline parallelism what crosses one boundary.
+Two processes train a Transformer with many parameters and small activations at the stage boundary, one on each of two
+hosts. The hosts are network namespaces of this machine, joined by a link of 10 Gbit/s, 1 Gbit/s or 100 Mbit/s, with
+or without delay. Data parallelism sends a gradient for each parameter and step. Pipeline parallelism sends the
+activations and gradients of one stage boundary.
 """
 
 import argparse
@@ -36,12 +37,12 @@ ROWS = len(WORK.data()[0])
 
 @dataclass
 class Row:
-    """What came out for one runtime on one wire.
+    """The results of one runtime on one link.
 
     Attributes:
-        seconds: Of a step, by turn.
+        seconds: Duration of a step, by turn.
         sent: Bytes that both hosts together sent in a step.
-        difference: Of the gradients from the plain loop's, the largest of all parameters, relative.
+        difference: Largest relative difference of the gradients from the reference loop, over all parameters.
     """
 
     seconds: list[float]
@@ -51,7 +52,7 @@ class Row:
 
 @dataclass
 class Found:
-    """What came out for one wire; `megabits` and `delay` are what was asked for, `measured_` what it was."""
+    """The results of one link. `megabits` and `delay` are the settings, `measured_` the measured values."""
 
     megabits: int
     delay: float
@@ -62,7 +63,7 @@ class Found:
 
 
 def measure(megabits: int, delay: float, names: Sequence[str], cuts: tuple[int, ...], rounds: int) -> Found:
-    """Trains on one wire with all runtimes in turn."""
+    """Trains with all runtimes in turn on one link."""
     with two_hosts(megabits, delay) as hosts:
         found = Found(megabits, delay, *probe(hosts, seconds=0.5))
         plain = Setup(WORK.name, WORK.partitions, WORK.micro_batches, cuts, remat=False)
@@ -87,7 +88,7 @@ def measure(megabits: int, delay: float, names: Sequence[str], cuts: tuple[int, 
 
 
 def sent_in_a_step(hosts: Hosts, team: Team) -> float:
-    """Bytes that both hosts together send in a step, as their ends of the wire count them."""
+    """Returns the bytes that both hosts together send in a step, from the counters of their network devices."""
     before = _sent(hosts)
     steps = len(team.turn().seconds)
     return (_sent(hosts) - before) / steps
@@ -99,7 +100,7 @@ def _sent(hosts: Hosts) -> int:
 
 
 def probe(hosts: Hosts, seconds: float) -> tuple[float, float]:
-    """What the wire carries, in Mbit/s, and the round trip of a byte in seconds, median of 20."""
+    """Returns the bandwidth in Mbit/s, and the median round-trip time of 20 single bytes in seconds."""
     with ThreadPoolExecutor(2) as threads:  # which enter the namespaces, and end
         listening = threads.submit(_listen, hosts).result()
         answer = threads.submit(_answer, hosts, listening)
@@ -138,7 +139,7 @@ def _ask(hosts: Hosts, seconds: float) -> float:
 
 
 def markdown(found: Sequence[Found], names: Sequence[str]) -> str:
-    """Rows a second on each wire, and what was sent."""
+    """Returns the rows per second on each link, and the bytes sent."""
     header = ["wire", "measured", *(RUNTIMES[name].title for name in ("plain", *names))]
     lines = [[_wire(one), _measured(one), *(_speed(one, name) for name in ("plain", *names))] for one in found]
     sent = [
@@ -202,7 +203,7 @@ def report(
     *,
     aloud: bool,
 ) -> None:
-    """Keeps what was found so far."""
+    """Writes the results so far."""
     text = (
         f"# Two hosts and a slow wire\n\n{describe(about)}\n\n{WORK.title}, {_megabytes()} MB of parameters; K=2, "
         f"M={WORK.micro_batches}, layers {'+'.join(map(str, cuts))}, no remat. One process on each of two network "

@@ -1,4 +1,4 @@
-"""What a backward costs whole, and as I and W, layer by layer: `python -m bench.split`."""
+"""Compares whole backward passes with split ones, layer by layer: `python -m bench.split`."""
 
 import argparse
 from statistics import median
@@ -14,7 +14,7 @@ WORKS = ("transformer", "halves", "conv", "amoebanet")
 
 
 def rounds(name: str, count: int) -> list[tuple[float, float, float]]:
-    """The backward of one micro-batch through all layers but those without weights to wait for, once a round."""
+    """Measures the backward pass of one micro-batch through all layers that have weights, once per round."""
     work, device = WORKLOADS[name], torch.device("cpu")
     layers, (inputs, _) = work.layers(), work.data()
     sample = inputs.tensor_split(work.micro_batches)[0]

@@ -1,8 +1,8 @@
-"""The paper's Table 1 on paper: the largest networks that fit, by the planner: `python -m bench.table1`.
+"""Computes the paper's Table 1, the largest models that fit, with the planner: `python -m bench.table1`.
 
-Transformer-L on TPUv3 cores of 16 GiB, mini-batches of 32 sequences of 1024 words; AmoebaNet-D at the paper's sizes,
-on TPUv2 cores of 8 GiB, mini-batches of 128 images. All by fill-drain, in float32, 12 bytes a parameter (RMSProp).
-Nothing is built: layers are on the meta device.
+Transformer-L on TPUv3 cores with 16 GiB, mini-batches of 32 sequences with 1024 tokens. AmoebaNet-D with the paper's
+sizes on TPUv2 cores with 8 GiB, mini-batches of 128 images. All with fill-drain in float32, and 12 bytes per
+parameter (RMSProp). Layers are on the meta device, so nothing is allocated.
 """
 
 import argparse
@@ -45,7 +45,7 @@ IMAGES, PIXELS = 128, 224
 
 
 def transformer() -> Callable[[int], Profile]:
-    """From the number of layers to what they cost: every block costs the same."""
+    """Returns a function from the number of layers to their costs. Every block has the same costs."""
     with torch.device("meta"):
         layers = transformer_lm(layers=1)
     samples = {rows: torch.zeros(rows, WORDS, dtype=torch.int64) for rows in (1, 2)}
@@ -56,7 +56,7 @@ def transformer() -> Callable[[int], Profile]:
 
 
 def amoebanet(layers: int, filters: int) -> Profile:
-    """What AmoebaNet-D of a size costs."""
+    """Returns the costs of AmoebaNet-D with these sizes."""
     with torch.device("meta"):
         network = amoebanet_d(layers, filters)
     samples = {rows: torch.zeros(rows, 3, PIXELS, PIXELS) for rows in (2, 4)}
@@ -64,13 +64,13 @@ def amoebanet(layers: int, filters: int) -> Profile:
 
 
 def naive(profile: Profile, rows: int) -> tuple[float, float]:
-    """The bytes of state and of activations where nothing is split or recomputed."""
+    """Returns the bytes of state and activations without partitions and recomputation."""
     whole = profile.of_micro_batch(rows).cost(0, len(profile.layers), speed=1.0)
     return whole.state, whole.boundary + whole.activations
 
 
 def plan_of(profile: Profile, devices: Sequence[Device], batch: int, micro_batches: Sequence[int]) -> Plan | None:
-    """The plan by fill-drain on all devices; None if none fits."""
+    """Returns the fill-drain plan on all devices, or None if none fits."""
     choices = Choices([len(devices)], micro_batches, ["gpipe"])
     try:
         return search(profile, devices, batch, choices, alternatives=0)
@@ -81,7 +81,7 @@ def plan_of(profile: Profile, devices: Sequence[Device], batch: int, micro_batch
 
 
 def largest(fits: Callable[[int], bool], near: int) -> int:
-    """The largest number that fits, looked for around one; 0 if none does."""
+    """Returns the largest number that fits, starting the search at a guess. 0 if none fits."""
     low, high = 0, near
     while fits(high):
         low, high = high, 2 * high
@@ -92,13 +92,13 @@ def largest(fits: Callable[[int], bool], near: int) -> int:
 
 
 def state_and_rest(plan: Plan) -> tuple[float, float]:
-    """The bytes of state, and of activations, on all ranks."""
+    """Returns the bytes of state and of activations on all ranks."""
     state = sum(cost.state for cost in plan.costs)
     return state, sum(plan.peak_bytes) - state
 
 
 def transformer_rows(most: int) -> list[list[float]]:
-    """By number of accelerators: layers here, and bytes of state and activations."""
+    """Returns, by number of accelerators, the number of layers and the bytes of state and activations."""
     of_layers, device, found = transformer(), PRESETS["tpuv3"], []
     for count, (near, _, _) in TRANSFORMERS.items():
         if count > most:
@@ -117,7 +117,7 @@ def transformer_rows(most: int) -> list[list[float]]:
 
 
 def amoebanet_rows() -> list[list[float]]:
-    """By number of accelerators: bytes of state and activations at the paper's sizes, infinite if they do not fit."""
+    """Returns, by number of accelerators, the bytes of state and activations. Infinite if the model does not fit."""
     found, device = [], PRESETS["tpuv2"]
     for count, (layers, filters, _, _) in AMOEBANETS.items():
         profile = amoebanet(layers, filters)
@@ -131,14 +131,14 @@ def amoebanet_rows() -> list[list[float]]:
 
 
 def planning_seconds() -> float:
-    """Processor time to plan 1663 layers on 128 devices, anything allowed."""
+    """Measures the CPU time to plan 1663 layers on 128 devices without restrictions."""
     start = time.process_time()
     search(transformer()(1663), [PRESETS["tpuv3"]] * 128, SEQUENCES)
     return time.process_time() - start
 
 
 def beside(paper: Sequence[float], ours: Sequence[float], unit: float) -> list[str]:
-    """The paper's numbers, and ours in their unit."""
+    """Returns the paper's numbers and gpipe's in the same unit."""
     return [f"{one:.4g} / {other / unit:.1f}" for one, other in zip(paper, ours, strict=True)]
 
 
@@ -147,7 +147,7 @@ def _name(count: float) -> str:
 
 
 def main() -> None:
-    """Plans, and keeps both tables."""
+    """Plans, and writes both tables."""
     parser = argparse.ArgumentParser(prog="python -m bench.table1", description=__doc__)
     parser.add_argument("--most", type=int, default=128, help="the most accelerators")
     parser.add_argument("--keep", default="table1", help="write the result under another name")

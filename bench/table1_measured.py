@@ -1,10 +1,10 @@
-"""The paper's Table 1 for real, at small scale: the largest Transformer that trains in processes of little memory.
+"""Measures the paper's Table 1 at small scale: the largest Transformer that fits in processes with little memory.
 
     python -m bench.table1_measured
 
-Each process may have 128 MiB (RLIMIT_DATA) beside what it takes for a network of one layer; `naive-1` is the plain
-loop, `pipeline-K` a pipe over K processes that recomputes always. A size trains if all of its processes end a step
-and an update by RMSprop that has its state already. The planner is asked for devices of 128 MiB.
+Each process may use 128 MiB (RLIMIT_DATA) more than a network with one layer needs. `naive-1` is the reference loop,
+and `pipeline-K` a pipe over K processes with full recomputation. A size counts if all its processes complete a step
+and an update by an RMSprop whose state exists already. The planner gets devices with 128 MiB.
 """
 
 import argparse
@@ -50,12 +50,12 @@ _context.set_forkserver_preload(["bench.table1"])
 
 @dataclass(frozen=True)
 class Order:
-    """What a process is to train.
+    """The training of a process.
 
     Attributes:
-        pipelined: Whether by a pipe.
-        layers: How many.
-        extra: The bytes that it may have more than before; 0 for any number.
+        pipelined: Whether to use a pipe.
+        layers: Number of layers.
+        extra: Bytes that the process may use in addition. 0: no limit.
     """
 
     pipelined: bool
@@ -68,7 +68,7 @@ class Order:
 
 @dataclass
 class Found:
-    """The largest networks on some processes, 0 for one without a pipeline; and the bytes that each takes beside."""
+    """The largest networks on this number of processes (0: without a pipe), and the bytes of the base process."""
 
     processes: int
     planned: int
@@ -77,7 +77,7 @@ class Found:
 
 
 def serve(answers: Connection, order: Order) -> None:
-    """Trains in a fresh process; answers with the bytes by which it grew, or why it failed."""
+    """Trains in a new process. Returns by how many bytes it grew, or why it failed."""
     try:
         answers.send(_train(order))
     except BaseException:
@@ -116,7 +116,7 @@ def _layers() -> list[nn.Module]:
 
 
 def _build(which: int) -> nn.Module:
-    """The embedding, a block or the head, as a callable for `GPipe`, so that no process builds the whole network."""
+    """Returns a callable that builds the embedding, a block or the head. No process builds the whole network."""
     return _layers()[which]
 
 
@@ -125,7 +125,7 @@ def _loss(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 
 def _optimizer(network: nn.Module) -> torch.optim.Optimizer:
-    """One that has its state, as the gradients are there, before the step: it is when a step takes most."""
+    """Returns an optimizer whose state exists before the step, because a step then needs the most memory."""
     optimizer = torch.optim.RMSprop(network.parameters())
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -134,7 +134,7 @@ def _optimizer(network: nn.Module) -> torch.optim.Optimizer:
 
 
 def _writable_bytes() -> int:
-    """What RLIMIT_DATA counts of this process: private memory that may be written."""
+    """Returns what RLIMIT_DATA counts for this process: private writable memory."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(lines["VmData"].split()[0])
 
@@ -164,7 +164,7 @@ def train(processes: int, layers: int, extra: int) -> int | None:
 
 
 def _hear(listening: list[Connection]) -> int | None:
-    """Takes all answers: where one process has no room, others may fail for lack of it."""
+    """Collects all answers. If one process runs out of memory, others may fail because of it."""
     grown, failures, waiting = 0, list[str](), {id(connection): connection for connection in listening}
     while waiting:
         there = wait(list(waiting.values()), PATIENCE_SECONDS)
@@ -191,7 +191,7 @@ def _answer(connection: Connection) -> int | str:
 
 
 def profiles() -> Profile:
-    """What embedding, block and head cost."""
+    """Returns the costs of embedding, block and head."""
     with torch.device("meta"):
         layers = _layers()
     samples = {rows: torch.zeros(rows, WORDS, dtype=torch.int64) for rows in (1, 2)}
@@ -199,7 +199,7 @@ def profiles() -> Profile:
 
 
 def planned(processes: int) -> int:
-    """The most layers by the planner."""
+    """Returns the maximum number of layers by the planner."""
     embedding, block, head = profiles().layers
 
     def fits(count: int) -> bool:
@@ -212,7 +212,7 @@ def planned(processes: int) -> int:
 
 
 def measured(processes: int, near: int) -> Found:
-    """The most layers that train, looked for around what was planned."""
+    """Returns the maximum number of layers that train, starting the search at the planned number."""
     empty = train(processes, max(1, processes - 2), 0)
     assert empty is not None  # it had no limit
 
@@ -225,7 +225,7 @@ def measured(processes: int, near: int) -> Found:
 
 
 def _largest_around(near: int, fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, looked for from one on in steps of a sixteenth, as each look takes long."""
+    """Returns the largest number that fits, in steps of a sixteenth of the guess, because each try is slow."""
     step = max(1, near // 16)
     low, high = near, near + step
     if fits(low):
@@ -259,7 +259,7 @@ def _line(found: Found, first: Found) -> list[str]:
 
 
 def main() -> None:
-    """Bisects, and keeps the table."""
+    """Searches all sizes, and writes the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.table1_measured", description=__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[0, 1, 2, 4], choices=[0, 1, 2, 4])
     parser.add_argument("--keep", default="table1_measured", help="write the result under another name")

@@ -1,8 +1,8 @@
-"""Table 2 of the paper: how throughput grows with K and M, with sleeping layers instead of accelerators.
+"""Measures the paper's Table 2, throughput over K and M, with sleeping layers instead of accelerators.
 
-Each layer sleeps as long as its share of the network's cost, forward once and backward twice that for a row, so that
-eight stages work at once on any machine. The mini-batch is the same for all K and M; the paper's was as large as
-memory allowed. Rematerialization is on, as in the paper.
+Each layer sleeps for its share of the network's cost per row: once in the forward pass, twice in the backward pass.
+So eight stages run in parallel on any machine. The mini-batch has the same size for all K and M. The paper used the
+largest that fit in memory. Recomputation is on, as in the paper.
 """
 
 import argparse
@@ -32,7 +32,7 @@ AMOEBANET = [
 
 @dataclass
 class Cell:
-    """One K and M for one network."""
+    """The results of one K and M for one network."""
 
     partitions: int
     micro_batches: int
@@ -42,13 +42,13 @@ class Cell:
 
     @property
     def rows_per_second(self) -> float:
-        """The throughput."""
+        """Returns the throughput."""
         return ROWS / median(self.seconds)
 
 
 @dataclass
 class Network:
-    """A network by what its layers cost, and what the paper measured with it on TPUs, by (K, M)."""
+    """A network with the costs of its layers, and the paper's measurements on TPUs by (K, M)."""
 
     name: str
     costs: Sequence[float]
@@ -111,7 +111,7 @@ gradient is under way, which is why more partitions help even at M=1."""
 
 
 def measure(network: Network, seconds: float, rounds: int) -> list[Cell]:
-    """Trains every K and M in turn, again and again."""
+    """Trains with every K and M in turn, repeatedly."""
     scale = seconds / sum(network.costs) / ROWS
     times = [scale * cost for cost in network.costs]
     work = Workload(
@@ -136,7 +136,7 @@ def measure(network: Network, seconds: float, rounds: int) -> list[Cell]:
 
 
 def ideal(times: Sequence[float], pipe: gpipe.GPipe) -> float:
-    """Seconds of a step if nothing took time but sleeping."""
+    """Returns the duration of a step if only sleeping took time."""
     rest = iter(times)
     rows = ROWS / pipe.micro_batches
     forward = [rows * sum(next(rest) for _ in range(layers)) for layers in pipe.layers_per_partition]
@@ -144,7 +144,7 @@ def ideal(times: Sequence[float], pipe: gpipe.GPipe) -> float:
 
 
 def show(network: Network, cells: Sequence[Cell]) -> str:
-    """The table of one network."""
+    """Returns the table of one network."""
     base = cells[0]
     by_place = {(cell.partitions, cell.micro_batches): cell for cell in cells}
 

@@ -1,10 +1,10 @@
-"""The paper's Tables 2 and 3 by the planner, from layers measured here; and Table 2 measured for K=2, on two cores.
+"""Computes the paper's Tables 2 and 3 with the planner, and measures Table 2 for K=2 on two cores.
 
     python -m bench.table2_planned
 
-The paper's networks at their sizes: all layers together take what their operations do on the paper's device, and each
-its share of the seconds that were measured on one core. Fill-drain, 32 rows, all recomputed, devices of any memory;
-the paper took as many rows as memory allowed. Table 3 differs by its devices, P100s on a slow PCI-E.
+The networks have the paper's sizes. All layers together take the time of their operations on the paper's device, and
+each layer its share of the time measured on one core. Fill-drain, 32 rows, full recomputation, devices with unlimited
+memory. The paper used as many rows as fit in memory. Table 3 uses other devices: P100s with slow PCIe.
 """
 
 import argparse
@@ -44,7 +44,7 @@ REAL = ("transformer-64", "amoebanet")
 
 @dataclass(frozen=True)
 class Cell:
-    """Rows a second of one network, K and M."""
+    """The rows per second of one network, K and M."""
 
     network: str
     partitions: int
@@ -55,7 +55,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Run:
-    """A mini-batch of a network on two cores, foretold and measured, in seconds; and how many cores others used."""
+    """Predicted and measured seconds of a mini-batch on two cores, and the number of cores used by others."""
 
     network: str
     micro_batches: int
@@ -91,7 +91,7 @@ def measured_layers(
 
 
 def amoebanet(filters: int, device: Device) -> Profile:
-    """AmoebaNet-D of 18 layers, on images of 224x224."""
+    """Returns AmoebaNet-D with 18 layers for images of 224x224 pixels."""
     return measured_layers(
         amoebanet_d(18, filters),
         torch.randn(1, 3, PIXELS, PIXELS),
@@ -101,7 +101,7 @@ def amoebanet(filters: int, device: Device) -> Profile:
 
 
 def transformer(layers: int, device: Device) -> Profile:
-    """The Transformer of the paper's Table 1: all blocks cost what one does, measured on fewer words."""
+    """Returns the Transformer of the paper's Table 1. All blocks cost the same, measured on shorter sequences."""
     one = measured_layers(
         transformer_lm(1),
         torch.zeros(1, FEWER_WORDS, dtype=torch.int64),
@@ -113,7 +113,7 @@ def transformer(layers: int, device: Device) -> Profile:
 
 
 def foretold(network: str, profile: Profile, device: Device, partitions: int, micro_batches: int) -> Cell:
-    """The planner's cuts, and what they take by the simulator with everything recomputed, as in the paper."""
+    """Returns the planner's split points, and the simulated time with full recomputation, as in the paper."""
     plan = plan_of(profile, [replace(device, memory=math.inf)] * partitions, ROWS, [micro_batches])
     assert plan is not None  # it has any memory
     bare = plan.shape.program()
@@ -142,7 +142,7 @@ def on_two_cores(name: str, micro_batches: int, steps: int) -> Run:
 
 
 def shown(cells: Sequence[Cell], paper: dict[tuple[int, int], float]) -> str:
-    """Throughput relative to the first cell: here / in the paper."""
+    """Formats the throughput relative to the first cell: here / in the paper."""
     by_place = {(cell.partitions, cell.micro_batches): cell for cell in cells}
     base = cells[0].rows_per_second
 
@@ -156,7 +156,7 @@ def shown(cells: Sequence[Cell], paper: dict[tuple[int, int], float]) -> str:
 
 
 def simulated() -> Iterator[tuple[str, str, list[Cell], str]]:
-    """Of each network of Tables 2 and 3: the table's number, its name, the cells, and these beside the paper's."""
+    """Returns for each network of Tables 2 and 3 the table's number, its name, the cells, and the comparison."""
     for network, (make, size, preset) in zip(
         NETWORKS, ((amoebanet, 256, "tpuv2"), (transformer, 48, "tpuv3")), strict=True
     ):
@@ -171,7 +171,7 @@ def simulated() -> Iterator[tuple[str, str, list[Cell], str]]:
 
 
 def real(runs: Sequence[Run]) -> str:
-    """Speed relative to M=1: foretold and measured."""
+    """Returns the predicted and measured speed relative to M=1."""
     base = {run.network: run for run in reversed(runs)}
     lines = [
         [
@@ -191,7 +191,7 @@ def real(runs: Sequence[Run]) -> str:
 
 
 def main() -> None:
-    """Measures layers, plans, trains on two cores, and keeps the tables."""
+    """Measures layers, plans, trains on two cores, and writes the tables."""
     parser = argparse.ArgumentParser(prog="python -m bench.table2_planned", description=__doc__)
     parser.add_argument("--steps", type=int, default=3, help="that are measured on two cores; 0: only plan")
     parser.add_argument("--keep", default="table2_planned", help="write the result under another name")

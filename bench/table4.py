@@ -1,7 +1,8 @@
-"""The paper's Table 4 (NeurIPS), where a step's time goes, by AmoebaNet-D in two parts: `python -m bench.table4`.
+"""Measures the paper's Table 4 (NeurIPS), where the time of a step goes: `python -m bench.table4`.
 
-The paper's run is on accelerators and of a larger network; M is not given there. Two processors are no accelerators:
-what the ranks compute shares the machine's memory and caches, and with whoever else is at work on it.
+The model is AmoebaNet-D in two partitions. The paper used accelerators and a larger model, and does not state M. Two
+CPU cores differ from accelerators: the ranks share the memory and caches of the machine with each other and with
+other processes.
 """
 
 import argparse

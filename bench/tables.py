@@ -1,8 +1,6 @@
-"""How near the tables that are searched for come to the least that there can be, beside the best schedule by name.
+"""Compares schedules from the search, and the best named schedules, with a lower bound: `python -m bench.tables`.
 
-python -m bench.tables [--many]
-
-With `--many` all pages over 1024 ranks and 4096 micro-batches alone, beside a bound.
+With `--many`, only compares all named schedules for 1024 ranks and 4096 micro-batches with a bound.
 """
 
 import random
@@ -22,7 +20,7 @@ from gpipe.schedule.schedules.writing import Rows
 
 
 def many() -> None:
-    """Prints a row for each page and each share by which the costs of the stages of 1024 ranks differ."""
+    """Prints a row for each schedule and each relative difference between the costs of the stages of 1024 ranks."""
     head = "| schedule | costs differ by | takes | bound | over it | held, micro-batches | CPU s, with a row |"
     print(f"{head}\n|" + " ---: |" * 7)
     for name in SCHEDULES:
@@ -45,7 +43,7 @@ def many() -> None:
 
 
 def _bound(placement: Sequence[int], forward: Sequence[float], work: Sequence[float]) -> float:
-    """Each rank has its work to do, behind the first forwards of the ranks ahead of it."""
+    """Returns a lower bound: each rank does all its work, after the first forward passes of the ranks before it."""
     own = [0.0] * 1024
     for rank, each in zip(placement, work, strict=True):
         own[rank] += 4096 * each
@@ -53,7 +51,7 @@ def _bound(placement: Sequence[int], forward: Sequence[float], work: Sequence[fl
 
 
 def main() -> None:
-    """Prints a row for each number of ranks and micro-batches and each limit, of stages that cost the same."""
+    """Prints a row for each number of ranks, micro-batches and memory limit, with stages of equal costs."""
     if "--many" in sys.argv:
         many()
         return

@@ -1,4 +1,4 @@
-"""Fresh processes that take turns: A B C A B C, so that whatever disturbs the machine disturbs all alike."""
+"""Runs new processes in turns, A B C A B C, so that other load on the machine affects all of them equally."""
 
 import multiprocessing
 import time
@@ -27,19 +27,19 @@ _context.set_forkserver_preload(["bench.worker"])
 
 
 class RuntimeFailedError(RuntimeError):
-    """A runtime raised, or does not answer."""
+    """Raised if a runtime fails or does not answer."""
 
 
 @dataclass
 class Turn:
-    """Some steps of one runtime, one after another.
+    """Several steps of one runtime, one after another.
 
     Attributes:
-        seconds: Of each step; of several processes, the slowest.
-        cpu: CPU seconds that its processes used for each second of the turn.
-        others: CPU seconds that the rest of the machine used meanwhile, likewise.
+        seconds: Duration of each step. With several processes, of the slowest.
+        cpu: CPU seconds of its processes per second of the turn.
+        others: CPU seconds of all other processes per second of the turn.
         forwards: If the runtime times stages, the seconds of each stage for each micro-batch.
-        backwards: Likewise.
+        backwards: Likewise for backward passes.
     """
 
     seconds: list[float]
@@ -50,7 +50,7 @@ class Turn:
 
 
 class Team:
-    """The processes of one runtime: one, or one for each partition, or copies that do not know each other."""
+    """The processes of one runtime: one, one per partition, or independent copies."""
 
     def __init__(self, name: str, setup: Setup, *, copies: int = 1) -> None:
         self.name = name
@@ -71,7 +71,7 @@ class Team:
         self.steps = 1
 
     def wait_until_ready(self) -> None:
-        """Waits for the first steps to be done; decides how many make a turn."""
+        """Waits for the first steps, and decides how many steps make a turn."""
         answers = self._hear()
         self.peaks = [answer.peak_bytes for answer in answers]
         self.program = answers[0].program
@@ -81,7 +81,7 @@ class Team:
             self.turn()  # what is short may need more to settle
 
     def turn(self) -> Turn:
-        """Has all processes run some steps."""
+        """Runs some steps in all processes."""
         cpu, busy, start = self._cpu(), busy_seconds(), time.perf_counter()
         answers = self._ask(self.steps)
         wall = time.perf_counter() - start
@@ -90,7 +90,7 @@ class Team:
         return Turn(slowest, cpu / wall, max(0.0, busy - cpu) / wall, answers[0].forwards, answers[0].backwards)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the last step, of all processes together."""
+        """Returns the gradients of the last step, merged from all processes."""
         return {name: gradient for answer in self._ask("gradients") for name, gradient in answer.gradients.items()}
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class Team:
         return self._hear()
 
     def _hear(self) -> list[Answer]:
-        """Takes answers as they come: where one process fails and others lose it, the first tells why."""
+        """Collects answers in order of arrival. If a process fails, the first answer has the reason."""
         answers: dict[int, Answer] = {}
         while len(answers) < len(self.processes):
             waiting = {orders: at for at, orders in enumerate(self.orders) if at not in answers}
@@ -134,7 +134,7 @@ def _answer(orders: Connection) -> Answer:
 
 
 class Teams:
-    """Teams that take turns until the time is up."""
+    """Teams that take turns until the time is over."""
 
     def __init__(self, setups: Mapping[str, Setup], *, copies: int = 0) -> None:
         self.by_name = {name: Team(name, setup) for name, setup in setups.items()}
@@ -155,9 +155,9 @@ class Teams:
             team.close()
 
     def run(self, rounds: int, until: float, rest: float = 0.0) -> None:
-        """Gives everyone a turn, again and again: at least `rounds` times, and on until the clock says `until`.
+        """Gives all teams turns, at least `rounds` times, and further until the clock reaches `until`.
 
-        Each turn is followed by a pause, `rest` times as long, in which others may use the machine.
+        After each turn follows a pause, `rest` times as long, in which other processes can use the machine.
         """
         done, longest = 0, 0.0
         while done < rounds or time.monotonic() + longest < until:
@@ -172,7 +172,7 @@ class Teams:
             done += 1
 
     def gradients(self) -> dict[str, dict[str, Tensor]]:
-        """The gradients of everyone's last step, by name."""
+        """Returns the gradients of the last step of each team by name."""
         found = {name: self._attempt(name, self.by_name[name].gradients) for name in self._working()}
         return {name: gradients for name, gradients in found.items() if gradients is not None}
 
@@ -188,7 +188,7 @@ class Teams:
 
 
 def reason(failure: str) -> str:
-    r"""The line of a traceback that names the exception: notes may follow it.
+    r"""Returns the line of a traceback that names the exception. Notes may follow it.
 
     >>> reason("Traceback (most recent call last):\n  File ...\nValueError: no\nin layer 3")
     'ValueError: no'
@@ -198,12 +198,12 @@ def reason(failure: str) -> str:
 
 
 def quietest(turns: Sequence[Turn], at_least: int, others: float) -> list[Turn]:
-    """The turns in which others used no more than so many cores, or so many of the quietest."""
+    """Returns the turns in which other processes used at most this number of cores, or the quietest ones."""
     return _quietest(turns, at_least, others, lambda turn: turn.others)
 
 
 def quietest_pairs(of: Sequence[Turn], over: Sequence[Turn], at_least: int, others: float) -> list[tuple[Turn, Turn]]:
-    """Turns of two in the same rounds, likewise: both are to have been quiet."""
+    """Returns pairs of turns in the same rounds, in which both were quiet."""
     pairs = list(zip(of, over, strict=False))  # what failed has fewer
     return _quietest(pairs, at_least, others, lambda pair: max(turn.others for turn in pair))
 

@@ -1,10 +1,10 @@
-"""What TLS between hosts refuses and how soon, and what it costs a step of the Transformer, in turns.
+"""Measures how fast TLS between hosts rejects attacks, and what it costs in a step of a Transformer.
 
-    python -m bench.tls    # as root: makes network namespaces
+    python -m bench.tls    # as root: creates network namespaces
 
-A bit of a byte on its way is altered: in handshakes, which both ends do in memory, and behind them, in messages and
-news over sockets. Strangers connect to a listener, and ranks to impostors. And two processes, one in each of two
-namespaces, train the same layers by two pipes, in the clear and by TLS, a step each in turns.
+One bit is changed in transit: in handshakes, which both ends perform in memory, and in later messages and notices
+over sockets. Strangers connect to a listener, and ranks connect to impostors. Then two processes in two network
+namespaces train the same layers with two pipes, with and without TLS, one step each in turns.
 """
 
 import argparse
@@ -54,7 +54,7 @@ Outcomes = Counter[str]
 
 
 def certificates(folder: str) -> dict[str, str]:
-    """Makes an authority with a certificate, and one that has expired; what names them."""
+    """Creates an authority with a valid and an expired certificate, and returns their environment variables."""
     subprocess.run(["sh", "-e", "-c", MADE + EXPIRED], cwd=folder, check=True, capture_output=True)
     return {CERT: f"{folder}/rank.pem", KEY: f"{folder}/rank.key", CA: f"{folder}/ca.pem"}
 
@@ -67,7 +67,7 @@ def known(files: Mapping[str, str]) -> Identity:
 
 
 def altered_handshakes(own: Identity, count: int) -> Outcomes:
-    """A bit of one of the three flights is altered; who then talks to whom."""
+    """Changes one bit in one of the three flights of a handshake, and returns which ends still connect."""
     found: Outcomes = Counter()
     for seed in range(count):
         (there, back), draw = (ssl.MemoryBIO(), ssl.MemoryBIO()), random.Random(seed)
@@ -95,7 +95,7 @@ def altered_handshakes(own: Identity, count: int) -> Outcomes:
 
 
 def hand_on(source: socket.socket, target: socket.socket, at: Callable[[], int]) -> None:
-    """Stands between two ends, and alters a bit of one byte."""
+    """Forwards data between two ends, and changes a bit of one byte."""
     seen = 0
     with suppress(OSError), source, target:
         while data := bytearray(source.recv(2**16)):
@@ -107,7 +107,7 @@ def hand_on(source: socket.socket, target: socket.socket, at: Callable[[], int])
 
 
 def altered_record(own: Identity, draw: random.Random, *, news: bool) -> tuple[str, float]:
-    """A bit of a message, or of news, is altered; what becomes of it, and seconds until the end says so."""
+    """Changes one bit of a message or notice. Returns the outcome, and the seconds until the receiver reports it."""
     (one, near), (far, other) = socket.socketpair(), socket.socketpair()
     place = [-1]
     for source, target, at in ((near, far, lambda: place[0]), (far, near, lambda: -1)):
@@ -170,7 +170,7 @@ SHOWN = ("no certificate", "another authority's", "expired")
 
 
 def strange(shown: str, folders: Sequence[str], side: int) -> ssl.SSLContext:
-    """Trusts anybody, and shows this."""
+    """Returns an end that trusts any certificate and presents this one."""
     context = ssl.SSLContext(side)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     folder, name = folders[shown == SHOWN[1]], "expired" if shown == SHOWN[2] else "rank"
@@ -180,7 +180,7 @@ def strange(shown: str, folders: Sequence[str], side: int) -> ssl.SSLContext:
 
 
 def refused_strangers(own: Identity, shown: str, folders: Sequence[str], count: int) -> list[float]:
-    """Seconds from connecting until a listener has hung up on a stranger that knows the token."""
+    """Measures the seconds until a listener closes the connection of a stranger that knows the token."""
     context, seconds, ended = strange(shown, folders, ssl.PROTOCOL_TLS_CLIENT), [], threading.Event()
 
     def stop() -> None:
@@ -207,7 +207,7 @@ def refused_strangers(own: Identity, shown: str, folders: Sequence[str], count: 
 
 
 def refused_impostors(own: Identity, shown: str, folders: Sequence[str], count: int) -> list[float]:
-    """Seconds from connecting until a rank refuses who listens in another's place."""
+    """Measures the seconds until a rank rejects an impostor that listens at a peer's address."""
     seconds, heard = list[float](), list[bytes]()
     context = strange(shown, folders, ssl.PROTOCOL_TLS_SERVER)
 
@@ -231,7 +231,7 @@ def refused_impostors(own: Identity, shown: str, folders: Sequence[str], count: 
 
 
 def refused_own(files: Mapping[str, str], folder: str, count: int) -> list[float]:
-    """Seconds until a rank refuses its own certificate, which has expired."""
+    """Measures the seconds until a rank rejects its own expired certificate."""
     seconds = []
     os.environ.update({**files, CERT: f"{folder}/expired.pem"})
     for _ in range(count):
@@ -245,7 +245,7 @@ def refused_own(files: Mapping[str, str], folder: str, count: int) -> list[float
 
 
 def steps(rank: int, rounds: int, files: Mapping[str, str]) -> None:
-    """On one host: trains by two pipes in turns; rank 0 says the seconds of each."""
+    """Trains on one host with two pipes in turns. Rank 0 prints the seconds of each."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://{ADDRESSES[0]}:{PORT}", rank=rank, world_size=2)
     pipes = []
@@ -268,7 +268,7 @@ def steps(rank: int, rounds: int, files: Mapping[str, str]) -> None:
 
 
 def cost(rounds: int, files: Mapping[str, str]) -> list[list[float]]:
-    """Seconds of each step, in the clear and by TLS."""
+    """Measures the seconds of each step with and without TLS."""
     with two_hosts() as hosts:
         command = [sys.executable, "-m", "bench.tls", "--rounds", f"{rounds}", "--serve"]
         env = {**os.environ, **files, "GLOO_SOCKET_IFNAME": WIRE, "MASTER_ADDR": ADDRESSES[0]}

@@ -1,4 +1,4 @@
-"""Transfer to few examples, as the paper's Table 5 asks, and from scratch: five runs each."""
+"""Compares transfer learning from few examples (paper, Table 5) with training from scratch."""
 
 import argparse
 from pathlib import Path
@@ -23,7 +23,7 @@ RATES = {"transfer": 0.1, "scratch": 0.05}
 
 
 def main() -> None:
-    """Trains on some digits, then on few images of the others, from there and from scratch."""
+    """Trains on some digits, then on few images of the other digits, from these weights and from scratch."""
     parser = argparse.ArgumentParser(prog="python -m bench.transfer", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--folder", type=Path, default=Path("out/bench/transfer"))

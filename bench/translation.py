@@ -1,4 +1,4 @@
-"""Many languages to English: models of several sizes, deep and wide; sizes of mini-batches; what deep models need."""
+"""Trains translation models of several sizes, deep and wide, and with several sizes of mini-batches."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ AROUND = 12  # languages that a point of a line is the mean of
 
 
 def main() -> None:
-    """Trains and evaluates what the arguments name."""
+    """Trains and evaluates the experiments that the arguments name."""
     parser = argparse.ArgumentParser(prog="python -m bench.translation", description=__doc__)
     parser.add_argument("study", choices=["models", "batches", "trainability"])
     parser.add_argument("--steps", type=int)
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def models(options: argparse.Namespace) -> None:
-    """Models of several sizes, the same steps each, evaluated language by language."""
+    """Trains models of several sizes for the same number of steps, and evaluates each language."""
     steps = options.steps or 900
     runs = [
         Run("translation", options.folder / f"model-{_slug(name)}", {**COMMON, "steps": steps, **size})
@@ -86,7 +86,7 @@ def models(options: argparse.Namespace) -> None:
 
 
 def batches(options: argparse.Namespace) -> None:
-    """Three sizes of mini-batches, the same steps each."""
+    """Trains with three sizes of mini-batches for the same number of steps."""
     steps = options.steps or 200
     size = {**MODELS["T(1, 512, 4)"], "steps": steps, "warm_up": 100}
     runs = [
@@ -122,7 +122,7 @@ def batches(options: argparse.Namespace) -> None:
 
 
 def trainability(options: argparse.Namespace) -> None:
-    """A deep and narrow model, with and without what section 5 gives deep models."""
+    """Trains a deep, narrow model with and without the methods for deep models in section 5 of the paper."""
     steps = options.steps or 150
     runs = [
         Run(
@@ -179,12 +179,12 @@ def _ends(outcome: Outcome) -> list[str]:
 
 
 def _by_size(languages: Mapping[str, Mapping[str, float]]) -> dict[str, Mapping[str, float]]:
-    """The languages, those with most pairs to train on first."""
+    """Returns the languages, those with the most training pairs first."""
     return dict(sorted(languages.items(), key=lambda item: (-item[1]["train"], item[0])))
 
 
 def draw(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    """Draws chrF by language, from most to fewest pairs, a line for each model: the paper's Figure 3."""
+    """Draws chrF by language, sorted by the number of pairs, with a line per model: the paper's Figure 3."""
     import matplotlib as mpl
 
     mpl.use("svg")

@@ -1,4 +1,4 @@
-"""A fresh process that runs one runtime and does what it is told (see `teams`)."""
+"""Runs one runtime in a new process, controlled by `teams`."""
 
 import gc
 import os
@@ -26,16 +26,16 @@ WARM_UP = 2
 
 @dataclass
 class Answer:
-    """What a process found.
+    """The results of a process.
 
     Attributes:
-        seconds: Of each step.
+        seconds: Duration of each step.
         forwards: If the runtime times stages, the seconds of each stage for each micro-batch.
-        backwards: Likewise.
-        peak_bytes: By how much the first steps made the process grow.
-        program: The table that is run, if it is this library's.
-        gradients: Of the last step, if they were asked for.
-        failure: Why there is nothing else.
+        backwards: Likewise for backward passes.
+        peak_bytes: Bytes by which the first steps increased the memory of the process.
+        program: The schedule as run, if the runtime is gpipe.
+        gradients: Gradients of the last step, if requested.
+        failure: The reason why there are no other results.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Answer:
 
 
 def serve(orders: Connection, name: str, setup: Setup) -> None:
-    """Prepares, warms up, and then obeys: a number of steps to run, `"gradients"`, or None to end."""
+    """Prepares, warms up, then executes requests: a number of steps, `"gradients"`, or None to end."""
     try:
         if setup.networks:
             enter(setup.networks[setup.rank])
@@ -75,7 +75,7 @@ def serve(orders: Connection, name: str, setup: Setup) -> None:
 
 
 def run(runtime: Runtime, steps: int) -> Answer:
-    """Runs and times so many steps."""
+    """Runs and times this number of steps."""
     answer = Answer()
     parameters = _parameters(runtime)
     if isinstance(runtime, Stages):

@@ -1,8 +1,8 @@
-"""Trains a tiny GPT-2 of transformers, cut in two, to count in steps; then saves it and reads it back.
+"""Trains a tiny GPT-2 of transformers with two partitions, saves it and loads it again.
 
     python examples/gpt2.py out
 
-Nothing is downloaded: the model begins with random weights, and the sentences are made here.
+The model learns to continue sequences that count in steps. Nothing is downloaded: the initial weights are random.
 """
 
 import sys
@@ -17,7 +17,7 @@ WORDS, PADDING, LONGEST = 64, 0, 12
 
 
 def sentences(count: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Sentences of 6 to 12 words, each word a fixed step behind the one before; a label of -100 does not count."""
+    """Returns sequences of 6 to 12 tokens that count in a fixed step. Labels of -100 do not count."""
     start, step = torch.randint(WORDS - 1, (2, count, 1), generator=generator)
     words = (start + (step % 3 + 1) * torch.arange(LONGEST)) % (WORDS - 1) + 1
     lengths = torch.randint(6, LONGEST + 1, (count, 1), generator=generator)

@@ -1,9 +1,10 @@
-"""Trains a tiny Llama that no process ever builds whole, from a folder of weights, and saves what comes of it.
+"""Trains a tiny Llama that no process builds whole, from a folder of weights, and saves the result.
 
     python examples/llama.py out
     torchrun --nproc-per-node 2 examples/llama.py out
 
-Both print the same losses. Nothing is downloaded: the folder of weights is made here, in the layout of the Hub.
+Both commands print the same losses. Nothing is downloaded: the script creates the folder of weights, in the layout of
+the Hugging Face Hub.
 """
 
 import sys
@@ -28,13 +29,13 @@ config = LlamaConfig(
     pad_token_id=0,
 )
 folder, driver = Path(sys.argv[1]), "threads"
-if dist.is_torchelastic_launched():  # by torchrun: each process has one partition
+if dist.is_torchelastic_launched():  # under torchrun, each process has one partition
     dist.init_process_group("gloo")
     driver = "process"
 
 
 def sentences(generator: torch.Generator) -> gpipe.MicroBatches:
-    """Micro-batches of sentences of similar length, each padded by itself; a label of -100 does not count."""
+    """Returns micro-batches of sentences of similar length, padded separately. Labels of -100 do not count."""
     lengths = torch.randint(4, 17, (ROWS,), generator=generator).sort().values
     starts, steps = torch.randint(WORDS - 1, (2, ROWS), generator=generator)
     rows = [
@@ -45,7 +46,7 @@ def sentences(generator: torch.Generator) -> gpipe.MicroBatches:
 
 
 def padded(rows: list[Tensor]) -> dict[str, Tensor]:
-    """One micro-batch."""
+    """Pads the sentences of one micro-batch."""
     return {
         "input_ids": pad_sequence(rows, batch_first=True),
         "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
@@ -54,21 +55,21 @@ def padded(rows: list[Tensor]) -> dict[str, Tensor]:
 
 
 def is_first() -> bool:
-    """Whether this process is the only one, or the first."""
+    """Whether this process is the only one, or rank 0."""
     return driver == "threads" or dist.get_rank() == 0
 
 
-if is_first():  # what the Hub has ready for larger models
+if is_first():  # for larger models, the Hub provides this folder
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder / "pretrained", max_shard_size="100KB")
 if driver == "process":
     dist.barrier()
 
-with torch.device("meta"):  # names and shapes alone
+with torch.device("meta"):  # only names and shapes
     model = LlamaForCausalLM(config)
 generator = torch.Generator().manual_seed(0)
 pipe = gpipe.GPipe(model, partitions=2, micro_batches=4, sample=sentences(generator), driver=driver)
-gpipe.load_weights(folder / "pretrained", pipe)  # each process reads its own part
+gpipe.load_weights(folder / "pretrained", pipe)  # each process reads only its own partition
 
 groups: list[dict[str, object]] = [
     {"params": [p for name, p in pipe.named_parameters() if "norm" not in name]},
@@ -89,7 +90,7 @@ held_out = sentences(generator)
 with torch.no_grad():
     validation = pipe.step(held_out)
 
-gpipe.save_weights(folder / "trained", pipe)  # all parts, as one model
+gpipe.save_weights(folder / "trained", pipe)  # all partitions, as one model
 if is_first():
     print(f"held out: loss {validation:.6f}")
     config.save_pretrained(folder / "trained")

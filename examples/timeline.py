@@ -1,10 +1,10 @@
-"""Draws two real steps, one above the other: naive model parallelism (M=1) and the pipeline (M=8).
+"""Draws two recorded steps, one above the other: naive model parallelism (M=1) and the pipeline (M=8).
 
     python examples/timeline.py docs/timeline.svg
-    python examples/timeline.py page.html  # the pipeline alone, beside what was predicted of it
+    python examples/timeline.py page.html  # only the pipeline, compared with its prediction
 
-Eight layers that take their time without a core, so that four partitions overlap on any machine: 20 ms forward and
-40 ms backward for eight rows. It is Figure 2 of the paper, (b) and (c), as it happened.
+The eight layers sleep, so that four partitions run in parallel on any machine: 20 ms in the forward pass and 40 ms in
+the backward pass for eight rows. This is Figure 2 (b) and (c) of the paper, as recorded.
 """
 
 import sys
@@ -36,24 +36,24 @@ class _Wait(torch.autograd.Function):
 
 
 class Slow(nn.Module):
-    """A layer that scales its input and takes its time."""
+    """Scales its input, and sleeps in the forward and the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scales, then waits."""
+        """Scales the input, then sleeps."""
         waited: Tensor = _Wait.apply(x * self.scale)  # type: ignore[no-untyped-call]
         return waited
 
 
 def record(micro_batches: int) -> gpipe.Recording:
-    """Five steps of four partitions."""
+    """Records five steps of four partitions."""
     layers, batch = [Slow() for _ in range(8)], torch.ones(ROWS, 1)
     pipe = gpipe.GPipe(layers, partitions=4, micro_batches=micro_batches, sample=batch, remat="never")
     with pipe:
-        pipe.step(batch, batch, nn.functional.mse_loss)  # the first begins the threads
+        pipe.step(batch, batch, nn.functional.mse_loss)  # the first step starts the threads
         with gpipe.record(pipe) as recording:
             for _ in range(5):
                 pipe.step(batch, batch, nn.functional.mse_loss)
@@ -61,14 +61,14 @@ def record(micro_batches: int) -> gpipe.Recording:
 
 
 def picture() -> str:
-    """The fastest step of each, one above the other."""
+    """Draws the fastest step of each recording, one above the other."""
     titles = {1: "Naive model parallelism: one micro-batch", 8: "GPipe: the same rows as eight micro-batches"}
     fastest = (min(record(m).timelines, key=lambda timeline: timeline.seconds) for m in titles)
     return timelines_svg(dict(zip(titles.values(), fastest, strict=True)))
 
 
 def page() -> str:
-    """All steps of the pipeline, to be looked through."""
+    """Writes a page with all steps of the pipeline."""
     told = {"partitions": 4, "micro batches": 8, "layers": 8, "remat": "never", "schedule": "gpipe"}
     report = record(8).report("Eight layers, four partitions, eight micro-batches")
     return report_html(replace(report, configuration=told))

@@ -1,16 +1,16 @@
 """Counts the files that the arguments of `GPipe` pass through.
 
-The rule: a file of `src/gpipe` counts if its code names an argument of `GPipe`, or a field that carries one. Names
-are read from the same checkout, so that the script runs at any commit:
-
-- the parameters of `GPipe.__init__`, and the fields of the records that carry them (the classes `Arguments`,
-  `Checked`, `Settings` and `Engine`), and these records themselves,
-- without `COMMON`, which are words of the whole library: each of them would count files that see no argument.
-
-A name counts as the keyword of a call, as a parameter, as an attribute that is read or written, as a field of a
-class, or if it is imported. A `Plan` and a `Schedule` are not carriers: they are what arguments are made into.
-
     python tools/argument_files.py [folder of a checkout]
+
+A file of `src/gpipe` counts if its code names an argument of `GPipe`, or a field that carries one. Names are read
+from the same checkout, so the script works with any commit:
+
+- the parameters of `GPipe.__init__`,
+- the classes `Arguments`, `Checked`, `Settings` and `Engine`, and their fields,
+- except names in `COMMON`, which the whole package uses for other purposes, too.
+
+A name counts as a keyword of a call, as a parameter, as an attribute, as a field of a class, or as an import. A
+`Plan` and a `Schedule` do not count, because they are made from arguments.
 """
 
 import ast
@@ -26,25 +26,25 @@ COMMON = {
 
 
 def classes(folder: Path) -> Iterator[ast.ClassDef]:
-    """The classes of the source."""
+    """Returns the classes in the source."""
     for path in sorted((folder / "src/gpipe").rglob("*.py")):
         yield from (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
 
 
 def fields(carrier: ast.ClassDef) -> set[str]:
-    """The annotated names in the body of a class."""
+    """Returns the annotated names in the body of a class."""
     annotated = (item.target for item in carrier.body if isinstance(item, ast.AnnAssign))
     return {target.id for target in annotated if isinstance(target, ast.Name)}
 
 
 def parameters(pipe: ast.ClassDef) -> set[str]:
-    """The parameters of `__init__`."""
+    """Returns the parameters of `__init__`."""
     (init,) = (node for node in pipe.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     return {argument.arg for argument in (*init.args.args, *init.args.kwonlyargs)} - {"self"}
 
 
 def names(tree: ast.AST) -> Iterator[str]:
-    """The names in a file that may count."""
+    """Returns the names in a file that may count."""
     for node in ast.walk(tree):
         match node:
             case ast.keyword(arg=str(name)) | ast.arg(arg=name) | ast.Attribute(attr=name):

@@ -1,9 +1,9 @@
-"""Trains a small network by a loop around `Accelerator`, through a pipe of two partitions.
+"""Trains a small network with Accelerate through a pipe with two partitions.
 
     python examples/accelerate/classify.py
     torchrun --nproc-per-node 2 examples/accelerate/classify.py
 
-Both print the same.
+Both commands print the same.
 """
 
 import torch
@@ -23,7 +23,7 @@ processes = accelerator.num_processes
 set_seed(0)  # the same weights and rows everywhere
 inputs = torch.randn(600, 32)
 data = TensorDataset(inputs, inputs[:, :10].argmax(1))
-loader = prepare_data_loader(  # accelerator.prepare(loader) would give each process of a replica rows of its own
+loader = prepare_data_loader(  # accelerator.prepare(loader) would pass different rows to each process of a replica
     DataLoader(data, batch_size=64, shuffle=True),
     num_processes=max(processes // PARTITIONS, 1),
     process_index=accelerator.process_index // PARTITIONS,
@@ -34,9 +34,9 @@ blocks = [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1)) for _ in 
 layers = [nn.Linear(32, 64), *blocks, nn.Linear(64, 10)]
 pipe = gpipe.GPipe(layers, PARTITIONS, micro_batches=4, driver="process" if processes > 1 else None)
 optimizer = accelerator.prepare(torch.optim.AdamW(pipe.parameters(), lr=3e-3))
-scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # prepared, it would step once for each process
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # if prepared, it would step once per process
 
-accelerator.init_trackers("classify")  # those of Accelerator(log_with=...)
+accelerator.init_trackers("classify")  # the trackers of Accelerator(log_with=...)
 for epoch in range(EPOCHS):
     for rows, classes in loader:
         with accelerator.accumulate():

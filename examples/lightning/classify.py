@@ -1,8 +1,8 @@
-"""Trains a small network to tell which letter comes next in Python's help texts, by Lightning, through a pipe.
+"""Trains a small network to predict the next letter in Python's help texts, with Lightning through a pipe.
 
     python examples/lightning/classify.py
 
-Nothing is downloaded: the texts come with Python.
+Nothing is downloaded: the texts are part of Python.
 """
 
 from pydoc_data.topics import topics

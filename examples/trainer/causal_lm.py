@@ -2,7 +2,7 @@
 
     python examples/trainer/causal_lm.py
 
-Nothing is downloaded: the texts come with Python, and the model begins with random weights.
+Nothing is downloaded: the texts are part of Python, and the initial weights are random.
 """
 
 from pydoc_data.topics import topics

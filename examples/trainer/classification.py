@@ -1,8 +1,8 @@
-"""Trains a small vision transformer to tell handwritten digits apart.
+"""Trains a small vision transformer to classify handwritten digits.
 
     python examples/trainer/classification.py
 
-Nothing is downloaded: the pictures come with scikit-learn, and the model begins with random weights.
+Nothing is downloaded: the images are part of scikit-learn, and the initial weights are random.
 """
 
 import torch
@@ -24,7 +24,7 @@ model = ViTForImageClassification(config)
 
 
 def accuracy(predictions):
-    """The share of pictures that are told right."""
+    """Returns the share of images that are classified correctly."""
     return {"accuracy": float((predictions.predictions.argmax(axis=1) == predictions.label_ids).mean())}
 
 

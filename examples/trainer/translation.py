@@ -1,8 +1,8 @@
-"""Trains a small T5 to translate the short texts of a web site from English into German.
+"""Trains a small T5 to translate short texts of a web site from English to German.
 
     python examples/trainer/translation.py
 
-Nothing is downloaded: the texts are those that come with Django, and the model begins with random weights.
+Nothing is downloaded: the texts are part of Django, and the initial weights are random.
 """
 
 from pathlib import Path
@@ -20,12 +20,12 @@ pairs = [(entry.msgid, entry.msgstr) for entry in file if entry.msgstr]
 
 
 def numbers(text: str) -> torch.Tensor:
-    """The letters of a text as numbers, with an end."""
+    """Returns the letters of a text as token ids, with an end token."""
     return torch.tensor([min(ord(letter), LETTERS - 1) for letter in text[:LONGEST]] + [END])
 
 
 def collate(rows):
-    """A batch, padded to its longest texts."""
+    """Returns a batch, padded to its longest text."""
     words = [row["input_ids"] for row in rows]
     words = torch.nn.utils.rnn.pad_sequence(words, batch_first=True, padding_value=PADDING)
     labels = [row["labels"] for row in rows]
