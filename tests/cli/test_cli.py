@@ -53,6 +53,19 @@ def test_the_module_is_the_command_and_its_version_that_of_the_package(capsys: p
     assert capsys.readouterr().out == f"gpipe {gpipe.__version__}\n" == f"gpipe {metadata.version('gpipe')}\n"
 
 
+@pytest.mark.parametrize(
+    "command", ["train digits", "evaluate", "translate", "schedule", "report", "record", "plan", "doctor", "explain"]
+)
+def test_the_help_of_a_command_ends_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    options, _, examples = capsys.readouterr().out.partition("\nExamples:\n")
+    assert "None" not in options
+    assert examples
+    assert all(f"gpipe {command}" in line for line in examples.splitlines())
+
+
 def test_commands_start_without_torch_where_nothing_is_trained(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(report_json(Report("alone")))
     for given in (

@@ -23,26 +23,31 @@ import tyro
 from gpipe.cli import exit_on_user_errors
 from gpipe.cli.gpu.page import PARTS, examine
 from gpipe.cli.gpu.page import QUICK as EVERY_IF_QUICK
-from gpipe.recipes.options.training import optional
+from gpipe.recipes.options.training import OptionalPath, optional
 
 GIB = 2**30
 PREFIXES = ("CUDA_", "GLOO_", "GPIPE_", "HIP_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_")
 """Prefixes of the environment variables that torch and its libraries read."""
 DEVELOPMENT_EXTRAS = ("extra == 'dev'", "extra == 'docs'", "extra == 'bench'")
 
-OUT = "Also write the output to this JSON file. With --gpu, the folder of the results. By default gpu-results."
-GPU = "Run the checks for accelerators instead. They take several minutes each and print one page of results."
 PART = f"With --gpu, run only these checks: {', '.join(PARTS)}. Other results are read from the folder."
 QUICK = f"With --gpu, check only one of {EVERY_IF_QUICK} pipes, for a first impression."
 
 
 def doctor(
-    out: Annotated[Path | None, optional("PATH", help=OUT)] = None,
-    gpu: Annotated[bool, tyro.conf.arg(help=GPU)] = False,
+    out: OptionalPath = None,
+    gpu: bool = False,
     part: Annotated[tuple[str, ...], optional("NAME [NAME ...]", help=PART)] = (),
     quick: Annotated[bool, tyro.conf.arg(help=QUICK)] = False,
 ) -> None:
-    """Prints versions, hardware and environment variables for a bug report, and checks that pipes work here."""
+    """Prints versions, hardware and environment variables for a bug report, and checks that pipes work here.
+
+    Args:
+        out: Also write the output to this JSON file. With --gpu, the folder of the results. By default gpu-results.
+        gpu: Run the checks for accelerators instead. They take several minutes each, and print one page of results.
+        part: Names of checks.
+        quick: Whether to check fewer pipes.
+    """
     if (part or quick) and not gpu:
         with exit_on_user_errors():
             raise ValueError("--part, --quick: require --gpu. Add --gpu.")

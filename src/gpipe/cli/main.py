@@ -1,5 +1,6 @@
 """Runs the command `gpipe`."""
 
+import re
 import sys
 from collections.abc import Sequence
 
@@ -14,35 +15,25 @@ from gpipe.cli.report import report
 from gpipe.cli.schedule import schedule
 from gpipe.cli.train import evaluate, record, train_app, translate
 
-EXAMPLES = {
-    "": ("gpipe doctor", "gpipe train digits --partitions 2"),
-    "train": ("gpipe train digits --partitions 2", "gpipe train translation --help"),
-    "train digits": (
-        "gpipe train digits --partitions 2 --out out/digits",
-        "gpipe train digits --out out/digits --resume",
-        "torchrun --nproc-per-node 2 -m gpipe train digits",
-    ),
-    "train images": (
-        "gpipe train images --image-folder photos --partitions 2",
-        "gpipe train images --config paper --image-folder imagenet --partitions 4",
-    ),
-    "train translation": (
-        "gpipe train translation --partitions 2",
-        "gpipe train translation --tsv sentences.tsv --languages de fr",
-    ),
-    "evaluate": ("gpipe evaluate out/digits", "gpipe evaluate out/a out/b"),
-    "translate": ("echo 'Guten Tag' | gpipe translate --run out/translation",),
-    "schedule": ("gpipe schedule 1f1b -k 4 -m 8", "gpipe schedule gpipe zb_h1 -k 4 -m 8 --svg schedules.svg"),
-    "report": ("gpipe report out/digits", "gpipe report out/digits --text"),
-    "record": ("torchrun --nproc-per-node 2 -m gpipe record out/digits --steps 3",),
-    "plan": (
-        "gpipe plan transformer_lm --size layers=103 --devices 8xtpuv3 --batch 32",
-        "gpipe plan my_module:make_model --devices 4xa100 --batch 256",
-    ),
-    "doctor": ("gpipe doctor", "gpipe doctor --gpu --quick"),
-    "explain": ("gpipe explain branch-on-value",),
-}
-"""Command lines that `--help` of each command prints."""
+EXAMPLES = """\
+  gpipe train digits --partitions 2 --out out/digits
+  gpipe train digits --out out/digits --resume
+  torchrun --nproc-per-node 2 -m gpipe train digits
+  gpipe train images --image-folder photos --partitions 2
+  gpipe train images --image-folder imagenet --partitions 4 --config paper
+  gpipe train translation --tsv sentences.tsv --languages de fr
+  gpipe evaluate out/digits out/digits2
+  echo 'Guten Tag' | gpipe translate --run out/translation
+  gpipe schedule 1f1b -k 4 -m 8
+  gpipe schedule gpipe zb_h1 -k 4 -m 8 --svg schedules.svg
+  gpipe report out/digits
+  gpipe report out/digits --text
+  torchrun --nproc-per-node 2 -m gpipe record out/digits --steps 3
+  gpipe plan transformer_lm --size layers=103 --devices 8xtpuv3 --batch 32
+  gpipe plan my_module:make_model --devices 4xa100 --batch 256
+  gpipe doctor
+  gpipe doctor --gpu --quick
+  gpipe explain branch-on-value"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -63,12 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     summary = "Trains a model as a pipeline, and shows where the time of a step goes."
     app.command(train_app(given), name="train", help=summary)
     for function in (evaluate, translate, schedule, report, record, plan, doctor, explain):
+        function.__doc__ = re.sub(r"\n {12}", " ", function.__doc__ or "")  # tyro would print these line breaks.
         app.command(name=function.__name__)(function)
     with exit_on_interrupt():
         try:
             app.cli(prog="gpipe", args=given, description="Pipeline parallelism for PyTorch.")
         except SystemExit as end:
             if not end.code and {"-h", "--help"} & {*given}:
-                command = next(name for n in (2, 1, 0) if (name := " ".join(given[:n])) in EXAMPLES)
-                print("Examples:", *EXAMPLES[command], sep="\n  ")
+                words = given[:2] if given[0] == "train" else given[:1]
+                command = " ".join(["gpipe", *filter(str.isalpha, words)])
+                print("Examples:", *(line for line in EXAMPLES.splitlines() if command in line), sep="\n")
             raise

@@ -12,7 +12,7 @@ import tyro
 from gpipe.cli import exit_on_user_errors
 from gpipe.planner.search.candidates import AUTO
 from gpipe.planner.search.device import PRESETS, parse_devices
-from gpipe.recipes.options.training import Count, NotNegative, optional, out_of_bounds, raise_problems
+from gpipe.recipes.options.training import Count, NotNegative, optional, out_of_bounds, raise_all
 from gpipe.schedule.schedules import SCHEDULES
 
 IMAGE = (3, 224, 224)
@@ -26,7 +26,6 @@ NETWORKS: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {
 """The models of `gpipe.models`: the shape of one input row, with one dimension for tokens, and default arguments."""
 SAMPLE_ROWS = 4
 
-# Long help texts, because tyro keeps the line breaks of docstrings.
 MODEL = (
     f"A model of gpipe.models: {', '.join(NETWORKS)}. Or MODULE:FUNCTION, a function that returns your model (a "
     "module, or a list of layers) and an example mini-batch."
@@ -45,8 +44,6 @@ SIZE = (
     + "."
 )
 SCHEDULE = f"Schedule: {', '.join(SCHEDULES)}, or auto to search for one. By default the fastest of the named ones."
-OPTIMIZER = "Number of values the optimizer keeps per parameter: 2 for Adam, 1 for SGD with momentum."
-MEASURE = "Measure the time of each layer on this machine, and use it for the first device instead of its TFLOP/s."
 
 
 def plan(
@@ -57,8 +54,8 @@ def plan(
     partitions: Annotated[Count | None, optional("INT", aliases=["-k"])] = None,
     micro_batches: Annotated[Count | None, optional("INT", aliases=["-m"])] = None,
     schedule: Annotated[str | None, optional("NAME", help=SCHEDULE)] = None,
-    optimizer_numbers: Annotated[NotNegative, tyro.conf.arg(help=OPTIMIZER)] = 2.0,
-    measure: Annotated[bool, tyro.conf.arg(help=MEASURE)] = False,
+    optimizer_numbers: NotNegative = 2.0,
+    measure: bool = False,
 ) -> None:
     """Predicts the fastest plan to train a model, also on devices you do not have.
 
@@ -70,8 +67,9 @@ def plan(
         partitions: K: the number of partitions. By default the fastest.
         micro_batches: M: the number of micro-batches per mini-batch. By default the fastest.
         schedule: The schedule.
-        optimizer_numbers: The size of the optimizer's state.
-        measure: Whether to measure layers.
+        optimizer_numbers: Number of values the optimizer keeps per parameter: 2 for Adam, 1 for SGD with momentum.
+        measure: Measure the time of each layer on this machine, and use it for the first device instead of its
+            TFLOP/s.
     """
     fixed: dict[str, Any] = {"partitions": partitions, "micro_batches": micro_batches, "schedule": schedule}
     fixed["optimizer_numbers"] = optimizer_numbers
@@ -86,7 +84,7 @@ def plan(
             fleet = [device for text in devices for device in parse_devices(text)]
         except ValueError as error:
             problems.append(f"--devices: {error}")
-        raise_problems(problems)
+        raise_all(problems)
         import gpipe  # Imports torch, which takes a second, after the errors above.
 
         layers, sample = _call_user_function(model) if ":" in model else _build_model(model, size, measure)

@@ -9,14 +9,7 @@ from rich.console import Console
 from gpipe.cli import exit_on_user_errors
 from gpipe.profiling import timelines_svg
 from gpipe.profiling.lanes import describe, find_ruler, format_peak, legend, panel
-from gpipe.recipes.options.training import (
-    NotNegative,
-    OptionalPath,
-    Positive,
-    optional,
-    out_of_bounds,
-    raise_problems,
-)
+from gpipe.recipes.options.training import NotNegative, OptionalPath, Positive, optional, out_of_bounds, raise_all
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.large_tables import LargeTable
 from gpipe.schedule.lower import place_shards
@@ -27,8 +20,6 @@ from gpipe.schedule.schedules.writing import Rows
 from gpipe.schedule.simulate import Figures, figures
 
 NAME = f"Name of the schedule: {', '.join(SCHEDULES)}."
-STAGES = "Number of stages per rank, as one number or one per schedule. By default each schedule's own number."
-SLICES = "S: the number of slices that each micro-batch is split into, as one number or one per schedule."
 MOST_DRAWN = 50_000  # Maximum number of stages times slices of micro-batches whose actions are drawn or listed.
 
 
@@ -58,8 +49,8 @@ def schedule(
     other: Annotated[str, tyro.conf.Positional, optional("[NAME2]")] = "",
     partitions: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 4,
     micro_batches: Annotated[int, tyro.conf.arg(aliases=["-m"])] = 8,
-    stages_per_rank: Annotated[tuple[int, ...], optional("INT [INT]", help=STAGES)] = (),
-    slices: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT [INT]", help=SLICES)] = (1,),
+    stages_per_rank: Annotated[tuple[int, ...], optional("INT [INT]")] = (),
+    slices: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT [INT]")] = (1,),
     forward: Positive = 1.0,
     backward_input: Positive = 1.0,
     backward_weight: Positive = 1.0,
@@ -75,8 +66,9 @@ def schedule(
         other: Name of a second schedule to compare with the first.
         partitions: K: the number of partitions (ranks).
         micro_batches: M: the number of micro-batches per mini-batch.
-        stages_per_rank: The number of stages per rank.
-        slices: The number of slices per micro-batch.
+        stages_per_rank: Number of stages per rank, as one number or one per schedule. By default each schedule's own
+            number.
+        slices: S: the number of slices that each micro-batch is split into, as one number or one per schedule.
         forward: Duration of a stage's forward pass (F), in any unit. Longer if the other schedule has more stages.
         backward_input: Duration of a stage's input-gradient pass (I).
         backward_weight: Duration of a stage's weight-gradient pass (W). A whole backward pass (B) takes I plus W.
@@ -96,7 +88,7 @@ def schedule(
             problems.append(f"--rank: {rank} is out of range. Choose 0 to {partitions - 1}.")
         if csv is not None and other:
             problems.append("--csv: got two schedules. Pass one schedule.")
-        raise_problems(problems)
+        raise_all(problems)
         requests = zip(names, (stages_per_rank or (None,)) * len(names), slices * len(names), strict=False)
         tables = [(*table_of(each, partitions, micro_batches, held, parts), parts) for each, held, parts in requests]
         most = max(len(placement) for _, placement, _ in tables)

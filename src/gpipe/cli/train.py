@@ -12,24 +12,12 @@ from tyro.extras import SubcommandApp
 
 from gpipe.cli import exit_on_remote_errors, exit_on_user_errors
 from gpipe.recipes.options.files import options_before
-from gpipe.recipes.options.training import (
-    OPTIONS,
-    Count,
-    OptionalCount,
-    TrainOptions,
-    optional,
-    out_of_bounds,
-    raise_problems,
-)
+from gpipe.recipes.options.training import OPTIONS, Count, OptionalCount, TrainOptions, check_bounds, optional
 
 if TYPE_CHECKING:
     from gpipe.recipes.trained import Translator
 
 LINES_AT_ONCE = 64  # Lines that are translated together, unless they are typed in a terminal.
-
-PARTITIONS = "K: the number of partitions of the model. By default 2, or all processes of torchrun."
-BEAM = "Number of beams for a run of the translation recipe, which is also translated greedily. 1: no beam search."
-SENTENCES = "Maximum number of test sentences per language for a run of the translation recipe. By default all."
 
 
 def train_app(arguments: Sequence[str]) -> SubcommandApp:
@@ -77,23 +65,26 @@ def _train(name: str, options: TrainOptions) -> None:
 
 def evaluate(
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, optional("RUN [RUN ...]")],
-    partitions: Annotated[Count | None, optional("INT", help=PARTITIONS)] = None,
-    beam: Annotated[Count | None, optional("INT", help=BEAM)] = None,
-    sentences: Annotated[Count | None, optional("INT", help=SENTENCES)] = None,
+    partitions: OptionalCount = None,
+    beam: OptionalCount = None,
+    sentences: OptionalCount = None,
 ) -> None:
     """Evaluates runs on data that their training has not used. Prints a table and writes RUN/evaluation.json.
 
     Args:
         runs: Folders of runs that `gpipe train` wrote. For several, also prints the mean and standard deviation.
-        partitions: The number of partitions.
-        beam: The number of beams.
-        sentences: The maximum number of sentences.
+        partitions: K: the number of partitions of the model. By default 2, or all processes of torchrun. Does not
+            change the results.
+        beam: Number of beams of the beam search, for runs of the translation recipe. 1: only greedy decoding. By
+            default the option of the run.
+        sentences: Maximum number of test sentences per language, for runs of the translation recipe. By default the
+            option of the run.
     """
     changes = {"beam": beam, "sentences": sentences}
     with exit_on_user_errors():
         if not runs:
             raise ValueError("RUN: got no folder. Pass the folder of a run of `gpipe train`, such as out/digits.")
-        raise_problems(out_of_bounds(evaluate, {"partitions": partitions, **changes}))
+        check_bounds(evaluate, {"partitions": partitions, **changes})
         from gpipe.recipes.options.files import recipe_of
         from gpipe.recipes.trained import evaluate_run, spread
         from gpipe.recipes.world import find_world, joined
@@ -125,7 +116,7 @@ def record(
         partitions: K: the number of partitions of the model. By default the number of processes.
     """
     with exit_on_user_errors():
-        raise_problems(out_of_bounds(record, {"steps": steps, "partitions": partitions}))
+        check_bounds(record, {"steps": steps, "partitions": partitions})
         from gpipe.recipes.world import find_world, joined
 
         world = find_world(os.environ)
@@ -149,7 +140,7 @@ def translate(run: Path, beam: Count = 4, partitions: OptionalCount = None) -> N
     """
     with ExitStack() as stack:
         with exit_on_user_errors():
-            raise_problems(out_of_bounds(translate, {"beam": beam, "partitions": partitions}))
+            check_bounds(translate, {"beam": beam, "partitions": partitions})
             from gpipe.recipes.prepare import WEIGHTS
             from gpipe.recipes.trained import opened_translator
 

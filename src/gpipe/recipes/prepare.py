@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import gpipe
 from gpipe.recipes.data import require
 from gpipe.recipes.options.files import write_config
-from gpipe.recipes.options.training import TrainOptions, flag, raise_problems
+from gpipe.recipes.options.training import TrainOptions, flag, raise_all
 from gpipe.recipes.recipe import Averages, Recipe, Share
 from gpipe.recipes.world import World, broadcast_from_first, find_world
 
@@ -87,7 +87,7 @@ def from_extra(extra: Mapping[str, Any], options: TrainOptions, data: str = "") 
     ]
     if extra["data"] != data:
         problems.append("--resume: the training data has changed. Restore it, or start again without --resume.")
-    raise_problems(problems)
+    raise_all(problems)
     return Progress([Epoch(**epoch) for epoch in extra["epochs"]], list(extra["losses"]), extra["seconds"])
 
 

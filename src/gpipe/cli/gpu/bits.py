@@ -27,6 +27,7 @@ from gpipe.schedule.schedules import SCHEDULES
 SEED, STEPS, LAYERS, M = 3, 2, 8, 4
 LIMIT = timedelta(seconds=480)  # Timeout of the process group, shorter than the limit of a check.
 State = dict[str, Tensor]  # Results of a training: losses, gradients, parameters and buffers, on the CPU.
+Settings = dict[str, Any]  # Arguments of a pipe.
 Task = Callable[[], tuple[list[nn.Module], Tensor, Tensor]]  # Builds eight layers, inputs and targets.
 
 
@@ -106,7 +107,7 @@ def compare(
     task: Task,
     reference: Callable[[], State],
     placement: Sequence[torch.device],
-    pipes: Sequence[dict[str, Any]],
+    pipes: Sequence[Settings],
 ) -> Iterator[Finding]:
     """Yields whether pipes with these settings are bitwise identical to the reference. Errors become findings."""
     wrong = []
@@ -123,9 +124,8 @@ def compare(
         try:
             state = train(task, placement, **settings)
             different = [name for name in expected if not torch.equal(state[name], expected[name])]
-            problem = ""
-            if different:
-                problem = f"{len(different)} of {len(expected)} tensors differ: {', '.join(different[:3])} ..."
+            differ = f"{len(different)} of {len(expected)} tensors differ: {', '.join(different[:3])} ..."
+            problem = differ if different else ""
         except Exception as error:
             traceback.print_exc()
             problem = f"{type(error).__name__}: {error}"[:200]
@@ -204,8 +204,7 @@ def nccl(every: int) -> Iterator[Finding]:
         different = [tensor for tensor, digest in expected.items() if merged.get(tensor) != digest]
         right += [] if different else [name]
         if different:
-            share = f"{len(different)} of {len(expected)} tensors differ"
-            yield Finding("failed", f"{title}, {name}: {share}: {different[0]}")
+            yield Finding("failed", f"{title}, {name}: {len(different)} of {len(expected)} differ: {different[0]}")
     yield Finding("passed" if right else "failed", f"{title}, like one process: {', '.join(right) or 'none'}")
     if not has_nccl():
         yield Finding("not run", f"NCCL is not available for {all_devices[0].type}.")

@@ -320,14 +320,9 @@ class DecoderLayer(ResidualLayer):
 
     pop = ("memory", "mask")
 
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor,
-        mask: Tensor,
-        self_cache: KeyValueCache | None = None,
-        memory_cache: KeyValueCache | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor, *caches: KeyValueCache) -> Tensor:
+        """Runs the layer. In generation, pass the cache of the self-attention and of the attention to the memory."""
+        self_cache, memory_cache = caches or (None, None)
         x = x + self.dropout(self.attention(self.attention_norm(x), None, None, self_cache))
         attended = self.memory_attention(self.memory_norm(x), mask, memory, memory_cache)
         return self.feed_forward(x + self.dropout(attended))

@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
-from gpipe.recipes.options.training import OPTIONS, TrainOptions, key_of, raise_problems
+from gpipe.recipes.options.training import OPTIONS, TrainOptions, key_of, raise_all
 
 WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Path: "a string"}
 CONFIG = "config.toml"
@@ -127,7 +127,7 @@ def read_options(file: Path, recipe: str, selected: Container[str] | None = None
             values[names[key]] = parse(value, hints[names[key]])
         except ValueError as error:
             problems.append(f"{file}: {key} has the invalid value {value!r}. {error}")
-    raise_problems(problems)
+    raise_all(problems)
     return values
 
 

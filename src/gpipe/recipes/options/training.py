@@ -64,10 +64,15 @@ def out_of_bounds(typed: Any, values: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{flag(name)}: {value} is out of range. Choose {bounds.words}."
 
 
-def raise_problems(problems: Iterable[str]) -> None:
+def raise_all(problems: Iterable[str]) -> None:
     """Raises a ValueError with one line per problem, if there are any."""
     if lines := list(problems):
         raise ValueError("\n".join(lines))
+
+
+def check_bounds(typed: Any, values: Mapping[str, Any]) -> None:
+    """Raises a ValueError if values are outside the bounds of their types in a dataclass or function."""
+    raise_all(out_of_bounds(typed, values))
 
 
 def key_of(field: str) -> str:
@@ -162,7 +167,7 @@ class TrainOptions:
 
     def check(self) -> None:
         """Raises a ValueError with one line per invalid option."""
-        raise_problems(self.problems())
+        raise_all(self.problems())
 
     def problems(self) -> Iterator[str]:
         """Yields a message for each invalid option."""
