@@ -1,6 +1,6 @@
-"""What gpipe relies on in torch beyond what torch documents: each tried alone, so that a new torch is known by it.
+"""Tests every undocumented part of torch that gpipe uses, one at a time, to find what a new version of torch breaks.
 
-A failure here says what of `gpipe._torch` broke, what it is for and which modules use it; mend it there.
+A failure names the broken part of `gpipe._torch`, its purpose and the modules that use it. Fix it there.
 """
 
 import ast
@@ -52,32 +52,32 @@ from gpipe.tracing.interpreter import Placeholder
 SOURCE = Path(gpipe.__file__).parent
 PRIVATE = SOURCE / "_torch"
 ALLOWED = {
-    "_parameters": "what a module holds, by name: every tool that puts something into its place reads it",
-    "_buffers": "likewise",
-    "_modules": "likewise",
-    "_apply": "what `to` and its like call, and what modules override",
-    "_version": "how often a tensor was changed in place: torch's notes on autograd name it",
-    "_base": "what a tensor is a view of",
-    "_indices": "where numbers of a sparse tensor stand whose doubles are not added up yet: torch.sparse names it",
+    "_parameters": "the parameters of a module, by name; many tools that replace parameters use it",
+    "_buffers": "the buffers of a module",
+    "_modules": "the children of a module",
+    "_apply": "called by `to` and similar methods; modules override it",
+    "_version": "the number of in-place changes of a tensor; torch's notes on autograd mention it",
+    "_base": "the tensor of which a tensor is a view",
+    "_indices": "the indices of an uncoalesced sparse tensor; the documentation of torch.sparse mentions it",
     "_getframe": "of sys",
     "_rand": "the global generator of numpy.random",
-    "_abc_impl": "what abc keeps on a class",
-    "_waiters": "of threading.Condition: who waits for a queue",
+    "_abc_impl": "an attribute that abc sets on a class",
+    "_waiters": "of threading.Condition: the threads that wait",
     "_lru_cache_wrapper": "of functools",
-    "_loss_function": "by which models of transformers compute their loss",
+    "_loss_function": "the loss function of a model of transformers",
     "_exit": "of os",
-    "_init_weights": "what gives parts of a model their first values: of transformers, and of models that follow it",
-    "_no_split_modules": "what models of transformers say of themselves",
-    "_output_capturing_hooks_installed": "what models of transformers look for on themselves",
-    "_supports_mm_encoder_outputs": "what `generate` of transformers asks a model",
-    "_prepare_text_encoder_decoder_kwargs_for_generation": "where `generate` of transformers runs an encoder",
-    "_decoder_start_token_tensor": "what it begins with there",
-    "_original_forward": "what accelerate leaves on a module that it has prepared",
+    "_init_weights": "initializes a module, in transformers and similar models",
+    "_no_split_modules": "the blocks that a model of transformers declares",
+    "_output_capturing_hooks_installed": "set on a model of transformers with collecting hooks",
+    "_supports_mm_encoder_outputs": "read by `generate` of transformers",
+    "_prepare_text_encoder_decoder_kwargs_for_generation": "runs the encoder in `generate` of transformers",
+    "_decoder_start_token_tensor": "the first token in `generate` of transformers",
+    "_original_forward": "set by accelerate on a prepared module",
     "_asdict": "of a namedtuple",
-    "_fields": "likewise",
-    "_replace": "likewise",
+    "_fields": "of a namedtuple",
+    "_replace": "of a namedtuple",
 }
-"""Private names, of torch or others, that modules beside `_torch` may use."""
+"""Private names of torch and other libraries that modules outside `_torch` may use, each with its meaning."""
 UNDOCUMENTED = {
     "redispatch": {"stages/rng.py"},
     "autocast_increment_nesting": {"stages/thread_state.py"},
@@ -88,12 +88,12 @@ UNDOCUMENTED = {
     "sdpa_backward_flop_count": {"planner/profile.py"},
     "WeakIdKeyDictionary": {"stages/remote_layers.py"},
 }
-"""Names without an underscore that torch does not document, or not for use, and the modules that use them."""
+"""Undocumented names of torch without an underscore, and the modules that use them."""
 
 
 @cache
 def modules_of_ours() -> dict[str, ast.Module]:
-    """All source, by its path."""
+    """Returns the syntax tree of each source file, by path."""
     return {file.relative_to(SOURCE).as_posix(): ast.parse(file.read_text()) for file in sorted(SOURCE.rglob("*.py"))}
 
 
@@ -110,19 +110,19 @@ def imported_from_private(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def users() -> dict[str, set[str]]:
-    """What each module takes of `_torch`."""
+    """Returns the names that each module imports from `_torch`."""
     return {path: set(imported_from_private(tree)) for path, tree in modules_of_ours().items()}
 
 
 @contextmanager
 def relied_on(name: str, purpose: str) -> Iterator[None]:
-    """Around what gpipe relies on: says what broke, what it is for and who uses it."""
+    """Adds the purpose and the users of a name in `_torch` to an error inside the context."""
     try:
         yield
     except Exception as error:
-        who = ", ".join(path for path, names in users().items() if name in names)
+        files = ", ".join(path for path, names in users().items() if name in names)
         raise AssertionError(
-            f"torch {torch.__version__}: gpipe._torch's {name} broke, which {purpose}; used in {who}"
+            f"torch {torch.__version__} breaks {name} of gpipe._torch, which {purpose}. It is used in {files}."
         ) from error
 
 
@@ -130,7 +130,7 @@ def relied_on(name: str, purpose: str) -> Iterator[None]:
 
 
 def own_private_names() -> set[str]:
-    """The private names that gpipe itself defines: functions, classes, and attributes set on self."""
+    """Returns the private names that gpipe itself defines: functions, classes, and attributes of self."""
     names: set[str] = set()
     for node in (node for tree in modules_of_ours().values() for node in ast.walk(tree)):
         match node:
@@ -148,7 +148,7 @@ def is_private(name: str) -> bool:
 
 
 def foreign(tree: ast.AST, own: set[str]) -> set[str]:
-    """The private names of others that code uses, also by way of strings."""
+    """Returns the private names of other libraries that code uses, also in strings."""
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:
@@ -163,7 +163,7 @@ def foreign(tree: ast.AST, own: set[str]) -> set[str]:
 
 
 def named(tree: ast.AST) -> set[str]:
-    """The names that code imports or has as attributes."""
+    """Returns the names that code imports or uses as attributes."""
     nodes = list(ast.walk(tree))
     imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
     return imported | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
@@ -184,7 +184,7 @@ def test_no_other_module_uses_what_is_private_to_torch() -> None:
 
 
 def offered() -> set[str]:
-    """The names that `_torch` offers."""
+    """Returns the public names of `_torch`."""
     names = {alias.name for alias in trees_imported() if alias.asname == alias.name}
     for path in (path for path in modules_of_ours() if path.startswith("_torch/")):
         for node in modules_of_ours()[path].body:
@@ -216,7 +216,7 @@ def test_an_encoder_of_torch_asks_how_its_mask_lies_before_it_nests() -> None:
 
     names: list[str] = []
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, batch_first=True), 2).eval()
-    with relied_on("CHECKS_MASK_ALIGNMENT", "refuses what evaluates in nested tensors"), torch.no_grad(), Calls():
+    with relied_on("CHECKS_MASK_ALIGNMENT", "rejects encoders that use nested tensors"), torch.no_grad(), Calls():
         encoder(torch.zeros(2, 3, 4), src_key_padding_mask=torch.zeros(2, 3, dtype=torch.bool))
         assert dispatcher.CHECKS_MASK_ALIGNMENT in names
 
@@ -228,7 +228,10 @@ def test_what_a_node_saved_lies_in_another_storage_as_it_did_before() -> None:
         saved.append(autograd.SavedTensor.of(tensor))
         return saved[-1]
 
-    with relied_on("SavedTensor", "frees what autograd keeps, and brings it back"), relied_on("unpack", "gives it"):
+    with (
+        relied_on("SavedTensor", "offloads saved tensors, and restores them"),
+        relied_on("unpack", "returns them to autograd"),
+    ):
         x = torch.randn(4, 3, requires_grad=True)
         with saved_tensors_hooks(pack, autograd.unpack):
             y = (x * 2).t().exp()
@@ -276,7 +279,7 @@ def test_the_names_that_stay_where_they_are_do_what_they_say() -> None:
 
 
 class Pair:
-    """A class that somebody registered."""
+    """A class that is registered in torch's trees."""
 
     def __init__(self, one: object, other: object) -> None:
         self.both = [one, other]
@@ -294,14 +297,14 @@ _pytree.register_pytree_node(
 
 def test_trees() -> None:
     value = {"a": [torch.ones(1), 2], "b": (3,)}
-    with relied_on("tree_flatten", "takes values apart where they cross"):
+    with relied_on("tree_flatten", "splits values at stage boundaries into leaves"):
         leaves, spec = trees.tree_flatten(value)
         assert leaves == [value["a"][0], 2, 3]
-    with relied_on("tree_unflatten", "puts values together behind a crossing"):
+    with relied_on("tree_unflatten", "rebuilds values after a stage boundary"):
         assert trees.tree_unflatten([4, 5, 6], spec) == {"a": [4, 5], "b": (6,)}
     with relied_on("tree_leaves", "finds tensors in values"):
         assert trees.tree_leaves(value) == leaves
-    with relied_on("tree_map", "makes a module's sketch on the meta device"):
+    with relied_on("tree_map", "copies a module to the meta device"):
         assert trees.tree_map(lambda leaf: leaf + 1, [1, (2,)]) == [2, (3,)]
     with relied_on("map_tensors", "replaces tensors in values"):
         made = trees.map_tensors({"a": (Pair(torch.ones(1), 2), deque([2])), "b": [None]}, lambda tensor: tensor + 1)
@@ -309,7 +312,7 @@ def test_trees() -> None:
         assert (made["a"][1], made["b"]) == (deque([2]), [None])
     with relied_on("tree_flatten_with_path", "finds what cannot be split"):
         found = trees.tree_flatten_with_path({"a": [1, 2], "b": (3,)}, is_leaf=lambda item: isinstance(item, list))[0]
-        with relied_on("keystr", "names a place in a value to the user"):
+        with relied_on("keystr", "names the path of a leaf in messages"):
             assert [(trees.keystr(path), leaf) for path, leaf in found] == [("['a']", [1, 2]), ("['b'][0]", 3)]
 
 
@@ -348,12 +351,12 @@ def test_plain_containers_are_walked_as_torch_walks_them(value: object) -> None:
 
 
 def test_a_size_stays_one() -> None:
-    with relied_on("map_tensors", "hands on what torch's own trees make a tuple of"):
+    with relied_on("map_tensors", "keeps the class torch.Size"):
         assert trees.map_tensors((torch.ones(2), torch.Size([2])), torch.neg)[1].numel() == 2
 
 
 def test_context_variables_of_torch_are_known() -> None:
-    with relied_on("variables_of_torch", "tells the variables that layers set from those that compilers set"):
+    with relied_on("variables_of_torch", "distinguishes variables of layers from variables of compilers"):
         import torch._dynamo.variables.base as dynamo
         from torch._inductor import config as inductor
 
@@ -364,49 +367,49 @@ def test_context_variables_of_torch_are_known() -> None:
 
 
 def test_devices_of_any_maker() -> None:
-    """What only an accelerator shows is in tests/accelerator, on a simulated one."""
+    """Tests on a CPU. tests/accelerator has tests on a simulated accelerator."""
     cpu, meta = accelerator.CPU, torch.device("meta")
     with (
-        relied_on("accelerators", "finds where ranks can be"),
-        relied_on("initialized_accelerators", "keeps generators as they are"),
+        relied_on("accelerators", "finds devices for ranks"),
+        relied_on("initialized_accelerators", "restores generators"),
     ):
         assert (
             len(accelerator.accelerators())
             == torch.accelerator.device_count()
             >= len(accelerator.initialized_accelerators())
         )
-    with relied_on("kinds", "keeps each kind's autocast"):
+    with relied_on("kinds", "passes the autocast of each device type to rank threads"):
         assert accelerator.kinds()[0] == "cpu"
-    with relied_on("queues", "tells who needs streams"):
+    with relied_on("queues", "decides which devices need streams"):
         assert [accelerator.queues(torch.device(kind)) for kind in ("cpu", "meta", "mps", "cuda")] == [False] * 3 + [
             True
         ]
-    with relied_on("numbered", "gives devices one name"):
+    with relied_on("numbered", "gives each device one name"):
         assert [accelerator.numbered(device) for device in (torch.device("cpu", 0), meta)] == [cpu, meta]
-    with relied_on("default_generator", "draws as torch does"):
+    with relied_on("default_generator", "uses torch's default generators"):
         assert accelerator.default_generator(cpu) is accelerator.default_generator(meta) is torch.default_generator
     generator, again = (torch.Generator().manual_seed(5) for _ in range(2))
     before = torch.default_generator.get_state()
-    with relied_on("standing_in", "keys what takes no generator"):
+    with relied_on("standing_in", "keys random operations without a generator argument"):
         for _ in range(2):
             with accelerator.standing_in(generator):
                 assert torch.equal(torch.rand(3), torch.rand(3, generator=again))
     assert torch.equal(torch.default_generator.get_state(), before)
-    with relied_on("own_generator", "keeps what is torch's own"), accelerator.own_generator(cpu) as own:
+    with relied_on("own_generator", "reads the state of a default generator"), accelerator.own_generator(cpu) as own:
         assert own is torch.default_generator
-    with relied_on("copied_to_host", "saves in the background"):
+    with relied_on("copied_to_host", "copies checkpoints to the host in the background"):
         (copy,) = accelerator.copied_to_host([generator.get_state()])
         assert torch.equal(copy, again.get_state())
-    with relied_on("queued_on", "puts work on a stream"), accelerator.queued_on(None):
+    with relied_on("queued_on", "queues kernels on a stream"), accelerator.queued_on(None):
         assert torch.ones(1).is_cpu
-    with relied_on("current_stream", "orders a rank behind its caller"):
+    with relied_on("current_stream", "makes a rank wait for its caller's kernels"):
         assert callable(torch.accelerator.current_stream)
     linear = nn.Linear(2, 2)
     linear.weight.register_hook(lambda gradient: None)
-    with relied_on("keep_parameters", "keeps optimizers that were made before"):
+    with relied_on("keep_parameters", "keeps optimizers valid that were created before the pipe"):
         accelerator.keep_parameters(linear, meta, lambda tensor: tensor.to(meta))
         assert linear.weight.is_meta
-    with relied_on("put_data", "keeps what hangs on parameters"):
+    with relied_on("put_data", "keeps hooks of parameters"):
         accelerator.put_data(linear.weight, torch.ones(2, 2))
         assert linear.weight.is_cpu
         assert linear.weight._backward_hooks
@@ -418,7 +421,7 @@ def test_devices_of_any_maker() -> None:
 
 
 def test_a_dataclass_can_be_a_node() -> None:
-    with relied_on("OpenDataclass", "takes apart what a model hands on as a dataclass"):
+    with relied_on("OpenDataclass", "splits dataclasses into leaves"):
         leaves, spec = trees.tree_flatten(trees.OpenDataclass(Line, {"one": 1, "other": 2}))
         assert leaves == [1, 2]
         assert trees.tree_unflatten([3, 4], spec) == Line(3, 4)
@@ -431,7 +434,7 @@ class Line:
 
 
 def test_a_structure_can_be_read_and_made() -> None:
-    with relied_on("TreeSpec", "is how a message tells the structure of a value"):
+    with relied_on("TreeSpec", "describes the structure of a value in messages between ranks"):
         spec = trees.tree_flatten({"a": [1, 2]})[1]
         assert (spec.type, spec.context, spec.num_leaves) == (dict, ["a"], 2)
         inner = spec.children()[0]
@@ -448,7 +451,7 @@ def test_registered_classes_are_known_by_name() -> None:
         assert (known.serialized_type_name, trees.registration(set)) == ("tests.Pair", None)
         assert trees.registration(list).serialized_type_name == "builtins.list"
         assert known.from_dumpable_context(known.to_dumpable_context("context")) == "context"
-    with relied_on("registered_class", "finds a class of the user by its name in a message"):
+    with relied_on("registered_class", "finds a registered class by the name in a message"):
         assert (trees.registered_class("tests.Pair"), trees.registered_class("nobody.Knows")) == (Pair, None)
 
 
@@ -457,7 +460,7 @@ def test_registered_classes_are_known_by_name() -> None:
 
 def test_gradients_are_accumulated() -> None:
     weight = torch.ones(2, requires_grad=True)
-    with relied_on("accumulate_gradients", "runs the backward of a stage"):
+    with relied_on("accumulate_gradients", "runs the backward pass of a stage"):
         for _ in range(2):
             autograd.accumulate_gradients([weight * 2, weight * 3], [torch.ones(2), torch.ones(2)])
         assert weight.grad is not None
@@ -472,7 +475,7 @@ def test_gradients_are_accumulated() -> None:
 
 
 def product_nodes() -> dict[str, Any]:
-    """A node of each kind of product."""
+    """Returns a node of each kind of product."""
     x, weight, bias = torch.randn(4, 5), torch.randn(3, 5, requires_grad=True), torch.randn(3, requires_grad=True)
     image, kernel = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3, requires_grad=True)
     return {
@@ -484,14 +487,14 @@ def product_nodes() -> dict[str, Any]:
 
 
 def test_products_are_known_with_the_places_of_their_weights() -> None:
-    with relied_on("WEIGHT_SLOTS", "finds the products whose weights can wait"):
+    with relied_on("WEIGHT_SLOTS", "finds the products whose weight gradients can be deferred"):
         nodes = product_nodes()
         assert {kind.__name__: kind for kind in autograd.WEIGHT_SLOTS} == {n: type(f) for n, f in nodes.items()}
-    with relied_on("LEAF_NODE", "finds the leaves that a backward comes to"):
+    with relied_on("LEAF_NODE", "finds the leaves of a backward pass"):
         leaf, _ = nodes["AddmmBackward0"].next_functions[0]
         assert leaf.variable.shape == (3,)
         assert type(leaf) is autograd.LEAF_NODE
-    with relied_on("LAYOUT_NODES", "finds weights that were laid out or cast for a product"):
+    with relied_on("LAYOUT_NODES", "finds weights that were transposed or cast for a product"):
         weight = torch.randn(1, 2, 3, requires_grad=True)
         laid = (
             weight[0].new_tensor(weight.tolist()).requires_grad_(),
@@ -508,13 +511,16 @@ def test_products_are_known_with_the_places_of_their_weights() -> None:
         )
         kinds = {type(one.grad_fn) for one in laid if one.grad_fn is not None}
         assert kinds == autograd.LAYOUT_NODES
-    with relied_on("PLAIN", "leaves weights alone that have a way of their own"):
+    with relied_on("PLAIN", "excludes weights of Tensor subclasses"):
         assert {Tensor, nn.Parameter} == autograd.PLAIN
 
 
 @pytest.mark.parametrize("name", product_nodes())
 def test_the_gradients_of_a_products_weights_are_those_of_torch(name: str) -> None:
-    with relied_on("Product", "keeps what is needed for it"), relied_on("read_product", "computes gradients later"):
+    with (
+        relied_on("Product", "keeps the inputs of deferred weight gradients"),
+        relied_on("read_product", "computes them later"),
+    ):
         node = product_nodes()[name]
         product: autograd.Product | None = autograd.read_product(node)
         assert product is not None
@@ -529,7 +535,7 @@ def test_the_gradients_of_a_products_weights_are_those_of_torch(name: str) -> No
 
 def test_what_a_product_saved_is_not_read_where_hooks_unpack_it_or_the_formulas_do_not_hold() -> None:
     weight, bias = torch.randn(5, 3, requires_grad=True), torch.randn(3)
-    with relied_on("read_product", "computes the gradients of weights later"):
+    with relied_on("read_product", "computes deferred weight gradients"):
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             hooked = torch.mm(torch.randn(4, 5), weight)
         assert autograd.read_product(hooked.grad_fn) is None
@@ -543,7 +549,7 @@ def test_what_a_product_saved_is_not_read_where_hooks_unpack_it_or_the_formulas_
 
 
 def test_hooks_on_nodes_are_seen() -> None:
-    with relied_on("has_node_hooks", "sees that somebody looks at the gradients of weights"):
+    with relied_on("has_node_hooks", "detects hooks that would see weight gradients"):
         node = product_nodes()["AddmmBackward0"]
         assert not autograd.has_node_hooks(node)
         handle = node.register_hook(lambda made, came: None)
@@ -553,7 +559,7 @@ def test_hooks_on_nodes_are_seen() -> None:
 
 
 class Asks(torch.autograd.Function):
-    """Asks in its backward whether that comes to a leaf's node, and which node runs."""
+    """Records in its backward whether the leaf's node will run, and which node runs."""
 
     answers: list[tuple[bool, int]]
 
@@ -575,7 +581,7 @@ def asked() -> tuple[Tensor, Tensor, list[tuple[bool, int]]]:
 
 
 def test_a_node_knows_what_a_backward_is_for() -> None:
-    with relied_on("will_run", "refuses a backward for some inputs alone"):
+    with relied_on("will_run", "rejects a backward pass for only some inputs"):
         out, _, answers = asked()
         out.backward()
         out, x, later = asked()
@@ -584,29 +590,32 @@ def test_a_node_knows_what_a_backward_is_for() -> None:
 
 
 def test_nodes_are_numbered_as_they_are_made() -> None:
-    with relied_on("next_node_number", "says which nodes a layer makes"), relied_on("node_number", "names a layer"):
+    with (
+        relied_on("next_node_number", "shows which nodes a layer creates"),
+        relied_on("node_number", "finds the layer of a node"),
+    ):
         number = autograd.next_node_number()
         out, _, answers = asked()
         assert out.grad_fn is not None
         assert number <= autograd.node_number(out.grad_fn) < autograd.next_node_number()
-    with relied_on("running_node", "names the layer that draws in its backward"):
+    with relied_on("running_node", "finds the layer that uses random numbers in its backward"):
         out.backward()
         assert answers[0][1] == autograd.node_number(out.grad_fn)
 
 
 def test_hooks_on_tensors_are_seen() -> None:
-    with relied_on("gradient_hooks_of", "puts back what hooks of gradients have changed"):
+    with relied_on("gradient_hooks_of", "restores state that gradient hooks changed"):
         leaf = torch.ones(2, requires_grad=True)
         heard: list[str] = []
         leaf.register_hook(lambda _: heard.append("gradient"))
         leaf.register_post_accumulate_grad_hook(lambda _: heard.append("accumulated"))
         assert [len(hooks) for hooks in autograd.gradient_hooks_of(leaf)] == [1, 1]
-    with relied_on("has_gradient_hooks", "sees that somebody looks at what crosses"):
+    with relied_on("has_gradient_hooks", "detects hooks on boundary tensors"):
         one = torch.ones(1, requires_grad=True) * 1
         assert not autograd.has_gradient_hooks(one)
         one.register_hook(lambda gradient: None)
         assert autograd.has_gradient_hooks(one)
-    with relied_on("has_hooks", "refuses to give values to what has hooks, which would not come along"):
+    with relied_on("has_hooks", "rejects hooks on tensors that gpipe initializes"):
         put = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
         leaves = [torch.ones(1, requires_grad=True) for _ in put]
         assert [autograd.has_hooks(leaf) for leaf in leaves] == [False, False]
@@ -616,7 +625,7 @@ def test_hooks_on_tensors_are_seen() -> None:
 
 
 def test_what_python_refers_to_is_known() -> None:
-    with relied_on("is_held", "copies a gradient that a function has in a place of its own"):
+    with relied_on("is_held", "copies gradients that other code still refers to"):
         tensors = [torch.ones(4), torch.ones(4)[1:]]
         assert [autograd.is_held(tensors, at) for at in range(2)] == [False, False]
         workspace, whole = tensors[0], tensors[1]._base
@@ -641,18 +650,18 @@ def test_tensors_of_one_memory_are_counted() -> None:
 
 
 def test_forward_mode_is_seen() -> None:
-    with relied_on("is_differentiated_forward", "refuses tangents, and costs nothing where there are none"):
+    with relied_on("is_differentiated_forward", "rejects forward-mode tangents"):
         assert not autograd.is_differentiated_forward()
         with forward_ad.dual_level():
             assert autograd.is_differentiated_forward()
 
 
 def test_tensors() -> None:
-    with relied_on("copy_each", "puts summed gradients back"):
+    with relied_on("copy_each", "writes summed gradients back"):
         into = [torch.zeros(2), torch.zeros(1)]
         autograd.copy_each(into, torch.arange(3.0).split([2, 1]))
         assert [tensor.tolist() for tensor in into] == [[0, 1], [2]]
-    with relied_on("negative_view", "copies a tensor with its sign bit"):
+    with relied_on("negative_view", "copies a negative view"):
         one = torch.ones(2)
         assert autograd.negative_view(one).is_neg()
         assert autograd.negative_view(autograd.negative_view(one)).data_ptr() == one.data_ptr()
@@ -699,17 +708,17 @@ def test_what_is_set_in_a_thread_is_seen() -> None:
     def pack(tensor: Tensor) -> Tensor:
         return tensor
 
-    with relied_on("saved_tensor_hooks", "carries save_on_cpu and its like into rank threads"):
+    with relied_on("saved_tensor_hooks", "applies save_on_cpu and similar hooks in rank threads"):
         assert modes.saved_tensor_hooks() is None
         with saved_tensors_hooks(pack, pack):
             assert modes.saved_tensor_hooks() == (pack, pack)
         assert modes.saved_tensor_hooks() is None
     with (
-        relied_on("OwnMode", "watches what a loss or a layer calls, and is none of the modes of users"),
+        relied_on("OwnMode", "observes calls of a loss or layer, and is not a mode of the user"),
         modes.OwnMode(),
     ):
         assert modes.modes_here() == (None, [])
-    with relied_on("modes_here", "carries the default device into rank threads, and refuses other modes"):
+    with relied_on("modes_here", "sets the default device in rank threads, and rejects other modes"):
         assert modes.modes_here() == (None, [])
         counter, listener = FlopCounterMode(display=False), TorchFunctionMode()
         with torch.device("meta"), listener, counter:
@@ -726,7 +735,7 @@ def test_a_mode_that_is_paused_sees_nothing() -> None:
             return func(*args, **(kwargs or {}))
 
     seen: list[object] = []
-    with relied_on("paused", "has the modules of a model run as they are, while what is between them is seen"):
+    with relied_on("paused", "hides calls inside units from the interpreter"):
         with Sees() as mode:
             torch.ones(2)
             with modes.paused(mode):
@@ -746,7 +755,7 @@ def test_operations_are_seen_with_those_of_backwards() -> None:
         def see(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
             self.found += [tensor.numel() for tensor in made]
 
-    with relied_on("Operations", "sees what memory is held for"):
+    with relied_on("Operations", "measures the memory of activations"):
         x, sizes = torch.ones(3, requires_grad=True), Sizes()
         with sizes:
             y = x * 2
@@ -765,7 +774,7 @@ def test_a_subclass_of_tensor_can_be_taken_for_a_plain_tensor() -> None:
             raise TypeError
 
     refuses = torch.ones(2).as_subclass(Refuses)
-    with relied_on("as_plain_tensors", "answers what is asked of the layout of a tensor that is not there"):
+    with relied_on("as_plain_tensors", "answers queries of a placeholder's layout"):
         with modes.as_plain_tensors():
             assert refuses.shape == (2,)
         with pytest.raises(TypeError):
@@ -774,7 +783,7 @@ def test_a_subclass_of_tensor_can_be_taken_for_a_plain_tensor() -> None:
 
 def test_operations_are_counted_without_hooks_on_what_modules_take() -> None:
     layer, x = nn.Linear(3, 5), torch.ones(2, 3, requires_grad=True)
-    with relied_on("flop_counter", "counts what layers cost that are replayed"):
+    with relied_on("flop_counter", "counts the operations of layers"):
         with modes.flop_counter({}) as counter:
             out = layer(x)
             assert counter.get_total_flops() == 2 * 2 * 3 * 5
@@ -784,7 +793,7 @@ def test_operations_are_counted_without_hooks_on_what_modules_take() -> None:
         assert counter.get_total_flops() == 3 * 2 * 2 * 3 * 5
     heads = torch.ones(1, 2, 4, 8, requires_grad=True)
     told = {modes.ATTENTION_ON_CPU: "forward", modes.ATTENTION_ON_CPU_BACKWARD: "backward"}
-    with relied_on("ATTENTION_ON_CPU", "counts what attention costs"):
+    with relied_on("ATTENTION_ON_CPU", "counts the operations of attention"):
         seen: list[str] = []
 
         def noting(name: str) -> Callable[..., int]:
@@ -802,7 +811,7 @@ def test_operations_are_counted_without_hooks_on_what_modules_take() -> None:
 
 def test_a_tensor_without_values_says_to_be_on_the_cpu() -> None:
     faking, weight = dispatcher.Fakes(), nn.Parameter(torch.empty(4, 3, device="meta"))
-    with relied_on("Fakes", "runs models on the meta device as far as layouts go"):
+    with relied_on("Fakes", "traces models on the meta device"):
         like = faking.like(weight)
         assert isinstance(like, nn.Parameter)
         with faking.inside():
@@ -814,7 +823,7 @@ def test_a_tensor_without_values_says_to_be_on_the_cpu() -> None:
             for needs in (made.sum().item, made.nonzero):
                 with pytest.raises(dispatcher.NEEDS_VALUES):
                     needs()
-    with relied_on("Fakes", "counts experts"):
+    with relied_on("Fakes", "counts the operations of experts"):
         ends = torch.tensor([2, 6, 8], dtype=torch.int32)
         for a, b, groups in ((2, 3, ends), (3, 2, ends), (2, 2, ends), (3, 3, None)):
             one, other = (torch.ones((3, 8, 8)[-dimensions:]) for dimensions in (a, b))
@@ -822,21 +831,21 @@ def test_a_tensor_without_values_says_to_be_on_the_cpu() -> None:
             with faking.inside():
                 made = F.grouped_mm(faking.like(one), other, offs=groups)
             assert (made.shape, made.stride(), made.dtype) == (real.shape, real.stride(), real.dtype)
-    with relied_on("without_memory", "stands for what other layers made where all else is made without values"):
+    with relied_on("without_memory", "creates placeholders in a fake mode"):
         with faking.inside():
             made_by_others = dispatcher.without_memory(Placeholder, (2, 3), torch.float64, torch.device("cuda"), True)
         assert type(made_by_others) is Placeholder
         assert (made_by_others.shape, made_by_others.is_cuda, made_by_others.requires_grad) == ((2, 3), True, True)
-    with relied_on("is_fake", "tells such tensors from others"):
+    with relied_on("is_fake", "distinguishes fake tensors from real ones"):
         assert dispatcher.is_fake(made)
         assert not dispatcher.is_fake(weight)
-    with relied_on("NEEDS_VALUES", "tells what cannot be done without values"):
+    with relied_on("NEEDS_VALUES", "detects operators that need values"):
         assert all(issubclass(kind, RuntimeError) for kind in dispatcher.NEEDS_VALUES)
 
 
 def test_a_module_holds_the_state_of_another() -> None:
     one, other = nn.Module(), nn.BatchNorm1d(2)
-    with relied_on("hold_state_of", "has a pipe have the names of its model"):
+    with relied_on("hold_state_of", "gives a pipe the names of its model"):
         modules.hold_state_of(one, other)
         other.register_buffer("late", torch.ones(1), persistent=False)
         assert one.state_dict().keys() == other.state_dict().keys()
@@ -850,11 +859,11 @@ def test_transforms_and_compilers_that_look_on_are_seen() -> None:
         seen.append((modes.is_vmapped(), modes.is_traced_by_compiler()))
         return x + 1
 
-    with relied_on("is_vmapped", "leaves draws below vmap alone"):
+    with relied_on("is_vmapped", "does not key random operations inside vmap"):
         look(torch.ones(2))
         vmap(look)(torch.ones(2))
         assert seen == [(False, False), (True, False)]
-    with relied_on("is_traced_by_compiler", "leaves draws alone that a compiler only traces"):
+    with relied_on("is_traced_by_compiler", "does not key random operations that a compiler traces"):
         make_fx(look, tracing_mode="fake")(torch.ones(2))
         assert seen[2:] == [(False, True)]
 
@@ -898,7 +907,7 @@ IN_COMPILED_CODE = """
 
 
 def test_a_kernel_is_left_alone_by_compiled_code() -> None:
-    with relied_on("untraced", "has random operations keyed in compiled code"):
+    with relied_on("untraced", "keys random operations in compiled code"):
         source = textwrap.dedent(IN_COMPILED_CODE)
         done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=170)
         assert done.returncode == 0, done.stderr
@@ -908,11 +917,11 @@ def test_a_kernel_is_left_alone_by_compiled_code() -> None:
 def test_what_the_compiler_wrapped_is_told_apart() -> None:
     layer, inside = nn.Linear(2, 2), nn.Linear(2, 2)
     inside.compile(backend="eager")
-    with relied_on("is_compiled", "refuses what compiled modules cannot do"):
+    with relied_on("is_compiled", "rejects models that are compiled as a whole"):
         assert modes.is_compiled(inside)
         wrapped: Any = torch.compile(layer, backend="eager")
         assert [modes.is_compiled(module) for module in (layer, wrapped)] == [False, True]
-    with relied_on("without_compiler", "knows a loss of torch that is compiled"):
+    with relied_on("without_compiler", "recognizes a compiled loss of torch"):
         assert modes.without_compiler(wrapped) is layer
         assert modes.without_compiler(torch.compile(F.mse_loss, backend="eager")) is F.mse_loss
         assert modes.without_compiler(F.mse_loss) is F.mse_loss
@@ -926,7 +935,7 @@ def test_norms_have_the_classes_that_they_had() -> None:
     with relied_on("AnyBatchNorm", "finds the BatchNorms of a model"):
         assert all(isinstance(norm, modules.AnyBatchNorm) for norm in norms)
         assert not isinstance(nn.LayerNorm(2), modules.AnyBatchNorm)
-    with relied_on("check_dimensions", "refuses what a BatchNorm does not take"):
+    with relied_on("check_dimensions", "rejects inputs that a BatchNorm does not accept"):
         modules.check_dimensions(nn.BatchNorm2d(2), torch.ones(1, 2, 3, 3))
         with pytest.raises(ValueError, match="4D"):
             modules.check_dimensions(nn.BatchNorm2d(2), torch.ones(1, 2))
@@ -934,7 +943,7 @@ def test_norms_have_the_classes_that_they_had() -> None:
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 def test_an_rnn_uses_the_weights_that_are_put_into_it(kind: Any) -> None:
-    with relied_on("refresh_weights_of_rnn", "has an RNN run with weights that several layers share"):
+    with relied_on("refresh_weights_of_rnn", "makes an RNN use shared weights"):
         rnn, x = kind(2, 2), torch.ones(1, 1, 2)
         before = rnn(x)[0]
         rnn._parameters["weight_ih_l0"] = nn.Parameter(rnn.weight_ih_l0.detach() + 1)
@@ -945,7 +954,7 @@ def test_an_rnn_uses_the_weights_that_are_put_into_it(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [nn.MultiheadAttention, nn.Linear])
 def test_what_resets_a_module_is_found(kind: Any) -> None:
-    with relied_on("reset_of", "gives values to a module that was built without them"):
+    with relied_on("reset_of", "initializes modules on the meta device"):
         module = kind(8, 2)
         before = [tensor.detach().clone() for tensor in module.parameters() if tensor.std() > 0]
         reset = modules.reset_of(module)
@@ -960,14 +969,14 @@ def test_hooks_of_modules_are_seen() -> None:
     def hook(*_: object) -> None:
         return None
 
-    with relied_on("hooks_of", "looks into hooks for what a layer keeps"):
+    with relied_on("hooks_of", "searches hooks for state of a layer"):
         layer = nn.Linear(1, 1)
         assert modules.hooks_of(layer) == []
         layer.register_forward_hook(hook)
         layer.register_full_backward_hook(hook)
         layer.register_full_backward_pre_hook(hook)
         assert modules.hooks_of(layer) == [hook] * 3
-    with relied_on("is_called_by_forward", "follows a model that calls forward of its blocks"):
+    with relied_on("is_called_by_forward", "traces a model that calls forward of its blocks"):
         plain, hooked, compiled = (nn.Linear(1, 1) for _ in range(3))
         hooked.register_forward_hook(hook)
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of torch.jit, by dynamo
@@ -975,7 +984,7 @@ def test_hooks_of_modules_are_seen() -> None:
         assert [*map(modules.is_called_by_forward, (plain, hooked, compiled))] == [True, False, False]
     with relied_on("count_forward_hooks", "describes a model, so that a changed one is verified again"):
         assert [*map(modules.count_forward_hooks, (plain, hooked))] == [0, 1]
-    with relied_on("global_hooks", "puts back what hooks of all modules have changed"):
+    with relied_on("global_hooks", "restores state that global hooks changed"):
         handle = nn.modules.module.register_module_forward_hook(hook)
         assert hook in modules.global_hooks()
         handle.remove()
@@ -983,7 +992,7 @@ def test_hooks_of_modules_are_seen() -> None:
 
 
 class Wrapper(Tensor):
-    """A tensor that says that it holds others."""
+    """A tensor that claims to hold other tensors."""
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return [], None
@@ -994,13 +1003,13 @@ class Wrapper(Tensor):
 
 
 def test_tensors_that_hold_others_are_seen() -> None:
-    with relied_on("is_wrapper", "refuses to store what is no plain tensor"):
+    with relied_on("is_wrapper", "rejects tensors that a checkpoint cannot store"):
         assert modules.is_wrapper(torch.ones(1).as_subclass(Wrapper))
         assert not modules.is_wrapper(nn.Parameter(torch.ones(1)))
 
 
 def test_the_timeout_of_a_group_is_read() -> None:
-    with relied_on("seconds_of_group", "waits for other processes as long as their group does"):
+    with relied_on("seconds_of_group", "uses the timeout of the process group"):
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
         try:
             assert dist.group.WORLD is not None
@@ -1030,9 +1039,9 @@ def test_a_scaler_believes_what_is_noted() -> None:
         assert modules.awaits_unscale(scaler, optimizer)
         scaler.unscale_(optimizer)
         assert not modules.awaits_unscale(scaler, optimizer)
-    with relied_on("found_infinite", "tells other ranks that a gradient was not finite"):
+    with relied_on("found_infinite", "reports infinite gradients to other ranks"):
         assert [bool(found) for found in modules.found_infinite(scaler, optimizer).values()] == [False]
-    with relied_on("note_infinite", "has all ranks skip the same steps"):
+    with relied_on("note_infinite", "makes all ranks skip the same steps"):
         modules.note_infinite(scaler, optimizer, {torch.device("cpu"): torch.ones(())})
         scaler.step(optimizer)
         scaler.update()
@@ -1049,7 +1058,7 @@ def test_a_scaler_looks_at_what_a_process_holds() -> None:
     spread = type("Gradient", (), {"to_local": lambda _: shard})()
     scaler = modules.LocalGradScaler("cpu", init_scale=2.0)
     optimizer: Any = SimpleNamespace(param_groups=[{"params": [*map(Spread, [whole, spread, None])]}])
-    with relied_on("LocalGradScaler", "divides gradients of which some are shards"):
+    with relied_on("LocalGradScaler", "unscales shards of gradients"):
         scaler.scale(torch.ones(()))
         scaler.unscale_(optimizer)
         assert (whole.item(), shard[1].item()) == (2.0, 1.0)
@@ -1060,11 +1069,11 @@ def test_a_scaler_looks_at_what_a_process_holds() -> None:
 
 
 def test_a_thread_may_go_by_a_key() -> None:
-    with relied_on("unused_key", "is where random operations are seen"):
+    with relied_on("unused_key", "intercepts random operations"):
         key = dispatcher.unused_key()
     with (
-        relied_on("is_key_included", "sees that scopes are nested"),
-        relied_on("include_key", "enters and leaves a scope"),
+        relied_on("is_key_included", "detects nested random scopes"),
+        relied_on("include_key", "enters and leaves a random scope"),
     ):
         assert not dispatcher.is_key_included(key)
         dispatcher.include_key(key, True)
@@ -1072,13 +1081,16 @@ def test_a_thread_may_go_by_a_key() -> None:
         dispatcher.include_key(key, False)
         assert inside
         assert not dispatcher.is_key_included(key)
-    with relied_on("exclude_key", "draws below the kernel that saw it"):
+    with relied_on("exclude_key", "runs a random operation below the kernel that intercepted it"):
         dispatcher.exclude_key(key, True)
         left_out = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
         dispatcher.exclude_key(key, False)
         assert left_out
         assert not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
-    with relied_on("stash", "keeps the scope of a thread"), relied_on("stashed", "finds the scope of a thread"):
+    with (
+        relied_on("stash", "stores the random scope of a thread"),
+        relied_on("stashed", "finds the random scope of a thread"),
+    ):
         kept = object()
         before = sys.getrefcount(kept)
         dispatcher.stash(kept)
@@ -1086,7 +1098,7 @@ def test_a_thread_may_go_by_a_key() -> None:
         assert sys.getrefcount(kept) == before + 1
         dispatcher.stash(None)
         assert sys.getrefcount(kept) == before
-    with relied_on("forget_stashed", "leaves nothing in a thread that ends"):
+    with relied_on("forget_stashed", "clears a thread that ends"):
         dispatcher.stash(kept)
         dispatcher.forget_stashed()
         assert not torch._C._is_key_in_tls(dispatcher.SLOT)
@@ -1094,31 +1106,31 @@ def test_a_thread_may_go_by_a_key() -> None:
 
 
 def test_keys_below_are_those_of_torch() -> None:
-    with relied_on("keys_below", "hands an operation on to torch"):
+    with relied_on("keys_below", "redispatches an operation to torch"):
         key = dispatcher.unused_key()
         below = dispatcher.keys_below(key)
         assert not below.has(key)
         assert below.has(torch._C.DispatchKey.AutogradCPU)
         assert below.has(torch._C.DispatchKey.CPU)
-    with relied_on("are_below_a_mode", "knows which operations are seen part by part"):
+    with relied_on("are_below_a_mode", "detects operations that torch decomposes"):
         assert not dispatcher.are_below_a_mode(torch._C._dispatch_keys(torch.ones(1)))
         assert dispatcher.are_below_a_mode(torch._C.DispatchKeySet(torch._C.DispatchKey.Python))
 
 
 def test_random_operations_are_known() -> None:
-    with relied_on("random_operators", "finds what is to be keyed"):
+    with relied_on("random_operators", "finds the operations to key"):
         names = {operator.name() for operator in dispatcher.random_operators()}
         known = ("rand", "randn", "randperm", "bernoulli", "native_dropout", "normal_", "multinomial", "randint.low")
         assert {f"aten::{name}" for name in known} <= names
         assert not {"aten::add.Tensor", "aten::dropout", "aten::lstm.input"} & names
         assert dispatcher.ATTENTION_ON_CPU not in {name.partition(".")[0] for name in names}
-    with relied_on("ATTENTION_ON_CPU", "keys no attention on the CPU that draws nothing"):
+    with relied_on("ATTENTION_ON_CPU", "excludes attention on the CPU, which uses no random numbers"):
         x, (space, _, name) = torch.ones(1, 1, 2, 2), dispatcher.ATTENTION_ON_CPU.partition("::")
         with pytest.raises(RuntimeError, match="dropout > 0"):
             getattr(getattr(torch.ops, space), name)(x, x, x, 0.5)
     with relied_on("arguments_of", "finds the overload that takes a generator"):
         assert dispatcher.arguments_of(torch.ops.aten.bernoulli.default) == ["self", "generator"]
-    with relied_on("Operator", "is what such an operation is"):
+    with relied_on("Operator", "is the type of an operation"):
         assert isinstance(torch.ops.aten.rand.default, torch._ops.OpOverload)
 
 
@@ -1130,7 +1142,7 @@ def test_control_flow_passes_a_key() -> None:
 
 
 def test_generators_are_told_apart() -> None:
-    with relied_on("is_one_generator", "takes torch's own generator for none"):
+    with relied_on("is_one_generator", "treats torch's default generator like no generator"):
         assert dispatcher.is_one_generator(torch.default_generator, torch.default_generator)
         assert not dispatcher.is_one_generator(torch.Generator(), torch.default_generator)
 
@@ -1183,7 +1195,7 @@ def test_a_checkpoint_can_be_told_to_leave_the_default_generator_alone(reentrant
         drawn.append(torch.rand(1))
         return x.sin()
 
-    with relied_on("read_checkpoint", "leaves the default generator of other threads alone"):
+    with relied_on("read_checkpoint", "does not change the default generator for other threads"):
         x = torch.ones(2, requires_grad=True)
         checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
         assert len(drawn) == 2
@@ -1198,19 +1210,21 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def test_compiled_recomputes_are_known() -> None:
-    with relied_on("reruns_by_default_generator", "refuses draws that a compiler's recompute would not repeat"):
+    with relied_on(
+        "reruns_by_default_generator", "rejects random numbers that a compiler's recomputation would not repeat"
+    ):
         assert rng_prims.__file__ is not None
         every = codes(compile(Path(rng_prims.__file__).read_text(), rng_prims.__file__, "exec"))
         known = [code.co_name for code in every if checkpoints.reruns_by_default_generator(code)]
         assert {"impl_cpu", "impl_cuda"} <= set(known)
-    with relied_on("is_of_checkpoints", "passes by all other code where something is drawn"):
+    with relied_on("is_of_checkpoints", "skips frames of other code"):
         assert checkpoints.is_of_checkpoints(CheckpointFunction.forward.__code__)
         assert not checkpoints.is_of_checkpoints(codes.__code__)
 
 
 def test_the_threads_of_an_operation_are_put_back() -> None:
     before = torch.get_num_threads()
-    with relied_on("intra_op_threads", "has every rank compute with the same number of threads"):
+    with relied_on("intra_op_threads", "gives every rank the same number of threads"):
         with modes.intra_op_threads(before + 1):
             assert torch.get_num_threads() == before + 1
         assert torch.get_num_threads() == before
@@ -1220,27 +1234,27 @@ def test_what_fully_shard_does_behind_a_backward_is_done_when_it_is_called() -> 
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         module: Any = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
-        with relied_on("settings_of", "gathers and adds up by itself in steps alone"):
+        with relied_on("settings_of", "controls gathering and reduction during steps"):
             put_back = modules.settings_of(module)
             module.set_requires_gradient_sync(False)
             module.set_reshard_after_backward(False)
             module(torch.ones(1, 2)).sum().backward()
             assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
             put_back()
-        with relied_on("gradients_of", "adds up the gradients of a mini-batch over replicas"):
+        with relied_on("gradients_of", "sums the gradients of a mini-batch over replicas"):
             found: Any = modules.gradients_of(module)
             assert all(torch.equal(gradient, torch.ones_like(gradient)) for gradient, _ in found)
             assert [(gradient.dim(), axis) for gradient, axis in found] == [(2, 0), (1, 0)]
-        with relied_on("end_backwards", "adds up the gradients of a mini-batch over replicas"):
+        with relied_on("end_backwards", "sums the gradients of a mini-batch over replicas"):
             modules.end_backwards(module)
             (weight, _) = module.parameters()
             assert isinstance(weight.grad, DTensor)
             assert torch.equal(weight.grad.to_local(), torch.ones(2, 2))
-        with relied_on("carry_gradients", "adds to earlier gradients as the plain loop does"):
+        with relied_on("carry_gradients", "accumulates into earlier gradients like the reference loop"):
             module.unshard()
             assert modules.carry_gradients(module)[0] is weight
             assert torch.equal(module.weight.grad, torch.ones(2, 2))
-        with relied_on("break_off", "lets go of a step that failed"):
+        with relied_on("break_off", "resets modules after a failed step"):
             module.register_forward_hook(lambda *_: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 module(torch.ones(1, 2))

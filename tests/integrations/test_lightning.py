@@ -649,7 +649,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     how: dict[str, Any] = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
     with pytest.raises(ValueError, match="2 processes") as told:
         train(tmp_path, GPipeStrategy(2), Wrong, **how)
-    words = ("network to split is ambiguous", "manual optimization", "overrides backward()")
+    words = ("Name the network to split", "Manual optimization", "overrides backward()")
     assert [one for one in words if one not in str(told.value)] == []
     assert len(str(told.value).splitlines()) == 4
     with pytest.raises(ValueError, match="module='body'"):

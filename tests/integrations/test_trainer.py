@@ -607,7 +607,7 @@ WRONG: dict[str, tuple[Callable[[nn.Module], nn.Module], dict[str, Any]]] = {
     "model= is a DataParallel": (nn.DataParallel, {}),
     "device_map or tp_plan": (compiled, {}),
     "torch_compile= is set": (lambda model: model, {"torch_compile": True}),
-    "optim=.*LOMO": (lambda model: model, {"optim": "lomo"}),
+    "optim=.*(?i:lomo).* steps inside": (lambda model: model, {"optim": "lomo"}),
 }
 
 

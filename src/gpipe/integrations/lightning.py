@@ -34,48 +34,25 @@ try:
     from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning_utilities.core.apply_func import apply_to_collection
 except ModuleNotFoundError as error:
-    message = "Lightning is not installed. Run: pip install 'gpipe[lightning]'"
-    raise ModuleNotFoundError(message, name=error.name) from error
+    raise ModuleNotFoundError("Lightning is missing. Run: pip install 'gpipe[lightning]'", name=error.name) from error
 
 NOT_SETTINGS = {
-    "micro_batches": (
-        "micro_batches= is not an argument of GPipeStrategy. Set accumulate_grad_batches= of the Trainer."
-    ),
-    "sample": "sample= is not an argument of GPipeStrategy, which uses the first batch. Remove it.",
-    "mesh": "mesh= is not an argument of GPipeStrategy, whose ranks are threads. Remove it.",
+    "micro_batches": "micro_batches= is not an argument. Set accumulate_grad_batches= of the Trainer.",
+    "sample": "sample= is not an argument. Remove it; the first batch is the sample.",
+    "mesh": "mesh= is not an argument. Remove it; ranks are threads.",
 }
 UNKNOWN_SETTING = "{name}= is not an argument of gpipe.GPipe. Remove it."
 MANY = 1000  # larger dicts are data, such as a vocabulary, which no training step changes
 PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
-PROCESSES = (
-    "The Trainer starts {count} processes, but the ranks of GPipeStrategy are threads of one process. Start one "
-    "process, or write the training loop with pipe.step."
-)
-MANUAL = (
-    "GPipeStrategy does not support manual optimization. Remove the strategy, and call step of a gpipe.GPipe(...) "
-    "that the module creates."
-)
+PROCESSES = "{count} processes start, but ranks are threads. Start one process, or write a loop with pipe.step."
+MANUAL = "Manual optimization is not supported. Call step of a gpipe.GPipe(...) in the module, without a strategy."
 BACKWARD = "The module overrides backward(), which a pipe does not call. Change the loss instead."
-COMPILED = (
-    "The LightningModule is compiled, so gpipe cannot split its network. Remove torch.compile. [compiled-model]"
-)
+COMPILED = "The LightningModule is compiled, so gpipe cannot split it. Remove torch.compile. [compiled-model]"
 ITERATOR = "training_step(dataloader_iter) fetches its own batches. Use training_step(batch)."
-PRECISION = (
-    "The precision plugin {name} changes how layers compute. Use precision 32, 64, 16 or bf16 (true or mixed)."
-)
-SEVERAL_NETWORKS = (
-    "{count} children of the LightningModule have parameters, so the network to split is ambiguous. Pass its name: "
-    "GPipeStrategy(module=...)."
-)
+PRECISION = "The precision plugin {name} is not supported. Use precision 32, 64, 16 or bf16, true or mixed."
+SEVERAL_NETWORKS = "{count} children have parameters. Name the network to split: GPipeStrategy(module=...)."
 NO_SUCH_NETWORK = "module={name!r}: the LightningModule has no such module. Pass the name of its network."
-CHANGED = (
-    "accumulate_grad_batches changed from {before} to {now} during training, but the number of micro-batches of a "
-    "pipe is fixed. Remove the callback that changes it."
-)
-NOT_CALLED = (
-    "training_step returned without a call of {name}. Call its forward, not its methods or parts, because only the "
-    "forward runs through the pipe. [model-not-called]"
-)
+CHANGED = "accumulate_grad_batches changed from {before} to {now}. Keep it constant, because a pipe's M is fixed."
 NO_LOSS = (
     "training_step returned no loss for batch {index} of a step, but a pipe cannot skip a micro-batch. Return 0 "
     "times its loss instead. [training-step-without-loss]"
@@ -92,10 +69,6 @@ BOTH = (
     "training_step changes {names} both before and after its call of {network}. With a pipe, all calls of a step "
     "come first, so it would see different values. Use two attributes. [state-before-and-after-network]"
 )
-REUSED = (
-    "The tensors of batch {index} were overwritten before {name} ran on them. Make the loader or hook that reuses "
-    "them return clones. [batch-overwritten]"
-)
 RANDOM_ON_BOTH_SIDES = (
     "training_step uses random numbers both before and after its call of {name}, so they differ from a run without a "
     "pipe. Use them on one side of the call only. [random-before-and-after-network]"
@@ -103,10 +76,6 @@ RANDOM_ON_BOTH_SIDES = (
 AFTER_BACKWARD = (
     "on_after_backward runs once per optimizer step with a pipe, and sees the summed gradients of all batches. Make "
     "sure that your hook expects this. [hook-after-backward]"
-)
-MODES = (
-    "training_step calls {name} under no_grad or its own autocast, but the pipe runs it under Lightning's. Remove "
-    "these contexts, and set precision= of the Trainer. [network-under-own-mode]"
 )
 
 
@@ -202,9 +171,8 @@ class GPipeStrategy(SingleDeviceStrategy):
         if self._name is None and len(children) == 1:
             self._name = children[0]
         mistakes[SEVERAL_NETWORKS.format(count=len(children))] = not self._name
-        mistakes[NO_SUCH_NETWORK.format(name=self._name)] = bool(self._name) and self._name not in dict(
-            lightning.named_modules()
-        )
+        is_unknown = bool(self._name) and self._name not in dict(lightning.named_modules())
+        mistakes[NO_SUCH_NETWORK.format(name=self._name)] = is_unknown
         if any(mistakes.values()):
             raise ValueError("\n".join(text for text, applies in mistakes.items() if applies))
 
@@ -262,7 +230,10 @@ class GPipeStrategy(SingleDeviceStrategy):
         if step.inputs is None:
             if step.result is None:
                 raise ValueError(NO_LOSS.format(index=len(self._steps) - 1))
-            raise ValueError(NOT_CALLED.format(name=self._name))
+            raise ValueError(
+                f"training_step returned without a call of {self._name}. Call its forward, not its methods or parts, "
+                f"because only the forward runs through the pipe. [model-not-called]"
+            )
         if len(self._steps) == 1:
             self._random_state = _random_state(self.root_device)
         if not self._checked_batches:
@@ -271,7 +242,10 @@ class GPipeStrategy(SingleDeviceStrategy):
     def _run(self, inputs: list[Any]) -> None:
         for index, step in enumerate(self._steps):
             if not all(torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in step.copies):
-                raise ValueError(REUSED.format(index=index, name=self._name))
+                raise ValueError(
+                    f"The tensors of batch {index} were overwritten before {self._name} ran on them. Make the loader "
+                    f"or hook that reuses them return clones. [batch-overwritten]"
+                )
         self._checked_batches = self._checked_batches or len(inputs) > 1
         state = _random_state(self.root_device)
 
@@ -324,7 +298,10 @@ class GPipeStrategy(SingleDeviceStrategy):
         if step.inputs is not None:
             raise ValueError(TWICE.format(name=self._name))
         if not torch.is_grad_enabled() or _autocast(self.root_device.type) != step.autocast:
-            raise ValueError(MODES.format(name=self._name))
+            raise ValueError(
+                f"training_step calls {self._name} under no_grad or its own autocast, but the pipe runs it under "
+                f"Lightning's. Remove these contexts, and set precision= of the Trainer. [network-under-own-mode]"
+            )
         if any(tensor.requires_grad for tensor in _tensors(inputs)):
             raise ValueError(BEFORE.format(name=self._name))
         return step.pause(inputs)

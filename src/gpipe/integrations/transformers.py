@@ -39,16 +39,11 @@ from gpipe.integrations.within_step import WEIGHTS, Attributes, WithheldGradient
 
 logger = logging.getLogger(__name__)
 NOT_SETTINGS = {
-    "micro_batches": (
-        "micro_batches= is not an argument of a Trainer. Set gradient_accumulation_steps= of the TrainingArguments."
-    ),
-    "mesh": ("mesh= is not an argument of a Trainer, whose replicas are K consecutive processes each. Remove it."),
+    "micro_batches": "micro_batches= is not an argument. Set gradient_accumulation_steps= of the TrainingArguments.",
+    "mesh": "mesh= is not an argument. Remove it; each replica is K consecutive processes.",
 }
 PIPE_ARGUMENTS = inspect.signature(gpipe.GPipe).parameters.keys() - {"model", *NOT_SETTINGS}
-SLICED = (
-    "schedule=Sliced(...) is not supported, because compute_loss computes losses of whole sequences. Write the "
-    "training loop with pipe.step instead."
-)
+SLICED = "schedule=Sliced(...) is not supported, because compute_loss needs whole sequences. Use pipe.step."
 COUNT = "num_items_in_batch"
 OWN_ATTRIBUTES = ("_window", "accelerator")  # gpipe's attributes of a Trainer, which may change
 
@@ -58,19 +53,9 @@ UNSUPPORTED = {
     "parallelism_config": "parallelism_config= is set, but the pipe decides how to distribute the model. Remove it.",
     "torch_compile": "torch_compile= is set, but gpipe cannot split a compiled model. Remove it. [compiled-model]",
 }
-LOMO = (
-    "optim={optim!r}: LOMO optimizers step inside the backward pass of each batch. Use a different optimizer, such "
-    "as optim='adamw_torch'."
-)
+LOMO = "optim={optim!r} steps inside the backward pass. Use a different optimizer, such as optim='adamw_torch'."
 WRAPPED = "model= is a {kind}. Pass the model that it wraps; the trainer creates the pipe."
-DISTRIBUTED = (
-    "model= is already distributed over devices by device_map or tp_plan. Load it without them; the pipe distributes "
-    "it."
-)
-DIFFERENT_CALL = (
-    "compute_loss runs twice per batch, and called the model with different inputs the second time. Move random "
-    "changes of a batch into the data collator. [compute-loss-not-repeatable]"
-)
+DISTRIBUTED = "model= is already distributed by device_map or tp_plan. Load it without them."
 TRAINING_STEP_OVERRIDDEN = (
     "accelerator.backward was called outside the pipe: training_step is overridden and does not call "
     "super().training_step, which runs all batches of a step through the pipe. Override compute_loss instead. "
@@ -80,45 +65,15 @@ OWN_OPTIMIZER = (
     "create_optimizer is overridden and does not call super().create_optimizer, but with several processes each "
     "optimizer must have only the parameters of its own partition. Pass optimizer_cls_and_kwargs=(class, kwargs)."
 )
-OPTIMIZER_OF_ALL = (
-    "optimizers= has an optimizer of all parameters, but with several processes each optimizer must have only the "
-    "parameters of its own partition. Pass optimizer_cls_and_kwargs=(class, kwargs)."
-)
-NO_PARTITIONS = (
-    "partitions= is missing. With several processes, pass partitions=<number of processes of each replica>, or plan=."
-)
+NO_PARTITIONS = "partitions= is missing. With several processes, pass the number of processes per replica, or plan=."
 ONE_PASS_DATA = "The training data can be iterated only once, so gpipe cannot take a sample. Pass sample=<a batch>."
 BACKWARDS = (
     "training_step called accelerator.backward {times} for one batch. Call it once, with the sum of the losses, or "
     "with 0 times a loss to skip the batch. [backward-not-called-once]"
 )
-ENDED = (
-    "The epoch was ended between batches of one optimizer step, but a pipe runs them at once. Set should_epoch_stop "
-    "in on_step_end of a callback. [epoch-ended-in-step]"
-)
-ON_LOSS_FN = (
-    "With a Trainer, loss_fn is the part of compute_loss after its call of the model. Use only the model's output "
-    "there, and no weights, also not for the model's inputs. [compute-loss-uses-weights]"
-)
-TWICE = (
-    "compute_loss calls the model twice for one batch, but a pipe runs it once. Concatenate the rows of both inputs, "
-    "and call it once. [model-called-twice]"
-)
-NOT_CALLED = (
-    "{name}.compute_loss did not call its model argument, or only a part of it. Call the model itself. "
-    "[model-not-called]"
-)
-EXPERTS = (
-    "peft keeps the adapted parameters of experts in one place for all threads, so ranks would use each other's. "
-    "Start K processes, pass driver='lockstep', or do not adapt experts. [adapters-on-experts]"
-)
 FEW = (
     "gradient_accumulation_steps=%d is less than partitions=%d, so most partitions are idle. Increase it, and "
     "decrease per_device_train_batch_size by the same factor. [few-micro-batches]"
-)
-GATHERS = (
-    "compute_loss gathers over processes, but only the last process of each replica computes it. Gather in a "
-    "callback instead. [gather-in-compute-loss]"
 )
 DIFFERENT_BATCHES = (
     "The processes of replica {replica} received different batches, but all K must read the same rows. Use the same "
@@ -193,7 +148,10 @@ class _Accelerator(Accelerator):  # type: ignore[misc]  # untyped
     def gather(self, tensor: Any) -> Any:
         """Gathers from one process of each replica."""
         if self.in_loss and self.state.num_processes > 1:
-            raise ValueError(GATHERS)
+            raise ValueError(
+                "compute_loss gathers over processes, but only the last process of each replica computes it. Gather "
+                "in a callback instead. [gather-in-compute-loss]"
+            )
         gathered = super().gather(tensor)
         if self.partitions == 1:
             return gathered
@@ -314,7 +272,10 @@ class Pipelined(WholeCheckpoints):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Creates the pipe and the optimizer, which with several processes has this partition's parameters."""
         if self._has_processes and self.optimizer is not None and self._piped is not self.model:
-            raise ValueError(OPTIMIZER_OF_ALL)
+            raise ValueError(
+                "optimizers= has an optimizer of all parameters, but with several processes each optimizer must have "
+                "only the parameters of its own partition. Pass optimizer_cls_and_kwargs=(class, kwargs)."
+            )
         self._prepare_pipe()
         optimizer: torch.optim.Optimizer = super().create_optimizer(self.pipe)
         return optimizer
@@ -357,7 +318,10 @@ class Pipelined(WholeCheckpoints):
         driver = self._settings.get("driver")
         threaded = driver in (None, "threads") or isinstance(driver, gpipe.Threads)
         if threaded and any(type(module).__name__ == "ParamWrapper" for module in self.model.modules()):
-            raise ValueError(EXPERTS)
+            raise ValueError(
+                "peft keeps the adapted parameters of experts in one place for all threads, so ranks would use each "
+                "other's. Start K processes, pass driver='lockstep', or do not adapt experts. [adapters-on-experts]"
+            )
         if self.args.device.type == "cpu" and not self._has_processes:
             self._settings.setdefault("devices", "cpu")
         settings = {"seed": self.args.seed, **self._settings, "sample": gpipe.MicroBatches([sample])}
@@ -374,7 +338,10 @@ class Pipelined(WholeCheckpoints):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the batches of one optimizer step and the number of their labels, as Trainer does."""
         if self._withheld is not None:
-            raise ValueError(ENDED)
+            raise ValueError(
+                "The epoch was ended between batches of one optimizer step, but a pipe runs them at once. Set "
+                "should_epoch_stop in on_step_end of a callback. [epoch-ended-in-step]"
+            )
         samples = super().get_batch_samples(*args, **kwargs)
         self._window = samples[0]
         self._losses.clear()
@@ -449,7 +416,10 @@ class Pipelined(WholeCheckpoints):
             step(_Model(model, call), *args)
         except _Called as called:
             return called.inputs
-        raise ValueError(NOT_CALLED.format(name=type(self).__name__))
+        raise ValueError(
+            f"{type(self).__name__}.compute_loss did not call its model argument, or only a part of it. Call the "
+            f"model itself. [model-not-called]"
+        )
 
     def _loss_of(self, inputs: Sequence[Any], count: Any, output: Any, index: int) -> Tensor:
         """Returns the loss that Trainer computes from the pipe's output for a batch, and passes to `backward`."""
@@ -457,9 +427,15 @@ class Pipelined(WholeCheckpoints):
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not outputs:
-                raise ValueError(TWICE)
+                raise ValueError(
+                    "compute_loss calls the model twice for one batch, but a pipe runs it once. Concatenate the rows "
+                    "of both inputs, and call it once. [model-called-twice]"
+                )
             if not self._verified and not _same(inputs[index], _Called(self.model, args, kwargs).inputs):
-                raise ValueError(DIFFERENT_CALL)
+                raise ValueError(
+                    "compute_loss runs twice per batch, and called the model with different inputs the second time. "
+                    "Move random changes of a batch into the data collator. [compute-loss-not-repeatable]"
+                )
             return outputs.popleft()
 
         original, self._original_attributes = self._original_attributes, None
@@ -633,7 +609,10 @@ def _note_on_loss_fn() -> Iterator[None]:
         yield
     except Exception as error:
         if "loss_fn" in str(error):
-            error.add_note(ON_LOSS_FN)
+            error.add_note(
+                "With a Trainer, loss_fn is the part of compute_loss after its call of the model. Use only the "
+                "model's output there, and no weights, also not for the model's inputs. [compute-loss-uses-weights]"
+            )
         raise
 
 

@@ -27,9 +27,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("trl is not installed. Run: pip install 'gpipe[trl]'", name=error.name) from error
 
 UNSUPPORTED = {
-    "activation_offloading": (
-        "activation_offloading= is set, but it does not see activations in the pipe's threads. Pass remat= instead."
-    ),
+    "activation_offloading": "activation_offloading= is set, but cannot see the pipe's threads. Pass remat= instead.",
     "sync_ref_model": "sync_ref_model= is set, but the reference model is a frozen pipe. Remove it.",
     "use_liger_kernel": "use_liger_kernel= is set, but it would change the model after the split. Remove it.",
 }
@@ -38,10 +36,6 @@ LOGITS = (
     "compute_loss, or pass prediction_loss_only=True to predict. [logits-needed]"
 )
 
-NO_ADAPTERS = (
-    "The model has trained parts that cannot be turned off by layer, such as prompts, but DPO needs the model "
-    "without them as a reference. Pass ref_model=<the model without them>. [reference-model-needed]"
-)
 
 _Function = trl.trainer.utils._ChunkedLogProbFunction
 
@@ -237,7 +231,10 @@ def _initial_adapters(model: Any) -> Iterator[None]:
         module for module in model.modules() if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
     ]
     if not layers:
-        raise ValueError(NO_ADAPTERS)
+        raise ValueError(
+            "The model has trained parts that cannot be turned off by layer, such as prompts, but DPO needs the "
+            "model without them as a reference. Pass ref_model=<the model without them>. [reference-model-needed]"
+        )
     active_adapters = [layer.active_adapters for layer in layers]
     has_reference = "ref" in model.peft_config
     for layer in layers:

@@ -14,10 +14,6 @@ from torch import Tensor, nn
 
 MISSING = object()
 MANY = 100  # larger containers are data, not counters
-CHANGED_IN_PLACE = (
-    "compute_loss runs twice per batch, and changes self.{name} in place. Assign a new object to self.{name}, or "
-    "count in a callback. [compute-loss-changes-state]"
-)
 GRADIENTS = (
     "Gradients were read or changed between batches of one optimizer step, but a pipe sums them all at once. Use the "
     "callback on_pre_optimizer_step instead. [gradients-used-in-step]"
@@ -47,7 +43,10 @@ class Attributes:
         """
         for name, (value, content) in self._before.items():
             if _content(value) != content:
-                raise ValueError(CHANGED_IN_PLACE.format(name=name))
+                raise ValueError(
+                    f"compute_loss runs twice per batch, and changes self.{name} in place. Assign a new object to "
+                    f"self.{name}, or count in a callback. [compute-loss-changes-state]"
+                )
         current, missing = self._current(), (MISSING, None)
         earlier = {name: self._before.get(name, missing)[0] for name in {**self._before, **current}}
         return {name: old for name, old in earlier.items() if current.get(name, missing)[0] is not old}

@@ -57,10 +57,6 @@ OTHER_STRUCTURE = (
     "{name}: the returned value has a different structure than on the sample. Return the same structure for every "
     "input. [block-structure-differs]"
 )
-OTHER_OUTPUT = (
-    "The output of the split model has a different structure than on the sample. Turn off caches (use_cache=False), "
-    "and return values that blocks store elsewhere. [output-structure-differs]"
-)
 MISSING = (
     "{name} needs {value} of an earlier layer, which did not cross the stage boundary. Return tensors from blocks, "
     "in tuples, lists, dicts or dataclasses, or choose different blocks: gpipe.layers_of(model, sample, "
@@ -390,6 +386,9 @@ class StageInterpreter(Interpreter):
             raise self._other_path("the end", self.trace.ops[self.op_index].name)
         leaves, structure = take_apart(output)
         if structure != self.trace.output:
-            raise CannotSplitError(OTHER_OUTPUT)
+            raise CannotSplitError(
+                "The output of the split model has a different structure than on the sample. Turn off caches "
+                "(use_cache=False), and return values that blocks store elsewhere. [output-structure-differs]"
+            )
         if any(isinstance(leaf, (Placeholder, OpaquePlaceholder)) for leaf in leaves):
             raise _missing("the output", "a tensor or an object")

@@ -163,10 +163,6 @@ def layers_of(model: nn.Module, sample: Tree, blocks: Sequence[str] | None = Non
     return ModelLayers(TracedModel(model, sample, blocks))
 
 
-COMPILED = (
-    "{model} is compiled as a whole, so gpipe cannot trace it. Pass the original model (._orig_mod after "
-    "torch.compile), and compile its blocks instead. [compiled-model]"
-)
 SCRIPTED = (
     "{model} is scripted, so gpipe cannot trace it. Pass the model from before torch.jit.script. [torchscript-module]"
 )
@@ -209,7 +205,10 @@ def _check_is_plain(model: nn.Module) -> None:
     """Raises an error for a model that is compiled or scripted, or contains scripted modules."""
     name = type(model).__name__
     if is_compiled(model):
-        raise ValueError(COMPILED.format(model=name))
+        raise ValueError(
+            f"{name} is compiled as a whole, so gpipe cannot trace it. Pass the original model (._orig_mod after "
+            f"torch.compile), and compile its blocks instead. [compiled-model]"
+        )
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(SCRIPTED.format(model=name))
     if scripted := [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]:

@@ -37,12 +37,6 @@ from gpipe.stages.shared_weights import put_parameter
 from gpipe.tracing.runs import can_be_called, lacks_memory
 from gpipe.tracing.trace import CannotSplitError, OpCall
 
-NEEDS_VALUES_BETWEEN_BLOCKS = (
-    "{name}: it needs values between blocks, but the model is on the meta device and has none. Create the model with "
-    "values, or choose blocks that contain this code: gpipe.layers_of(model, sample, blocks=[...]). "
-    "[meta-values-needed]"
-)
-
 
 def lacks_values(model: nn.Module) -> bool:
     """Whether some parameters of a model are on the meta device."""
@@ -72,7 +66,11 @@ class DryRun:
                 return call.execute()
         except Exception as error:  # torch cannot run some operations on fake tensors
             if unit is None and isinstance(error, NEEDS_VALUES):
-                raise CannotSplitError(NEEDS_VALUES_BETWEEN_BLOCKS.format(name=call.name)) from error
+                raise CannotSplitError(
+                    f"{call.name}: it needs values between blocks, but the model is on the meta device and has none. "
+                    f"Create the model with values, or choose blocks that contain this code: gpipe.layers_of(model, "
+                    f"sample, blocks=[...]). [meta-values-needed]"
+                ) from error
             if unit is None or lacks_memory(error):
                 raise
         self.before_retry()
@@ -142,11 +140,7 @@ Places = Mapping[str, TensorPlace]  # by the names of their tensors in the model
 
 
 def give_values(
-    model: nn.Module,
-    layers: Sequence[Collection[str]],
-    own: Collection[int],
-    seed: int,
-    free: Collection[str] = (),
+    model: nn.Module, layers: Sequence[Collection[str]], own: Collection[int], seed: int, free: Collection[str] = ()
 ) -> None:
     """Allocates and initializes the meta tensors of some layers.
 

@@ -10,11 +10,6 @@ from gpipe._torch.modes import without_compiler
 from gpipe.stages.buffers import Slot
 from gpipe.tracing.trace import CannotSplitError, Trace
 
-NO_BLOCKS = (
-    "{model} has no list of blocks (an nn.ModuleList, nn.ModuleDict or nn.Sequential of modules with parameters). "
-    "Name the modules to split between, as in model.named_modules(): gpipe.layers_of(model, sample, blocks=[...]). "
-    "[no-list-of-blocks]"
-)
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # modules without a forward
 
@@ -38,7 +33,11 @@ def find_blocks(model: nn.Module) -> list[str]:
     if len(blocks) < 2:  # Accept lists with one member too: a forward may call it several times.
         blocks = _unsplit(model) or [name for members in _lists(model, "", least=1) for name in members]
     if not blocks:
-        raise CannotSplitError(NO_BLOCKS.format(model=type(model).__name__))
+        raise CannotSplitError(
+            f"{type(model).__name__} has no list of blocks (an nn.ModuleList, nn.ModuleDict or nn.Sequential of "
+            f"modules with parameters). Name the modules to split between, as in model.named_modules(): "
+            f"gpipe.layers_of(model, sample, blocks=[...]). [no-list-of-blocks]"
+        )
     return blocks
 
 
@@ -140,11 +139,7 @@ class Parts:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        blocks: Sequence[str],
-        stateful: Collection[str] = (),
-        iterated: Collection[str] = (),
+        self, model: nn.Module, blocks: Sequence[str], stateful: Collection[str] = (), iterated: Collection[str] = ()
     ) -> None:
         self.model, self.stateful, self.iterated = model, frozenset(stateful), frozenset(iterated)
         members = {

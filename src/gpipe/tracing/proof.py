@@ -37,11 +37,6 @@ OTHER_VALUES_OF_ENCODER = (
     "nn.TransformerEncoder may use nested tensors, which cannot cross layers. Create the encoder with "
     "enable_nested_tensor=False, or set its use_nested_tensor to False. [nested-tensor-encoder]"
 )
-NESTED_TENSORS = (
-    "{model} evaluates an nn.TransformerEncoder with a padding mask, which uses nested tensors for some masks, and "
-    "these cannot cross layers. Create the encoder with enable_nested_tensor=False, or set its use_nested_tensor to "
-    "False. [nested-tensor-encoder]"
-)
 
 
 class LastLayer(NamedTuple):
@@ -145,7 +140,11 @@ class _EchoingInterpreter(StageInterpreter):
         result = super().execute(call)
         may_nest = call.name == CHECKS_MASK_ALIGNMENT and not torch.is_grad_enabled()
         if may_nest and (self.dry is not None or not result):  # a different mask may lead to nested tensors
-            raise CannotSplitError(NESTED_TENSORS.format(model=type(self.shallow_copy.parts.model).__name__))
+            raise CannotSplitError(
+                f"{type(self.shallow_copy.parts.model).__name__} evaluates an nn.TransformerEncoder with a padding "
+                f"mask, which uses nested tensors for some masks, and these cannot cross layers. Create the encoder "
+                f"with enable_nested_tensor=False, or set its use_nested_tensor to False. [nested-tensor-encoder]"
+            )
         if call.unit is not None and self.dry is None:
             start = time.perf_counter()
             self._echo(call, call.unit)

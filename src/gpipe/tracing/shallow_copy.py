@@ -21,10 +21,6 @@ from gpipe.stages.memory_layout import version
 from gpipe.tracing.parts import Parts
 from gpipe.tracing.trace import CannotSplitError
 
-REPLACED = (
-    "{name}: a child module was replaced after gpipe split the model. Create a new pipe of the model. "
-    "[module-replaced]"
-)
 HOOKED = (
     "{name} has a hook, which every layer would call separately. Put it on a block, or on a module inside a block. "
     "On a module without parameters, register it before you create the pipe. [hook-around-blocks]"
@@ -178,7 +174,10 @@ class ShallowCopy:
     def _parts_of(self, module: nn.Module, name: str) -> dict[str, nn.Module | None]:
         parts = module._modules.items()
         if any(part is not None and part not in self._counterparts for _, part in parts):
-            raise CannotSplitError(REPLACED.format(name=name))
+            raise CannotSplitError(
+                f"{name}: a child module was replaced after gpipe split the model. Create a new pipe of the model. "
+                f"[module-replaced]"
+            )
         return {key: None if part is None else self._counterparts[part] for key, part in parts}
 
     def reject_changed_buffers(self, written: Collection[str] = ()) -> None:

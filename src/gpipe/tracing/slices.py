@@ -40,15 +40,6 @@ OWN_LOSS = (
     "boundaries. Pass a dict with input_ids and labels as sample= and to step(batch), or remove gpipe.Sliced. "
     "[slices-need-model-loss]"
 )
-NOT_SLICED = (
-    "slices={slices}: gpipe cannot split {name} of shape {shape} and dtype {dtype} along {tokens} tokens, only "
-    "{known} and an integer or boolean attention_mask [rows, tokens]. Remove it, or remove gpipe.Sliced. "
-    "[slices-unknown-dimension]"
-)
-TOO_SHORT = (
-    "slices={slices}: a micro-batch has only {tokens} tokens. Use fewer slices, or longer rows. "
-    "[slices-too-few-tokens]"
-)
 WINDOW = (
     "slices={slices}: {model} attends to a window of {window} tokens, but the sample has only {tokens} tokens, so "
     "gpipe could not verify slices beyond the window. Pass a longer sample, or remove gpipe.Sliced. "
@@ -65,11 +56,6 @@ WHOLE_LENGTH = (
 ROUTER = (
     "slices={slices}: with output_router_logits, the loss has a router term that is not a mean over labels. Remove "
     "gpipe.Sliced or output_router_logits. [slices-router-loss]"
-)
-CHECKPOINTED = (
-    "slices={slices}: under gradient checkpointing, {model} ignores the cache that a slice needs to attend to "
-    "earlier slices. Call model.gradient_checkpointing_disable(), and pass remat= instead. "
-    "[slices-gradient-checkpointing]"
 )
 FAILS = (
     "slices={slices}: {model} fails when run in slices, with {error}. Remove gpipe.Sliced; it supports models that "
@@ -115,9 +101,16 @@ def cut(model: nn.Module, value: Tree, slices: int) -> list[dict[str, Any]]:
         raise ValueError(OWN_LOSS.format(slices=slices))
     tokens = labels.shape[1] if labels.dim() == 2 else 0
     if tokens < slices:
-        raise ValueError(TOO_SHORT.format(slices=slices, tokens=tokens))
+        raise ValueError(
+            f"slices={slices}: a micro-batch has only {tokens} tokens. Use fewer slices, or longer rows. "
+            f"[slices-too-few-tokens]"
+        )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        raise ValueError(CHECKPOINTED.format(slices=slices, model=type(model).__name__))
+        raise ValueError(
+            f"slices={slices}: under gradient checkpointing, {type(model).__name__} ignores the cache that a slice "
+            f"needs to attend to earlier slices. Call model.gradient_checkpointing_disable(), and pass remat= "
+            f"instead. [slices-gradient-checkpointing]"
+        )
     if value.get("output_router_logits"):
         raise ValueError(ROUTER.format(slices=slices))
     positions = value.get("position_ids")
@@ -132,7 +125,9 @@ def cut(model: nn.Module, value: Tree, slices: int) -> list[dict[str, Any]]:
         if not (is_whole or is_mask or (name in BY_TOKENS and shape[1:2] == (tokens,))):
             known = ", ".join(BY_TOKENS)
             raise ValueError(
-                NOT_SLICED.format(slices=slices, name=name, shape=shape, dtype=dtype, tokens=tokens, known=known)
+                f"slices={slices}: gpipe cannot split {name} of shape {shape} and dtype {dtype} along {tokens} "
+                f"tokens, only {known} and an integer or boolean attention_mask [rows, tokens]. Remove it, or remove "
+                f"gpipe.Sliced. [slices-unknown-dimension]"
             )
 
     def inputs_of_slice(first: int, end: int) -> dict[str, Any]:

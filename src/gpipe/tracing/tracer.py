@@ -48,10 +48,6 @@ UNSEEN = (
     "torch.autograd.Function. Move that code into a module with parameters, or create the tensor from a block's "
     "output (x.new_zeros(...)). [untraceable-tensor]"
 )
-NOT_CALLED = (
-    "blocks: the forward of {model} calls none of {blocks}; it uses their methods or parts instead. Name modules "
-    "that it calls: gpipe.layers_of(model, sample, blocks=[...]). [blocks-not-called]"
-)
 SAVED_TENSOR_HOOKS = (
     "{name}: the forward calls it inside torch.utils.checkpoint, or inside other hooks on saved tensors, which would "
     "span several layers. Use checkpointing inside blocks (gradient_checkpointing_enable() in transformers), or pass "
@@ -65,10 +61,6 @@ BY_REFERENCE = (
     "{unit} uses {parameter} by a reference, but {parameter} belongs to a module that contains blocks. Pass it to "
     "{unit} as an argument, or move it into a module without blocks. [parameter-by-reference]"
 )
-LEAVES_TENSORS = (
-    "The forward of {model} leaves tensors in {places}. They are lost, because every layer runs copies of the "
-    "modules that contain blocks. Return them as part of the output. [tensor-left-on-module]"
-)
 CHANGES_STATE = (
     "The forward of {model} changes {places} each time it runs, so every layer and recomputation would change it "
     "again. Keep this state in a buffer inside a block, or outside the model. [state-between-blocks]"
@@ -80,15 +72,6 @@ RANDOM_VALUE = (
 OTHER_GENERATOR = (
     "The forward of {model} uses {generator} random generator between blocks. Set layerdrop or layer_drop to 0, set "
     "apply_spec_augment=False, or use random functions of torch. [random-between-blocks]"
-)
-CACHE_IN_INPUTS = (
-    "{name}: {model} stores tensors in this {kind}, but layers run separately, and each would store its own, again "
-    "in every recomputation. Remove it from the inputs. To generate with a cache, call pipe.generate. "
-    "[cache-in-inputs]"
-)
-ONE_ARGUMENT = (
-    "The {kind} was passed to the forward as one argument. To pass several arguments, use a dict with keys among: "
-    "{names}. [sample-is-one-argument]"
 )
 
 SHAPED_BY_VALUES = frozenset(  # functions of torch whose output shape depends on values
@@ -177,7 +160,9 @@ class Tracer(Interpreter):
         if not self._blocks_seen and not self.iterated:
             blocks, model = ", ".join(sorted(self.parts.blocks)[:3]), type(self.parts.model).__name__
             raise CannotSplitError(
-                NOT_CALLED.format(blocks=blocks, model=model), map(self.parts.caller, self.parts.blocks)
+                f"blocks: the forward of {model} calls none of {blocks}; it uses their methods or parts instead. "
+                f"Name modules that it calls: gpipe.layers_of(model, sample, blocks=[...]). [blocks-not-called]",
+                map(self.parts.caller, self.parts.blocks),
             )
         flat, structure = take_apart(output)
         tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
@@ -457,15 +442,25 @@ def _traced(parts: Parts, arguments: ForwardArguments, dry: DryRun | None) -> tu
     except TypeError as error:
         if arguments.args and isinstance(arguments.args[0], (tuple, list)):
             names = ", ".join(signature(parts.model.forward).parameters)
-            error.add_note(ONE_ARGUMENT.format(kind=type(arguments.args[0]).__name__, names=names))
+            error.add_note(
+                f"The {type(arguments.args[0]).__name__} was passed to the forward as one argument. To pass several "
+                f"arguments, use a dict with keys among: {names}. [sample-is-one-argument]"
+            )
         raise
     model = type(parts.model).__name__
     for name, value in (*enumerate(arguments.args), *arguments.kwargs.items()):
         for leaf in take_apart(value)[0]:
             if not isinstance(leaf, Tensor) and tokens_before(leaf) is None and hides_tensors(leaf):
-                raise CannotSplitError(CACHE_IN_INPUTS.format(model=model, kind=type(leaf).__name__, name=name))
+                raise CannotSplitError(
+                    f"{name}: {model} stores tensors in this {type(leaf).__name__}, but layers run separately, and "
+                    f"each would store its own, again in every recomputation. Remove it from the inputs. To generate "
+                    f"with a cache, call pipe.generate. [cache-in-inputs]"
+                )
     if left := tracers[-1].left_behind():
-        raise CannotSplitError(LEAVES_TENSORS.format(model=model, places=", ".join(left)))
+        raise CannotSplitError(
+            f"The forward of {model} leaves tensors in {', '.join(left)}. They are lost, because every layer runs "
+            f"copies of the modules that contain blocks. Return them as part of the output. [tensor-left-on-module]"
+        )
     for owner, state in _generators().items():
         if state != before[owner]:
             raise CannotSplitError(OTHER_GENERATOR.format(model=model, generator=owner))
