@@ -1,1 +1,1 @@
-"""Two hosts on one machine, for tests and benchmarks, which do not know each other: see `hosts`."""
+"""Simulates two hosts on one machine, for tests and benchmarks: see `hosts`."""

@@ -1,12 +1,12 @@
-"""Two hosts on one machine: network namespaces joined by a wire that can be shaped and cut.
+"""Simulates two hosts on one machine: two network namespaces, connected by a wire that can be shaped and cut.
 
     with two_hosts(megabits=100, delay=0.002) as hosts:
         server = hosts.start(0, [sys.executable, "-m", "http.server"])
         client = hosts.start(1, ["curl", f"http://{ADDRESSES[0]}:8000"])
         hosts.cut()
 
-The hosts share files, memory and process numbers, and nothing of the network. A namespace lives as long as a process
-that holds it, and that ends with this one: whatever happens here, nothing stays behind.
+The hosts share files, memory and process numbers, but not the network. A namespace lives as long as the process that
+holds it, and this process ends with the current one. Nothing is left behind, even after a crash.
 """
 
 import os
@@ -25,31 +25,31 @@ from two_hosts.relay import WIRE
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 ADDRESSES6 = ("fd77::1", "fd77::2")
 TOOLS = ("ip", "tc", "nsenter", "unshare")
-PATIENCE_SECONDS = 3600  # with a command that sets something: no machine is as busy
-BURST_SECONDS = 0.0006  # of the rate may pass at once: at 1 Gbit/s one packet as TCP makes it
-QUEUE_SECONDS = 0.05  # of the rate may wait, as in a switch; more is dropped
+COMMAND_SECONDS = 3600  # timeout of configuration commands; generous, because the machine may be busy
+BURST_SECONDS = 0.0006  # the burst of the rate limit, as a time at this rate: one TCP packet at 1 Gbit/s
+QUEUE_SECONDS = 0.05  # the queue of the rate limit, as a time at this rate; packets beyond it are dropped
 
 
 def missing() -> str:
-    """Why there can be no two hosts here, or nothing: a reason to skip a test."""
+    """Returns why this machine cannot simulate two hosts, or "" if it can."""
     if not Path("/proc/self/ns/net").exists():
         return "network namespaces need Linux"
     if os.geteuid() != 0:
         return "network namespaces need root"
     absent = [tool for tool in TOOLS if shutil.which(tool) is None]
     if absent:
-        return f"{', '.join(absent)} not found: install iproute2 and util-linux"
-    refused = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
-    return f"no network namespaces here: {refused.stderr.strip()}" if refused.returncode else ""
+        return f"{', '.join(absent)} not found. Install iproute2 and util-linux."
+    trial = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
+    return f"network namespaces are not available: {trial.stderr.strip()}" if trial.returncode else ""
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Two hosts, 0 and 1, at `ADDRESSES`; on both the wire is the interface `WIRE`.
+    """Two hosts, 0 and 1, with the addresses `ADDRESSES`. On both, the wire is the interface `WIRE`.
 
     Attributes:
         keepers: The processes that hold the namespaces.
-        started: What `start` started.
+        started: The processes that `start` started.
     """
 
     keepers: tuple[subprocess.Popen[str], ...]
@@ -57,41 +57,41 @@ class Hosts:
 
     @property
     def networks(self) -> tuple[str, ...]:
-        """The namespace of each host, as a path."""
+        """The path of the namespace of each host."""
         return tuple(f"/proc/{keeper.pid}/ns/net" for keeper in self.keepers)
 
     def start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Starts a command on a host, in a session of its own; `options` are those of `subprocess.Popen`.
+        """Starts a command on a host, in a new session. `options` are passed to `subprocess.Popen`.
 
-        It is killed at the end of `two_hosts` if it still runs, and so is all that it started.
+        The end of `two_hosts` kills the command and all processes that it started.
         """
         process = subprocess.Popen(self._on(host, command), start_new_session=True, **options)
         self.started.append(process)
         return process
 
     def run(self, host: int, command: str) -> str:
-        """Runs a short command, words between blanks, on a host, and gives what it printed.
+        """Runs a short command on a host and returns its output. The command is split at spaces.
 
         Raises:
-            RuntimeError: It failed.
+            RuntimeError: If the command fails.
         """
         return _run(self._on(host, command.split()))
 
     def cut(self, host: int = 1) -> None:
-        """Takes the wire from a host: no connection is told, nothing arrives any more."""
+        """Cuts the wire of a host: packets are lost, and connections are not notified."""
         self.run(host, f"ip link set {WIRE} down")
 
     def mend(self, host: int = 1) -> None:
-        """Gives it back."""
+        """Repairs the wire of a host."""
         self.run(host, f"ip link set {WIRE} up")
 
     def processes(self) -> list[int]:
-        """The processes on the hosts, whoever started them."""
+        """Returns the processes on the hosts, except the keepers."""
         own = {keeper.pid for keeper in self.keepers}
         return [pid for network in self.networks for pid in processes_in(os.stat(network).st_ino) if pid not in own]
 
     def close(self) -> None:
-        """Kills what was started here; what that has started, the keepers do."""
+        """Kills the processes of `start`. The keepers kill the processes that these started."""
         for process in self.started:
             process.kill()
             process.wait()
@@ -104,20 +104,20 @@ class Hosts:
 def two_hosts(
     megabits: float | None = None, delay: float = 0.0, loss: float = 0.0, *, ipv6: bool = False
 ) -> Iterator[Hosts]:
-    """Makes two hosts, joined by a wire; in the end kills all that runs on them, and they are gone.
+    """Creates two hosts with a wire between them. At the end, kills all processes on them and removes them.
 
     Args:
-        megabits: What the wire carries each way, in Mbit/s; None is as fast as the machine.
-        delay: Seconds that a packet takes, each way.
-        loss: The share of packets that get lost, each way.
-        ipv6: Whether the hosts have `ADDRESSES6` too.
+        megabits: The bandwidth of the wire in each direction, in Mbit/s. Default: unlimited.
+        delay: The delay of a packet in each direction, in seconds.
+        loss: The share of packets that are lost in each direction.
+        ipv6: Whether the hosts also have the addresses `ADDRESSES6`.
 
     Raises:
-        ValueError: Something above cannot be.
-        RuntimeError: The machine cannot, see `missing`.
+        ValueError: If an argument is out of range.
+        RuntimeError: If the machine cannot simulate hosts: see `missing`.
     """
     if (megabits is not None and megabits <= 0) or delay < 0 or not 0 <= loss < 1:
-        raise ValueError(f"a wire of {megabits} Mbit/s, {delay} s, losing {loss}: give > 0, >= 0, and 0 <= loss < 1")
+        raise ValueError(f"{megabits=}, {delay=}, {loss=}: Pass megabits > 0, delay >= 0 and 0 <= loss < 1.")
     if why := missing():
         raise RuntimeError(why)
     with ExitStack() as stack:
@@ -131,7 +131,7 @@ def two_hosts(
             _run(f"ip link add {WIRE} netns {first} type veth peer name {WIRE} netns {second}".split())
         for host in range(len(ADDRESSES)):
             _configure(hosts, host, megabits)
-            if ipv6:  # once it is up: else the address would go with what was before
+            if ipv6:  # after the wire is up, which removes earlier addresses
                 hosts.run(host, f"ip address add {ADDRESSES6[host]}/64 dev {WIRE} nodad")
         yield hosts
 
@@ -142,7 +142,7 @@ def _program(name: str) -> list[str]:
 
 @contextmanager
 def _held(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process that says a line when it is ready, and ends with its standard input, so that it cannot outlive us."""
+    """Runs a program that prints a line when it is ready, and ends when its standard input or this process ends."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
@@ -156,12 +156,12 @@ def _held(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.stdin.close()
-            process.wait(PATIENCE_SECONDS)
+            process.wait(COMMAND_SECONDS)
 
 
 def _configure(hosts: Hosts, host: int, megabits: float | None) -> None:
     hosts.run(host, "ip link set lo up")
-    hosts.run(host, f"ip link set {WIRE} addrgenmode none")  # no address of its own making: one way for all
+    hosts.run(host, f"ip link set {WIRE} addrgenmode none")  # no automatic IPv6 address
     hosts.run(host, f"ip address add {ADDRESSES[host]}/24 dev {WIRE}")
     hosts.run(host, f"ip link set {WIRE} up")
     hosts.run(host, f"ip route change 10.77.0.0/24 dev {WIRE} src {ADDRESSES[host]} congctl {congestion_control()}")
@@ -172,13 +172,13 @@ def _configure(hosts: Hosts, host: int, megabits: float | None) -> None:
 
 
 def congestion_control() -> str:
-    """How TCP paces itself on the wire: as on most hosts, if this one can."""
+    """Returns the TCP congestion control: cubic, the default of most hosts, if this kernel has it."""
     known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
     return "cubic" if "cubic" in known else known[0]
 
 
 def _run(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout

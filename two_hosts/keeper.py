@@ -1,4 +1,4 @@
-"""Holds a network namespace until its standard input ends, then kills all that runs there: a program of `hosts`."""
+"""Program that holds a network namespace until its standard input ends, and then kills all processes in it."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def processes_in(network: int) -> list[int]:
-    """The processes in the network namespace of this inode number."""
+    """Returns the processes in the network namespace with this inode number."""
     return [
         pid
         for path in Path("/proc").iterdir()
@@ -28,7 +28,9 @@ def main() -> None:
     print("ready", flush=True)
     sys.stdin.read()
     me = os.getpid()
-    while found := [pid for pid in processes_in(_network(me)) if pid != me]:  # again, for what they start meanwhile
+    while found := [
+        pid for pid in processes_in(_network(me)) if pid != me
+    ]:  # repeated, because they may start others
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

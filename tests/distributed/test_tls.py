@@ -206,9 +206,9 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "a passphrase": (encrypted_key, "GPIPE_TLS_KEY=.*locked.key: The key has a passphrase"),
     "another authority's": (
         lambda _: authority("2").files | {CA: authority().files[CA]},
-        "GPIPE_TLS_CERT=.* is not a valid certificate of the authority GPIPE_TLS_CA=.*: unable to get local issuer",
+        "GPIPE_TLS_CERT=.* is not valid for the authority GPIPE_TLS_CA=.*: unable to get local issuer",
     ),
-    "one that has expired": (lambda _: authority().certificate("old", -1), "old.pem is not a valid .*expired"),
+    "one that has expired": (lambda _: authority().certificate("old", -1), "old.pem is not valid .*expired"),
     "one for servers alone": (lambda _: authority().certificate("half", usage="serverAuth"), "half.pem .* purpose"),
 }  # fmt: skip
 
@@ -255,7 +255,7 @@ def test_a_certificate_that_has_expired_is_told_by_rank(pool: WorkerPool) -> Non
     found = answers(pool.run(jobs.refused, files, world=3))
     assert [kind for kind, _, _ in found] == ["RemoteError", "RemoteError", "ValueError"]
     for kind, text, rank in found:
-        assert "gone.pem is not a valid certificate of the authority" in text
+        assert "gone.pem is not valid for the authority" in text
         assert "certificate has expired" in text
         assert (rank, "rank 2 failed" in text) == ((2, True) if kind == "RemoteError" else (None, False))
 

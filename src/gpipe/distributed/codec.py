@@ -40,9 +40,7 @@ SPARE_BYTES, REACH_PER_BYTE = 2**30, 2**16
 A column of a wide matrix stays within it.
 """
 DEEPEST_TREE = 100  # nested containers
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
-}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if type(dtype) is torch.dtype}
 CONTAINERS = {kind.__name__: kind for kind in (tuple, list, dict, OrderedDict, torch.Size, deque, defaultdict)}
 FACTORIES = {kind.__name__: kind for kind in (list, dict, tuple, set, int, float, str)}
 """Allowed default factories of a defaultdict."""
@@ -186,7 +184,7 @@ def encode(message: Message) -> Encoded:
     try:
         layout = _parse_layout(text)  # as the receiver does
     except CorruptMessage as error:
-        raise TypeError(f"A value cannot be sent to another process: {error}. {ADVICE}") from error
+        raise TypeError(f"A value cannot be sent to another process: {error.__cause__}. {ADVICE}") from error
     return Encoded(text, layout.extents, layout.size, tensors)
 
 
@@ -270,10 +268,8 @@ def assemble(layout: bytes, buffers: Sequence[Tensor]) -> Message:
     """Builds a message from its layout and the bytes of each tensor."""
     parsed = _parse_layout(layout)
     # Buffers are uint8 up to here: torch crashes when it reads complex128 from an unaligned address.
-    tensors = [
-        restore_layout(buffer.view(extent.shape[0]), extent)
-        for buffer, extent in zip(buffers, parsed.extents, strict=True)
-    ]
+    pairs = zip(buffers, parsed.extents, strict=True)
+    tensors = [restore_layout(buffer.view(extent.shape[0]), extent) for buffer, extent in pairs]
     items: list[Any] = [tensors[leaf.index] if isinstance(leaf, TensorIndex) else leaf for leaf in parsed.leaves]
     if parsed.spec is None:
         return items
@@ -293,9 +289,7 @@ def shape_of(tensor: Tensor) -> Shape:
             f"torch.Tensor. For a DTensor, use full_tensor() or to_local(). [cannot-be-sent]"
         )
     if tensor.is_quantized:
-        raise TypeError(
-            "A quantized tensor cannot be sent to another process. Return tensor.dequantize(). [cannot-be-sent]"
-        )
+        raise TypeError("A quantized tensor cannot be sent to another process. Use dequantize(). [cannot-be-sent]")
     if too_wide := _why_too_wide(tensor.dtype, tuple(tensor.shape), tensor.stride()):
         raise TypeError(too_wide)
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, alignment(tensor)
@@ -397,9 +391,7 @@ def _why_too_wide(dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int,
 def _parse_layout(text: bytes) -> Layout:
     with decoding("a layout"):
         is_value, written, named, sharing = json.loads(text.decode())  # json.loads(bytes) would guess the encoding
-        shapes = tuple(
-            (DTYPES[dtype], tuple(size), tuple(strides), *others) for dtype, size, strides, *others in named
-        )
+        shapes = tuple((DTYPES[dtype], tuple(size), tuple(strides), *rest) for dtype, size, strides, *rest in named)
         for shape in shapes:
             check_shape(shape)
         if is_value:

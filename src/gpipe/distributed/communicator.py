@@ -1,4 +1,4 @@
-"""Collectives between the processes of a pipe that also check that all of them do the same.
+"""Collectives between the processes of a pipe, which also check that all processes make the same call.
 
 - `all_gather_checked` runs between steps: it gathers a value from each rank, or raises an error on all ranks.
 - `broadcast_header` begins a run: the process with the first stage sends a header to the other processes of its

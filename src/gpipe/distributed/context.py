@@ -87,9 +87,7 @@ class ProcessContext(Context):
             "the active autocast dtype": ", ".join(str(dtype) for _, dtype in run.thread_state.autocasts) or "none",
         }
 
-        def apply(
-            rows: Sequence[int], path: int, own_weights: Sequence[float], ready_made: bool, verifies: bool
-        ) -> int:
+        def apply(rows: list[int], path: int, own_weights: list[float], ready_made: bool, verifies: bool) -> int:
             run.micro_batch_sizes, run.path = tuple(rows), path
             if verification is not None:
                 verification.wanted |= verifies

@@ -68,16 +68,14 @@ class ElasticProcesses(Processes):
         self._admits_from = 0.0
         self._runs, self._last = 0, list[Any]()  # the number of successful runs, and the values of the last one
 
-    def join(
-        self, get_state: Callable[[], Tree], set_state: Callable[[Any], object], checksums: Sequence[str]
-    ) -> None:
+    def join(self, get_state: Callable[[], Tree], set_state: Callable[[Any], object], digests: Sequence[str]) -> None:
         self.state_functions = get_state, set_state
         self.regroup()
         if not self.received_state:
-            self._check_initial_state(checksums)
+            self._check_initial_state(digests)
 
-    def _check_initial_state(self, checksums: Sequence[str]) -> None:
-        gathered = self.gather(Request.EXCHANGE, list(checksums))
+    def _check_initial_state(self, digests: Sequence[str]) -> None:
+        gathered = self.gather(Request.EXCHANGE, list(digests))
         for rank, remote in enumerate(gathered):
             first = gathered[rank % self.position.pp_size]
             if remote != first:
@@ -197,15 +195,9 @@ class ElasticProcesses(Processes):
 
     def _log_changes(self, before: Sequence[str]) -> None:
         now = self.rendezvous.members
-        if not before or self.position.pp_rank:
-            return
-        for name in before:
-            if name not in now:
-                logger.warning("Replica %d is lost. %d replicas continue.", replica_number(name), len(now))
-        for name in now:
-            if name not in before:
-                text = "Replica %d is back, with the state of the others. %d replicas continue."
-                logger.warning(text, replica_number(name), len(now))
+        for name in {*before} ^ {*now} if before and not self.position.pp_rank else ():
+            text = "is lost" if name in before else "is back, with the state of the others"
+            logger.warning("Replica %d %s. %d replicas continue.", replica_number(name), text, len(now))
 
 
 def _serialize(state: Tree) -> torch.Tensor:

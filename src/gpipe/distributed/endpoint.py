@@ -308,9 +308,9 @@ class Endpoint:
         return list(received.values())
 
     def _take(self, peer: int, wanted: Label | None = None) -> bool | None:
-        """Receives the next message of a peer if it is wanted or due. Returns whether it did, None without a message.
+        """Receives the next message of a peer if it is wanted or due, and drops it if it belongs to a failed run.
 
-        Messages of a failed run are dropped.
+        Returns whether it took the message, or None if there is no message.
         """
         connection, groups = self.connections[peer], self._groups
         try:

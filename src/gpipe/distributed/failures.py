@@ -78,7 +78,7 @@ class Status(ctypes.Structure):
             return mmap.mmap(file.fileno(), ctypes.sizeof(Status), prot=mmap.PROT_READ)
 
     def reach(self, run: int, at: int) -> None:
-        """Records the begin of an action."""
+        """Records that the process begins an action."""
         self.run, self.at, self.layers, self.waits, self.since = run, at, 0, False, time.monotonic()
 
 
@@ -90,7 +90,7 @@ class StatusQuery:
 
     Attributes:
         answers: The last status of each peer.
-        unanswered: When each peer was asked that has not answered yet.
+        unanswered: For each peer that has not answered yet, the time of the query.
     """
 
     def __init__(self, streams: Mapping[int, socket.socket], status: Status) -> None:

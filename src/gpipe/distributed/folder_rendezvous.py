@@ -2,13 +2,13 @@
 
 The replicas agree on their members in numbered epochs. A new epoch begins when a replica is lost or comes back:
 
-1. Each process writes a file that says that it has come to the next epoch.
-2. When every replica of the last epoch has come or is gone, one process claims the next epoch: it creates the epoch's
-   file with a hard link, which only one process can do. The file lists the members.
+1. Each process writes a file to announce that it has reached the next epoch.
+2. When every replica of the last epoch has done so or is lost, one process claims the next epoch: it creates the
+   epoch's file with a hard link, which only one process can do. The file lists the members.
 
 A network partition therefore cannot leave two groups: a replica that is not in the file ends.
 
-A process holds a lock on a file as long as it lives; a free lock, or a closed connection, means that it is gone. A
+A process holds a lock on a file as long as it lives. A free lock or a closed connection shows that it is lost. A
 restarted replica has a new name, and is `fresh`: it has no state until the members send it theirs.
 """
 
@@ -142,9 +142,7 @@ class FolderRendezvous(Communicator):
             if self.name in decided["members"]:
                 break
             if not self.fresh:
-                raise received_error(
-                    "The other replicas continue without this one, which they consider lost.", self.rank
-                )
+                raise received_error("The other replicas consider this one lost, and continue.", self.rank)
         self.epoch, self.members, self.rejoining = epoch, decided["members"], decided["rejoining"]
         self._exchanges = 0
         self.rank = self.members.index(self.name) * self.pp_size + self.pp_rank
@@ -230,7 +228,7 @@ class FolderRendezvous(Communicator):
                 path.unlink(missing_ok=True)
 
     def _arrivals(self, epoch: int) -> dict[str, list[Any]]:
-        """Returns the messages of the processes that have come to an epoch, by replica."""
+        """Returns the announcements of the processes that have reached an epoch, by replica."""
         came: dict[str, list[Any]] = {}
         for path in self.folder.glob(f"came-{epoch}-*"):
             name = path.name.removeprefix(f"came-{epoch}-").rpartition("-")[0]

@@ -16,9 +16,7 @@ from gpipe.distributed.processes import SingleProcess
 from gpipe.errors import innermost_code
 from gpipe.runtime.pipeline_stages import PipelineStages
 
-NORMS = {
-    innermost_code(function): function.__name__ for function in (nn.utils.clip_grad_norm_, nn.utils.get_total_norm)
-}
+NORMS = {innermost_code(norm): norm.__name__ for norm in (nn.utils.clip_grad_norm_, nn.utils.get_total_norm)}
 _partial: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # pipes with parameters in other processes
 
 
@@ -60,7 +58,7 @@ def _reject_lbfgs(optimizer: torch.optim.Optimizer, args: object, kwargs: object
 
 
 def find_tied_names(engine: PipelineStages) -> dict[str, str]:
-    """Returns the first name of each parameter that has several names, for each of its other names."""
+    """Returns the first name of each tied parameter, by each of its other names."""
     names = {
         (layer.index, id(module), leaf): layer.full_name(f"{path}.{leaf}" if path else leaf)
         for stage in engine.all

@@ -59,15 +59,13 @@ class SingleProcess(Communicator):
     def admit_replicas(self) -> None:
         """Admits replicas that wait to join. Call it between two steps."""
 
-    def join(
-        self, get_state: Callable[[], Tree], set_state: Callable[[Any], object], checksums: Sequence[str]
-    ) -> None:
+    def join(self, get_state: Callable[[], Tree], set_state: Callable[[Any], object], digests: Sequence[str]) -> None:
         """Connects all replicas. A replica that comes back gets the state of the others.
 
         Args:
             get_state: Returns the state of this replica.
             set_state: Sets the state of this replica.
-            checksums: Checksums of the initial state, beginning with the weights.
+            digests: Texts that describe the initial state, beginning with the weights.
 
         Raises:
             ValueError: If the pipe was created without survive=True, or if replicas begin with different states.

@@ -40,11 +40,9 @@ class Stragglers:
     def __init__(self, placement: Sequence[int], costs: Sequence[float], replicas: int, *, measured: bool) -> None:
         self._pp_size = max(placement) + 1
         self._measured = measured
-        self._stages = [
-            [stage for stage, rank in enumerate(placement) if rank == pp_rank] for pp_rank in range(self._pp_size)
-        ]
-        ranks = range(self._pp_size * replicas)
-        self._comparable = [ranks] if measured else [ranks[start :: self._pp_size] for start in range(self._pp_size)]
+        ranks, pp_ranks = range(self._pp_size * replicas), range(self._pp_size)
+        self._stages = [[stage for stage, rank in enumerate(placement) if rank == pp_rank] for pp_rank in pp_ranks]
+        self._comparable = [ranks] if measured else [ranks[start :: self._pp_size] for start in pp_ranks]
         shares = [sum(costs[stage] for stage in stages) if measured else 1.0 for stages in self._stages]
         self._shares = shares * replicas
         self._recent = [deque[float](maxlen=WINDOW) for _ in ranks]

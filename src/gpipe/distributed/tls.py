@@ -80,9 +80,7 @@ def _verify_certificate(client: ssl.SSLContext, server: ssl.SSLContext, files: l
                 end.do_handshake()
     except ssl.SSLError as error:
         why = getattr(error, "verify_message", error)
-        raise ValueError(
-            f"{CERT}={files[0]} is not a valid certificate of the authority {CA}={files[2]}: {why}."
-        ) from error
+        raise ValueError(f"{CERT}={files[0]} is not valid for the authority {CA}={files[2]}: {why}.") from error
     return dict(ends[0].getpeercert() or {})
 
 
