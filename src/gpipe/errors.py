@@ -152,6 +152,6 @@ def is_count(value: object) -> bool:
 
 
 def int_remedy(value: object) -> str:
-    """Returns the end of a message that asks for an int, if the value is an integer of another library."""
+    """Returns text to append to "an integer" in a message, if the value is an integer of another library."""
     is_foreign_integer = hasattr(value, "__index__") and type(value) not in (int, bool)
-    return f", as an int: int(...), not a {type(value).__name__}" if is_foreign_integer else ""
+    return f" (a Python int: convert the {type(value).__name__} with int())" if is_foreign_integer else ""

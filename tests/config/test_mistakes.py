@@ -161,7 +161,7 @@ def test_words_of_other_libraries_are_refused_with_ours(given: dict[str, Any], t
     [
         ({"micro_batches": True}, "micro_batches=True is invalid"),
         ({"micro_batches": "8"}, "micro_batches='8' is invalid"),
-        ({"micro_batches": np.int64(8)}, "as an int: int(...), not a int64"),
+        ({"micro_batches": np.int64(8)}, "(a Python int: convert the int64 with int())"),
         ({"partitions": np.array([2, 1])}, "or the layers of each partition, as a list of ints"),
         (
             {"ties": ("0.weight", "2.weight")},
