@@ -39,7 +39,7 @@ class Statistics:
     squares: Tensor  # sum of squared differences from the mean
 
     def merge(self, other: "Statistics") -> "Statistics":
-        """Returns the statistics of the rows of both."""
+        """Merges the statistics of two sets of rows."""
         count = self.count + other.count
         difference = other.mean - self.mean
         mean = self.mean + difference * (other.count / count)
@@ -61,7 +61,7 @@ class DeferredStatistics:
 
     @classmethod
     def of(cls, modules: Sequence[nn.Module]) -> "DeferredStatistics":
-        """Finds the BatchNorm modules in these modules."""
+        """Finds the BatchNorm modules that update running statistics."""
         parts = {module: None for root in modules for module in root.modules()}
         if any(_defers(module) for whole in parts if is_compiled(whole) for module in whole.modules()):
             raise ValueError(
@@ -171,7 +171,7 @@ def _defers(module: nn.Module) -> TypeGuard[AnyBatchNorm]:
 
 @contextmanager
 def _with_temporary_buffers(norm: AnyBatchNorm) -> Iterator[list[Statistics]]:
-    """Gives a BatchNorm temporary buffers in each forward pass. The list that it yields gets their statistics."""
+    """Replaces the buffers of a BatchNorm in its forward passes. Yields a list that receives their statistics."""
     buffers = {name: norm._buffers[name] for name in ("running_mean", "running_var", "num_batches_tracked")}
     temporary: list[tuple[int, Tensor, Tensor]] = []
     momenta: dict[nn.Module, float | None] = {}

@@ -172,7 +172,7 @@ def _shared(targets: Sequence[Tree]) -> list[bool]:
 
 
 class FurtherCalls:
-    """Calls a loss function again. At the end of the context, all state that it can reach is restored."""
+    """Calls a loss function again inside a context, whose exit restores all state that the function can reach."""
 
     def __init__(
         self, loss_fn: Callable[..., object], parameters: Collection[Tensor], set_key: Callable[[int], object]

@@ -218,7 +218,7 @@ class Offload(Feature):
         self.hosts[rank.rank].offload(task.action, self.activations[task.stage, task.micro_batch])
 
     def _fetch(self, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """FETCH: starts to copy activations back."""
+        """FETCH: starts to copy activations back to the device."""
         self.hosts[rank.rank].fetch(task.action, self.activations[task.stage, task.micro_batch])
 
 

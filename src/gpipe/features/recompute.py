@@ -91,9 +91,8 @@ class Recompute(Feature):
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._deferred_mismatches = defaultdict[int, list[Tensor]](
-            list
-        )  # by rank; on a GPU, reading them at once would synchronize
+        # Results of comparisons on a GPU, by rank. They are read at the end, because reading waits for the GPU.
+        self._deferred_mismatches = defaultdict[int, list[Tensor]](list)
         self._versions: object = None  # parameters and modes after the forward pass of a call
         self._variables: Context | None = None  # context variables, if autograd's device thread recomputes
 

@@ -64,7 +64,7 @@ class SplitBackward(Feature):
         work[Kind.BACKWARD_WEIGHT] = self._backward_weight
 
     def _backward(self, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """B: computes pending gradients of earlier micro-batches first."""
+        """B: computes pending gradients of earlier micro-batches, then runs the whole backward pass."""
 
         def accumulate(roots: Sequence[Tensor], gradients: Gradients) -> Iterable[Tensor]:
             for earlier in self.pending[task.stage].values():
@@ -74,7 +74,7 @@ class SplitBackward(Feature):
         backward(run, rank, task, accumulate)
 
     def _backward_input(self, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """I: keeps the state of the micro-batch for its W."""
+        """I: computes the gradients of inputs, and keeps the state of the micro-batch for W."""
         state = rank.states[task.stage, task.micro_batch]
         pending = self.pending[task.stage]
 
@@ -139,7 +139,7 @@ class PendingProduct(NamedTuple):
 
 @dataclass(slots=True)
 class PendingWeights:
-    """The products that an I has deferred to its W, in the order in which autograd reached them, and their leaves."""
+    """The products that I has deferred to W for one micro-batch, in order, and the leaf nodes of their weights."""
 
     products: deque[PendingProduct] = field(default_factory=deque)
     leaves: set[Node] = field(default_factory=set)

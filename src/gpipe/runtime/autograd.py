@@ -115,9 +115,7 @@ def _split_gradients(
 ) -> list[Gradients]:
     """Splits gradients by output. They are UNDEFINED for an unused output whose backward pass must still run."""
     remaining = iter(gradients)
-    by_output: list[Gradients] = [
-        [g for wanted, g in zip(output, remaining, strict=False) if wanted] for output in wants
-    ]
+    by_output: list[Gradients] = [[g for w, g in zip(output, remaining, strict=False) if w] for output in wants]
     unused = [all(gradient is None for gradient in output) for output in by_output]
     runs_all = runs_all or all(unused)
     pairs = zip(by_output, unused, strict=True)

@@ -33,9 +33,8 @@ class Context:
 
     def __init__(self, ranks: int) -> None:
         self._queues = [SimpleQueue[tuple[Label, Message, ReadyEvent] | None]() for _ in range(ranks)]
-        self._early = defaultdict[int, dict[Label, tuple[Message, ReadyEvent]]](
-            dict
-        )  # by receiving rank; only its thread reads the entry
+        # Messages that came early, by receiving rank. Only the thread of that rank reads them.
+        self._early = defaultdict[int, dict[Label, tuple[Message, ReadyEvent]]](dict)
         self.cancelled = False  # whether a rank has failed
 
     # Collective operations of processes, before and after the actions of a mini-batch.

@@ -100,7 +100,7 @@ class PipelineStages:
         self._compiled.clear()
 
     def gather(self, stages: Mapping[int, GatheredWeights]) -> None:
-        """Records that the weights of these stages are gathered from the replicas. New stages need new programs."""
+        """Records that the weights of these stages are gathered from the replicas. Drops programs if this is new."""
         if not stages.items() <= self.gathered.items():
             self.gathered |= stages
             self._compiled.clear()

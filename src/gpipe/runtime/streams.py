@@ -96,7 +96,7 @@ class RankStream:
         return value if self.single_device else replace_tensors(value, lambda tensor: self.to_device(tensor, None))
 
     def to_device(self, tensor: Tensor, mark: ReadyEvent) -> Tensor:
-        """Returns a tensor on this device, after its event. `mark` is None for tensors that the caller computed."""
+        """Copies a tensor to this device if necessary, after waiting for `mark`, or for the caller if it is None."""
         mark = self.caller_events.get(tensor.device) if mark is None else mark
         if isinstance(mark, torch.Event):
             mark.synchronize()
