@@ -52,6 +52,9 @@ BASELINE, PER_GROUP = "1f1b", 3
 """The schedule whose plans take part in each race, and the number of plans for each number of ranks."""
 
 
+REMAT = "remat={remat!r} requires balance=. Remove remat=: the search chooses what to recompute."
+
+
 def find_plan(
     model: Any,
     sample: Tree,
@@ -137,7 +140,7 @@ def find_plan(
         settings: dict[str, Any] = {"schedule": schedule or "gpipe", "remat": "always" if remat is None else remat}
         settings |= {"driver": Threads(intra_op_threads), "costs": costs, "seed": 0}
         if balance is None and remat is not None:
-            raise ValueError(_remat_without_balance(remat))
+            raise ValueError(REMAT.format(remat=remat))
         if measure and costs is not None:
             raise ValueError("measure=True cannot be combined with costs=. Remove one of them.")
         arguments = Arguments(model, partitions, micro_batches, plain(sample), **settings)
@@ -161,14 +164,8 @@ def find_plan(
     layers, names, input_of = _read(model, sample, measure)
     parts = [_first_rows(size, sample) for size in _sizes(rows, batch, micro_batches, measure)]
     samples_by_rows = {count_rows(part): input_of(part) for part in parts}
-    profiled = partial(
-        profile_layers,
-        layers,
-        samples_by_rows,
-        names,
-        optimizer_numbers=optimizer_numbers,
-        parts=schedule in (None, AUTO) or splits(str(schedule)),
-    )
+    profiled = partial(profile_layers, layers, samples_by_rows, names, optimizer_numbers=optimizer_numbers)
+    profiled = partial(profiled, parts=schedule in (None, AUTO) or splits(str(schedule)))
     choices = replace(choices, least_rows=_least_rows([*layers, model]))
     if not measure:
         return search(profiled(), planned, batch, choices)
@@ -189,9 +186,7 @@ def find_plan(
     return replace(plan, plain_seconds=batch / rows * sum(layer.forward + layer.backward for layer in measured))
 
 
-def _plan_by_costs(
-    arguments: Arguments, devices: int | Sequence[Device], balance: Balance | None, schedule: Any
-) -> Plan:
+def _plan_by_costs(arguments: Arguments, devices: Any, balance: Balance | None, schedule: Any) -> Plan:
     """Returns a plan for a given M and the costs of layers: only balanced, or found by a search."""
     if mistakes := [*_invalid_devices(devices)]:
         raise ValueError("\n".join(mistakes))
@@ -223,10 +218,6 @@ def _only(value: Any) -> tuple[Any, ...] | None:
     return None if value is None else (value,)
 
 
-def _remat_without_balance(remat: object) -> str:
-    return f"remat={remat!r} requires balance=. Remove remat=: the search chooses what to recompute."
-
-
 def _invalid_devices(devices: object) -> Iterator[str]:
     if isinstance(devices, Device):
         yield f"devices={devices!r} is a single device. Pass a list: [gpipe.Device(...)] * 4."
@@ -240,7 +231,7 @@ def _invalid_devices(devices: object) -> Iterator[str]:
 
 def _invalid_options(measure: object, threads: object, optimizer_numbers: object, remat: object) -> Iterator[str]:
     if remat is not None:
-        yield _remat_without_balance(remat)
+        yield REMAT.format(remat=remat)
     if not isinstance(measure, bool):
         yield f"measure={measure!r} is not a bool. Use True or False."
     if not is_count(threads):

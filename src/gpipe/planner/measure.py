@@ -258,7 +258,7 @@ def _seconds(runs: Sequence[LayerRun], device: torch.device, *, parts: bool) -> 
         outputs.append(timed(index, "forward", partial(run.forward, run.inputs()[0])))
         timed(index, "recompute", partial(buffers[index].after, kept[index]))
     for index in range(len(runs)):
-        timed(index, "recompute", partial(outputs.__delitem__, 0))
+        timed(index, "recompute", partial(outputs.__delitem__, 0))  # Frees the output within the timing.
     for index, run in enumerate(runs):
         outputs.append(
             timed(index, "recompute", partial(_recompute, run, run.inputs()[0], buffers[index], kept[index]))

@@ -100,11 +100,7 @@ class Partition:
         >>> Partition.of_sizes([3, 2], [3, 1, 1, 1, 2]).cuts
         (3,)
         """
-        mistakes = [
-            f"partitions[{stage}] is {size}. Each stage needs at least 1 layer."
-            for stage, size in enumerate(sizes)
-            if size < 1
-        ]
+        mistakes = [f"partitions[{s}] is {size}. Use at least 1 layer." for s, size in enumerate(sizes) if size < 1]
         if sum(sizes) != len(costs):
             mistakes.append(f"partitions has {sum(sizes)} layers in total. Distribute all {len(costs)} layers.")
         return cls(tuple(sizes), checked_layer_costs(costs, len(sizes), speeds, transfers, memory, mistakes))
@@ -205,9 +201,8 @@ def checked_layer_costs(
     mistakes += _invalid_numbers("costs", costs, layers)
     mistakes += _invalid_numbers("speeds", speeds, devices, positive=True)
     mistakes += _invalid_numbers("transfers", transfers, len(zero[1:]))
-    mistakes += _invalid_numbers("memory.state", memory.state, layers)
-    mistakes += _invalid_numbers("memory.boundary", memory.boundary, layers)
-    mistakes += _invalid_numbers("memory.activations", memory.activations, layers)
+    for name in ("state", "boundary", "activations"):
+        mistakes += _invalid_numbers(f"memory.{name}", getattr(memory, name), layers)
     mistakes += _invalid_numbers("memory.limits", limits, devices, positive=True, most=math.inf)
     mistakes += _invalid_numbers("memory.in_flight", in_flight, devices)
     if mistakes:

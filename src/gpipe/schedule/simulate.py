@@ -92,9 +92,7 @@ class Simulator:
         self.stages_of = [[s for s in stages if program.rank_of[s] == rank] for rank in range(program.ranks)]
         self._held, self._turns = cache(self._find_held), cache(self._find_turns)
         self._taken, self._when = cache(self._find_taken), cache(self._find_when)
-        self._held_by_rank = cache(
-            lambda rank, recomputed: np.hstack([*map(self._held, self.stages_of[rank], recomputed)])
-        )
+        self._held_by_rank = cache(lambda rank, sets: np.hstack([*map(self._held, self.stages_of[rank], sets)]))
         self._actions: list[Action] = []
         self._steps: list[tuple[int, int | None, tuple[int, ...]]] = []  # rank, link if it has one, steps awaited
         self._links: dict[tuple[int, int], int] = {}

@@ -60,9 +60,8 @@ class Fitting:
         return [tuple(costs[stage] for stage in stages) for stages in self.simulator.stages_of]
 
     def _peak_bytes(self, rank: int, costs: RankCosts, kept: KeptCounts) -> int:
-        return self.simulator.peak_bytes(
-            rank, costs, tuple(map(self._recomputed_of, self.simulator.stages_of[rank], kept))
-        )
+        recomputed = map(self._recomputed_of, self.simulator.stages_of[rank], kept)
+        return self.simulator.peak_bytes(rank, costs, tuple(recomputed))
 
     def misfit(self, costs: Sequence[StageCost]) -> Misfit | None:
         """Returns the rank that exceeds its memory most if everything is recomputed; None if all ranks fit."""

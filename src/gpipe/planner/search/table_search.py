@@ -8,6 +8,7 @@ evaluates the best tables like all other plans.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import product
 from math import inf
 from operator import attrgetter
 from random import Random
@@ -17,7 +18,7 @@ from gpipe.planner.search.candidates import AUTO, Shape
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.listing import Knobs, Task, list_seconds, list_table
 from gpipe.planner.search.profile import SizedProfile
-from gpipe.planner.search.trial import StageSizes, Trial, message_costs, most_even  # message_costs
+from gpipe.planner.search.trial import StageSizes, Trial, message_costs, most_even
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.cost import StageCost, seconds
 from gpipe.schedule.schedules.writing import Placement, line, loops, vee
@@ -36,7 +37,7 @@ class TableCandidate:
     placement: Placement
     sizes: StageSizes
     split: bool  # whether backwards are split
-    recomputes: bool  # whether everything is recomputed
+    remat: bool  # whether everything is recomputed
     knobs: Knobs
     seconds: float = inf
 
@@ -74,7 +75,7 @@ class TableSearch:
 
     def least_seconds(self, placement: Placement, sizes: StageSizes) -> float:
         """Returns a lower bound on the seconds of all tables for these stages, with any recomputation."""
-        task = self._task_of(placement, sizes, split=True, recomputes=False, micro_batches=self.micro_batches)
+        task = self._task_of(placement, sizes, split=True, remat=False, count=self.micro_batches)
         costs = self.costs(sizes, placement)
         path = tuple(min(half, cost.backward) for half, cost in zip(task.backward, costs, strict=True))
         parts = zip(task.backward, task.weights, path, costs, strict=True)
@@ -100,16 +101,10 @@ class TableSearch:
         for placement in self._placements():
             stage_speeds = tuple(self.speeds[rank] for rank in placement)
             partitions[placement, most_even(tuple(self.sized.work), stage_speeds)] = None
-        limited = any(device.memory < inf for device in self.devices)
-        for slack, bold, split, recomputes in (
-            (slack, bold, split, recomputes)
-            for slack in (0, 1, 2, self.tried_micro_batches)
-            for bold in (False, True)
-            for split in (True, False)
-            for recomputes in ((False, True) if limited else (False,))
-        ):
-            for placement, sizes in partitions:
-                yield TableCandidate(placement, sizes, split, recomputes, self._knobs(placement, slack, bold=bold))
+        slacks, limited = (0, 1, 2, self.tried_micro_batches), any(device.memory < inf for device in self.devices)
+        options = product(slacks, (False, True), (True, False), (False, True) if limited else (False,))
+        for (slack, bold, split, remat), (placement, sizes) in product(options, partitions):
+            yield TableCandidate(placement, sizes, split, remat, self._knobs(placement, slack, bold=bold))
 
     def _placements(self) -> Iterator[Placement]:
         makers: Sequence[Callable[[int, int], Placement | None]] = (line, vee, loops)
@@ -162,12 +157,10 @@ class TableSearch:
         return replace(candidate, knobs=knobs)
 
     def _task(self, candidate: TableCandidate, micro_batches: int) -> Task:
-        return self._task_of(
-            candidate.placement, candidate.sizes, candidate.split, candidate.recomputes, micro_batches
-        )
+        return self._task_of(candidate.placement, candidate.sizes, candidate.split, candidate.remat, micro_batches)
 
     def _make_task(
-        self, placement: Placement, sizes: StageSizes, split: bool, recomputes: bool, micro_batches: int
+        self, placement: Placement, sizes: StageSizes, split: bool, remat: bool, micro_batches: int
     ) -> Task:
         costs: Sequence[StageCost] = self.costs(sizes, placement)
 
@@ -176,8 +169,8 @@ class TableSearch:
 
         weights = of(Kind.BACKWARD_WEIGHT) if split else (0.0,) * len(costs)
         back = of(Kind.BACKWARD_INPUT if split else Kind.BACKWARD)
-        back = tuple(map(sum, zip(back, of(Kind.RECOMPUTE), strict=True))) if recomputes else back
-        temporary = [cost.working + (cost.activations if recomputes else 0) for cost in costs]
+        back = tuple(map(sum, zip(back, of(Kind.RECOMPUTE), strict=True))) if remat else back
+        temporary = [cost.working + (cost.activations if remat else 0) for cost in costs]
         room = []
         for rank, device in enumerate(self.devices):
             own = [stage for stage, holder in enumerate(placement) if holder == rank]
@@ -185,13 +178,13 @@ class TableSearch:
             room.append(device.memory - used)
         return Task(
             rank_of=placement,
-            micro_batches=micro_batches,
+            micro_batches=count,
             forward=of(Kind.FORWARD),
             backward=back,
             weights=weights,
             sent=tuple(cost.send for cost in costs),
             sent_back=tuple(cost.send_gradient or 0.0 for cost in costs),
-            held=tuple(float(cost.boundary + (0 if recomputes else cost.activations)) for cost in costs),
+            held=tuple(float(cost.boundary + (0 if remat else cost.activations)) for cost in costs),
             room=tuple(room),
         )
 

@@ -39,7 +39,7 @@ class Solution:
     seconds: float
 
 
-@lru_cache  # LargeTable shapes need the same partitions.
+@lru_cache  # Many shapes need the same partitions.
 def most_even(work: Numbers, speeds: Numbers) -> StageSizes:
     """Returns the partition with the fastest slowest stage."""
     return partition(work, len(speeds), balance="minmax", speeds=speeds).layers

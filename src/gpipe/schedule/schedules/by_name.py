@@ -191,16 +191,14 @@ def check_user_program(program: Program) -> None:
 def schedule_of_program(program: Program) -> Schedule:
     """Returns the schedule of one program, for its numbers of ranks and micro-batches."""
     check_user_program(program)
-    return Schedule(
-        "a program", partial(_table_of_program, program), partial(_placement_of_program, program), stages_per_rank=0
-    )
+    return Schedule("a program", partial(_restricted, program), partial(_placement, program), stages_per_rank=0)
 
 
-def _placement_of_program(program: Program, ranks: int, stages_per_rank: int) -> Placement | None:
+def _placement(program: Program, ranks: int, stages_per_rank: int) -> Placement | None:
     return program.rank_of if ranks == program.ranks else None
 
 
-def _table_of_program(program: Program, placement: Placement, micro_batches: int) -> Table | None:
+def _restricted(program: Program, placement: Placement, micro_batches: int) -> Table | None:
     """Returns the table for this many micro-batches; None if the program has fewer.
 
     For fewer micro-batches the other actions are left out: no micro-batch depends on another one.
