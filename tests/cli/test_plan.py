@@ -43,7 +43,7 @@ def test_what_cannot_be_ends_with_status_2_and_what_to_do(capsys: pytest.Capture
         ("unet --schedule zbv", "--schedule: zbv is not a schedule. Choose one of gpipe, 1f1b"),
         ("unet --size b", "--size: b is not NAME=INT"),
         ("unet --devices 4xtpu", "'4xtpu' does not describe devices. Use COUNTxPRESET"),
-        ("unet --devices 2x1x1", "2 devices without a link. Use 1x2x1x1 or"),
+        ("unet --devices 2x1x1", "2 devices without a link. Use 1x2x1x1 or 2x1x1xGB"),
         ("unet --devices 0xv100", "'0xv100' has no device"),
         ("unet --devices 1.5x1x1x1", "'1.5x1x1x1' begins with 1.5"),
         ("unet --devices 2xnanx1x1", "'2xnanx1x1' does not describe devices"),

@@ -252,29 +252,24 @@ def _seconds(runs: Sequence[LayerRun], device: torch.device, *, parts: bool) -> 
             return result
 
     buffers, kept, outputs = [Buffers([run.layer]) for run in runs], list[SavedBuffers](), deque[Values]()
-    for index, run in enumerate(runs):
-        buffers[index].find()
-        kept.append(timed(index, "recompute", buffers[index].before))
-        outputs.append(timed(index, "forward", partial(run.forward, run.inputs()[0])))
-        timed(index, "recompute", partial(buffers[index].after, kept[index]))
-    for index in range(len(runs)):
-        timed(index, "recompute", partial(outputs.__delitem__, 0))  # Frees the output within the timing.
-    for index, run in enumerate(runs):
-        outputs.append(
-            timed(index, "recompute", partial(_recompute, run, run.inputs()[0], buffers[index], kept[index]))
-        )
+    for i, run in enumerate(runs):
+        buffers[i].find()
+        kept.append(timed(i, "recompute", buffers[i].before))
+        outputs.append(timed(i, "forward", partial(run.forward, run.inputs()[0])))
+        timed(i, "recompute", partial(buffers[i].after, kept[i]))
+    for i in range(len(runs)):
+        timed(i, "recompute", partial(outputs.__delitem__, 0))  # Frees the output within the timing.
+    for i, run in enumerate(runs):
+        outputs.append(timed(i, "recompute", partial(_recompute, run, run.inputs()[0], buffers[i], kept[i])))
     last_first = range(len(runs))[::-1]
-    for index in last_first:
-        timed(index, "backward", partial(run_backward, *roots_of(outputs.pop())))
+    for i in last_first:
+        timed(i, "backward", partial(run_backward, *roots_of(outputs.pop())))
     if parts:
         inputs, leaves = zip(*(run.inputs() for run in runs), strict=True)
         outputs += map(LayerRun.forward, runs, inputs)
-        late = [
-            timed(index, "inputs", partial(backward_input, *roots_of(outputs.pop()), leaves[index]))
-            for index in last_first
-        ]
-        for index, waiting in zip(last_first, late, strict=True):
-            timed(index, "weights", partial(backward_weight, waiting))
+        late = [timed(i, "inputs", partial(backward_input, *roots_of(outputs.pop()), leaves[i])) for i in last_first]
+        for i, waiting in zip(last_first, late, strict=True):
+            timed(i, "weights", partial(backward_weight, waiting))
     return [LayerSeconds(**each) for each in seconds]
 
 

@@ -55,7 +55,7 @@ class UncountableError(ValueError):
 class LayerCounts:
     """The cost of one layer for one micro-batch, in floating-point operations and bytes.
 
-    The fields are those of `gpipe.planner.search.profile.LayerProfile`.
+    `gpipe.planner.search.profile.LayerProfile` describes the fields.
     """
 
     forward: float = 0.0

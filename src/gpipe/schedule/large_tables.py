@@ -1,7 +1,7 @@
 """Simulates tables with thousands of ranks and micro-batches, which are too large for one object per action.
 
-In each round, every rank that can executes its next action, by array operations over all ranks. The results equal
-those of `gpipe.schedule.simulate`, including messages that wait for each other on a link.
+In each round, every rank that can executes its next action, by array operations over all ranks. The results are the
+same as in `gpipe.schedule.simulate`, including messages that wait for each other on a link.
 """
 
 from collections.abc import Collection, Iterator

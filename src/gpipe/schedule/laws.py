@@ -11,7 +11,7 @@ Law 5. The actions have a valid total order. In it, a closing action follows all
 Law 6. Each stage runs its forward passes in the order of the micro-batches. The same holds for its backward passes,
        and for input-gradient and weight-gradient passes separately. So gradients are accumulated in the order of the
        reference loop. Within a micro-batch, the last slice runs backward first.
-Law 7. Each rank lists its REDUCEs from the last stage to the first, and those of stages with a TIE after all TIEs.
+Law 7. Each rank lists its REDUCEs from the last stage to the first. REDUCEs of stages with a TIE follow all TIEs.
        So replicas whose tables differ, because they have fewer micro-batches, still reduce in the same order.
 """
 

@@ -234,12 +234,9 @@ def place_shards(program: Program, stages: Collection[int]) -> Program:
 
 
 def join_backwards(program: Program, unsplit: Collection[int] = ()) -> Program:
-    """Replaces I and W by one B in a bare program where splitting does not help.
+    """Replaces I and W by one B in a bare program, at the `unsplit` stages and where splitting does not help.
 
-    This is the case
-
-    - at the `unsplit` stages;
-    - if I and its W are adjacent and no other rank needs the result of I, which would otherwise be sent later.
+    Splitting does not help if I and its W are adjacent and no other rank needs the result of I.
     """
 
     def joined(row: RankActions) -> Iterator[Action]:

@@ -156,7 +156,7 @@ class Partition:
 
         - the only layer of the slowest stage;
         - the layer at an edge of the slowest stage whose move would make the neighboring stage as slow, or too big
-          for its device. Of two such layers, the one whose move would cost less.
+          for its device. Among two such layers, the one whose move would cost less.
         """
         slowest = max(self.seconds) * (1 - TOLERANCE)
         for stage, (seconds, (first, end)) in enumerate(zip(self.seconds, self.bounds, strict=True)):

@@ -2,8 +2,8 @@
 
 Rule 1. A forward needs its inputs: for each route into its stage, the forward of the route's source.
 Rule 2. A recompute needs the forward of its stage and micro-batch.
-Rule 3. A backward needs its recompute, or its forward if nothing is recomputed; the FETCH of its activations, if they
-        were offloaded; and for each route out of its stage, the gradient: the backward of the route's target.
+Rule 3. A backward needs its recompute, or its forward if nothing is recomputed. If its activations were offloaded, it
+        needs their FETCH. For each route out of its stage, it needs the backward of the route's target.
 Rule 4. A weight backward needs its input backward, an OFFLOAD its forward, and a FETCH its OFFLOAD.
 Rule 5. Between ranks, a SEND and its RECEIVE carry a value or gradient. The receiver then depends on the RECEIVE.
 Rule 6. A closing action needs the earlier actions of its stage: COMMIT the forwards, TIE the backwards, REDUCE the

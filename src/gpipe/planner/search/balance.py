@@ -1,8 +1,9 @@
 """Finds the split points that balance the stages best: least variance, or fastest slowest stage.
 
-Both searches are exact. The cost of a stage with the layers a to b-1 is its span `x[b] - y[a]`. Here x[b] is the cost
-of the layers before b at the speed of the stage, plus the transfer at its end. y[a] is the cost of the layers before
-a, minus the transfer at its beginning.
+Both searches are exact. The cost of a stage with the layers a to b-1 is its span, `x[b] - y[a]`:
+
+- `x[b]` is the cost of the layers before b at the speed of the stage, plus the transfer at its end.
+- `y[a]` is the cost of the layers before a, minus the transfer at its beginning.
 
 Dynamic programming goes from the last stage to the first. `least[k, a]` is the best value for the stages k, k+1, ..
 with the layers from a on. It is the minimum over all ends b of stage k of
@@ -13,7 +14,7 @@ with the layers from a on. It is the minimum over all ends b of stage k of
 
 Costs are counted in ticks, 2^-51 of an upper bound on the longest stage. So sums are exact, and equal stages have
 exactly equal costs. Solutions within 1e-12 of the best tie, relative to the mean (for variance, relative to the root
-mean square deviation). Of tied solutions, the one whose earlier stages have more layers is returned.
+mean square deviation). Among tied solutions, the one whose earlier stages have more layers wins.
 """
 
 import math
@@ -51,7 +52,7 @@ def partition(
             - `"variance"` (default): the sum of (t_k - mean)^2, with mean = sum of costs / sum of speeds.
             - `"minmax"`: the maximum of t_k. Among equal maxima, the variance.
 
-            Of tied partitions, the one whose earlier stages have more layers is returned.
+            Among tied partitions, the one whose earlier stages have more layers is returned.
         speeds: The speed of the device of each stage. Default: 1.
         transfers: The time that each of the two stages next to a split point spends on the transfer, in the unit of
             the costs. The first entry is for a split after layer 0. Default: 0.

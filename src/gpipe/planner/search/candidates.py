@@ -97,10 +97,8 @@ class Choices:
         """Yields an error message for each choice that is invalid for these devices and rows."""
         for k in self.partitions or ():
             if not is_count(k):
-                yield (
-                    f"partitions={k!r} is not a number of ranks. Use an integer >= 1{int_remedy(k)}, or also pass "
-                    "balance= to set the layers of each stage."
-                )
+                remedy = "To set the layers of each stage, also pass balance=."
+                yield f"partitions={k!r} is not a number of ranks. Use an integer >= 1{int_remedy(k)}. {remedy}"
             elif k > devices:
                 yield f"partitions={k} exceeds the number of devices. Use 1 to {devices}."
         for m in self.micro_batches or ():
@@ -116,8 +114,8 @@ class Choices:
             elif name not in (*SCHEDULES, AUTO):
                 yield unknown_schedule(name, AUTO)
         if not is_count(global_batch):
-            remedy = int_remedy(global_batch)
-            yield f"global_batch={global_batch!r} is not a number of rows. Use an integer >= 1{remedy}."
+            rows = f"global_batch={global_batch!r}"
+            yield f"{rows} is not a number of rows. Use an integer >= 1{int_remedy(global_batch)}."
 
     def shapes(self, devices: int, global_batch: int, layers: int, *, beyond: bool = False) -> Iterator[Shape]:
         """Yields all shapes, simple ones first. Every M divides the mini-batch, so that micro-batches are equal.

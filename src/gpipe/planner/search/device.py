@@ -37,10 +37,9 @@ class Device:
     def __post_init__(self) -> None:
         units = {"memory": "bytes", "flops": "floating-point operations per second", "link": "bytes per second"}
         values = {name: getattr(self, name) for name in units}
+        invalid = [name for name, value in values.items() if type(value) not in (int, float) or not value > 0]
         mistakes = [
-            f"{name}={value!r} is not positive. Use a number > 0, in {units[name]}."
-            for name, value in values.items()
-            if type(value) not in (int, float) or not value > 0
+            f"{name}={values[name]!r} is not positive. Use a number > 0, in {units[name]}." for name in invalid
         ]
         if type(self.host) not in (int, float) or not self.host >= 0:
             mistakes.append(
@@ -94,14 +93,9 @@ def parse_devices(text: str) -> list[Device]:
         device = PRESETS[kind]
     elif len(parts) not in (3, 4) or not all(map(NUMBER.fullmatch, parts)):
         presets = ", ".join(PRESETS)
-        raise ValueError(
-            f"{text!r} does not describe devices. Use COUNTxPRESET, such as 8xtpuv3, or {FORMAT}. Presets: {presets}."
-        )
+        raise ValueError(f"{text!r} does not describe devices. Use COUNTxPRESET or {FORMAT}. Presets: {presets}.")
     elif len(parts) == 3 and COUNT.fullmatch(count):
-        raise ValueError(
-            f"{text!r} is ambiguous: one device with {count} GiB, or {count} devices without a link. Use 1x{text} or "
-            f"{text}xGB/s ({FORMAT})."
-        )
+        raise ValueError(f"{text!r} is one device, or {count} devices without a link. Use 1x{text} or {text}xGB/s.")
     elif len(parts) == 4 and not COUNT.fullmatch(count):
         raise ValueError(f"{text!r} begins with {count}, which is not a number of devices. Use {FORMAT}.")
     else:

@@ -169,7 +169,7 @@ class LargeTableFitting:
         return None
 
     def fastest(self, costs: Sequence[StageCost]) -> tuple[KeptCounts, float]:
-        """Returns the counts of all stages, and the seconds of a mini-batch. Only ranks that must will recompute."""
+        """Returns the counts of all stages, and the seconds of a mini-batch. Only ranks that need it recompute."""
         fits = [self.simulator.peak_bytes(rank, costs) <= limit for rank, limit in enumerate(self.limits)]
         kept = tuple(int(fits[rank]) for rank in self.simulator.rank_of)
         return kept, self.simulator.seconds(costs, self._recomputed(kept))

@@ -75,7 +75,7 @@ class TableSearch:
 
     def least_seconds(self, placement: Placement, sizes: StageSizes) -> float:
         """Returns a lower bound on the seconds of all tables for these stages, with any recomputation."""
-        task = self._task_of(placement, sizes, split=True, remat=False, count=self.micro_batches)
+        task = self._task_of(placement, sizes, split=True, remat=False, micro_batches=self.micro_batches)
         costs = self.costs(sizes, placement)
         path = tuple(min(half, cost.backward) for half, cost in zip(task.backward, costs, strict=True))
         parts = zip(task.backward, task.weights, path, costs, strict=True)
@@ -178,7 +178,7 @@ class TableSearch:
             room.append(device.memory - used)
         return Task(
             rank_of=placement,
-            micro_batches=count,
+            micro_batches=micro_batches,
             forward=of(Kind.FORWARD),
             backward=back,
             weights=weights,

@@ -5,7 +5,7 @@
 - Interleaved 1F1B (Megatron-LM) has several stages on each rank. Interleaved zero bubble also splits the backwards.
 
 The docstrings state the idle time of each rank: the step time minus the work of a rank. F, I, W and B = I + W are the
-seconds of one action of a whole rank, K is the number of ranks, and sections are those of the cited papers.
+seconds of one action of a whole rank, and K is the number of ranks. Section numbers refer to the cited papers.
 """
 
 from collections.abc import Callable, Iterable, Sequence
