@@ -78,12 +78,12 @@ def test_an_error_in_the_background_is_logged_and_raised_once_at_the_next_call(
     while not saving.done:
         pass
     monkeypatch.undo()
-    assert "a checkpoint could not be saved: OSError: [Errno 28] No space left on device: 'path'" in caplog.text
+    assert "A checkpoint was not saved: OSError: [Errno 28] No space left on device: 'path'" in caplog.text
     with pytest.raises(OSError, match="No space left on device"):
         {"save": lambda: gpipe.save(tmp_path, pipe), "load": lambda: gpipe.load(tmp_path, pipe), "wait": saving.wait}[
             act
         ]()
-    with pytest.raises(RuntimeError, match="this checkpoint was not saved, as was said"):
+    with pytest.raises(RuntimeError, match="This checkpoint was not saved"):
         saving.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_2"]
     pipe.step_number = 3

@@ -28,7 +28,7 @@ FILES = [
 
 def refused(folder: Path, victim: Victim) -> list[str]:
     """What is said to be wrong."""
-    with pytest.raises(gpipe.CheckpointError, match="cannot be loaded, and nothing was changed") as raised:
+    with pytest.raises(gpipe.CheckpointError, match=r"cannot be loaded\. Nothing was changed") as raised:
         gpipe.load(folder, *victim)
     assert str(raised.value.path) in str(raised.value)
     return raised.value.findings
@@ -78,10 +78,10 @@ def test_a_damaged_file_is_refused_before_anything_changes(run: Path, victim: Vi
             (finding,) = refused(run, victim)
             assert name in finding
             assert bad != flipped or "damaged" in finding
-        with pytest.raises(gpipe.CheckpointError, match=f"or load another: {run / 'step_1'}"):
+        with pytest.raises(gpipe.CheckpointError, match=f"or load one of these: {run / 'step_1'}"):
             gpipe.load(run)
         path.unlink()
-        assert refused(run, victim) == [f"{name} is missing"]
+        assert refused(run, victim) == [f"{name} is missing."]
         path.write_bytes(good)
     gpipe.load(run / "step_1")
 
@@ -90,9 +90,9 @@ def test_a_damaged_file_is_refused_before_anything_changes(run: Path, victim: Vi
 def test_the_manifest_of_another_step_or_run_is_refused(origin: str, runs: Path, run: Path, victim: Victim) -> None:
     shutil.copy(runs / origin / "manifest.json", run / "step_2" / "manifest.json")
     (finding,) = refused(run, victim)
-    assert finding == "manifest.json is not the one that `latest` was written for; one of them is damaged"
+    assert finding == "manifest.json does not have the hash in `latest`. One of them is damaged."
     for finding in refused(run / "step_2", victim):  # which `latest` does not tell about
-        assert "of another checkpoint" in finding
+        assert "from another checkpoint" in finding
 
 
 def test_a_damaged_or_dangling_latest_is_refused(run: Path, victim: Victim) -> None:
@@ -100,14 +100,14 @@ def test_a_damaged_or_dangling_latest_is_refused(run: Path, victim: Victim) -> N
     for text in (b"", b"step_2", b"step_\xff\n", b"../run/step_2\n", b"step_2\nstep_1\n", b"/etc\n"):
         (run / "latest").write_bytes(text)
         (finding,) = refused(run, victim)
-        assert finding.startswith("latest is damaged: it holds ")
-        assert f"or load one of these: {run / 'step_1'}, {run / 'step_2'}" in finding
+        assert finding.startswith("latest is damaged: it contains ")
+        assert f"Or load one of these: {run / 'step_1'}, {run / 'step_2'}." in finding
     (run / "latest").write_bytes(latest)
     shutil.rmtree(run / "step_2")
     assert refused(run, victim) == [
-        f"latest names step_2, which is not there; or load one of these: {run / 'step_1'}"
+        f"latest names step_2, which does not exist. Or load one of these: {run / 'step_1'}."
     ]
-    with pytest.raises(gpipe.CheckpointError, match="latest names step_2, which is not there"):
+    with pytest.raises(gpipe.CheckpointError, match="latest names step_2, which does not exist"):
         gpipe.find_checkpoint(run)
 
 
@@ -123,7 +123,7 @@ def test_no_checkpoint_is_told(tmp_path: Path, victim: Victim) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         assert gpipe.find_checkpoint(folder) is None
         (finding,) = refused(folder, victim)
-        assert finding.startswith("there is no checkpoint here, neither manifest.json nor latest; save one")
+        assert finding.startswith("There is no checkpoint here.")
 
 
 # What is whole and does not fit.
@@ -137,20 +137,20 @@ def test_another_model_is_refused_with_all_that_differs(run: Path) -> None:
     before = snapshot(pipe, None)
     with pytest.raises(gpipe.CheckpointError) as raised:
         gpipe.load(run, pipe)
-    other_model, other_type = "build the model that was saved", "convert the model with .to(dtype)"
+    other_model, other_type = "Build the model that was saved.", "Convert the model with .to(dtype)."
     assert raised.value.findings == [
-        f"0.weight is float32 [6, 4] in the checkpoint and float32 [7, 4] in the model; {other_model}",
-        f"0.bias is float32 [6] in the checkpoint and float32 [7] in the model; {other_model}",
-        f"5.weight is float32 [2, 5] in the checkpoint and float64 [2, 5] in the model; {other_type}",
-        f"5.bias is float32 [2] in the checkpoint and float64 [2] in the model; {other_type}",
-        "the model has 6.weight, 6.bias, which the checkpoint lacks; load into its model",
+        f"0.weight is float32 [6, 4] in the checkpoint, but float32 [7, 4] in the model. {other_model}",
+        f"0.bias is float32 [6] in the checkpoint, but float32 [7] in the model. {other_model}",
+        f"5.weight is float32 [2, 5] in the checkpoint, but float64 [2, 5] in the model. {other_type}",
+        f"5.bias is float32 [2] in the checkpoint, but float64 [2] in the model. {other_type}",
+        f"The checkpoint lacks 6.weight, 6.bias. {other_model}",
     ]
     assert differences(snapshot(pipe, None), before) == []
     with pytest.raises(gpipe.CheckpointError) as raised:
         gpipe.load(run, nn.Sequential(*build()[:1]))
     assert raised.value.findings == [
-        "the checkpoint holds 1.weight, 1.bias, 1.running_mean, 1.running_var, 1.num_batches_tracked and 12 more, "
-        "which the model lacks; load into its model"
+        "The model lacks 1.weight, 1.bias, 1.running_mean, 1.running_var, 1.num_batches_tracked and 12 more of the "
+        "checkpoint. Build the model that was saved."
     ]
 
 
@@ -160,19 +160,21 @@ def test_another_optimizer_is_refused(run: Path, tmp_path: Path, victim: Victim)
     more = nn.Parameter(torch.ones(3))
     rest = "0.bias, 1.weight, 1.bias, 3.0.weight, 3.0.bias and 2 more"
     cases: list[tuple[torch.optim.Optimizer, str]] = [
-        (torch.optim.SGD(names.values(), lr=1.0), "the checkpoint is of the optimizer AdamW, not SGD; give one of"),
+        (torch.optim.SGD(names.values(), lr=1.0), "optimizer is a SGD, but a AdamW was saved."),
         (adamw([*names.values(), more]), "group 0 of the optimizer has parameters of shapes [[3]] that"),
-        (adamw([names["0.weight"]]), f"the checkpoint's optimizer trained {rest},"),
+        (adamw([names["0.weight"]]), f"optimizer lacks {rest}, which"),
     ]
     for optimizer, said in cases:
         (finding,) = refused(run, (pipe, optimizer))
         assert finding.startswith(said)
     gpipe.save(tmp_path / "bare", pipe)
-    assert refused(tmp_path / "bare", victim) == ["the checkpoint has no state of an optimizer; load without one"]
+    assert refused(tmp_path / "bare", victim) == [
+        "The checkpoint has no optimizer state. Load it without an optimizer."
+    ]
     gpipe.save(tmp_path / "part", pipe, adamw([names["0.weight"]]))
     (finding,) = refused(tmp_path / "part", victim)
-    assert finding == f"group 0 of the optimizer has {rest}, which the checkpoint's had not; leave it out"
-    with pytest.raises(ValueError, match="an optimizer can be loaded only with its pipe"):
+    assert finding == f"group 0 of the optimizer has {rest}, which the saved optimizer did not have. Remove them."
+    with pytest.raises(ValueError, match="optimizer cannot be loaded without its pipe"):
         gpipe.load(run, None, victim[1])
 
 
@@ -182,7 +184,9 @@ def test_tensors_that_differ_are_not_tied(tmp_path: Path) -> None:
     layers[1].weight = layers[0].weight
     with pytest.raises(gpipe.CheckpointError) as raised:
         gpipe.load(tmp_path, make(layers, 2))
-    assert raised.value.findings == ["1.weight and 0.weight are one tensor here, and differ there; do not share them"]
+    assert raised.value.findings == [
+        "1.weight and 0.weight are tied in the model, but differ in the files. Untie them."
+    ]
 
 
 @pytest.mark.parametrize("at", range(len(FILES)))
@@ -205,7 +209,7 @@ def test_all_ranks_refuse_what_does_not_fit_one_of_them(run: Path, victim: Victi
     before = [snapshot(own, None) for own in pipes]
     raised = run_ranks(lambda own: gpipe.load(run, own), pipes)
     assert {str(error).splitlines()[1] for error in raised} == {
-        "- the model has more, which the checkpoint lacks; load into its model"
+        "- The checkpoint lacks more. Build the model that was saved."
     }
     assert [differences(snapshot(own, None), was) for own, was in zip(pipes, before, strict=True)] == [[], []]
 
@@ -220,11 +224,11 @@ def test_a_forged_manifest_is_refused(run: Path, victim: Victim) -> None:
     path = run / "step_2"
     original = (path / "manifest.json").read_bytes()
     for change, said in (
-        (of(version=lambda _: 2), "version 2, and this gpipe reads 'gpipe checkpoint', version 1"),
-        (of(extra=lambda _: {"$tensor": "gone"}), "extra needs gone, which no file holds"),
+        (of(version=lambda _: 2), "version 2, but this gpipe reads 'gpipe checkpoint', version 1"),
+        (of(extra=lambda _: {"$tensor": "gone"}), "extra needs gone, which no file contains"),
         (
             of(extra=lambda _: {"$run": "ls"}),
-            "extra cannot be read: there is no value that is written as {'$run': 'ls'}",
+            "extra cannot be read: {'$run': 'ls'} is not a valid encoding",
         ),
         (of(extra=lambda _: {"$dict": [[[1], 2]]}), "extra cannot be read: unhashable type: 'list'"),
         (of(extra=lambda _: {"$dict": [1]}), "extra cannot be read: cannot unpack"),
@@ -236,12 +240,12 @@ def test_a_forged_manifest_is_refused(run: Path, victim: Victim) -> None:
             )
             for name in LEADS_OUT
         ),
-        (of(names=lambda _: "0.weight"), "has names of other types than gpipe.save writes"),
-        (of(step_number=lambda _: True, ties=lambda _: None), "has step_number, ties of other types"),
-        (of(optimizer=lambda one: {**one, "state": []}), "has optimizer of other types"),
-        (of(files=lambda _: {"stage_0.safetensors": {"bytes": "9", "sha256": ""}}), "has files of other types"),
-        (of(names=lambda names: names[1:]), "0.weight stand in the manifest alone, or in the files alone"),
-        (of(names=lambda names: [*names, "odd"]), "odd stand in the manifest alone"),
+        (of(names=lambda _: "0.weight"), "has wrong types in names"),
+        (of(step_number=lambda _: True, ties=lambda _: None), "has wrong types in step_number, ties"),
+        (of(optimizer=lambda one: {**one, "state": []}), "has wrong types in optimizer"),
+        (of(files=lambda _: {"stage_0.safetensors": {"bytes": "9", "sha256": ""}}), "has wrong types in files"),
+        (of(names=lambda names: names[1:]), "0.weight are not in both the manifest and the files"),
+        (of(names=lambda names: [*names, "odd"]), "odd are not in both the manifest"),
     ):
         (path / "manifest.json").write_bytes(original)
         forge(path, change)

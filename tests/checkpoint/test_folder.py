@@ -130,11 +130,11 @@ def test_older_checkpoints_that_cannot_be_removed_are_told_and_do_no_harm(
     monkeypatch.setattr("gpipe.checkpoint.save.prune", fail)
     with caplog.at_level(logging.WARNING):
         assert gpipe.save(tmp_path, pipe, keep=1).wait().name == "step_1"
-    assert "step_1 is saved, but older checkpoints could not be removed: [Errno 28]" in caplog.text
+    assert "step_1 is saved, but old checkpoints were not removed: [Errno 28]" in caplog.text
 
 
 def test_a_checkpoint_is_no_folder_to_save_to(tmp_path: Path) -> None:
     path = gpipe.save(tmp_path, make()).wait()
-    with pytest.raises(ValueError, match=f"is a checkpoint itself, not the folder of a run; save to {tmp_path}"):
+    with pytest.raises(ValueError, match=f"is a checkpoint itself. Save to {tmp_path}"):
         gpipe.save(path, make())
     assert gpipe.load(path).step_number == 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gpipe
-from gpipe.checkpoint.files import DTYPES, Shelf, encoded
+from gpipe.checkpoint.files import DTYPES, TensorFiles, encode_file
 from gpipe.checkpoint.manifest import Encoder, decode
 from tests.support.plain_loop import same_bits
 
@@ -79,11 +79,11 @@ def test_tensors_come_back_the_same(dtype: torch.dtype, shape: tuple[int, ...], 
     assert same_bits(there_and_back(tensor), tensor)
     path = tmp_path / "file.safetensors"
     with path.open("wb") as file:
-        for piece in encoded({"tensor": tensor, "other": torch.ones(3, dtype=torch.uint8)}):
+        for piece in encode_file({"tensor": tensor, "other": torch.ones(3, dtype=torch.uint8)}):
             file.write(piece)
-    shelf = Shelf([path])
-    assert shelf.findings == []
-    assert same_bits(shelf.read("tensor"), tensor)
+    files = TensorFiles([path])
+    assert files.findings == []
+    assert same_bits(files.read("tensor"), tensor)
 
 
 def test_an_extra_without_end_or_of_endless_digits_is_refused(tmp_path: Path) -> None:

@@ -84,11 +84,9 @@ def test_what_others_wrote_is_read_under_other_names(tmp_path: Path) -> None:
         return f"net.{name}".replace("weight", "kernel")
 
     before = weights(pipe)
-    with pytest.raises(
-        gpipe.CheckpointError, match=r"the files hold net.more, which the model lacks; give rename=, or"
-    ):
+    with pytest.raises(gpipe.CheckpointError, match=r"The model lacks net.more of the files\. Pass rename= or"):
         gpipe.load_weights(tmp_path, pipe, rename=rename)
-    with pytest.raises(gpipe.CheckpointError, match=r"the model has 0.weight, 0.bias, .* and 6 more, which the"):
+    with pytest.raises(gpipe.CheckpointError, match=r"The checkpoint lacks 0.weight, 0.bias, .* and 6 more"):
         gpipe.load_weights(tmp_path, pipe)
     assert differences(weights(pipe), before) == []
     gpipe.load_weights(tmp_path, pipe, rename=rename, strict=False)
@@ -119,7 +117,7 @@ def sharded(tmp_path: Path) -> Path:
 def refused(folder: Path) -> list[str]:
     pipe = make(build(2))
     before = weights(pipe)
-    with pytest.raises(gpipe.CheckpointError, match="cannot be loaded, and nothing was changed") as raised:
+    with pytest.raises(gpipe.CheckpointError, match=r"cannot be loaded\. Nothing was changed") as raised:
         gpipe.load_weights(folder, pipe)
     assert differences(weights(pipe), before) == []
     return raised.value.findings
@@ -127,28 +125,30 @@ def refused(folder: Path) -> list[str]:
 
 def test_what_is_missing_or_damaged_is_refused(sharded: Path, tmp_path: Path) -> None:
     shards = [path for path in sorted(sharded.iterdir()) if path.name != INDEX]
-    assert refused(tmp_path) == [f"there is neither model.safetensors nor {INDEX}; give the folder that holds one"]
+    assert refused(tmp_path) == [
+        f"There is neither model.safetensors nor {INDEX}. Pass the folder that contains one of them."
+    ]
     os.truncate(shards[0], shards[0].stat().st_size - 1)
     shards[2].write_bytes(b"no safetensors")
     (first, second) = refused(sharded)
-    assert first.startswith(f"{shards[0].name} is no safetensors file: ")
-    assert second.startswith(f"{shards[2].name} is no safetensors file: ")
+    assert first.startswith(f"{shards[0].name} is not a valid safetensors file: ")
+    assert second.startswith(f"{shards[2].name} is not a valid safetensors file: ")
     shards[2].unlink()
     shards[0].unlink()
-    assert refused(sharded) == [f"{path.name} is missing" for path in (shards[0], shards[2])]
+    assert refused(sharded) == [f"{path.name} is missing." for path in (shards[0], shards[2])]
 
 
 def test_an_index_that_is_damaged_or_leads_elsewhere_is_refused(sharded: Path) -> None:
     where = json.loads((sharded / INDEX).read_text())["weight_map"]
     for text in ("", "[]", '{"weight_map": {"0.weight": 3}}', '{"weight_map": []}', "{" * 10**5):
         (sharded / INDEX).write_text(text)
-        assert refused(sharded) == [f"{INDEX} is damaged; get it again"]
+        assert refused(sharded) == [f"{INDEX} is damaged. Download it again."]
     (sharded / INDEX).write_text(json.dumps({"weight_map": {**where, "0.weight": where["5.weight"]}}))
-    assert refused(sharded) == [f"{INDEX} says where 0.weight would be: it is not there; get all shards again"]
+    assert refused(sharded) == [f"0.weight are missing, although {INDEX} lists them. Download all shards again."]
     save_file({"0.weight": torch.ones(6, 4)}, sharded.parent / "secret.safetensors")
     for name in ("../secret.safetensors", "/etc/x.safetensors", "model.bin", "..", "a/b.safetensors"):
         (sharded / INDEX).write_text(json.dumps({"weight_map": {**where, "0.weight": name}}))
-        text = f"{INDEX} names {name!r}, which is no safetensors file of the folder; do not trust it"
+        text = f"{INDEX} names {name!r}, which is not a safetensors file of the folder. Do not trust it."
         assert refused(sharded) == [text]
 
 
@@ -171,22 +171,22 @@ def test_what_cannot_be_saved_is_told_at_once(tmp_path: Path) -> None:
     layers = build()
     layers.append(State())
     layers[0].register_buffer("wide", torch.zeros(2, dtype=torch.complex128))
-    with pytest.raises(ValueError, match="nothing was saved") as raised:
+    with pytest.raises(ValueError, match="Nothing was saved") as raised:
         gpipe.save_weights(tmp_path / "new", make(layers), rename=lambda name: name.replace("bias", "weight"))
     assert str(raised.value).splitlines()[1:] == [
-        "- 0.bias would get the name 0.weight, as another does; let rename= tell them apart",
-        "- 0.wide is of torch.complex128, which safetensors has no name for; convert it",
-        "- 1.bias would get the name 1.weight, as another does; let rename= tell them apart",
-        "- 3.0.bias would get the name 3.0.weight, as another does; let rename= tell them apart",
-        "- 5.bias would get the name 5.weight, as another does; let rename= tell them apart",
-        "- 6._extra_state is no tensor, and this layout has only those",
+        "- 0.bias and another name are renamed to 0.weight. Return different names from rename=.",
+        "- 0.wide is of torch.complex128, which safetensors does not support. Convert it.",
+        "- 1.bias and another name are renamed to 1.weight. Return different names from rename=.",
+        "- 3.0.bias and another name are renamed to 3.0.weight. Return different names from rename=.",
+        "- 5.bias and another name are renamed to 5.weight. Return different names from rename=.",
+        "- 6._extra_state is not a tensor, which this layout does not support. Use gpipe.save.",
     ]
     assert not (tmp_path / "new").exists()
 
 
 def test_a_checkpoint_tells_how_it_is_loaded_instead(tmp_path: Path) -> None:
     gpipe.save_weights(tmp_path, make())
-    with pytest.raises(gpipe.CheckpointError, match=r"these are weights alone; use gpipe.load_weights"):
+    with pytest.raises(gpipe.CheckpointError, match=r"This folder has only weights\. Use gpipe.load_weights"):
         gpipe.load(tmp_path, make())
 
 
@@ -241,7 +241,7 @@ def test_what_transformers_saves_is_read_here_and_what_is_saved_here_by_transfor
 def test_names_that_transformers_saves_otherwise_are_told_with_the_way_round(tmp_path: Path) -> None:
     (saved, reader), (model, _) = (of_transformers("mixtral", seed) for seed in (0, 1))
     saved.save_pretrained(tmp_path)
-    with pytest.raises(gpipe.CheckpointError, match=r"the files hold .*experts.*; if transformers wrote them under"):
+    with pytest.raises(gpipe.CheckpointError, match=r"The model lacks .*experts.* If transformers saved them"):
         gpipe.load_weights(tmp_path, model)
     gpipe.save_weights(tmp_path / "own", reader.from_pretrained(tmp_path))
     gpipe.load_weights(tmp_path / "own", model)

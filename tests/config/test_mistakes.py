@@ -213,8 +213,8 @@ def given_wrongly(pipe: gpipe.GPipe, folder: str) -> dict[str, Callable[[], obje
         "gpipe.save_weights(folder, pipe": lambda: wrong.save_weights(pipe, folder),
         "gpipe.find_checkpoint(folder, pipe": lambda: wrong.find_checkpoint(pipe),
         "pipe is a str": lambda: wrong.save(folder, "pipe"),
-        "StepLR; give the torch optimizer": lambda: wrong.save(folder, pipe, scheduler),
-        "GradScaler; give the torch optimizer": lambda: wrong.load(folder, pipe, torch.amp.GradScaler("cpu")),
+        "StepLR. Pass the torch optimizer": lambda: wrong.save(folder, pipe, scheduler),
+        "GradScaler. Pass the torch optimizer": lambda: wrong.load(folder, pipe, torch.amp.GradScaler("cpu")),
         "not its state_dict()": lambda: wrong.save(folder, pipe, optimizer.state_dict()),
         "gpipe.GradScaler(pipe)": lambda: wrong.GradScaler(optimizer),
         "gpipe.record: pipe is a NoneType": lambda: wrong.record(None).__enter__(),
@@ -235,7 +235,7 @@ def test_what_is_given_wrongly_is_refused_in_our_words(text: str, tmp_path: Path
 def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"")
     for asked in (gpipe.load, gpipe.find_checkpoint):
-        with pytest.raises(gpipe.CheckpointError, match="this is a file; give the folder"):
+        with pytest.raises(gpipe.CheckpointError, match="This is a file"):
             asked(tmp_path / "model.pt")
 
 

@@ -1,18 +1,19 @@
-"""Saving and loading a run: on disk whole or not at all.
+"""Saves and loads checkpoints, which are on the disk completely or not at all.
 
     folder/
-        latest                          the name of the newest checkpoint, and the SHA-256 of its manifest
+        latest                          name of the newest checkpoint, and the SHA-256 of its manifest
         step_12/
-            manifest.json               what belongs together: sizes and hashes of the files, numbers, names
-            stage_0.safetensors         weights and buffers of a stage, under their unpartitioned names
-            stage_0.optimizer.safetensors    what the optimizer remembers, as `parameter/key`
-            extra.safetensors           tensors among what the user added, if any
-        step_15.tmp-1f0c9a2b-77de01c4/  being written, or left behind by a process that was killed
+            manifest.json               sizes and hashes of the files, numbers, names
+            stage_0.safetensors         weights and buffers of a stage, by their names in the whole model
+            stage_0.optimizer.safetensors    optimizer state, as `parameter/key`
+            extra.safetensors           tensors in the user's `extra` value, if any
+        step_15.tmp-1f0c9a2b-77de01c4/  a checkpoint being written, or left by a process that was killed
 
-Rule 1. What stands under a final name is complete and durable: files are written and synced under a temporary name,
-        then the manifest, then the folder gets its name, and only then `latest` names it.
-Rule 2. Nothing that stands under a final name is ever changed.
-Rule 3. A file is trusted only if the manifest has its hash, and the manifest only if it has its own.
-Rule 4. Nothing of a model or an optimizer changes before all that goes into them was read and fits, on every rank.
-Rule 5. What is read is data: JSON and safetensors. Nothing of it is run.
+Rule 1. A checkpoint with a final name is complete and durable. Files are written and synced in a temporary folder,
+then
+        the manifest is. Then the folder is renamed, and only then `latest` names it.
+Rule 2. Files in a folder with a final name never change.
+Rule 3. A file is valid only if its hash is in the manifest, and a manifest only if it contains its own hash.
+Rule 4. Models and optimizers change only after every rank has read and checked all of their new values.
+Rule 5. Checkpoints contain only data (JSON and safetensors). Loading runs no code from them.
 """

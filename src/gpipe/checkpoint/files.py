@@ -1,10 +1,10 @@
-"""Files of checkpoints: durable operations, each of which says where it failed, and tensors as safetensors files.
+"""Reads and writes the files of checkpoints durably. Errors name the path.
 
-They call functions of `os` and nothing else, so that a test can stop a process at any one of them. A safetensors file
-is the length of a header (8 bytes), the header (JSON: type, shape and place of each tensor), and the bytes.
-The library's `save_file` opens and writes by itself: nobody could hash or sync on the way, or stop it between two
-writes; its `serialize` is a second copy of the weights in memory. So the header is made here, and the bytes of each
-tensor in turn are handed to `write_file`.
+All operations call functions of `os`, so that tests can stop a process at any of them. A safetensors file consists of
+the length of a header (8 bytes), the header (JSON with the type, shape and offset of each tensor), and the bytes.
+
+This module writes safetensors files itself. The library's `save_file` cannot hash or sync them while it writes, and
+its `serialize` needs a second copy of the weights in memory.
 """
 
 import errno
@@ -27,13 +27,13 @@ from torch import Tensor
 
 from gpipe._torch.modules import is_wrapper
 
-PIECE = 2**24  # bytes hashed and written at once: they stay in the cache, and other threads run meanwhile
+PIECE = 2**24  # bytes hashed and written at once: small enough for the cache, and other threads can run in between
 
 logger = logging.getLogger("gpipe")
 
 
 class File(TypedDict):
-    """The content of a file, as far as one can tell it from another."""
+    """The size and the hash of a file."""
 
     bytes: int
     sha256: str
@@ -41,7 +41,7 @@ class File(TypedDict):
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """The descriptor of a file or folder; an OSError names the path, as those of `os.write` and `os.fsync` do not."""
+    """Yields the descriptor of a file or folder. Adds the path to errors of `os.write` and `os.fsync`."""
     try:
         descriptor = os.open(path, flags, 0o666)
         try:
@@ -55,7 +55,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> File:
-    """Writes a new file, durably."""
+    """Writes and syncs a new file. Returns its size and hash."""
     digest, size = hashlib.sha256(), 0
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
         for chunk in chunks:
@@ -71,19 +71,19 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> File:
 
 
 def put_file(path: Path, temporary: Path, content: bytes) -> None:
-    """Writes a small file, or puts it in place of another, at one moment; its folder is still to be synced."""
+    """Writes or replaces a small file atomically. The caller must sync the folder."""
     write_file(temporary, [content])
     os.replace(temporary, path)
 
 
 def sync_folder(path: Path) -> None:
-    """Makes durable which names a folder holds."""
+    """Syncs a folder, so that new and changed names in it are durable."""
     with opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         os.fsync(descriptor)
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder that may be there already, with those above it, durably."""
+    """Creates a folder and its parents durably, unless they exist."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -96,43 +96,48 @@ def make_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder with all in it, as far as that goes; what stays is no harm, and is logged."""
+    """Removes a folder with its files. Logs a warning if files remain, which do no harm."""
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
-        logger.warning("%s could not be removed; it is not needed any more", path)
+        logger.warning("%s could not be removed. Delete it: it is no longer needed. [leftover-files]", path)
 
 
 @contextmanager
-def reading(path: Path, *, follow: bool = False) -> Iterator[tuple[BufferedReader, int]]:
-    """Opens a file that somebody else may have put there, and says its size.
+def open_regular_file(path: Path, *, follow: bool = False) -> Iterator[tuple[BufferedReader, int]]:
+    """Opens a file that may come from an untrusted source. Yields the file and its size.
 
-    A ValueError: it is missing, or no file of its own: a link might lead anywhere, and a pipe would block.
+    Raises:
+        ValueError: If it is missing or not a regular file. A link could lead anywhere, and a pipe would block.
     """
     try:
         with opened(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)) as descriptor:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise ValueError("is not a file")
             with open(descriptor, "rb", closefd=False) as file:
-                yield file, found.st_size
+                yield file, status.st_size
     except OSError as error:
-        if error.errno not in WHY_NO_FILE:
+        if error.errno not in FILE_ERRORS:
             raise
-        raise ValueError(WHY_NO_FILE[error.errno]) from error
+        raise ValueError(FILE_ERRORS[error.errno]) from error
 
 
-WHY_NO_FILE = {
+FILE_ERRORS = {
     errno.ENOENT: "is missing",
-    errno.ELOOP: "is a symbolic link; put the file itself there",
+    errno.ELOOP: "is a symbolic link. Replace it by the file itself",
     errno.ENXIO: "is not a file",
 }
 
 
-def read_small(path: Path, most: int, *, follow: bool = False) -> bytes:
-    """Reads a file that is small if it is what it should be; a ValueError says what is wrong."""
-    with reading(path, follow=follow) as (file, size):
-        if size > most:
-            raise ValueError(f"has {size} bytes, and {most} are the most that it can have")
+def read_small_file(path: Path, limit: int, *, follow: bool = False) -> bytes:
+    """Reads a file of at most `limit` bytes.
+
+    Raises:
+        ValueError: If it is larger, is missing, or is not a regular file.
+    """
+    with open_regular_file(path, follow=follow) as (file, size):
+        if size > limit:
+            raise ValueError(f"has {size} bytes, but at most {limit} are allowed")
         return file.read(size)
 
 
@@ -146,22 +151,22 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def why_not_storable(tensor: Tensor) -> str | None:
-    """Why a tensor cannot be put into a file, if so."""
+    """Returns why a tensor cannot be stored in a file, or None if it can."""
     if torch.nn.parameter.is_lazy(tensor):
-        return "has no shape yet; run a step first"
+        return "has no shape yet. Run a step first"
     if tensor.is_meta:
-        return "is on the meta device and has no values; build the layer for real first"
+        return "is on the meta device and has no values. Initialize the layer first"
     if tensor.layout != torch.strided or tensor.is_quantized:
-        return f"is {str(tensor.layout).removeprefix('torch.')} or quantized; only plain dense tensors can be stored"
+        return f"is {str(tensor.layout).removeprefix('torch.')} or quantized. Convert it to a plain dense tensor"
     if tensor.dtype not in DTYPE_NAMES:
-        return f"is of {tensor.dtype}, which safetensors has no name for; convert it"
+        return f"is of {tensor.dtype}, which safetensors does not support. Convert it"
     if is_wrapper(tensor) and not hasattr(tensor, "full_tensor"):
-        return f"is a {type(tensor).__name__}, which is no plain tensor; convert it"
+        return f"is a {type(tensor).__name__}, not a plain tensor. Convert it"
     return None
 
 
-def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a file, in pieces; widest types first, so that each tensor is aligned."""
+def encode_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """Yields the content of a safetensors file, with the widest types first so that all tensors are aligned."""
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -178,28 +183,29 @@ def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
             yield plain.reshape(-1).view(torch.uint8).numpy().data
 
 
-class Shelf:
-    """The tensors of some files, found by name; values are read when asked for."""
+class TensorFiles:
+    """The tensors of several safetensors files, by name. Values are read on access."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.findings: list[str] = []
-        self.home: dict[str, str] = {}  # the file of each tensor
+        self.file_of: dict[str, str] = {}  # the file name of each tensor
         self._open: dict[str, safe_open] = {}
         for path in paths:
             try:
-                with reading(path, follow=True) as (file, _):  # safetensors opens whatever is there, twice,
-                    os.close(os.dup(file.fileno()))  # and calls it missing if it may not
+                with open_regular_file(path, follow=True) as (file, _):  # safetensors opens any kind of file, twice,
+                    os.close(os.dup(file.fileno()))  # and reports it as missing without permission.
                 opened = self._open[path.name] = safe_open(path, framework="pt")
-                self.home |= dict.fromkeys(opened.keys(), path.name)  # type: ignore[no-untyped-call]  # untyped in safetensors
+                self.file_of |= dict.fromkeys(opened.keys(), path.name)  # type: ignore[no-untyped-call]  # untyped in safetensors
             except SafetensorError as error:
-                self.findings.append(f"{path.name} is no safetensors file: {error}")
+                self.findings.append(f"{path.name} is not a valid safetensors file: {error}.")
             except ValueError as error:
-                self.findings.append(f"{path.name} {error}")
+                self.findings.append(f"{path.name} {error}.")
 
-    def look(self, name: str) -> Tensor:
-        """A tensor as it lies in its file: nothing of it is read yet."""
-        mapped: Tensor = self._open[self.home[name]].get_tensor(name)  # type: ignore[no-untyped-call]  # untyped in safetensors
+    def map(self, name: str) -> Tensor:
+        """Returns a tensor that is mapped from its file, without reading it."""
+        mapped: Tensor = self._open[self.file_of[name]].get_tensor(name)  # type: ignore[no-untyped-call]  # untyped in safetensors
         return mapped
 
     def read(self, name: str) -> Tensor:
-        return self.look(name).clone()
+        """Returns a copy of a tensor in memory."""
+        return self.map(name).clone()

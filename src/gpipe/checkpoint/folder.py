@@ -1,4 +1,4 @@
-"""The folder of a run: its checkpoints by name, which is the latest, what may be removed, and what is damaged."""
+"""Manages the folder of a run: finds, publishes and removes checkpoints, and checks their files."""
 
 import errno
 import fcntl
@@ -12,79 +12,86 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from gpipe.checkpoint.files import make_folder, put_file, read_small, reading, remove_folder, sync_folder
+from gpipe.checkpoint.files import (
+    make_folder,
+    open_regular_file,
+    put_file,
+    read_small_file,
+    remove_folder,
+    sync_folder,
+)
 from gpipe.checkpoint.manifest import LARGEST, MANIFEST, CheckpointError, Manifest, from_bytes
 
 LATEST = "latest"
-LONGEST = 4096  # bytes of it
+MAX_LATEST = 4096  # bytes of the file `latest`
 CHECKPOINT = re.compile(r"step_(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?")
 LEFTOVER = re.compile(r"step_[0-9.]+\.tmp-([0-9a-f]{8})-[0-9a-f]{8}")
 
 
-class Found(NamedTuple):
-    """A checkpoint, and the hash that its manifest must have, if that is known."""
+class CheckpointPath(NamedTuple):
+    """The folder of a checkpoint, and the expected hash of its manifest, if it is known."""
 
     path: Path
     sha256: str | None = None
 
 
-def age(name: str) -> tuple[int, int] | None:
-    """What checkpoints are ordered by: the step, and which one of that step it is; None if it is none."""
+def order_of(name: str) -> tuple[int, int] | None:
+    """Returns the step of a checkpoint and its number among those of the step, or None for a different folder."""
     matched = CHECKPOINT.fullmatch(name)
     return (int(matched[1]), int(matched[2] or 1)) if matched else None
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """All checkpoints of a folder, oldest first."""
-    known = {path: age(path.name) for path in folder.iterdir()} if folder.is_dir() else {}
+    """Returns all checkpoints in a folder, the oldest first."""
+    known = {path: order_of(path.name) for path in folder.iterdir()} if folder.is_dir() else {}
     return sorted((path for path, order in known.items() if order), key=lambda path: known[path] or ())
 
 
-def find(folder: Path) -> Found | None:
-    """The checkpoint that a folder is, or that its `latest` names."""
+def find(folder: Path) -> CheckpointPath | None:
+    """Returns the folder itself if it is a checkpoint, otherwise the checkpoint that its file `latest` names."""
     if (folder / MANIFEST).exists():
-        return Found(folder)
+        return CheckpointPath(folder)
     if folder.is_file():
-        raise CheckpointError(folder, ["this is a file; give the folder that gpipe.save was given, or a checkpoint"])
+        raise CheckpointError(folder, ["This is a file. Pass the folder that you passed to gpipe.save."])
     there = checkpoints(folder)
-    if not os.path.lexists(folder / LATEST):  # a process was killed when its first checkpoint had just got its name
-        return Found(there[-1]) if there else None
-    choice = f"; or load one of these: {', '.join(map(str, there))}" if there else ""
+    if not os.path.lexists(folder / LATEST):  # A process was killed just after it named its first checkpoint.
+        return CheckpointPath(there[-1]) if there else None
+    choice = f" Or load one of these: {', '.join(map(str, there))}." if there else ""
     try:
-        text = read_small(folder / LATEST, LONGEST).decode(errors="replace")
+        text = read_small_file(folder / LATEST, MAX_LATEST).decode(errors="replace")
     except ValueError as error:
-        raise CheckpointError(folder, [f"{LATEST} {error}; remove it{choice}"]) from None
+        raise CheckpointError(folder, [f"{LATEST} {error}. Remove it.{choice}"]) from None
     matched = re.fullmatch(rf"({CHECKPOINT.pattern})\n(?:([0-9a-f]{{64}})\n)?", text)
     if not matched:
-        advice = f"write the name of a checkpoint into it, and a line break{choice}"
-        raise CheckpointError(folder, [f"{LATEST} is damaged: it holds {text[:200]!r}; {advice}"])
-    found = Found(folder / matched[1], matched[4])
-    if not found.path.is_dir():
-        raise CheckpointError(folder, [f"{LATEST} names {matched[1]}, which is not there{choice}"])
-    return found
+        advice = f"Replace it by the name of a checkpoint and a line break.{choice}"
+        raise CheckpointError(folder, [f"{LATEST} is damaged: it contains {text[:200]!r}. {advice}"])
+    checkpoint = CheckpointPath(folder / matched[1], matched[4])
+    if not checkpoint.path.is_dir():
+        raise CheckpointError(folder, [f"{LATEST} names {matched[1]}, which does not exist.{choice}"])
+    return checkpoint
 
 
-# Writing. Whoever writes a checkpoint holds a lock on its temporary folder, which ends with the process: what is not
-# locked on this machine was left behind. What another machine left behind is nobody's to judge, and stays.
+# Writing. The writing process holds a lock on the temporary folder, which ends with the process. A temporary folder
+# of this machine without a lock is a leftover. Folders of other machines stay: their locks are not visible here.
 
 
 class Draft(NamedTuple):
-    """A checkpoint under a temporary name, and the lock on it."""
+    """A checkpoint under a temporary name, and the descriptor of its lock."""
 
     path: Path
     lock: int
 
     def end(self) -> None:
-        """Lets go of the lock, and gives up a checkpoint that has got no name; once."""
+        """Releases the lock, and removes the folder if it has not been renamed. Must be called once."""
         os.close(self.lock)
         if self.path.exists():
             remove_folder(self.path)
 
 
 def begin(folder: Path, step_number: int) -> Draft:
-    """Makes the temporary folder of a checkpoint; refused in one that is a checkpoint itself."""
+    """Creates and locks the temporary folder of a checkpoint. Raises a ValueError if `folder` is a checkpoint."""
     if (folder / MANIFEST).exists():
-        raise ValueError(f"{folder} is a checkpoint itself, not the folder of a run; save to {folder.parent}")
+        raise ValueError(f"folder: {folder} is a checkpoint itself. Save to {folder.parent}.")
     make_folder(folder)
     while True:
         path = _temporary(folder, f"step_{step_number}")
@@ -92,13 +99,13 @@ def begin(folder: Path, step_number: int) -> Draft:
         try:
             held, _ = lock(path, fcntl.LOCK_EX)
         except FileNotFoundError:
-            continue  # another job took it for left behind
+            continue  # A different job has removed it as a leftover.
         except OSError:
             os.rmdir(path)
             raise
         if path.exists():
             return Draft(path, held)
-        os.close(held)  # taken for left behind before it was locked
+        os.close(held)  # It was removed as a leftover before it was locked.
 
 
 def _temporary(folder: Path, name: str) -> Path:
@@ -106,14 +113,14 @@ def _temporary(folder: Path, name: str) -> Path:
 
 
 def _machine() -> str:
-    """Tells this machine, since it was started, from all others."""
+    """Returns an identifier of this machine since it was started."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     running = boot.read_bytes() if boot.exists() else str(uuid.getnode()).encode()
     return hashlib.sha256(running).hexdigest()[:8]
 
 
 def lock(path: Path, how: int) -> tuple[int, bool]:
-    """The descriptor of a file or folder, and whether it is locked; never in a file system without locks."""
+    """Returns the descriptor of a file or folder, and whether it could be locked (never without file locks)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(handle, how)
@@ -123,11 +130,11 @@ def lock(path: Path, how: int) -> tuple[int, bool]:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Removes what processes of this machine left behind that were killed while they saved."""
+    """Removes temporary folders of processes of this machine that were killed while they saved."""
     for path in sorted(folder.iterdir()):
         matched = LEFTOVER.fullmatch(path.name)
         if matched and matched[1] == _machine():
-            with suppress(OSError):  # it may have got its name by now
+            with suppress(OSError):  # It may have been renamed in the meantime.
                 held, is_left = lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if is_left:
                     remove_folder(path)
@@ -135,7 +142,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def publish(draft: Draft, step_number: int, sha256: str) -> str:
-    """Gives a complete checkpoint a name, which no other has, and makes it the latest; gives the name."""
+    """Renames a complete checkpoint to an unused name, and makes it the latest. Returns the name."""
     folder = draft.path.parent
     sync_folder(draft.path)
     for again in count(1):
@@ -154,52 +161,55 @@ def publish(draft: Draft, step_number: int, sha256: str) -> str:
 
 
 def prune(folder: Path, keep: int, newest: str) -> None:
-    """Removes all but the last `keep` checkpoints up to the newest; never the latest, which another job may have set.
+    """Removes old checkpoints, except the last `keep` up to `newest`.
 
-    Those of greater steps are not of this run's past, and stay.
+    It never removes the latest one, which a different job may have set. Checkpoints with a larger step number belong
+    to another run and are kept.
     """
-    limit = age(newest)
+    limit = order_of(newest)
     assert limit is not None
-    past = [path for path in checkpoints(folder) if (age(path.name) or limit) <= limit]
+    past = [path for path in checkpoints(folder) if (order_of(path.name) or limit) <= limit]
     with suppress(CheckpointError):
         latest = find(folder)
         for path in past[:-keep]:
             if latest is not None and path != latest.path:
                 doomed = _temporary(folder, path.name)
-                os.rename(path, doomed)  # never is a half of it seen under its name
+                os.rename(path, doomed)  # A partly removed checkpoint must not have a final name.
                 remove_folder(doomed)
 
 
 FILE = re.compile(r"(?:stage_[0-9]+(?:\.(?:values|optimizer))?|extra)\.safetensors")
-"""The names that files may have: none of them leads out of the folder."""
+"""The allowed file names. None of them leads out of the folder."""
 
 
-def read_manifest(found: Found) -> Manifest:
-    """The manifest of a checkpoint; a ValueError says what is wrong with it."""
+def read_manifest(checkpoint: CheckpointPath) -> Manifest:
+    """Reads the manifest of a checkpoint.
+
+    Raises:
+        ValueError: If it is missing, damaged, or does not have the expected hash.
+    """
     try:
-        data = read_small(found.path / MANIFEST, LARGEST)
-        if found.sha256 not in (None, hashlib.sha256(data).hexdigest()):
-            raise ValueError("is not the one that `latest` was written for; one of them is damaged")
+        data = read_small_file(checkpoint.path / MANIFEST, LARGEST)
+        if checkpoint.sha256 not in (None, hashlib.sha256(data).hexdigest()):
+            raise ValueError("does not have the hash in `latest`. One of them is damaged")
         return from_bytes(data)
     except ValueError as error:
-        raise ValueError(f"{MANIFEST} {error}") from None
+        raise ValueError(f"{MANIFEST} {error}.") from None
 
 
 def find_damage(path: Path, manifest: Manifest, *, turn: int, turns: int) -> list[str]:
-    """What is wrong with the files of a checkpoint; so many ranks take turns to read one through."""
-    findings = []
-    for at, (name, written) in enumerate(sorted(manifest.files.items())):
+    """Returns messages about damaged files. Rank `turn` of `turns` hashes only its share of the files."""
+    findings, cause = [], "It is damaged, or from another checkpoint."
+    for index, (name, written) in enumerate(sorted(manifest.files.items())):
         if not FILE.fullmatch(name):
-            findings.append(f"{MANIFEST} names {name!r}, which is no file of a checkpoint; do not trust it")
+            findings.append(f"{MANIFEST} names {name!r}, which is not a checkpoint file. Do not trust it.")
             continue
         try:
-            with reading(path / name) as (file, size):
-                if size != written["bytes"]:  # unread
-                    were = f"{written['bytes']} were written: it is cut off, or of another checkpoint"
-                    findings.append(f"{name} has {size} bytes, and {were}")
-                elif at % turns == turn and hashlib.file_digest(file, "sha256").hexdigest() != written["sha256"]:
-                    why = "its bytes are not those that were written (SHA-256)"
-                    findings.append(f"{name} is damaged, or of another checkpoint: {why}")
+            with open_regular_file(path / name) as (file, size):
+                if size != written["bytes"]:  # No need to read it.
+                    findings.append(f"{name} has {size} bytes instead of {written['bytes']}. {cause}")
+                elif index % turns == turn and hashlib.file_digest(file, "sha256").hexdigest() != written["sha256"]:
+                    findings.append(f"{name} has a different SHA-256. {cause}")
         except ValueError as wrong:
-            findings.append(f"{name} {wrong}")
+            findings.append(f"{name} {wrong}.")
     return findings

@@ -1,6 +1,7 @@
-"""Loads a checkpoint: looks for damage, reads all, and changes the model once every rank says that all is good.
+"""Loads checkpoints.
 
-What goes into a model and an optimizer is read, and what does not fit is found, before anything of them changes.
+All ranks check the files, read all values, and check that these fit the model and the optimizer. Only if no rank
+found a problem do they change anything.
 """
 
 import os
@@ -15,17 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.trees import map_tensors
-from gpipe.checkpoint.files import Shelf, why_not_storable
-from gpipe.checkpoint.folder import LATEST, Found, age, checkpoints, find, find_damage, read_manifest
-from gpipe.checkpoint.manifest import MANIFEST, SOME, CheckpointError, Json, Manifest, decode
+from gpipe.checkpoint.files import TensorFiles, why_not_storable
+from gpipe.checkpoint.folder import CheckpointPath, checkpoints, find, find_damage, order_of, read_manifest
+from gpipe.checkpoint.manifest import MAX_LISTED, CheckpointError, Json, Manifest, decode
 from gpipe.checkpoint.save import (
     EXTRA,
     check_order,
+    finish_pending_saves,
     first_names,
+    is_kept_weight,
     names_of_parameters,
-    settle,
     state_to_save,
-    stays,
     why_not_by_name,
 )
 from gpipe.distributed.communicator import Communicator, FirstError, all_gather_checked, communicator_of
@@ -34,61 +35,72 @@ from gpipe.stages.dtensor import distribute_like
 
 
 @dataclass
-class Ready:
-    """What was read, and fits as far as there are no findings."""
+class LoadedState:
+    """The values that were read, and messages about values that do not fit."""
 
     values: dict[str, object] = field(default_factory=dict)  # the state_dict of the module
-    extra: Any = None  # what the user added
-    options: list[dict[str, object]] = field(default_factory=list)  # of each parameter group
-    state: dict[Tensor, dict[str, object]] = field(default_factory=dict)  # of the optimizer
-    names: set[str] = field(default_factory=set)  # under which the module's were looked for, and its own
-    trained: set[str] = field(default_factory=set)  # likewise of the optimizer's parameters
-    findings: list[str] = field(default_factory=list)  # what does not fit, each with what to do
+    extra: Any = None  # the user's additional value
+    options: list[dict[str, object]] = field(default_factory=list)  # the options of each parameter group
+    state: dict[Tensor, dict[str, object]] = field(default_factory=dict)  # the optimizer state of each parameter
+    names: set[str] = field(default_factory=set)  # saved names of the values of the module
+    trained: set[str] = field(default_factory=set)  # saved names of the parameters of the optimizer
+    findings: list[str] = field(default_factory=list)
 
-    def lacks(self, names: Sequence[str]) -> None:
+    def report_missing(self, names: Sequence[str]) -> None:
+        """Adds a message about names that are not in the checkpoint, if there are any."""
         if names:
-            self.findings.append(f"the model has {listed(names)}, which the checkpoint lacks; load into its model")
+            self.findings.append(f"The checkpoint lacks {list_names(names)}. Build the model that was saved.")
 
 
-def listed(names: Sequence[str]) -> str:
-    """Names for a message; of many, the first."""
-    return ", ".join(names[:SOME]) + (f" and {len(names) - SOME} more" if len(names) > SOME else "")
+def list_names(names: Sequence[str]) -> str:
+    """Returns names as text for a message: the first few, and the number of others."""
+    return ", ".join(names[:MAX_LISTED]) + (f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "")
 
 
-def read_weights(module: nn.Module, shelf: Shelf, stored_as: Callable[[str], list[str]], ready: Ready) -> None:
-    """Reads all tensors of a module's state_dict; `stored_as` gives what a name may be in files, its own first."""
+def read_weights(
+    module: nn.Module, files: TensorFiles, stored_as: Callable[[str], list[str]], ready: LoadedState
+) -> None:
+    """Reads all tensors of a module's state_dict.
+
+    Args:
+        module: The module.
+        files: The safetensors files.
+        stored_as: A function that returns the possible names of a tensor in the files, the preferred one first.
+        ready: Receives the tensors and messages.
+    """
     firsts, missing = first_names(module), []
     ready.names |= {stored_as(name)[0] for name in {*firsts, *firsts.values()}}
-    first: dict[int, str] = {}  # what was found for a tensor under the first of its names
+    first: dict[int, str] = {}  # the stored name of each tensor that was read under its first name
     kept = state_to_save(module)
     for name, target in module.state_dict(keep_vars=True).items():
         if not isinstance(kept.get(name), Tensor):
             continue
-        known = [*stored_as(name), *stored_as(firsts[name])]
-        stored = next((one for one in known if one in shelf.home), None)
+        candidates = [*stored_as(name), *stored_as(firsts[name])]
+        stored = next((candidate for candidate in candidates if candidate in files.file_of), None)
         if stored is None:
             missing.append(name)
             continue
         before = first.setdefault(id(target), stored)
-        if wrong := why_not_storable(target) or _why_other(shelf.look(stored), target):
-            ready.findings.append(f"{name} {wrong}")
-        elif before != stored and not _same_bits(shelf.read(stored), shelf.read(before)):
-            ready.findings.append(f"{name} and {before} are one tensor here, and differ there; do not share them")
+        if wrong := why_not_storable(target) or _why_different(files.map(stored), target):
+            ready.findings.append(f"{name} {wrong}.")
+        elif before != stored and not _same_bits(files.read(stored), files.read(before)):
+            ready.findings.append(f"{name} and {before} are tied in the model, but differ in the files. Untie them.")
         else:
-            ready.values[name] = _like(shelf.read(stored), target)
-    ready.lacks(missing)
+            ready.values[name] = _like(files.read(stored), target)
+    ready.report_missing(missing)
 
 
-def _why_other(value: Tensor, target: Tensor) -> str | None:
+def _why_different(value: Tensor, target: Tensor) -> str | None:
+    """Returns why a stored tensor does not fit, or None if it does."""
     if value.shape == target.shape and value.dtype == target.dtype:
         return None
     there, here = (f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in (value, target))
-    remedy = "convert the model with .to(dtype)" if value.shape == target.shape else "build the model that was saved"
-    return f"is {there} in the checkpoint and {here} in the model; {remedy}"
+    fix = "Convert the model with .to(dtype)" if value.shape == target.shape else "Build the model that was saved"
+    return f"is {there} in the checkpoint, but {here} in the model. {fix}"
 
 
 def _like(value: Tensor, target: Tensor) -> Tensor:
-    """A tensor of the shape of another where the other is: on its device, as it lies in memory, this rank's shard."""
+    """Returns a tensor with the device, the memory format and the sharding of the target."""
     if hasattr(target, "device_mesh"):
         return distribute_like(value.to(target.device), target)
     if value.stride() == target.stride():
@@ -100,82 +112,96 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
-def read_state(module: nn.Module, manifest: Manifest, weights: Shelf, others: Shelf, ready: Ready) -> None:
+def read_state(
+    module: nn.Module, manifest: Manifest, weights: TensorFiles, others: TensorFiles, ready: LoadedState
+) -> None:
     """Reads the state_dict of a module from a checkpoint."""
-    read_weights(module, weights, lambda name: [name, manifest.ties.get(name, name)], ready)
+    read_weights(module, weights, lambda name: [name, manifest.first_name(name)], ready)
     own = {name: value for name, value in state_to_save(module).items() if not isinstance(value, Tensor)}
-    ready.lacks([name for name in own if name not in manifest.values])
-    found = {name: decoded(manifest.values[name], others, name, ready) for name in own if name in manifest.values}
-    if apart := [name for name in own if name in found and stays(own[name]) and found.pop(name) != own[name]]:
-        ready.findings.append(f"{listed(apart)} are other quantized weights than were saved; quantize the same base")
-    ready.values |= found
+    ready.report_missing([name for name in own if name not in manifest.values])
+    values = {name: decoded(manifest.values[name], others, name, ready) for name in own if name in manifest.values}
+    kept = [name for name in values if is_kept_weight(own[name])]
+    if different := [name for name in kept if values.pop(name) != own[name]]:
+        ready.findings.append(f"{list_names(different)}: the quantized weights differ. Quantize the same base model.")
+    ready.values |= values
 
 
-def decoded(value: Json, shelf: Shelf, where: str, ready: Ready) -> Any:
-    """A value of the manifest; what cannot be read is a finding."""
+def decoded(value: Json, files: TensorFiles, where: str, ready: LoadedState) -> Any:
+    """Decodes a value of the manifest. Adds a message if that is not possible."""
     lost: list[str] = []
 
     def read(name: str) -> Tensor:
-        if name in shelf.home:
-            return shelf.read(name)
+        if name in files.file_of:
+            return files.read(name)
         lost.append(name)
         return torch.empty(0)
 
     try:
-        found = decode(value, read)
+        result = decode(value, read)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # RecursionError too
-        ready.findings.append(f"{where} cannot be read: {error}")
+        ready.findings.append(f"{where} cannot be read: {error}.")
         return None
     if lost:
-        ready.findings.append(f"{where} needs {listed(lost)}, which no file holds")
-    return found
+        ready.findings.append(f"{where} needs {list_names(lost)}, which no file contains.")
+    return result
 
 
 def read_optimizer(
-    module: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest, shelf: Shelf, ready: Ready
+    module: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest, files: TensorFiles, ready: LoadedState
 ) -> None:
-    """Reads what an optimizer remembers from a checkpoint."""
+    """Reads the state and the options of an optimizer from a checkpoint."""
     ready.findings += why_not_by_name(optimizer)
     saved, kind = manifest.optimizer, type(optimizer).__name__
     if saved is None:
-        ready.findings.append("the checkpoint has no state of an optimizer; load without one")
+        ready.findings.append("The checkpoint has no optimizer state. Load it without an optimizer.")
         return
     if saved["type"] != kind:
-        ready.findings.append(f"the checkpoint is of the optimizer {saved['type']}, not {kind}; give one of that")
+        ready.findings.append(f"optimizer is a {kind}, but a {saved['type']} was saved. Pass the same type.")
         return
     options = {name: group["options"] for group in saved["groups"] for name in group["parameters"]}
-    names = {parameter: manifest.ties.get(name, name) for parameter, name in names_of_parameters(module).items()}
-    for at, group in enumerate(optimizer.param_groups):
+    names = {parameter: manifest.first_name(name) for parameter, name in names_of_parameters(module).items()}
+    for index, group in enumerate(optimizer.param_groups):
         here = {parameter: names[parameter] for parameter in group["params"] if parameter in names}
         ready.trained |= set(here.values())
         own = [name for name in here.values() if name in options]
-        kept = decoded(options[own[0]], shelf, f"the options of group {at}", ready) if own else {}
+        kept = decoded(options[own[0]], files, f"the options of group {index}", ready) if own else {}
         ready.options.append(kept or {})
-        wrong = _why_not_of(group, here, own, options)
-        ready.findings += [f"group {at} of the optimizer has {text}" for text in wrong]
+        ready.findings += _check_group(f"group {index} of the optimizer", group, here, own, options)
         for parameter, name in here.items():
-            remembered = decoded(saved["state"].get(name, {}), shelf, f"the optimizer's {name}", ready)
+            remembered = decoded(saved["state"].get(name, {}), files, f"the optimizer state of {name}", ready)
             if remembered:
                 ready.state[parameter] = _placed(remembered, parameter, group)
 
 
-def _why_not_of(
-    group: Mapping[str, Any], here: Mapping[Tensor, str], own: Sequence[str], options: Mapping[str, Any]
+def _check_group(
+    label: str,
+    group: Mapping[str, Any],
+    here: Mapping[Tensor, str],
+    own: Sequence[str],
+    options: Mapping[str, Any],
 ) -> Iterator[str]:
-    """What is wrong with the parameters of a group: those `here` are the model's, and `own` have options."""
-    if strange := [list(parameter.shape) for parameter in group["params"] if parameter not in here]:
-        yield f"parameters of shapes {strange} that are not the model's"
+    """Yields messages about the parameters of a group.
+
+    Args:
+        label: The name of the group in messages.
+        group: The parameter group.
+        here: The names of its parameters that belong to the model.
+        own: The names with saved options.
+        options: The saved options of each parameter.
+    """
+    if unknown := [list(parameter.shape) for parameter in group["params"] if parameter not in here]:
+        yield f"{label} has parameters of shapes {unknown} that are not in the model. Remove them."
     if absent := [name for name in here.values() if name not in options]:
-        yield f"{listed(absent)}, which the checkpoint's had not; leave it out"
+        yield f"{label} has {list_names(absent)}, which the saved optimizer did not have. Remove them."
     other = next((name for name in own if options[name] != options[own[0]]), None)
     if other is not None:
-        one, two = options[own[0]], options[other]
-        keys = sorted(key for key in one.keys() | two.keys() if one.get(key) != two.get(key))
-        yield f"both {own[0]} and {other}, which differed in {listed(keys)}; give them groups of their own"
+        first, second = options[own[0]], options[other]
+        keys = sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
+        yield f"{label} has {own[0]} and {other}, whose saved {list_names(keys)} differ. Use separate groups."
 
 
 def _placed(remembered: dict[str, object], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, object]:
-    """The state of a parameter where an optimizer wants it, in the parameter's memory format."""
+    """Returns the state of a parameter on the device and in the memory format that the optimizer expects."""
     on_host = not (group.get("capturable") or group.get("fused"))
 
     def place(value: Tensor) -> Tensor:
@@ -186,18 +212,18 @@ def _placed(remembered: dict[str, object], parameter: Tensor, group: Mapping[str
     }
 
 
-def put(ready: Ready, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Puts what was read where it belongs."""
-    state = state_to_save(module)  # which also tells the versions of its modules
-    for name in [name for name, value in state.items() if stays(value)]:
+def put(ready: LoadedState, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Loads the values that were read into the module and the optimizer."""
+    state = state_to_save(module)  # It also contains the versions of the modules.
+    for name in [name for name, value in state.items() if is_kept_weight(value)]:
         del state[name]
     state.update(ready.values)
-    module.load_state_dict(state, strict=False)  # nothing is missing: it has been looked through
+    module.load_state_dict(state, strict=False)  # Nothing is missing: all names have been checked.
     if optimizer is None:
         return
     for group, options in zip(optimizer.param_groups, ready.options, strict=True):
         group.update(options)
-    # Not by load_state_dict, which would convert the state to the parameter's type: another number than was saved.
+    # load_state_dict would convert the state to the dtype of the parameter, which changes its values.
     optimizer.__setstate__({"state": defaultdict(dict, ready.state), "param_groups": optimizer.param_groups})
 
 
@@ -206,7 +232,7 @@ WEIGHTS, VALUES, OPTIMIZER = (rf"stage_[0-9]+{kind}\.safetensors" for kind in ("
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that is whole: its folder, what the pipe had when it was saved, and what the user added.
+    """A complete checkpoint: its folder, the step number and seed of the pipe, and the user's additional value.
 
     >>> import gpipe, tempfile
     >>> pipe = gpipe.GPipe([nn.Linear(2, 3)], partitions=1, micro_batches=2)
@@ -220,39 +246,47 @@ class Checkpoint:
     step_number: int
     seed: int
     extra: Any
-    manifest: Manifest = field(repr=False)  # all that is known of it
+    manifest: Manifest = field(repr=False)
 
     @property
     def plan(self) -> Plan:
-        """The plan of the saved pipe: its cuts, schedule, M and remat, for `GPipe(model, plan=plan)`."""
+        """The plan of the saved pipe (split points, schedule, M and remat), for `GPipe(model, plan=plan)`."""
         return Plan.from_json(self.manifest.plan)
 
     def state_dict(self) -> dict[str, Any]:
-        """All parameters and buffers, on the CPU, under the names that the plain layers give them."""
-        weights, values = (_shelf(self.path, self.manifest, kind) for kind in (WEIGHTS, VALUES))
+        """Returns all parameters and buffers on the CPU, with the names of `nn.Sequential(*layers)`."""
+        weights, values = (_files(self.path, self.manifest, kind) for kind in (WEIGHTS, VALUES))
         state: dict[str, Any] = {name: weights.read(name) for name in self.manifest.names}
-        state |= {name: decoded(value, values, name, Ready()) for name, value in self.manifest.values.items()}
+        state |= {name: decoded(value, values, name, LoadedState()) for name, value in self.manifest.values.items()}
         return state | {name: state[first] for name, first in self.manifest.ties.items()}
 
 
 def load(
     folder: str | os.PathLike[str], pipe: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
 ) -> Checkpoint:
-    """Loads the latest checkpoint of a run's folder, or the checkpoint that the folder is.
+    """Loads the latest checkpoint in a folder, or a specific checkpoint.
 
-    Training goes on as if it had never stopped, to the bit, with any number of partitions; with other numbers of
-    micro-batches or replicas as such a run would, which sums in another order and draws other random numbers. In
-    several processes every one calls it, with the same arguments. Nothing changes unless the checkpoint is whole and
-    fits, and nothing of it is run. The weights are in memory twice meanwhile.
+    Training then continues bitwise identically to a run that was not interrupted, for any number of partitions. If
+    the number of micro-batches or replicas differs, it continues like a run with these numbers.
+
+    With several processes, call this function in all of them with the same arguments. Nothing changes unless the
+    checkpoint is complete and fits. Loading runs no code from the checkpoint. It needs memory for a copy of the
+    weights.
 
     Args:
-        folder: What `gpipe.save` was given, or one of the checkpoints in it: `run/step_12`.
-        pipe: Gets parameters, buffers, step number and seed. It may be the plain layers, `nn.Sequential(*layers)`.
-            Without it the checkpoint is only looked through; `state_dict()` of what is returned gives its weights.
-        optimizer: Over the parameters of `pipe`; gets its state and the options of its groups, learning rates too.
+        folder: The folder that you passed to `gpipe.save`, or one of the checkpoints in it, such as `run/step_12`.
+        pipe: The pipe to load parameters, buffers, step number and seed into. Or the layers without a pipe, as
+            `nn.Sequential(*layers)`. Default: None, only checks the checkpoint; call `state_dict()` on the result to
+            get the weights.
+        optimizer: The optimizer of `pipe` to load state and options of parameter groups (such as learning rates)
+            into.
+
+    Returns:
+        The checkpoint.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged, or does not fit; the error lists all that is wrong.
+        CheckpointError: If there is no checkpoint, if it is damaged, or if it does not fit. Lists all reasons.
+        ValueError: If there is an optimizer without a pipe.
 
     Example:
         >>> import gpipe, tempfile, torch
@@ -267,30 +301,35 @@ def load(
         (True, {'epoch': 3})
     """
     check_order(folder, pipe, "load", optimizer)
-    settle(pipe, folder)
+    finish_pending_saves(pipe, folder)
     if pipe is None and optimizer is not None:
-        raise ValueError("an optimizer can be loaded only with its pipe, whose names say whose state is whose")
-    team, root = communicator_of(pipe), Path(os.path.abspath(folder))
-    found = _agree_which(root, team)
+        raise ValueError("optimizer cannot be loaded without its pipe, which names its parameters. Pass pipe, too.")
+    ranks, root = communicator_of(pipe), Path(os.path.abspath(folder))
+    found = _agree_which(root, ranks)
     if found is None:
         if any((root / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
-            raise CheckpointError(root, ["these are weights alone; use gpipe.load_weights"])
-        why = f"there is no checkpoint here, neither {MANIFEST} nor {LATEST}; save one"
-        raise CheckpointError(root, [f"{why}, or give the folder that one was saved to"])
-    manifest = _agree_whole(found, team)
-    ready = _agree_fit(found.path, manifest, pipe, optimizer, team)
+            raise CheckpointError(root, ["This folder has only weights. Use gpipe.load_weights."])
+        raise CheckpointError(root, ["There is no checkpoint here. Pass the folder that you passed to gpipe.save."])
+    manifest = _agree_whole(found, ranks)
+    ready = _agree_fit(found.path, manifest, pipe, optimizer, ranks)
     if pipe is not None:
         put(ready, pipe, optimizer)
-        if hasattr(pipe, "layers_per_partition"):  # else it is plain layers, whose randomness is torch's
+        if hasattr(pipe, "layers_per_partition"):  # Layers without a pipe use torch's random numbers.
             pipe.step_number, pipe.seed = manifest.step_number, manifest.seed  # type: ignore[assignment]  # a GPipe's
     return Checkpoint(found.path, manifest.step_number, manifest.seed, ready.extra, manifest)
 
 
 def find_checkpoint(folder: str | os.PathLike[str], pipe: nn.Module | None = None) -> Path | None:
-    """Finds the checkpoint that `gpipe.load(folder)` would load; None where nothing was saved yet.
+    """Returns the path of the checkpoint that `gpipe.load(folder)` would load, or None if there is none.
 
-    In several processes every one calls it, with the pipe, and gets what the first one finds. A CheckpointError:
-    `latest` is damaged, or names a checkpoint that is not there.
+    With several processes, call this function in all of them, with the pipe. All return the result of the first one.
+
+    Args:
+        folder: The folder that you passed to `gpipe.save`.
+        pipe: The pipe. Required with several processes.
+
+    Raises:
+        CheckpointError: If `latest` is damaged, or names a checkpoint that does not exist.
 
     >>> import gpipe, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -298,47 +337,47 @@ def find_checkpoint(folder: str | os.PathLike[str], pipe: nn.Module | None = Non
     True
     """
     check_order(folder, pipe, "find_checkpoint")
-    settle(pipe)
+    finish_pending_saves(pipe)
     found = _agree_which(Path(os.path.abspath(folder)), communicator_of(pipe))
     return None if found is None else found.path
 
 
-def _agree_which(folder: Path, team: Communicator) -> Found | None:
-    """The checkpoint that all ranks load: rank 0 says which, since one host may see a newer `latest` than another."""
+def _agree_which(folder: Path, ranks: Communicator) -> CheckpointPath | None:
+    """Returns the checkpoint that rank 0 finds, because hosts may see different versions of `latest`."""
     known, findings, failed = None, list[str](), FirstError()
     with failed:
         try:
-            if team.rank == 0 and (found := find(folder)):
+            if ranks.rank == 0 and (found := find(folder)):
                 known = [os.path.relpath(found.path, folder), found.sha256]
         except CheckpointError as wrong:
             findings = wrong.findings
-    same, doing = {"folder": str(folder)}, f"asked for a checkpoint in {folder}"
-    known, findings = all_gather_checked(team, [known, findings], same=same, error=failed.error, doing=doing)[0]
+    same, doing = {"folder": str(folder)}, f"looked for a checkpoint in {folder}"
+    known, findings = all_gather_checked(ranks, [known, findings], same=same, error=failed.error, doing=doing)[0]
     if findings:
         raise CheckpointError(folder, findings)
-    return Found(folder / known[0], known[1]) if known else None
+    return CheckpointPath(folder / known[0], known[1]) if known else None
 
 
-def _agree_whole(found: Found, team: Communicator) -> Manifest:
-    """The manifest, when all ranks have looked through the files, each its share."""
+def _agree_whole(found: CheckpointPath, ranks: Communicator) -> Manifest:
+    """Returns the manifest after all ranks have checked the files, each its share."""
     manifest, findings, failed = None, list[str](), FirstError()
     with failed:
         try:
             manifest = read_manifest(found)
-            findings = find_damage(found.path, manifest, turn=team.rank, turns=team.size)
+            findings = find_damage(found.path, manifest, turn=ranks.rank, turns=ranks.size)
         except ValueError as wrong:
             findings = [str(wrong)]
-    findings = all_of(all_gather_checked(team, findings, error=failed.error, doing=f"looked through {found.path}"))
+    findings = unique(all_gather_checked(ranks, findings, error=failed.error, doing=f"checked {found.path}"))
     if manifest is None or findings:
-        older = reversed(checkpoints(found.path.parent)) if age(found.path.name) else ()
-        beside = [str(other) for other in older if other != found.path]
-        advice = f"Restore what is damaged from a copy, or load another: {', '.join(beside)}" if beside else ""
+        older = reversed(checkpoints(found.path.parent)) if order_of(found.path.name) else ()
+        others = [str(other) for other in older if other != found.path]
+        advice = f"Restore the files from a copy, or load one of these: {', '.join(others)}." if others else ""
         raise CheckpointError(found.path, findings, advice)
     return manifest
 
 
-def all_of(gathered: Iterable[Sequence[str]]) -> list[str]:
-    """What any rank found, once."""
+def unique(gathered: Iterable[Sequence[str]]) -> list[str]:
+    """Returns the messages of all ranks without duplicates."""
     return list(dict.fromkeys(finding for findings in gathered for finding in findings))
 
 
@@ -347,37 +386,40 @@ def _agree_fit(
     manifest: Manifest,
     pipe: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
-    team: Communicator,
-) -> Ready:
-    """What goes into the model, and what the user added, when all ranks have read theirs and everything fits."""
-    ready, failed = Ready(), FirstError()
-    with failed, torch.inference_mode(False), torch.no_grad():  # it will be trained, whatever the caller is at
-        ready.extra = decoded(manifest.extra, _shelf(path, manifest, EXTRA), "extra", ready)
+    ranks: Communicator,
+) -> LoadedState:
+    """Returns the values for the model and the optimizer after all ranks have read theirs and everything fits."""
+    ready, failed = LoadedState(), FirstError()
+    with (
+        failed,
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):  # Whatever mode is active.
+        ready.extra = decoded(manifest.extra, _files(path, manifest, EXTRA), "extra", ready)
         if pipe is not None:
-            weights, values, states = (_shelf(path, manifest, kind) for kind in (WEIGHTS, VALUES, OPTIMIZER))
+            weights, values, states = (_files(path, manifest, kind) for kind in (WEIGHTS, VALUES, OPTIMIZER))
             ready.findings += [*weights.findings, *values.findings, *states.findings]
-            if odd := sorted(weights.home.keys() ^ set(manifest.names)):
-                text = "stand in the manifest alone, or in the files alone; do not trust it"
-                ready.findings.append(f"{listed(odd)} {text}")
+            if odd := sorted(weights.file_of.keys() ^ set(manifest.names)):
+                ready.findings.append(f"{list_names(odd)} are not in both the manifest and the files.")
             if not ready.findings:
                 read_state(pipe, manifest, weights, values, ready)
                 if optimizer is not None:
                     read_optimizer(pipe, optimizer, manifest, states, ready)
     own = [ready.findings, sorted(ready.names), sorted(ready.trained)]
-    gathered = all_gather_checked(team, own, error=failed.error, doing=f"read {path}")
-    findings, *every = map(all_of, zip(*gathered, strict=True))
+    gathered = all_gather_checked(ranks, own, error=failed.error, doing=f"read {path}")
+    findings, *every = map(unique, zip(*gathered, strict=True))
     names, trained = map(set, every)
     if pipe is not None and not findings:
         if odd := [name for name in [*manifest.names, *manifest.values] if name not in names]:
-            findings.append(f"the checkpoint holds {listed(odd)}, which the model lacks; load into its model")
+            findings.append(f"The model lacks {list_names(odd)} of the checkpoint. Build the model that was saved.")
         groups = manifest.optimizer["groups"] if trained and manifest.optimizer is not None else []
         before = [name for group in groups for name in group["parameters"]]
         if idle := [name for name in before if name not in trained and name in names]:
-            findings.append(f"the checkpoint's optimizer trained {listed(idle)}, which this one has not; add it")
+            findings.append(f"optimizer lacks {list_names(idle)}, which the saved optimizer had. Add them.")
     if findings:
         raise CheckpointError(path, findings)
     return ready
 
 
-def _shelf(path: Path, manifest: Manifest, pattern: str) -> Shelf:
-    return Shelf(path / name for name in sorted(manifest.files) if re.fullmatch(pattern, name))
+def _files(path: Path, manifest: Manifest, pattern: str) -> TensorFiles:
+    return TensorFiles(path / name for name in sorted(manifest.files) if re.fullmatch(pattern, name))

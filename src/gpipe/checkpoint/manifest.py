@@ -1,7 +1,7 @@
-"""The manifest: what belongs to a checkpoint, in JSON. It holds its own hash, so that no byte can change unseen.
+"""Defines the manifest of a checkpoint, a JSON file that contains its own hash, so that any change is detected.
 
-Python values in it are the same again to the last bit; tensors stand beside, under names. What JSON has no word for
-is an object with one key that begins with `$`.
+Python values are restored exactly. Tensors are in other files and referenced by name. Values that JSON does not
+support are objects with one key that starts with `$`.
 """
 
 import hashlib
@@ -25,20 +25,20 @@ from gpipe.errors import rebuild
 MANIFEST = "manifest.json"
 FORMAT = "gpipe checkpoint"
 VERSION = 1
-LARGEST = 2**28  # bytes of the file: a million tensors and their optimizer
+LARGEST = 2**28  # bytes, enough for a million tensors with optimizer state
 
-SOME = 5  # names that a message lists
+MAX_LISTED = 5  # names in one message
 NO_HASH = "0" * 64
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, or is not for this model or optimizer. Nothing was changed.
+    """Raised if a checkpoint is damaged, or does not fit the model or optimizer. Nothing was changed.
 
     Attributes:
-        path: The checkpoint.
-        findings: All that is wrong, each with what to do.
+        path: The path of the checkpoint.
+        findings: All reasons, each with a fix.
 
     >>> import gpipe, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -46,11 +46,11 @@ class CheckpointError(ValueError):
     ...         gpipe.load(folder)
     ...     except gpipe.CheckpointError as error:
     ...         print(*error.findings)
-    there is no checkpoint here, neither manifest.json nor latest; save one, or give the folder that one was saved to
+    There is no checkpoint here. Pass the folder that you passed to gpipe.save.
     """
 
     def __init__(self, path: Path, findings: Sequence[str], advice: str = "") -> None:
-        lines = [f"{path} cannot be loaded, and nothing was changed:", *(f"- {finding}" for finding in findings)]
+        lines = [f"{path} cannot be loaded. Nothing was changed.", *(f"- {finding}" for finding in findings)]
         super().__init__("\n".join([*lines, advice] if advice else lines))
         self.path = path
         self.findings = list(findings)
@@ -60,14 +60,14 @@ class CheckpointError(ValueError):
 
 
 class Group(TypedDict):
-    """Parameters that an optimizer trains by the same options."""
+    """A parameter group of an optimizer."""
 
     parameters: list[str]
     options: dict[str, Any]
 
 
 class Optimizer(TypedDict):
-    """An optimizer, and what it remembers of each parameter."""
+    """The type of an optimizer, its parameter groups, and its state for each parameter."""
 
     type: str
     groups: list[Group]
@@ -76,41 +76,45 @@ class Optimizer(TypedDict):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What belongs to a checkpoint; what is read must be of these types, and Any is any JSON."""
+    """The content of a manifest. Fields that are read must have these types, where Any is any JSON value."""
 
     step_number: int
     seed: int
-    world: int  # processes that wrote it
-    plan: dict[str, Any]  # of the pipe, as JSON
+    world: int  # number of processes that wrote it
+    plan: dict[str, Any]  # plan of the pipe, as JSON
     files: dict[str, File]
-    names: list[str]  # of all tensors of the state_dict, each parameter once, under its first name
-    ties: dict[str, str]  # the other names of shared parameters
-    values: dict[str, Any]  # what is no tensor in the state_dict
+    names: list[str]  # all tensors of the state_dict, each parameter once, by its first name
+    ties: dict[str, str]  # other names of shared parameters, with their first name
+    values: dict[str, Any]  # values of the state_dict that are not tensors
     optimizer: Optimizer | None
     extra: Any
+
+    def first_name(self, name: str) -> str:
+        """Returns the name under which a shared parameter is saved."""
+        return self.ties.get(name, name)
 
 
 TYPES = get_type_hints(Manifest)
 
 
-def is_of(value: object, wanted: Any) -> bool:
-    """Whether JSON is of a type, as annotations have it."""
+def has_type(value: object, wanted: Any) -> bool:
+    """Returns whether a JSON value matches a type annotation."""
     inner = get_args(wanted)
     if wanted is Any:
         return True
     if get_origin(wanted) is list:
-        return isinstance(value, list) and all(is_of(item, inner[0]) for item in value)
+        return isinstance(value, list) and all(has_type(item, inner[0]) for item in value)
     if get_origin(wanted) is dict:
-        return isinstance(value, dict) and all(is_of(item, inner[1]) for item in value.values())
+        return isinstance(value, dict) and all(has_type(item, inner[1]) for item in value.values())
     if inner:
-        return any(is_of(value, one) for one in inner)
+        return any(has_type(value, option) for option in inner)
     if fields := get_type_hints(wanted):
-        return isinstance(value, dict) and all(key in value and is_of(value[key], fields[key]) for key in fields)
-    return type(value) is wanted  # True is no number here
+        return isinstance(value, dict) and all(key in value and has_type(value[key], fields[key]) for key in fields)
+    return type(value) is wanted  # Unlike isinstance, this does not accept True as a number.
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """The manifest as it is written; who wrote it is for people who look into it."""
+    """Converts a manifest to the bytes of its file. `written_by` is only for people who read the file."""
     fields = {"format": FORMAT, "version": VERSION, "written_by": versions(), **asdict(manifest), "sha256": NO_HASH}
     blank = json.dumps(fields, indent=1, allow_nan=False)
     head, _, tail = blank.rpartition(NO_HASH)
@@ -118,32 +122,37 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def from_bytes(data: bytes) -> Manifest:
-    """The manifest that was written; a ValueError says what is wrong with it."""
+    """Converts the bytes of a file to a manifest.
+
+    Raises:
+        ValueError: If the bytes are damaged, or have a different version or other types.
+    """
     try:
         fields = json.loads(data.decode())
-        head, found, tail = data.rpartition(fields["sha256"].encode())
+        head, digest, tail = data.rpartition(fields["sha256"].encode())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise ValueError("is damaged: not the JSON that was written") from None
-    if not found or hashlib.sha256(head + NO_HASH.encode() + tail).hexdigest() != fields["sha256"]:
-        raise ValueError("is damaged: its bytes are not those that were written (SHA-256)")
+        raise ValueError("is damaged: it is not valid JSON") from None
+    if not digest or hashlib.sha256(head + NO_HASH.encode() + tail).hexdigest() != fields["sha256"]:
+        raise ValueError("is damaged: it has a different SHA-256")
     if fields.get("format") != FORMAT or fields.get("version") != VERSION:
-        theirs = f"is of format {fields.get('format')!r}, version {fields.get('version')!r}"
-        ours = f"this gpipe reads {FORMAT!r}, version {VERSION}"
-        raise ValueError(f"{theirs}, and {ours}; use the gpipe that wrote it: {fields.get('written_by')}")
-    wrong = [name for name, wanted in TYPES.items() if name not in fields or not is_of(fields[name], wanted)]
+        raise ValueError(
+            f"has format {fields.get('format')!r}, version {fields.get('version')!r}, but this gpipe reads "
+            f"{FORMAT!r}, version {VERSION}. Use the versions that wrote it: {fields.get('written_by')}"
+        )
+    wrong = [name for name, wanted in TYPES.items() if name not in fields or not has_type(fields[name], wanted)]
     if wrong:
-        raise ValueError(f"has {', '.join(wrong)} of other types than gpipe.save writes")
+        raise ValueError(f"has wrong types in {', '.join(wrong)}")
     return Manifest(**{name: fields[name] for name in TYPES})
 
 
-ADVICE = "only tensors, numbers, text, None, and lists, tuples and dicts of them can be stored; convert it"
+ADVICE = "Convert it to tensors, numbers, strings, None, or lists, tuples and dicts of them."
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns values into JSON, and adds to `mistakes` what cannot be."""
+    """Converts values to JSON. Adds a message to `mistakes` for each value that cannot be converted."""
 
-    keep: Callable[[str, Tensor], str]  # is told where a tensor was found, and gives the name under which it keeps it
+    keep: Callable[[str, Tensor], str]  # Stores the tensor of a place, and returns the name under which it is stored.
     mistakes: list[str]
 
     def __call__(self, value: object, where: str) -> Json:
@@ -157,7 +166,7 @@ class Encoder:
             case Tensor():
                 return self._tensor(value, where)
             case list():
-                return [self(item, f"{where}[{at}]") for at, item in enumerate(value)]
+                return [self(item, f"{where}[{index}]") for index, item in enumerate(value)]
             case tuple() if type(value) is tuple:
                 return {"$tuple": self(list(value), where)}
             case Counter():
@@ -166,25 +175,33 @@ class Encoder:
                 if all(isinstance(key, str) and not key.startswith("$") for key in value):
                     return {key: self(item, f"{where}[{key!r}]") for key, item in value.items()}
                 return {"$dict": self._pairs(value, where)}
-        self.mistakes.append(f"{where} is of type {type(value).__qualname__}; {ADVICE}")
+        self.mistakes.append(f"{where} has type {type(value).__qualname__}. {ADVICE}")
         return None
 
     def _pairs(self, value: Mapping[Any, object], where: str) -> Json:
-        return [[self(key, f"{where}: a key"), self(item, f"{where}[{key!r}]")] for key, item in value.items()]
+        return [[self(key, f"a key of {where}"), self(item, f"{where}[{key!r}]")] for key, item in value.items()]
 
     def _tensor(self, tensor: Tensor, where: str) -> Json:
         if wrong := why_not_storable(tensor):
-            self.mistakes.append(f"{where} {wrong}")
+            self.mistakes.append(f"{where} {wrong}.")
             return None
         if not tensor.dim() and not tensor.is_complex():
             number = tensor.item()
-            if math.isfinite(number):  # a number like Adam's count of steps needs no place in a file
+            if math.isfinite(number):  # Small numbers, such as the step count of Adam, are stored in the manifest.
                 return {"$scalar": [DTYPE_NAMES[tensor.dtype], number]}
         return {"$tensor": self.keep(where, tensor)}
 
 
 def decode(value: Any, read: Callable[[str], Tensor]) -> object:
-    """The value that an `Encoder` made JSON of, ValueError if of none; `read` gives the tensor of a name."""
+    """Converts JSON of an `Encoder` back to the value.
+
+    Args:
+        value: The JSON.
+        read: A function that returns the tensor with a name.
+
+    Raises:
+        ValueError: If no `Encoder` writes such JSON.
+    """
     match value:
         case list():
             return [decode(item, read) for item in value]
@@ -203,5 +220,5 @@ def decode(value: Any, read: Callable[[str], Tensor]) -> object:
         case dict() if not any(key.startswith("$") for key in value):
             return {key: decode(item, read) for key, item in value.items()}
         case dict():
-            raise ValueError(f"there is no value that is written as {value}")
+            raise ValueError(f"{value} is not a valid encoding")
     return value

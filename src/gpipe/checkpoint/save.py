@@ -1,16 +1,16 @@
-"""Saves a checkpoint: all ranks write their parts into one temporary folder, and rank 0 makes it final.
+"""Saves checkpoints: all ranks write their parts into one temporary folder, and rank 0 publishes it.
 
-    calling thread of each rank    gather, copy | agree: where |                          wait | agree: all well
-    its writing thread                                         | its part, then a note
-    rank 0's                                                   | the same, awaits all notes, makes it final
+    calling thread of each rank    collect, copy | agree on the folder |                    wait | agree on success
+    writing thread of each rank                                        | write part, write note
+    writing thread of rank 0                                           | write part, await all notes, publish
 
-In the foreground the calling thread does all of it, and the ranks agree before rank 0 makes it final. Only calling
-threads exchange with other ranks; writing threads meet in the folder:
+In the foreground, the calling thread does all of this, and the ranks agree before rank 0 publishes. Only calling
+threads communicate with other ranks. Writing threads communicate through files in the folder:
 
-all      in the background: of rank 2 part_2.begun, locked for as long as the process lives
-rank 2   of each of its stages, say 5, stage_5.safetensors and stage_5.optimizer.safetensors, all synced;
-         then part_2.json, which has their hashes
-rank 0   the same; once all parts are there: manifest.json, the parts' notes removed, rename, latest
+all      in the background, rank 2 writes part_2.begun, which is locked as long as the process lives
+rank 2   for each of its stages, such as 5, stage_5.safetensors and stage_5.optimizer.safetensors, all synced;
+         then part_2.json with their hashes
+rank 0   the same; after all parts are there: writes manifest.json, removes the notes, renames, writes latest
 """
 
 import fcntl
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from gpipe._torch.accelerator import copied_to_host
 from gpipe._torch.modes import intra_op_threads
-from gpipe.checkpoint.files import encoded, opened, put_file, why_not_storable, write_file
+from gpipe.checkpoint.files import encode_file, opened, put_file, why_not_storable, write_file
 from gpipe.checkpoint.folder import Draft, begin, clear_leftovers, lock, prune, publish
 from gpipe.checkpoint.manifest import MANIFEST, Encoder, Group, Manifest, Optimizer, to_bytes
 from gpipe.distributed.communicator import Communicator, FirstError, all_gather_checked, communicator_of, differences
@@ -46,23 +46,24 @@ if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
 
 EXTRA = "extra.safetensors"
-NO_OPTIONS = ("params", "param_names")  # of a parameter group: these say whose options they are
-POLL = 0.05  # seconds between two looks for the parts of other ranks
+NO_OPTIONS = ("params", "param_names")  # keys of a parameter group that are not options
+POLL = 0.05  # seconds between checks for the parts of other ranks
 
 logger = logging.getLogger("gpipe")
 
-_under_way: "WeakKeyDictionary[nn.Module, Saving]" = WeakKeyDictionary()  # what the next save or load waits for
+_pending: "WeakKeyDictionary[nn.Module, Saving]" = WeakKeyDictionary()  # The next save or load waits for these.
 
 
 @dataclass
 class Part:
-    """The part of a rank."""
+    """The part of a checkpoint that one rank writes."""
 
-    files: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # the tensors of each, by name
-    said: dict[str, Any] = field(default_factory=dict)  # what the fields of the manifest get from it
-    mistakes: list[str] = field(default_factory=list)  # what cannot be saved, each with what to do
+    files: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # the tensors of each file, by name
+    fields: dict[str, Any] = field(default_factory=dict)  # its entries in fields of the manifest
+    mistakes: list[str] = field(default_factory=list)  # messages about values that cannot be saved
 
     def put(self, file: str, name: str, tensor: Tensor) -> str:
+        """Adds a tensor to a file, and returns its name there."""
         tensors = self.files.setdefault(file, {})
         while name in tensors:
             name += "'"
@@ -70,12 +71,12 @@ class Part:
         return name
 
     def encoder(self, file: Callable[[str], str]) -> Encoder:
-        """Puts the tensors of values into files, by where they were found."""
+        """Returns an encoder that puts the tensors of a value into the files that `file` returns for their place."""
         return Encoder(lambda where, tensor: self.put(file(where), where, tensor), self.mistakes)
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
-    """For each name of the state_dict the first name of the same tensor, over all ranks."""
+    """Returns, for each name of the state_dict, the first name of the same tensor in the whole model."""
     known: dict[int, str] = {}
     ties: Mapping[str, str] = getattr(module, "ties_of_names", {})
     names = {}
@@ -86,32 +87,32 @@ def first_names(module: nn.Module) -> dict[str, str]:
 
 
 QUANTIZED = "a quantized weight, of which nothing is saved but the checksum "
-BESIDE = ("SCB", "weight_format")  # what bitsandbytes saves beside a weight of 8 bits
+EIGHT_BIT_KEYS = ("SCB", "weight_format")  # additional entries of bitsandbytes for 8-bit weights
 
 
 def state_to_save(module: nn.Module) -> dict[str, Any]:
-    """A module's state_dict; of frozen weights that a quantizer made it has checksums.
+    """Returns a module's state_dict, with checksums instead of frozen quantized weights.
 
-    Whoever loads has quantized the same base, and no way to put other bits into it: bitsandbytes takes none.
+    bitsandbytes cannot load quantized values, so the same base model must be quantized again before loading.
     """
     state: dict[str, Any] = module.state_dict()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if is_quantized(parameter):
             path = name.rpartition(".")[0]
-            beside = {f"{path}.{it}" for it in BESIDE}
-            for key in [key for key in state if key.startswith(f"{name}.") or key in beside]:
+            extra = {f"{path}.{it}" for it in EIGHT_BIT_KEYS}
+            for key in [key for key in state if key.startswith(f"{name}.") or key in extra]:
                 del state[key]
             state[name] = f"{QUANTIZED}{checksum([parameter])}"
     return state
 
 
-def stays(value: object) -> bool:
-    """Whether a value of `state_to_save` stands for a weight that stays as it is."""
+def is_kept_weight(value: object) -> bool:
+    """Returns whether a value of `state_to_save` is the checksum of a weight that is not saved."""
     return isinstance(value, str) and value.startswith(QUANTIZED)
 
 
 def names_of_parameters(module: nn.Module) -> dict[Tensor, str]:
-    """The first name of each parameter."""
+    """Returns the first name of each parameter."""
     firsts = first_names(module)
     return {parameter: firsts.get(name, name) for name, parameter in module.named_parameters()}
 
@@ -119,14 +120,14 @@ def names_of_parameters(module: nn.Module) -> dict[Tensor, str]:
 def gather(
     pipe: "GPipe", optimizer: torch.optim.Optimizer | None, extra: object, keep: int | None, rank: int
 ) -> Part:
-    """Collects what a rank has to save; those of other replicas than the first only help to put shards together."""
+    """Returns the part of a rank. Ranks of other replicas only take part in gathering shards, and write nothing."""
     if not hasattr(pipe, "layers_per_partition"):
-        raise TypeError(f"a {type(pipe).__name__} cannot be saved; give the gpipe.GPipe itself, not what wraps it")
+        raise TypeError(f"pipe is a {type(pipe).__name__}. Pass the gpipe.GPipe itself, without a wrapper.")
     part = Part()
     stage_of = pipe.stage_of
 
     def file(name: str, kind: str = "") -> str:
-        """The file for what belongs to a name of the state_dict; what is of no layer goes with the first."""
+        """Returns the file for a name of the state_dict. Names without a layer belong to the first stage."""
         stage = stage_of.get(name, stage_of.get(name.partition(".")[0], min(stage_of.values())))
         return f"stage_{stage}{kind}.safetensors"
 
@@ -135,16 +136,16 @@ def gather(
     if optimizer is not None:
         _gather_optimizer(pipe, optimizer, part, part.encoder(lambda name: file(name, ".optimizer")))
     if rank == 0:
-        part.said["extra"] = part.encoder(lambda name: EXTRA)(extra, "extra")
+        part.fields["extra"] = part.encoder(lambda name: EXTRA)(extra, "extra")
     if keep is not None and not (isinstance(keep, int) and keep >= 1):
-        part.mistakes.append(f"keep={keep!r}; give how many checkpoints stay, at least 1, or None for all")
+        part.mistakes.append(f"keep={keep!r} is invalid. Pass the number of checkpoints to keep, or None for all.")
     if part.mistakes:
-        raise ValueError("nothing was saved:\n" + "\n".join(f"- {mistake}" for mistake in part.mistakes))
+        raise ValueError("Nothing was saved:\n" + "\n".join(f"- {mistake}" for mistake in part.mistakes))
     return part if rank < pipe.partitions else Part()
 
 
 def _gather_state(pipe: "GPipe", part: Part, file: Callable[..., str]) -> None:
-    """Collects parameters and buffers, each once, and whatever else a state_dict holds."""
+    """Adds parameters and buffers, each once, and all other values of the state_dict."""
     firsts = first_names(pipe)
     encode = part.encoder(lambda name: file(name, ".values"))
     names, values = [], {}
@@ -155,141 +156,146 @@ def _gather_state(pipe: "GPipe", part: Part, file: Callable[..., str]) -> None:
             values[name] = encode(value, name)
             continue
         if wrong := why_not_storable(value):
-            part.mistakes.append(f"{name} {wrong}")
+            part.mistakes.append(f"{name} {wrong}.")
         names.append(part.put(file(name), name, value))
     ties = {name: first for name, first in firsts.items() if name != first}
-    part.said |= {"names": names, "values": values, "ties": ties}
+    part.fields |= {"names": names, "values": values, "ties": ties}
 
 
 def _gather_optimizer(pipe: "GPipe", optimizer: torch.optim.Optimizer, part: Part, encode: Encoder) -> None:
-    """Collects the state of each parameter, and its group's options, by the parameter's first name."""
+    """Adds the optimizer state and the group options of each parameter, by its first name."""
     part.mistakes += why_not_by_name(optimizer)
     names = names_of_parameters(pipe)
-    foreign = {*part.said["ties"].values(), *pipe.held_before} - set(part.said["names"])  # others save these
+    foreign = {*part.fields["ties"].values(), *pipe.held_before} - set(part.fields["names"])  # saved by others
     groups, state = list[Group](), {}
-    for at, group in enumerate(optimizer.param_groups):
-        if strange := [tuple(parameter.shape) for parameter in group["params"] if parameter not in names]:
-            why = f"group {at} of the optimizer has parameters of shapes {strange} that are not the pipe's"
-            part.mistakes.append(f"{why}; give them an optimizer of their own, and put its state into extra=")
+    for index, group in enumerate(optimizer.param_groups):
+        if unknown := [tuple(parameter.shape) for parameter in group["params"] if parameter not in names]:
+            part.mistakes.append(
+                f"group {index} of the optimizer has parameters of shapes {unknown} that are not in the pipe. Use a "
+                f"separate optimizer for them, and pass its state as extra=."
+            )
         own = {names[p]: p for p in group["params"] if p in names and names[p] not in foreign}
-        options = {key: encode(value, f"group {at}/{key}") for key, value in group.items() if key not in NO_OPTIONS}
+        options = {
+            key: encode(value, f"group {index}/{key}") for key, value in group.items() if key not in NO_OPTIONS
+        }
         groups.append({"parameters": list(own), "options": options})
         for name, parameter in own.items():
             if parameter in optimizer.state:
-                remembered = optimizer.state[parameter]
-                state[name] = {key: encode(value, f"{name}/{key}") for key, value in remembered.items()}
-    part.said["optimizer"] = {"type": type(optimizer).__name__, "groups": groups, "state": state}
+                entries = optimizer.state[parameter].items()
+                state[name] = {key: encode(value, f"{name}/{key}") for key, value in entries}
+    part.fields["optimizer"] = {"type": type(optimizer).__name__, "groups": groups, "state": state}
 
 
 def why_not_by_name(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Why the state of an optimizer cannot be split by parameter, if so."""
+    """Returns reasons why the state of an optimizer cannot be split by parameter."""
     kind = type(optimizer).__name__
     if hasattr(optimizer, "consolidate_state_dict"):
-        return [f"{kind} spreads its state over the replicas, and no rank has all of it; save with another optimizer"]
+        return [f"optimizer is a {kind}, whose state is sharded over replicas. Use a different optimizer."]
     mistakes = []
     if more := sorted(set(optimizer.state_dict()) - {"state", "param_groups"}):
-        mistakes.append(f"{kind} has {', '.join(more)} beside its state by parameter; put that into extra=")
+        mistakes.append(f"{kind} has {', '.join(more)} besides its state by parameter. Pass it as extra=.")
     if keys := [key for key in optimizer.state if not isinstance(key, Tensor)]:
-        mistakes.append(f"{kind} has state of no parameter, {keys}, which no stage can hold; move it into a group")
+        mistakes.append(f"{kind} has state without a parameter: {keys}. Move it into a parameter group.")
     return mistakes
 
 
 @dataclass(frozen=True)
 class Writing:
-    """What a rank has to write, and where."""
+    """The part that a rank writes, and the folder it writes to."""
 
     rank: int
-    ranks: int  # that write; others do nothing
-    path: Path  # of the temporary folder
-    part: Part  # emptied on the way
+    ranks: int  # the number of ranks that write
+    path: Path  # the temporary folder
+    part: Part  # Its tensors are removed as they are written.
     numbers: Mapping[str, Any]  # the fields of the manifest that every rank knows
-    draft: Draft | None  # of rank 0 alone
-    keep: int | None  # how many checkpoints stay, if not all
-    limit: float  # seconds that rank 0 waits for ranks of which nothing more comes
-    gone: Callable[[], Collection[int]]  # which have no connection any more: they may have closed it, and write on
+    draft: Draft | None  # only on rank 0
+    keep: int | None  # the number of checkpoints to keep, or None for all
+    limit: float  # seconds that rank 0 waits for ranks that write nothing
+    gone: Callable[[], Collection[int]]  # ranks without a connection, which may still be writing
 
-    def said(self, rank: int, what: str) -> Path:
-        """Where a rank says that its part has `begun`, has `failed`, or is there (`json`)."""
+    def note_path(self, rank: int, what: str) -> Path:
+        """Returns the note that says that the part of a rank has `begun`, has `failed`, or is complete (`json`)."""
         return self.path / f"part_{rank}.{what}"
 
-    def say(self, what: str, content: object) -> None:
-        path = self.said(self.rank, what)
+    def write_note(self, what: str, content: object) -> None:
+        """Writes a note of this rank."""
+        path = self.note_path(self.rank, what)
         put_file(path, path.with_suffix(f".{what}.tmp"), json.dumps(content).encode())
 
 
 def write_part(writing: Writing) -> None:
-    """Writes this rank's part, and then the note that it is there."""
+    """Writes the part of this rank, and then the note that it is complete."""
     if writing.rank >= writing.ranks:
         return
     if writing.rank == 0:
         clear_leftovers(writing.path.parent)
     part = writing.part
-    files = {name: write_file(writing.path / name, encoded(part.files.pop(name))) for name in list(part.files)}
-    writing.say("json", part.said | {"files": files})
+    files = {name: write_file(writing.path / name, encode_file(part.files.pop(name))) for name in list(part.files)}
+    writing.write_note("json", part.fields | {"files": files})
 
 
 def begin_part(writing: Writing, held: ExitStack) -> None:
-    """Shows the others that this rank lives and will write: a lock, which ends with the process."""
+    """Creates and locks a note that shows the other ranks that this process is alive and will write."""
     if writing.rank >= writing.ranks:
         return
-    shown = writing.said(writing.rank, "begun")
+    shown = writing.note_path(writing.rank, "begun")
     hidden = shown.with_suffix(".begun.tmp")
     with opened(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as made:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # Some file systems have no locks.
             fcntl.flock(made, fcntl.LOCK_EX)
         os.rename(hidden, shown)
-        held.callback(os.close, os.dup(made))  # which holds the lock on
+        held.callback(os.close, os.dup(made))  # The duplicate keeps the lock.
 
 
 def _is_gone(writing: Writing, rank: int) -> bool:
     try:
-        sign, is_left = lock(writing.said(rank, "begun"), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        sign, is_left = lock(writing.note_path(rank, "begun"), fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
-        return rank in writing.gone() and not writing.said(rank, "begun").exists()
+        return rank in writing.gone() and not writing.note_path(rank, "begun").exists()
     os.close(sign)
-    return is_left and not any(writing.said(rank, what).exists() for what in ("json", "failed"))
+    return is_left and not any(writing.note_path(rank, what).exists() for what in ("json", "failed"))
 
 
 def note_failure(writing: Writing, error: Exception) -> None:
-    """Lets rank 0 know that this part will not come."""
+    """Tells rank 0 that this part will not be written."""
     if writing.draft is not None:
-        return  # it is rank 0's
+        return  # This is rank 0.
     for stage in {name.partition(".")[0] for name in writing.part.files}:
         for file in writing.path.glob(f"{stage}.*"):
-            file.unlink()  # on a full disk there is no room for the note else
-    writing.say("failed", [type(error).__name__, str(error)])
+            file.unlink()  # Makes room for the note on a full disk.
+    writing.write_note("failed", [type(error).__name__, str(error)])
 
 
 def _await_parts(writing: Writing) -> None:
     size, since = -1, time.monotonic()
-    while missing := [rank for rank in range(writing.ranks) if not writing.said(rank, "json").exists()]:
+    while missing := [rank for rank in range(writing.ranks) if not writing.note_path(rank, "json").exists()]:
         for rank in missing:
-            failed = writing.said(rank, "failed")
+            failed = writing.note_path(rank, "failed")
             if failed.exists():
                 kind, text = json.loads(failed.read_text())
                 raise RemoteError(f"rank {rank} failed: {kind}: {text}", rank, kind)
             if _is_gone(writing, rank):
-                text = f"rank {rank} is gone; it ended before its part of the checkpoint was written"
-                raise RemoteError(text, rank)
-        now = 0
+                raise RemoteError(f"rank {rank} ended before it had written its part of the checkpoint.", rank)
+        written = 0
         for entry in os.scandir(writing.path):
-            with suppress(FileNotFoundError):  # renamed meanwhile
-                now += entry.stat().st_size
-        if now != size:
-            size, since = now, time.monotonic()
+            with suppress(FileNotFoundError):  # It was renamed in the meantime.
+                written += entry.stat().st_size
+        if written != size:
+            size, since = written, time.monotonic()
         if time.monotonic() - since > writing.limit:
-            remedy = "look whether they are alive, and whether the folder is one that all hosts share"
-            silent = f"ranks {missing} wrote nothing into {writing.path} for {writing.limit:g} seconds"
-            raise TimeoutError(f"{silent}; {remedy}")
+            raise TimeoutError(
+                f"ranks {missing} wrote nothing to {writing.path} for {writing.limit:g} seconds. Check that they are "
+                f"alive, and that all hosts share the folder."
+            )
         time.sleep(POLL)
 
 
 def finish(writing: Writing) -> str | None:
-    """On rank 0, makes the parts one checkpoint, the latest, and removes what is too much; gives its name."""
+    """Publishes the checkpoint on rank 0, and removes old ones. Returns its name, or None on other ranks."""
     if writing.draft is None:
         return None
     _await_parts(writing)
-    notes = [writing.said(rank, "json") for rank in range(writing.ranks)]
+    notes = [writing.note_path(rank, "json") for rank in range(writing.ranks)]
     manifest = _joined([json.loads(path.read_text()) for path in notes], writing.numbers)
     data = to_bytes(manifest)
     write_file(writing.path / MANIFEST, [data])
@@ -300,7 +306,7 @@ def finish(writing: Writing) -> str | None:
         try:
             prune(writing.path.parent, writing.keep, name)
         except OSError as error:
-            logger.warning("%s is saved, but older checkpoints could not be removed: %s", name, error)
+            logger.warning("%s is saved, but old checkpoints were not removed: %s. [leftover-files]", name, error)
     return name
 
 
@@ -318,18 +324,18 @@ def _joined(parts: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]) -> M
 
 
 def _joined_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
-    """One optimizer; parameters of the same options make one group, whichever rank they are of."""
+    """Joins the optimizers of all ranks. Parameters with the same options form one group."""
     groups: dict[str, Group] = {}
     for group in [group for optimizer in optimizers for group in optimizer["groups"] if group["parameters"]]:
         key = json.dumps(group["options"], sort_keys=True)
         same = groups.setdefault(key, {"parameters": [], "options": group["options"]})
         same["parameters"] += group["parameters"]
-    state = {name: remembered for optimizer in optimizers for name, remembered in optimizer["state"].items()}
+    state = {name: entries for optimizer in optimizers for name, entries in optimizer["state"].items()}
     return {"type": optimizers[0]["type"], "groups": list(groups.values()), "state": state}
 
 
 class Saving:
-    """A checkpoint on its way to the disk, or there already.
+    """A checkpoint that is being written, or has been written, to the disk.
 
     >>> import gpipe, tempfile
     >>> pipe = gpipe.GPipe([nn.Linear(2, 3)], partitions=1, micro_batches=2)
@@ -339,66 +345,70 @@ class Saving:
     ('step_0', True)
     """
 
-    def __init__(self, writing: Writing, team: Communicator, held: ExitStack) -> None:
-        self._writing, self._team, self._held = writing, team, held
+    def __init__(self, writing: Writing, ranks: Communicator, held: ExitStack) -> None:
+        self._writing, self._ranks, self._held = writing, ranks, held
         self._thread: threading.Thread | None = None
         self._name: str | None = None
         self._failed = FirstError()
         self._settled = False
 
     def wait(self) -> Path:
-        """Waits until the checkpoint is on the disk for good, whole, and gives its folder.
+        """Waits until the checkpoint is complete and durable, and returns its folder.
 
-        In several processes every one of them must call it, or none: the next save or load does it too.
+        With several processes, all or none of them must call it. The next save or load waits too.
 
         Raises:
-            OSError: The disk is full, or the like; what was saved before is as it was. Raised once.
-            RemoteError: Another rank failed.
+            OSError: If writing failed, for example on a full disk. Earlier checkpoints are unchanged. Raised once.
+            RemoteError: If a different rank failed.
         """
         self.wait_once()
         if self._name is None:
-            raise RuntimeError("this checkpoint was not saved, as was said when it was first waited for")
+            raise RuntimeError("This checkpoint was not saved. The first call of wait() raised the reason.")
         return self._writing.path.parent / self._name
 
     def wait_once(self) -> None:
-        """Waits and raises what went wrong on any rank, unless that was done before."""
+        """Waits, and raises the error of any rank, unless it was raised before."""
         self.wait_here()
         if self._settled:
             return
-        doing = f"waited for what is saved to {self._writing.path.parent}"
+        doing = f"waited for the checkpoint in {self._writing.path.parent}"
         try:
-            self._end(all_gather_checked(self._team, self._name, error=self._failed.error, doing=doing)[0])
+            self._end(all_gather_checked(self._ranks, self._name, error=self._failed.error, doing=doing)[0])
             if self._name is None and self._thread is not None:
-                logger.warning("%s was not saved: the replica that writes it is lost", self._writing.path.name)
+                logger.warning(
+                    "%s was not saved, because its replica is lost. [checkpoint-not-saved]", self._writing.path.name
+                )
         except BaseException as error:
             self._end(None)
-            if self._failed.error not in (None, error):  # the others did not wait for it to be said
+            if self._failed.error not in (None, error):  # The other ranks did not wait to hear of it.
                 raise self._failed.error from None
             raise
 
     def wait_here(self, folder: Path | None = None) -> None:
-        """Waits until this rank has written, if it is into this folder; whoever saves is told what went wrong."""
+        """Waits until this rank has written, if it writes to this folder. Raises no errors of writing."""
         if self._thread is not None and folder in (None, self._writing.path.parent):
             self._thread.join()
 
     def _end(self, name: str | None) -> None:
-        """Lets go of everything, once all ranks have said how it went."""
+        """Stores the result and releases locks, after all ranks have agreed."""
         if not self._settled:
             self._settled, self._name = True, name
             self._held.close()
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would not have to wait for this rank."""
+        """Whether this rank has finished writing."""
         return self._thread is None or not self._thread.is_alive()
 
     def in_foreground(self) -> bool:
-        """Writes it now; whether it is there."""
+        """Writes the checkpoint in the calling thread. Returns whether it was saved."""
         try:
             with self._failed:
                 write_part(self._writing)
             all_gather_checked(
-                self._team, error=self._failed.error, doing=f"wrote their parts to {self._writing.path.parent}"
+                self._ranks,
+                error=self._failed.error,
+                doing=f"wrote their parts to {self._writing.path.parent}",
             )
             with self._failed:
                 self._name = finish(self._writing)
@@ -409,9 +419,12 @@ class Saving:
             raise
 
     def in_background(self) -> None:
+        """Starts a thread that writes the checkpoint."""
         with self._failed:
             begin_part(self._writing, self._held)
-        self._thread = threading.Thread(target=self._write, name="gpipe-save")  # no daemon: it outlives the script
+        self._thread = threading.Thread(
+            target=self._write, name="gpipe-save"
+        )  # Not a daemon, so the process waits for it.
         self._thread.start()
 
     def _write(self) -> None:
@@ -421,8 +434,8 @@ class Saving:
                 self._name = finish(self._writing)
         error = self._failed.error
         if error is not None:
-            logger.error("a checkpoint could not be saved: %s: %s", type(error).__name__, error)
-            with suppress(OSError):  # rank 0 will notice all the same, by its limit
+            logger.error("A checkpoint was not saved: %s: %s [checkpoint-not-saved]", type(error).__name__, error)
+            with suppress(OSError):  # Without a note, rank 0 notices after its time limit.
                 note_failure(self._writing, error)
 
 
@@ -436,31 +449,35 @@ def save(
     keep: int | None = None,
     limit: float = 120.0,
 ) -> Saving:
-    """Saves a checkpoint, which after a crash at any instant is all there or not at all.
+    """Saves a checkpoint to `folder/step_N`, where N is `pipe.step_number`.
 
-    It is `folder/step_N`, N being `pipe.step_number`. It can be loaded with any number of partitions and replicas, in
-    one process or several, and by plain PyTorch. Randomness needs no saving beyond the pipe's seed and step number.
-    In several processes every one calls it, with the same arguments; each of the first replica's writes its stages.
+    After a crash at any time, the checkpoint is either complete or does not exist. It can be loaded with any number
+    of partitions and replicas, in one or several processes, and without a pipe. Random numbers are determined by the
+    saved seed and step number.
+
+    With several processes, call this function in all of them with the same arguments. The processes of the first
+    replica write their stages.
 
     Args:
-        folder: Of this run and this pipe alone, on a file system that all processes share.
-        pipe: Whose parameters, buffers, step number and seed are saved, shared parameters once.
-        optimizer: Any torch optimizer of the pipe's parameters; None where a stage has none.
-        extra: What else the run needs to go on: numbers, text, tensors, None, and lists, tuples and dicts of
-            them. Say, the epoch, the place in it, and `scheduler.state_dict()`. In several processes that of rank 0.
-        background: Copies the tensors, which is all that training waits for, and writes from a thread. The next save
-            or load waits for it, and raises what went wrong; so does `wait()` of what is returned.
-        keep: How many checkpoints stay, this one included; older ones go once it is there. By default all stay.
-        limit: Seconds that the first process waits, in the background, for one of which nothing more comes.
+        folder: A folder for this run and this pipe, on a file system that all processes share.
+        pipe: The pipe whose parameters, buffers, step number and seed to save. Shared parameters are saved once.
+        optimizer: A torch optimizer of the pipe's parameters. None in processes whose stages have no parameters.
+        extra: Other values to save, such as the epoch or `scheduler.state_dict()`: numbers, strings, tensors, None,
+            and lists, tuples and dicts of them. With several processes, the value of rank 0 is saved.
+        background: Whether to write in a thread. Training then waits only until the tensors are copied. The next save
+            or load, and `wait()`, wait for the thread and raise its errors. Default: False.
+        keep: Number of checkpoints to keep, including this one. Default: None, keeps all.
+        limit: Seconds that the first process waits in the background for a process that writes nothing. Default: 120.
 
     Returns:
-        The checkpoint on its way: `wait()` gives its folder when it is on the disk for good.
+        A handle of the checkpoint. `wait()` returns its folder when it is complete and durable.
 
     Raises:
-        OSError: The disk is full, or the like. What was saved before is as it was, and training can go on.
-        TypeError: It is no pipe.
-        ValueError: Something cannot be saved: all of it is listed. Or the ranks were given different things.
-        RemoteError: Another rank failed.
+        OSError: If writing failed, for example on a full disk. Earlier checkpoints are unchanged. Training can
+            continue.
+        TypeError: If `pipe` is not a `GPipe`.
+        ValueError: If values cannot be saved (lists all of them), or if processes pass different arguments.
+        RemoteError: If a different rank failed.
 
     Example:
         >>> import gpipe, tempfile, torch
@@ -472,70 +489,81 @@ def save(
         ('step_0', {'epoch': 3})
     """
     check_order(folder, pipe, "save", optimizer)
-    settle(pipe)
-    root, team, part, draft, failed = Path(os.path.abspath(folder)), communicator_of(pipe), Part(), None, FirstError()
-    rank, size = team.rank, team.size  # others, once a replica is lost
+    finish_pending_saves(pipe)
+    root, ranks, part, draft, failed = (
+        Path(os.path.abspath(folder)),
+        communicator_of(pipe),
+        Part(),
+        None,
+        FirstError(),
+    )
+    rank, size = ranks.rank, ranks.size  # They may change later, if a replica is lost.
     own: tuple[str | None, int] = None, 0
     with ExitStack() as held:  # locks
         with failed:
             part = gather(pipe, optimizer, extra, keep, rank)
-            with intra_op_threads(1):  # which copies as fast as the memory goes; several wait whenever a core is busy
+            with intra_op_threads(1):  # One thread saturates the memory. Several would wait for busy cores.
                 for tensors in part.files.values() if background else ():
                     tensors.update(zip(tensors, copied_to_host(tensors.values()), strict=True))
-            own = _look(pipe, optimizer, size // pipe.partitions)
+            own = _optimizer_and_checksum(pipe, optimizer, size // pipe.partitions)
             if rank == 0:
                 draft = begin(root, pipe.step_number)
                 held.callback(draft.end)
         same = {"folder": str(root), "step_number": getattr(pipe, "step_number", None), "background": background}
-        mine, doing = [draft and draft.path.name, *own], f"collected what to save to {root}"
-        gathered = all_gather_checked(team, mine, same=same, error=failed.error, doing=doing)
+        mine, doing = [draft and draft.path.name, *own], f"collected values to save to {root}"
+        gathered = all_gather_checked(ranks, mine, same=same, error=failed.error, doing=doing)
         name = gathered[0][0] or ""
-        _compare(gathered, pipe.partitions)
-        held = held.pop_all()  # until it is written
+        _compare_ranks(gathered, pipe.partitions)
+        held = held.pop_all()  # Keeps the locks until the checkpoint is written.
     numbers = {"step_number": pipe.step_number, "seed": pipe.seed, "plan": pipe.plan.to_json(), "world": size}
-    writers = min(size, pipe.partitions)  # the first replica, or one process for all stages
-    writing = Writing(rank, writers, root / name, part, numbers, draft, keep, limit, team.gone)
-    saving = Saving(writing, team, held)
+    writers = min(size, pipe.partitions)  # The ranks of the first replica, or one process for all stages.
+    writing = Writing(rank, writers, root / name, part, numbers, draft, keep, limit, ranks.gone)
+    saving = Saving(writing, ranks, held)
     if background and name:
-        _under_way[pipe] = saving
+        _pending[pipe] = saving
         saving.in_background()
-    elif not name or not saving.in_foreground():  # the first replica was lost, so that another one writes
+    elif not name or not saving.in_foreground():  # The first replica was lost, so a different one writes.
         return save(folder, pipe, optimizer, extra=extra, background=background, keep=keep, limit=limit)
     return saving
 
 
-def _look(pipe: "GPipe", optimizer: object, replicas: int) -> tuple[str | None, int]:
-    """The type of a rank's optimizer, None where there is nothing to train, and a checksum of its weights."""
+def _optimizer_and_checksum(pipe: "GPipe", optimizer: object, replicas: int) -> tuple[str | None, int]:
+    """Returns the type of the optimizer, or None if this rank trains nothing, and a checksum of the weights."""
     own = list(pipe.parameters())
     kind = "None" if any(parameter.requires_grad for parameter in own) else None
     weights = [parameter for parameter in own if replicas > 1 and not is_sharded_over_replicas(parameter)]
     return kind if optimizer is None else type(optimizer).__name__, checksum(weights)
 
 
-def _compare(gathered: Sequence[tuple[object, str | None, int]], partitions: int) -> None:
-    """Checks that all ranks have optimizers of one type; tells of replicas whose weights have drifted apart."""
+def _compare_ranks(gathered: Sequence[tuple[object, str | None, int]], partitions: int) -> None:
+    """Raises an error if ranks have different types of optimizers. Warns if replicas have different weights."""
     if mistakes := differences({rank: {"optimizer": kind} for rank, (_, kind, _) in enumerate(gathered) if kind}):
-        raise ValueError(f"all ranks must be given the same: {'; '.join(mistakes)}")
+        raise ValueError(f"save: {'; '.join(mistakes)}. Pass the same on all ranks.")
     if apart := [rank for rank, own in enumerate(gathered) if own[2] != gathered[rank % partitions][2]]:
-        told = "the weights of ranks %s are not those of the first replica, which are saved"
-        logger.warning(f"{told}: have all replicas take every optimizer step, and load this checkpoint", apart)
+        logger.warning(
+            "The weights of ranks %s differ from the first replica, whose weights are saved. Load this checkpoint, "
+            "and run every optimizer step on all replicas. [replicas-differ]",
+            apart,
+        )
 
 
 def check_order(folder: object, pipe: object, name: str, optimizer: object = None) -> None:
-    """Checks that what saves or loads was given a folder, a pipe and perhaps an optimizer, in this order."""
+    """Raises a TypeError unless the arguments are a folder, a pipe and an optimizer, in this order."""
     if not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(f"folder is a {type(folder).__name__}; give its path first: gpipe.{name}(folder, pipe, ...)")
+        raise TypeError(f"folder is a {type(folder).__name__}. Pass its path first: gpipe.{name}(folder, pipe, ...).")
     if pipe is not None and not isinstance(pipe, nn.Module):
-        raise TypeError(f"pipe is a {type(pipe).__name__}; give the gpipe.GPipe: gpipe.{name}(folder, pipe, ...)")
+        raise TypeError(f"pipe is a {type(pipe).__name__}. Pass the gpipe.GPipe: gpipe.{name}(folder, pipe, ...).")
     if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
-        why = f"optimizer is a {type(optimizer).__name__}; give the torch optimizer itself, not its state_dict()"
-        raise TypeError(f"{why}; that of schedulers and scalers goes into save(..., extra=...)")
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}. Pass the torch optimizer itself, not its state_dict(). Save "
+            f"the state of schedulers and scalers with save(..., extra=...)."
+        )
 
 
-def settle(pipe: nn.Module | None, folder: str | os.PathLike[str] | None = None) -> None:
-    """Waits for the checkpoint that is being written of a pipe, if nobody did yet, or of any pipe into a folder."""
-    if pipe is not None and (before := _under_way.pop(pipe, None)) is not None:
-        before.wait_once()
+def finish_pending_saves(pipe: nn.Module | None, folder: str | os.PathLike[str] | None = None) -> None:
+    """Waits for the pending checkpoint of a pipe, and for the pending checkpoints of all pipes in a folder."""
+    if pipe is not None and (saving := _pending.pop(pipe, None)) is not None:
+        saving.wait_once()
     if folder is not None:
-        for saving in list(_under_way.values()):
+        for saving in list(_pending.values()):
             saving.wait_here(Path(os.path.abspath(folder)))

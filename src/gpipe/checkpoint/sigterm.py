@@ -1,4 +1,4 @@
-"""SIGTERM, or Ctrl-C: the run must end soon, and wants to save before it does."""
+"""Handles SIGTERM and Ctrl-C, so that a run can save a checkpoint before it ends."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -9,18 +9,28 @@ from torch import nn
 
 from gpipe.distributed.communicator import communicator_of
 
-TERMINATED = 128 + signal.SIGTERM  # what a shell reports of a process that SIGTERM ended
+TERMINATED = 128 + signal.SIGTERM  # the exit code that a shell reports after SIGTERM
 
 
 @contextmanager
 def catch_sigterm(pipe: nn.Module, *, ctrl_c: bool = False) -> Iterator[Callable[[], int]]:
-    """Notes the first SIGTERM, so that the run can save at the end of a step; a second one ends it at once.
+    """Catches the first SIGTERM, so that the run can save a checkpoint at the end of a step. A second one ends it.
 
-    Schedulers of clusters send SIGTERM some time before they take a machine away. What is given, called once a step
-    by every rank, gives the signal's number, and 0 where there was none. Leave with exit code 143
-    (`gpipe.checkpoint.sigterm.TERMINATED`), which is what a process has that SIGTERM ended, so that nobody takes the
-    run for finished. With `ctrl_c` the first Ctrl-C is noted as well; leave with 130 then. Signals come to the main
-    thread alone: elsewhere this is a ValueError.
+    Cluster schedulers send SIGTERM some time before they stop a machine. After saving, exit with code 143
+    (`gpipe.checkpoint.sigterm.TERMINATED`) after SIGTERM, or with 130 after Ctrl-C. Then the scheduler does not
+    consider the run finished.
+
+    Args:
+        pipe: The pipe.
+        ctrl_c: Whether to catch the first Ctrl-C too. Default: False.
+
+    Yields:
+        A function that every rank calls once per step. It returns the number of the signal that any rank received, or
+        0 if there was none.
+
+    Raises:
+        TypeError: If `pipe` is not a module.
+        ValueError: If it is called outside the main thread, which is the only one that can receive signals.
 
     Example:
         >>> import gpipe, torch
@@ -33,20 +43,20 @@ def catch_sigterm(pipe: nn.Module, *, ctrl_c: bool = False) -> Iterator[Callable
         ...             raise SystemExit(143)
     """
     if not isinstance(pipe, nn.Module):
-        raise TypeError(f"pipe is a {type(pipe).__name__}; give the gpipe.GPipe: gpipe.catch_sigterm(pipe)")
-    team, asked = communicator_of(pipe), 0
+        raise TypeError(f"pipe is a {type(pipe).__name__}. Pass the gpipe.GPipe: gpipe.catch_sigterm(pipe).")
+    ranks, received = communicator_of(pipe), 0
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = number
+    def receive(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        received = number
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
     caught = (signal.SIGTERM, signal.SIGINT) if ctrl_c else (signal.SIGTERM,)
     before = {number: signal.getsignal(number) for number in caught}
     try:
         for number in caught:
-            signal.signal(number, ask)
-        yield lambda: max(map(int, team.all_gather(str(asked).encode())))
+            signal.signal(number, receive)
+        yield lambda: max(map(int, ranks.all_gather(str(received).encode())))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,7 +1,7 @@
-"""Weights alone, in the layout of the Hugging Face Hub, which any tool reads.
+"""Loads and saves weights without other state, in the file layout of the Hugging Face Hub.
 
-folder/model.safetensors                        or, beyond a size,
-folder/model-00001-of-00002.safetensors, ...    and model.safetensors.index.json, which says what is where
+folder/model.safetensors                        or, for large models,
+folder/model-00001-of-00002.safetensors, ...    and model.safetensors.index.json, which lists the file of each tensor
 """
 
 import json
@@ -15,18 +15,18 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from gpipe.checkpoint.files import (
-    Shelf,
-    encoded,
+    TensorFiles,
+    encode_file,
     make_folder,
     put_file,
-    read_small,
+    read_small_file,
     sync_folder,
     why_not_storable,
     write_file,
 )
-from gpipe.checkpoint.load import Ready, all_of, listed, put, read_weights
-from gpipe.checkpoint.manifest import LARGEST, CheckpointError, is_of
-from gpipe.checkpoint.save import check_order, first_names, settle, state_to_save, stays
+from gpipe.checkpoint.load import LoadedState, list_names, put, read_weights, unique
+from gpipe.checkpoint.manifest import LARGEST, CheckpointError, has_type
+from gpipe.checkpoint.save import check_order, finish_pending_saves, first_names, is_kept_weight, state_to_save
 from gpipe.distributed.communicator import FirstError, all_gather_checked, communicator_of
 from gpipe.stages.dtensor import full_tensor
 
@@ -42,20 +42,20 @@ def load_weights(
 ) -> None:
     """Loads parameters and buffers from safetensors files in the layout of the Hugging Face Hub.
 
-    Nothing changes unless all of it fits. These files hold no hashes: that bytes were flipped cannot be seen.
+    Nothing changes unless all tensors fit. The files contain no hashes, so damaged values are not detected.
 
-    Names are the model's own. transformers saves some models under older ones, unless asked by
-    `save_pretrained(folder, save_original_format=False)`; those are read by its `from_pretrained`, and then saved by
-    `save_weights`.
+    The files must use the names of the model. transformers saves some models with older names, unless you call
+    `save_pretrained(folder, save_original_format=False)`. Load such files with `from_pretrained`, and save them again
+    with `save_weights`.
 
     Args:
-        folder: Which holds `model.safetensors`, or shards and `model.safetensors.index.json`.
-        pipe: Or any module. In several processes every one calls it, and reads its own.
-        rename: Gives the name in the files of a name in the pipe.
-        strict: Whether the files may hold nothing that the pipe lacks.
+        folder: A folder with `model.safetensors`, or with shards and `model.safetensors.index.json`.
+        pipe: The pipe, or any module. With several processes, all of them call this function and read their stages.
+        rename: A function that returns the name in the files for a name in the pipe. Default: the same name.
+        strict: Whether to reject files with tensors that the pipe does not have. Default: True.
 
     Raises:
-        CheckpointError: Something is missing, damaged, or does not fit; the error lists all that is wrong.
+        CheckpointError: If tensors or files are missing, damaged, or do not fit. Lists all reasons.
 
     Example:
         >>> import gpipe, tempfile, torch
@@ -65,70 +65,76 @@ def load_weights(
         ...     gpipe.load_weights(folder, pipe, rename=lambda name: f"model.layers.{name}")
     """
     check_order(folder, pipe, "load_weights")
-    settle(pipe)
-    team, path = communicator_of(pipe), Path(os.path.abspath(folder))
-    ready, shelf, failed = Ready(), Shelf([]), FirstError()
+    finish_pending_saves(pipe)
+    ranks, path = communicator_of(pipe), Path(os.path.abspath(folder))
+    ready, files, failed = LoadedState(), TensorFiles([]), FirstError()
     with failed:
-        shelf = _open(path, ready)
+        files = _open(path, ready)
         if not ready.findings:
-            read_weights(pipe, shelf, lambda name: [rename(name) if rename else name], ready)
-        if kept := [name for name, value in state_to_save(pipe).items() if stays(value)]:
-            ready.findings.append(f"a quantizer made {listed(kept)}: have transformers read the base, or gpipe.load")
+            read_weights(pipe, files, lambda name: [rename(name) if rename else name], ready)
+        if kept := [name for name, value in state_to_save(pipe).items() if is_kept_weight(value)]:
+            ready.findings.append(f"{list_names(kept)} are quantized. Load the base model with transformers.")
     gathered = all_gather_checked(
-        team, [ready.findings, sorted(ready.names)], same={"folder": str(path)}, error=failed.error
+        ranks, [ready.findings, sorted(ready.names)], same={"folder": str(path)}, error=failed.error
     )
-    findings, names = map(all_of, zip(*gathered, strict=True))
+    findings, names = map(unique, zip(*gathered, strict=True))
     known = set(names)
-    odd = [name for name in shelf.home if known and name not in known]  # none is known where files cannot be read
+    odd = [name for name in files.file_of if known and name not in known]  # Empty if files cannot be read.
     if odd and (strict or findings):
         findings.append(
-            f"the files hold {listed(odd)}, which the model lacks; give rename=, or strict=False; if transformers "
-            f"wrote them under older names, read them by from_pretrained and gpipe.save_weights(folder, model)"
+            f"The model lacks {list_names(odd)} of the files. Pass rename= or strict=False. If transformers saved "
+            f"them with older names, load them with from_pretrained, and call gpipe.save_weights(folder, model)."
         )
     if findings:
         raise CheckpointError(path, findings)
     put(ready, pipe, None)
 
 
-def _open(folder: Path, ready: Ready) -> Shelf:
+def _open(folder: Path, ready: LoadedState) -> TensorFiles:
     where: dict[str, str] = {}
     if not (folder / SINGLE).exists():
         with suppress(ValueError, LookupError, TypeError, RecursionError):
-            where = json.loads(read_small(folder / INDEX, LARGEST, follow=True))["weight_map"]
-        if not where or not is_of(where, dict[str, str]):
-            missing = f"there is neither {SINGLE} nor {INDEX}; give the folder that holds one"
-            ready.findings.append(f"{INDEX} is damaged; get it again" if (folder / INDEX).exists() else missing)
-            return Shelf([])
+            where = json.loads(read_small_file(folder / INDEX, LARGEST, follow=True))["weight_map"]
+        if not where or not has_type(where, dict[str, str]):
+            missing = f"There is neither {SINGLE} nor {INDEX}. Pass the folder that contains one of them."
+            ready.findings.append(f"{INDEX} is damaged. Download it again." if (folder / INDEX).exists() else missing)
+            return TensorFiles([])
     names = sorted(set(where.values())) or [SINGLE]
-    strange = [name for name in names if not re.fullmatch(r"[\w.-]+\.safetensors", name)]
-    text = "which is no safetensors file of the folder; do not trust it"
-    ready.findings += [f"{INDEX} names {name!r}, {text}" for name in strange]
+    invalid = [name for name in names if not re.fullmatch(r"[\w.-]+\.safetensors", name)]
+    ready.findings += [
+        f"{INDEX} names {name!r}, which is not a safetensors file of the folder. Do not trust it." for name in invalid
+    ]
     if ready.findings:
-        return Shelf([])
-    shelf = Shelf(folder / name for name in names)
-    ready.findings += shelf.findings
-    if lost := [name for name, file in where.items() if shelf.home.get(name) != file and not shelf.findings]:
-        ready.findings.append(f"{INDEX} says where {listed(lost)} would be: it is not there; get all shards again")
-    return shelf
+        return TensorFiles([])
+    files = TensorFiles(folder / name for name in names)
+    ready.findings += files.findings
+    if lost := [name for name, file in where.items() if files.file_of.get(name) != file and not files.findings]:
+        ready.findings.append(
+            f"{list_names(lost)} are missing, although {INDEX} lists them. Download all shards again."
+        )
+    return files
 
 
 def save_weights(
     folder: str | os.PathLike[str], pipe: nn.Module, *, rename: Rename | None = None, max_shard_bytes: int = 5 * 10**9
 ) -> None:
-    """Saves parameters and buffers in the layout of the Hugging Face Hub, in place of what was saved so before.
+    """Saves parameters and buffers as safetensors files in the layout of the Hugging Face Hub.
 
-    A process that is killed meanwhile leaves the old weights or the new ones. One exception: as many shards as before
-    have the same names; while those are replaced there is no index, so that old and new are never mixed.
+    Replaces weights that were saved there before. If the process is killed meanwhile, the folder contains the old or
+    the new weights. There is one exception: if the number of shards is the same, they have the same names, and there
+    is no index while they are replaced. So old and new shards are never mixed.
 
     Args:
-        folder: Gets `model.safetensors`, or shards and `model.safetensors.index.json`.
-        pipe: Or any module. In several processes every one calls it, and those of the first replica write.
-        rename: Gives the name in the files of a name in the pipe.
-        max_shard_bytes: How large a file may be, unless one tensor alone is larger. Processes share no file.
+        folder: The folder for `model.safetensors`, or for shards and `model.safetensors.index.json`.
+        pipe: The pipe, or any module. With several processes, all of them call this function, and those of the first
+            replica write.
+        rename: A function that returns the name in the files for a name in the pipe. Default: the same name.
+        max_shard_bytes: Maximum size of a file, unless a single tensor is larger. Each process writes separate files.
+            Default: 5 GB.
 
     Raises:
-        OSError: The disk is full, or the like.
-        ValueError: Something cannot be saved; the error lists all of it.
+        OSError: If writing failed, for example on a full disk.
+        ValueError: If values cannot be saved. Lists all of them.
 
     Example:
         >>> import gpipe, safetensors.torch, tempfile, torch
@@ -139,69 +145,69 @@ def save_weights(
         ['0.bias', '0.weight', '1.bias', '1.weight']
     """
     check_order(folder, pipe, "save_weights")
-    settle(pipe)
-    team, path = communicator_of(pipe), Path(os.path.abspath(folder))
+    finish_pending_saves(pipe)
+    ranks, path = communicator_of(pipe), Path(os.path.abspath(folder))
     shards, failed = list[dict[str, Tensor]](), FirstError()
     with failed:
-        tensors = _own(pipe, rename)
-        if team.rank < getattr(pipe, "partitions", 1):
+        tensors = _named_tensors(pipe, rename)
+        if ranks.rank < getattr(pipe, "partitions", 1):
             shards = _shards(tensors, max_shard_bytes)
-        if team.rank == 0:
+        if ranks.rank == 0:
             make_folder(path)
     token = secrets.token_hex(4)
     gathered = all_gather_checked(
-        team, [token, [list(shard) for shard in shards]], same={"folder": str(path)}, error=failed.error
+        ranks, [token, [list(shard) for shard in shards]], same={"folder": str(path)}, error=failed.error
     )
     token, every = gathered[0][0], [names for _, lists in gathered for names in lists]
     files = {f"model-{at:05}-of-{len(every):05}.safetensors": names for at, names in enumerate(every, 1)}
     if len(every) <= 1:
         files = {SINGLE: every[0] if every else []}
-    first = sum(len(lists) for _, lists in gathered[: team.rank])
+    first = sum(len(lists) for _, lists in gathered[: ranks.rank])
     temporary = {name: path / f"{name}.tmp-{token}" for name in files}
     own = dict(zip(list(files)[first:], shards, strict=False))
     try:
         with failed:
             for name, shard in own.items():
-                write_file(temporary[name], encoded(shard))
+                write_file(temporary[name], encode_file(shard))
         sizes = all_gather_checked(
-            team, sum(tensor.nbytes for shard in shards for tensor in shard.values()), error=failed.error
+            ranks, sum(tensor.nbytes for shard in shards for tensor in shard.values()), error=failed.error
         )
         with failed:
-            if team.rank == 0:
+            if ranks.rank == 0:
                 _put_in_place(path, files, temporary, sum(sizes))
-        all_gather_checked(team, error=failed.error)
+        all_gather_checked(ranks, error=failed.error)
     finally:
         for name in own:
             temporary[name].unlink(missing_ok=True)
 
 
-def _own(module: nn.Module, rename: Rename | None) -> dict[str, Tensor]:
-    """The tensors of a module's state_dict, shared ones once, under their names in the files."""
+def _named_tensors(module: nn.Module, rename: Rename | None) -> dict[str, Tensor]:
+    """Returns the tensors of a module's state_dict by their names in the files. Shared tensors occur once."""
     firsts, tensors, mistakes = first_names(module), dict[str, Tensor](), []
-    elsewhere: Collection[str] = getattr(module, "held_before", ())  # and saved there
+    elsewhere: Collection[str] = getattr(module, "held_before", ())  # Other processes save these.
     for name, value in module.state_dict().items():
         if firsts[name] != name or name in elsewhere:
             continue
         there = rename(name) if rename else name
         if there in tensors:
-            mistakes.append(f"- {name} would get the name {there}, as another does; let rename= tell them apart")
+            mistakes.append(f"- {name} and another name are renamed to {there}. Return different names from rename=.")
         elif not isinstance(value, Tensor):
-            mistakes.append(f"- {name} is no tensor, and this layout has only those")
+            mistakes.append(f"- {name} is not a tensor, which this layout does not support. Use gpipe.save.")
         elif wrong := why_not_storable(value):
-            mistakes.append(f"- {name} {wrong}")
+            mistakes.append(f"- {name} {wrong}.")
         else:
             tensors[there] = full_tensor(value)
     if mistakes:
-        raise ValueError("nothing was saved:\n" + "\n".join(mistakes))
+        raise ValueError("Nothing was saved:\n" + "\n".join(mistakes))
     return tensors
 
 
-def _shards(tensors: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
+def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
     shards: list[dict[str, Tensor]] = []
-    size = most + 1
+    size = limit + 1
     for name, tensor in tensors.items():
         size += tensor.nbytes
-        if size > most:
+        if size > limit:
             shards.append({})
             size = tensor.nbytes
         shards[-1][name] = tensor
@@ -209,10 +215,10 @@ def _shards(tensors: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]
 
 
 def _put_in_place(folder: Path, files: Mapping[str, Sequence[str]], temporary: Mapping[str, Path], size: int) -> None:
-    """Gives the files their names, then removes those of another saving; at each step all that is read is of one."""
+    """Renames the new files, and removes old ones. At no time can a reader see both old and new weights."""
     older = {entry.name for entry in folder.iterdir() if OURS.fullmatch(entry.name)}
     if SINGLE not in files and older & files.keys():
-        (folder / INDEX).unlink(missing_ok=True)  # it would lead to old and new shards
+        (folder / INDEX).unlink(missing_ok=True)  # It would refer to both old and new shards.
     for name in files:
         os.replace(temporary[name], folder / name)
     sync_folder(folder)
