@@ -35,7 +35,7 @@ def test_a_pipe_has_the_layers_of_a_sequence() -> None:
     assert torch.equal(pipe[:2](X), nn.Sequential(*mine[:2])(X))
     assert list(pipe[1:].state_dict()) == ["2.weight", "2.bias"]
     for wrong in (3, -4, "0"):
-        with pytest.raises(IndexError, match=r"there is no layer .*; give 0 to 2"):
+        with pytest.raises(IndexError, match=r"no layer .* from 0 to 2"):
             pipe[wrong]  # type: ignore[index]
 
 

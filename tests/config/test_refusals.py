@@ -272,7 +272,7 @@ def test_a_move_to_another_device_is_refused_with_the_reason_and_another_dtype_i
     for move, change in zip(MOVES, DTYPES, strict=True):
         pipe = make()
         module = nn.Sequential(pipe) if inside else pipe
-        with pytest.raises(ValueError, match=r"partitions are on cpu; .* make a new one with devices=\.\.\."):
+        with pytest.raises(ValueError, match="partitions are on cpu and cannot be moved"):
             move(module)
         assert all(p.device.type == "cpu" for p in pipe.parameters())
         pipe.step(X, Y, mse_loss)

@@ -153,7 +153,7 @@ def test_an_ema_copy_averages_and_evaluates() -> None:
 def test_a_layer_cannot_be_put_in_place_of_another_that_would_go_on_running() -> None:
     pipe = make()
     for value in (nn.Linear(5, 6), None):
-        with pytest.raises(TypeError, match="layer '0' stands in a partition and cannot be replaced"):
+        with pytest.raises(TypeError, match="Layer '0' cannot be replaced"):
             setattr(pipe, "0", value)
     train(pipe, 1)
 
