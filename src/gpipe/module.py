@@ -82,7 +82,7 @@ class Partitioned(nn.Module):
         return len(self._settings.layers)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """Iterates over the layers. With several processes, over those of this process."""
+        """Iterates over the layers. With several processes, over the layers of this process."""
         return iter(self._own_layers().values())
 
     @overload
@@ -103,7 +103,7 @@ class Partitioned(nn.Module):
         (1, 3, 2)
 
         Raises:
-            IndexError: If there is no such layer, or if it is in another process.
+            IndexError: If the index is out of range, or if the layer is in another process.
         """
         names = list(self._settings.layers)
         if isinstance(index, slice):
@@ -219,7 +219,7 @@ class Partitioned(nn.Module):
                 yield name, tensor
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the state of this process's layers. With one process, that of all layers."""
+        """Returns the state of this process's layers. With one process, this is the state of all layers."""
         state = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         for name in self._remote_names:

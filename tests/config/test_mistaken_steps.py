@@ -67,7 +67,7 @@ class Output(NamedTuple):
         (lambda out, target: (1.5, out), "the Python number 1.5, which has no gradient"),
         (
             lambda out, target: None,
-            "Check that it has a return statement",
+            "Add a return statement",
         ),
         (lambda out, target: {"loss": out.mean()}, "Return only the loss, or (loss, metrics). [loss-not-scalar]"),
         (lambda out, target: Output(out, out.mean()), "Return its .loss. [loss-not-scalar]"),

@@ -66,13 +66,13 @@ def read_scale(scale: float, scaler: Any, devices: Sequence[torch.device], *, pr
     is_of_torch = scaler.is_enabled() and not hasattr(scaler, "agrees")
     if is_of_torch and processes > 1:
         raise TypeError(
-            "scaler= is a torch.amp.GradScaler, which checks only the gradients of its own process, so ranks could "
-            "skip different steps. Use gpipe.GradScaler(pipe) in every process. [scaler-per-process]"
+            "scaler= is a torch.amp.GradScaler, which checks only the gradients of its own process. Use "
+            "gpipe.GradScaler(pipe). [scaler-per-process]"
         )
     if is_of_torch and len({device.type for device in devices}) > 1:
         raise TypeError(
-            "scaler= is a torch.amp.GradScaler, which copies its state between accelerators and CPUs without "
-            "synchronization, and this pipe uses both. Use gpipe.GradScaler(pipe). [scaler-on-mixed-devices]"
+            "scaler= is a torch.amp.GradScaler, which does not support a pipe on accelerators and CPUs. Use "
+            "gpipe.GradScaler(pipe). [scaler-on-mixed-devices]"
         )
     return float(
         scaler.scale(torch.ones((), device=scaler_device(devices)))
@@ -106,7 +106,7 @@ def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list
 
     Args:
         micro_batches: The maximum number of micro-batches.
-        **trees: The values by argument name. Their number of rows is that of `inputs`.
+        **trees: The values by argument name. All must have the same number of rows.
 
     Returns:
         The number of rows of each micro-batch, and the list of micro-batches of each value.

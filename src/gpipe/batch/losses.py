@@ -1,7 +1,7 @@
 """Calls losses, and decides how much each micro-batch counts in the loss of the mini-batch.
 
-Most losses are means. A micro-batch then counts as much as the divisor of its mean: the number of its rows, of the
-elements of its target, or of its labels that are not ignored, each multiplied by the weight of its class.
+Most losses are means, and the divisor of the mean is the weight of a micro-batch. It is the number of rows, the
+number of elements of the target, or the sum of the class weights of all labels that are not ignored.
 
 `find_average` determines the divisor from calls of torch's losses:
 
@@ -64,8 +64,8 @@ PER_ROW = ("weight", "pos_weight", "var")
 """Arguments of torch's losses that can have one entry per row, or one per class."""
 
 NO_GRADIENT = (
-    "loss_fn returned a loss that does not require a gradient: it does not depend on any trainable parameter. "
-    "Compute the loss from the output of the model, or call step() under torch.no_grad(). [loss-without-gradient]"
+    "loss_fn returned a loss that does not require a gradient. Compute it from the output of the model, or call "
+    "step() under torch.no_grad(). [loss-without-gradient]"
 )
 
 
@@ -188,9 +188,8 @@ def find_contradiction(loss_fn: object, reduction: Reduction) -> list[str]:
     if loss is None or (reduction, loss.reduction) not in (("mean", "sum"), ("sum", "mean")):
         return []
     return [
-        f"loss_fn has reduction={loss.reduction!r}, but step() got reduction={reduction!r}. The loss of each "
-        f"micro-batch is the {loss.reduction} over its rows, and step() computes the {reduction} over micro-batches. "
-        f"Remove reduction= from step() to use the reduction of the loss. [reduction-conflict]"
+        f"loss_fn has reduction={loss.reduction!r}, but step() got reduction={reduction!r}. Remove reduction= from "
+        f"step() to use the reduction of the loss. [reduction-conflict]"
     ]
 
 
@@ -203,9 +202,8 @@ def check_weights_of_rows(loss_fn: object, targets: Sequence[Tree], rows: Sequen
         if value.dim() >= target.dim() and value.shape[0] == sum(rows):
             raise ValueError(
                 f"loss_fn has a {name} of shape {tuple(value.shape)}, with one entry for each of the {sum(rows)} "
-                f"rows of the mini-batch, but it is called on micro-batches of {rows[0]} rows. Pass {name} with the "
-                f"targets, which are split: step(inputs, (targets, {name}), lambda output, t: loss(output, t[0], "
-                f"{name}=t[1])). [loss-weight-per-row]"
+                f"rows. Pass it with the targets, which are split: step(inputs, (targets, {name}), lambda output, t: "
+                f"loss(output, t[0], {name}=t[1])). [loss-weight-per-row]"
             )
 
 
@@ -356,7 +354,7 @@ def _invalid_loss(loss: object) -> str:
     elif isinstance(loss, (int, float)):
         problem, fix = f"the Python number {loss!r}, which has no gradient", "Return the tensor, without .item()"
     elif loss is None:
-        problem, fix = "None", "Check that it has a return statement"
+        problem, fix = "None", "Add a return statement"
     elif isinstance(loss, tuple) and not hasattr(loss, "loss"):
         problem, fix = f"a tuple of length {len(loss)}", "Return (loss, metrics), with all metrics in one value"
     elif hasattr(loss, "loss"):
@@ -390,9 +388,8 @@ def own_loss(output: Tree, target: Tree = None) -> Tensor:
         return loss
     kind = f"the output is a {type(output).__name__}" if loss is output else f"the loss is a {type(loss).__name__}"
     raise TypeError(
-        f"step() got neither targets nor loss_fn, but the model did not return a loss ({kind}). Pass the arguments "
-        f"from which the model computes its loss (labels=...), or call step(inputs, targets, loss_fn). "
-        f"[model-returns-no-loss]"
+        f"step() got neither targets nor loss_fn, but the model did not return a loss ({kind}). Pass labels=..., or "
+        f"call step(inputs, targets, loss_fn). [model-returns-no-loss]"
     )
 
 

@@ -53,7 +53,7 @@ class MicroBatches(Sequence[Tree]):
         parts: The micro-batches, at least 1 and at most M.
 
     Raises:
-        ValueError: If there are no micro-batches, or if one is a `MicroBatches` itself.
+        ValueError: If `parts` is empty, or if an element is a `MicroBatches` itself.
         TypeError: If `parts` is a single value, such as a tensor.
 
     >>> import gpipe, torch
@@ -114,7 +114,7 @@ def count_rows(inputs: Tree, index: int | None = None) -> int:
         index: The number of the micro-batch, if it is one of `gpipe.MicroBatches`.
 
     Raises:
-        ValueError: If there is no such tensor, or if it has no rows.
+        ValueError: If no tensor has a first dimension, or if it is 0.
     """
     name, unit = ("inputs", "mini-batch") if index is None else (f"inputs[{index}]", "micro-batch")
     leaves = tree_leaves(inputs)
@@ -142,28 +142,25 @@ POSITIONS = "position_ids"
 OFFSETS = "cu_seq"
 """Part of the name of the offsets of packed sequences: cu_seqlens, cu_seq_lens_q."""
 PACKED = (
-    "{path} has the offsets of packed sequences, which do not fit the micro-batches after the {rows} rows of the "
-    "mini-batch are split. Pack each micro-batch separately and pass gpipe.MicroBatches([first, second, ...]), or "
-    "pad the sequences to one per row. [packed-offsets]"
+    "{path} has the offsets of packed sequences, which do not fit micro-batches of the {rows} rows. Pack each "
+    "micro-batch separately: gpipe.MicroBatches([first, second, ...]). [packed-offsets]"
 )
 SEQUENCE = (
-    "{path} is a {kind} with {rows} entries, one per row of the mini-batch, but only tensors are split into "
-    "micro-batches. Convert it with torch.tensor(...), or pass gpipe.MicroBatches([...]). If every micro-batch needs "
-    "all entries, wrap it (or the object that holds it) in gpipe.Whole. [sequence-not-split]"
+    "{path} is a {kind} with {rows} entries, one per row of the mini-batch, but only tensors are split. Convert it "
+    "with torch.tensor(...), or wrap it (or its object) in gpipe.Whole if every micro-batch needs all entries. "
+    "[sequence-not-split]"
 )
 NOT_ROWS = (
-    "{path} has shape {shape}, but the mini-batch has {rows} rows. Pass a tensor with these rows in its first "
-    "dimension, or wrap it in gpipe.Whole if every micro-batch needs all of it. [rows-differ]"
+    "{path} has shape {shape}, but the mini-batch has {rows} rows. Pass a tensor with these rows, or wrap it in "
+    "gpipe.Whole if every micro-batch needs all of it. [rows-differ]"
 )
 ROWS_IN_LATER_DIMENSION = (
     "{path} has shape {shape}, but the mini-batch has {rows} rows. If dimension {dimension} holds the rows, split "
-    "all tensors yourself and pass gpipe.MicroBatches([...]), also as sample=. If every micro-batch needs all of it, "
-    "wrap it in gpipe.Whole. [rows-in-later-dimension]"
+    "all tensors yourself and pass gpipe.MicroBatches([...]), also as sample=. [rows-in-later-dimension]"
 )
 AMBIGUOUS_ROWS = (
-    "{path} has shape {shape}, and either of its first two dimensions can be the {rows} rows of the mini-batch. If "
-    "dimension 1 holds the rows, split all tensors yourself and pass gpipe.MicroBatches([...]), also as sample=. "
-    "[ambiguous-rows]"
+    "{path} has shape {shape}, and either of its first two dimensions can be the {rows} rows. If dimension 1 holds "
+    "the rows, split all tensors yourself and pass gpipe.MicroBatches([...]), also as sample=. [ambiguous-rows]"
 )
 
 
@@ -265,12 +262,12 @@ def _are_offsets(value: Any, rows: int) -> bool:
 
 CANNOT_MERGE = (
     "output{path} {problem}, so the outputs of the micro-batches cannot be joined. Return the rows of the "
-    "micro-batch in the first dimension. Alternatively, use step(), where the loss sees each output separately, or "
-    "pass gpipe.MicroBatches([...]) to get a list of outputs. [outputs-cannot-be-joined]"
+    "micro-batch in the first dimension, use step(), or pass gpipe.MicroBatches([...]) to get a list. "
+    "[outputs-cannot-be-joined]"
 )
 SEVERAL_ROWS = (
     "output{path} has several rows for each row of the mini-batch, and gpipe concatenates them along the first "
-    "dimension. Ignore this if a layer flattens rows and positions into that dimension. Otherwise return rows first. "
+    "dimension. Ignore this if a layer flattens rows and positions. Otherwise return rows first. "
     "[several-output-rows]"
 )
 
@@ -367,8 +364,8 @@ def loss_weights(
     total = over_replicas(sum(weights))
     if total == 0:
         raise ValueError(
-            "The weights of all micro-batches are 0, so there is nothing to average: no label of the mini-batch "
-            "counts, or reduction= returned 0. Skip this mini-batch. [all-weights-zero]"
+            "The weights of all micro-batches are 0, so there is nothing to average. Skip this mini-batch. "
+            "[all-weights-zero]"
         )
     return [weight / total for weight in weights]
 
@@ -413,8 +410,8 @@ def first_micro_batch(sample: Tree, micro_batches: int, least: int = 1) -> Tree:
 
 
 NESTED_MICRO_BATCHES = (
-    "{path} contains gpipe.MicroBatches, which must be the whole inputs or the whole targets. Put the other values "
-    "into each micro-batch: gpipe.MicroBatches([(x, mask), ...]). [nested-micro-batches]"
+    "{path} contains gpipe.MicroBatches, which must be the whole inputs or targets. Put the other values into each "
+    "micro-batch: gpipe.MicroBatches([(x, mask), ...]). [nested-micro-batches]"
 )
 NUMPY = (
     "{path} is a numpy array, but only tensors are split. Convert it with torch.from_numpy(...). [array-not-tensor]"
@@ -437,9 +434,8 @@ LOADER = (
     "loss_fn). [loader-not-batch]"
 )
 OBJECT_WITH_TENSORS = (
-    "{path} is a {kind} that holds tensors, but gpipe only splits tensors in tuples, lists and dicts. Use one of "
-    "these, or register the class with torch.utils._pytree.register_pytree_node. If every micro-batch needs the "
-    "whole object, wrap it in gpipe.Whole. [object-with-tensors]"
+    "{path} is a {kind} that holds tensors, but gpipe only splits tensors in tuples, lists and dicts. Register the "
+    "class with torch.utils._pytree.register_pytree_node, or wrap the object in gpipe.Whole. [object-with-tensors]"
 )
 
 

@@ -5,8 +5,8 @@ With two ranks and two micro-batches, whose tokens are a b c and x y z:
     rank 0   a x b y c z
     rank 1     a x b y c z
 
-In each round, a rank runs its stages for all micro-batches that have not ended. It is never idle if there are at
-least as many micro-batches as ranks. In one process, the rank of the first stage resumes the loops that choose the
+In each round, a rank runs its stages for all micro-batches that have not ended. It is never idle if M is at
+least K. In one process, the rank of the first stage resumes the loops that choose the
 tokens. With several processes, each process runs all loops and receives all outputs.
 """
 
@@ -44,29 +44,28 @@ from gpipe.tracing.runs import ForwardArguments
 from gpipe.tracing.trace import take_apart
 
 PROCESSES_DIFFER = (
-    "Rank {rank} chose different tokens than the rank before it, so their prompts or settings differ, or a processor "
-    "depends on a clock or an unseeded random number. Pass the same arguments in all processes, and seed random "
-    "numbers equally. [generation-differs-between-processes]"
+    "Rank {rank} chose different tokens than the rank before it, so their arguments or random numbers differ. Pass "
+    "the same arguments and seeds in all processes. [generation-differs-between-processes]"
 )
 NO_GENERATE = (
-    "The pipe was created from {kind}, which has no generate method. Create it from a model that has one, such as a "
-    "model of transformers. [model-without-generate]"
+    "The pipe was created from {kind}, which has no generate method. Create it from a model of transformers. "
+    "[model-without-generate]"
 )
 TRAINING_MODE = (
     "The pipe is in training mode, in which dropout changes the tokens. Call pipe.eval() first. "
     "[generate-in-training-mode]"
 )
 MAX_TIME = (
-    "max_time= is not supported with several processes, because each process has its own clock and would stop at a "
-    "different token. Use max_new_tokens=. [generate-option-not-supported]"
+    "max_time= is not supported with several processes, because each has its own clock. Use max_new_tokens=. "
+    "[generate-option-not-supported]"
 )
 PROMPT_LEARNING = (
     "The model has prompts that peft has learned, which only its own generate adds to the inputs. Call generate of "
     "the model itself. [generate-with-learned-prompts]"
 )
 FIXED_CACHE = (
-    "cache_implementation={implementation!r} is not supported with several processes, because the size of a static "
-    "cache does not show its length. Use cache_implementation='dynamic'. [generate-option-not-supported]"
+    "cache_implementation={implementation!r} is not supported with several processes. Use "
+    "cache_implementation='dynamic'. [generate-option-not-supported]"
 )
 NO_LENGTH = (
     "cache_bytes() got neither max_new_tokens= nor max_length=, on which the size of the cache depends. Pass one of "
@@ -257,7 +256,7 @@ def _split(
     Tensors with rows are split, unless they are settings of a `GenerationConfig`.
 
     Returns:
-        The arguments of each micro-batch, its number of rows (1 if there are no prompts), and the shared arguments.
+        The arguments of each micro-batch, its number of rows (1 without prompts), and the shared arguments.
     """
     config = getattr(model, "generation_config", None)
     prompts = {name: value for name, value in arguments.items() if any(tensor.dim() for tensor in tensors_in(value))}

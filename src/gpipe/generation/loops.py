@@ -29,8 +29,8 @@ from gpipe.stages.thread_state import ThreadState
 from gpipe.tracing.runs import ForwardArguments
 
 MODEL_NOT_CALLED = (
-    "generate of the {kind} does not call the model itself but parts of it, and a pipe only runs the whole model. "
-    "Call generate of the model, or create the pipe from the part that it calls. [generate-skips-model]"
+    "generate of the {kind} does not call the model itself but parts of it. Create the pipe from the part that it "
+    "calls, or call generate of the model. [generate-skips-model]"
 )
 STATEFUL_SETTINGS = ("logits_processor", "stopping_criteria")
 """Settings that can have state. Each micro-batch has its own copy."""

@@ -35,21 +35,20 @@ OTHER_ORDER = (
     "generate of the model itself, or create the pipe with a sample that has this order. [generation-order-differs]"
 )
 SHARED_CACHE_LAYER = (
-    "{model}: in generation, {first} and {second} fill the same layer of the cache, but each rank only has the cache "
-    "of its own layers. Put both in one block with blocks=[...], or call generate of the model itself. "
-    "[generation-shares-cache]"
+    "{model}: in generation, {first} and {second} fill the same layer of the cache. Put both in one block with "
+    "blocks=[...], or call generate of the model itself. [generation-shares-cache]"
 )
 OTHER_CACHE = (
-    "{model}: in generation, layer {index} of the cache has different values when the model is split, because code "
-    "between blocks writes to it. Call generate of the model itself. [generation-cache-differs]"
+    "{model}: in generation, layer {index} of the cache has different values when the model is split. Call generate "
+    "of the model itself. [generation-cache-differs]"
 )
 STATE_IN_MODULES = (
-    "{model}: in generation, modules keep state between forwards ({places}) instead of using a cache, but all "
-    "micro-batches use the same modules. Call generate of the model itself. [generation-state-in-modules]"
+    "{model}: in generation, modules keep state between forwards ({places}), which all micro-batches would share. "
+    "Call generate of the model itself. [generation-state-in-modules]"
 )
 CACHE_IN_FORWARD = (
-    "{model}: in generation, the forward creates its own cache, so each rank would create another one. Pass "
-    "use_cache=False, or call generate of the model itself. [generation-creates-cache]"
+    "{model}: in generation, the forward creates its own cache on each rank. Pass use_cache=False, or call generate "
+    "of the model itself. [generation-creates-cache]"
 )
 KEY = RngKey(0, 0, 0)
 """Any random key: layers draw no random numbers in evaluation mode."""

@@ -41,18 +41,16 @@ Gradients: TypeAlias = list[Tensor | Undefined | None]
 """The gradients of the leaves of a `BoundaryValue`. None for a leaf that no output depends on."""
 
 INPUT_CHANGED = (
-    "{stage}: its input was changed in place after it was passed on. Either the layer that returned it wrote it "
-    "again in a later micro-batch (a buffer or workspace that it reuses), or the caller wrote into the inputs before "
-    "the backward. Return a clone, and do not change inputs until the backward has finished. [input-changed-in-place]"
+    "{stage}: its input was changed in place after it was passed on. Return a clone from the layer before, and do "
+    "not change inputs until the backward has finished. [input-changed-in-place]"
 )
 NESTED_AT_BOUNDARY = (
-    "A layer passes a nested tensor to another partition, but gpipe can only send strided tensors. Convert it with "
-    "torch.nested.to_padded_tensor(t, 0.0), or keep both layers in one partition. [nested-tensor-at-boundary]"
+    "A layer passes a nested tensor to another partition. Convert it with torch.nested.to_padded_tensor(t, 0.0), or "
+    "keep both layers in one partition. [nested-tensor-at-boundary]"
 )
 SPARSE_AT_BOUNDARY = (
-    "A layer passes a sparse tensor that requires a gradient to another partition, but gpipe can only send gradients "
-    "of strided tensors. Convert it with t.to_dense(), or keep both layers in one partition. "
-    "[sparse-tensor-at-boundary]"
+    "A layer passes a sparse tensor that requires a gradient to another partition. Convert it with t.to_dense(), or "
+    "keep both layers in one partition. [sparse-tensor-at-boundary]"
 )
 
 

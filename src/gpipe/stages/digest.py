@@ -62,7 +62,7 @@ def digest(values: Sequence[Tree], *, outlives: bool = True) -> Digest:
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """Returns a checksum of the bits of tensors. It covers the local shards of DTensors and skips lazy tensors."""
+    """Returns a checksum of tensors, bitwise. It covers the local shards of DTensors and skips lazy tensors."""
     pieces = [piece for tensor in tensors if not is_lazy(tensor) for piece in pieces_of(local_tensor(tensor))]
     words = digest([piece.detach() for piece in pieces]).words
     flat = (word.cpu().contiguous().view(-1).view(torch.uint8) for word in words)

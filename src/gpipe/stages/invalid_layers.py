@@ -15,7 +15,7 @@ PIPE = ("gpipe.pipeline", "GPipe")
 
 
 def describe_invalid_layer(index: int, layer: object) -> str:
-    """Returns a message that says why a value cannot be a layer, and what to pass instead."""
+    """Returns a message about a value that cannot be a layer, with a fix."""
     kind, required = type(layer).__name__, ", ".join(required_arguments(layer) or ["..."])
     if isinstance(layer, type):
         problem = f"the class {layer.__name__}, which requires arguments ({required})"
@@ -131,5 +131,5 @@ def _find_nested_skips(layer: nn.Module) -> Iterator[str]:
 
 
 def is_loss_of_torch(module: nn.Module) -> bool:
-    """Whether a module's forward is that of a loss in `torch.nn`."""
+    """Whether a module has the forward of a loss in `torch.nn`."""
     return getattr(getattr(type(module), "forward", None), "__module__", "") == "torch.nn.modules.loss"

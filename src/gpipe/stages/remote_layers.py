@@ -32,8 +32,7 @@ REMOTE_GRADIENT = (
 )
 REMOTE_VALUES = (
     "The parameter belongs to layer {layer}, which is in another process, and has no values here. Call pipe(inputs) "
-    "or pipe.step(...) in all processes. To use the whole model in one process, call gpipe.save_weights(folder, "
-    "pipe) and load the weights there. [remote-parameter]"
+    "or pipe.step(...), or load gpipe.save_weights(folder, pipe) into a whole model. [remote-parameter]"
 )
 WITHOUT_VALUES = frozenset({
     "data", "detach", "detach_", "clone", "contiguous", "copy_", "requires_grad_", "share_memory_", "pin_memory",
@@ -235,8 +234,7 @@ def find_without_values(layers: Mapping[str, nn.Module]) -> Iterator[str]:
         if empty := [path for path, tensor in _state(layer).items() if tensor.is_meta and not is_lazy(tensor)]:
             yield (
                 f"layer {name} ({type(layer).__name__}): {', '.join(empty[:3])} is on the meta device and has no "
-                f"values. If the layers were part of an earlier pipe with several processes, build them again. "
-                f"Otherwise pass callables that build them. [layer-without-values]"
+                f"values. Build the layers again, or pass callables that build them. [layer-without-values]"
             )
 
 

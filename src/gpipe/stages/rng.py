@@ -11,9 +11,9 @@ is replaced under a lock.
 
 **Checkpoints.** A recomputation by `torch.utils.checkpoint` must draw the same numbers as its forward. torch's
 checkpoint saves the state of the default generator before the forward, and restores it before the recomputation. At
-the first draw inside a checkpoint, gpipe therefore overwrites the saved state with that of the scope's generator. The
-recomputation starts from this state, in whichever thread it runs. Python's stack frames show which checkpoints a draw
-is inside.
+the first draw inside a checkpoint, gpipe therefore overwrites the saved state with the state of the scope's
+generator. The recomputation starts from this state, in whichever thread it runs. Python's stack frames show which
+checkpoints a draw is inside.
 """
 
 import hashlib
@@ -41,19 +41,16 @@ GENERATORS = "_gpipe_generators"
 """Local variable that gpipe adds to the frame of a recomputation: its generators."""
 
 CHECKPOINT_WITHOUT_RNG_STATE = (
-    "A random operation runs inside torch.utils.checkpoint with preserve_rng_state=False, so a recomputation would "
-    "draw different numbers. Remove preserve_rng_state=False, or use remat='always' instead of the checkpoint. "
-    "[checkpoint-without-rng-state]"
+    "A random operation runs inside torch.utils.checkpoint with preserve_rng_state=False. Remove "
+    "preserve_rng_state=False, or use remat='always' instead. [checkpoint-without-rng-state]"
 )
 CHECKPOINT_ON_OTHER_DEVICE = (
     "A random operation on {device} runs inside torch.utils.checkpoint, but none of the checkpoint's inputs is on "
-    "{device}, so a recomputation would draw different numbers. Pass an input on {device}, or use remat='always' "
-    "instead of the checkpoint. [checkpoint-without-rng-state]"
+    "{device}. Pass an input on {device}, or use remat='always' instead. [checkpoint-without-rng-state]"
 )
 UNSEEN_FORWARD = (
     "A recomputation of torch.utils.checkpoint draws random numbers, but its forward did not. Draw the same numbers "
-    "on the same devices in the forward and in the recomputation, and call torch.utils.checkpoint.checkpoint itself. "
-    "[checkpoint-draws-differ]"
+    "in both, and call torch.utils.checkpoint.checkpoint itself. [checkpoint-draws-differ]"
 )
 COMPILED_CHECKPOINT = (
     "A random operation runs inside torch.utils.checkpoint in compiled code, and the compiler backend recomputes it "
@@ -240,7 +237,7 @@ def _device_of(args: Sequence[object], kwargs: Mapping[str, Any]) -> torch.devic
 
 @contextmanager
 def unseeded(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Restores the default generators that layers have seeded during a run. Draws from them remain in effect.
+    """Restores default generators if layers seeded them during a run. Draws from them remain in effect.
 
     `torch.random.fork_rng` is not enough if two layers use it at the same time: each restores the state that it
     found, which may be the seed of the other.
@@ -260,8 +257,7 @@ def unseeded(devices: Iterable[torch.device]) -> Iterator[None]:
 
 DRAW_IN_BACKWARD = (
     "{layer} draws random numbers in its backward, where they would depend on the order of the ranks. Draw them in "
-    "the forward and save them with ctx.save_for_backward. To recompute the forward in the backward (RevNet, "
-    "Reformer), use torch.utils.checkpoint or remat='always'. [random-in-backward]"
+    "the forward, or recompute with torch.utils.checkpoint or remat='always'. [random-in-backward]"
 )
 
 

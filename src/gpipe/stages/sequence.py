@@ -1,7 +1,7 @@
 """Reads the user's sequence of layers, builds layers that are passed as callables, and splits the layers into stages.
 
 The weights of a layer that a callable builds depend only on the seed and the layer's index. Each process therefore
-builds the same weights, whether it builds all layers or only those of its own stages (`gpipe.stages.remote_layers`).
+builds the same weights, whether it builds all layers or only the layers of its own stages.
 """
 
 import random
@@ -44,7 +44,7 @@ def build_layers(layers: object, seed: int) -> tuple[dict[str, nn.Module], list[
 def name_layers(layers: object, make: Callable[[Maker, int], object]) -> tuple[dict[str, nn.Module], list[str]]:
     """Returns the layers by name, and messages about values that are not layers.
 
-    Names are those of an `nn.Sequential`, or else the indices.
+    An `nn.Sequential` determines the names. Otherwise, they are the indices.
 
     Args:
         layers: The argument of the user.

@@ -151,9 +151,8 @@ class WeightAliases:
         for module in (part for layer in self._in_turn for part in layer.module.modules()):
             if is_compiled(module):  # Its code would use the parameters of the first layer.
                 raise ValueError(
-                    f"A compiled {type(module).__name__} is used as several layers, but compiled code cannot switch "
-                    f"parameters. Pass a separate module for each layer, and share the parameters, for example with "
-                    f"ties=. [compiled-module-in-several-layers]"
+                    f"A compiled {type(module).__name__} is used as several layers. Pass a separate module for each "
+                    f"layer, and share the parameters, for example with ties=. [compiled-module-in-several-layers]"
                 )
 
     def put_in_place(self) -> None:
@@ -190,8 +189,7 @@ class WeightAliases:
         if self._replaced and not self._adds:
             raise RuntimeError(
                 f"A weight of shape {tuple(gradient.shape)} is shared by several layers, but received a gradient "
-                f"from elsewhere. If loss_fn or another module uses it, make it a parameter of that layer. If one "
-                f"module is several layers and uses torch.utils.checkpoint, pass use_reentrant=False. "
+                f"from elsewhere. Use it only in layers, and pass use_reentrant=False to torch.utils.checkpoint. "
                 f"[shared-weight-gradient]"
             )
 
@@ -203,7 +201,8 @@ class WeightAliases:
         """Sums the gradients of all aliases in layer order, and adds them to the gradients of the parameters.
 
         Args:
-            gathered: The gradients from all processes, by parameter and layer. Default: those of this process.
+            gathered: The gradients from all processes, by parameter and layer. Default: the gradients of this
+                process.
         """
         for key, parameter in self.sources.items():
             gradients = self.gradients(key) if gathered is None else gathered[key]

@@ -73,8 +73,8 @@ def find_pops(layers: Sequence[nn.Module]) -> list[Pop]:
                 )
             if not name or set(name) & set("@:/, "):
                 errors.append(
-                    f"layer {index} stashes {name!r}, which is not a valid name. Remove spaces and the characters "
-                    f"@ : / , from it. [invalid-stash-name]"
+                    f"layer {index} stashes {name!r}, which is not a valid name. Remove spaces and the characters @ "
+                    f": / , from it. [invalid-stash-name]"
                 )
             stashed.setdefault(name, index)
     if errors:
@@ -102,8 +102,8 @@ def find_loss_pops(layers: Sequence[nn.Module], popped: Sequence[str]) -> list[P
     ]
     errors += [
         f"layer {index} ({type(layers[index]).__name__}) stashes {name!r}, but neither a later layer nor loss_fn "
-        f"pops it, so its gradient would be lost. Set loss_fn.pop = ({name!r},) and add an argument of that name, or "
-        f"do not stash it. [stash-without-pop]"
+        f"pops it. Set loss_fn.pop = ({name!r},) and add an argument of that name, or do not stash it. "
+        f"[stash-without-pop]"
         for name, index in stashed.items()
         if name not in used
     ]

@@ -45,18 +45,16 @@ BEGUN_IN_PLACE = (
     "the step again. [input-change-began]"
 )
 BACKWARD_INSIDE = (
-    "{source} calls backward(), but {stage} receives its input from earlier layers, and their gradients would be "
-    "lost. Use torch.autograd.grad, or call backward() on a detached copy. [backward-inside-forward]"
+    "{source} calls backward(), so earlier layers would lose gradients of the input of {stage}. Use "
+    "torch.autograd.grad, or detach the input. [backward-inside-forward]"
 )
 HOOKED_NODE = (
-    "{stage}: a layer registers a hook on the grad_fn of a tensor that it receives, which is not the node of the "
-    "layer that computed the tensor. Register the hook on the tensor (tensor.register_hook), or in the layer that "
-    "computes it. [hook-on-received-node]"
+    "{stage}: a layer registers a hook on the grad_fn of a tensor that it receives, which is a different node than "
+    "without a pipe. Register the hook on the tensor (tensor.register_hook). [hook-on-received-node]"
 )
 SHARED_IN_PLACE = (
-    "{stage}: a layer changes an input in place that shares memory with another input, but across a stage boundary "
-    "the other one does not change with it. Change a copy, or return a clone from the earlier layer. "
-    "[shared-input-changed-in-place]"
+    "{stage}: a layer changes an input in place that shares memory with another input, which does not change with it "
+    "after a stage boundary. Change a copy, or return a clone from the earlier layer. [shared-input-changed-in-place]"
 )
 
 
@@ -126,7 +124,7 @@ class LayerProgress:
 
 
 def layer_at(layers: Sequence[Layer], position: int) -> str | None:
-    """Describes the layer at a position in a stage. The position after the last layer is that of the loss."""
+    """Describes the layer at a position in a stage. The loss follows the last layer."""
     if position < 0:
         return None
     return str(layers[position]) if position < len(layers) else LOSS
@@ -345,7 +343,7 @@ class StageRun:
         """Detaches the values that leave the stage from its autograd graph.
 
         Parameters and buffers are copied, because a later forward may change them. The ancestors of a boundary value
-        are those of the first micro-batch of the run.
+        are found in the first micro-batch of the run.
 
         Returns:
             The values to send, and for each the tensors of the graph that correspond to its leaves.
