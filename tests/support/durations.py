@@ -17,7 +17,7 @@ from hypothesis import settings
 FILE = Path(__file__).parents[1] / "durations.json"
 NOTED_SECONDS = 0.05  # The file leaves out tests whose cases are faster.
 TEST_SECONDS = 0.4  # `make test` runs as many cases of a test as take so long together, and at least one.
-CASE_SECONDS = 5.0  # `make test` leaves out longer cases, unless all tests of their module are as long.
+CASE_SECONDS = 3.0  # `make test` leaves out longer cases, unless all tests of their module are as long.
 LONGEST_SECONDS = 20.0  # `make test` never runs a longer case.
 LEAST_EXAMPLES = 4  # of a Hypothesis test
 DRAWN = "drawn"  # the property with the share of examples that a Hypothesis test draws
@@ -50,7 +50,7 @@ def select(items: Iterable[pytest.Item], known: Mapping[str, float]) -> Iterable
     """Yields the cases that `make test` runs.
 
     A slow test runs on a random sample of its cases, always the same one. A slow Hypothesis test draws fewer examples
-    instead. A test without a duration runs on all cases.
+    first, and runs on a sample of its cases if this is still slow. A test without a duration runs on all cases.
     """
     tests, fastest = defaultdict(list), defaultdict[str, float](lambda: LONGEST_SECONDS)
     for item in items:
@@ -59,14 +59,15 @@ def select(items: Iterable[pytest.Item], known: Mapping[str, float]) -> Iterable
         fastest[module_of(test)] = min(fastest[module_of(test)], known.get(test, 0.0))
     for test, cases in tests.items():
         seconds = known.get(test, 0.0)
-        share = TEST_SECONDS / max(TEST_SECONDS, seconds * len(cases))
         if getattr(getattr(cases[0], "obj", None), "is_hypothesis_test", False):
-            drawn = draw_fewer(cases[0], share)
+            drawn = draw_fewer(cases[0], TEST_SECONDS / max(TEST_SECONDS, seconds * len(cases)))
             for case in cases:
                 case.user_properties.append((DRAWN, drawn))
-            yield from cases
-        elif seconds <= max(CASE_SECONDS, fastest[module_of(test)]):
-            yield from Random(test).sample(cases, max(1, int(share * len(cases))))
+            seconds *= drawn
+        elif seconds > max(CASE_SECONDS, fastest[module_of(test)]):
+            continue
+        share = TEST_SECONDS / max(TEST_SECONDS, seconds * len(cases))
+        yield from Random(test).sample(cases, max(1, int(share * len(cases))))
 
 
 def draw_fewer(item: pytest.Item, share: float) -> float:
