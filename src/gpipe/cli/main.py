@@ -46,22 +46,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     - 2: an error that the user can fix. The message says how.
     - 130 or 143: stopped by Ctrl-C or SIGTERM. A training saves a checkpoint first.
     """
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if given == ["--version"]:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments == ["--version"]:
         print(f"gpipe {gpipe.__version__}")
         return
     app = SubcommandApp()
     summary = "Trains a model as a pipeline, and shows where the time of a step goes."
-    app.command(train_app(given), name="train", help=summary)
+    app.command(train_app(arguments), name="train", help=summary)
     for function in (evaluate, translate, schedule, report, record, plan, doctor, explain):
         function.__doc__ = re.sub(r"\n {12}", " ", function.__doc__ or "")  # tyro would print these line breaks.
         app.command(name=function.__name__)(function)
     with exit_on_interrupt():
         try:
-            app.cli(prog="gpipe", args=given, description="Pipeline parallelism for PyTorch.")
+            app.cli(prog="gpipe", args=arguments, description="Pipeline parallelism for PyTorch.")
         except SystemExit as end:
-            if not end.code and {"-h", "--help"} & {*given}:
-                words = given[:2] if given[0] == "train" else given[:1]
+            if not end.code and {"-h", "--help"} & {*arguments}:
+                words = arguments[:2] if arguments[0] == "train" else arguments[:1]
                 command = " ".join(["gpipe", *filter(str.isalpha, words)])
                 print("Examples:", *(line for line in EXAMPLES.splitlines() if command in line), sep="\n")
             raise

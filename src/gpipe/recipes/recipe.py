@@ -154,8 +154,8 @@ AVERAGE = "average"  # Key of the average in the optimizer's state.
 class Averages:
     """Moving averages of the parameters of an optimizer. They are part of its state, and so of checkpoints.
 
-    Step n uses a decay of at most (1 + n) / (10 + n), so that the initial weights lose influence quickly. With a
-    decay of 0 there are no averages.
+    Step n uses a decay of at most (1 + n) / (10 + n), so that the initial weights lose influence quickly. A
+    decay of 0 disables averaging.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:

@@ -130,7 +130,7 @@ def test_auxiliary_logits_come_in_training_only_and_their_head_only_adds_names()
 
 def test_too_small_a_network_or_image_is_refused() -> None:
     for layers, filters in ((2, 16), (3, 8)):
-        with pytest.raises(ValueError, match=f"layers={layers}, filters={filters}: "):
+        with pytest.raises(ValueError, match=f"layers={layers}, filters={filters} are too small"):
             amoebanet_d(layers, filters)
     with torch.device("meta"):
         amoebanet_d(3, 16, aux_head=True, image_size=67)

@@ -187,5 +187,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         tiny_lm(1, clip_logits=0)
     for layers, dim, heads in ((0, 16, 4), (1, 18, 4), (1, 15, 3)):
         sizes: dict[str, Any] = {"model_dim": dim, "heads": heads}
-        with pytest.raises(ValueError, match=f"layers={layers}, model_dim={dim}, heads={heads}: "):
+        with pytest.raises(
+            ValueError, match=f"layers={layers}, model_dim={dim}, heads={heads} are not a Transformer"
+        ):
             transformer_lm(layers, vocab=5, **sizes)

@@ -51,5 +51,5 @@ def test_every_parameter_learns() -> None:
 
 def test_impossible_sizes_are_refused() -> None:
     for b, c in ((0, 4), (1, 3), (1, 0)):
-        with pytest.raises(ValueError, match=f"b={b}, c={c}: "):
+        with pytest.raises(ValueError, match=f"b={b}, c={c} are out of range"):
             unet(b, c)

@@ -64,7 +64,7 @@ def test_all_options_that_cannot_be_are_told_at_once(tmp_path: Path, capsys: pyt
     assert "No such file or directory" in told(capsys, "train", "translation", *out, "--tsv", none)
     table = ("--tsv", str(write_table(tmp_path / "pairs.tsv", pairs(120))))
     heads = told(capsys, "train", "translation", "--model", "decoder", "--heads", "3", *out, *table)
-    assert "layers=2, model_dim=128, heads=3: a Transformer requires" in heads
+    assert "layers=2, model_dim=128, heads=3 are not a Transformer" in heads
 
 
 @pytest.mark.parametrize(

@@ -306,8 +306,8 @@ def _amoebanet(
     """Builds the layers. With `aux`, the image size in pixels, adds an auxiliary classifier."""
     if layers < 3 or filters < 16:
         raise ValueError(
-            f"layers={layers}, filters={filters}: AmoebaNet requires at least 3 layers (one normal cell per stack) "
-            "and 16 filters (4 in the first reduction). Increase them."
+            f"layers={layers}, filters={filters} are too small. Pass at least 3 layers (one normal cell per stack), "
+            "and at least 16 filters (4 in the first reduction)."
         )
     cells = [(reduction, filters // 4), (reduction, filters // 2)]
     for i in range(layers):

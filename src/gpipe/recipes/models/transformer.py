@@ -84,7 +84,7 @@ class KeyValueCache:
     Attributes:
         keys: Keys (N, heads, T, head_dim) of all tokens so far.
         values: Values (N, heads, T, head_dim) of all tokens so far.
-        mask: True (N, T) for tokens, false for padding. None if there is no padding.
+        mask: A mask (N, T) that is true for tokens and false for padding. None without padding.
     """
 
     keys: Any = None
@@ -215,8 +215,8 @@ def transformer_lm(
     """
     if layers < 1 or model_dim % heads or model_dim % 2:
         raise ValueError(
-            f"layers={layers}, model_dim={model_dim}, heads={heads}: a Transformer requires at least one layer, and "
-            "an even model_dim that is divisible by heads. Change them."
+            f"layers={layers}, model_dim={model_dim}, heads={heads} are not a Transformer. Pass at least one layer, "
+            "and an even model_dim that is divisible by heads."
         )
     if clip_logits is not None and not clip_logits > 0:
         raise ValueError(f"clip_logits={clip_logits} is out of range. Pass a number greater than 0, or None.")

@@ -76,7 +76,7 @@ def unet(b: int, c: int, *, inputs: int = 3, outputs: int = 1, dropout: float = 
         ValueError: If `b` is less than 1, or `c` is odd or less than 2.
     """
     if b < 1 or c < 2 or c % 2:
-        raise ValueError(f"b={b}, c={c}: a U-Net requires b of at least 1 and an even c of at least 2. Change them.")
+        raise ValueError(f"b={b}, c={c} are out of range. Pass b of at least 1, and an even c of at least 2.")
     widths, layers = [c * 2**level for level in range(_LEVELS)], list[nn.Module]()
     for level, width in enumerate(widths):
         layers += [*_convolutions(b, inputs, width, width, dropout), Stash(f"e{level}"), nn.MaxPool2d(2)]
