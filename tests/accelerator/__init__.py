@@ -1,6 +1,6 @@
-"""A simulated accelerator: four devices without kernels of their own, and a detector of what was not waited for.
+"""Simulates an accelerator: four devices without kernels of their own, and a detector of missing synchronization.
 
-`load()` builds it once for each torch and makes it torch's accelerator of this process, named "sim".
+`load()` builds it once per torch version, and makes it torch's accelerator in this process, named "sim".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMPILER = os.environ.get("CXX", "c++")
 
 
 def lacking() -> str:
-    """What this machine lacks to build it, if anything."""
+    """Returns what this machine lacks to build the simulator, or an empty string."""
     if shutil.which(COMPILER) is None:
         return f"the simulated accelerator is built by a C++ compiler, and there is no {COMPILER}"
     header = Path(sysconfig.get_path("include"), "Python.h")
@@ -38,7 +38,7 @@ def lacking() -> str:
 
 
 def built() -> Path:
-    """The library, built if it is not there: two minutes, in a place of its own for each torch and each source."""
+    """Returns the library, built if necessary. This takes two minutes, per torch version and source."""
     digest = hashlib.sha256(f"{torch.__version__} {sys.version}".encode())
     for name in SOURCES:
         digest.update((HERE / name).read_bytes())
@@ -67,7 +67,7 @@ def built() -> Path:
 
 
 class _Device(ModuleType):
-    """`torch.sim`: what torch asks of a device's module."""
+    """`torch.sim`: the functions that torch requires of a device module."""
 
     def __init__(self, simulator: Any) -> None:
         super().__init__(f"torch.{NAME}")
@@ -111,7 +111,7 @@ _kept: list[Library] = []  # what it holds is registered for as long as it lives
 
 @cache
 def load() -> Any:
-    """The simulator's own functions: `take_reports()`, `kernels()`, `reset_peak(device)`, `peak_bytes(device)`."""
+    """Returns the module with `take_reports()`, `kernels()`, `reset_peak(device)` and `peak_bytes(device)`."""
     utils: Any = torch.utils
     utils.rename_privateuse1_backend(NAME)
     spec = importlib.util.spec_from_file_location(f"{NAME}_accelerator", built())

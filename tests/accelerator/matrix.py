@@ -1,8 +1,9 @@
-"""Drawn pipes on the simulated accelerator: the bits of its plain loop, and nothing that the detector reports.
+"""Checks random pipes on the simulated accelerator: identical to the reference loop, and no reports of the detector.
 
     python -m tests.accelerator.matrix --first 0 --count 200
 
-Each is told by its number alone. They run in a process of their own: torch has one kind of accelerator in each.
+Each pipe is determined by its number. They run in a separate process, because torch supports one kind of accelerator
+per process.
 """
 
 import argparse

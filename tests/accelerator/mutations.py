@@ -1,8 +1,8 @@
-"""Each order between streams that gpipe gives is left out in turn: the detector must report every one.
+"""Removes each synchronization between streams from gpipe in turn. The detector must report every one.
 
     python -m tests.accelerator.mutations
 
-The orders are read from the source: each wait, event, record of a stream and synchronization.
+The synchronizations are read from the source: each wait, event, record of a stream and synchronization.
 """
 
 import argparse

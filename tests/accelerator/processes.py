@@ -1,9 +1,8 @@
-"""Ranks that are processes, each with a simulated device of its own: the bits of one process, and nothing reported.
+"""Checks ranks in processes with one simulated device each: identical to one process, and no reports.
 
     python -m tests.accelerator.processes
 
-Tensors go through the hosts' memory, as on any device without NCCL. What one process does on such a device is shown
-by `matrix.py`.
+Tensors are sent through host memory, as on any device without NCCL. `matrix.py` checks a single process.
 """
 
 import argparse

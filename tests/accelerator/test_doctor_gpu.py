@@ -1,4 +1,4 @@
-"""`make gpu`, rehearsed from end to end on the simulated accelerator, and what cannot be."""
+"""Runs `make gpu` from end to end on the simulated accelerator."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
 
 def rehearse(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
-    """The status of the command, what it prints, and the parts of its page."""
+    """Returns the status of the command, its output, and the checks of its page."""
     command = [sys.executable, "-m", "gpipe", "doctor", "--gpu", "--quick", "--out", str(folder / "results")]
     done = progress.run([*command, *arguments], env=environment(folder / "installed"))
     return done.returncode, done.stdout, json.loads((folder / "results" / "page.json").read_text())["parts"]

@@ -1,8 +1,8 @@
-"""Stream programs that are wrong, each in one way, and right twins of them: the detector tells them apart.
+"""Wrong stream programs with one error each, and correct versions of them: the detector distinguishes them.
 
     python -m tests.accelerator.wrong_programs
 
-They use torch alone, as anyone's program would.
+They use only torch.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Parts of `make gpu` that a checkout has beside those of `gpipe doctor --gpu`."""
+"""Defines the checks of `gpipe doctor --gpu` that need a checkout."""
 
 import os
 import re
@@ -49,7 +49,7 @@ REPORTS = {
 
 
 def beside(every: int) -> Iterator[Finding]:
-    """A step over processes beside torch's schedules of the same name."""
+    """Compares a step over processes with torch's schedules of the same name."""
     if not has_nccl():
         yield Finding("not run", "torch's own schedules, which take two CUDA devices and NCCL")
         return
@@ -66,7 +66,7 @@ def judge(seconds: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def in_turns(rank: int, width: int, micro_batches: int) -> dict[str, float]:
-    """The seconds of a step by each of torch's schedules and ours, in this process of several."""
+    """Returns the seconds of a step with each schedule of torch and of gpipe, in one of several processes."""
     ranks, device = dist.get_world_size(), devices()[rank] if devices() else torch.device("cpu")
     x = torch.ones(micro_batches * width, width, device=device)
     steps: dict[str, Callable[[], object]] = {}
@@ -120,7 +120,7 @@ def _share_of_loss(micro_batches: int, output: Tensor, target: Tensor) -> Tensor
 
 
 def host(every: int) -> Iterator[Finding]:
-    """What a draw costs, what pools of memory keep, and whether ranks on one device need more hardware queues."""
+    """Measures random numbers and memory pools, and whether ranks on one device need more hardware queues."""
     x = torch.ones(8, device=devices()[0])
 
     def draw(*, key: bool) -> None:
@@ -143,7 +143,7 @@ def host(every: int) -> Iterator[Finding]:
 
 
 def pools() -> Finding:
-    """What torch's pools of memory, one a stream, keep of the device for what is in use: room that is in pieces."""
+    """Measures the memory that torch's pools, one per stream, reserve beyond the memory in use."""
     there = places()
     torch.accelerator.empty_cache()
     medians({"": step_of(there, width_of_work(there[0]), M, schedule="1f1b", remat="always")})
@@ -160,7 +160,7 @@ def four_on_one(rank: int) -> float:
 
 
 class Fresh(nn.Module):
-    """A layer in a CUDA graph, whose output is the same memory each time: copied."""
+    """Copies the output of a layer in a CUDA graph, because the graph reuses its memory."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Fresh(nn.Module):
 
 
 def graphs(every: int) -> Iterator[Finding]:
-    """Layers as CUDA graphs, beside the layers themselves."""
+    """Compares layers as CUDA graphs with the layers themselves."""
     first = devices()[0]
     if first.type != "cuda":
         yield Finding("not run", f"CUDA graphs, which {first.type} has not")
@@ -180,7 +180,11 @@ def graphs(every: int) -> Iterator[Finding]:
 
 
 def beside_graphs(device: torch.device, width: int, graphed: Callable[..., Any]) -> Iterator[Finding]:
-    """A graph has room for the inside of one forward: right is remat "always", of backwards that are whole."""
+    """Checks pipes of CUDA graphs.
+
+    A graph has memory for the activations of one forward pass. So only remat="always" with whole backward passes is
+    correct.
+    """
     x = torch.randn(M * 16, width, generator=torch.Generator().manual_seed(0)).to(device)
 
     def pipe_of(schedule: str, remat: str, *, wrapped: bool) -> gpipe.GPipe:
@@ -214,14 +218,14 @@ def beside_graphs(device: torch.device, width: int, graphed: Callable[..., Any])
 
 
 def few(every: int) -> Iterator[Finding]:
-    """Pipes in lockstep, for tools that make all slow, or watch one thread."""
+    """Runs a few pipes in lockstep, for tools that slow down everything or observe one thread."""
     there = devices()[:1] * 2
     ways = [{"schedule": name, "driver": "lockstep"} for name in ("1f1b", "zb_v")]
     yield from compare("in lockstep", images, partial(train_reference, images, there[0]), there, ways)
 
 
 def sanitizer(every: int) -> Iterator[Finding]:
-    """A few pipes under what looks for accesses that are not ordered, and for memory used too late."""
+    """Runs a few pipes under tools that find unordered accesses and memory errors."""
     if devices()[0].type != "cuda":
         yield Finding("not run", "torch.cuda._sanitizer and compute-sanitizer, which are CUDA's")
         return
@@ -234,7 +238,7 @@ def sanitizer(every: int) -> Iterator[Finding]:
 
 
 def under(name: str, tool: Sequence[str], settings: Mapping[str, str]) -> Finding:
-    """What a tool reports of a few pipes: by a number of its own, or a line each."""
+    """Runs a few pipes under a tool, and returns a finding with the number of problems that it reports."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *tool,
@@ -265,7 +269,7 @@ def under(name: str, tool: Sequence[str], settings: Mapping[str, str]) -> Findin
 
 
 def tests(every: int) -> Iterator[Finding]:
-    """What pytest says of tests/gpu."""
+    """Runs tests/gpu with pytest, and reports failed tests."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "junit.xml")
         command = [sys.executable, "-m", "pytest", "-v", "-n", "0", "-m", "gpu", "tests/gpu"]

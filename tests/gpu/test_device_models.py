@@ -1,4 +1,4 @@
-"""Models that are traced, on an accelerator: the bits of the model itself there."""
+"""Traced models on an accelerator are bitwise identical to the unsplit model there."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The laws on an accelerator: several stages of one device on streams of their own, and stages on it and the CPU."""
+"""Bitwise identity on an accelerator: several stages of one device on separate streams, also with the CPU."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Dawdle(nn.Module):
-    """Keeps the stream busy first, so that whoever does not wait for it reads what is not there yet."""
+    """Keeps the stream busy first, so that a reader that does not wait for it reads wrong values."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:

@@ -1,4 +1,4 @@
-"""A process for each GPU, tensors over NCCL: the losses and weights of one GPU, to the last bit."""
+"""Losses and weights of one process per GPU with NCCL are bitwise identical to those of one GPU."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 
 def needs(gpus: int) -> pytest.MarkDecorator:
-    """Skips a test where there are fewer."""
+    """Skips a test if there are fewer devices."""
     return pytest.mark.skipif(torch.cuda.device_count() < gpus, reason=f"needs {gpus} CUDA devices")
 
 

@@ -1,4 +1,4 @@
-"""What `make gpu` cannot rehearse on the simulated accelerator, in the nearest that a CPU has."""
+"""Tests checks of `make gpu` that the simulated accelerator does not support, as far as a CPU can."""
 
 import sys
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def test_slower_than_torch_falls_short(ours: float, verdict: str) -> None:
 
 
 def graphed(layer: nn.Module, sample: tuple[Tensor]) -> Callable[[Tensor], Tensor]:
-    """As CUDA graphs are: input, inside, output and gradients are the same memory each time."""
+    """Imitates a CUDA graph: input, activations, output and gradients use the same memory each time."""
     given = sample[0].detach().requires_grad_(sample[0].requires_grad)
     kept: list[Tensor] = []
     out = torch.empty_like(layer(given))

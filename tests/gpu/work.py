@@ -1,4 +1,4 @@
-"""Work that takes any device some time: the seconds of a step, and the bytes that it holds beside what plans say."""
+"""Checks the time and the memory of steps on any device."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ LEAD = 1.2  # of what 1F1B holds with M=8, so much may be with M=32: the host is
 
 
 def speed(every: int) -> Iterator[Finding]:
-    """The seconds of a step beside those of a plain loop on one device, and of no work at all."""
+    """Compares the time of a step with the reference loop on one device, and measures steps without work."""
     there = places()
     width, m = width_of_work(there[0]), max(M, 2 * len(there))
     steps = {"plain loop": plain_step(there[0], width, m)}
@@ -39,7 +39,7 @@ def speed(every: int) -> Iterator[Finding]:
 
 
 def memory(every: int) -> Iterator[Finding]:
-    """The most bytes of a step beside what a plan says, by schedule; and whether they grow with M."""
+    """Compares the peak memory of a step with the plan, by schedule, and checks that it does not grow with M."""
     there = places()
     width = width_of_work(there[0])
     plans = {name: _plan(there, width, name) for name in ("gpipe", "1f1b", "zb_h1", "interleaved", "zb_v")}
@@ -55,12 +55,12 @@ def memory(every: int) -> Iterator[Finding]:
 
 
 def places() -> list[torch.device]:
-    """Where ranks are: on each device one, or two on the only one."""
+    """Returns one device per rank, or the only device twice."""
     return devices() if len(devices()) > 1 else devices() * 2
 
 
 def width_of_work(device: torch.device) -> int:
-    """The width of square layers whose product takes a device as long as is to be."""
+    """Returns the largest width of square layers whose matrix product takes at most PRODUCT_SECONDS."""
     widest = WIDTHS[0]
     for width in WIDTHS:
         matrix = torch.ones(width, width, device=device)
@@ -71,13 +71,13 @@ def width_of_work(device: torch.device) -> int:
 
 
 def layers_of(width: int) -> list[nn.Module]:
-    """Layers of one size, with the same weights in each process."""
+    """Returns layers of one size, with the same weights in each process."""
     torch.manual_seed(0)
     return [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(LAYERS)]
 
 
 def step_of(there: Sequence[torch.device], width: int, micro_batches: int, **how: Any) -> Callable[[], object]:
-    """A step of a pipe, whose gradients are dropped."""
+    """Returns a function that runs a step of a pipe and clears the gradients."""
     cuts: dict[str, Any] = {"partitions": len(there), "costs": [1] * LAYERS}
     make: Any = gpipe.GPipe if "plan" in how else partial(pipe_by_costs, **cuts)
     pipe = make(layers_of(width), micro_batches=micro_batches, devices=list(there), **how)
@@ -91,7 +91,7 @@ def step_of(there: Sequence[torch.device], width: int, micro_batches: int, **how
 
 
 def plain_step(device: torch.device, width: int, micro_batches: int) -> Callable[[], object]:
-    """The same, by a plain loop."""
+    """Returns a function that runs the same step with the reference loop."""
     whole = nn.Sequential(*layers_of(width)).to(device)
     x = torch.ones(micro_batches * width, width, device=device)
 
@@ -104,7 +104,7 @@ def plain_step(device: torch.device, width: int, micro_batches: int) -> Callable
 
 
 def medians(steps: Mapping[str, Callable[[], object]], meet: Callable[[], object] = list) -> dict[str, float]:
-    """The seconds of each, which take turns; the first two rounds are not counted."""
+    """Returns the median seconds of steps that take turns. The first two rounds do not count."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(7):
         for name, step in steps.items():
@@ -118,7 +118,7 @@ def medians(steps: Mapping[str, Callable[[], object]], meet: Callable[[], object
 
 
 def milliseconds(seconds: Mapping[str, float]) -> str:
-    """By name, as text."""
+    """Formats seconds by name."""
     return ", ".join(f"{name} {1e3 * each:.3g}" for name, each in seconds.items()) + " ms"
 
 
@@ -131,7 +131,7 @@ def _plan(there: Sequence[torch.device], width: int, schedule: str, each: gpipe.
 
 
 def _above(plan: gpipe.Plan, there: Sequence[torch.device], width: int) -> float:
-    """What a rank holds above what its plan says, on the device where it is most, in insides of a micro-batch."""
+    """Returns by how much memory a rank exceeds its plan, in activations of a micro-batch, on the worst device."""
     excess = dict(zip(devices(), held_in(step_of(there, width, M, plan=plan)), strict=True))
     for device, peak in zip(there, plan.peak_bytes, strict=True):
         excess[device] -= peak
@@ -142,7 +142,10 @@ def _above(plan: gpipe.Plan, there: Sequence[torch.device], width: int) -> float
 
 
 def held_in(step: Callable[[], object]) -> list[int]:
-    """The most bytes on each device in a step, above those between steps; what is freed and still in use counts."""
+    """Returns the peak bytes on each device in a step, relative to the bytes between steps.
+
+    Memory that is freed but still in use by a stream counts.
+    """
     step()
     step()
     synchronize()

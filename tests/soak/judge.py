@@ -1,4 +1,4 @@
-"""Runs one configuration both ways and gives its verdict."""
+"""Runs one configuration with the reference loop and with gpipe, and returns its verdict."""
 
 import contextlib
 import logging
@@ -27,7 +27,7 @@ Make = Callable[[Case, Setting], Trainer]
 
 @dataclass
 class Outcome:
-    """What one way of training gave."""
+    """The result of one way of training."""
 
     observed: Observed = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be said of a configuration."""
+    """The verdict on a configuration, with its reason."""
 
     kind: str
     number: int
@@ -97,7 +97,7 @@ def attempt(case: Case, setting: Setting, make: Make) -> Outcome:
 
 
 def judge(kind: Kind, number: int, make: Make = by_library) -> Verdict:
-    """The verdict of one configuration; `make` is who stands for the library."""
+    """Returns the verdict of one configuration. `make` creates the trainer that is compared with the loop."""
     torch.set_num_threads(1)
     start = time.perf_counter()
     expected, again = loop(kind, number), loop(kind, number)
@@ -131,7 +131,7 @@ def decide(kind: Kind, number: int, case: Case, expected: Outcome, got: Outcome)
 
 
 def judge_error(case: Case, expected: Outcome, got: Outcome) -> tuple[str, str]:
-    """The verdict on an error: right, misleading, or where there is none to make."""
+    """Returns the verdict on an error: correct, misleading, or unexpected."""
     text = got.text + "\n" + "".join(traceback.format_exception(got.error))[-1500:]
     if case.refusal is None:
         return "CRASH", text

@@ -1,4 +1,4 @@
-"""Results of the soak as they are kept: where they come from, JSON with everything, and Markdown to read."""
+"""Writes results of the soak: their origin, JSON with all data, and Markdown to read."""
 
 import json
 import platform
@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 
 def facts() -> dict[str, str]:
-    """What a result must say of where it comes from."""
+    """Returns the facts about the machine and the software that a result includes."""
     main = sys.modules["__main__"].__spec__
     name = main.name if main else Path(sys.argv[0]).name
     return {
@@ -39,7 +39,7 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """The commit of the library in use, with a plus if it differs from it."""
+    """Returns the commit of gpipe, with a plus if the working copy differs from it."""
     git = ["git", "-C", str(Path(str(gpipe.__file__)).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
@@ -52,7 +52,7 @@ def commit() -> str:
 
 
 def describe(about: Mapping[str, str]) -> str:
-    """Where a result comes from, in two lines."""
+    """Returns two lines about the origin of a result."""
     return (
         f"{about['machine']}. Python {about['python']}, torch {about['torch']}.\n"
         f"`{about['command']}`, at commit {about['commit']}, {about['date']}."
@@ -60,13 +60,13 @@ def describe(about: Mapping[str, str]) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, the first column to the left and the others to the right."""
+    """Returns a Markdown table with the first column left-aligned and the others right-aligned."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def write(path: Path, markdown: str, data: object) -> None:
-    """Keeps a result, in place of the one before: a run cut short leaves what it had last."""
+    """Writes a result in place of the one before. An interrupted run keeps its last results."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for suffix, text in ((".md", markdown.rstrip()), (".json", json.dumps(data, indent=1))):
         part = path.with_suffix(f"{suffix}.part")

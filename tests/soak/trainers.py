@@ -1,4 +1,4 @@
-"""Who trains a case: the reference loop, or the library, behind the same interface."""
+"""Trains a case with the reference loop or with gpipe, behind the same interface."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ class Trainer:
         return self.model.step(inputs, targets, self.case.loss)
 
     def run(self, inputs: Any, targets: Any) -> Any:
-        """One mini-batch in the setting's way."""
+        """Runs one mini-batch in the way of the setting."""
         if self.setting.way == "step":
             return self.step(inputs, targets)
         loss = self.case.loss(self.forward(inputs), targets)
@@ -46,7 +46,7 @@ def by_library(case: Case, setting: Setting, **further: Any) -> Trainer:
 
 
 def observe(trainer: Trainer, into: Observed, at: str, gradients: bool = True) -> None:
-    """Adds what must be equal: gradients, parameters, buffers and what the case names."""
+    """Adds everything that must be equal: gradients, parameters, buffers and the values that the case names."""
     for name, parameter in trainer.model.named_parameters():
         if gradients:
             into[f"{at} gradient {name}"] = None if parameter.grad is None else parameter.grad.detach().clone()

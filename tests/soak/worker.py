@@ -1,4 +1,4 @@
-"""One configuration after another in a process of its own, which may crash or hang without ending the soak."""
+"""Runs configurations one after another in a separate process, which may crash or hang without ending the soak."""
 
 import faulthandler
 import multiprocessing as mp
@@ -8,7 +8,7 @@ from .judge import Verdict
 
 
 def serve(link: Connection, limit: float) -> None:
-    """Judges the configurations that come, until nothing does; shows where it is before its time is up."""
+    """Judges configurations from standard input. Prints its stack before its time is over."""
     faulthandler.enable()
     from tests.support.kinds import KINDS
 

@@ -1,4 +1,4 @@
-"""Time that passes only where a test says so."""
+"""A clock that only advances if a test says so."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ from gpipe.runtime.streams import RankStream
 
 
 class Clock:
-    """What `time.perf_counter` reads: it stands still but for `sleep`, of any thread."""
+    """Replaces `time.perf_counter`. Only `sleep`, in any thread, advances it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._now = 0.0
@@ -25,7 +25,7 @@ class Clock:
 
 
 class Slow(nn.Linear):
-    """A layer that takes so many seconds."""
+    """A layer that takes this number of seconds."""
 
     def __init__(self, width: int, seconds: float, clock: Clock) -> None:
         super().__init__(width, width)

@@ -1,4 +1,4 @@
-"""Parts of `gpipe doctor --gpu` that end in other ways than they should; each runs in a process of its own."""
+"""Checks of `gpipe doctor --gpu` that end in unexpected ways. Each runs in a separate process."""
 
 import os
 import signal

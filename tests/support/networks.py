@@ -1,4 +1,4 @@
-"""Small networks, and what they are given: rows of any shape, words, losses."""
+"""Small networks with suitable inputs and losses."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def words(seed: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def network(seed: int = 0) -> list[nn.Module]:
-    """Eight layers that draw, for rows of any shape."""
+    """Eight layers that use random numbers, for rows of any shape."""
     with weights_of(seed):
         return [
             nn.Linear(WIDTH, 9), nn.GELU(), nn.Dropout(0.3), nn.LayerNorm(9),
@@ -41,7 +41,7 @@ def normed() -> list[nn.Module]:
 
 
 def tied_network() -> list[nn.Module]:
-    """Ten layers, of words, the first and the last with weights of one shape."""
+    """Ten layers for tokens. The first and the last have weights of one shape."""
     with weights_of(3):
         return [nn.Embedding(WORDS, WIDTH), *network()[:-1], nn.Linear(7, WIDTH), nn.Linear(WIDTH, WORDS)]
 

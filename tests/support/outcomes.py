@@ -1,4 +1,4 @@
-"""What a run leaves: losses, gradients, parameters, buffers, outputs; noted under names, and compared."""
+"""Collects and compares the results of a run: losses, gradients, parameters, buffers and outputs."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -17,7 +17,7 @@ def gradients(root: nn.Module, when: object) -> Outcome:
 
 
 def state(root: nn.Module, when: object) -> Outcome:
-    """The parameters and buffers of a model, or of this process's part of it."""
+    """Returns the parameters and buffers of a model, or of this process's part of it."""
     found: Outcome = {f"{when} parameter {name}": p.detach().clone() for name, p in root.named_parameters()}
     return found | {f"{when} buffer {name}": b.clone() for name, b in root.named_buffers()}
 
@@ -27,7 +27,7 @@ def noted(root: nn.Module, when: object) -> Outcome:
 
 
 def optimizer_of(root: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer also of a stage that has nothing to train."""
+    """Returns an optimizer, also for a stage without trainable parameters."""
     parameters: list[Tensor] = [*root.parameters()] or [torch.zeros(1)]
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
 

@@ -1,4 +1,4 @@
-"""Same bits: a pipeline gives the bits of the plain loop. The loop, and the comparison."""
+"""The reference loop, and the comparison of its results with a pipe's, bit for bit."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ REMATS = ("always", "except_last", "never", "offload")
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Operations on one thread each, as in a pipe: bits depend on it."""
+    """Limits operations to one thread, as in a pipe, because results depend on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -32,7 +32,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def weights_of(seed: int) -> Iterator[None]:
-    """Has what is built inside get the same weights every time; torch's own generator stays as it is."""
+    """Gives everything that is built inside the same weights every time, and restores torch's own generator."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -44,7 +44,7 @@ def mini_batch(given: int, wanted: int, rows: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def squares(output: Any, target: Any) -> Tensor:
-    """A loss of one's own, of which nothing is known, unlike of torch's."""
+    """A custom loss, about which gpipe knows nothing, unlike torch's."""
     return F.mse_loss(output, target)
 
 
@@ -57,7 +57,7 @@ def run_layers(
     micro_batch: int,
     held: dict[str, Stashed] | None = None,
 ) -> Tree:
-    """The reference: each layer in turn, its randomness keyed by where and when it runs."""
+    """Runs each layer in turn, with random numbers keyed by step, layer and micro-batch."""
     held = {} if held is None else held
     for index, layer in enumerate(layers):
         with gpipe.rng_scope(seed, step, index, micro_batch):
@@ -78,7 +78,7 @@ def accumulated(losses: Iterable[Tensor], shares: Sequence[float], scale: float 
 
 
 class Loop(nn.Sequential):
-    """The reference loop with the interface of a pipe: steps, and calls whose backwards come later."""
+    """The reference loop with the interface of a pipe: steps, and calls with later backward passes."""
 
     def __init__(
         self, layers: Iterable[nn.Module], micro_batches: int, seed: int, *, step: int = 0, first: int = 0
@@ -164,7 +164,7 @@ def plain_loop(
     scale: float = 1.0,
     **keys: int,
 ) -> Tensor:
-    """What `pipe.step` does, by a `Loop` of these keys."""
+    """Runs the equivalent of `pipe.step` with a `Loop`."""
     return Loop(layers, **keys).step(inputs, targets, loss_fn, reduction, scale)
 
 
@@ -172,7 +172,7 @@ def plain_loop(
 def plain_call(
     layers: Iterable[nn.Module], inputs: Tree, targets: Tree, loss_fn: LossFunction, **keys: int
 ) -> Tensor:
-    """What `loss_fn(pipe(inputs), targets).backward()` does: one loss, then all backwards."""
+    """Runs the equivalent of `loss_fn(pipe(inputs), targets).backward()`: one loss, then all backward passes."""
     loss = loss_fn(Loop(layers, **keys)(inputs), targets)
     loss.backward()
     return loss.detach()
@@ -191,7 +191,7 @@ def train(
     way: str = "step",
     **how: Any,
 ) -> Tensor:
-    """One mini-batch through a pipe: by `step`, or by a "call", which knows neither reduction nor scale."""
+    """Trains a pipe on one mini-batch: by `step`, or by a "call", which supports neither reduction nor scale."""
     if way == "step":
         return pipe.step(inputs, targets, loss_fn, **how)
     loss = loss_fn(pipe(inputs, gather=True), targets)
@@ -226,10 +226,7 @@ def tensors_in(tree: Tree) -> list[Tensor]:
 
 
 def parts_of(tree: Tree, micro_batches: int) -> list[Tree]:
-    """The micro-batches of a mini-batch: the first ones one row larger, none empty, in memory of their own.
-
-    Those that are ready-made are as they are.
-    """
+    """Returns copies of the micro-batches of a mini-batch. The first ones may have one more row. None is empty."""
     if isinstance(tree, gpipe.MicroBatches):
         return [pytree.tree_map(part_taken, part) for part in tree]
     leaves, spec = pytree.tree_flatten(tree)
@@ -283,7 +280,7 @@ def shares_of(reduction: Reduction, targets: Sequence[Tree]) -> list[float]:
 
 
 def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors, or two absent ones, are the same to the last bit, NaN and the sign of zero included."""
+    """Whether two tensors are bitwise identical, including NaN and the sign of zero, or both are None."""
     if one is None or other is None:
         return one is other
     if one.shape != other.shape or one.dtype != other.dtype:
@@ -297,7 +294,7 @@ def all_same_bits(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
 
 
 def assert_same_bits(pipe: nn.Module, reference: Sequence[nn.Module]) -> None:
-    """A pipe's parameters, gradients and buffers are those of plain layers."""
+    """Asserts that a pipe's parameters, gradients and buffers are those of unsplit layers."""
     plain = nn.Sequential(*reference)
     parameters, buffers = dict(plain.named_parameters()), dict(plain.named_buffers())
     assert [name for name, _ in pipe.named_parameters()] == list(parameters)

@@ -1,4 +1,4 @@
-"""Pipes whose layers are cut by given costs, so that nothing is timed."""
+"""Pipes that are split by given costs, so that nothing is measured."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from gpipe.tracing.layers_of import ModelLayers, is_model
 
 
 def staged(schedule: str, stages: int) -> str | gpipe.Interleaved:
-    """A schedule with so many stages on each rank."""
+    """Returns a schedule with this number of stages on each rank."""
     return schedule if SCHEDULES[schedule].stages_per_rank == stages else gpipe.Interleaved(stages, schedule)
 
 

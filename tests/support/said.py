@@ -1,10 +1,10 @@
-"""What a use of something gives, in words, or what it raises."""
+"""Returns the result of a call as text, or the error that it raises."""
 
 from collections.abc import Callable
 
 
 def said(use: Callable[[], object]) -> str:
-    """What something gives or raises, with the notes of what is raised."""
+    """Returns the result or the error of a call, with the notes of the error."""
     try:
         return repr(use())
     except Exception as error:
