@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe.recipes.data.augment import Augmentation, batches
-from gpipe.recipes.data.images import CLASSES, Digits, ImageFolder, Reader, load_digits, load_folder
+from gpipe.recipes.data.images import Digits, ImageFolder, Reader, load_digits, load_folder
 from gpipe.recipes.models.amoebanet import amoebanet_b, amoebanet_d, drop_path_keep, set_keep
-from gpipe.recipes.options.training import ImagesOptions
+from gpipe.recipes.options.training import DIGITS, ImagesOptions
 from gpipe.recipes.recipe import Batch, Evaluation, Recipe, Share, cosine, exponential, load
 from gpipe.recipes.training import with_progress
 
@@ -55,7 +55,7 @@ class ImagesRecipe(Recipe[ImagesOptions]):
         o = options
         augmentation = Augmentation(o.image_size, o.crop, o.flip, o.cutout, o.seed, o.jitter and not o.image_folder)
         if o.image_folder is None:
-            self.classes, self.data, workers = o.classes or tuple(map(str, range(CLASSES))), "digits", 0
+            self.classes, self.data, workers = o.classes or tuple(map(str, range(DIGITS))), "digits", 0
             digits = tuple(map(int, self.classes))
             parts: Sequence[Digits | ImageFolder] = load_digits(o.image_size, digits, o.per_class, o.seed)
         else:

@@ -281,9 +281,8 @@ def make_pipe(
     driver = "process" if world.launched else None
     pipe = gpipe.GPipe(layers, micro_batches=m, sample=sample, seed=o.seed, driver=driver, **settings)
     if "plan" in settings:
-        plan = pipe.plan
-        settings = {"partitions": plan.layers_per_partition, "stages_per_rank": plan.stages_per_rank}
-        settings |= {"schedule": plan.schedule, "remat": plan.remat}
+        settings = {name: getattr(pipe.plan, name) for name in ("stages_per_rank", "schedule", "remat")}
+        settings = {"partitions": pipe.plan.layers_per_partition, **settings}
     return pipe, settings
 
 

@@ -61,7 +61,7 @@ def joined(world: World) -> Iterator[None]:
     if not world.launched:
         yield
         return
-    if world.rank:  # Rank 0 already prints the warnings of all ranks.
+    if world.rank:  # Only rank 0 prints warnings. Other ranks print only errors.
         logging.getLogger("gpipe").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
     chosen = "" if world.one_host else os.environ.get("GPIPE_INTERFACE")

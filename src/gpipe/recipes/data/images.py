@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from gpipe.recipes.data import require
 from gpipe.recipes.data.augment import Augmentation, augment, central_box, random_box, some_of_each
+from gpipe.recipes.options.training import DIGITS
 from gpipe.recipes.recipe import Batch
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", "
 HELD_OUT_FOLDERS = ("val", "validation", "test")
 HELD_OUT_EVERY = 5  # Without a folder of held-out images, every fifth image of each class is held out.
 SHOWN = 3  # Maximum number of files that a message names.
-CLASSES = 10  # Number of digits.
+
 FIFTHS = np.s_[4::5]  # Every fifth image of each digit is held out.
 START_METHOD = "spawn"  # A forked worker could wait forever for locks that threads of a pipe hold.
 
@@ -200,7 +201,7 @@ class Digits(TensorDataset):
 
 
 def load_digits(
-    size: int = 64, classes: Sequence[int] = range(CLASSES), per_class: int | None = None, seed: int = 0
+    size: int = 64, classes: Sequence[int] = range(DIGITS), per_class: int | None = None, seed: int = 0
 ) -> tuple[Digits, Digits]:
     """Loads the digits as float32 images [N, 3, size, size] and classes [N]. A fifth of each class is held out.
 
@@ -218,11 +219,11 @@ def load_digits(
     data = require("sklearn.datasets", "The digits require scikit-learn", "digits").load_digits()
     pixels = torch.from_numpy(data.images.astype(np.float32))[:, None]
     digits = torch.from_numpy(data.target)
-    rows = [np.flatnonzero(data.target == digit) for digit in range(CLASSES)]
+    rows = [np.flatnonzero(data.target == digit) for digit in range(DIGITS)]
     train_rows = np.sort(np.concatenate([np.delete(each, FIFTHS) for each in rows]))
     pixels = (pixels - pixels[train_rows].mean()) / pixels[train_rows].std()
     images = F.interpolate(pixels, size=(size, size), mode="bilinear", align_corners=False).repeat(1, 3, 1, 1)
-    number = torch.full((CLASSES,), -1)
+    number = torch.full((DIGITS,), -1)
     number[list(classes)] = torch.arange(len(classes))
 
     def part(rows: Sequence[Sequence[int]]) -> Digits:

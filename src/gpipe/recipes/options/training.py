@@ -30,7 +30,7 @@ def optional(metavar: str, **settings: Any) -> Any:
     )
 
 
-DIGITS = 10
+DIGITS = 10  # Number of classes of digits.
 Count = Annotated[int, at_least(1)]
 OptionalCount = Annotated[Count | None, optional("INT")]
 OptionalPath = Annotated[Path | None, optional("PATH")]

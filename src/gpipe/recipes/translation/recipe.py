@@ -86,11 +86,8 @@ class TranslationRecipe(Recipe[TranslationOptions]):
 
     def sample(self, replicas: int) -> Batch:
         """Returns the mini-batch of median length in the first epoch."""
-
-        def longest(batch: Sequence[Sentence]) -> int:
-            return max(sum(sentence.lengths) for sentence in batch)
-
-        by_length = sorted(self.corpus.mini_batches(1), key=longest)
+        batches = self.corpus.mini_batches(1)
+        by_length = sorted(batches, key=lambda batch: max(sum(sentence.lengths) for sentence in batch))
         typical = by_length[len(by_length) // 2]
         return self._layout.batch(typical[: max(1, len(typical) // replicas)])
 
