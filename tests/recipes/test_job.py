@@ -33,7 +33,7 @@ def test_the_files_tell_what_happened(tmp_path: Path) -> None:
     assert (report.predicted, report.configuration["partitions"]) == (None, 2)  # its costs are no seconds
     assert f"gpipe report {options.out}" in text
     assert "100.0 %" in text
-    assert "if stages were equal" in text
+    assert "with equal stages" in text
     assert "one partition after the other" in text
     assert "\x1b" not in text
     terminal = train(options, terminal=True)[1]
@@ -63,7 +63,7 @@ def test_options_that_cannot_be_leave_no_folder(tmp_path: Path) -> None:
         prepared(replace(OPTIONS, partitions=0, out=tmp_path / "out"))
     with pytest.raises(ValueError, match="--batch-size: 19 is more than the 18 training images"):
         prepared(replace(OPTIONS, batch_size=19, out=tmp_path / "out"))
-    with pytest.raises(ValueError, match="partitions=5, 10 stages in all, but there are only 9 layers; give at most"):
+    with pytest.raises(ValueError, match="partitions=5 has 10 stages, but there are only 9 layers"):
         prepared(replace(OPTIONS, partitions=5, schedule="zb_v", out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").touch()
