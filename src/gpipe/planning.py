@@ -73,9 +73,9 @@ def find_plan(
 ) -> Plan:
     """Returns the fastest plan with which a model fits on devices: K, M, split points, schedule and recomputation.
 
-    No accelerator is used. Without `measure`, nothing is computed: operations and bytes are counted, and layers can
-    be on the meta device. The counted operations are matrix products, convolutions, attention and LSTMs. Predictions
-    do not include data loading and the optimizer.
+    By default, no layer is run and no accelerator is used: operations and bytes are counted, and layers can be on the
+    meta device. The counted operations are matrix products, convolutions, attention and LSTMs. Predictions do not
+    include data loading and the optimizer.
 
     Args:
         model: The model, as for `gpipe.GPipe`: layers, callables that each build one, or any module.
@@ -85,11 +85,11 @@ def find_plan(
             machine: its accelerators, otherwise CPU cores that share its memory.
         global_batch: The rows of a mini-batch. Default: the rows of the sample.
         partitions: K, the number of ranks. With `balance`, also a list with the number of layers of each stage.
-            Default: found by the search.
+            Default: found by the search, or with `costs` or `balance` the number of devices.
         micro_batches: M, the number of micro-batches. Default: found by the search, with at least 2 rows per
             micro-batch if there is a BatchNorm.
-        schedule: A schedule. Or `"auto"`: compares all named schedules, and also searches for a new one. Default: the
-            fastest named schedule.
+        schedule: The name of a schedule. Or `"auto"`: compares all named schedules, and also searches for a new one.
+            With `balance`, any schedule that `gpipe.GPipe` accepts. Default: the fastest named schedule.
         remat: What to recompute, as for `gpipe.GPipe`. Only with `balance`. Default: found by the search.
         costs: The cost of each layer. Requires `micro_batches`. One of:
 
@@ -99,7 +99,8 @@ def find_plan(
             - `"flops"`: counted operations. Only for layers, not for a model.
             - `"params"`: numbers of parameters.
 
-            To reproduce the split of another pipe, pass its `pipe.costs`. Default: counted operations.
+            To reproduce the split of another pipe, pass its `pipe.costs`. Default: counted operations. With
+            `balance`, the default is `"time"`, or `"params"` without a sample.
         balance: Only balances the stages by `costs`, like `gpipe.GPipe` without a plan, for a given K and M. The
             schedule is then `"gpipe"` and `remat` is `"always"`, unless you pass them. One of:
 

@@ -345,5 +345,5 @@ def fingerprint(value: object, kept: Collection[int] = ()) -> bytes | None:
 
 
 def fingerprint_of(layer: nn.Module, value: Tree, kept: Collection[int] = ()) -> bytes | None:
-    """Returns a fingerprint of a layer and its input. For a layer of a traced model, of the code that runs in it."""
+    """Returns a fingerprint of a layer and its input. For traced models, it covers the code of the layer."""
     return fingerprint(layer.essence(value) if isinstance(layer, SingleLayer) else (layer, value), kept)

@@ -196,7 +196,7 @@ class GatheredWeights(NamedTuple):
     def cost(self, whole: StageCost, replicas: int) -> StageCost:
         """Returns the cost of the sharded stage, from its cost without sharding.
 
-        The shards of gradients reuse the memory of the unsharded gradients.
+        Gradient shards are allocated after the unsharded gradients are freed, so they need no extra memory.
         """
         state = whole.state * (1 - self.share * (1 - 1 / replicas)) - self.bytes / replicas
         return replace(whole, state=round(state), gathered=self.bytes)

@@ -71,7 +71,8 @@ def recomputed(
     - A backward that immediately follows its forward is never recomputed, because this would save no memory.
     - `"except_last"` does not recompute micro-batch 0, whose backward comes first. This needs the activations of one
       more micro-batch.
-    - A number n does not recompute a micro-batch if fewer than n others keep their activations during its forward.
+    - With a number n, a micro-batch is not recomputed if fewer than n others keep their activations during its
+      forward.
     """
     targets: set[tuple[int, int | None]] = set()
     kept: dict[int, set[int | None]] = defaultdict(set)

@@ -124,7 +124,7 @@ class SizedProfile:
     def working(self, first: int, end: int) -> float:
         """Returns the peak of temporary bytes in a backward, minus the activations that are freed by then.
 
-        The backward of a loss needs the gradient of its input, and of the tensor that it saved.
+        The backward of the loss needs two gradients: of its input, and of the tensor that it saved.
         """
         most, freed = 2 * (loss := self._loss(end)), loss
         for layer in range(end - 1, first - 1, -1):

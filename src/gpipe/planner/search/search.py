@@ -168,7 +168,7 @@ class _Search:
         return replace(simplest, alternatives=tuple(plans), rejected=tuple(self.rejected))
 
     def _with_tables(self, trials: Sequence[Trial], plans: Sequence[Plan]) -> list[Plan]:
-        """Returns the plans, and the plan with the best table for the K and M of the fastest one.
+        """Returns the plans and one more: the best searched table for the K and M of the fastest plan.
 
         All plans with this K and M get a lower bound on the seconds of all tables for their stages.
         """

@@ -116,7 +116,7 @@ class Rows(Sequence[RankActions]):
 def one_for_one(
     forwards: Sequence[int], backwards: Sequence[int], ahead: int, late: int | None = None
 ) -> Iterator[Cell]:
-    """Yields `ahead` forwards, then backwards and forwards in turn.
+    """Yields `ahead` forwards, and then alternates between backwards and forwards.
 
     Args:
         forwards: The stages of the forwards, in order.
