@@ -41,15 +41,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpipe.distributed.codec import (
-    CorruptMessage,
-    Encoded,
-    PeerClosed,
-    allocate_buffer,
-    assemble,
-    decode,
-    read_elements,
-)
+from gpipe.distributed import codec
+from gpipe.distributed.codec import CorruptMessage, Encoded, PeerClosed
 from gpipe.distributed.tls import is_tampering
 from gpipe.stages.messages import Label, Message
 
@@ -386,8 +379,8 @@ class Connection:
         end = start + frame.layout
         layout = bytes(memory[start:end])
         if frame.slot < 0:
-            return decode(layout, memory, end, size=frame.size)
-        return decode(layout, self._peer_slots[frame.slot].memory, SLOT_HEADER_BYTES, size=frame.size)
+            return codec.decode(layout, memory, end, size=frame.size)
+        return codec.decode(layout, self._peer_slots[frame.slot].memory, SLOT_HEADER_BYTES, size=frame.size)
 
     def done(self, frame: Frame) -> None:
         """Advances to the next message, and frees the slot of this one."""
@@ -460,7 +453,7 @@ class TcpConnection(Connection):
         if not self._unsent:  # the writing thread is idle
             unsent = self._send_now(unsent, message.size)
         if unsent:  # copy: the caller may modify the tensors as soon as this returns
-            memory, offset = allocate_buffer(sum(map(len, unsent))).numpy().data, 0
+            memory, offset = codec.allocate_buffer(sum(map(len, unsent))).numpy().data, 0
             for piece in unsent:
                 memory[offset : offset + len(piece)] = piece
                 offset += len(piece)
@@ -515,7 +508,7 @@ class TcpConnection(Connection):
 
     def message(self, frame: Frame) -> Message:
         _, layout, tensors = self._inbox[0]
-        return assemble(layout, tensors)
+        return codec.assemble(layout, tensors)
 
     def done(self, frame: Frame) -> None:
         self._inbox.popleft()
@@ -528,7 +521,7 @@ class TcpConnection(Connection):
                 if frame.slot >= 0 or frame.capacity:
                     raise CorruptMessage("a slot of shared memory, between hosts")
                 layout = self._take(frame.layout)
-                self._inbox.append((frame, layout, read_elements(layout, frame.size, self._fill)))
+                self._inbox.append((frame, layout, codec.read_elements(layout, frame.size, self._fill)))
                 self._notify.send(b"r")
                 self._room.acquire()
         except Exception as error:  # raised by the rank that waits

@@ -30,15 +30,7 @@ import torch
 
 from gpipe.distributed.codec import CorruptMessage, PeerClosed, corrupt_message_error, encode, payload_of
 from gpipe.distributed.connection import Connection
-from gpipe.distributed.failures import (
-    LONG_WAIT_SECONDS,
-    FailureDetector,
-    Report,
-    Status,
-    StatusMemory,
-    StatusQuery,
-    outside_any_step,
-)
+from gpipe.distributed.failures import LONG_WAIT_SECONDS, FailureDetector, Report, Status, StatusMemory, StatusQuery
 from gpipe.distributed.nccl import NcclGroups, PendingMessage
 from gpipe.stages.boundary import BoundaryValue
 from gpipe.stages.messages import Control, Label, Message, ReadyEvent
@@ -165,7 +157,7 @@ class Endpoint:
         self._run_is_ending = False
         self._early.clear()
         self._async.clear()
-        self.expect({}, (), outside_any_step)
+        self.expect({}, (), FailureDetector.describe_idle)
         self._check(self.connections)
 
     def expect(

@@ -247,7 +247,7 @@ class FailureDetector:
         query: StatusQuery,
     ) -> None:
         self.run = 0
-        self.describe: Callable[[int, Status], str] = outside_any_step
+        self.describe: Callable[[int, Status], str] = self.describe_idle
         self.limit = limit
         self._connections = connections
         self._reports: list[Report] = []
@@ -343,7 +343,7 @@ class FailureDetector:
             poll.register(handle, HANGS_UP)
         return sorted(peers[handle] for handle, _ in poll.poll(0))
 
-
-def outside_any_step(peer: int, status: Status) -> str:
-    """Describes the action of a peer outside the actions of a step."""
-    return "outside any step"
+    @staticmethod
+    def describe_idle(peer: int, status: Status) -> str:
+        """Describes a peer outside the actions of a step."""
+        return "outside any step"

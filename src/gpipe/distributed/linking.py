@@ -1,6 +1,6 @@
 """Connects the processes of a pipe: one connection per pair, with several streams.
 
-Each process listens only while the pipe is connected. Within a host it listens at a Unix socket in a folder that only
+Each process listens only while the processes connect. Within a host it listens at a Unix socket in a folder that only
 its user can enter. Between hosts it listens at the address by which other hosts reach it. A connection is accepted
 only with a token derived from the addresses of all processes, and with TLS only with a certificate of the authority.
 """
@@ -177,9 +177,9 @@ def listening(*, crosses_hosts: bool) -> Iterator["Listener"]:
 
 
 def _make_folder(opened: ExitStack, parent: str) -> tuple[str, Status, socket.socket]:
-    """Makes a folder with the status and the socket of this process, locked as long as the process lives.
+    """Makes a folder with the status and the socket of this process, which is locked while it exists.
 
-    Removes the folders of killed processes, which are no longer locked.
+    Removes the folders that killed processes left: they are not locked.
     """
     for leftover in Path(parent).glob("gpipe-[0-9]*-*"):
         with suppress(OSError), ExitStack() as closing:
