@@ -8,7 +8,7 @@ Some private names stay where they are used, because too much code relies on the
 `_parameters`, `_buffers`, `_modules` and `_apply` of a module, `_version` and `_base` of a tensor.
 
 A few internal names without an underscore also stay in the one or two modules that use them, because a wrapper would
-explain nothing. The test lists these modules:
+explain nothing. The test lists which modules may use these names:
 
 - `redispatch` of an operator
 - `autocast_increment_nesting` and `autocast_decrement_nesting`

@@ -23,7 +23,10 @@ _run_backward: Callable[..., object] = torch.autograd.Variable._execution_engine
 def accumulate_gradients(
     roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor], ends: Sequence[GradientEdge] = ()
 ) -> None:
-    """Adds gradients to `.grad` of all leaves, or at `ends`. `torch.autograd.backward` checks more (29 us)."""
+    """Adds gradients to `.grad` of all leaves, or only at `ends`.
+
+    `torch.autograd.backward` would do the same, but its checks take 29 us.
+    """
     _run_backward(
         tuple(roots),
         tuple(gradients),
@@ -169,7 +172,10 @@ def _convolution_gradients(
 
 
 def _plain(node: Any, name: str) -> Tensor | None:
-    """Returns a saved tensor without its graph. None for subclasses, complex numbers and hooks of other code."""
+    """Returns a saved tensor without its graph.
+
+    Returns None for subclasses and complex numbers, and if saved-tensor hooks of other code would unpack it.
+    """
     if getattr(node, f"_raw_saved_{name}").unpack_hook not in (None, unpack):
         return None
     saved = getattr(node, f"_saved_{name}")
@@ -194,7 +200,7 @@ class SavedTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "SavedTensor":
-        """Packs a tensor for a node. Keeps attributes that were set on the tensor."""
+        """Packs a tensor that a node saves. Keeps attributes that were set on the tensor."""
         detached = tensor.detach()
         vars(detached).update(vars(tensor) | vars(detached))
         return cls(detached, tensor._version)

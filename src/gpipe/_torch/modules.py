@@ -22,7 +22,7 @@ def refresh_weights_of_rnn(module: nn.Module) -> None:
 
 
 def reset_of(module: nn.Module) -> Callable[[], object] | None:
-    """Returns the method that initializes a module's parameters and buffers, by torch's names for it, or None."""
+    """Returns the `reset_parameters` or `_reset_parameters` method of a module, or None."""
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return reset if callable(reset) else None
 
@@ -61,7 +61,7 @@ def is_called_by_forward(module: nn.Module) -> bool:
 
 
 def check_dimensions(norm: AnyBatchNorm, tensor: Tensor) -> None:
-    """Raises a ValueError for a tensor that the BatchNorm does not accept, like its forward."""
+    """Raises a ValueError if a BatchNorm does not accept a tensor, as its forward does."""
     norm._check_input_dim(tensor)
 
 

@@ -57,7 +57,10 @@ def map_tensors(value: Any, change: Callable[[Tensor], object]) -> Any:
 
 
 def registration(kind: type) -> Any:
-    """Returns the named registration of a class in torch's trees, with functions for its context, or None."""
+    """Returns the entry of a class that was registered in torch's trees with a name, or None.
+
+    The entry has `serialized_type_name`, `to_dumpable_context` and the reverse of the latter.
+    """
     node = _pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
     return None if node is None or node.serialized_type_name == _pytree.NO_SERIALIZED_TYPE_NAME_FOUND else node
 

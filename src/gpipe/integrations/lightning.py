@@ -196,7 +196,7 @@ class GPipeStrategy(SingleDeviceStrategy):
     # A training step.
 
     def training_step(self, batch: Any, *args: Any) -> Any:
-        """Runs a training step until it calls the network. The last batch completes all steps that wait."""
+        """Runs a training step until it calls the network. The last batch's call completes all waiting steps."""
         trainer, lightning = self._trainer, self._lightning
         if trainer.fit_loop._skip_backward:  # SWA recomputes the statistics of BatchNorm
             return self._evaluate("training_step", batch, *args)
@@ -390,7 +390,7 @@ class _TrainingStep(Thread):
             self.join()
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Replaces `LightningModule.log`, which runs later. Keeps the current values."""
+        """Replaces `LightningModule.log`. Keeps the current values, which the strategy logs later."""
         self.logged.append(([*map(_snapshot, args)], {name: _snapshot(value) for name, value in kwargs.items()}))
 
     def pause(self, inputs: Any) -> Any:

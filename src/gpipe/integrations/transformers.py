@@ -107,7 +107,7 @@ class _Model:
         return model_class
 
     def train(self, mode: bool = True) -> "_Model":
-        """Sets the mode of `modes`. In a loss, does nothing, because other micro-batches are in flight."""
+        """Sets the mode of `modes`, if given. A loss sets no mode, because other micro-batches are in flight."""
         if self._modes is not None:
             self._modes.train(mode)
         return self

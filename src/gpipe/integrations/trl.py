@@ -112,7 +112,7 @@ class _Pipelined(transformers.Pipelined):
         self.accelerator.__class__ = _Accelerator
 
     def _run_window(self, count: Any) -> Sequence[Tensor]:
-        """Runs a step. With several processes, sends the values logged by each last process to all processes."""
+        """Runs a step. With several processes, the last process of a replica sends its logged values to all."""
         if not self._has_processes:
             return super()._run_window(count)
         metrics, self._metrics["train"] = self._metrics["train"], defaultdict(list)

@@ -94,7 +94,7 @@ class WholeCheckpoints(_Trainer):  # type: ignore[misc]  # Any
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _groups(self) -> tuple[list[list[str]], list[str], dict[str, int]]:
-        """Returns parameter names by group, this process's names in order, and the place of each in a whole model."""
+        """Returns parameter names by group, this process's names in order, and the index of each in a whole model."""
         pipe: gpipe.GPipe = self.accelerator.pipe
         names = {id(parameter): name for name, parameter in pipe.named_parameters()}
         own = [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]

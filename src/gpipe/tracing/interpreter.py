@@ -372,7 +372,7 @@ class StageInterpreter(Interpreter):
             self._layer_slots = layer.module.slots_of_parameters() if isinstance(layer.module, ModelPart) else {}
 
     def _parameter_of_layer(self, tensor: Tensor) -> Tensor:
-        """Returns the layer's own alias of a parameter that several layers use; other tensors unchanged."""
+        """Returns the layer's alias of a parameter that several layers use. Returns other tensors unchanged."""
         if id(tensor) not in self._layer_slots:
             return tensor
         holder, leaf = self._layer_slots[id(tensor)]

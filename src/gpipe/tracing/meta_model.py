@@ -81,7 +81,7 @@ class DryRun:
 
 @contextmanager
 def replaced_tensors(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replaces each parameter and buffer of a model by `other(tensor)` inside the context."""
+    """Replaces each parameter and buffer of a model by `replace(tensor)` inside the context."""
     replacements = {id(tensor): replace(tensor) for tensor in (*model.parameters(), *model.buffers())}
     with ExitStack() as undo:
         for module in model.modules():

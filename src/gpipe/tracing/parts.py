@@ -42,9 +42,13 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 
 def closed(model: nn.Module, blocks: Sequence[str], places: Collection[str]) -> list[str]:
-    """Returns blocks in which the modules `places` are blocks themselves, in place of the blocks inside them.
+    """Returns the blocks with some modules as additional blocks, which replace the blocks inside them.
 
-    Other members of an `nn.ModuleDict` that holds one of these modules become blocks too.
+    Args:
+        model: The model.
+        blocks: The names of the blocks.
+        places: The names of modules that become blocks. Other members of an `nn.ModuleDict` that holds one of them
+            become blocks too.
     """
     closed_blocks = [*blocks, *places]
     for path in {place.rpartition(".")[0] for place in places}:
@@ -242,11 +246,12 @@ class ModelPart(nn.Module):
 
     @property
     def training(self) -> bool:
+        """Whether the model is in training mode. A layer has no mode of its own."""
         return "model" in self.__dict__ and self.__dict__["model"].training
 
     @training.setter
     def training(self, mode: bool) -> None:
-        """Leaves it to the model."""
+        """Ignores the value: `nn.Module` sets it, but the layer has the mode of the model."""
 
     def pull_parameters(self) -> None:
         """Copies the model's current parameters into the layer."""

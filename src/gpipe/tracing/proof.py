@@ -79,7 +79,7 @@ class LastLayer(NamedTuple):
 
 
 def _slice_description(description: list[Any], part: int, rows: int) -> list[Any]:
-    """Returns the description of `part` rows of a tensor that has `rows`. Returns other descriptions unchanged."""
+    """Returns the description of `part` rows of a tensor with `rows` rows. Returns other descriptions unchanged."""
     match description:
         case [dtype, [first, *others], requires_grad] if first == rows:
             return [dtype, [part, *others], requires_grad]

@@ -212,7 +212,7 @@ class Collected(NamedTuple):
 
 
 def open_lists(outside: Context) -> list[list[Any]]:
-    """Returns the lists in context variables that were set since, directly or in a dict. Units may append to them."""
+    """Returns the lists in context variables that changed since `outside`, to which units may append."""
     now = copy_context()
     changed = [value for variable, value in now.items() if value is not outside.get(variable)] if len(now) else ()
     members = (value.values() if isinstance(value, dict) else [value] for value in changed)

@@ -398,7 +398,7 @@ class TracerRun(NamedTuple):
 
 
 def trace_forward(parts: Parts, arguments: ForwardArguments) -> TracerRun:
-    """Traces a forward, again until no more modules turn out to change buffers or to be iterated."""
+    """Traces a forward. Repeats this until no more modules change buffers, or turn out to be iterated."""
     stateful = {name for name, module in parts.copied.items() if own_hooks(module)} - parts.opened
     iterated: set[str] = set()
     dry = DryRun() if lacks_values(parts.model) else None
