@@ -23,7 +23,7 @@ FILE = Path(__file__).parent / "results" / "families.json"
 
 
 def keep(verdicts: Sequence[Verdict], file: Path = FILE) -> None:
-    """Writes verdicts, in the place of those of the same families, and where they come from."""
+    """Writes verdicts and their origin, in place of the earlier verdicts of these families."""
     file.parent.mkdir(exist_ok=True)
     before = json.loads(file.read_text(encoding="utf-8"))["families"] if file.exists() else []
     families = {one["name"]: one for one in before}
@@ -34,7 +34,7 @@ def keep(verdicts: Sequence[Verdict], file: Path = FILE) -> None:
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """How many are what.
+    """Counts verdicts by outcome.
 
     >>> summary([Verdict("llama", "causal"), Verdict("opt", "causal", refused="draws")])
     '2 families: 1 right, 1 refused, 0 wrong'
@@ -44,7 +44,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 
 
 def line(verdict: Verdict) -> str:
-    """One family in short.
+    """Summarizes a family in one line.
 
     >>> line(Verdict("gpt2", "causal", layers=6, shared=8.1e-8, recording=0.07))
     'gpt2                     right    6 layers,   70 ms to record; shared parameters within 8e-08'
@@ -58,7 +58,7 @@ def line(verdict: Verdict) -> str:
 
 
 def main(names: Sequence[str]) -> int:
-    """Tries families; 1 if one is wrong."""
+    """Trains families. Returns 1 if one of them is wrong."""
     warnings.simplefilter("ignore")
     families = [named(name) for name in names] or [*FAMILIES]
     console = Console()

@@ -1,4 +1,4 @@
-"""What the families are trained on: drawn by a seed, with rows of different lengths."""
+"""Random training batches for the families, with rows of different lengths."""
 
 from collections.abc import Mapping
 from typing import assert_never
@@ -49,19 +49,19 @@ def batch(family: Family, rows: int = 8, length: int = 12, seed: int = 1) -> dic
 
 
 def real_places(rows: int, length: int, step: int = 1) -> Tensor:
-    """Which places of each row are real: from none to three steps are missing at its end."""
+    """Returns a mask of the real steps: up to three steps at the end of each row are padding."""
     return torch.arange(length) < length - torch.arange(rows)[:, None] % 4 * step
 
 
 def words_of(rows: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Words with padding, and which are real."""
+    """Returns tokens with padding, and their mask."""
     real = real_places(rows, length)
     words = torch.randint(FIRST_WORD, PICTURE_WORD, (rows, length), generator=generator)
     return words.where(real, PADDING), real
 
 
 def targets(task: Task, words: Tensor, real: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """What the loss of a task compares with."""
+    """Returns the targets of the loss of a task."""
     rows, length = words.shape
     match task:
         case Task.SEQUENCE | Task.AUDIO | Task.IMAGE | Task.VIDEO:
@@ -83,7 +83,7 @@ def targets(task: Task, words: Tensor, real: Tensor, generator: torch.Generator)
 
 
 def heard(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Which moments are real, of waves or of features of them, whose longer side is time."""
+    """Returns a mask of the real time steps of waves, or of features whose longer dimension is time."""
     sounds = given.get("input_features", given.get("input_values"))
     if sounds is None or ("input_values" in given and sounds.dim() > 2):  # a spectrogram taken for a picture
         return {}
@@ -92,7 +92,7 @@ def heard(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def illustrated(words: Tensor, real: Tensor) -> dict[str, Tensor]:
-    """Words behind as many that stand for the parts of a picture."""
+    """Returns tokens after placeholder tokens for the parts of a picture."""
     shown = torch.full((len(words), PICTURE_WORDS), PICTURE_WORD)
     return {
         "input_ids": torch.cat([shown, words], dim=1),

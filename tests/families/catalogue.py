@@ -62,5 +62,5 @@ NOT_BUILT: Mapping[str, str] = {name: reason for reason, names in REASONS.items(
 
 
 def named(name: str) -> Family:
-    """The family of a name."""
+    """Returns a family by name."""
     return next(family for family in FAMILIES if family.name == name)

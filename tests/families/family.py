@@ -1,4 +1,4 @@
-"""A family of transformers: what it is called, what it is trained for, and how it is built."""
+"""A family of transformers: its name, its task, and how to build a tiny model."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ CROSSING = {"is_decoder": True, "add_cross_attention": True}
 
 
 class Task(Enum):
-    """What a model is trained for: its value names the class of transformers that builds it."""
+    """The task of a model. Its value names the class of transformers that builds the model."""
 
     CAUSAL = "AutoModelForCausalLM"
     MASKED = "AutoModelForMaskedLM"
@@ -49,34 +49,34 @@ class Family:
 
 
 def plain(task: Task, names: str) -> Iterator[Family]:
-    """Families of which only the sizes that all have need be said."""
+    """Returns families that need only the sizes that all families share."""
     return (Family(name, task) for name in names.split())
 
 
 def sized(task: Task, configs: Mapping[str, Mapping[str, Any]]) -> Iterator[Family]:
-    """Families of which more must be said, by their names."""
+    """Returns families with further settings, by name."""
     return (Family(name, task, config) for name, config in configs.items())
 
 
 def config_of(family: Family, *, dropout: bool = False) -> PreTrainedConfig:
-    """The tiny configuration of a family."""
+    """Returns the tiny configuration of a family."""
     return tiny_config(family.name, family.config, dropout=dropout)
 
 
 def model_of(family: Family) -> type[nn.Module]:
-    """The class of the model that is built."""
+    """Returns the class of the model."""
     models = getattr(transformers, family.task.value)._model_mapping
     found: type[nn.Module] = models[type(config_of(family))]
     return found
 
 
 def inputs_of(family: Family) -> frozenset[str]:
-    """The names of what the model of a family takes."""
+    """Returns the names of the model's inputs."""
     return frozenset(inspect.signature(model_of(family).forward).parameters)
 
 
 def build(family: Family, *, dropout: bool) -> nn.Module:
-    """A seeded model in training mode; with dropout, every probability of it is 0.1."""
+    """Returns a seeded model in training mode. With dropout, each of its dropout probabilities is 0.1."""
     torch.manual_seed(0)
     model: nn.Module = getattr(transformers, family.task.value).from_config(config_of(family, dropout=dropout))
     return model.train()

@@ -1,8 +1,8 @@
-"""The law: through a pipe, a model trains to the bits of the loop that everybody writes over the model as it is.
+"""Verifies that a model trains in a pipe bitwise like the usual training loop over the unsplit model.
 
-The loop is that of transformers' Trainer over its gradient accumulation: where a forward uses `num_items_in_batch`,
-every micro-batch gets the number of labels that count in the whole mini-batch, and the losses are added up. Where it
-does not, each has the share by which the losses of the micro-batches make that of the undivided mini-batch.
+The loop follows transformers' Trainer with gradient accumulation. If a forward uses `num_items_in_batch`, every
+micro-batch gets the number of labels of the whole mini-batch, and the losses are summed. Otherwise micro-batches are
+weighted so that the losses add up to the loss of the undivided mini-batch.
 """
 
 import copy
@@ -33,19 +33,19 @@ Batch: TypeAlias = Mapping[str, Tensor]
 
 
 class Weighing(NamedTuple):
-    """How the losses of micro-batches make one: the labels that each is told of, if any, and its share."""
+    """How the losses of micro-batches combine: the number of labels passed to each, if any, and its weight."""
 
     labels: int | None
     shares: Sequence[float]
 
     @property
     def told(self) -> dict[str, Tensor]:
-        """What a forward is given besides."""
+        """Returns the additional arguments of a forward."""
         return {} if self.labels is None else {COUNT: torch.tensor(self.labels)}
 
 
 class Trained(NamedTuple):
-    """What one step leaves behind."""
+    """The results of one step."""
 
     loss: Tensor
     gradients: Mapping[str, Tensor | None]
@@ -53,7 +53,7 @@ class Trained(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What a pipe is held to."""
+    """The expected results."""
 
     trained: Trained
     shared: frozenset[str]  # the names of the parameters that several layers use
@@ -64,7 +64,7 @@ class Reference(NamedTuple):
 
 @dataclass
 class Verdict:
-    """What came of a family."""
+    """The outcome for a family."""
 
     name: str
     task: str
@@ -79,12 +79,12 @@ class Verdict:
 
     @property
     def right(self) -> bool:
-        """Whether it trains, and to the same bits."""
+        """Whether the family trains, with bitwise identical results."""
         return not self.refused and not self.mistakes
 
 
 def judge(family: Family) -> Verdict:
-    """Holds a family to the law, with dropout and without."""
+    """Verifies a family with dropout and without."""
     found = Verdict(family.name, family.task.name.lower())
     with quiet(), one_thread():
         try:
@@ -98,7 +98,7 @@ def judge(family: Family) -> Verdict:
 
 
 def judge_mode(family: Family, found: Verdict, *, dropout: bool) -> None:
-    """Holds it to the law in one of the two modes."""
+    """Verifies a family in one of these two modes."""
     given, sample, model = batch(family), sample_of(family), build(family, dropout=dropout)
     expected = reference(family, model, given)
     found.layers, found.recording = expected.layers, expected.recording
@@ -122,24 +122,24 @@ def judge_mode(family: Family, found: Verdict, *, dropout: bool) -> None:
 
 
 def sample_of(family: Family) -> Batch:
-    """A mini-batch to record on: of other rows and length than the one to train on."""
+    """Returns a sample for tracing, with different rows and lengths than the training batch."""
     return batch(family, rows=12, length=9, seed=5)
 
 
 def pipe_of(model: nn.Module, sample: Batch, partitions: int, **settings: Any) -> gpipe.GPipe:
-    """A pipe that is cut by parameters: by time, it might be cut in another way each time."""
+    """Returns a pipe that is split by parameters, because a split by time may differ between runs."""
     settings = {"micro_batches": MICRO_BATCHES, "seed": SEED, **settings}
     return pipe_by_costs(model, partitions, sample=dict(sample), **settings)
 
 
 def parts_of(given: Batch, micro_batches: int = MICRO_BATCHES) -> list[Batch]:
-    """The micro-batches of a mini-batch."""
+    """Returns the micro-batches of a mini-batch."""
     columns = zip(*(value.tensor_split(micro_batches) for value in given.values()), strict=True)
     return [dict(zip(given, column, strict=True)) for column in columns]
 
 
 def reference(family: Family, model: nn.Module, given: Batch, micro_batches: int = MICRO_BATCHES) -> Reference:
-    """What the loop makes of a copy of a model: forward, loss, backward of each micro-batch in turn."""
+    """Runs the loop on a copy of a model: forward, loss and backward for one micro-batch after another."""
     model, parts = copy.deepcopy(model), parts_of(given, micro_batches)
     weighing = weigh(build(family, dropout=False), given, parts)
     before = time.perf_counter()
@@ -158,20 +158,20 @@ def reference(family: Family, model: nn.Module, given: Batch, micro_batches: int
 
 
 def state_of(model: nn.Module, loss: Tensor) -> Trained:
-    """What a step left behind in a model."""
+    """Returns the state of a model after a step."""
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return Trained(loss, gradients, dict(model.named_buffers()))
 
 
 def shared_names(model: nn.Module, layers: ModelLayers) -> frozenset[str]:
-    """The names of the parameters that several layers use."""
+    """Returns the names of the parameters that several layers use."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     users = [names[id(p)] for part in layers.traced.layers.values() for p in part.parameters()]
     return frozenset(name for name in users if users.count(name) > 1)
 
 
 def weigh(model: nn.Module, given: Batch, parts: Sequence[Batch]) -> Weighing:
-    """How the losses of micro-batches make that of the mini-batch, found by trying."""
+    """Finds, by experiment, how the losses of micro-batches combine to the loss of the mini-batch."""
     whole, ones = float(loss_of(model, given)), [1.0] * len(parts)
     by_labels = [
         [labels_that_count(part, shifted=shifted) for part in parts]
@@ -192,7 +192,7 @@ def weigh(model: nn.Module, given: Batch, parts: Sequence[Batch]) -> Weighing:
 
 
 def uses_count(model: nn.Module, part: Batch) -> bool:
-    """Whether a model's loss depends on the number of labels that it is told."""
+    """Whether a model's loss depends on the number of labels that is passed to it."""
     try:
         one, two = (loss_of(model, part, {COUNT: torch.tensor(count)}) for count in (1, 2))
     except TypeError:  # it takes no such keyword
@@ -201,7 +201,7 @@ def uses_count(model: nn.Module, part: Batch) -> bool:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether Trainer takes the first label of each row for none."""
+    """Whether Trainer does not count the first label of each row."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss  # late: it takes a second
 
     of_causal = LOSS_MAPPING.get(str(getattr(model, "loss_type", None))) is ForCausalLMLoss
@@ -209,7 +209,7 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def labels_that_count(part: Batch, *, shifted: bool) -> int:
-    """How many labels of a micro-batch count: where there are none, its rows."""
+    """Returns the number of labels of a micro-batch, or of its rows if it has none."""
     if "labels" not in part:
         return len(next(iter(part.values())))
     labels = part["labels"]
@@ -217,12 +217,12 @@ def labels_that_count(part: Batch, *, shifted: bool) -> int:
 
 
 def shares_of(counts: Sequence[int]) -> list[float]:
-    """The part that each has in the sum."""
+    """Returns the weight of each micro-batch."""
     return [count / sum(counts) for count in counts]
 
 
 def loss_of(model: nn.Module, given: Batch, told: Mapping[str, Tensor] | None = None) -> Tensor:
-    """A model's own loss; buffers that it changes stay so."""
+    """Returns a model's own loss. Restores buffers that it changes."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         loss: Tensor = model(**given, **(told or {})).loss
@@ -230,7 +230,7 @@ def loss_of(model: nn.Module, given: Batch, told: Mapping[str, Tensor] | None = 
 
 
 def compare(expected: Reference, trained: Trained, found: Verdict) -> list[str]:
-    """By what a step differs from the loop's."""
+    """Compares a step with the loop."""
     own = expected.trained
     mistakes = [] if same_bits(trained.loss, own.loss) else [f"loss off by {distance(trained.loss, own.loss):.0e}"]
     wrong: dict[str, float] = {}
@@ -252,19 +252,19 @@ def compare(expected: Reference, trained: Trained, found: Verdict) -> list[str]:
 
 
 def changed(own: Mapping[str, Tensor | None], others: Mapping[str, Tensor | None]) -> list[str]:
-    """The names of what differs in a bit."""
+    """Returns the names of tensors that differ in any bit."""
     return [name for name, one in own.items() if not same_bits(one, others[name])]
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """How far a tensor is from another, relative to its largest."""
+    """Returns the largest difference of two tensors, relative to the largest value."""
     return float((one - other).abs().max() / other.abs().max().clamp(min=torch.finfo(other.dtype).tiny))
 
 
 def compare_outputs(
     pipe: gpipe.GPipe, model: nn.Module, given: Batch, weighing: Weighing, found: Verdict
 ) -> list[str]:
-    """By what a pipe's output in evaluation differs from what the model gives for the micro-batches."""
+    """Compares the output of a pipe in evaluation with the outputs of the model for the micro-batches."""
     pipe.eval()
     with torch.no_grad():
         outputs = [model(**part, **weighing.told) for part in parts_of(given)]
@@ -291,7 +291,7 @@ def compare_outputs(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what transformers and pipes tell of configurations and mini-batches that are so tiny."""
+    """Silences warnings about tiny configurations and mini-batches."""
     logger = logging.getLogger("gpipe")
     import transformers
 

@@ -1,4 +1,4 @@
-"""Families that take sounds, pictures and videos, with words or without."""
+"""Families for sounds, pictures and videos, with or without text."""
 
 from tests.families.batches import PICTURE_WORD, PICTURE_WORDS
 from tests.families.family import CROSSING, Family, Task, plain, sized

@@ -1,6 +1,6 @@
-"""Families of transformers through pipes: the dozen that differ most, and five under every schedule.
+"""Tests families of transformers in pipes: the twelve most different ones, and five with every schedule.
 
-Each of the five meets every remat under every schedule, by each driver.
+Each of the five runs with every remat, schedule and driver.
 """
 
 from dataclasses import replace
@@ -110,7 +110,7 @@ def test_each_family_stands_in_the_catalogue_once() -> None:
 
 
 class Example(NamedTuple):
-    """A model with dropout, cut into layers, and what a step of it must leave behind."""
+    """A model with dropout, split into layers, and the expected results of a step."""
 
     model: nn.Module
     layers: ModelLayers

@@ -1,4 +1,4 @@
-"""Families that take words alone."""
+"""Families for text only."""
 
 from tests.families.family import CROSSING, Family, Task, plain, sized
 

@@ -96,14 +96,14 @@ def is_number(value: object) -> bool:
 
 
 def fits(name: str, value: object, own: object) -> bool:
-    """Whether a size may stand where a configuration has a value of its own."""
+    """Whether a size can replace the value of a setting."""
     if own is None:
         return name in UNSET
     return value is None or (is_number(value) and is_number(own)) or isinstance(own, type(value))
 
 
 def shrunk(own: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes for the names of a configuration, and for those of the configurations in it."""
+    """Returns sizes for the settings of a configuration and of its inner configurations."""
     sizes = {name: SIZES[name] for name in own if name in SIZES and fits(name, SIZES[name], own[name])}
     inner = {
         name: {"model_type": value["model_type"], **shrunk(value)}
@@ -114,7 +114,7 @@ def shrunk(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """One mapping over another, and so for the mappings in them that stand in both."""
+    """Merges two nested mappings. `above` has precedence."""
     both = {
         name: merged(below[name], value)
         for name, value in above.items()
@@ -135,7 +135,7 @@ def tiny_config(name: str, config: Mapping[str, Any], *, dropout: bool) -> PreTr
 
 
 def configs_in(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """A configuration and all configurations in it."""
+    """Returns a configuration and its inner configurations."""
     yield config
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
@@ -143,7 +143,7 @@ def configs_in(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def give_dropout(values: dict[str, Any], probability: float) -> None:
-    """Sets every number that has to do with dropping, and leaves no layer out."""
+    """Sets every dropout probability of a configuration, except layer drop, which becomes 0."""
     for name, own in values.items():
         if isinstance(own, dict):
             give_dropout(own, probability)

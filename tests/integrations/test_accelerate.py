@@ -1,4 +1,4 @@
-"""A loop around `Accelerator` with a pipe (docs/how-to/accelerate.md) leaves what it leaves with the plain model."""
+"""Tests that an `Accelerator` loop (docs/how-to/accelerate.md) has the same results with a pipe as with the model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +48,7 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 
 
 def piped(folder: Path | None = None, *, autocast: str = "no", **how: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Three epochs; with a folder, the last of them goes on from what was saved."""
+    """Trains three epochs. With a folder, resumes the last of them from a checkpoint."""
     losses, epochs = [], 3
     for go in range(2 if folder else 1):
         forget()

@@ -1,4 +1,4 @@
-"""The scripts in examples/trainer, as one finds them for Trainer, through a pipe by three more lines."""
+"""Tests the scripts in examples/trainer: Trainer scripts that use a pipe after a change of three lines."""
 
 import os
 import re
@@ -16,7 +16,7 @@ FIRST, MAKES = re.compile(r"^(?=import|from)", re.MULTILINE), re.compile(r"^trai
 
 
 def converted(script: str) -> str:
-    """A script with the lines that docs/how-to/trainer.md tells to change."""
+    """Returns a script with the changes from docs/how-to/trainer.md."""
     made = MAKES.search(script)
     assert made is not None
     name = f"GPipe{made[1].removeprefix('GPipe')}"

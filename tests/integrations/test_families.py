@@ -1,4 +1,4 @@
-"""The law: through a pipe, Trainer leaves the log, the weights and the optimizer that it leaves by itself."""
+"""Tests that Trainer has the same log, weights and optimizer state with a pipe as without."""
 
 from functools import cache, partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with a `GPipeStrategy` leaves what it leaves without: log, weights, optimizer, to the bit."""
+"""Tests that `GPipeStrategy` does not change a bit of the log, weights and optimizer state of Lightning's Trainer."""
 
 import logging
 import os
@@ -47,7 +47,7 @@ ROWS, FEATURES, CLASSES = 30, 8, 3  # eight batches of four, the last of two
 
 
 class Classifier(pl.LightningModule):
-    """What a user writes; its step draws, logs in every way, and gives more than a loss."""
+    """A typical user's module: it uses random numbers, logs in every way, and returns more than a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Classifier(pl.LightningModule):
 
 
 class Quiet(Classifier):
-    """Draws nothing, so that it goes on from a checkpoint as if it had never stopped."""
+    """Uses no random numbers, so that it resumes from a checkpoint as if it had never stopped."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = cross_entropy(self(batch[0]), batch[1])
@@ -130,7 +130,7 @@ class BatchNormed(Classifier):
 
 
 class WithHead(Classifier):
-    """Has weights behind the pipe, too."""
+    """Also has weights after the network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class WithHead(Classifier):
 
 
 class Hooked(Classifier):
-    """Changes batches where Lightning lets it, and looks at what it has: all in Lightning's order."""
+    """Changes batches in Lightning's hooks, and records their order."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         batch[0].mul_(1 + batch_idx / 8)
@@ -158,7 +158,7 @@ class Hooked(Classifier):
 
 
 class Keeps(WithHead):
-    """Has on itself what its loss needs: by rebinding, in place, in a dict and in a list, and on a child."""
+    """Stores the inputs of its loss on itself: by assignment, in place, in a dict, in a list, and on a child."""
 
     head: Any
     counted: Tensor
@@ -557,7 +557,7 @@ def test_a_training_step_that_no_pipe_can_run_is_refused(name: str, tmp_path: Pa
 
 
 class OneBuffer(IterableDataset[Any]):
-    """Fills the same tensors for each batch: seen by torch, or, through numpy, not."""
+    """Fills the same tensors for each batch, through torch or (unseen by torch) through numpy."""
 
     def __init__(self, *, by_numpy: bool) -> None:
         self.by_numpy = by_numpy
@@ -706,7 +706,7 @@ def test_ctrl_c_leaves_no_thread(tmp_path: Path) -> None:
 
 
 class ByHand(pl.LightningModule):
-    """What is told to those who optimize by hand: no strategy, and the pipe in the module."""
+    """Follows the advice for manual optimization: no strategy, and a pipe in the module."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""In a kernel: a cell that is run again leaves no thread behind; an interrupt ends a step, and the pipe goes on."""
+"""Tests pipes in a notebook kernel: rerunning a cell leaves no threads, and a pipe works after an interrupt."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Trainer through a pipe over processes leaves what it leaves in one; replicas, what its own replicas leave."""
+"""Tests that Trainer trains over several processes as in one process, and over replicas like its own replicas."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A base whose weights are of 4 or 8 bits, with adapters: the bits of one device, and bytes counted as stored."""
+"""Tests adapters on a quantized base with 4 or 8 bits: bitwise results, and the planner's bytes."""
 
 import importlib.util
 from functools import partial

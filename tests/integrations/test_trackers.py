@@ -1,4 +1,4 @@
-"""The callback that tells a Trainer's trackers where the time of its pipe's steps went."""
+"""Tests the callback that logs the times of a pipe's steps."""
 
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.support.plain_loop import one_thread
 
 
 class Tracker(TrainerCallback):
-    """Keeps what it is told."""
+    """Keeps everything that is logged."""
 
     def __init__(self) -> None:
         self.told: list[tuple[int, dict[str, float]]] = []

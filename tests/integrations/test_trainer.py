@@ -1,4 +1,4 @@
-"""What users of transformers' Trainer write and expect, with `GPipeTrainer` in its place."""
+"""Tests `GPipeTrainer` with the code that users of transformers' Trainer write."""
 
 from collections.abc import Callable
 from functools import partial
@@ -102,7 +102,7 @@ class OwnLoss:
 
 
 class ModelsLoss:
-    """Gives the model's own loss without the count: it has means."""
+    """Returns the model's own loss without passing the number of labels, so that it is a mean."""
 
     def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         output = model(**inputs)
@@ -285,12 +285,12 @@ def test_who_has_fewer_micro_batches_than_partitions_is_told(
 
 
 def piped(plain: Any, *, above: bool) -> Any:
-    """The class through a pipe: what it overrides is called by the pipe, or around it."""
+    """Returns a pipelined class, whose overrides are called by the pipe or (`above`) call it."""
     return type("Piped", (plain, GPipeTrainer) if above else (Pipelined, plain), {})
 
 
 class Counts(Trainer):
-    """Loses weight by a count of its own, and notes each loss."""
+    """Decays weights by its own counter, and records each loss."""
 
     count = 0
     norms: tuple[float, ...] = ()
@@ -305,7 +305,7 @@ class Counts(Trainer):
 
 
 class CountsSteps(Counts):
-    """The same, as the training step of one's own."""
+    """Does the same in an overridden training step."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         self.steps = getattr(self, "steps", 0) + 1

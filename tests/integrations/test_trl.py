@@ -1,4 +1,4 @@
-"""trl's trainers through a pipe leave what they leave by themselves: log, weights, the state of the optimizer."""
+"""Tests that trl's trainers have the same log, weights and optimizer state with a pipe as without."""
 
 from pathlib import Path
 from typing import Any

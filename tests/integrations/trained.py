@@ -29,7 +29,7 @@ Make: TypeAlias = Callable[..., Trainer]
 
 
 class Outcome(NamedTuple):
-    """What a training leaves behind."""
+    """The results of a training."""
 
     log: list[dict[str, Any]]
     weights: Mapping[str, Tensor]
@@ -66,7 +66,7 @@ def stacked(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def model_of(
     name: str, mode: str = "plain", *, tied: bool = False, dropout: bool = False, **config: Any
 ) -> nn.Module:
-    """A model of a family, whose words and scores have weights of their own unless it is tied."""
+    """Returns a model of a family. Embeddings and output weights are separate unless they are tied."""
     family = named(name)
     config = config if tied else {"tie_word_embeddings": False, **config}
     family = replace(family, config={**family.config, **config})
@@ -113,7 +113,7 @@ def train(
 
 
 def outcome(trainer: Trainer) -> Outcome:
-    """What a trainer has come to."""
+    """Returns the results of a trainer."""
     assert trainer.optimizer is not None
     assert trainer.model is not None
     state = trainer.optimizer.state_dict()["state"]
@@ -125,7 +125,7 @@ def outcome(trainer: Trainer) -> Outcome:
 
 
 def log_of(trainer: Trainer) -> list[dict[str, Any]]:
-    """All that Trainer has logged, but for what clocks say."""
+    """Returns Trainer's log without times."""
     history = trainer.state.log_history
     return [{key: value for key, value in one.items() if not key.endswith(CLOCKS)} for one in history]
 
@@ -156,7 +156,7 @@ class Events(TrainerCallback):
 
 
 def apart(found: Outcome, expected: Outcome, least: float = 0.0) -> float:
-    """How far two outcomes are apart, relative to the largest number of each tensor, or to `least`; 0.0: no bit."""
+    """Returns the largest difference of two outcomes, relative to each tensor's largest value or `least`."""
     assert [one.keys() for one in found.log] == [one.keys() for one in expected.log]
     assert found.weights.keys() == expected.weights.keys()
     assert found.optimizer.keys() == expected.optimizer.keys()

@@ -1,4 +1,4 @@
-"""Which modules a model is cut between."""
+"""Tests which modules a model is split between."""
 
 import copy
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from tests.support.planned import pipe_by_costs
 
 
 class Repeated(nn.Module):
-    """One block, called again and again."""
+    """Calls one block several times."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Repeated(nn.Module):
 
 
 class Stage(nn.Module):
-    """Gives its output also as it is before the last step, which only some stages have."""
+    """Also returns its output before the last step, which only some stages have."""
 
     def __init__(self, *, steps: bool) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Stage(nn.Module):
 
 
 class Stages(nn.Module):
-    """Uses both places of several stages, in turn and later on."""
+    """Uses both outputs of several stages, in turn and later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_bug_a_block_with_another_name_ahead_of_the_list_ends_a_layer_each_time(
 
 
 class Inner(nn.Module):
-    """Runs its blocks as `call` does, perhaps of what a bool that it has read says."""
+    """Calls its blocks through `call`, which may depend on a bool that it read."""
 
     def __init__(self, blocks: int, times: int, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a traced model's Python sees may change from run to run and within a run: it is followed."""
+"""Tests that a pipe follows changes of the Python state that a traced model reads, between and within runs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,7 +32,7 @@ def counting_from(start: float) -> Callable[[], float]:
 
 
 class Net(nn.Module):
-    """Blocks, and between them code that looks at whatever Python can."""
+    """Blocks, with code in between that reads Python state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def made(net: nn.Module, **settings: Any) -> gpipe.GPipe:
 
 
 class Verified:
-    """A pipe of a model, each step of which is verified against the model as it is at that time."""
+    """A pipe that verifies each step against the current state of its model."""
 
     def __init__(self, make: Callable[[], nn.Module] = Net, **settings: Any) -> None:
         with weights_of(2):
@@ -144,7 +144,7 @@ def test_a_number_read_from_inputs_leads_each_micro_batch_where_it_says() -> Non
 
 
 class Ragged(Net):
-    """Gives as many columns as its largest id says, which code between blocks asks for."""
+    """Returns as many columns as its largest id, which code between blocks reads."""
 
     class Cut(nn.Module):
         def __init__(self) -> None:
@@ -177,7 +177,7 @@ def test_an_operation_that_gives_another_shape_leads_python_elsewhere_from_there
 
 
 class Hands(Net):
-    """Puts a tensor where a block looks for it, in front of its call."""
+    """Before it calls a block, stores a tensor where the block reads it."""
 
     class Looks(nn.Module):
         def __init__(self) -> None:
@@ -209,7 +209,7 @@ def halving() -> Iterator[None]:
 
 
 class Flagged(Net):
-    """Sets a global around a block, which looks at it."""
+    """Sets a global around a block, which reads it."""
 
     class Looks(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ def test_what_the_forward_puts_where_blocks_look_is_there(make: type[Net], remat
 
 
 class Casts(Net):
-    """Computes a table outside of the autocast that is around it, and a block without gradients."""
+    """Computes a table outside the surrounding autocast, and a block without gradients."""
 
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
         with torch.autocast("cpu", enabled=False):

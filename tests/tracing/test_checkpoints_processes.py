@@ -1,4 +1,4 @@
-"""What processes save of a model, others load: another number of them, by another schedule, and transformers."""
+"""Tests that checkpoints of several processes load with other numbers of processes, and in transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def save(rank: int, world: int, name: str, folder: str, how: dict[str, Any]) -> 
 
 
 def other(name: str) -> torch.nn.Module:
-    """A model of the same shapes and other values."""
+    """Returns a model with the same shapes and different values."""
     model = model_of(name)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -62,7 +62,7 @@ def resume(rank: int, world: int, name: str, folder: str, how: dict[str, Any]) -
 
 
 def save_weights(rank: int, world: int, name: str, folder: str) -> Digests:
-    """A step, and the weights behind it; gives those of this rank."""
+    """Runs a step and saves the weights. Returns those of this rank."""
     model: Any = model_of(name)
     with piped(model, name, world, driver="process") as pipe:
         optimizer = optimizer_of(pipe)
@@ -83,7 +83,7 @@ def load_weights(rank: int, world: int, name: str, folder: str) -> Digests:
 
 
 def check(ranks: list[Digests], expected: Digests) -> None:
-    """All that any rank has is right, and together they have all."""
+    """Checks that each rank has correct weights, and that together they have all."""
     assert not [
         (rank, what) for rank, of in enumerate(ranks) for what, one in of.items() if expected.get(what) != one
     ]

@@ -1,4 +1,4 @@
-"""Models drawn at random, with lists of modules inside of their blocks: cut by default, none is refused."""
+"""Tests random models with lists of modules inside their blocks: the default split accepts all of them."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ STEPS, M = 4, 2
 
 
 class Experts(nn.Module):
-    """Each row goes through the experts that a gate chooses for it; one that no row chose does not run."""
+    """A mixture of experts: a gate chooses experts for each row, and experts without rows do not run."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def assert_as_model(model: nn.Module, draw: Callable[[], Batch] = drawn_batch) -
 
 
 class Top(nn.Module):
-    """A mixture of experts, with most of the parameters, behind blocks, or before a head."""
+    """A mixture of experts with most of the parameters, after blocks or before a head."""
 
     def __init__(self, blocks: nn.Module) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def test_a_mixture_that_no_list_holds_is_one_block(blocks: Callable[[], nn.Modul
 
 
 class Watched(nn.Module):
-    """Blocks one after another in a part that looks at values before them and behind them."""
+    """Calls blocks one after another, and reads values before and after them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the user's code raises while a model is traced comes back as it is; what changes in each step makes no end."""
+"""Tests that errors of user code in tracing stay unchanged, and that changing inputs do not add traces forever."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,11 +17,11 @@ W = 4
 
 
 class UserError(Exception):
-    """A class of the user's own."""
+    """An exception class of the user."""
 
 
 class Raises(nn.Module):
-    """A block that raises when it is called for the nth time."""
+    """A block that raises in its nth call."""
 
     def __init__(self, error: BaseException, at: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Evaluates(nn.Linear):
 
 
 class Options:
-    """An object that is made anew for each step."""
+    """An object that is created for each step."""
 
     def __init__(self, *, scale: bool = True) -> None:
         self.scale = scale

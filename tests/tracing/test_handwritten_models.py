@@ -1,4 +1,4 @@
-"""Models that nobody foresaw train as the plain loop trains them, to the last bit."""
+"""Tests that unusual handwritten models train bitwise like the reference loop."""
 
 import copy
 from collections.abc import Callable
@@ -48,7 +48,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
 
 
 class Quantize(nn.Module):
-    """Replaces vectors by the nearest codes, which are moving averages, as in VQ-VAEs; perhaps behind a layer."""
+    """Replaces vectors by the nearest codes, which are moving averages, as in VQ-VAEs. Optionally follows a layer."""
 
     def __init__(self, write: Callable[[Tensor, Tensor], object], inner: nn.Module) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def test_a_buffer_is_that_of_the_plain_loop_however_it_is_written(
 
 
 class Scaled(nn.Module):
-    """A model that uses its inputs first, midway and last."""
+    """Uses its inputs at the beginning, in the middle and at the end."""
 
     def __init__(self) -> None:
         super().__init__()

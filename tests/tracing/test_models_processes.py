@@ -1,7 +1,7 @@
-"""A model over processes leaves the bits of one process.
+"""Tests that a model over several processes trains bitwise like a pipe in one process.
 
-It may be built on the meta device, and be larger than the memory of any process. Replicas do what one pipe does that
-is given the micro-batches of all, but for rounding: each adds up the gradients of its own micro-batches first.
+The model may be created on the meta device, and be larger than the memory of a process. Replicas agree with one pipe
+over all micro-batches up to rounding, because each replica sums the gradients of its own micro-batches first.
 """
 
 from functools import cache
@@ -32,7 +32,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @cache
 def alone(name: str) -> tuple[Digests, Digests]:
-    """What one process has."""
+    """Returns the results of one process."""
     with piped(model_of(name), name, 1, driver="lockstep") as pipe:
         found = digests(trained(pipe, name))
         return found, {key: digest(value) for key, value in pipe.state_dict().items()}
@@ -69,7 +69,7 @@ def test_the_bits_of_one_process(name: str, way: str, pool: WorkerPool) -> None:
 
 @cache
 def alone_from_meta(name: str) -> Digests:
-    """What one process has."""
+    """Returns the results of one process, for a model that was created on the meta device."""
     with piped(model_of(name, "meta"), name, 1, driver="lockstep") as pipe:
         return digests(stepped(pipe, batches(name)))
 

@@ -1,4 +1,4 @@
-"""Models of other libraries train as they are: x-transformers, and transformers with what people put around it."""
+"""Tests unmodified models of other libraries: x-transformers, and transformers with adapters and wrappers."""
 
 import copy
 import pickle
@@ -75,7 +75,7 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 
 def rope(kind: str, **settings: Any) -> nn.Module:
-    """Made for 8 words."""
+    """Returns a model whose rotary embeddings are built for 8 tokens."""
     parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **settings}
     return llama(max_position_embeddings=8, rope_parameters=parameters)
 
@@ -129,7 +129,7 @@ def with_adapters(model: nn.Module) -> nn.Module:
 
 
 def with_adaption_prompts(model: nn.Module) -> nn.Module:
-    """The adapted model has the forward of the model inside, as an attribute."""
+    """Returns an adapted model, whose `forward` attribute is the method of the model inside."""
     peft: Any = pytest.importorskip("peft")
     config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
     with weights_of(4):
@@ -175,7 +175,7 @@ def test_adapters_are_saved_after_steps(tmp_path: Path) -> None:
 
 
 def grouped(pipe: gpipe.GPipe) -> torch.optim.Optimizer:
-    """Groups by names, as a Trainer makes them."""
+    """Returns parameter groups by name, as a Trainer creates them."""
     named = dict(pipe.named_parameters())
     norms = [p for name, p in named.items() if "norm" in name]
     others = [p for name, p in named.items() if "norm" not in name]

@@ -1,4 +1,4 @@
-"""How the losses that a model gives itself for micro-batches make that of the mini-batch."""
+"""Tests how the model's own losses of micro-batches combine to the loss of the mini-batch."""
 
 import copy
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tests.support.planned import pipe_by_costs
 
 
 class Head(nn.Module):
-    """A head that has the loss, of words that are looked for so many times."""
+    """A head that computes the loss."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Head(nn.Module):
 
 
 class Words(nn.Module):
-    """A model of words."""
+    """A language model."""
 
     def __init__(self, times: int = 1) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def test_the_labels_of_a_loss_inside_a_head_are_counted(times: int) -> None:
 
 
 class Counted(Words):
-    """A model that divides its loss by the labels that it is told of."""
+    """Divides its loss by the number of labels that is passed to it."""
 
     def forward(self, words: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
         words, labels = self.head.to_words(self.states(words)).flatten(0, 1), labels.flatten()
@@ -70,7 +70,7 @@ class Counted(Words):
 
 
 class Told(Words):
-    """A model that goes another way where it is told the labels that count, to the same loss."""
+    """Takes a different path if the number of labels is passed to it, with the same loss."""
 
     def forward(self, words: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
         states = self.states(words)
@@ -89,7 +89,7 @@ def test_a_forward_that_ignores_the_count_is_trained_on_the_way_that_it_goes_wit
 
 
 class Summed(Words):
-    """A model that divides the sum over its labels by their number, if it is told that."""
+    """Divides the sum over its labels by their number, if it is passed."""
 
     def forward(self, words: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
         loss = self.head(self.states(words), labels)
@@ -120,7 +120,7 @@ def test_bug_a_loss_fn_is_given_the_loss_of_the_plain_loop_which_is_told_no_coun
 
 
 class Balanced(Words):
-    """A model whose blocks have losses of their own, which are no rows where the last layer adds them up."""
+    """Its blocks have losses of their own. The last layer adds them, and they have no rows."""
 
     def __init__(self, power: int) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Balanced(Words):
 
 @pytest.mark.parametrize("power", [1, 2])
 def test_a_loss_that_blocks_have_is_tried_with_them(power: int) -> None:
-    """The mean over all is made of those of halves, its square is not."""
+    """The mean of the halves is the mean of the whole, but its square is not."""
     torch.manual_seed(0)
     batch = {"words": torch.randint(5, (4, 7)), "labels": torch.randint(5, (4, 7))}
     with pipe_by_costs(Balanced(power), 2, 1, sample=batch, costs="params") as pipe:
@@ -145,7 +145,7 @@ def test_a_loss_that_blocks_have_is_tried_with_them(power: int) -> None:
 
 
 def ragged() -> dict[str, Tensor]:
-    """Four rows of 7, 6, 2 and 1 words."""
+    """Returns four rows of 7, 6, 2 and 1 tokens."""
     words = torch.randint(5, (4, 7))
     return {"words": words, "labels": words.where(torch.arange(7) < torch.tensor([[7], [6], [2], [1]]), -100)}
 
@@ -181,7 +181,7 @@ def test_a_micro_batch_without_labels_that_count_weighs_nothing() -> None:
 
 
 class Divided(Words):
-    """A model whose loss torch averages, or that divides a sum of losses itself, or that is no mean at all."""
+    """A model whose loss is averaged by torch, divides a sum of losses itself, or is not a mean at all."""
 
     def __init__(self, by: str) -> None:
         super().__init__(1)
@@ -231,7 +231,7 @@ def reads(x: Tensor, **more: Tensor) -> Tensor:
 
 
 class HandsOn(Words):
-    """A model that hands unknown arguments on to a function."""
+    """Passes unknown arguments to a function."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ def test_a_model_gets_no_argument_that_the_user_did_not_pass(function: Callable[
 
 
 class Classes(nn.Module):
-    """A model of blocks with a loss of one's own."""
+    """A model of blocks, for a custom loss."""
 
     def __init__(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def test_bug_a_loss_that_averages_over_rows_beside_labels_is_told_of_and_a_sampl
 
 
 class CountedAndMore(Classes):
-    """Is told the labels of the mini-batch, as models of transformers are."""
+    """Accepts the number of labels of the mini-batch, like models of transformers."""
 
     def forward(  # type: ignore[override]  # whatever a user writes
         self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None
@@ -314,7 +314,7 @@ def test_what_each_micro_batch_adds_to_a_mean_over_all_labels_is_told_of(weight:
 
 
 class Scored(Words):
-    """A model that gives one number for each row."""
+    """Returns one number for each row."""
 
     def __init__(self, keeps: bool) -> None:
         super().__init__()

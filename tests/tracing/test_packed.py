@@ -1,4 +1,4 @@
-"""Sequences packed in one row train as in the model; their offsets are never split as if they were rows."""
+"""Tests that packed sequences train as in the unsplit model, and that their offsets are never split like rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Packed(nn.Module):
-    """Looks for the next word, and has a loss of its own."""
+    """Predicts the next token, and computes its own loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def packed_model() -> Packed:
 
 
 def packed(lengths: Sequence[int], seed: int) -> Batch:
-    """As transformers' DataCollatorWithFlattening makes it: the first word of each sequence counts nowhere."""
+    """Returns a batch like DataCollatorWithFlattening of transformers: first tokens of sequences have no label."""
     words = torch.randint(WORDS, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     labels = words.index_fill(1, offsets[:-1], -100)
@@ -85,7 +85,7 @@ def piped(partitions: int, **how: Any) -> gpipe.GPipe:
 
 
 def trained(pipe: gpipe.GPipe) -> tuple[list[float], Digests]:
-    """The losses, and the gradients that a process has."""
+    """Returns the losses and this process's gradients."""
     with pipe:
         losses = [pipe.step(gpipe.MicroBatches(packs(step))).item() for step in range(2)]
         return losses, digests({name: one.grad for name, one in pipe.named_parameters()})

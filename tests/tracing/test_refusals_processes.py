@@ -1,4 +1,4 @@
-"""Of a model over processes each has a part: what needs all of it, or differs between them, is refused everywhere."""
+"""Tests that all processes reject operations that need the whole model, and settings that differ between them."""
 
 import os
 import time
@@ -33,7 +33,7 @@ def of_a_part(rank: int, world: int, folder: str) -> dict[str, str]:
 
 
 def load_own(rank: int, world: int) -> bool:
-    """Loads what a rank has itself, after a step has changed it; says whether all is as before."""
+    """Loads the weights of a rank after a step has changed them. Returns whether they are as before the step."""
     with piped(model_of("t5"), "t5", world, driver="process") as pipe:
         before = {name: value.clone() for name, value in pipe.state_dict().items()}
         with torch.no_grad():
@@ -56,7 +56,7 @@ def other_model(rank: int, world: int) -> None:
 
 
 def other_sample(rank: int, world: int) -> None:
-    """Gives another sample on the last rank, of other names."""
+    """Passes a sample with different keys on the last rank."""
     sample = batch_of("llama")
     if rank == world - 1:
         del sample["attention_mask"], sample["labels"]

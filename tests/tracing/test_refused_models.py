@@ -1,4 +1,4 @@
-"""What cannot be computed in parts to the same bits is refused, with what it is, where, and what to do."""
+"""Tests that gpipe rejects models that it cannot split bitwise, and names the cause, the place and the fix."""
 
 import contextvars
 import copy
@@ -34,7 +34,7 @@ class Doubled(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Blocks, and what a test does between them."""
+    """Blocks, with code of a test in between."""
 
     def __init__(self, between: Callable[["Net", Tensor, int], Tensor]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 class Written(nn.Module):
-    """Modules in a list, and a forward that a test writes."""
+    """Modules in a list, with a forward that a test defines."""
 
     def __init__(self, forward: Callable[..., Tensor], layers: Sequence[nn.Module] = ()) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_what_is_left_the_same_each_time_is_taken_and_layers_that_are_never_drop
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_function_of_autograd_whose_output_crosses_a_cut_is_refused(grad: bool) -> None:
-    """Without remat the gradients of what came before it were lost."""
+    """Without remat, the gradients of the layers before the function were lost."""
 
     def kept(function: Callable[[Tensor], Tensor]) -> nn.Module:
         return Written(lambda layers, x: through(layers[1:], layers[0](x)) + function(layers[0](x)))
@@ -195,7 +195,7 @@ def test_a_function_of_autograd_whose_output_crosses_a_cut_is_refused(grad: bool
     [lambda net, x, at: x.mul(2) if len(x) > 1 else x, lambda net, x, at: x.mul(2) if len(x) > 1 else x.add(x)],
 )
 def test_a_branch_on_a_size_of_one_is_rejected_with_the_size_and_advice_that_works(between: Any) -> None:
-    """As by einx, which x-transformers uses."""
+    """einx, which x-transformers uses, has such branches."""
     model = Net(between)
     with pytest.raises(ValueError, match=r"shape \[1, 6\] .* \[3, 6\].*\[branch-on-shape\]"):
         step(made(model), M)
@@ -216,7 +216,7 @@ def test_a_branch_on_a_value_that_goes_another_way_is_refused() -> None:
 
 
 class Padded(nn.Module):
-    """torch's encoder, whose forward looks for overrides of torch's functions, and whether gradients are recorded."""
+    """torch's encoder, whose forward checks for overrides of torch functions, and whether gradients are recorded."""
 
     def __init__(self, *, nested: bool) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class Padded(nn.Module):
 def test_an_encoder_that_computes_in_nested_tensors_is_refused_where_it_may(
     training: bool, left_aligned: bool
 ) -> None:
-    """Evaluated without gradients it took the other path in silence, as the proof ran with gradients."""
+    """In evaluation without gradients it silently took the other path, because gpipe verified it with gradients."""
     mask = torch.zeros(8, 5, dtype=torch.bool)
     mask[::2, 3:] = True
     given = {"x": torch.randn(8, 5, W), "mask": mask if left_aligned else mask.flip(1)}
@@ -258,7 +258,7 @@ def test_an_encoder_that_computes_in_nested_tensors_is_refused_where_it_may(
 
 
 def test_an_encoder_that_is_frozen_later_is_refused_too() -> None:
-    """With nothing to train it takes the other path though gradients are recorded."""
+    """Without trainable parameters it takes the other path even if gradients are recorded."""
     mask = torch.zeros(8, 5, dtype=torch.bool)
     mask[::2, 3:] = True
     given = {"x": torch.randn(8, 5, W), "mask": mask}
@@ -288,7 +288,7 @@ def test_an_encoder_without_values_is_refused_where_it_may_compute_in_nested_ten
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_path_is_proven_with_gradients_and_without(training: bool) -> None:
-    """What a forward does otherwise without gradients no operation need show."""
+    """No operation may show that a forward behaves differently without gradients."""
 
     def unseen(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
         return through(layers, x) * (
@@ -351,7 +351,7 @@ def test_a_change_through_a_view_across_a_cut_is_refused() -> None:
 
 
 class Table(nn.Module):
-    """A module without parameters that has a buffer, and another for many rows."""
+    """A module without parameters that replaces its buffer for many rows."""
 
     def __init__(self, made: Callable[[int], Tensor]) -> None:
         super().__init__()
@@ -429,7 +429,7 @@ def test_a_forward_that_is_set_on_a_module_is_walked_through_if_it_is_a_method()
 
 
 class Averages(nn.Module):
-    """A block that keeps a mean from call to call."""
+    """A block that keeps a moving average between calls."""
 
     def __init__(self, *, as_buffer: bool) -> None:
         super().__init__()
@@ -467,7 +467,7 @@ def test_a_replaced_module_is_refused() -> None:
 
 
 class Biased(nn.Module):
-    """A block that is given a module, or has a reference to one."""
+    """A block that uses a module from an argument or a reference."""
 
     def __init__(self, bias: nn.Module | None = None) -> None:
         super().__init__()
@@ -480,7 +480,7 @@ class Biased(nn.Module):
 
 
 class Shares(nn.Module):
-    """A model whose blocks use one module; `by` a reference to it, or to the model itself, or by an argument."""
+    """A model whose blocks share a module: by a reference to it or to the model, or as an argument."""
 
     def __init__(self, by: str) -> None:
         super().__init__()
@@ -524,7 +524,7 @@ def test_blocks_that_are_not_called_are_refused() -> None:
 
 
 class Asks(nn.Module):
-    """A block that is told of what all share: a dict, and the model."""
+    """A block that reads shared objects: a dict and the model."""
 
     def __init__(self, model: nn.Module, ask: Callable[[Any, dict[str, Tensor], Tensor], Tensor]) -> None:
         super().__init__()
@@ -537,7 +537,7 @@ class Asks(nn.Module):
 
 
 class Puts(nn.Module):
-    """A model that sets a tensor on itself for a while, and hands a dict to its blocks."""
+    """A model that temporarily stores a tensor on itself, and passes a dict to its blocks."""
 
     def __init__(self, *asked: Callable[[Any, dict[str, Tensor], Tensor], Tensor]) -> None:
         super().__init__()
@@ -640,7 +640,7 @@ def test_arguments_that_cannot_be_are_refused(
 
 
 def held(model: nn.Module) -> dict[tuple[str, str], list[object]]:
-    """All that modules hold, one by one where it is a dict."""
+    """Returns all attributes of all modules, with dicts item by item."""
     return {
         (name, key): [*value, *value.values()] if isinstance(value, dict) else [value]
         for name, module in model.named_modules()
@@ -661,7 +661,7 @@ def test_a_pipe_changes_nothing_of_the_model() -> None:
 
 
 class Slotted:
-    """Something that no look at attributes finds a tensor in."""
+    """Holds a tensor in a slot, where a search of attributes does not find it."""
 
     __slots__ = ("value",)
     value: Any
@@ -678,7 +678,7 @@ WAYS: dict[str, tuple[Callable[[Tensor], object], Callable[[], Any]]] = {
 
 
 def test_an_object_with_tensors_of_an_earlier_layer_is_named() -> None:
-    """As with prefix tuning of peft, which computes a cache and gives it to all blocks."""
+    """Prefix tuning of peft computes such a cache, and passes it to all blocks."""
 
     class Reads(nn.Linear):
         def forward(self, x: Tensor, cache: Slotted) -> Tensor:  # type: ignore[override]  # as users do
@@ -781,7 +781,7 @@ def test_rows_that_are_taken_apart_and_cross_a_cut_are_as_many_as_on_the_sample(
 
 @dataclass
 class State:
-    """What blocks hand on."""
+    """The state that blocks pass on."""
 
     x: Tensor
 

@@ -1,4 +1,4 @@
-"""A model built on the meta device gets the values that its own code gives, each layer by itself."""
+"""Tests that a model on the meta device is initialized by its own code, layer by layer."""
 
 import copy
 import math
@@ -38,7 +38,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def cut(model: nn.Module, sizes: Sequence[int] = (1, 5, 2, 13)) -> list[list[str]]:
-    """Layers anywhere, also through the middle of modules."""
+    """Splits the tensors into layers anywhere, also within modules."""
     names, layers = list(tensors(model)), list[list[str]]()
     while names:
         size = sizes[len(layers) % len(sizes)]
@@ -108,7 +108,7 @@ def test_another_seed_gives_other_values_and_generators_are_left_alone() -> None
 
 
 class Blocks(nn.Module):
-    """What torch's modules are made of, with a buffer of its own, a tied weight, and a reset over its parts."""
+    """Modules of torch, with a buffer, a tied weight, and a `reset_parameters` for the whole."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -166,7 +166,9 @@ def give_values(
     assigned: set[int] = set()
     values: dict[int, Tensor] = {}
     for index, names in (*enumerate(layers), (FREE, free)):
-        of_group = [places[name] for name in reversed([*places]) if name in set(names)]  # each where it stands first
+        of_group = [
+            places[name] for name in reversed([*places]) if name in set(names)
+        ]  # the first name of each tensor wins
         new = {id(place.tensor): place for place in of_group if id(place.tensor) not in assigned}
         assigned |= new.keys()
         if not new.keys().isdisjoint(wanted):

@@ -282,7 +282,7 @@ def units_by_layer(trace: Trace) -> tuple[list[list[str]], list[list[str]]]:
     for index, op in enumerate(trace.ops):
         layer = trace.layer_of(index)
         if op.is_unit:
-            units[layer] |= dict.fromkeys((*op.inner, op.name))  # named after the last
+            units[layer] |= dict.fromkeys((*op.inner, op.name))  # the called unit comes last, and names the layer
         raw[layer] |= dict.fromkeys(op.raw)
     return list(map(list, units)), list(map(list, raw))
 

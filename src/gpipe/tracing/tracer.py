@@ -241,7 +241,7 @@ class Tracer(Interpreter):
         for tensor in tensors:
             if id(tensor) in self._buffer_names:
                 self._buffers.add(self._buffer_names[id(tensor)])
-            if id(tensor) in self._inputs and not is_unit:  # a unit may only pass on its inputs, unread
+            if id(tensor) in self._inputs and not is_unit:  # a unit may pass on an input without reading it
                 self._taken.add(self._inputs[id(tensor)])
             value_id = self.value_id_of(tensor)
             is_known = value_id is not None or not self._filled or is_vmapped()
