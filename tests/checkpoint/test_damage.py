@@ -123,7 +123,7 @@ def test_no_checkpoint_is_told(tmp_path: Path, victim: Victim) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         assert gpipe.find_checkpoint(folder) is None
         (finding,) = refused(folder, victim)
-        assert finding.startswith("There is no checkpoint here.")
+        assert finding.startswith("The folder has no checkpoint.")
 
 
 # What is whole and does not fit.

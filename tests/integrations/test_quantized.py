@@ -211,7 +211,7 @@ def test_a_checkpoint_has_the_adapters_and_goes_on_at_another_k(name: str, tmp_p
     assert not [key for key, value in whole.items() if not same_bits(value, held[key])]
     other = adapted(name, hidden_act="gelu", initializer_range=0.05)
     before = left(other)
-    with piped(other, 2) as pipe, pytest.raises(gpipe.CheckpointError, match="quantize the same base"):
+    with piped(other, 2) as pipe, pytest.raises(gpipe.CheckpointError, match="Quantize the same base"):
         gpipe.load(saved, pipe)
     assert all(same_bits(value, before[key]) for key, value in left(other).items())
 
@@ -221,10 +221,10 @@ def test_weights_that_a_quantizer_made_are_no_file_of_the_hub(name: str, tmp_pat
     with piped(adapted(name), 2) as pipe:
         if name == "nf4":
             gpipe.save_weights(tmp_path, pipe)  # as transformers does, which reads them
-            with pytest.raises(gpipe.CheckpointError, match="a quantizer made"):
+            with pytest.raises(gpipe.CheckpointError, match="are quantized"):
                 gpipe.load_weights(tmp_path, pipe)
         else:
-            with pytest.raises(ValueError, match="which is no plain tensor"):
+            with pytest.raises(ValueError, match="not a plain tensor"):
                 gpipe.save_weights(tmp_path, pipe)
 
 

@@ -147,7 +147,7 @@ def test_other_processes_are_named_first_where_they_took_cores_from_ranks() -> N
     assert fought.startswith("Other processes used 1.9 of this machine's 4 cores, so 3 ranks had to wait for cores")
     assert "without them. Stage 0 takes 100% longer" in fought
     beside = explain(replace(slow, others=OtherProcesses(cores=1.9, of=64)))
-    assert beside == explain(slow) + " Meanwhile, other processes used 1.9 of this machine's 64 cores."
+    assert beside == explain(slow) + " During the recording, other processes used 1.9 of this machine's 64 cores."
     assert explain(replace(slow, others=OtherProcesses(cores=0.1, of=2))) == explain(slow)
 
 

@@ -36,7 +36,7 @@ class CheckpointPath(NamedTuple):
 
 
 def order_of(name: str) -> tuple[int, int] | None:
-    """Returns the step of a checkpoint and its number among those of the step, or None for a different folder."""
+    """Returns the step of a checkpoint and its number within this step, or None for a different folder."""
     matched = CHECKPOINT.fullmatch(name)
     return (int(matched[1]), int(matched[2] or 1)) if matched else None
 

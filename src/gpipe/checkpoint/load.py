@@ -174,11 +174,7 @@ def read_optimizer(
 
 
 def _check_group(
-    label: str,
-    group: Mapping[str, Any],
-    here: Mapping[Tensor, str],
-    own: Sequence[str],
-    options: Mapping[str, Any],
+    label: str, group: Mapping[str, Any], here: Mapping[Tensor, str], own: Sequence[str], options: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yields messages about the parameters of a group.
 
@@ -285,7 +281,7 @@ def load(
         The checkpoint.
 
     Raises:
-        CheckpointError: If there is no checkpoint, if it is damaged, or if it does not fit. Lists all reasons.
+        CheckpointError: If the checkpoint is missing, damaged, or does not fit. Lists all reasons.
         ValueError: If there is an optimizer without a pipe.
 
     Example:
@@ -309,7 +305,7 @@ def load(
     if found is None:
         if any((root / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
             raise CheckpointError(root, ["This folder has only weights. Use gpipe.load_weights."])
-        raise CheckpointError(root, ["There is no checkpoint here. Pass the folder that you passed to gpipe.save."])
+        raise CheckpointError(root, ["The folder has no checkpoint. Pass the folder that you passed to gpipe.save."])
     manifest = _agree_whole(found, ranks)
     ready = _agree_fit(found.path, manifest, pipe, optimizer, ranks)
     if pipe is not None:
@@ -390,11 +386,7 @@ def _agree_fit(
 ) -> LoadedState:
     """Returns the values for the model and the optimizer after all ranks have read theirs and everything fits."""
     ready, failed = LoadedState(), FirstError()
-    with (
-        failed,
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):  # Whatever mode is active.
+    with failed, torch.inference_mode(False), torch.no_grad():  # Whatever mode is active.
         ready.extra = decoded(manifest.extra, _files(path, manifest, EXTRA), "extra", ready)
         if pipe is not None:
             weights, values, states = (_files(path, manifest, kind) for kind in (WEIGHTS, VALUES, OPTIMIZER))

@@ -46,7 +46,7 @@ class CheckpointError(ValueError):
     ...         gpipe.load(folder)
     ...     except gpipe.CheckpointError as error:
     ...         print(*error.findings)
-    There is no checkpoint here. Pass the folder that you passed to gpipe.save.
+    The folder has no checkpoint. Pass the folder that you passed to gpipe.save.
     """
 
     def __init__(self, path: Path, findings: Sequence[str], advice: str = "") -> None:

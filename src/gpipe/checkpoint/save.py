@@ -406,9 +406,7 @@ class Saving:
             with self._failed:
                 write_part(self._writing)
             all_gather_checked(
-                self._ranks,
-                error=self._failed.error,
-                doing=f"wrote their parts to {self._writing.path.parent}",
+                self._ranks, error=self._failed.error, doing=f"wrote their parts to {self._writing.path.parent}"
             )
             with self._failed:
                 self._name = finish(self._writing)

@@ -120,14 +120,14 @@ def save_weights(
 ) -> None:
     """Saves parameters and buffers as safetensors files in the layout of the Hugging Face Hub.
 
-    Replaces weights that were saved there before. If the process is killed meanwhile, the folder contains the old or
-    the new weights. There is one exception: if the number of shards is the same, they have the same names, and there
-    is no index while they are replaced. So old and new shards are never mixed.
+    Replaces weights that were saved there before. If the process is killed, the folder contains either the old or the
+    new weights. Exception: If the number of shards is unchanged, the old and new shards have the same names. Then the
+    index is removed while they are replaced, so that a reader never mixes them.
 
     Args:
         folder: The folder for `model.safetensors`, or for shards and `model.safetensors.index.json`.
-        pipe: The pipe, or any module. With several processes, all of them call this function, and those of the first
-            replica write.
+        pipe: The pipe, or any module. With several processes, all of them call this function, and the first
+            replica writes.
         rename: A function that returns the name in the files for a name in the pipe. Default: the same name.
         max_shard_bytes: Maximum size of a file, unless a single tensor is larger. Each process writes separate files.
             Default: 5 GB.

@@ -1,1 +1,1 @@
-"""From arguments to settings: what is refused, what is chosen, what the user is told."""
+"""Resolves the arguments of `GPipe` to settings and a plan, and reports errors and findings."""

@@ -37,8 +37,8 @@ class VerificationReport:
 
     Attributes:
         compared: The number of values that were compared: losses, outputs, gradients and buffers.
-        differences: What differs, in the order in which it was computed. Empty if everything is bitwise identical.
-        findings: What could not be verified and why, and other findings of the replay.
+        differences: All differences, in the order of computation. Empty if everything is bitwise identical.
+        findings: Values that could not be verified, with the reason, and other findings of the replay.
 
     Example:
         >>> import torch, gpipe
@@ -201,10 +201,7 @@ def _summed_by_layer(pipe: "GPipe") -> set[str]:
 
 
 def _reference_loop(
-    pipe: "GPipe",
-    batch: tuple[Tree, Tree],
-    loss_fn: Callable[..., object] | None,
-    reduction: Reduction | None,
+    pipe: "GPipe", batch: tuple[Tree, Tree], loss_fn: Callable[..., object] | None, reduction: Reduction | None
 ) -> dict[str, Tree]:
     """Runs the forward and backward pass of one micro-batch after the other. Returns losses and outputs by name."""
     traced, seed, step = pipe._settings.traced, pipe.seed, pipe.step_number

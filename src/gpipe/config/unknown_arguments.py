@@ -1,4 +1,4 @@
-"""Rejects unknown arguments of `GPipe`, `step` and calls, and suggests the gpipe name of what the user meant."""
+"""Rejects unknown arguments of `GPipe`, `step` and calls, and suggests the right ones."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence

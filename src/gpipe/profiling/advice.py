@@ -27,7 +27,7 @@ OTHER_PROCESSES = (
     "Other processes used {others.cores:.1f} of this machine's {others.of} cores, so {ranks} ranks had to wait for "
     "cores. Record again without them."
 )
-NOTHING = "No change gives a speedup of more than {gain:.0%}. Ranks compute {busy:.0%} of the time."
+NOTHING = "No known change speeds up steps by more than {gain:.0%}. Ranks compute {busy:.0%} of the time."
 CUTS = (
     "{name} takes {longer:.0%} longer than the mean {place}. Use partitions={better} instead of {now} for a speedup "
     "of {gain:.2f}x."
@@ -129,7 +129,7 @@ def explain(steps: RecordedSteps) -> str:
         return text
     if ranks > others.of - others.cores:
         return f"{OTHER_PROCESSES.format(others=others, ranks=ranks)} {text}"
-    return f"{text} Meanwhile, {others}."
+    return f"{text} During the recording, {others}."
 
 
 def shared_lock(ranks: int, busy: float, used: float, others: OtherProcesses) -> list[str]:
@@ -140,7 +140,7 @@ def shared_lock(ranks: int, busy: float, used: float, others: OtherProcesses) ->
     Args:
         ranks: Number of ranks.
         busy: Mean number of ranks that ran an action.
-        used: Mean number of cores that the process used meanwhile. The other busy ranks waited.
+        used: Mean number of cores that the process used. The other busy ranks waited.
         others: Cores that other processes used.
     """
     waiting, idle = busy - used, others.of - others.cores - used

@@ -137,7 +137,7 @@ def _under_fully_shard(rank: Rank, step: CompiledAction) -> Iterable[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Returns the address of a tensor's storage, or that of the first part of a quantized weight."""
+    """Returns the address of a tensor's storage, or of the first part of a quantized weight."""
     return storage_address(pieces_of(tensor)[0] if is_quantized(tensor) else tensor)
 
 

@@ -15,17 +15,7 @@ from string import Template
 from gpipe.planner.search.units import format_bytes, format_seconds
 from gpipe.profiling.breakdown import MEANING, percentages
 from gpipe.profiling.stored import Report
-from gpipe.profiling.svg import (
-    COLORS,
-    THIN,
-    is_bright,
-    kinds_in,
-    most_stages,
-    note_of,
-    nth_stages,
-    read_resource,
-    shade,
-)
+from gpipe.profiling.svg import COLORS, THIN, is_bright, kinds_in, most_stages, note_of, nth_stages, read_file, shade
 from gpipe.schedule.action import NAMES, Action, Kind
 from gpipe.schedule.timeline import Timeline
 
@@ -123,12 +113,12 @@ def report_html(report: Report) -> str:
     title, header = escape(report.title), "\n".join(_header(report))
     body = "\n".join(line for named, lines in sections.items() for line in _section(*named, lines))
     return _filled(
-        "page.html", title=title, style=read_resource("page.css"), header=header, body=body, script=_script(report)
+        "page.html", title=title, style=read_file("page.css"), header=header, body=body, script=_script(report)
     )
 
 
 def _filled(template: str, **places: str) -> str:
-    return Template(read_resource(template)).substitute(places)
+    return Template(read_file(template)).substitute(places)
 
 
 def _section(name: str, title: str, lines: Iterable[str]) -> Iterator[str]:
@@ -178,9 +168,7 @@ def _timeline(report: Report) -> Iterator[str]:
     drawn = _all_timelines(report)
     if not drawn:
         return
-    checkbox = (
-        '<label><input type="checkbox" id="show-predicted" checked> show the prediction above each rank</label>'
-    )
+    checkbox = '<label><input type="checkbox" id="show-predicted" checked> show prediction above each rank</label>'
     kinds = ((NAMES[kind], COLORS[kind]) for kind in kinds_in(drawn))
     yield _filled(
         "timeline.html",
@@ -302,9 +290,9 @@ def _configuration(report: Report) -> Iterator[str]:
 
 def _script(report: Report) -> str:
     if not _all_timelines(report):
-        return f"<script>\n{read_resource('page.js')}</script>"
+        return f"<script>\n{read_file('page.js')}</script>"
     data = steps_json(report).replace("<", "\\u003c")  # No text in the data can end the element.
-    return f'<script type="application/json" id="data">{data}</script>\n<script>\n{read_resource("page.js")}</script>'
+    return f'<script type="application/json" id="data">{data}</script>\n<script>\n{read_file("page.js")}</script>'
 
 
 def percent(share: float) -> str:

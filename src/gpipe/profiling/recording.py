@@ -262,7 +262,7 @@ class Recording(Recorder):
     def _shared_lock(self) -> list[str]:
         """Returns a finding if rank threads wait for the interpreter lock.
 
-        On accelerators this is unknown, because the time of actions is not that of the host.
+        On accelerators this is unknown, because actions take no time on the host.
         """
         others, stages = self._others(), self._pipe._processes.engine.local
         on_host = self._driver == "threads" and all(stage.device.type == "cpu" for stage in stages)

@@ -137,7 +137,7 @@ def timelines_svg(
     True
 
     Raises:
-        ValueError: If there is no timeline, or if one is 0 seconds long.
+        ValueError: If `timelines` is empty, or if one is 0 seconds long.
     """
     if not timelines or min(timeline.seconds for timeline in timelines.values()) <= 0:
         raise ValueError(
@@ -169,12 +169,12 @@ def document(elements: Iterable[str], label: str, width: int, height: int) -> st
     """Returns an SVG document with a background and the common style."""
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label={quoteattr(label)}>'
-    style = f"<style>\n{read_resource('svg.css')}</style>"
+    style = f"<style>\n{read_file('svg.css')}</style>"
     page = f'<rect class="page" width="{width}" height="{height}" rx="6"/>'
     return "\n".join((head, style, page, *elements, "</svg>\n"))
 
 
-def read_resource(name: str) -> str:
+def read_file(name: str) -> str:
     """Returns the text of a file in the folder of this module."""
     return files("gpipe.profiling").joinpath(name).read_text(encoding="utf-8")
 
@@ -189,7 +189,7 @@ def _first(timeline: Timeline, limit: int) -> Timeline:
 
 
 def _head(title: str, timeline: Timeline, part: Timeline, scale: Scale) -> str:
-    """Returns the title of a timeline, and what part of it is drawn."""
+    """Returns the title of a timeline, with the ranks and the time that are drawn."""
     if part.ranks < timeline.ranks:
         title += f", ranks 0 to {part.ranks - 1} of {timeline.ranks}"
     if part.seconds < timeline.seconds:
