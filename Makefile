@@ -12,7 +12,7 @@ demo: $(VENV)/.ready  ## Train a partitioned, pipelined AmoebaNet-D on handwritt
 test: $(VENV)/.ready  ## Run all tests, slow ones on some of their cases: at most 6 minutes on two idle cores.
 	$(TESTS)
 
-test-all: $(VENV)/.ready  ## Run all cases of all tests.
+test-all: $(VENV)/.ready $(VENV)/.engines  ## Run all cases of all tests, also those with Ray.
 	$(TESTS) --all-cases
 
 gpu: $(VENV)/.ready  ## Test on an accelerator and write one page; PART='bits memory' selects parts, QUICK=1 runs less of each.
@@ -56,6 +56,10 @@ bench-%: $(VENV)/.bench  ## One workload: bench-transformer, bench-conv, ...
 $(VENV)/.docs: pyproject.toml constraints.txt
 	test -x $(PYTHON) || python3 -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+$(VENV)/.engines: $(VENV)/.ready
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.ready

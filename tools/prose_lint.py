@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from sentences import WORD, Sentence, all_sentences
+from sentences import WORD, Sentence, all_sentences, split_sentences
 
 ROOT = Path(__file__).parents[1]
 BASELINE = ROOT / "tools" / "prose_baseline.json"
@@ -48,9 +48,12 @@ COMPILED = {name: re.compile(regex) for name, regex in PATTERNS.items()}
 
 
 def violations(sentence: Sentence) -> list[str]:
-    """Returns the names of the patterns that a sentence matches. Code in backquotes does not count."""
-    plain = re.sub(r"`[^`]*`", "CODE", sentence.text)
-    return [name for name, regex in COMPILED.items() if regex.search(plain)]
+    """Returns the names of the patterns that a sentence, or one sentence of a message, matches.
+
+    Code in backquotes does not count.
+    """
+    parts = split_sentences(re.sub(r"`[^`]*`", "CODE", sentence.text))
+    return [name for name, regex in COMPILED.items() if any(map(regex.search, parts))]
 
 
 def print_summary(sentences: list[Sentence]) -> None:
@@ -61,12 +64,12 @@ def print_summary(sentences: list[Sentence]) -> None:
     for source in sources:
         chosen = [sentence for sentence in sentences if sentence.source == source]
         matched = [violations(sentence) for sentence in chosen]
-        lengths = [len(WORD.findall(sentence.text)) for sentence in chosen]
+        lengths = [len(WORD.findall(part)) for sentence in chosen for part in split_sentences(sentence.text)]
         for name in PATTERNS:
             rows[name].append(1000 * sum(name in names for names in matched) / len(chosen))
         rows["any of them, %"].append(100 * sum(map(bool, matched)) / len(chosen))
-        rows["words per sentence"].append(sum(lengths) / len(chosen))
-        rows[f"more than {LONG} words, %"].append(100 * sum(length > LONG for length in lengths) / len(chosen))
+        rows["words per sentence"].append(sum(lengths) / len(lengths))
+        rows[f"more than {LONG} words, %"].append(100 * sum(length > LONG for length in lengths) / len(lengths))
         rows["sentences"].append(len(chosen))
     print(f"{'':38}" + "".join(f"{source:>12}" for source in sources))
     for name, values in rows.items():

@@ -28,7 +28,10 @@ ALONE = {  # how torchrun is told that other tests run beside this one
     **ONE_THREAD,
 }
 SHOWN = re.compile(r"(?:literalinclude} |<)(?:\.\./)+(examples/.*\.py)")
-INCLUDED = sorted({name for page in PAGES for name in SHOWN.findall(page.read_text())})
+ENGINES = ("ray_train.py", "monarch_train.py")  # run in tests/engines
+INCLUDED = sorted(
+    name for name in {name for page in PAGES for name in SHOWN.findall(page.read_text())} if not name.endswith(ENGINES)
+)
 FIGURES = re.compile(r"^.*: loss [\d.]+$", re.MULTILINE)
 
 
