@@ -38,23 +38,21 @@ TraceKey: TypeAlias = tuple[str, tuple[object, ...], tuple[object, ...]]
 """The properties of the inputs and the model that select a trace: structure, leaves and settings."""
 
 OTHER_LAYER = (
-    "With these inputs, or in this mode, {model} uses {name} in layer {layer} ({layer_name}), but with the sample it "
-    "does not. Pass a sample that uses the whole model, or choose blocks that contain the module: "
-    "gpipe.layers_of(model, sample, blocks=[...]). [module-in-different-layer]"
+    "With these inputs, {model} uses {name} in layer {layer} ({layer_name}), but with the sample it does not. Pass "
+    "a sample that uses the whole model, or choose other blocks: gpipe.layers_of(model, sample, blocks=[...]). "
+    "[module-in-different-layer]"
 )
 OTHER_NUMBER_OF_LAYERS = (
-    "With these inputs, or in this mode, {model} has {layers} layers, but with the sample it has {expected}. It runs "
-    "{more} operations: {ops}. A layer ends after each block: move these operations into a block, or create another "
-    "pipe for this mode. [number-of-layers-differs]"
+    "With these inputs, {model} has {layers} layers, but it has {expected} with the sample. It runs {more} "
+    "operations: {ops}. Move them into a block, or create another pipe for this mode. [number-of-layers-differs]"
 )
 OTHER_KIND = (
     "Micro-batch {index} differs from micro-batch 0 in keys, types or settings: {inputs} instead of {expected}. Pass "
     "the same keys, booleans and strings, and tensors with the same number of dimensions. [micro-batches-differ]"
 )
 NOT_TRACED = (
-    "The inputs have other keys or types than the sample, or a setting of the model has changed, and with several "
-    "processes no process has the whole model to trace it again. Create the pipe with such a sample and such "
-    "settings. [inputs-not-traced]"
+    "The model was not traced with these input keys, types or settings, and with several processes it cannot be "
+    "traced later. Create the pipe with such a sample and settings. [inputs-not-traced]"
 )
 
 MOST_TRACES = 32
@@ -86,12 +84,12 @@ class TracedBatch(NamedTuple):
 
 
 class TracedModel:
-    """A model that runs in layers, and has been verified to compute bitwise the same results.
+    """A model that runs in layers, with bitwise the same results as the model itself.
 
     Attributes:
         model: The model.
         lacks_values: Whether it is on the meta device.
-        parameter_names: The names of its parameters, in their order, including those of other processes.
+        parameter_names: The names of all parameters in the order of the model, also if other processes hold them.
         traces: The known control-flow paths. The path of the sample is the first.
         sample_names: The keys of the sample, or the name of its type.
         parts: The blocks and the modules around them.

@@ -127,13 +127,13 @@ def _leaf_of(value: object, inputs: Tree) -> int:
 
 
 NOT_ADDITIVE = (
-    "The model's own loss of the sample is {whole:.6g}, but the losses of its halves average to {together:.6g}. "
-    "gpipe trains on the losses of the micro-batches. To train on the loss of the mini-batch, call step(inputs, "
-    "targets, loss_fn, reduction=...). [model-loss-not-additive]"
+    "The model's own loss of the sample is {whole:.6g}, but its halves average to {together:.6g}. gpipe trains on "
+    "the losses of micro-batches. For the loss of the mini-batch, call step(inputs, targets, loss_fn, "
+    "reduction=...). [model-loss-not-additive]"
 )
 NOT_CHECKED = (
-    "The model raised {error} in evaluation, on the sample or its halves, so gpipe did not check that its losses add "
-    "up. If they are not means over rows or labels, call step(inputs, targets, loss_fn, reduction=...). "
+    "The model raised {error} in evaluation, so gpipe did not check that its losses of micro-batches add up. If "
+    "they are not means over rows or labels, call step(inputs, targets, loss_fn, reduction=...). "
     "[evaluation-loss-not-checked]"
 )
 ONE_ROW = (

@@ -24,19 +24,17 @@ T = TypeVar("T")
 
 ON_SAMPLE = (
     "gpipe was tracing {model} on the sample, or on the first mini-batch with different keys or settings. Pass the "
-    "arguments of model(...): a dict for keyword arguments, or any other value for the only argument. "
-    "[model-rejects-sample]"
+    "arguments of model(...): a dict of keyword arguments, or the only argument. [model-rejects-sample]"
 )
 FAILS_SPLIT = (
-    "{place} of the split {model} fails with {error}, but not in the model itself. It reads a value that another "
-    "block stored outside of its outputs. Return the value and pass it as an argument, or choose blocks that contain "
-    "all modules that share it: gpipe.layers_of(model, sample, blocks=[...]). [split-forward-fails]"
+    "{place} fails with {error} only in the split {model}. It reads a value that another block stores instead of "
+    "returning it. Pass it as an argument, or choose other blocks: gpipe.layers_of(model, sample, blocks=[...]). "
+    "[split-forward-fails]"
 )
 FAILS_SPLIT_AFTER_STORE = (
-    "{place} of the split {model} fails with {error}, but not in the model itself. It reads a value that another "
-    "block stored outside of its outputs; the forward stores tensors in {places}. Return the value and pass it as an "
-    "argument, or choose blocks that contain all modules that share it: gpipe.layers_of(model, sample, "
-    "blocks=[...]). [split-forward-fails]"
+    "{place} fails with {error} only in the split {model}. It reads a stored value, and the forward stores tensors "
+    "in {places}. Pass it as an argument, or choose other blocks: gpipe.layers_of(model, sample, blocks=[...]). "
+    "[split-forward-fails]"
 )
 
 
