@@ -88,6 +88,7 @@ FLAT_ITERATORS = frozenset((
 ))  # fmt: skip
 """Iterators that hold a position and no other iterator, so that `copy.copy` copies all their state."""
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+GENERATORS = (torch.Generator, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
 UNCOPYABLE = (types.CoroutineType, types.AsyncGeneratorType, queue.SimpleQueue)
 UNCOPYABLE_LIBRARY = frozenset({"asyncio", "concurrent", "mmap", "multiprocessing", "socket", "subprocess"})
 """Modules of the standard library whose objects have state outside of this interpreter, or in its other threads."""
@@ -100,6 +101,7 @@ GLOBAL_GENERATORS: Mapping[str, object] = {
 }
 
 Key: TypeAlias = tuple[object, ...]
+Visit: TypeAlias = Callable[["_Walk", Any, "Path"], None]
 
 
 class Path(NamedTuple):
@@ -224,7 +226,7 @@ class _Walk:
         self._not_copied = None if parameters_except is None else set(map(id, parameters_except))
         self._queue: deque[tuple[Any, Path]] = deque()
         self._seen: dict[int, object] = {}  # It keeps the objects alive, so that no id is used again.
-        self._visits: dict[type, Callable[[_Walk, Any, Path], None]] = {}
+        self._visits: dict[type, Visit] = {}
         self._have_slots: dict[type, bool] = {}
         self._globals: dict[int, _Globals] = {}
         self.names = {"forward"}  # The names that reached code uses.
@@ -296,9 +298,6 @@ class _Walk:
             self._reach(part, path)
         self._visit_object(value, path)
 
-    def _visit_module_of_python(self, value: Any, path: Path) -> None:
-        """Does nothing: functions reach only the globals that their code names."""
-
     def _visit_lru_cache(self, value: Any, path: Path) -> None:
         for referent in gc.get_referents(value):  # The function and the cached results.
             self._reach(referent, path, "[cached]")
@@ -314,12 +313,6 @@ class _Walk:
             self._reach(item, path, f"[{index}]")
         self._visit_object(value, path)
 
-    def _visit_bytes(self, value: Any, path: Path) -> None:
-        self._record(BYTES, value, path)
-
-    def _visit_generator(self, value: Any, path: Path) -> None:
-        self._record(GENERATOR, value, path)
-
     def _visit_random(self, value: Any, path: Path) -> None:
         if not isinstance(value, random.SystemRandom):
             self._record(GENERATOR, value, path)
@@ -327,9 +320,6 @@ class _Walk:
 
     def _visit_thread_local(self, value: Any, path: Path) -> None:
         self.thread_locals.append(str(path))
-
-    def _visit_memory_stream(self, value: Any, path: Path) -> None:
-        self._record(STREAM, value, path)
 
     def _visit_file(self, value: Any, path: Path) -> None:
         if not value.closed and not value.writable():  # Writing a file twice changes no result.
@@ -344,6 +334,10 @@ class _Walk:
         else:
             is_idle = not value.not_empty._waiters and not value.not_full._waiters
         (self._visit_object if is_idle else self._visit_uncopyable)(value, path)
+
+    def _visit_container(self, value: Any, path: Path, kind: Kind) -> None:
+        self._hold(kind, value, path)
+        self._visit_object(value, path)
 
     def _visit_object(self, value: Any, path: Path) -> None:
         """Visits attributes, slots and class, which objects of most types have besides their items."""
@@ -493,26 +487,27 @@ class _Walk:
                 self._reach(item, path, "[...]")
 
 
-VISITS: tuple[tuple[tuple[type, ...], Callable[[_Walk, Any, Path], None]], ...] = (
+def _recording(kind: Kind) -> Visit:
+    return lambda walk, value, path: walk._record(kind, value, path)
+
+
+VISITS: tuple[tuple[tuple[type, ...], Visit], ...] = (
     ((Tensor,), _Walk._visit_tensor),
     ((type,), _Walk._visit_class),
     ((types.FunctionType,), _Walk._visit_function),
     ((types.MethodType,), _Walk._visit_method),
     ((types.BuiltinMethodType, types.MethodWrapperType), _Walk._visit_builtin_method),
     ((partial,), _Walk._visit_partial),
-    ((types.ModuleType,), _Walk._visit_module_of_python),
+    ((types.ModuleType,), lambda walk, value, path: None),  # Functions reach only the globals that they name.
     ((functools._lru_cache_wrapper,), _Walk._visit_lru_cache),
     ((weakref.ref,), _Walk._visit_weak_reference),
     ((tuple, frozenset), _Walk._visit_immutable),
-    ((bytearray, array.array), _Walk._visit_bytes),
-    (
-        (torch.Generator, np.random.RandomState, np.random.Generator, np.random.BitGenerator),
-        _Walk._visit_generator,
-    ),
+    ((bytearray, array.array), _recording(BYTES)),
+    (GENERATORS, _recording(GENERATOR)),
     ((random.Random,), _Walk._visit_random),
     ((np.ndarray,), _Walk._visit_array),
     ((threading.local,), _Walk._visit_thread_local),
-    ((io.StringIO, io.BytesIO), _Walk._visit_memory_stream),
+    ((io.StringIO, io.BytesIO), _recording(STREAM)),
     ((io.IOBase,), _Walk._visit_file),
     ((types.GeneratorType, threading.Thread, queue.Queue), _Walk._visit_if_idle),
     (UNCOPYABLE, _Walk._visit_uncopyable),
@@ -520,7 +515,7 @@ VISITS: tuple[tuple[tuple[type, ...], Callable[[_Walk, Any, Path], None]], ...] 
 """The function that visits objects of a type. The first entry whose types include the type or a base of it counts."""
 
 
-def _visit_of(kind: type) -> Callable[[_Walk, Any, Path], None]:
+def _visit_of(kind: type) -> Visit:
     """Returns the function that visits objects of a type."""
     for types_visited, visit in VISITS:
         if issubclass(kind, types_visited):
@@ -529,15 +524,10 @@ def _visit_of(kind: type) -> Callable[[_Walk, Any, Path], None]:
     is_iterator = step is not None and not isinstance(step, types.FunctionType)
     if is_iterator or kind.__module__.partition(".")[0] in UNCOPYABLE_LIBRARY:
         return _Walk._visit_uncopyable
-    container = next((container for base, container in CONTAINERS if issubclass(kind, base)), None)
-    if container is None:
-        return _Walk._visit_object
-
-    def visit_container(walk: _Walk, value: Any, path: Path) -> None:
-        walk._hold(container, value, path)
-        walk._visit_object(value, path)
-
-    return visit_container
+    for base, container in CONTAINERS:
+        if issubclass(kind, base):
+            return partial(_Walk._visit_container, kind=container)
+    return _Walk._visit_object
 
 
 class ReachableState:
