@@ -41,7 +41,8 @@ INTERRUPTED = (
 def run_step(run: Run) -> None:
     """Runs the whole program of a mini-batch."""
     with run.stages.threads.turn():
-        _prepare(run)
+        run.compile()
+        begin_ranks(run, run.choose_features(run))
         _run_table(run, run.compiled.whole)
         _finish(run)
 
@@ -49,7 +50,8 @@ def run_step(run: Run) -> None:
 def run_forward(run: Run) -> None:
     """Runs the forward half of a program. The run keeps the state that the backward half needs."""
     with run.stages.threads.turn():
-        _prepare(run)
+        run.compile()
+        begin_ranks(run, run.choose_features(run))
         _run_table(run, run.compiled.forward)
 
 
@@ -121,11 +123,6 @@ def perform(run: Run, rank: Rank, task: CompiledAction) -> None:
         run.work[Kind.RECEIVE](run, rank, task)
     run.work[task.action.kind](run, rank, task)
     rank.stream.limit_queue()
-
-
-def _prepare(run: Run) -> None:
-    run.compile()
-    begin_ranks(run, run.choose_features(run))
 
 
 def _run_table(run: Run, table: CompiledTable) -> None:

@@ -131,11 +131,6 @@ class Run:
     def __post_init__(self) -> None:
         self.trains = self.thread_state.grad  # whether there is a backward pass
 
-    @property
-    def first(self) -> int:
-        """The number of this replica's first micro-batch (or slice) among all replicas. It is part of random keys."""
-        return self.context.replica * self.stages.micro_batches * self.slices
-
     def compiled_program(self) -> CompiledProgram:
         """Returns the compiled program for mini-batches like this one."""
         number, is_call, pops = len(self.micro_batch_sizes), self.loss_fn is None, tuple(self.loss_pops)
@@ -144,6 +139,8 @@ class Run:
     def compile(self) -> None:
         """Compiles the program of the mini-batch, and creates aliases of shared weights for each stage."""
         self.compiled = self.compiled_program()
+        # The number of this replica's first micro-batch (or slice) among all replicas: random keys depend on it.
+        self.first = self.context.replica * self.stages.micro_batches * self.slices
         self.routes: Sequence[StageRoutes] = self.compiled.routes
         shared = self.stages.shared
         self.aliases = WeightAliases(shared, self.stages.local) if shared else _NO_ALIASES
