@@ -286,7 +286,7 @@ def test_a_norm_that_turns_gradients_round_is_refused() -> None:
     pipe.step(torch.ones(2, 2), torch.ones(2, 1), nn.functional.mse_loss)
     before = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
     for norm in (-1, float("nan"), -float("inf")):
-        with pytest.raises(ValueError, match="give a number of at least 0"):
+        with pytest.raises(ValueError, match="max_norm="):
             pipe.clip_grad_norm_(norm)
     assert all(
         torch.equal(old, p.grad) for old, p in zip(before, pipe.parameters(), strict=True) if p.grad is not None
