@@ -28,7 +28,7 @@ def one_hot_targets() -> Tensor:
 
 
 def labels(*shape: int, ignored: int = -100) -> Tensor:
-    """Labels of which those of the first rows are mostly to be ignored."""
+    """Returns labels of which most in the first rows are ignored."""
     found = torch.randint(CLASSES, (ROWS, *shape))
     flat = found.view(ROWS, -1)
     flat[:3, 0] = ignored
@@ -42,7 +42,7 @@ real = partial(torch.rand, ROWS, CLASSES, dtype=torch.float64)
 
 
 class Inherits(nn.CrossEntropyLoss):
-    """One of torch's own, in all but name."""
+    """A loss that equals one of torch, under a different name."""
 
 
 ELEMENTWISE: dict[str, Case] = {
@@ -100,7 +100,7 @@ IMAGES: dict[str, Case] = {
 
 
 class Images(nn.Module):
-    """Gives scores of each class for each pixel."""
+    """Returns logits of each class for each pixel."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.view(len(x), CLASSES, PIXELS, PIXELS)
@@ -127,7 +127,7 @@ def close(one: Tensor | None, other: Tensor | None) -> bool:
 def assert_whole(
     pipe: gpipe.GPipe, layers: list[nn.Module], x: Tensor, y: Tensor, loss_fn: Callable[..., Any]
 ) -> None:
-    """A step gives the loss and the gradients that the layers give of the whole mini-batch, also in a second run."""
+    """A step returns the loss and gradients of the whole mini-batch, also in a second run."""
     plain = nn.Sequential(*layers)
 
     def loss_of(found: Any) -> Tensor:
@@ -212,7 +212,7 @@ def test_a_loss_for_each_row_is_rejected() -> None:
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_bug_a_target_that_every_micro_batch_takes_whole_leaves_the_mean_to_the_rows() -> None:
-    """Its elements were counted, though they say nothing of a micro-batch's rows."""
+    """Its elements were counted, although they do not depend on the rows of a micro-batch."""
     x, y = torch.randn(5, 4, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for target in (y, gpipe.Whole(y.view(1, 1))):
         pipe = gpipe.GPipe(build(None), 2, 2)

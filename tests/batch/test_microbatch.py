@@ -18,7 +18,7 @@ LAW = settings(derandomize=True, deadline=None, database=None, max_examples=100)
 
 
 def trees(rows: int) -> st.SearchStrategy[Tree]:
-    """Tensors of so many rows of any type, tensors without dimensions, other values, in any nesting."""
+    """Draws nested trees of tensors with the same number of rows, scalar tensors and other values."""
     shapes = st.lists(st.integers(0, 3), max_size=2).map(lambda rest: (rows, *rest))
     tensors = st.builds(
         lambda shape, dtype: torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype),
@@ -77,7 +77,7 @@ def mean_of_squares(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Positioned(nn.Module):
-    """Takes positions of three kinds, `[3, rows, words]`, as multimodal models do."""
+    """Has position ids of shape [3, rows, tokens], as multimodal models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_the_advice_for_rows_in_a_later_dimension_works(rows: int) -> None:
 
 
 class Weighted(nn.Module):
-    """Takes a table that all rows need, a number and nothing at all."""
+    """Has a table that all rows use, a number and None as inputs."""
 
     def forward(self, given: tuple[Tensor, Tensor, Tensor, float, None]) -> Tensor:
         x, table, factor, number, nothing = given

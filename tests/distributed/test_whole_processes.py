@@ -107,7 +107,8 @@ def test_layers_are_found_by_their_place_among_all(pool: WorkerPool) -> None:
     (first, held), (last, _) = answers(pool.run(jobs.places, world=2))
     assert held == sum("in another process" not in text for text in first)
     assert all(
-        ("in another process" in one) != ("in another process" in other) for one, other in zip(first, last, strict=True)
+        ("in another process" in one) != ("in another process" in other)
+        for one, other in zip(first, last, strict=True)
     )
 
 

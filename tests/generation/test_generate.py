@@ -149,7 +149,7 @@ def tensors_of(cache: Any) -> Iterator[Tensor]:
 
 
 class Greedy(nn.Module):
-    """A model that is not of transformers, with a `generate` of its own, and without a cache."""
+    """A model outside of transformers, with its own `generate` and without a cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Greedy(nn.Module):
 
 
 class Kinder(Greedy):
-    """Its `generate` names what it takes otherwise, and gives a dict."""
+    """A model whose `generate` has different argument names and returns a dict."""
 
     def generate(self, ids: Tensor, count: int) -> Any:
         return {"tokens": super().generate(ids, count), "kind": "greedy"}

@@ -20,7 +20,7 @@ def noted(tokens: Tensor, state: Tensor) -> dict[str, str]:
 
 
 def generate(rank: int, world: int, name: str, ways: list[str], how: dict[str, Any]) -> Digests:
-    """What a rank gets; that of the first stage is given the prompts, others none, and another seed."""
+    """Generates on one rank. Only the first rank receives the prompts, and all others have a different seed."""
     family, found = named(name), dict[str, str]()
     with piped(generator(name), family, world, driver="process", **how) as pipe:
         given = prompts_of(family) if pipe.reads_inputs else {}
@@ -31,7 +31,7 @@ def generate(rank: int, world: int, name: str, ways: list[str], how: dict[str, A
 
 
 def ran(rank: int, world: int, name: str, block: str, ends: bool) -> tuple[dict[str, int], list[int]]:
-    """How often each block of a rank ran for one new word, and how often it was to, by micro-batch."""
+    """Returns how often each block of a rank ran for one new token, and the expected count per micro-batch."""
     family, model = named(name), generator(name)
     given = prompts_of(family)
     how, rounds = {**asked("greedy"), "min_new_tokens": NEW}, [NEW - 1] * 3
@@ -45,7 +45,7 @@ def ran(rank: int, world: int, name: str, block: str, ends: bool) -> tuple[dict[
 
 
 def held_here(rank: int, world: int, name: str) -> tuple[list[int], int]:
-    """What the caches of all ranks were to hold, and what those of this one do."""
+    """Returns the predicted size of the caches of all ranks, and the actual size on this rank."""
     family, kept = named(name), list[Any]()
     model = generator(name)
     make = type(model)._prepare_cache_for_generation
@@ -69,7 +69,7 @@ def held_here(rank: int, world: int, name: str) -> tuple[list[int], int]:
 
 
 def quantized(rank: int, world: int, name: str) -> dict[str, Any]:
-    """What a rank of a pipe with a quantized base is told of caches, and gets."""
+    """Returns the predicted cache sizes and the tokens of a pipe with a quantized base model."""
     with quantized_pipe(base(name), world, driver="process").eval() as pipe:
         given = {"input_ids": quantized_batch()["input_ids"][:, :5]}
         return {
@@ -79,7 +79,7 @@ def quantized(rank: int, world: int, name: str) -> dict[str, Any]:
 
 
 def apart(rank: int, world: int, what: str) -> None:
-    """Generates in processes that do not agree."""
+    """Generates in processes whose arguments differ."""
     family = named("llama")
     with piped(generator("llama"), family, world, driver="process") as pipe:
         settings = asked("greedy")
@@ -105,7 +105,7 @@ def apart(rank: int, world: int, what: str) -> None:
 
 
 class _Other:
-    """Has the second rank choose other words than the first."""
+    """Makes the second rank choose different tokens than the first."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -26,7 +26,7 @@ NUMBERS: dict[str, object] = {
 
 
 def tagged() -> Iterator[Op]:
-    """All operations of torch that say of themselves that they draw."""
+    """Returns all operations of torch that are tagged as random."""
     for name in sorted(torch._C._dispatch_get_all_op_names()):
         if name.startswith("aten::"):
             packet, _, overload = name[6:].partition(".")
@@ -36,7 +36,7 @@ def tagged() -> Iterator[Op]:
 
 
 def arguments(op: Op) -> dict[str, object]:
-    """Simple arguments for an operation, the same whenever asked for."""
+    """Returns simple arguments for an operation, the same in each call."""
     generator = torch.Generator().manual_seed(0)
 
     def tensor(name: str) -> Tensor:
@@ -73,7 +73,7 @@ def arguments(op: Op) -> dict[str, object]:
 
 
 def recurrent(op: Op, generator: torch.Generator) -> dict[str, object]:
-    """State and weights of two recurrent layers, so that there is dropout between them."""
+    """Returns the state and weights of two recurrent layers, with dropout between them."""
     gates = {"aten::lstm": 4, "aten::gru": 3}.get(op._schema.name, 1) * 3
     shapes = [(gates, 3), (gates, 3), (gates,), (gates,)] * 2
     state = torch.rand(2, 2, 3, generator=generator)
@@ -84,7 +84,7 @@ def recurrent(op: Op, generator: torch.Generator) -> dict[str, object]:
 
 
 def drawn(op: Op) -> list[Tensor]:
-    """What an operation gives and leaves in its arguments."""
+    """Returns the result of an operation and its arguments afterwards."""
     given = arguments(op)
     positional = [a.name for a in op._schema.arguments if not a.kwarg_only and not a.has_default_value()]
     keywords = {name: value for name, value in given.items() if name not in positional}
@@ -94,7 +94,7 @@ def drawn(op: Op) -> list[Tensor]:
 
 @cache
 def drawing_ops() -> dict[str, Op]:
-    """The tagged operations that this CPU can do, and that draw with these arguments."""
+    """Returns the tagged operations that run on this CPU and draw with these arguments."""
     found = {}
     with torch.random.fork_rng(devices=[]):
         for op in tagged():
