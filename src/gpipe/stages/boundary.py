@@ -19,13 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from gpipe._torch.autograd import (
-    LEAF_NODE,
-    accumulate_gradients,
-    is_held,
-    memory_users,
-    node_number,
-)
+from gpipe._torch.autograd import LEAF_NODE, accumulate_gradients, is_held, memory_users, node_number
 from gpipe.stages.memory_layout import copy_of, storage_address, versions
 from gpipe.stages.tree import Tree, hides_tensors, reject_hidden_tensors, replace_tensors, tensors_in
 
