@@ -96,9 +96,9 @@ def profile_layers(
         measured = partial(measure_seconds, layers, device=measured_on, at_once=at_once, parts=parts)
         work = {rows: measured(sample) for rows, sample in samples.items()}
     profiles = []
-    for at, (name, layer) in enumerate(zip(names, layers, strict=True)):
-        counts = {rows: each[at] for rows, each in counted.items()}
-        seconds = {rows: each[at] for rows, each in work.items()}
+    for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
+        counts = {rows: each[index] for rows, each in counted.items()}
+        seconds = {rows: each[index] for rows, each in work.items()}
         profiles.append(_profile(name, layer, counts, seconds, optimizer_numbers))
     return Profile(tuple(profiles), "flops" if measured_on is None else "seconds")
 
@@ -113,7 +113,7 @@ def _profile(
     """Returns the profile of a layer from its counts and its work, both by rows."""
     are_split = all(each.inputs is not None for each in work.values())
     is_redone = all(each.recompute is not None for each in work.values())
-    halves = [{rows: each.halves[at] for rows, each in counts.items() if each.halves} for at in range(3)]
+    halves = [{rows: each.halves[index] for rows, each in counts.items() if each.halves} for index in range(3)]
     inputs, weights = (_line(work, lambda each: each.inputs or 0.0), _line(work, lambda each: each.weights or 0.0))
     popped = {rows: each.popped for rows, each in counts.items()}
     buffers = _bytes_of(layer.buffers())
@@ -129,7 +129,7 @@ def _profile(
         gradients=trained,
         buffers=buffers,
         halves=tuple(_line(each, float) for each in halves) if halves[0] else None,
-        popped=tuple((at, _line(popped, itemgetter(at))) for at in next(iter(popped.values()))),
+        popped=tuple((index, _line(popped, itemgetter(index))) for index in next(iter(popped.values()))),
     )
 
 
@@ -221,7 +221,7 @@ class _Run:
         # Quantized tensors stay real, because quantizers need their values. Results of operations on them are fake.
         with (
             untouched(layer),
-            replaced_tensors(layer, lambda own: own if is_quantized(own) else self._fakes.like(own)),
+            replaced_tensors(layer, lambda t: t if is_quantized(t) else self._fakes.like(t)),
         ):
             attached, counts = self._run(layer, values, saved, known, is_last=is_last)
         for source, tensor in popped.values():

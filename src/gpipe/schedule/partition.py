@@ -221,7 +221,7 @@ def _invalid_numbers(
     if len(values) != count:
         yield f"{name} has {len(values)} entries. Pass {count}."
     least = math.ulp(0) if positive else 0
-    invalid = [f"{name}[{at}] is {value}" for at, value in enumerate(values) if not least <= value <= most]
+    invalid = [f"{name}[{i}] is {value}" for i, value in enumerate(values) if not least <= value <= most]
     if invalid:
         limits = f"{'greater than' if positive else 'at least'} 0{'' if most == math.inf else ' and finite'}"
         yield f"{', '.join(invalid)}. Use numbers that are {limits}."

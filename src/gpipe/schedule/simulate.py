@@ -72,7 +72,7 @@ def simulate(program: Program, costs: Costs, duration: Callable[[Action], float]
     """
     simulator = Simulator(program)
     by_rank = [[costs[stage] for stage in stages] for stages in simulator.stages_of]
-    peaks = [simulator.peak_bytes(rank, own, (frozenset(),) * len(own)) for rank, own in enumerate(by_rank)]
+    peaks = [simulator.peak_bytes(rank, each, (frozenset(),) * len(each)) for rank, each in enumerate(by_rank)]
     return Simulation(simulator.timeline(costs, duration), tuple(peaks))
 
 
@@ -242,36 +242,36 @@ class Simulator:
         """
         rank = self.program.rank_of[stage]
         row = self._row(rank)
-        moves = [at for at, action in enumerate(row) if action.kind in MOVES]
+        moves = [index for index, action in enumerate(row) if action.kind in MOVES]
         places: dict[int, dict[int | None, dict[Kind, int]]] = {stage: {}, stage + 1: {}}  # by micro-batch
-        for at, action in enumerate(row):
+        for index, action in enumerate(row):
             if action.stage in places:
-                places[action.stage].setdefault(action.micro_batch, {})[action.kind] = at
+                places[action.stage].setdefault(action.micro_batch, {})[action.kind] = index
         here, following = places.values()
 
-        def waits(at: int) -> slice:
+        def waits(index: int) -> slice:
             """Returns the indices at which the output of a finished action still exists on this rank."""
             recomputes = redo is not None
-            return slice(at + 1, bisect_right(self._when(rank, recomputes), self._taken(row[at], recomputes)))
+            return slice(index + 1, bisect_right(self._when(rank, recomputes), self._taken(row[index], recomputes)))
 
         held = np.zeros((len(row), len(UNIT_COST.sizes)), np.int64)
         if shards := here.pop(None, {}):
             held[shards[Kind.UNSHARD] : shards[Kind.RESHARD], GATHERED] += 1
-            backwards = (at for each in here.values() for kind, at in each.items() if kind in BACKWARDS)
+            backwards = (index for each in here.values() for kind, index in each.items() if kind in BACKWARDS)
             held[min(backwards, default=len(row)) :, GATHERED] += 1
-        for m, at_kind in here.items():
-            forward, backward, end = _ends(at_kind)
-            weights = at_kind.get(Kind.BACKWARD_WEIGHT)
-            redo = at_kind.get(Kind.RECOMPUTE, backward if m in recomputed else None)
+        for m, indices in here.items():
+            forward, backward, end = _ends(indices)
+            weights = indices.get(Kind.BACKWARD_WEIGHT)
+            redo = indices.get(Kind.RECOMPUTE, backward if m in recomputed else None)
             held[forward : end + 1, BOUNDARY] += 1
-            back = at_kind.get(Kind.FETCH, redo)
-            if (away := at_kind.get(Kind.OFFLOAD)) is not None:
+            back = indices.get(Kind.FETCH, redo)
+            if (away := indices.get(Kind.OFFLOAD)) is not None:
                 held[forward : moves[moves.index(away) + 1], ACTIVATIONS] += 1
             else:
                 held[forward : (end if redo is None else forward) + 1, ACTIVATIONS] += 1
             if back is not None:
                 held[back : end + 1, ACTIVATIONS] += 1
-            if redo is not None and Kind.FORWARD in at_kind:
+            if redo is not None and Kind.FORWARD in indices:
                 held[waits(forward), VALUE] += 1
             elif redo is None and away is None and m in following:
                 taken, _, until = _ends(following[m])

@@ -169,7 +169,7 @@ class _Listing:
         self.free = [0.0 for _ in ranks]
         each = map(sum, zip(task.forward, task.backward, task.weights, strict=True))
         work = [task.micro_batches * seconds for seconds in each]
-        self.due = [sum(work[s] for s in own) for own in task.stages_of]  # the remaining work of each rank
+        self.due = [sum(work[s] for s in of_rank) for of_rank in task.stages_of]  # the remaining work of each rank
         self.held = [0.0 for _ in ranks]
         self.owed: list[list[tuple[int, int]]] = [[] for _ in ranks]
         self.rows: list[list[tuple[Kind, int, int]]] = [[] for _ in ranks]
@@ -205,12 +205,12 @@ class _Listing:
             ahead, done = self.forwards[s], self.backwards[s]
             arrived, returned = self.arrived[s], self.returned[s]
             if ahead < len(arrived) and ahead - done < knobs.ahead[s] and self._has_room(rank, s):
-                at = arrived[ahead]
-                forward = at if at > now else now, forward_last, -s if knobs.later_first else s, Kind.FORWARD, s
+                ready = arrived[ahead]
+                forward = ready if ready > now else now, forward_last, -s if knobs.later_first else s, Kind.FORWARD, s
                 best = forward if forward < best else best
             if done < len(returned):
-                at = returned[done]
-                backward = at if at > now else now, not forward_last, s, Kind.BACKWARD, s
+                ready = returned[done]
+                backward = ready if ready > now else now, not forward_last, s, Kind.BACKWARD, s
                 best = backward if backward < best else best
         start, _, _, kind, stage = best
         if owed:

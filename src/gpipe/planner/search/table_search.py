@@ -133,8 +133,8 @@ class TableSearch:
         knobs, stages = candidate.knobs, len(candidate.placement)
         chance = rng.random()
         if chance < 0.25 and stages > 1:
-            at, by = rng.randrange(stages - 1), rng.choice((-1, 1))
-            sizes = _put(_put(candidate.sizes, at, lambda n: n + by), at + 1, lambda n: n - by)
+            index, by = rng.randrange(stages - 1), rng.choice((-1, 1))
+            sizes = _put(_put(candidate.sizes, index, lambda n: n + by), index + 1, lambda n: n - by)
             return replace(candidate, sizes=sizes) if min(sizes) else candidate
         if chance < 0.3:
             return replace(candidate, split=not candidate.split)
@@ -173,8 +173,8 @@ class TableSearch:
         temporary = [cost.working + (cost.activations if remat else 0) for cost in costs]
         room = []
         for rank, device in enumerate(self.devices):
-            own = [stage for stage, holder in enumerate(placement) if holder == rank]
-            used = sum(costs[stage].state for stage in own) + max(temporary[stage] for stage in own)
+            stages = [stage for stage, holder in enumerate(placement) if holder == rank]
+            used = sum(costs[stage].state for stage in stages) + max(temporary[stage] for stage in stages)
             room.append(device.memory - used)
         return Task(
             rank_of=placement,
@@ -189,5 +189,5 @@ class TableSearch:
         )
 
 
-def _put(values: tuple[T, ...], at: int, change: Callable[[T], T]) -> tuple[T, ...]:
-    return (*values[:at], change(values[at]), *values[at + 1 :])
+def _put(values: tuple[T, ...], index: int, change: Callable[[T], T]) -> tuple[T, ...]:
+    return (*values[:index], change(values[index]), *values[index + 1 :])

@@ -88,8 +88,8 @@ def _repeated(block: Callable[[int], Block], ranks: int, micro_batches: int) -> 
     def cells(down: int, up: int) -> Iterable[Cell]:
         cycle: list[Cell] = [("F", down), ("F", up), ("I", up), ("I", down)]
         places = zip(block(down), cycle, strict=True)
-        at = {slot + PERIOD * m: cell for slot, cell in places for m in range(micro_batches)}
-        return [*(at.get(slot, OLDEST) for slot in range(max(at) + 1)), *[OLDEST] * (2 * micro_batches)]
+        cell_of = {slot + PERIOD * m: cell for slot, cell in places for m in range(micro_batches)}
+        return [*(cell_of.get(slot, OLDEST) for slot in range(max(cell_of) + 1)), *[OLDEST] * (2 * micro_batches)]
 
     return _down_and_up(cells, ranks, micro_batches)
 
