@@ -30,7 +30,9 @@ ALONE = {  # how torchrun is told that other tests run beside this one
 SHOWN = re.compile(r"(?:literalinclude} |<)(?:\.\./)+(examples/.*\.py)")
 ENGINES = ("ray_train.py", "monarch_train.py")  # run in tests/engines
 INCLUDED = sorted(
-    name for name in {name for page in PAGES for name in SHOWN.findall(page.read_text())} if not name.endswith(ENGINES)
+    name
+    for name in {name for page in PAGES for name in SHOWN.findall(page.read_text())}
+    if not name.endswith(ENGINES)
 )
 FIGURES = re.compile(r"^.*: loss [\d.]+$", re.MULTILINE)
 
