@@ -235,7 +235,8 @@ class GPipe(Partitioned):
         self._calls = 0  # completed calls of the pipe, without steps
         self._paths: dict[object, Path] = {}  # for generate()
         self.recorder: Recorder | None = None
-        self._findings = Findings(self._settings, self._plan, self._processes)
+        settings = self._settings
+        self._findings = Findings([*settings.layers.values()], settings.schedule, self._plan, self._processes)
         self._verifier = Verifier()
         self._hold_layers()
         if isinstance(model, nn.Sequential):

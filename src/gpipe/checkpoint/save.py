@@ -420,9 +420,8 @@ class Saving:
         """Starts a thread that writes the checkpoint."""
         with self._failed:
             begin_part(self._writing, self._held)
-        self._thread = threading.Thread(
-            target=self._write, name="gpipe-save"
-        )  # Not a daemon, so the process waits for it.
+        # The thread is not a daemon, so the process waits for it.
+        self._thread = threading.Thread(target=self._write, name="gpipe-save")
         self._thread.start()
 
     def _write(self) -> None:

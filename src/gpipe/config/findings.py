@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import nn
 
 from gpipe._torch.modules import AnyBatchNorm
-from gpipe.config.arguments import Settings
 from gpipe.distributed.processes import SingleProcess
 from gpipe.planner.search.plan import Plan
 from gpipe.runtime.run import Run
@@ -24,9 +23,9 @@ logger = logging.getLogger("gpipe")
 class Findings:
     """Collects the findings of a pipe and logs each of them once."""
 
-    def __init__(self, settings: Settings, plan: Plan, processes: SingleProcess) -> None:
+    def __init__(self, layers: Sequence[nn.Module], schedule: Schedule, plan: Plan, processes: SingleProcess) -> None:
         engine = processes.engine
-        self.messages = [*examine_settings(settings, plan), *processes.findings()]
+        self.messages = [*examine_settings(layers, schedule, plan), *processes.findings()]
         self._is_first_step = True
         self._layers = [layer.module for stage in engine.local for layer in stage.layers]
         self._deferred = engine.lowering.deferred_batch_norm
@@ -58,16 +57,15 @@ class Findings:
                 logger.warning(message)
 
 
-def examine_settings(settings: Settings, plan: Plan) -> list[str]:
+def examine_settings(layers: Sequence[nn.Module], schedule: Schedule, plan: Plan) -> list[str]:
     """Returns findings about a large bubble, stages without parameters, and slow ranks."""
-    layers = list(settings.layers.values())
     empty = [
         f"Stage {stage} has no parameters, so it does little work, and torch rejects an optimizer of this stage "
         f"only. Join its layers with a neighboring stage by partitions=[...]. [stage-without-parameters]"
         for stage, (first, end) in enumerate(plan.partition.bounds)
         if not any(True for layer in layers[first:end] for _ in layer.parameters())
     ]
-    return [*_find_large_bubble(settings.schedule, plan), *empty, *_find_slow_ranks(plan)]
+    return [*_find_large_bubble(schedule, plan), *empty, *_find_slow_ranks(plan)]
 
 
 def _find_large_bubble(schedule: Schedule, plan: Plan) -> Iterator[str]:
