@@ -41,5 +41,6 @@ nitpicky = True
 nitpick_ignore_regex = [  # what these pages name and do not document: torch, the standard library, types of our own
     ("py:.*", r"(torch|collections|pathlib|types|random|os|rich|typing|nn|Tensor|np|numpy)\b.*"),
     ("py:.*", r"(Tree|Reduction|LossModule|StepOptions|T|DeviceMesh|gpipe\.checkpoint\.manifest\.Manifest)"),
+    ("py:.*", r"gpipe\.schedule\.schedules\.writing\.Rows"),
     ("py:.*", r"(Any|optional|default.*|Iterable|Iterator|Sequence|Mapping|Callable|Path|Table|.*Error)"),
 ]
