@@ -126,7 +126,7 @@ def test_a_run_translates_wherever_it_is_without_what_it_learnt_from(
 def test_an_evaluation_tells_of_every_language(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["evaluate", str(run), "--beam", "2", "--partitions", "3"])
     shown = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in shown] == ["language", "greedy", "toy", "mirror", "together"]
+    assert [line.split()[0] for line in shown] == ["language", "greedy", "toy", "mirror", "all"]
     assert max(map(len, shown)) <= 80
     found = json.loads((run / "evaluation.json").read_text())
     assert list(found["languages"]) == ["mirror", "toy"]
