@@ -91,14 +91,14 @@ class Marked(Tensor):
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
-    "set": (lambda y: {1, 2}, "A set cannot be sent"),
-    "array": (lambda y: np.ones(3), "A ndarray cannot be sent"),
-    "module": (lambda y: nn.Tanh(), "A Tanh cannot be sent"),
-    "dataclass": (lambda y: Held(y), "a Held holds tensors where torch cannot see them"),
-    "sparse": (lambda y: y.detach().to_sparse(), "A Tensor of layout torch.sparse_coo cannot be sent"),
-    "subclass": (lambda y: y.detach().as_subclass(Marked), "A Marked of layout torch.strided cannot be sent"),
+    "set": (lambda y: {1, 2}, "[cannot-be-sent]"),
+    "array": (lambda y: np.ones(3), "[cannot-be-sent]"),
+    "module": (lambda y: nn.Tanh(), "[cannot-be-sent]"),
+    "dataclass": (lambda y: Held(y), "[tensors-in-unregistered-class]"),
+    "sparse": (lambda y: y.detach().to_sparse(), "[cannot-be-sent]"),
+    "subclass": (lambda y: y.detach().as_subclass(Marked), "[cannot-be-sent]"),
     "key": (lambda y: {frozenset(): y}, "[cannot-be-sent]"),
-    "metrics": (lambda y: None, "A object cannot be sent"),
+    "metrics": (lambda y: None, "[cannot-be-sent]"),
 }
 
 
