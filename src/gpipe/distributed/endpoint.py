@@ -27,8 +27,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
-from gpipe.distributed.codec import CorruptMessage, PeerClosed, corrupt_message_error, encode, payload_of
+from gpipe.distributed.codec import CorruptMessage, Encoded, PeerClosed, corrupt_message_error, encode, payload_of
 from gpipe.distributed.connection import Connection
 from gpipe.distributed.failures import LONG_WAIT_SECONDS, FailureDetector, Report, Status, StatusMemory, StatusQuery
 from gpipe.distributed.nccl import NcclGroups, PendingMessage
@@ -61,6 +62,10 @@ class WaitCondition(NamedTuple):
 
 Exchange: TypeAlias = Generator[WaitCondition, None, T]
 """A coroutine that sends and receives messages. It yields a condition whenever it cannot continue."""
+
+
+class Encodings(dict[bool, tuple[Encoded, list[Tensor]]]):
+    """The encodings of one message, with the tensors to send by NCCL, by whether the receiver has an NCCL group."""
 
 
 class Poll:
@@ -216,11 +221,19 @@ class Endpoint:
         """Sends a message. Waits until there is room for it."""
         self._complete(self.sending(peer, label, message))
 
-    def sending(self, peer: int, label: Label, message: Message) -> Exchange[None]:
-        """Returns the exchange of `send`."""
+    def sending(
+        self, peer: int, label: Label, message: Message, encodings: Encodings | None = None
+    ) -> Exchange[None]:
+        """Returns the exchange of `send`.
+
+        Args:
+            peer: The receiver.
+            label: The label of the message.
+            message: The message.
+            encodings: If the same message goes to several peers, its encodings so far.
+        """
         called, connection, groups = time.perf_counter(), self.connections[peer], self._groups
-        packed, following = (message, []) if groups is None else groups.pack(peer, message)
-        encoded = encode(packed)
+        encoded, following = self._encode(peer, message, Encodings() if encodings is None else encodings)
         try:
             while not connection.has_room(encoded.size):
                 connection.want_room()
@@ -238,6 +251,14 @@ class Endpoint:
         if self.crossings is not None:
             ended = time.perf_counter()
             self.crossings.append(Crossed(True, peer, label, payload_of(message), called, begun, ended))
+
+    def _encode(self, peer: int, message: Message, encodings: Encodings) -> tuple[Encoded, list[Tensor]]:
+        """Encodes a message for a peer, and returns it with the tensors to send by NCCL."""
+        has_group = self._groups is not None and self._groups.has_group(peer)
+        if has_group not in encodings:
+            packed, following = (message, []) if self._groups is None else self._groups.pack(peer, message)
+            encodings[has_group] = encode(packed), following
+        return encodings[has_group]
 
     def send_value(self, peer: int, label: Label, value: Tree) -> None:
         """Sends a value that needs no gradients."""
@@ -279,9 +300,10 @@ class Endpoint:
         """Sends the value of the source to all peers, and returns it. All of them must call it."""
         if self.rank != source:
             return self.receive_value(source, label)
+        message, encodings = BoundaryValue(value, []), Encodings()
         for peer in peers:
             if peer != source:
-                self.send_value(peer, label, value)
+                self._complete(self.sending(peer, label, message, encodings))
         return value
 
     def all_to_all(self, label: Label, values: Mapping[int, Tree]) -> list[Any]:

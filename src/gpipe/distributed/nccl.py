@@ -124,6 +124,10 @@ class NcclGroups:
                 elif self._rank == receiver:
                     dist.recv(byte, self._members[sender], self._groups[sender, receiver])
 
+    def has_group(self, peer: int) -> bool:
+        """Whether NCCL sends tensors on the GPU to a peer. All peers for which it does get the same from `pack`."""
+        return (self._rank, peer) in self._groups
+
     def pack(self, peer: int, message: Message) -> tuple[BoundaryValue, list[Tensor]]:
         """Returns the part of a message for the connection, and the tensors to send by NCCL."""
         leaves, spec = tree_flatten(message.value if isinstance(message, BoundaryValue) else message)
@@ -132,7 +136,7 @@ class NcclGroups:
             if isinstance(leaf, Tensor) and leaf.device.type == self._device.type:
                 gpu_tensors.setdefault(id(leaf), (leaf, []))[1].append(at)
                 leaves[at] = None
-        has_group = (self._rank, peer) in self._groups
+        has_group = self.has_group(peer)
         described, following = [], []
         for tensor, positions in gpu_tensors.values():
             shape = codec.shape_of(tensor)
