@@ -64,13 +64,20 @@ def _matches_items(items: dict[Any, Any], contents: Contents) -> bool:
     keys, values = contents
     if dict.__len__(items) != len(keys):
         return False
-    return not keys or (all(map(is_, dict.keys(items), keys)) and all(map(is_, dict.values(items), values)))
+    return all(map(is_, dict.keys(items), keys)) and all(map(is_, dict.values(items), values))
 
 
 def attributes_of(holder: object) -> dict[str, Any]:
     """Returns the attributes of an object, without running code of its class."""
     attributes: dict[str, Any] = object.__getattribute__(holder, "__dict__")
     return attributes
+
+
+def _matches_attributes(holder: object, contents: Contents) -> bool:
+    attributes = object.__getattribute__(holder, "__dict__")
+    if not contents.keys:  # Most functions have no attributes.
+        return dict.__len__(attributes) == 0
+    return _matches_items(attributes, contents)
 
 
 def _read_cell(cell: types.CellType) -> Contents:
@@ -259,7 +266,7 @@ NAMED = replace(DICT, label=lambda key: f".{key}")  # A module's dict of submodu
 ATTRIBUTES = Kind(
     lambda holder: DICT.read(attributes_of(holder)),
     lambda holder, contents: DICT.write(attributes_of(holder), contents),
-    lambda holder, contents: _matches_items(attributes_of(holder), contents),
+    _matches_attributes,
     lambda key: f".{key}",
 )
 EMPTY = Kind(  # A tuple of a module's dicts and sets that were empty, most of them for hooks.
