@@ -37,8 +37,18 @@ def raised_slugs() -> dict[str, str]:
     return {slug: path.name for path in SOURCE.rglob("*.py") for slug in SLUG.findall(path.read_text())}
 
 
-def test_each_slug_of_a_message_has_an_explanation() -> None:
+def test_slugs_of_messages_and_explanations_are_the_same() -> None:
     assert {slug: file for slug, file in raised_slugs().items() if slug not in ENTRIES} == {}
+    assert sorted(ENTRIES.keys() - raised_slugs().keys()) == []
+
+
+def test_every_rejection_of_a_model_ends_with_a_slug() -> None:
+    trees = [ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    rejections = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "CannotSplitError"]
+    texts = list(filter(None, (text_of(call.args[0]) for call in rejections)))
+    assert len(texts) > 5
+    assert [text for text in texts if not SLUG.search(f'{text}"')] == []
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=list(ENTRIES))
