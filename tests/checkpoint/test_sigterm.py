@@ -4,7 +4,8 @@ import os
 import signal
 import sys
 import textwrap
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -45,25 +46,58 @@ def test_the_first_sigterm_saves_and_the_second_quits(times: int, tmp_path: Path
         assert gpipe.find_checkpoint(tmp_path) is None
 
 
-def test_all_ranks_end_at_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 alone is told; the others hear of it, all after the same step."""
-    own_thread = threading.local()
+def test_all_ranks_end_at_the_same_step(caplog: pytest.LogCaptureFixture) -> None:
+    """In threads there are no signals. Only rank 1 is asked to stop; all ranks stop after the same step."""
 
-    def catch(number: int, handler: object) -> None:  # only a main thread hears signals
-        own_thread.handler = handler
-
-    monkeypatch.setattr(signal, "signal", catch)
-
-    def run(own: RankPipe) -> int:
-        with gpipe.catch_sigterm(own) as is_to_end:
+    def run(own: RankPipe) -> tuple[int, int]:
+        steps = count()
+        with gpipe.catch_sigterm(own, should_stop=lambda: own._processes.rank == 1 and next(steps) == 4) as is_to_end:
             for step in range(9):
-                if own._processes.rank == 1 and step == 4:
-                    own_thread.handler(signal.SIGTERM, None)
-                if is_to_end():
-                    return step
-        return -1
+                if number := is_to_end():
+                    return step, number
+        return -1, 0
 
-    assert all_well(run_ranks(run, rank_pipes(trained()[0], 2))) == [4] * 6
+    before = signal.getsignal(signal.SIGTERM)
+    assert all_well(run_ranks(run, rank_pipes(trained()[0], 2))) == [(4, signal.SIGTERM)] * 6
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "sigterm" not in caplog.text
+
+
+def test_outside_the_main_thread_only_a_warning_says_that_nothing_is_caught(caplog: pytest.LogCaptureFixture) -> None:
+    def run() -> int:
+        with gpipe.catch_sigterm(make()) as is_to_end:
+            return is_to_end()
+
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(run).result() == 0
+    assert [record.message.split()[-1] for record in caplog.records] == ["[sigterm-off-main-thread]"]
+
+
+def test_in_the_main_thread_both_count() -> None:
+    answers = [None, "a node will be stopped"]
+    with gpipe.catch_sigterm(make(), should_stop=lambda: answers.pop(0)) as is_to_end:
+        assert [is_to_end(), is_to_end()] == [0, signal.SIGTERM]
+    with gpipe.catch_sigterm(make(), should_stop=lambda: None) as is_to_end:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert is_to_end() == signal.SIGTERM
+
+
+def test_an_error_of_should_stop_reaches_all_ranks() -> None:
+    def run(own: RankPipe) -> str:
+        def ask() -> bool:
+            if own._processes.rank == 1:
+                raise OSError("no answer")
+            return False
+
+        with gpipe.catch_sigterm(own, should_stop=ask) as is_to_end:
+            try:
+                is_to_end()
+            except (OSError, gpipe.RemoteError) as error:
+                return f"{type(error).__name__}: {error}"
+        return ""
+
+    texts = all_well(run_ranks(run, rank_pipes(trained()[0], 2)))
+    assert set(texts) == {"OSError: no answer", "RemoteError: rank 1 failed: OSError: no answer"}
 
 
 @pytest.mark.parametrize(
@@ -81,4 +115,6 @@ def test_the_first_signal_is_noted_and_the_callers_handler_comes_back(number: si
 
 def test_what_is_no_pipe_is_refused() -> None:
     with pytest.raises(TypeError, match="pipe is a int"), gpipe.catch_sigterm(3):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(TypeError, match="should_stop is a bool"), gpipe.catch_sigterm(make(), should_stop=True):  # type: ignore[arg-type]
         pass

@@ -1,36 +1,52 @@
 """Handles SIGTERM and Ctrl-C, so that a run can save a checkpoint before it ends."""
 
+import logging
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from torch import nn
 
-from gpipe.distributed.communicator import communicator_of
+from gpipe.distributed.communicator import FirstError, all_gather_checked, communicator_of
 
 TERMINATED = 128 + signal.SIGTERM  # the exit code that a shell reports after SIGTERM
+OFF_MAIN_THREAD = (
+    "gpipe.catch_sigterm: this is not the main thread, and only the main thread receives signals, so SIGTERM is not "
+    "caught. Pass should_stop=<a function that asks the launcher>, such as ray.train.get_preemption_info. "
+    "[sigterm-off-main-thread]"
+)
+
+logger = logging.getLogger("gpipe")
 
 
 @contextmanager
-def catch_sigterm(pipe: nn.Module, *, ctrl_c: bool = False) -> Iterator[Callable[[], int]]:
+def catch_sigterm(
+    pipe: nn.Module, *, ctrl_c: bool = False, should_stop: Callable[[], object] | None = None
+) -> Iterator[Callable[[], int]]:
     """Catches the first SIGTERM, so that the run can save a checkpoint at the end of a step. A second one ends it.
 
     Cluster schedulers send SIGTERM some time before they stop a machine. After saving, exit with code 143
     (`gpipe.checkpoint.sigterm.TERMINATED`) after SIGTERM, or with 130 after Ctrl-C. Then the scheduler does not
     consider the run finished.
 
+    Only the main thread receives signals. In a different thread, where Ray Train and Monarch run your function, pass
+    `should_stop`.
+
     Args:
         pipe: The pipe.
         ctrl_c: Whether to catch the first Ctrl-C too. Default: False.
+        should_stop: A function without arguments that returns a true value when the run has to stop, such as
+            `ray.train.get_preemption_info`. Each rank calls it once per step. Default: None, only signals count.
 
     Yields:
-        A function that every rank calls once per step. It returns the number of the signal that any rank received, or
-        0 if there was none.
+        A function that every rank calls once per step. It returns the same number on all ranks: the number of the
+        signal that any rank received, that of SIGTERM if any `should_stop` returned a true value, or 0.
 
     Raises:
-        TypeError: If `pipe` is not a module.
-        ValueError: If it is called outside the main thread, which is the only one that can receive signals.
+        TypeError: If `pipe` is not a module, or if `should_stop` is not callable.
+        RemoteError: If `should_stop` raised an error on a different rank. The yielded function raises it.
 
     Example:
         >>> import gpipe, torch
@@ -44,6 +60,11 @@ def catch_sigterm(pipe: nn.Module, *, ctrl_c: bool = False) -> Iterator[Callable
     """
     if not isinstance(pipe, nn.Module):
         raise TypeError(f"pipe is a {type(pipe).__name__}. Pass the gpipe.GPipe: gpipe.catch_sigterm(pipe).")
+    if not (should_stop is None or callable(should_stop)):
+        raise TypeError(
+            f"should_stop is a {type(should_stop).__name__}, which cannot be called. Pass a function that returns "
+            "whether to stop."
+        )
     ranks, received = communicator_of(pipe), 0
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -51,12 +72,24 @@ def catch_sigterm(pipe: nn.Module, *, ctrl_c: bool = False) -> Iterator[Callable
         received = number
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
-    caught = (signal.SIGTERM, signal.SIGINT) if ctrl_c else (signal.SIGTERM,)
+    def is_to_end() -> int:
+        failed, stops = FirstError(), False
+        with failed:
+            stops = should_stop is not None and bool(should_stop())
+        number = received or (signal.SIGTERM if stops else 0)
+        doing = "asked should_stop whether to stop"
+        return max(map(int, all_gather_checked(ranks, int(number), error=failed.error, doing=doing)))
+
+    caught: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT) if ctrl_c else (signal.SIGTERM,)
+    if threading.current_thread() is not threading.main_thread():
+        caught = ()
+        if should_stop is None:
+            logger.warning(OFF_MAIN_THREAD)
     before = {number: signal.getsignal(number) for number in caught}
     try:
         for number in caught:
             signal.signal(number, receive)
-        yield lambda: max(map(int, ranks.all_gather(str(received).encode())))
+        yield is_to_end
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
