@@ -2,6 +2,7 @@
 
 import logging
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,3 +203,17 @@ def test_a_bug_of_ours_keeps_all_frames(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(AttributeError) as raised:
         pipe.step(X, Y, F.mse_loss)
     assert len([name for name in frames_of(raised.value) if name.startswith("gpipe.")]) > 2
+
+
+def test_what_a_pipe_returns_prints_in_one_line(tmp_path: Path) -> None:
+    """Bug story: `print(pipe.prediction)` printed 7,171 characters, and a recording its address."""
+    pipe = gpipe.GPipe([nn.Linear(4, 4) for _ in range(4)], 4, 64)
+    with gpipe.record(pipe) as recording:
+        pipe.step(torch.randn(64, 4), torch.randn(64, 4), F.mse_loss)
+    saving = gpipe.save(tmp_path, pipe, background=True)
+    saving.wait()
+    assert repr(pipe.program).startswith("Program(ranks=4, stages=4, micro_batches=64, ")
+    assert repr(pipe.prediction) == "Prediction(partitions=4, micro_batches=64, bubble=3.4%)"
+    assert repr(pipe.prediction.timeline).startswith("Timeline(ranks=4, seconds=")
+    assert repr(recording).startswith("Recording(1 step, ")
+    assert repr(saving) == f"Saving({str(tmp_path / 'step_1')!r}, written)"

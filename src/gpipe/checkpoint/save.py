@@ -352,6 +352,10 @@ class Saving:
         self._failed = FirstError()
         self._settled = False
 
+    def __repr__(self) -> str:
+        state = "writing" if not self.done else "failed" if self._failed.error is not None else "written"
+        return f"Saving({str(self._writing.path.parent / (self._name or ''))!r}, {state})"
+
     def wait(self) -> Path:
         """Waits until the checkpoint is complete and durable, and returns its folder.
 

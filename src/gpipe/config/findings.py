@@ -21,16 +21,17 @@ logger = logging.getLogger("gpipe")
 
 
 class Findings:
-    """Collects the findings of a pipe and logs each of them once."""
+    """Collects the findings of a pipe and logs each of them once, except a large bubble."""
 
     def __init__(self, layers: Sequence[nn.Module], schedule: Schedule, plan: Plan, processes: SingleProcess) -> None:
         engine = processes.engine
-        self.messages = [*examine_settings(layers, schedule, plan), *processes.findings()]
+        logged = [*examine_settings(layers, plan), *processes.findings()]
+        self.messages = [*_find_large_bubble(schedule, plan), *logged]  # M is a choice, so the bubble is not logged.
         self._is_first_step = True
         self._layers = [layer.module for stage in engine.local for layer in stage.layers]
         self._deferred = engine.lowering.deferred_batch_norm
         self._few_rows = FEW_ROWS  # Micro-batches with fewer rows are examined.
-        for message in self.messages:
+        for message in logged:
             logger.info(message)
 
     def examine_step(self, run: Run, whole: nn.Module | None = None) -> None:
@@ -57,15 +58,15 @@ class Findings:
                 logger.warning(message)
 
 
-def examine_settings(layers: Sequence[nn.Module], schedule: Schedule, plan: Plan) -> list[str]:
-    """Returns findings about a large bubble, stages without parameters, and slow ranks."""
+def examine_settings(layers: Sequence[nn.Module], plan: Plan) -> list[str]:
+    """Returns findings about stages without parameters, and slow ranks."""
     empty = [
         f"Stage {stage} has no parameters, so it does little work, and torch rejects an optimizer of this stage "
         f"only. Join its layers with a neighboring stage by partitions=[...]. [stage-without-parameters]"
         for stage, (first, end) in enumerate(plan.partition.bounds)
         if not any(True for layer in layers[first:end] for _ in layer.parameters())
     ]
-    return [*_find_large_bubble(schedule, plan), *empty, *_find_slow_ranks(plan)]
+    return [*empty, *_find_slow_ranks(plan)]
 
 
 def _find_large_bubble(schedule: Schedule, plan: Plan) -> Iterator[str]:

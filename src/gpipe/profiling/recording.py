@@ -50,6 +50,8 @@ class Recording(Recorder):
     ...     _ = pipe.step(torch.ones(4, 2), torch.ones(4, 1), torch.nn.functional.mse_loss)
     >>> len(recording.timelines), round(sum(recording.breakdown().shares.values()), 6)
     (1, 1.0)
+    >>> recording  # doctest: +ELLIPSIS
+    Recording(1 step, ... s on average, stopped)
     """
 
     def __init__(self, pipe: "GPipe", keep: int, *, memory: bool = False) -> None:
@@ -231,6 +233,12 @@ class Recording(Recorder):
             case _:
                 raise ValueError(f"{path} has the suffix {path.suffix!r}. Use .svg, .png, .json, .html or .jsonl.")
         return path
+
+    def __repr__(self) -> str:
+        """Returns the number of recorded steps and their mean time. `print` shows the breakdown."""
+        mean = f", {fmean(run.timeline.seconds for run in self.runs):.4g} s on average" if self.runs else ""
+        count = f"{len(self.runs)} step{'s' * (len(self.runs) != 1)}"
+        return f"Recording({count}{mean}, {'recording' if self._is_on else 'stopped'})"
 
     def __str__(self) -> str:
         if not self.runs:

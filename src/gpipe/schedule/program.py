@@ -50,6 +50,8 @@ class Program:
     routes x:0>1
     row 0F0 0F1 0B0 0B1
     row 1F0 1F1 1B0 1B1
+    >>> program
+    Program(ranks=2, stages=2, micro_batches=2, 8 actions)
     """
 
     rank_of: tuple[int, ...]
@@ -61,6 +63,12 @@ class Program:
     def __post_init__(self) -> None:
         if self.micro_batches > MAX_MICRO_BATCHES:
             raise ScheduleError(too_many_micro_batches(self.micro_batches))
+
+    def __repr__(self) -> str:
+        """Returns the sizes of the program. `to_text` returns its actions."""
+        slices = f"slices={self.slices}, " if self.slices > 1 else ""
+        sizes = f"ranks={self.ranks}, stages={self.stages}, micro_batches={self.micro_batches // self.slices}"
+        return f"Program({sizes}, {slices}{sum(map(len, self.table))} actions)"
 
     @classmethod
     def of(

@@ -383,6 +383,8 @@ class Prediction:
     >>> plan = predict(Partition.of_sizes([2, 2], costs=[3, 3, 3, 3]), Program.of(fill_drain(2, 4), micro_batches=4))
     >>> plan.timeline.seconds, plan.bubble
     (30.0, 0.19999999999999996)
+    >>> plan
+    Prediction(partitions=2, micro_batches=4, bubble=20.0%)
     """
 
     partition: Partition
@@ -396,6 +398,13 @@ class Prediction:
     def bubble(self) -> float:
         """The idle share of all ranks. It includes the imbalance of the stages."""
         return self.timeline.idle_share()
+
+    def __repr__(self) -> str:
+        """Returns the predicted time, idle share and memory. `program` and `timeline` have the details."""
+        size = f"partitions={self.program.ranks}, micro_batches={self.program.micro_batches // self.program.slices}"
+        step = f"seconds={self.timeline.seconds:.4g}, " if self.unit == "seconds" else ""
+        peaks = self.peak_bytes and f", peak_bytes={self.peak_bytes}"
+        return f"Prediction({size}, {step}bubble={self.bubble:.1%}{peaks or ''})"
 
     def _repr_html_(self) -> str | None:
         return notebook_html("prediction", self)

@@ -45,12 +45,19 @@ class Timeline:
     >>> timeline = Timeline(2, (Span(0, parse_action("0F0"), 0.0, 1.0), Span(1, parse_action("1F0"), 1.0, 2.0)), 2.0)
     >>> timeline.busy(0), timeline.idle_share()
     (1.0, 0.5)
+    >>> timeline
+    Timeline(ranks=2, seconds=2, 2 spans, 50.0% idle)
     """
 
     ranks: int
     spans: tuple[Span, ...]
     seconds: float
     other: Mapping[str, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Returns the sizes of the timeline. `spans` has the actions."""
+        idle = f", {self.idle_share():.1%} idle" if self.ranks * self.seconds else ""
+        return f"Timeline(ranks={self.ranks}, seconds={self.seconds:.4g}, {len(self.spans)} spans{idle})"
 
     @property
     def is_step(self) -> bool:
