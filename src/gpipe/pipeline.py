@@ -31,6 +31,7 @@ from gpipe.config.summary import summary
 from gpipe.config.unknown_arguments import check_names, checked_entrance
 from gpipe.distributed.norms import clip_grad_norm_
 from gpipe.distributed.replica_state import (
+    describe_classes,
     describe_initial_state,
     load_replica_state,
     replica_state,
@@ -774,7 +775,7 @@ class GPipe(Partitioned):
                 "Remove fully_shard. [survive-with-fully-shard]"
             )
         keep, take = partial(self._keep, stateful), partial(self._take, stateful)
-        self._processes.join(keep, take, describe_initial_state(self, stateful))
+        self._processes.join(keep, take, describe_initial_state(self, stateful), describe_classes(stateful))
         return self.step_number
 
     @property

@@ -254,6 +254,23 @@ def test_replicas_that_begin_otherwise_are_refused(what: str, told: str, tmp_pat
         assert f"Replicas 0 and 1 begin with different {told}" in fleet.records(replica, 0)[-1]["refused"]
 
 
+@pytest.mark.parametrize("what", ["optimizer", "groups", "scheduler", "nested"])
+def test_a_replica_that_comes_back_with_other_classes_is_refused_alone(
+    what: str, tmp_path: Path, fleets: list[Fleet]
+) -> None:
+    """Bug story: a RAdam received the state of an AdamW, and all losses were wrong from then on."""
+    fleet = started(fleets, tmp_path, 2, 2, 10**9, seconds=0.002, die=[1, 0, 2, "forward"], returns_with=what)
+    fleet.end(1)
+    fleet.start(1)
+    assert fleet.end(1) == [1, 1]
+    told = [fleet.records(1, row, 1)[-1]["refused"] for row in (0, 1)]
+    assert any("different classes of optimizers or other join() arguments" in text for text in told)
+    fleet.stop(3)
+    assert fleet.end(0) == [0, 0]
+    living = assert_undisturbed(fleet, [0])
+    assert living[:2] + living[-1:] == [[0, 1], [0, 1], [0]]
+
+
 def test_two_that_die_at_once_leave_the_third(tmp_path: Path, fleets: list[Fleet]) -> None:
     fleet = started(fleets, tmp_path, 3, 2, 40, seconds=0.005)
     wait_for(fleet, 2, 0, 3)

@@ -115,7 +115,19 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
         network(how.get("seconds", 0.0)), partitions, MICRO_BATCHES, driver=gpipe.Processes(survive=True), **settings
     )
     optimizer = optimizer_of(pipe.parameters()) if [*pipe.parameters()] else None
-    kept = [] if optimizer is None else [optimizer]
+    kept: list[Any] = [] if optimizer is None else [optimizer]
+    if "returns_with" in how and optimizer is not None:
+        returns = life > 0
+        if returns and how["returns_with"] == "optimizer":
+            optimizer = torch.optim.RAdam(pipe.parameters(), lr=0.01)
+        if returns and how["returns_with"] == "groups":
+            optimizer = optimizer_of([{"params": [parameter]} for parameter in pipe.parameters()])
+        decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0)
+        step: Any = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+        if how["returns_with"] == "nested":
+            schedulers = [step, decay if returns else torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)]
+            step = torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, [100])
+        kept = [optimizer, decay if returns and how["returns_with"] == "scheduler" else step]
     new_run = pipe._new_run
 
     def noted() -> Any:

@@ -68,8 +68,15 @@ class ElasticProcesses(Processes):
         self._admits_from = 0.0
         self._runs, self._last = 0, list[Any]()  # the number of successful runs, and the values of the last one
 
-    def join(self, get_state: Callable[[], Tree], set_state: Callable[[Any], object], digests: Sequence[str]) -> None:
+    def join(
+        self,
+        get_state: Callable[[], Tree],
+        set_state: Callable[[Any], object],
+        digests: Sequence[str],
+        classes: Sequence[str],
+    ) -> None:
         self.state_functions = get_state, set_state
+        self.rendezvous.describe_join(classes)
         self.regroup()
         if not self.received_state:
             self._check_initial_state(digests)

@@ -92,7 +92,7 @@ class FolderRendezvous(Communicator):
             )
         self.pp_rank, self.pp_size = pp_rank, pp_size
         self.name, self.settings = f"{replica}-{nonce}", {**settings, REPLICAS: self.expected}
-        self.digest = hashlib.sha256(repr(sorted(self.settings.items())).encode()).hexdigest()[:16]
+        self.digest, self.join_digest = _digest(sorted(self.settings.items())), ""
         self.fresh = True
         self.epoch = 0
         self.members: list[str] = []
@@ -104,6 +104,10 @@ class FolderRendezvous(Communicator):
         fcntl.lockf(alive, fcntl.LOCK_EX)
         os.rename(alive.name, self._path("alive", self.name, pp_rank))
         self._alive = alive
+
+    def describe_join(self, arguments: Sequence[str]) -> None:
+        """Sets a description of the arguments of `join`. A replica whose description differs cannot come back."""
+        self.join_digest = _digest(arguments)
 
     def meet(self, lost: Callable[[], Collection[str]], *, admits: bool = False) -> None:
         """Begins the next epoch with all living replicas.
@@ -121,7 +125,7 @@ class FolderRendezvous(Communicator):
             last = max(epochs, default=0)
             last_epoch = self._read(f"epoch-{last}") or {}
             before, epoch = last_epoch.get("members", []), last + 1
-            arrival = json.dumps([self.fresh, admits, self.digest]).encode()
+            arrival = json.dumps([self.fresh, admits, self.digest, self.join_digest]).encode()
             self._put(f"came-{epoch}-{self.name}-{self.pp_rank}", arrival)
             while True:
                 gone = {name for name in {*before, self.name} if self._is_gone(name)} | {*lost()}
@@ -130,7 +134,7 @@ class FolderRendezvous(Communicator):
                 if self.name in gone:
                     raise received_error("This replica lost a process. The others continue without it.", self.rank)
                 waited = time.monotonic() - began
-                if chosen := self._choose(epoch, before, gone, waited, last_epoch.get("same", self.digest)):
+                if chosen := self._choose(epoch, before, gone, waited, last_epoch.get("same", [])):
                     self._claim(epoch, chosen)
                 elif waited > self._timeout:
                     raise received_error(f"Timeout: {self._describe_wait(epoch, before, gone)}", self.rank)
@@ -167,9 +171,20 @@ class FolderRendezvous(Communicator):
         return f"{wait}, until the running replicas admit it after a step."
 
     def _choose(
-        self, epoch: int, before: Sequence[str], gone: Collection[str], waited: float, digest: str
+        self, epoch: int, before: Sequence[str], gone: Collection[str], waited: float, same: Sequence[Sequence[str]]
     ) -> Mapping[str, Any] | None:
-        """Returns the content of the file of the next epoch, or None if this process cannot decide it yet."""
+        """Returns the content of the file of the next epoch, or None if this process cannot decide it yet.
+
+        Args:
+            epoch: The number of the next epoch.
+            before: The members of the last epoch.
+            gone: The replicas that are lost.
+            waited: The seconds since this process arrived.
+            same: The digests of the settings and of the arguments of `join`, by pipeline rank.
+
+        Raises:
+            ValueError: If this replica cannot join because its digests differ.
+        """
         came = self._arrivals(epoch)
         whole = {name: arrivals for name, arrivals in came.items() if len(arrivals) == self.pp_size}
         has_state = {name: not any(fresh for fresh, *_ in arrivals) for name, arrivals in came.items()}
@@ -177,12 +192,19 @@ class FolderRendezvous(Communicator):
         new = {replica_number(name): name for name in whole if name not in living and not self._is_gone(name)}
         if not living:
             chosen = [new[number] for number in sorted(new)]
-            return {"members": chosen, "rejoining": [], "same": self.digest} if len(new) == self.expected else None
-        if self.fresh and digest != self.digest:
-            raise ValueError(
-                "This replica has different layers or settings than the replicas that it would join. Start it with "
-                "the same script and arguments."
+            if len(new) < self.expected:
+                return None
+            return {"members": chosen, "rejoining": [], "same": _digests_of(whole[chosen[0]])}
+        if self.fresh:
+            settings, arguments = same[self.pp_rank]
+            what = (
+                "layers or settings" * (settings != self.digest) or "classes of optimizers or other join() arguments"
             )
+            if [settings, arguments] != [self.digest, self.join_digest]:
+                raise ValueError(
+                    f"This replica has different {what} than the replicas that it would join. Start it with the same "
+                    f"script and arguments."
+                )
         members = [name for name in living if name in whole]
         if self.name not in members or (len(members) < len(living) and waited < self._timeout):
             return None
@@ -190,9 +212,10 @@ class FolderRendezvous(Communicator):
         if len(members) < len(unseen) and waited < MINORITY_SECONDS:
             return None
         taken, admitted = set(map(replica_number, members)), list[str]()
-        if all(admits for name in members for _, admits, _ in whole[name]):
-            admitted = [name for number, name in new.items() if number not in taken and whole[name][0][2] == digest]
-        return {"members": sorted(members + admitted, key=replica_number), "rejoining": admitted, "same": digest}
+        if all(admits for name in members for _, admits, *_ in whole[name]):
+            fits = {name for name, arrivals in whole.items() if _digests_of(arrivals) == same}
+            admitted = [name for number, name in new.items() if number not in taken and name in fits]
+        return {"members": sorted(members + admitted, key=replica_number), "rejoining": admitted, "same": same}
 
     def has_waiting_replica(self) -> bool:
         """Returns whether a complete replica waits to be admitted."""
@@ -228,9 +251,9 @@ class FolderRendezvous(Communicator):
                 path.unlink(missing_ok=True)
 
     def _arrivals(self, epoch: int) -> dict[str, list[Any]]:
-        """Returns the announcements of the processes that have reached an epoch, by replica."""
+        """Returns the announcements of the processes that have reached an epoch, by replica and in order of ranks."""
         came: dict[str, list[Any]] = {}
-        for path in self.folder.glob(f"came-{epoch}-*"):
+        for path in sorted(self.folder.glob(f"came-{epoch}-*"), key=lambda path: int(path.name.rpartition("-")[2])):
             name = path.name.removeprefix(f"came-{epoch}-").rpartition("-")[0]
             came.setdefault(name, []).append(self._read(path.name))
         return came
@@ -268,3 +291,11 @@ class FolderRendezvous(Communicator):
 def replica_number(name: str) -> int:
     """Returns the number of a replica, which its launcher has set."""
     return int(name.partition("-")[0])
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def _digests_of(arrivals: Sequence[Sequence[Any]]) -> list[list[str]]:
+    return [digests for _, _, *digests in arrivals]

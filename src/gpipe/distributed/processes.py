@@ -59,13 +59,20 @@ class SingleProcess(Communicator):
     def admit_replicas(self) -> None:
         """Admits replicas that wait to join. Call it between two steps."""
 
-    def join(self, get_state: Callable[[], Tree], set_state: Callable[[Any], object], digests: Sequence[str]) -> None:
+    def join(
+        self,
+        get_state: Callable[[], Tree],
+        set_state: Callable[[Any], object],
+        digests: Sequence[str],
+        classes: Sequence[str],
+    ) -> None:
         """Connects all replicas. A replica that comes back gets the state of the others.
 
         Args:
             get_state: Returns the state of this replica.
             set_state: Sets the state of this replica.
             digests: Texts that describe the initial state, beginning with the weights.
+            classes: Texts that describe the classes of the objects with state. They do not change during training.
 
         Raises:
             ValueError: If the pipe was created without survive=True, or if replicas begin with different states.

@@ -1,11 +1,12 @@
 """Copies the training state of one replica to another, and saves the state that a repeated step must restore."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from gpipe.stages.digest import checksum
 from gpipe.stages.memory_layout import copy_of
@@ -24,6 +25,27 @@ def describe_initial_state(module: nn.Module, stateful: Sequence[Any]) -> list[s
     """Returns texts that must be equal on all replicas: a checksum of weights and buffers, and each `state_dict`."""
     initialized = [tensor for tensor in _tensors(module) if not tensor.is_meta and not is_lazy(tensor)]
     return [str(checksum(initialized)), *(f"{type(item).__name__} {item.state_dict()!r}" for item in stateful)]
+
+
+def describe_classes(stateful: Sequence[Any]) -> list[str]:
+    """Returns texts with the classes of objects, of the objects in their attributes, and the sizes of their groups.
+
+    These must be equal on a replica that comes back: `load_state_dict` accepts the state of a different class.
+    """
+    return [text for item in stateful for text in _describe_class(item, set())]
+
+
+def _describe_class(item: Any, known: set[int]) -> Iterator[str]:
+    if id(item) in known:
+        return
+    known.add(id(item))
+    sizes = [len(group["params"]) for group in item.param_groups] if isinstance(item, Optimizer) else ""
+    yield f"{type(item).__module__}.{type(item).__qualname__} {sizes}"
+    for name, value in sorted(getattr(item, "__dict__", {}).items()):
+        for part in value if isinstance(value, (list, tuple)) else [value]:
+            if hasattr(part, "load_state_dict") and not isinstance(part, type):
+                yield f"{name}:"
+                yield from _describe_class(part, known)
 
 
 @torch.no_grad()
