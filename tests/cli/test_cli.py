@@ -1,3 +1,4 @@
+import errno
 import signal
 import subprocess
 import sys
@@ -20,6 +21,62 @@ def test_a_missing_library_ends_with_what_to_install(
         main(["train", "digits"])
     assert ended.value.code == 2
     assert "pip install 'gpipe[digits]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("train digit", "'digit' is not a command of `gpipe train`. Did you mean `gpipe train digits`?"),
+        ("trian digits", "'trian' is not a command of `gpipe`. Did you mean `gpipe train`?"),
+        ("train xyz", "'xyz' is not a command of `gpipe train`. Choose one of digits, images, translation."),
+    ],
+)
+def test_a_mistyped_command_is_told_the_closest_one(
+    given: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(given.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"gpipe: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("train digits --partitions two", "--partitions: 'two' is not an integer."),
+        ("train digits --micro-batches 1.5", "--micro-batches: '1.5' is not an integer."),
+        ("train images --learning-rate fast", "--learning-rate: 'fast' is not a number."),
+        ("plan unet -k two", "'two' is not an integer."),
+        ("schedule gpipe --rank x", "'x' is not an integer."),
+    ],
+)
+def test_a_word_for_a_number_is_told_without_types_of_python(
+    given: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(given.split())
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Annotated" not in error
+
+
+def test_a_full_disk_ends_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+
+    monkeypatch.setattr(prepare, "prepare", lambda recipe, world: None)
+    monkeypatch.setattr(training, "run", full)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "digits", "--out", str(tmp_path)])
+    assert ended.value.code == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == (
+        "gpipe: model.safetensors: No space left on device. Free space, and resume from the last checkpoint with"
+    )
+    assert second.strip() == f"gpipe train digits --out {tmp_path} --resume"
 
 
 def test_ctrl_c_ends_with_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ Errors that the user can fix, and failures in other processes, end a command wit
 of a traceback.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 
 # When a process exits, torchrun stops the others: this is the time for rank 0 to print the message.
 PATIENCE = 5.0  # Seconds.
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
 @contextmanager
@@ -30,6 +32,19 @@ def exit_on_user_errors(*kinds: type[Exception]) -> Iterator[None]:
         if not _is_first_rank():
             time.sleep(PATIENCE)
         _print_error(str(error))
+        sys.exit(2)
+
+
+@contextmanager
+def exit_on_disk_errors(remedy: str) -> Iterator[None]:
+    """Exits with status 2 and a remedy if a file cannot be written, for example on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        where = "" if error.filename is None else f"{error.filename}: "
+        _print_error(f"{where}{error.strerror}. {remedy}")
         sys.exit(2)
 
 

@@ -2,18 +2,20 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 
 from tyro.extras import SubcommandApp
 
 import gpipe
-from gpipe.cli import exit_on_interrupt
+from gpipe.cli import exit_on_interrupt, exit_on_user_errors
 from gpipe.cli.doctor import doctor
 from gpipe.cli.explain import explain
 from gpipe.cli.plan import plan
 from gpipe.cli.report import report
 from gpipe.cli.schedule import schedule
 from gpipe.cli.train import evaluate, record, train_app, translate
+from gpipe.recipes.options.training import OPTIONS
 
 EXAMPLES = """\
   gpipe train digits --partitions 2 --out out/digits
@@ -50,10 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments == ["--version"]:
         print(f"gpipe {gpipe.__version__}")
         return
+    commands = (evaluate, translate, schedule, report, record, plan, doctor, explain)
+    with exit_on_user_errors():
+        _check_name("gpipe", arguments, ["train", *(function.__name__ for function in commands)])
+        if arguments[:1] == ["train"]:
+            _check_name("gpipe train", arguments[1:], OPTIONS)
     app = SubcommandApp()
     summary = "Trains a model as a pipeline, and shows where the time of a step goes."
     app.command(train_app(arguments), name="train", help=summary)
-    for function in (evaluate, translate, schedule, report, record, plan, doctor, explain):
+    for function in commands:
         function.__doc__ = re.sub(r"\n {12}", " ", function.__doc__ or "")  # tyro would print these line breaks.
         app.command(name=function.__name__)(function)
     with exit_on_interrupt():
@@ -65,3 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 command = " ".join(["gpipe", *filter(str.isalpha, words)])
                 print("Examples:", *(line for line in EXAMPLES.splitlines() if command in line), sep="\n")
             raise
+
+
+def _check_name(command: str, arguments: Sequence[str], names: Collection[str]) -> None:
+    """Raises a ValueError if the first argument is neither one of these subcommands nor an option."""
+    name = next(iter(arguments), "--help")
+    if name.startswith("-") or name in names:
+        return
+    close = get_close_matches(name, names, 1)
+    fix = f"Did you mean `{command} {close[0]}`?" if close else f"Choose one of {', '.join(names)}."
+    raise ValueError(f"{name!r} is not a command of `{command}`. {fix}")

@@ -12,7 +12,7 @@ import tyro
 from gpipe.cli import exit_on_user_errors
 from gpipe.planner.search.candidates import AUTO
 from gpipe.planner.search.device import PRESETS, parse_devices
-from gpipe.recipes.options.training import Count, NotNegative, optional, out_of_bounds, raise_all
+from gpipe.recipes.options.training import INTEGER, Count, NotNegative, optional, out_of_bounds, raise_all
 from gpipe.schedule.schedules import SCHEDULES
 
 IMAGE = (3, 224, 224)
@@ -51,8 +51,8 @@ def plan(
     devices: Annotated[tuple[str, ...], tyro.conf.arg(metavar="DEVICES [DEVICES ...]", help=DEVICES)] = ("4xtpuv2",),
     size: Annotated[tuple[str, ...], optional("NAME=INT [NAME=INT ...]", help=SIZE)] = (),
     batch: Count = 128,
-    partitions: Annotated[Count | None, optional("INT", aliases=["-k"])] = None,
-    micro_batches: Annotated[Count | None, optional("INT", aliases=["-m"])] = None,
+    partitions: Annotated[Count | None, optional("INT", aliases=["-k"]), INTEGER] = None,
+    micro_batches: Annotated[Count | None, optional("INT", aliases=["-m"]), INTEGER] = None,
     schedule: Annotated[str | None, optional("NAME", help=SCHEDULE)] = None,
     optimizer_numbers: NotNegative = 2.0,
     measure: bool = False,

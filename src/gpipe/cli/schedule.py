@@ -9,7 +9,15 @@ from rich.console import Console
 from gpipe.cli import exit_on_user_errors
 from gpipe.profiling import timelines_svg
 from gpipe.profiling.lanes import describe, find_ruler, format_peak, legend, panel
-from gpipe.recipes.options.training import NotNegative, OptionalPath, Positive, optional, out_of_bounds, raise_all
+from gpipe.recipes.options.training import (
+    INTEGER,
+    NotNegative,
+    OptionalPath,
+    Positive,
+    optional,
+    out_of_bounds,
+    raise_all,
+)
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.large_tables import LargeTable
 from gpipe.schedule.lower import place_shards
@@ -47,8 +55,8 @@ def has_colors(console: Console) -> bool:
 def schedule(
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=NAME, metavar="NAME")],
     other: Annotated[str, tyro.conf.Positional, optional("[NAME2]")] = "",
-    partitions: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 4,
-    micro_batches: Annotated[int, tyro.conf.arg(aliases=["-m"])] = 8,
+    partitions: Annotated[int, tyro.conf.arg(aliases=["-k"]), INTEGER] = 4,
+    micro_batches: Annotated[int, tyro.conf.arg(aliases=["-m"]), INTEGER] = 8,
     stages_per_rank: Annotated[tuple[int, ...], optional("INT [INT]")] = (),
     slices: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT [INT]")] = (1,),
     forward: Positive = 1.0,
@@ -57,7 +65,7 @@ def schedule(
     gather: NotNegative = 0.0,
     svg: OptionalPath = None,
     csv: OptionalPath = None,
-    rank: Annotated[int | None, optional("INT")] = None,
+    rank: Annotated[int | None, optional("INT"), INTEGER] = None,
 ) -> None:
     """Draws a schedule with its bubble (idle time) and peak activation memory, or two schedules to compare.
 

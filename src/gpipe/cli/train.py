@@ -1,6 +1,7 @@
 """Implements `gpipe train`, with one subcommand per recipe, and `evaluate`, `record` and `translate` for its runs."""
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from tyro.extras import SubcommandApp
 
-from gpipe.cli import exit_on_remote_errors, exit_on_user_errors
+from gpipe.cli import exit_on_disk_errors, exit_on_remote_errors, exit_on_user_errors
 from gpipe.recipes.options.files import options_before
 from gpipe.recipes.options.training import OPTIONS, Count, OptionalCount, TrainOptions, check_bounds, optional
 
@@ -59,7 +60,9 @@ def _train(name: str, options: TrainOptions) -> None:
     with joined(world), exit_on_remote_errors():
         with exit_on_user_errors():
             job = prepare(recipe, world=world)
-        with exit_on_user_errors(UnreadableImage):
+        command = f"gpipe train {name} --out {shlex.quote(str(recipe.options.out))} --resume"
+        remedy = f"Free space, and resume from the last checkpoint with\n  {command}"
+        with exit_on_user_errors(UnreadableImage), exit_on_disk_errors(remedy):
             run(job)
 
 

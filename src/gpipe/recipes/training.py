@@ -126,6 +126,8 @@ def _train(
     if job.done:
         finished = "" if len(progress.epochs) < job.epochs else ". Training has already finished."
         say(f"Resuming after {progress} from {job.checkpoints}{finished}")
+    elif job.options.resume:
+        say(f"--resume: {job.checkpoints} contains no checkpoint. Training starts from the beginning.")
     say(job.name)
     say(job.pipe.summary())
     columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TimeRemainingColumn(), TextColumn("left")
@@ -243,8 +245,8 @@ def _summary(recorded: RecordedEpoch, out: Path) -> Iterator[str]:
     yield f"forward and backward, pipelined       {pipelined * 1000:8.1f} ms"
     yield f"one partition after the other         {sequential * 1000:8.1f} ms: {sequential / pipelined:.2f} x"
     if totals := [sum(uses.values()) / 2**20 for uses in recorded.memory]:
-        share = f"{max(totals):.1f} of {sum(totals):.1f} MiB, {max(totals) / sum(totals):.0%}"
-        yield f"weights, gradients, optimizer, activations: {share} in the largest partition"
+        share = f"{max(totals):.1f} of {sum(totals):.1f} MiB ({max(totals) / sum(totals):.0%})"
+        yield f"The largest partition holds {share} of weights, gradients, optimizer state and activations."
     yield f"\n{out}: metrics.jsonl, model.safetensors, timeline.svg, trace.json (for ui.perfetto.dev), report.json"
     yield f"To see all results in a browser: gpipe report {shlex.quote(str(out))}"
     yield f"\n{recording.explain()}"
@@ -252,6 +254,8 @@ def _summary(recorded: RecordedEpoch, out: Path) -> Iterator[str]:
 
 def _report(job: Job, recorded: RecordedEpoch) -> Report:
     values = {**vars(job.options), **job.settings}
+    if job.options.steps is not None:
+        del values["epochs"]  # --steps overrides --epochs.
     settings = {name.replace("_", " ").strip(): value for name, value in values.items()}
     settings |= {
         "partitions": job.pipe.partitions,

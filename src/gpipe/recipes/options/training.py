@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_type_hints
 
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 
 class Bounds(NamedTuple):
@@ -30,9 +31,28 @@ def optional(metavar: str, **settings: Any) -> Any:
     )
 
 
+def _number(kind: type[int] | type[float], name: str) -> PrimitiveConstructorSpec[Any]:
+    """Describes an option that is a number or None, because tyro's own message names Python types."""
+
+    def read(words: list[str]) -> float:
+        try:
+            return kind(words[0])
+        except ValueError:
+            raise ValueError(f"{words[0]!r} is not {name}.") from None
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=kind.__name__.upper(),
+        instance_from_str=read,
+        is_instance=lambda value: value is None or isinstance(value, kind | int),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+INTEGER, NUMBER = _number(int, "an integer"), _number(float, "a number")
 DIGITS = 10  # Number of classes of digits.
-Count = Annotated[int, at_least(1)]
-OptionalCount = Annotated[Count | None, optional("INT")]
+Count = Annotated[int, at_least(1), INTEGER]
+OptionalCount = Annotated[Count | None, optional("INT"), INTEGER]
 OptionalPath = Annotated[Path | None, optional("PATH")]
 # The help of an option whose default subclasses override. They would not inherit a comment.
 OUT = (
@@ -41,11 +61,11 @@ OUT = (
     "processes run on several hosts, the hosts must share this folder."
 )
 Folder = Annotated[Path, tyro.conf.arg(help=OUT)]
-Positive = Annotated[float, Bounds("a finite number greater than 0", lambda value: 0 < value < inf)]
-NotNegative = Annotated[float, Bounds("a finite number of at least 0", lambda value: 0 <= value < inf)]
-Share = Annotated[float, Bounds("at least 0 and at most 1", lambda value: 0 <= value <= 1)]
-Part = Annotated[float, Bounds("at least 0 and less than 1", lambda value: 0 <= value < 1)]
-Rest = Annotated[float, Bounds("a number greater than 0 and at most 1", lambda value: 0 < value <= 1)]
+Positive = Annotated[float, Bounds("a finite number greater than 0", lambda value: 0 < value < inf), NUMBER]
+NotNegative = Annotated[float, Bounds("a finite number of at least 0", lambda value: 0 <= value < inf), NUMBER]
+Share = Annotated[float, Bounds("at least 0 and at most 1", lambda value: 0 <= value <= 1), NUMBER]
+Part = Annotated[float, Bounds("at least 0 and less than 1", lambda value: 0 <= value < 1), NUMBER]
+Rest = Annotated[float, Bounds("a number greater than 0 and at most 1", lambda value: 0 < value <= 1), NUMBER]
 
 
 def bounds_of(kind: Any) -> Iterator[Bounds]:
@@ -125,7 +145,7 @@ class TrainOptions:
     epochs: Count = 15  # Number of passes over the training data.
     steps: OptionalCount = None  # Total number of training steps (mini-batches). Overrides --epochs.
     #: Random seed of the initial weights, the order and augmentation of the data, and dropout.
-    seed: Annotated[int, Bounds("at least 0 and less than 2^63", lambda seed: 0 <= seed < 2**63)] = 0
+    seed: Annotated[int, Bounds("at least 0 and less than 2^63", lambda seed: 0 <= seed < 2**63), INTEGER] = 0
 
     out: Folder = Path("out/run")
     #: Save a checkpoint to OUT/checkpoints each time this number of epochs is complete. The last two are kept. A
@@ -195,15 +215,17 @@ class ImagesOptions(TrainOptions):
 
     model: Literal["amoebanet-d", "amoebanet-b"] = "amoebanet-d"  # The model architecture.
     #: Number of normal cells, at least 3. The model has 6 more layers: the stem, the reductions and the head.
-    layers: Annotated[int, at_least(3)] = 3
+    layers: Annotated[int, at_least(3), INTEGER] = 3
     #: Number of filters in the first stack of normal cells, at least 16, because some convolutions have a sixteenth
     #: as many. The two reductions after this stack double the number.
-    filters: Annotated[int, at_least(16)] = 32
+    filters: Annotated[int, at_least(16), INTEGER] = 32
     #: Folder of the images, with one subfolder per class, or with subfolders train and val that contain these. By
     #: default, the handwritten digits that are part of scikit-learn.
     image_folder: OptionalPath = None
-    workers: Annotated[int, at_least(0)] = 2  # Number of processes that read the images of --image-folder. 0: none.
-    image_size: Annotated[int, at_least(16)] = 64  # Height and width of the images in pixels.
+    workers: Annotated[int, at_least(0), INTEGER] = (
+        2  # Number of processes that read the images of --image-folder. 0: none.
+    )
+    image_size: Annotated[int, at_least(16), INTEGER] = 64  # Height and width of the images in pixels.
     #: Classes to train on: names of folders, or digits. By default all.
     classes: Annotated[tuple[str, ...], optional("NAME [NAME ...]")] = ()
     #: Number of training images to keep per class, chosen randomly by --seed. By default all.
@@ -282,7 +304,7 @@ class TranslationOptions(TrainOptions):
     #: Size of each attention head. The paper uses 64. With --model decoder it is --model-dim / --heads.
     head_dim: Count = 32
     #: Maximum size of the vocabulary: the number of tokens (subwords) of all languages. The paper uses 64000.
-    vocabulary: Annotated[int, at_least(300)] = 4000
+    vocabulary: Annotated[int, at_least(300), INTEGER] = 4000
     #: Number of different matrices for the source embedding, the target embedding and the softmax layer. 3: all
     #: separate. 2: the target embedding and the softmax layer share one. 1: all share one. A decoder has only one
     #: embedding, which shares its matrix with the softmax layer unless this is 3.
@@ -297,8 +319,10 @@ class TranslationOptions(TrainOptions):
     languages: Annotated[tuple[str, ...], optional("CODE [CODE ...]")] = ()
     #: Sampling temperature T of languages: each is sampled in proportion to its number of sentences to the power 1/T.
     #: Large values sample all languages nearly equally. The default is the value of multilingual BERT and the paper.
-    temperature: Annotated[float, Bounds("a number greater than 0", lambda value: value > 0)] = 1.43
-    tokens: Annotated[int, at_least(64)] = 4096  # Maximum number of tokens per mini-batch, including padding.
+    temperature: Annotated[float, Bounds("a number greater than 0", lambda value: value > 0), NUMBER] = 1.43
+    tokens: Annotated[int, at_least(64), INTEGER] = (
+        4096  # Maximum number of tokens per mini-batch, including padding.
+    )
     longest: Count = 100  # Maximum number of tokens of a training sentence. Longer pairs are not used.
     learning_rate: Positive = 3e-3  # Peak learning rate of Adam. After the warm-up it falls as 1 / sqrt(step).
     warm_up: Count = 400  # Number of steps in which the learning rate increases linearly to its peak.
