@@ -26,7 +26,7 @@ class GradScaler(LocalGradScaler):
         device: The type of the pipe's devices. Default: the type of its first device.
         stop_after: The number of steps in a row that may be skipped. If the next step must be skipped too, `step`
             raises an error in all processes. Default: None, any number.
-        options: Other arguments of `torch.amp.GradScaler`, such as `init_scale`.
+        **options: Other arguments of `torch.amp.GradScaler`, such as `init_scale`.
 
     Example:
         >>> import torch, gpipe
@@ -78,7 +78,15 @@ class GradScaler(LocalGradScaler):
         self._skipped = self._skipped + 1 if is_infinite else 0
 
     def step(self, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any) -> float | None:
-        """Runs `optimizer.step`, unless a process has a non-finite gradient. Returns the result of `optimizer.step`.
+        """Runs `optimizer.step`, unless a process has a non-finite gradient.
+
+        Args:
+            optimizer: The optimizer. None if the partition of this process has no parameters.
+            *args: Positional arguments of `optimizer.step`.
+            **kwargs: Keyword arguments of `optimizer.step`.
+
+        Returns:
+            The result of `optimizer.step`. None if the step was skipped, or if there is no optimizer.
 
         Raises:
             FloatingPointError: If more than `stop_after` steps in a row would be skipped.

@@ -88,10 +88,15 @@ def is_internal(frame: TracebackType) -> bool:
 class RemoteError(RuntimeError):
     """Another process of the pipe failed, and the current call failed with it.
 
-    Attributes:
+    `rank`, `type_name` and `traceback` are also attributes.
+
+    Args:
+        message: The text of the error.
         rank: The rank of the failed process within the pipe. The processes of one replica have consecutive ranks.
         type_name: The name of the type of its exception. Empty if the process ended without reporting one.
         traceback: Its traceback as text. Empty if it reported none.
+
+    Attributes:
         received: Whether the message came from another process. False if the user's code raised the exception.
 
     Example:

@@ -762,8 +762,11 @@ class GPipe(Partitioned):
         weights, buffers, gradients, `seed` and `step_number`.
 
         Args:
-            stateful: Objects with `state_dict` and `load_state_dict` whose state a restarted replica also receives,
+            *stateful: Objects with `state_dict` and `load_state_dict` whose state a restarted replica also receives,
                 such as the optimizer and the scheduler. Pass the same number of objects in each replica.
+
+        Returns:
+            `step_number`, the number of the next step. In a restarted replica, it is the number of the others.
 
         Raises:
             ValueError: If the pipe was built without `survive=True`, if it is sharded with `fully_shard`, or if

@@ -230,6 +230,13 @@ WEIGHTS, VALUES, OPTIMIZER = (rf"stage_[0-9]+{kind}\.safetensors" for kind in ("
 class Checkpoint:
     """A complete checkpoint: its folder, the step number and seed of the pipe, and the user's additional value.
 
+    Attributes:
+        path: The folder of the checkpoint, as an absolute path.
+        step_number: The `step_number` of the saved pipe.
+        seed: The `seed` of the saved pipe.
+        extra: The argument `extra` of `gpipe.save`. None if it was not passed.
+        manifest: The content of its file `manifest.json`.
+
     >>> import gpipe, tempfile
     >>> pipe = gpipe.GPipe([nn.Linear(2, 3)], partitions=1, micro_batches=2)
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -278,11 +285,15 @@ def load(
             into.
 
     Returns:
-        The checkpoint.
+        The checkpoint that was loaded. Its `extra` is the value that you passed to `gpipe.save`, `path` its folder,
+        `step_number` and `seed` the numbers of the saved pipe, and `plan` its plan. `state_dict()` reads the weights.
 
     Raises:
         CheckpointError: If the checkpoint is missing, damaged, or does not fit. Lists all reasons.
-        ValueError: If there is an optimizer without a pipe.
+        TypeError: If an argument is not a folder, a module or an optimizer, for example if the order is wrong.
+        ValueError: If `optimizer` is passed without `pipe`, or if processes pass different folders.
+        OSError: If a file cannot be read, or if the pipe's last save in the background failed.
+        RemoteError: If a different rank failed.
 
     Example:
         >>> import gpipe, tempfile, torch
@@ -324,8 +335,16 @@ def find_checkpoint(folder: str | os.PathLike[str], pipe: nn.Module | None = Non
         folder: The folder that you passed to `gpipe.save`.
         pipe: The pipe. Required with several processes.
 
+    Returns:
+        The absolute path of the checkpoint. It is `folder` if this is a checkpoint itself.
+
     Raises:
-        CheckpointError: If `latest` is damaged, or names a checkpoint that does not exist.
+        CheckpointError: If `folder` is a file, or if its file `latest` is damaged or names a checkpoint that does not
+            exist.
+        TypeError: If an argument is not a folder or a module.
+        ValueError: If processes pass different folders.
+        OSError: If a file cannot be read, or if the pipe's last save in the background failed.
+        RemoteError: If a different rank failed.
 
     >>> import gpipe, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -36,9 +36,12 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 class CheckpointError(ValueError):
     """Raised if a checkpoint is damaged, or does not fit the model or optimizer. Nothing was changed.
 
-    Attributes:
-        path: The path of the checkpoint.
+    `path` and `findings` are also attributes.
+
+    Args:
+        path: The path of the checkpoint, or of the folder without one.
         findings: All reasons, each with a fix.
+        advice: A last line for the message. Default: no such line.
 
     >>> import gpipe, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -361,9 +361,14 @@ class Saving:
 
         With several processes, all or none of them must call it. The next save or load waits too.
 
+        Returns:
+            The absolute path of the checkpoint, `folder/step_N`. If this name was in use, it is `folder/step_N.2`, or
+            the first number after 2 that is free.
+
         Raises:
             OSError: If writing failed, for example on a full disk. Earlier checkpoints are unchanged. Raised once.
-            RemoteError: If a different rank failed.
+            RemoteError: If a different rank failed. Raised once.
+            RuntimeError: If the checkpoint was not saved, and the reason was raised or logged before.
         """
         self.wait_once()
         if self._name is None:

@@ -282,6 +282,9 @@ def breakdown_lines(shares: Mapping[str, float], seconds: float, steps: int) -> 
         seconds: The mean time of a step.
         steps: The number of steps.
 
+    Yields:
+        The header, a line for each part in the order of `shares`, and a line for the whole step.
+
     >>> print(*breakdown_lines({"forward": 0.75, "bubble": 0.25}, seconds=0.1, steps=8), sep="\n")
     part               share        ms  meaning
     forward           75.0 %      75.0  forward passes

@@ -170,6 +170,12 @@ def write_messages(path: Path, messages: Iterable[Message]) -> None:
 def read_messages(path: str | Path) -> list[Message]:
     """Reads a file that `recording.save("messages.jsonl")` wrote.
 
+    Args:
+        path: The path of the file.
+
+    Returns:
+        The messages, in the order of the file.
+
     Raises:
         ValueError: If the file has a different format or version.
 

@@ -94,12 +94,18 @@ def _all_timelines(report: Report) -> list[Timeline]:
 def report_html(report: Report) -> str:
     """Renders a report as one HTML document.
 
-    >>> page = report_html(Report("a <run>"))
-    >>> "<h1>a &lt;run&gt;</h1>" in page, "<section" in page
-    (True, False)
+    Args:
+        report: The report, for example `recording.report("my run")`. Its empty parts are left out.
+
+    Returns:
+        The document. It contains its styles, scripts and pictures, so it needs no other file.
 
     Raises:
         ValueError: If a timeline is 0 seconds long.
+
+    >>> page = report_html(Report("a <run>"))
+    >>> "<h1>a &lt;run&gt;</h1>" in page, "<section" in page
+    (True, False)
     """
     if any(timeline.seconds <= 0 for timeline in _all_timelines(report)):
         raise ValueError("A timeline is 0 seconds long. Pass timelines that are longer than 0 seconds.")

@@ -208,12 +208,15 @@ class Recording(Recorder):
         """Saves the recording in the format of the suffix, and returns the path.
 
         Args:
-            path: A path with one of these suffixes:
+            path: The path of the file, which is replaced if it exists. Its suffix selects the format:
 
                 - `.svg` or `.png`: a picture of the median step and its prediction.
                 - `.json`: a trace of all steps, for ui.perfetto.dev.
                 - `.html`: a page with all information.
                 - `.jsonl`: the messages of all ranks, one JSON object per line after a line that names the schema.
+
+        Returns:
+            The path of the file as a `Path`.
 
         Raises:
             ImportError: If the file is a PNG, and resvg-py is not installed (`pip install 'gpipe[plots]'`).

@@ -93,6 +93,12 @@ def _plain(value: Any) -> Any:
 def read_report(text: str) -> Report:
     """Converts the output of `report_json` back to an equal report.
 
+    Args:
+        text: The output of `report_json`.
+
+    Returns:
+        The report. Its values were checked, so it can be drawn.
+
     Raises:
         ValueError: If the text is not a report, or if it cannot be drawn.
 

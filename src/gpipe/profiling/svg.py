@@ -130,14 +130,17 @@ def timelines_svg(
         small: Whether to keep the picture below 150 kB. It then has no tooltips, and shows only the first ranks and
             actions if there are many, as its title says. Default: False.
 
+    Returns:
+        The SVG document as text. It contains its style.
+
+    Raises:
+        ValueError: If `timelines` is empty, or if one is 0 seconds long.
+
     >>> from gpipe.schedule.action import parse_action
     >>> from gpipe.schedule.timeline import Span
     >>> step = Timeline(1, (Span(0, parse_action("0F0"), 0.0, 0.1),), 0.2)
     >>> "200 ms, utilization 50%" in timelines_svg({"before": step, "after": step})
     True
-
-    Raises:
-        ValueError: If `timelines` is empty, or if one is 0 seconds long.
     """
     if not timelines or min(timeline.seconds for timeline in timelines.values()) <= 0:
         raise ValueError(
@@ -267,6 +270,10 @@ def typical_svg(report: Report) -> str:
 
 def write_picture(path: Path, svg: str) -> None:
     """Writes an SVG to a file that ends in `.svg`, or renders it on white to one that ends in `.png`.
+
+    Args:
+        path: The path of the file, which is replaced if it exists.
+        svg: The SVG document, for example the result of `timeline_svg`.
 
     Raises:
         ImportError: If the file is a PNG, and resvg-py is not installed.

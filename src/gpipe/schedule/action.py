@@ -170,15 +170,23 @@ def parse_route(text: str) -> Route:
 
 
 def parse_action(text: str, slices: int = 1) -> Action:
-    """Returns the action that prints as this text, if each micro-batch has this many slices.
+    """Returns the action that prints as this text.
+
+    Args:
+        text: The text of an action, such as `2F0` or `0SEND3@x:0>1`.
+        slices: The number of slices of each micro-batch. If it is more than 1, the text names a slice: `2F1.3`.
+            Default: 1.
+
+    Returns:
+        The action. With slices, its `micro_batch` is a `Slice`.
+
+    Raises:
+        ValueError: If the text is not an action.
 
     >>> parse_action("2F0")
     Action(kind=<Kind.FORWARD: 'F'>, stage=2, micro_batch=0, route=None)
     >>> str(parse_action("2F1.3", slices=4))
     '2F1.3'
-
-    Raises:
-        ValueError: If the text is not an action.
     """
     match = _ACTION.fullmatch(text)
     if match is None or match[2] not in {kind.value for kind in Kind}:

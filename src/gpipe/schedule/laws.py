@@ -28,6 +28,9 @@ from gpipe.schedule.rules import closing_order, linearize, needs
 def check(program: Program) -> None:
     """Checks the laws of a training or forward-only program.
 
+    Args:
+        program: The program, before or after `place_transfers`. Its transfers are checked if it has any.
+
     Raises:
         ScheduleError: If the program breaks a law. The message lists all violations of law 1. If there are none, it
             lists all violations of the other laws.

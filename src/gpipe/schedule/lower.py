@@ -36,6 +36,9 @@ def place_recompute(program: Program, remat: Sequence[Remat], *, halved: bool = 
         halved: Whether `halves` will split the program, so that other code may run between forward and backward.
             Default: False.
 
+    Returns:
+        The program with an R before each of these backwards. The order of its other actions is unchanged.
+
     >>> from gpipe.schedule.schedules import fill_drain
     >>> bare = Program.of(fill_drain(stages=1, micro_batches=2), micro_batches=2)
     >>> place_recompute(bare, ["except_last"]).around(0, 2)
@@ -106,6 +109,10 @@ def place_offloads(program: Program, stages: Collection[int], *, halved: bool = 
         stages: The stages that offload.
         halved: Whether `halves` will split the program, so that other code may run between forward and backward.
             Default: False.
+
+    Returns:
+        The program with an OFFLOAD and a FETCH for each offloaded micro-batch of each stage. The order of its other
+        actions is unchanged.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> bare = Program.of(fill_drain(stages=1, micro_batches=4), micro_batches=4)

@@ -91,7 +91,15 @@ class Partition:
     ) -> "Partition":
         """Returns the partition with these numbers of layers. Does not enforce the limits of `memory`.
 
-        The other arguments are those of `gpipe.planner.search.balance.partition`.
+        Args:
+            sizes: The number of layers in each stage.
+            costs: The cost of each layer, as for `gpipe.planner.search.balance.partition`.
+            speeds: The speed of the device of each stage. Default: 1.
+            transfers: The time of the transfer at each possible split point, as for `partition`. Default: 0.
+            memory: The memory of layers and devices, from which `bytes` is computed. Default: None, `bytes` is 0.
+
+        Returns:
+            The partition, with the costs of its stages.
 
         Raises:
             ValueError: If a stage is empty, if the sizes do not add up to the number of layers, or if another

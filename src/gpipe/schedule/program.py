@@ -88,6 +88,9 @@ class Program:
             rank_of: The rank of each stage. Default: stage i is on rank i.
             skips: The routes of skip connections, in addition to the main route between neighboring stages.
             slices: The number of slices of each micro-batch. Default: 1.
+
+        Returns:
+            The program. It is not checked. Call `gpipe.schedule.laws.check` to check it.
         """
         rows = tuple(map(tuple, table))
         ranks = tuple(range(len(rows)) if rank_of is None else rank_of)
@@ -180,6 +183,12 @@ class Program:
     def from_text(cls, text: str) -> "Program":
         """Reads a program from the output of `to_text`.
 
+        Args:
+            text: The output of `to_text`. Empty lines are ignored.
+
+        Returns:
+            The program. It is not checked. Call `gpipe.schedule.laws.check` to check it.
+
         Raises:
             ValueError: If a line or an action cannot be parsed.
         """
@@ -188,6 +197,12 @@ class Program:
     @classmethod
     def from_csv(cls, text: str) -> "Program":
         """Reads a program from the output of `to_csv`.
+
+        Args:
+            text: The output of `to_csv`. Empty lines are ignored.
+
+        Returns:
+            The program. It is not checked. Call `gpipe.schedule.laws.check` to check it.
 
         Raises:
             ValueError: If a line or an action cannot be parsed.

@@ -141,6 +141,13 @@ def linearize(program: Program, rng: Random | None = None) -> Iterator[tuple[int
     By default, ranks advance in lockstep: in each round, every rank that can continues by one action. With `rng`, a
     random rank advances each time.
 
+    Args:
+        program: The program.
+        rng: Chooses the next rank among those that can continue. Default: None, ranks advance in lockstep.
+
+    Returns:
+        An iterator. If the program deadlocks, the iterator raises the error after the last possible action.
+
     Raises:
         ScheduleError: If the program deadlocks. The message lists the action that each rank waits for.
 

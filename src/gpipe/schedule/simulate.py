@@ -64,6 +64,9 @@ def simulate(program: Program, costs: Costs, duration: Callable[[Action], float]
         costs: The cost of each stage.
         duration: Returns the seconds of an action, instead of `costs`. Default: None.
 
+    Returns:
+        The timeline, and the peak memory of each rank. The peak memory is 0 if `costs` have no bytes.
+
     >>> from gpipe.schedule.cost import unit_costs
     >>> from gpipe.schedule.schedules import fill_drain
     >>> program = Program.of(fill_drain(stages=4, micro_batches=4), micro_batches=4)
@@ -434,6 +437,9 @@ def predict(
         costs: The cost of each stage. Default: computed by `stage_costs`.
         in_seconds: Whether the costs are seconds. Default: False.
         held: Costs with the bytes of each stage. Default: None, bytes were not counted.
+
+    Returns:
+        The prediction. Its `peak_bytes` is None without `held`.
 
     >>> from gpipe.schedule.partition import Partition
     >>> from gpipe.schedule.schedules import fill_drain

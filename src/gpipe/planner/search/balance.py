@@ -58,6 +58,9 @@ def partition(
             the costs. The first entry is for a split after layer 0. Default: 0.
         memory: The memory of layers and devices. No stage exceeds its limit. Default: unlimited.
 
+    Returns:
+        The partition. Its `layers` are the numbers of layers of the stages, and `seconds` the costs of the stages.
+
     Raises:
         ValueError: If arguments are invalid; the message lists all errors. Or if no partition fits in memory; the
             message names the one that comes closest.

@@ -193,6 +193,12 @@ class Plan:
     def from_json(cls, stored: Mapping[str, Any]) -> "Plan":
         """Returns the plan from the result of `to_json`.
 
+        Args:
+            stored: The result of `to_json`, also after `json.dumps` and `json.loads`.
+
+        Returns:
+            The plan. It lacks the rejected shapes after the first `MAX_STORED`, which `to_json` omits.
+
         Raises:
             ValueError: If the data is not a plan.
         """

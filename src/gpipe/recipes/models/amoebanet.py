@@ -56,14 +56,18 @@ def set_keep(model: nn.Module, keep: float) -> None:
 
     Call it between steps. A call between a forward and its backward pass would change recomputed activations.
 
+    Args:
+        model: The model or pipe. With several processes, call this function in all of them.
+        keep: The probability that a sample is kept, greater than 0 and at most 1.
+
+    Raises:
+        ValueError: If `keep` is not greater than 0 and at most 1.
+
     >>> from gpipe.models import amoebanet_d
     >>> network = nn.Sequential(*amoebanet_d(layers=3, filters=16, classes=10))
     >>> set_keep(network, drop_path_keep(step=50, steps=100))
     >>> network[1].drop_path.keep
     0.85
-
-    Raises:
-        ValueError: If `keep` is not greater than 0 and at most 1.
     """
     if not 0 < keep <= 1:
         raise ValueError(f"keep={keep} is out of range. Pass a number greater than 0 and at most 1.")
@@ -339,8 +343,7 @@ def amoebanet_d(
 ) -> list[nn.Module]:
     """Builds AmoebaNet-D (L, D) for images (N, 3, H, W) as a list of L + 6 layers.
 
-    The last layer returns logits (N, classes). The default arguments are the model of the paper's Table 2. For
-    ScheduledDropPath, see `gpipe.models.set_keep`.
+    The default arguments are the model of the paper's Table 2. For ScheduledDropPath, see `gpipe.models.set_keep`.
 
     Args:
         layers: L, the number of normal cells.
@@ -351,14 +354,18 @@ def amoebanet_d(
         dropout: Dropout probability before the softmax layer.
         image_size: Height and width in pixels. Only the auxiliary classifier depends on it.
 
-    >>> with torch.device("meta"):
-    ...     network = amoebanet_d(layers=3, filters=16, classes=10)
-    >>> len(network), sum(p.numel() for layer in network for p in layer.parameters())
-    (9, 99503)
+    Returns:
+        L + 6 layers: the stem, L normal cells and 4 reduction cells, and the classifier. They compute logits
+        (N, classes) from images (N, 3, H, W).
 
     Raises:
         ValueError: If there are fewer than 3 layers or 16 filters, or images are too small for the auxiliary
             classifier.
+
+    >>> with torch.device("meta"):
+    ...     network = amoebanet_d(layers=3, filters=16, classes=10)
+    >>> len(network), sum(p.numel() for layer in network for p in layer.parameters())
+    (9, 99503)
     """
     return _amoebanet(D_NORMAL, D_REDUCTION, layers, filters, classes, dropout, image_size if aux_head else None)
 
@@ -372,7 +379,25 @@ def amoebanet_b(
     dropout: float = 0.5,
     image_size: int = 224,
 ) -> list[nn.Module]:
-    """Builds AmoebaNet-B (L, D) with the arguments of `amoebanet_d`. The default is the paper's model for ImageNet.
+    """Builds AmoebaNet-B (L, D) for images (N, 3, H, W) as a list of L + 6 layers.
+
+    The default arguments are the paper's model for ImageNet.
+
+    Args:
+        layers: L, the number of normal cells.
+        filters: D, the number of filters in the first stack of normal cells.
+        classes: Number of classes.
+        aux_head: Whether to add an auxiliary classifier, as for `amoebanet_d`.
+        dropout: Dropout probability before the softmax layer.
+        image_size: Height and width in pixels. Only the auxiliary classifier depends on it.
+
+    Returns:
+        L + 6 layers: the stem, L normal cells and 4 reduction cells, and the classifier. They compute logits
+        (N, classes) from images (N, 3, H, W).
+
+    Raises:
+        ValueError: If there are fewer than 3 layers or 16 filters, or images are too small for the auxiliary
+            classifier.
 
     >>> with torch.device("meta"):
     ...     network = amoebanet_b(layers=3, filters=16, classes=10)

@@ -204,14 +204,18 @@ def transformer_lm(
         clip_logits: In training, logits are clamped to plus or minus this value, as in section 5. Default: no
             clamping.
 
+    Returns:
+        `layers` + 2 layers: the embedding, the Transformer layers, and the softmax layer. They compute logits
+        (N, T, vocab) from token ids (N, T).
+
+    Raises:
+        ValueError: If `layers` is less than 1, `model_dim` is odd or not divisible by `heads`, or `clip_logits` is
+            not positive.
+
     >>> with torch.device("meta"):
     ...     network = transformer_lm(layers=3)
     >>> len(network), sum(p.numel() for layer in network for p in layer.parameters())
     (5, 282179008)
-
-    Raises:
-        ValueError: If there are no layers, `model_dim` is odd or not divisible by `heads`, or `clip_logits` is not
-            positive.
     """
     if layers < 1 or model_dim % heads or model_dim % 2:
         raise ValueError(
@@ -368,13 +372,18 @@ def transformer(
         clip_logits: In training, logits are clamped to plus or minus this value. Default: no clamping.
         pad: The token id of padding.
 
+    Returns:
+        2 L + 3 layers: the source embedding, L encoder layers, the target embedding, L decoder layers, and the
+        softmax layer. They compute logits (N, T, vocab) from the tuple of source (N, S) and target (N, T). Some of
+        them stash and pop: without a pipe, use `gpipe.Sequential(*layers)`.
+
+    Raises:
+        ValueError: If arguments are invalid. The message lists all problems.
+
     >>> with torch.device("meta"):
     ...     network = transformer(layers=24)
     >>> len(network), sum(p.numel() for layer in network for p in layer.parameters())
     (51, 1304955392)
-
-    Raises:
-        ValueError: If arguments are invalid. The message lists all problems.
     """
     counts = {"layers": layers, "ffn_dim": ffn_dim, "heads": heads, "head_dim": head_dim}
     problems = [f"{name}={number} is out of range. Pass at least 1." for name, number in counts.items() if number < 1]

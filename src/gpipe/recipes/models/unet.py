@@ -67,13 +67,17 @@ def unet(b: int, c: int, *, inputs: int = 3, outputs: int = 1, dropout: float = 
         outputs: Number of channels of the logits.
         dropout: Dropout probability after each convolution.
 
+    Returns:
+        44 B + 21 layers. They compute logits (N, outputs, H, W) from images (N, inputs, H, W). Some of them
+        stash and pop: without a pipe, use `gpipe.Sequential(*layers)`.
+
+    Raises:
+        ValueError: If `b` is less than 1, or `c` is odd or less than 2.
+
     >>> with torch.device("meta"):
     ...     network = unet(6, 72)
     >>> len(network), sum(p.numel() for layer in network for p in layer.parameters())
     (285, 362157516)
-
-    Raises:
-        ValueError: If `b` is less than 1, or `c` is odd or less than 2.
     """
     if b < 1 or c < 2 or c % 2:
         raise ValueError(f"b={b}, c={c} are out of range. Pass b of at least 1, and an even c of at least 2.")

@@ -25,6 +25,9 @@ def program_of(
         stages_per_rank: The number of stages on each rank. Default: the default of the schedule.
         slices: The number of slices of each micro-batch. Default: 1.
 
+    Returns:
+        The program, without recomputation and transfers. The functions of `gpipe.schedule.lower` add them.
+
     Raises:
         ValueError: If the schedule does not exist, or has no table of this size. The message has one line per error.
 
