@@ -122,9 +122,9 @@ def test_a_pipe_in_a_pipe_is_refused_and_its_layers_are_not() -> None:
 def test_skips_below_a_layer_are_refused_unless_something_runs_them() -> None:
     buried = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Stash("a", width=4), Pop({"a": 4}, width=4)))
     text = refusal(lambda: make([buried, nn.Tanh()]), ValueError)
-    assert "layer 0 (Sequential): its part 1.0 (Stash) has stash = ('a',), but only layers of the pipe" in text
+    assert "layer 0 (Sequential): its submodule 1.0 (Stash) has stash = ('a',), but only layers of the pipe" in text
     assert "its part 1.1 (Pop) has pop = ('a',)" in text
-    assert "Pass the parts of layer 0 as separate layers" in text
+    assert "Pass the submodules of layer 0 as separate layers" in text
     make([nn.Linear(4, 4), nn.Sequential(gpipe.Sequential(Stash("a", width=4), Pop({"a": 4}, width=4)))]).step(
         X, X, F.mse_loss
     )

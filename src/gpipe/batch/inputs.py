@@ -30,7 +30,7 @@ NO_GRAPH = (
 
 
 def scaler_device(devices: Sequence[torch.device]) -> torch.device:
-    """Returns the device for the state of a GradScaler: a CPU if the pipe uses one, else the last device.
+    """Returns the device for the state of a GradScaler: the CPU if the pipe uses the CPU, else the last device.
 
     torch copies the state to CPUs without waiting for the copy, so a CPU must hold the state itself.
     """
@@ -38,7 +38,7 @@ def scaler_device(devices: Sequence[torch.device]) -> torch.device:
 
 
 def read_scale(scale: float, scaler: Any, devices: Sequence[torch.device], *, processes: int = 1) -> float:
-    """Returns the factor by which a step multiplies its loss, and with it all gradients.
+    """Returns the factor by which a step multiplies the loss, and therefore all gradients.
 
     Args:
         scale: The factor. Must be 1 if there is a `scaler`.
@@ -112,7 +112,7 @@ def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list
         The number of rows of each micro-batch, and the list of micro-batches of each value.
 
     Raises:
-        ValueError: If values do not have the same rows, or if there are too many ready-made micro-batches.
+        ValueError: If values have different numbers of rows, or if a value has too many ready-made micro-batches.
         TypeError: If a value cannot be split.
     """
     check_values(**trees)
@@ -142,7 +142,7 @@ def split_alike(micro_batches: int, **trees: Tree) -> tuple[list[int], list[list
 
 
 def split_targets(targets: Tree, rows: Sequence[int], *, ready_made: bool) -> list[Tree]:
-    """Splits targets in a process that has no inputs, into micro-batches with the rows of the first stage's inputs.
+    """Splits targets into micro-batches with the given numbers of rows, in a process that has no inputs.
 
     Args:
         targets: The targets, or `gpipe.MicroBatches` of them.
@@ -161,7 +161,7 @@ def _count_parts(tree: Tree) -> int | None:
 
 
 def check_ready_made(**counts: int | None) -> None:
-    """Raises a ValueError unless all arguments are `gpipe.MicroBatches` of the same length, or none is.
+    """Raises a ValueError unless all arguments are `gpipe.MicroBatches` of the same length, or no argument is.
 
     Args:
         **counts: The number of micro-batches of each argument; None for values that gpipe splits.
@@ -184,7 +184,7 @@ def check_ready_made(**counts: int | None) -> None:
 
 
 def check_values(**trees: Tree) -> None:
-    """Raises a TypeError if a value in these trees can neither be split nor be passed on unchanged."""
+    """Raises a TypeError if a value in these trees can neither be split nor be passed unchanged to the layers."""
     if errors := list(chain.from_iterable(map(find_unsplittable, trees, trees.values()))):
         raise TypeError("\n".join(errors))
 
@@ -194,7 +194,7 @@ def reject_transforms(inputs: Tree) -> None:
 
     Raises:
         TypeError: If the call is being traced or exported.
-        ValueError: If an input has a tangent: stage boundaries do not pass tangents on.
+        ValueError: If an input has a tangent, because stage boundaries do not support tangents.
     """
     traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # untyped in torch
     if traced or torch.compiler.is_exporting():

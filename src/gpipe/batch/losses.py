@@ -1,7 +1,7 @@
 """Calls losses, and decides how much each micro-batch counts in the loss of the mini-batch.
 
-Most losses are means, and the divisor of the mean is the weight of a micro-batch. It is the number of rows, the
-number of elements of the target, or the sum of the class weights of all labels that are not ignored.
+Most losses are means, and the divisor of the mean is the weight of a micro-batch. The divisor is the number of rows,
+the number of elements of the target, or the sum of the class weights of all labels that are not ignored.
 
 `find_average` determines the divisor from calls of torch's losses:
 
@@ -34,7 +34,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class LossModule(Protocol[T_co]):
-    """A loss module. Its type parameter is the result of forward, because `Module.__call__` returns Any."""
+    """A loss module. Its type parameter is the type that `forward` returns, because `Module.__call__` returns Any."""
 
     @property
     def forward(self) -> Callable[..., T_co]:
@@ -59,7 +59,7 @@ ROWS = frozenset({
 })  # fmt: skip
 """Losses of torch that average over rows, regardless of the number of elements per row."""
 WEIGHTED = ("mse_loss", "l1_loss")
-"""Losses of torch that divide by the sum of their `weight`, if the user passes one."""
+"""Losses of torch that divide by the sum of their `weight`, if the user passes a weight."""
 PER_ROW = ("weight", "pos_weight", "var")
 """Arguments of torch's losses that can have one entry per row, or one per class."""
 
@@ -75,12 +75,12 @@ class LossCall(NamedTuple):
     Attributes:
         name: The name of the function.
         reduction: The reduction, such as "mean".
-        ignored: The label that does not count, if the loss ignores one.
+        ignored: The label that does not count. None if the loss has no such label.
         weight: The weights of the classes.
         labels: The target, for the losses in `LABELS`.
         divisor: The divisor of the mean, for all other losses.
         is_loss: Whether the user's loss function returned the result of this call.
-        of_rows: Arguments that may have one entry per row of the target.
+        of_rows: The arguments in `PER_ROW` that may have one entry per row of the target.
     """
 
     name: str
@@ -117,7 +117,7 @@ class LossCall(NamedTuple):
 
     @property
     def denominator(self) -> float | None:
-        """The divisor of this call's result, comparable between micro-batches. None if it is unknown."""
+        """The divisor of the result, which can be compared between micro-batches. None if the divisor is unknown."""
         if self.reduction == "sum":
             return 1.0
         if self.reduction == "none" or self.name not in LABELS:
@@ -126,7 +126,7 @@ class LossCall(NamedTuple):
 
 
 def _divisor(name: str, reduction: object, arguments: Mapping[str, Any]) -> float | None:
-    """Returns the divisor of a mean that is not over labels, from the shapes of the arguments; None if unknown."""
+    """Returns the divisor of a mean over elements or rows, from the shapes of the arguments. None if unknown."""
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
     target, weight = arguments.get("target"), arguments.get("weight")
     if name in LABELS or not tensors:
@@ -159,7 +159,7 @@ def read_loss_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def read_loss(loss_fn: object, target: Tree = None) -> LossCall | None:
-    """Returns the call that a loss of torch, or a `functools.partial` of one, would make on a target.
+    """Returns the call that a torch loss, or a `functools.partial` of a torch loss, would make on a target.
 
     Returns None for any other function, including modules whose forward is not torch's.
     """
@@ -183,7 +183,7 @@ def read_loss(loss_fn: object, target: Tree = None) -> LossCall | None:
 
 
 def find_contradiction(loss_fn: object, reduction: Reduction) -> list[str]:
-    """Returns a finding if a torch loss sums and `step` averages over micro-batches, or the reverse."""
+    """Returns a finding if a torch loss is a sum but `step` averages over micro-batches, or the reverse."""
     loss = read_loss(loss_fn)
     if loss is None or (reduction, loss.reduction) not in (("mean", "sum"), ("sum", "mean")):
         return []
@@ -212,8 +212,8 @@ class LossAverage:
     """The divisor of a loss's mean, as a function of the target of a micro-batch.
 
     Attributes:
-        by: The unit that the mean counts. "sum" if the loss is not a mean.
-        leaf: The index of the target's leaf that has these units.
+        by: The unit over which the mean is computed, such as rows. "sum" if the loss is not a mean.
+        leaf: The index of the leaf of the target from which these units are counted.
         shifted: Whether the first label of each row does not count, as in next-token prediction.
         ignored: The label that does not count.
         weight: The weights of the classes.
@@ -240,7 +240,7 @@ class LossAverage:
 
 
 def find_average(calls: Sequence[LossCall], target: Tree, rows: int, *, ready_made: bool) -> LossAverage | None:
-    """Finds the divisor of a loss from the torch losses that it calls. Returns None if they do not determine it.
+    """Finds the divisor of a loss from the torch losses that the loss calls. None if these calls do not determine it.
 
     Args:
         calls: The calls of torch's losses in one micro-batch.
@@ -265,7 +265,7 @@ def read_average(loss_fn: object, target: Tree, rows: int, *, ready_made: bool) 
 
 
 def _locate(call: LossCall, target: Tree, rows: int, *, ready_made: bool) -> LossAverage | None:
-    """Finds the leaf of a target whose size or labels are the divisor of a call."""
+    """Finds the leaf of a target whose size or labels determine the divisor of a call."""
     values = tree_leaves(target)
     names = map(str, target) if isinstance(target, Mapping) and len(target) == len(values) else repeat("")
     leaves = [
@@ -289,7 +289,7 @@ def _locate(call: LossCall, target: Tree, rows: int, *, ready_made: bool) -> Los
 
 
 def sum_of_weights(target: Tree, ignored: object, weight: object) -> Any:
-    """Returns the sum of the class weights of all labels that are not ignored. Without weights, their number.
+    """Returns the sum of the class weights of all labels that are not ignored, or without weights their number.
 
     For class probabilities, returns the number of positions.
     """
@@ -365,17 +365,17 @@ def _invalid_loss(loss: object) -> str:
 
 
 def runs_once(loss_fn: object) -> bool:
-    """Whether a loss function has set its attribute `runs_once`: gpipe must not call it again to check it."""
+    """Whether a loss function has set its attribute `runs_once`, so that gpipe must not call it again for checks."""
     return bool(getattr(loss_fn, "runs_once", False))
 
 
 def own_loss(output: Tree, target: Tree = None) -> Tensor:
     """Returns the loss in the output of a model.
 
-    This is the attribute or entry `loss`, the first element of a tuple, or the output itself.
+    The loss is the attribute or entry `loss`, the first element of a tuple, or the output itself.
 
     Raises:
-        TypeError: If that is not a scalar floating-point tensor.
+        TypeError: If the loss is not a scalar floating-point tensor.
     """
     loss: Any = output
     if isinstance(output, Mapping):

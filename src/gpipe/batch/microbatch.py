@@ -29,7 +29,7 @@ class Whole:
     """Wraps a tensor, or another value, that every micro-batch receives without splitting.
 
     Args:
-        tensor: The value. Its first dimension or its length may have any size.
+        tensor: The value. It does not need a batch dimension.
 
     >>> import gpipe, torch
     >>> pipe = gpipe.GPipe([torch.nn.Identity()], partitions=1, micro_batches=2)
@@ -46,14 +46,15 @@ class Whole:
 class MicroBatches(Sequence[Tree]):
     """A mini-batch that is already split. gpipe uses its elements as micro-batches without splitting them.
 
-    Each element is one micro-batch, with its own number of rows and its own lengths. As inputs, it holds all
-    arguments of the first layer; as targets, everything that the loss needs.
+    Each element is one micro-batch, with its own number of rows and its own lengths. If you pass it as inputs, each
+    element has all arguments of the first layer. If you pass it as targets, each element has all values that the loss
+    needs.
 
     Args:
         parts: The micro-batches, at least 1 and at most M.
 
     Raises:
-        ValueError: If `parts` is empty, or if an element is a `MicroBatches` itself.
+        ValueError: If `parts` is empty, or if an element is itself a `MicroBatches`.
         TypeError: If `parts` is a single value, such as a tensor.
 
     >>> import gpipe, torch
@@ -95,7 +96,7 @@ def plain(value: Tree) -> Tree:
 
 
 def as_tree(value: Tree) -> Tree:
-    """Returns the tuple of all parts for `MicroBatches`, and any other value itself."""
+    """Returns a tuple of all micro-batches for `MicroBatches`, and any other value unchanged."""
     return value.parts if isinstance(value, MicroBatches) else value
 
 
@@ -107,14 +108,14 @@ def take_parts(micro_batches: MicroBatches) -> list[Tree]:
 
 
 def count_rows(inputs: Tree, index: int | None = None) -> int:
-    """Returns the number of rows: the first dimension of the first tensor that has one.
+    """Returns the number of rows: the first dimension of the first tensor that is not a scalar.
 
     Args:
         inputs: The inputs of a mini-batch, or of one micro-batch.
         index: The number of the micro-batch, if it is one of `gpipe.MicroBatches`.
 
     Raises:
-        ValueError: If no tensor has a first dimension, or if it is 0.
+        ValueError: If all tensors are scalars, or if the first dimension is 0.
     """
     name, unit = ("inputs", "mini-batch") if index is None else (f"inputs[{index}]", "micro-batch")
     leaves = tree_leaves(inputs)
@@ -138,7 +139,7 @@ def count_rows(inputs: Tree, index: int | None = None) -> int:
 
 
 POSITIONS = "position_ids"
-"""Part of the name of a tensor that multimodal models expect as [3, rows, tokens]."""
+"""Part of the name of a tensor that has shape [3, rows, tokens] in multimodal models."""
 OFFSETS = "cu_seq"
 """Part of the name of the offsets of packed sequences: cu_seqlens, cu_seq_lens_q."""
 PACKED = (
@@ -165,17 +166,17 @@ AMBIGUOUS_ROWS = (
 
 
 def split(tree: Tree, rows: int, parts: int, name: str, *, strict: bool = False) -> list[Tree]:
-    """Splits each tensor in a tree by rows, as `tensor_split` does: the first parts may have one more row.
+    """Splits each tensor in a tree by rows, like `torch.tensor_split`: the first parts may have one more row.
 
-    Every part receives tensors without dimensions, values that are not tensors, and values in `Whole` unchanged.
+    Scalar tensors, values that are not tensors, and values in `Whole` are not split. Every part receives them.
 
     Args:
         tree: The inputs or targets of a mini-batch.
         rows: The number of rows of the mini-batch.
         parts: The number of micro-batches.
         name: The name of the argument, for messages.
-        strict: Whether to reject sequences and arrays that are not tensors and have one entry per row, also in
-            attributes of objects. `torch.Size` and sequences of tensors with rows are always allowed.
+        strict: Whether to reject sequences and arrays (other than tensors) with one entry per row, also in attributes
+            of objects. `torch.Size` and sequences of tensors with rows are always allowed.
 
     Raises:
         ValueError: If a tensor has a different number of rows, if `strict` rejects a value, or if a value holds the
@@ -236,7 +237,7 @@ def _walk(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _length(value: Any) -> int | None:
-    """Returns the number of entries; None for scalars, strings, sizes and sequences of tensors with rows."""
+    """Returns the number of entries. None for scalars, strings, `torch.Size` and sequences of tensors with rows."""
     if isinstance(value, (str, bytes, torch.Size)):
         return None
     if hasattr(type(value), "__array__"):  # A tensor, or an array of NumPy, pandas or JAX.
@@ -282,8 +283,8 @@ def merge(
     Args:
         parts: The output of each micro-batch.
         rows: The number of rows of each micro-batch.
-        report: Receives findings. With it, an output may have several rows for each input row. Without it, the same
-            tensor may be the output of all micro-batches.
+        report: A function that receives findings. If it is passed, an output may have several rows for each input
+            row. Otherwise, the same tensor may be the output of all micro-batches.
 
     Raises:
         TypeError: If the outputs cannot be concatenated.
@@ -325,7 +326,7 @@ def _merge_leaf(
 
 
 def rows_of_parts(rows: int, parts: int) -> list[int]:
-    """Returns the number of rows of each micro-batch. The first ones have one more if `rows` is not divisible."""
+    """Returns the number of rows of each micro-batch. If `rows` is not divisible, the first ones get one more."""
     return [rows // parts + (part < rows % parts) for part in range(parts)]
 
 
@@ -342,10 +343,10 @@ def loss_weights(
             weight for a target.
         rows: The number of rows of each micro-batch.
         targets: The target of each micro-batch.
-        over_replicas: Sums a weight over the data-parallel replicas. Default: there is one replica.
+        over_replicas: Returns the sum of a weight over the data-parallel replicas. Default: there is one replica.
 
     Raises:
-        TypeError: If `reduction` is none of these, or if it returns something other than a number.
+        TypeError: If `reduction` is not one of these values, or if the function does not return a number.
         ValueError: If a weight is negative or not finite, or if all weights are 0.
     """
     if reduction == "sum":
@@ -385,11 +386,11 @@ def _weight(value: object) -> float:
 IGNORED = -100
 """The default `ignore_index` of torch's losses, which custom losses also use."""
 TWO_ROWS = 2
-"""Rows with which a model is traced, if the sample has that many: BatchNorm in training mode rejects one row."""
+"""The number of rows for tracing a model, if the sample has enough. BatchNorm in training mode rejects one row."""
 
 
 def first_micro_batch(sample: Tree, micro_batches: int, least: int = 1) -> Tree:
-    """Returns the first micro-batch of a sample that has labels which are not all ignored, or else the first one.
+    """Returns the first micro-batch of a sample in which some labels are not ignored, or else the first micro-batch.
 
     Args:
         sample: A mini-batch, or None.
@@ -440,7 +441,7 @@ OBJECT_WITH_TENSORS = (
 
 
 def find_unsplittable(name: str, tree: Tree) -> Iterator[str]:
-    """Yields a message for each value that can neither be split into micro-batches nor be part of one."""
+    """Yields a message for each value that can neither be split into micro-batches nor be passed to each of them."""
     if type(tree) is Tensor and tree.layout is torch.strided and not tree.is_nested:
         return
     ready_made = isinstance(tree, MicroBatches)

@@ -26,7 +26,7 @@ Accumulate: TypeAlias = Callable[[Sequence[Tensor], Gradients], Iterable[Tensor]
 
 
 def receive(run: Run, rank: Rank, task: CompiledAction) -> ReadyEvent:
-    """Receives the messages of an action into the inbox, and returns the event of the last message."""
+    """Receives the messages that an action needs into the inbox, and returns the event of the last message."""
     mark: ReadyEvent = None
     inbox = rank.inbox = []
     for peer, label, _ in task.receives:
@@ -39,7 +39,7 @@ def receive(run: Run, rank: Rank, task: CompiledAction) -> ReadyEvent:
 
 
 def send(run: Run, rank: Rank, task: CompiledAction) -> None:
-    """Sends the outbox of an action. Messages between stages of one rank stay in the rank."""
+    """Sends the messages in the outbox of an action. Messages between stages of one rank stay in the rank."""
     for (peer, label, _), message in zip(task.sends, rank.outbox, strict=True):
         if peer is None:
             rank.local_messages[label] = message
@@ -100,7 +100,7 @@ WORK: dict[Kind, Work] = {
     Kind.BACKWARD: backward,
     **dict.fromkeys(EXCHANGES, exchange),
 }
-"""The functions that perform the kinds of action without any feature."""
+"""The functions that perform each kind of action if no feature changes them."""
 
 
 # The parts of a forward pass. Recompute combines them differently.
@@ -118,7 +118,7 @@ def new_state(run: Run, rank: Rank, task: CompiledAction) -> MicroBatchState:
 
 
 def run_layers(run: Run, rank: Rank, state: MicroBatchState) -> StageOutput:
-    """Runs the layers of a stage. The output has a value for each route out of the stage; the main route is last."""
+    """Runs the layers of a stage. The output has one value per route out of the stage, with the main route last."""
     stage, routes, inputs = state.stage_run.stage, state.routes, state.inputs
     for boundary in inputs:
         boundary.check(stage)
@@ -143,7 +143,7 @@ def run_layers(run: Run, rank: Rank, state: MicroBatchState) -> StageOutput:
 
 
 def send_outputs(run: Run, rank: Rank, task: CompiledAction, state: MicroBatchState, output: StageOutput) -> None:
-    """Detaches the outputs of a stage and sends them. The outputs of the last stage of a call stay in the run."""
+    """Detaches the outputs of a stage and sends them. In a call, the run keeps the outputs of the last stage."""
     if state.routes.outs:
         rank.outbox, roots = state.stage_run.detach_boundary(output.values)
         state.roots = [*chain.from_iterable(roots)]
@@ -153,7 +153,7 @@ def send_outputs(run: Run, rank: Rank, task: CompiledAction, state: MicroBatchSt
 
 
 def roots_of(run: Run, rank: Rank, state: MicroBatchState, output: StageOutput) -> list[Tensor]:
-    """Returns the tensors at which the backward pass of a stage starts. The last stage of a step runs the loss."""
+    """Returns the tensors at which the backward pass of a stage starts. The last stage of a step calls `loss_fn`."""
     if state.routes.outs or run.loss_fn is None:
         return [tensor for value in output.values for tensor in tensors_in(value) if tensor.requires_grad]
     m = state.micro_batch
@@ -183,7 +183,7 @@ def _last_gradients(run: Run, rank: Rank, state: MicroBatchState) -> Gradients:
 
 
 def _reject_gradients(state: MicroBatchState, source: str) -> None:
-    """Raises an error if the inputs already have gradients: their backward pass would overwrite them."""
+    """Raises an error if the inputs already have gradients, because a backward pass would overwrite them."""
     for gradients in state.gradients:
         for gradient in gradients:
             if gradient is not None:

@@ -1,8 +1,8 @@
 """Makes a call of the pipe one autograd node, whose forward and backward run through the pipeline.
 
-Stages have separate graphs, so the backward of the node can run each stage in the thread of its rank. The node
-owns the state of its forward pass. Several calls can precede their backward passes, and dropping an output frees its
-state.
+Stages have separate graphs, so the backward of the node can run each stage in the thread of its rank. The node owns
+the state of its forward pass. Several calls can therefore run before their backward passes, and deleting an output
+frees the state of its call.
 """
 
 from collections.abc import Sequence
@@ -113,7 +113,7 @@ class _Pipelined(torch.autograd.Function):
 def _split_gradients(
     wants: Sequence[Sequence[bool]], gradients: Sequence[Tensor | None], *, runs_all: bool
 ) -> list[Gradients]:
-    """Splits gradients by output. They are UNDEFINED for an unused output whose backward pass must still run."""
+    """Splits gradients by output. An unused output whose backward must run has UNDEFINED."""
     remaining = iter(gradients)
     by_output: list[Gradients] = [[g for w, g in zip(output, remaining, strict=False) if w] for output in wants]
     unused = [all(gradient is None for gradient in output) for output in by_output]

@@ -1,4 +1,4 @@
-"""Compiles a program: joins each SEND and RECEIVE to the action that needs it.
+"""Compiles a program: joins each SEND or RECEIVE to the action that computes or uses its message.
 
     rank 1 of a program    RECEIVE0  RECEIVE1  F0  F1  R0  B0  SEND0  R1  B1  SEND1
     compiled               RECEIVE0+F0  RECEIVE1+F1  R0  B0+SEND0  R1  B1+SEND1
@@ -25,12 +25,12 @@ class StageRoutes(NamedTuple):
     """The routes of one stage, and the micro-batches of its actions.
 
     Attributes:
-        ins: The routes into the stage. The main route is the last.
-        outs: The routes out of the stage. The main route is the last. Skips are in the order in which their gradients
-            are summed: the last layer that pops comes first (note "Sums" in `skips.py`).
+        ins: The routes into the stage. The main route is last.
+        outs: The routes out of the stage. The main route is last. Skips are in the order in which their gradients are
+            summed: the skip to the last layer comes first (note "Sums" in `skips.py`).
         skips_in: The names of the skips in `ins`.
         skips_out: For each skip in `outs`, its name and the name of its stash.
-        micro_batches: The micro-batches that have an action of each kind at the stage.
+        micro_batches: For each kind of action, the micro-batches that have this action at the stage.
     """
 
     ins: tuple[Route, ...]
@@ -61,9 +61,9 @@ def _order(route: Route) -> tuple[bool, int]:
 
 
 class Transfer(NamedTuple):
-    """A message of an action: the other rank, the label, and the SEND or RECEIVE action.
+    """A message that an action sends or receives: the other rank, the label, and the SEND or RECEIVE action.
 
-    `peer` and `action` are None if both ends are on the same rank.
+    `peer` and `action` are None if sender and receiver are stages on the same rank.
     """
 
     peer: int | None
@@ -85,7 +85,7 @@ class CompiledAction(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledTable:
-    """A program, or the forward or backward half of one, as ranks perform it."""
+    """A program, or its forward or backward half, as compiled actions."""
 
     program: Program
     routes: Sequence[StageRoutes]
@@ -109,7 +109,7 @@ class CompiledTable:
 
     @cached_property
     def inbound(self) -> Sequence[tuple[Mapping[Label, int], Collection[int]]]:
-        """For each rank, the position of the RECEIVE of each message in its row, and the ranks that send messages."""
+        """For each rank, the position of each RECEIVE in its row by label, and the ranks that send messages to it."""
         inbound = []
         for row, actions in zip(self.program.table, self.rows, strict=True):
             positions = {action: position for position, action in enumerate(row)}
@@ -156,12 +156,12 @@ class CompiledProgram:
 
     @cached_property
     def checksum(self) -> int:
-        """A checksum that processes compare. It ignores UNSHARD and RESHARD, which may differ between processes."""
+        """A checksum that processes compare. It excludes UNSHARD and RESHARD, which may differ between processes."""
         return zlib.crc32(self.program.only({*Kind} - SHARDS).to_text().encode())
 
     @classmethod
     def of(cls, program: Program, gathered: Collection[int] = ()) -> "CompiledProgram":
-        """Compiles a valid program. Stages in `gathered` all-gather their weights from replicas before use."""
+        """Compiles a valid program. The weights of stages in `gathered` are all-gathered from replicas before use."""
         routes = tuple(StageRoutes.of(program, stage) for stage in range(program.stages))
         programs = (program, *halves(program))
         whole, forward, backward = (CompiledTable(place_shards(each, gathered), routes) for each in programs)

@@ -1,4 +1,4 @@
-"""Connects ranks in one mini-batch: messages between them, and collective operations of processes.
+"""Connects the ranks in one mini-batch: sends messages between ranks, and runs collective operations of processes.
 
 `Context` is the implementation for one process, whose ranks pass messages by reference. `ProcessContext` in
 `gpipe.distributed` is the implementation for several processes.
@@ -40,7 +40,7 @@ class Context:
     # Collective operations of processes, before and after the actions of a mini-batch.
 
     run_scope: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Returns a context for a step, a call or a backward pass: if it fails in one process, it fails in all."""
+    """Returns a context for a step, call or backward pass. If an error ends it in one process, it ends in all."""
 
     def agree(self, run: Run, request: Request) -> None:
         """Checks that all processes make the same request, and sends them the settings of the first stage."""
@@ -55,7 +55,7 @@ class Context:
         return list(outputs)
 
     def check_inputs(self, shapes: Sequence[Any]) -> None:
-        """Checks, by their shapes, that the inputs of a call require gradients in all processes alike."""
+        """Checks that the same inputs of a call require gradients in all processes, by comparing their shapes."""
 
     def share_input_gradients(self, gradients: Gradients, shapes: Sequence[Any]) -> Gradients:
         """Sends the gradients of a call's inputs to every process whose inputs require gradients."""
@@ -80,21 +80,21 @@ class Context:
         return f"rank {rank}"
 
     new_progress: Callable[[], LayerProgress] = staticmethod(LayerProgress)
-    """Returns a new record of the layers that a stage has started."""
+    """Creates a `LayerProgress`, which records how far a run through a stage has come."""
 
     def running(self, table: CompiledTable, aliases: WeightAliases) -> AbstractContextManager[object]:
         """Returns a context for the actions of all ranks of this process."""
         return nullcontext()
 
     def reach(self, at: int) -> None:
-        """Records the position of the current action of a rank."""
+        """Records the position of the current action in the row of its rank."""
 
     def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
         """Sends a message to a rank without waiting for its receipt."""
         self._queues[rank].put((label, message, mark))
 
     def receive(self, rank: int, sender: int, label: Label) -> tuple[Message, ReadyEvent]:
-        """Waits for one message to a rank, and keeps messages that arrive before it."""
+        """Waits for the message with this label. Keeps other messages that arrive first."""
         early = self._early[rank]
         if label in early:
             return early.pop(label)
@@ -113,7 +113,7 @@ class Context:
             queue.put(None)
 
     def keep_exchanges(self, micro_batches: int) -> None:
-        """Keeps messages of other replicas in the actions of the first micro-batches, to replay them."""
+        """Keeps the messages of other replicas that arrive in the first micro-batches, for a replay."""
 
     def repeat(self, action: Action) -> None:
         """Prepares to replay an action with the kept messages."""
@@ -127,5 +127,5 @@ class Context:
         raise AssertionError(action)
 
     def of_replicas(self, kind: Control, value: Tree, number: int = 0) -> list[Any]:
-        """Gathers a value from each replica, in order. Call it once per run for each `kind` and `number`."""
+        """Gathers the `value` of each replica, in order. Call it once per run for each `kind` and `number`."""
         return [value]

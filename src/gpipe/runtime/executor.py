@@ -3,7 +3,8 @@
 A `step` runs the whole program. A call runs its forward half, and `backward()` runs its backward half later. All
 ranks run in the calling thread, or each rank runs in its own thread or process.
 
-Three ranks, four micro-batches, schedule "gpipe"; F is a forward pass, B a backward pass, of one micro-batch each:
+With three ranks, four micro-batches and the schedule "gpipe", the program is as follows. F is the forward pass of one
+micro-batch, and B the backward pass.
 
     rank 0   F0 F1 F2 F3          B0 B1 B2 B3
     rank 1      F0 F1 F2 F3    B0 B1 B2 B3
@@ -103,7 +104,7 @@ def run_rank(run: Run, rank: Rank, table: CompiledTable) -> None:
 
 
 def lockstep(run: Run, table: CompiledTable) -> None:
-    """Performs the actions of all ranks in the calling thread, in one legal order. Debuggers can stop in it."""
+    """Performs the actions of all ranks in the calling thread, in one legal order, so debuggers can stop in it."""
     with run.thread_state.rank_thread(), RankScope(run.seed, run.step_number) as scope:
         for rank in run.ranks:
             rank.scope = scope
@@ -126,7 +127,7 @@ def perform(run: Run, rank: Rank, task: CompiledAction) -> None:
 
 
 def _run_table(run: Run, table: CompiledTable) -> None:
-    """Performs the actions of this process in a program, or in one half of it."""
+    """Performs the actions of this process in a program, or in its forward or backward half."""
     stages, is_backward = run.stages, table is run.compiled.backward
     # On a GPU, `backward()` of a call runs in autograd's device thread, and rank threads would wait for that thread.
     in_threads = stages.threaded and not (is_backward and stages.queues)
@@ -170,7 +171,7 @@ def _run_table(run: Run, table: CompiledTable) -> None:
 
 
 def _finish(run: Run) -> None:
-    """Sums the gradients of shared weights, unless the program does, and checks that no rank keeps any state."""
+    """Sums the gradients of shared weights, unless the program sums them. Checks that no rank keeps any state."""
     if run.trains and run.stages.shared and Kind.TIE not in run.compiled.kinds:
         run.aliases.add_up()
     for rank in run.ranks:
@@ -179,7 +180,7 @@ def _finish(run: Run) -> None:
 
 
 def _clear(run: Run) -> None:
-    """Drops everything that a failed run keeps, because the traceback of its error refers to the run."""
+    """Frees all tensors that a failed run keeps, because the traceback of the error refers to the run."""
     run.features, run.hooks, run.work = (), Hooks(), {}
     run.inputs, run.targets, run.outputs = (), (), {}
     run.call_loss = call_loss_fn

@@ -20,16 +20,17 @@ _NOTHING = nullcontext()
 
 
 class Feature:
-    """Base class of features. An object holds the state of a feature in one mini-batch of one process.
+    """Base class of features. Each object holds the state of a feature in one mini-batch of one process.
 
-    A feature overrides the hooks that it needs. It must not keep the run or the rank: both are passed to its hooks.
+    A feature overrides the hooks that it needs. It must not keep a reference to the run or the rank, which are passed
+    to its hooks.
     """
 
     alters_layers: ClassVar[bool] = False
-    """Whether the feature changes the results of layers, so that a replay of their actions needs it, too."""
+    """Whether the feature changes the results of layers. If it does, a replay of the step needs the feature too."""
 
     def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
-        """Adds functions for kinds of action to `work`, or wraps functions in it."""
+        """Adds functions for further kinds of action to `work`, or wraps functions that `work` contains."""
 
     def around_pass(self, run: Run, table: CompiledTable) -> AbstractContextManager[object]:
         """Returns a context for the actions of all ranks of this process in `table`."""
@@ -45,11 +46,11 @@ class Feature:
         """Makes changes permanent, after the mini-batch has succeeded in all processes."""
 
     def note_error(self, run: Run, rank: Rank, table: CompiledTable, position: int, error: BaseException) -> None:
-        """Adds notes to an exception of the action at a position of the rank's row."""
+        """Adds notes to an exception that the action at this position in the rank's row has raised."""
 
 
 class Hooks:
-    """Calls the hooks of several features, only those that they override. Later features wrap earlier ones."""
+    """Calls the hooks that features override. Later features wrap earlier features."""
 
     def __init__(self, features: Sequence[Feature] = ()) -> None:
         outermost = features[::-1]

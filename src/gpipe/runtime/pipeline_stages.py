@@ -33,7 +33,7 @@ class PipelineStages:
         pp_rank: The pipeline rank of this process, or None if it runs all ranks.
         threaded: Whether each rank runs in its own thread.
         replicas: The number of data-parallel replicas.
-        gathered: Stages whose weights are gathered from the replicas, as far as this process knows.
+        gathered: The stages that this process knows to gather their weights from the replicas.
     """
 
     all: Sequence[Stage]
@@ -100,7 +100,7 @@ class PipelineStages:
         self._compiled.clear()
 
     def gather(self, stages: Mapping[int, GatheredWeights]) -> None:
-        """Records that the weights of these stages are gathered from the replicas. Drops programs if this is new."""
+        """Records that these stages gather their weights from the replicas. If a stage is new, drops all programs."""
         if not stages.items() <= self.gathered.items():
             self.gathered |= stages
             self._compiled.clear()
@@ -121,7 +121,7 @@ class PipelineStages:
         return place_reduces(program, range(len(self.all))) if self.replicas > 1 else program
 
     def skip_routes(self, loss_pops: Sequence[Pop], path: int) -> list[Route]:
-        """Returns the routes of stashed values between stages. The loss belongs to the stage of the last layer."""
+        """Returns the routes of stashed tensors between stages. `loss_fn` belongs to the stage of the last layer."""
         stage_of = self.stage_of
         if self.traced is None:
             pops = [pop for stage in self.all for layer in stage.layers for pop in layer.pop]

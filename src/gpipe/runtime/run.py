@@ -1,7 +1,8 @@
 """The state of one mini-batch: `Run`, the state of each rank in it, and of each micro-batch at a stage.
 
 Every `step` and every call of the pipe creates a `Run`. The stages and the pipe hold no state of a mini-batch, so
-several runs can exist at once: a call may wait for its backward pass while other mini-batches begin and end.
+several runs can exist at once. For example, a call can wait for its backward pass while other mini-batches begin and
+end.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class MicroBatchState:
     """The state of one micro-batch at one stage, from its forward pass to its backward pass.
 
     Attributes:
-        inputs: The inputs that the stage received, one for each route into it. The main route is the last.
+        inputs: The inputs that the stage received, one for each route into the stage. The main route is last.
         gradients: The gradients of the leaf tensors of each input, after the backward pass.
         roots: The tensors at which the backward pass starts: the outputs of each route, or the loss.
     """
@@ -62,8 +63,8 @@ class Rank:
     """The state of one rank in one mini-batch, between its actions.
 
     Attributes:
-        states: The state of each micro-batch, by stage and micro-batch. Empty at the end.
-        local_messages: Messages between stages of this rank. Empty at the end.
+        states: The state of each micro-batch at each stage. Empty at the end of the mini-batch.
+        local_messages: Messages between stages of this rank. Empty at the end of the mini-batch.
         inbox: The messages that the current action has received.
         outbox: The messages that the current action will send.
         scope: Sets the random numbers of the layers. With `driver="lockstep"`, all ranks share one scope.
@@ -87,7 +88,7 @@ def call_loss_fn(run: Run, m: int, output: Tree, target: Tree, popped: Mapping[s
 
 @dataclass(eq=False)
 class Run:
-    """One mini-batch: its settings, micro-batches, weights of losses, and results.
+    """The state of one mini-batch: settings, micro-batches, weights of losses, and results.
 
     `step` and calls of the pipe set the attributes that have defaults, before the executor runs the program.
     """
@@ -159,7 +160,7 @@ class Run:
         self.set_weights(loss_weights(reduction, self.micro_batch_sizes, self.targets, over_replicas))
 
     def set_weights(self, weights: Sequence[float]) -> None:
-        """Sets the weights of the micro-batches in the loss, and the gradients of their losses."""
+        """Sets the weight of each micro-batch in the loss, and the gradient with which its backward pass starts."""
         self.loss_weights = weights
         runs_all = self.context.runs_every_backward
         self.loss_gradients = [weight * self.scale if weight or runs_all else None for weight in weights]
@@ -170,7 +171,7 @@ class Run:
         return [outputs[m] for m in range(len(outputs))]
 
     def result(self) -> tuple[Tensor | None, list[object] | None, Tensor | None]:
-        """Returns the loss of this replica, and metrics and losses of its micro-batches, each None if absent."""
+        """Returns the loss of this replica, and the metrics and losses of its micro-batches. Any can be None."""
         loss: Tensor | None = None
         for m, weight in enumerate(self.loss_weights):
             if weight:

@@ -1,8 +1,8 @@
 """The streams of a rank. On a GPU, a rank has a stream for computation, and streams for copies. A CPU has none.
 
-With a tensor, a rank sends an event that its stream has recorded after computing the tensor. The stream of the
-receiver waits for the event; its thread does not wait. `record_stream` keeps memory from being reused while a
-different stream still uses it.
+With each tensor, a rank sends an event that its stream has recorded after computing the tensor. The stream of the
+receiver waits for the event, but the thread of the receiver does not wait. `record_stream` keeps memory from being
+reused while a different stream still uses it.
 """
 
 import time
@@ -29,7 +29,7 @@ _DEVICE, _NOWHERE = attrgetter("device"), nullcontext()
 
 
 class RankStream:
-    """The stream of a rank on a device without streams, such as a CPU: operations are done when they return."""
+    """The stream of a rank on a device without streams, such as a CPU. Operations are complete when they return."""
 
     def __init__(self, device: torch.device, *, single_device: bool = False) -> None:
         self.device = device
@@ -37,13 +37,13 @@ class RankStream:
         self.caller_events: dict[torch.device, torch.Event] = {}  # events on the streams of the calling thread
 
     def begin(self, devices: Iterable[torch.device]) -> None:
-        """Makes this stream wait for the streams of the calling thread on these devices and its own."""
+        """Makes this stream wait for the caller's streams on these devices and on the device of this stream."""
         self.caller_events = {
             device: event_on(current_stream(device)) for device in {self.device, *devices} if queues(device)
         }
 
     def end(self, *, in_backward: bool = False) -> None:
-        """Makes the stream of the calling thread wait for this one.
+        """Makes the stream of the calling thread wait for this stream.
 
         In a backward pass, the calling thread belongs to autograd, and its current stream may be on any device.
         """
@@ -96,7 +96,7 @@ class RankStream:
         return value if self.single_device else replace_tensors(value, lambda tensor: self.to_device(tensor, None))
 
     def to_device(self, tensor: Tensor, mark: ReadyEvent) -> Tensor:
-        """Copies a tensor to this device if necessary, after waiting for `mark`, or for the caller if it is None."""
+        """Copies a tensor to this device if necessary. Waits for `mark` first, or, if it is None, for the caller."""
         mark = self.caller_events.get(tensor.device) if mark is None else mark
         if isinstance(mark, torch.Event):
             mark.synchronize()
@@ -106,9 +106,9 @@ class RankStream:
 class DeviceStream(RankStream):
     """The streams of a rank on a device that has them, such as a GPU.
 
-    A copy between devices uses a stream of its source and a stream of its target. Both are only for copies, so that a
-    device waits only for the copies that it needs. The target allocates the copy on its stream for arrivals.
-    Allocated on the computing stream, the copy would wait for all computation that was queued before.
+    A copy between devices uses a stream of the source device and a stream of the target device. Both streams are only
+    for copies, so that a device waits only for the copies that it needs. The target allocates the copy on its stream
+    for arrivals. If the copy were allocated on the compute stream, it would wait for all computation queued there.
 
         source  compute   ==F0==+==F1==
                 out             +-copy-+

@@ -1,13 +1,13 @@
 """The threads in which ranks run, and the rules about which calls of a pipe can run at the same time.
 
 The first run starts the threads, and later runs reuse them. A thread refers only to its queue of jobs, so that a pipe
-can be garbage-collected; its threads end then, and before the interpreter exits. In a notebook, the old pipe stays
-alive when its cell runs again, so the first run of a new pipe ends the threads of all idle pipes.
+can be garbage-collected. The threads end when the pipe is garbage-collected or the interpreter exits. In a notebook,
+a pipe stays alive when its cell runs again. The first run of a new pipe therefore ends the threads of all idle pipes.
 
 Note "Interrupts". Python raises KeyboardInterrupt, or the exception of a different signal handler, only in the main
-thread, after a call or between iterations of a loop. So updates that must not be interrupted are a single call of a C
-function, or assignments without calls. An interrupt can lose a result that was taken out of a queue, but not a result
-in a list.
+thread, after a call or between iterations of a loop. Updates that must not be interrupted are therefore a single call
+of a C function, or assignments without calls. An interrupt can lose a result that was taken out of a queue, but not a
+result in a list.
 """
 
 import atexit
@@ -51,7 +51,7 @@ AT_EXIT = 2.0  # Seconds to wait for threads at exit: the process aborts if the 
 
 
 class RankThreads:
-    """The threads of a pipe, one per rank, which are started when they are first needed."""
+    """The threads of a pipe, one per rank. They start when they are first needed."""
 
     def __init__(self, intra_op_threads: int) -> None:
         self.intra_op_threads = intra_op_threads
@@ -69,7 +69,7 @@ class RankThreads:
         self._in_backward: set[int] = set()  # threads that run `backward()`
 
     def begin(self) -> None:
-        """Forgets all threads: after they have ended, or in a forked process, which does not have them."""
+        """Discards all threads after they have ended, or in a forked process, in which they do not exist."""
         jobs, threads = list[SimpleQueue[Task | None]](), list[threading.Thread]()
         end = weakref.finalize(self, _end_threads, jobs)
         end.atexit = False  # `_end_all` also waits for the threads.
@@ -90,7 +90,7 @@ class RankThreads:
                 self._runs -= 1
 
     def check_interrupted(self, layers: Iterable[nn.Module]) -> None:
-        """Waits for a mini-batch that was interrupted twice. Raises an error if `.grad` may hold its gradients."""
+        """Waits for a mini-batch that was interrupted twice. Raises an error if `.grad` may hold gradients of it."""
         if self._wait_for_interrupted is not None:
             self._wait_for_interrupted()
             gradients = (weight.grad for layer in layers for weight in layer.parameters())
@@ -112,7 +112,7 @@ class RankThreads:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Rejects a second call of a pipe with several processes, before they exchange messages for it."""
+        """Rejects a concurrent call of a pipe with several processes, before the processes exchange messages."""
         if self._runs or self._is_exclusive or not self._turn.acquire(blocking=False):
             raise RuntimeError(AT_ONCE)
         try:
@@ -233,7 +233,7 @@ def _serve(jobs: SimpleQueue[Task | None], intra_op_threads: int, ready: SimpleQ
 
 
 def _await(ended: Sequence[object], woken: SimpleQueue[None], jobs: int) -> None:
-    """Waits until this number of jobs has ended."""
+    """Waits until all jobs have ended."""
     while len(ended) < jobs:
         with suppress(Empty):
             woken.get(timeout=LOOK_SECONDS)

@@ -25,18 +25,18 @@ from gpipe.stages.tree import Tree, hides_tensors, reject_hidden_tensors, replac
 
 
 class Undefined(Enum):
-    """An undefined gradient: a backward function returned None, but autograd still runs the preceding nodes."""
+    """Marks an undefined gradient: autograd runs the next node of the backward pass with None as its gradient."""
 
     UNDEFINED = "undefined"
 
 
 UNDEFINED = Undefined.UNDEFINED
 Gradients: TypeAlias = list[Tensor | Undefined | None]
-"""The gradients of the leaves of a `BoundaryValue`. None for a leaf that no output depends on."""
+"""The gradients of the leaves of a `BoundaryValue`. The entry is None for a leaf that no output depends on."""
 
 INPUT_CHANGED = (
-    "{stage}: its input was changed in place after it was passed on. Return a clone from the layer before, and do "
-    "not change inputs until the backward has finished. [input-changed-in-place]"
+    "{stage}: its input was changed in place before the backward, which needs the original values. Return a clone "
+    "from the layer before, and do not change inputs until the backward has finished. [input-changed-in-place]"
 )
 NESTED_AT_BOUNDARY = (
     "A layer passes a nested tensor to another partition. Convert it with torch.nested.to_padded_tensor(t, 0.0), or "
@@ -53,12 +53,13 @@ class BoundaryValue:
     """A value that crosses a stage boundary.
 
     Attributes:
-        value: The value, as the next stage receives it.
-        leaves: Its distinct tensors that require a gradient, in a fixed order.
-        ancestors: Indices of the leaves from which other leaves that leave the stage were computed. Their gradient is
-            only complete in the stage that computed them. None if this is not known.
-        sharing: Indices of tensors that share memory in the earlier stage, but perhaps not after they were sent.
-        versions: The versions of its tensors, once they were recorded.
+        value: The value that the next stage receives.
+        leaves: The distinct tensors in the value that require a gradient, in a fixed order.
+        ancestors: Indices of the leaves that the stage also uses to compute other outputs. The gradient of such a
+            leaf is only complete in this stage. None if the indices are not known.
+        sharing: Indices of tensors that share memory in the stage that computed them. In the next stage, they may be
+            separate copies.
+        versions: The versions of the tensors in the value. None until `check` records them.
     """
 
     value: Any
@@ -88,7 +89,8 @@ def detach_boundary(value: Tree) -> tuple[BoundaryValue, list[Tensor]]:
         The value to send, and the tensors of the graph that correspond to its leaves.
 
     Raises:
-        TypeError: If the value contains a nested tensor, a sparse tensor that requires a gradient, or hidden tensors.
+        TypeError: If the value contains a nested tensor, a sparse tensor that requires a gradient, or an object that
+            holds tensors but is not a registered pytree node.
     """
     reject_hidden_tensors(value)
     roots: list[Tensor] = []
@@ -128,7 +130,7 @@ class Output:
 
 
 def carry_attributes(tensor: Tensor, target: Tensor) -> Tensor:
-    """Copies the attributes that user code has set on a tensor to another tensor, and returns the latter.
+    """Copies the attributes that user code has set on `tensor` to `target`, and returns `target`.
 
     Raises:
         TypeError: If an attribute holds tensors.
@@ -160,10 +162,11 @@ class BoundaryInput(NamedTuple):
     """A boundary value as one run of a stage receives it.
 
     Attributes:
-        value: The value, with an alias in place of each leaf.
+        value: The value, in which an alias replaces each leaf.
         aliases: The aliases of the leaves.
         gradients: The gradients of the leaves, filled in by the backward.
-        hooks: For each alias, a function that returns the hooks on its node. One of them is gpipe's own.
+        hooks: For each alias, a function that returns the hooks on its autograd node. One of these hooks belongs to
+            gpipe.
     """
 
     value: Any
@@ -179,8 +182,8 @@ def attach_boundary(boundary: BoundaryValue) -> BoundaryInput:
 
     - Layers see a tensor with a `grad_fn`, as without a stage boundary.
     - Hooks that layers register on the alias belong to this run only.
-    - Its gradient is stored as autograd computes it, with its strides and alignment. The `.grad` of a leaf could have
-      a different layout.
+    - The gradient of the alias is stored as autograd computes it, with its strides and alignment. The `.grad` of a
+      leaf could have a different layout.
     """
     if not boundary.leaves:
         return BoundaryInput(boundary.value, (), [], ())
@@ -197,7 +200,7 @@ def attach_boundary(boundary: BoundaryValue) -> BoundaryInput:
 
 
 def _keep(gradients: Gradients, index: int, inputs: object, outputs: tuple[Tensor | None, ...]) -> tuple[None]:
-    """Stores the gradient of an alias. As a hook on its node, returns None so that the leaf's `.grad` stays unset."""
+    """Stores the gradient of an alias. Returns None as the gradient of the leaf, so that its `.grad` stays unset."""
     gradients[index] = UNDEFINED if outputs[0] is None else outputs[0]
     return (None,)
 
@@ -212,8 +215,8 @@ def run_backward(roots: Sequence[Tensor], gradients: Gradients) -> None:
 def known_roots(roots: Sequence[Tensor], gradients: Gradients) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Returns the roots from which a backward starts, and a gradient for each.
 
-    Roots whose gradient is None are left out. A root with an undefined gradient is replaced by a tensor computed from
-    it, whose backward passes None to the root's node, so autograd runs this node without a gradient.
+    Omits roots whose gradient is None. Replaces a root that has an undefined gradient by a tensor computed from the
+    root. The backward of this tensor passes None to the root's node, so autograd runs the node without a gradient.
     """
     if {Tensor}.issuperset(map(type, gradients)):  # The common case.
         return roots, gradients  # type: ignore[return-value]  # all are tensors
@@ -232,7 +235,7 @@ def known_roots(roots: Sequence[Tensor], gradients: Gradients) -> tuple[Sequence
 
 
 def clone_shared_gradients(gradients: Iterable[list[Any]], kept: Iterable[Tensor] = ()) -> None:
-    """Replaces each gradient that shares memory with another tensor by a copy. Gradients sent to a stage must not.
+    """Copies gradients that share memory with other tensors, because a sent gradient must have its own memory.
 
     A gradient can share memory with:
 
@@ -242,7 +245,7 @@ def clone_shared_gradients(gradients: Iterable[list[Any]], kept: Iterable[Tensor
 
     Args:
         gradients: Lists of gradients, changed in place.
-        kept: Tensors that stay in use.
+        kept: Tensors that are still in use, with which no gradient may share memory.
     """
     known = set(map(storage_address, kept))
     for row in gradients:
@@ -266,7 +269,7 @@ class _PassNone(torch.autograd.Function):
 
 
 def find_ancestors(roots: Sequence[Tensor]) -> set[int]:
-    """Returns the indices of tensors from which others in the list were computed, or that appear twice."""
+    """Returns the indices of roots that appear twice, or from which another root was computed."""
     seen: set[Node | None] = {None}
     root_edges: list[tuple[Any, int]] = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)]
     edges = [*root_edges]
@@ -300,7 +303,7 @@ def leaves_of(roots: Sequence[Tensor], until: Collection[Node] = ()) -> list[Ten
 
 
 def failed_node(error: BaseException) -> int | None:
-    """Returns the sequence number of the autograd node that raised an error. None if it is not written in Python."""
+    """Returns the sequence number of the autograd node that raised an error, or None for nodes written in C++."""
     for frame, _ in walk_tb(error.__traceback__):
         node = frame.f_locals.get("self")
         if isinstance(node, torch.autograd.function.BackwardCFunction):

@@ -3,12 +3,13 @@
 `Buffers` keeps a copy of each buffer and renews it only after the buffer has changed. Forwards between two changes
 share the copy. A recomputation works on further copies, so it leaves the buffers unchanged.
 
-To find changed buffers, `Buffers` compares them with the copies: not every write increases a tensor's version.
-Examples are writes through `.data`, fused observers, and torch's own normalizations. Two rules limit the cost:
+To find changed buffers, `Buffers` compares them with the copies, because not every write increases a tensor's
+version. For example, writes through `.data`, fused observers, and torch's own normalizations leave the version
+unchanged. Two rules limit the cost:
 
 - After a small buffer has changed once, it counts as changed in every later forward of the step.
-- On an accelerator, comparing would wait for the device. Small buffers there always count as changed, and larger ones
-  if their version has increased.
+- On an accelerator, a comparison would wait for the device. There, small buffers always count as changed, and larger
+  buffers count as changed if their version has increased.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,9 +28,9 @@ from gpipe.stages.quantized import prevent_packing
 from gpipe.stages.reachable_state import ReachableState
 
 Slot: TypeAlias = tuple[nn.Module, str]
-"""The place of a parameter or buffer: a module, and the name in it."""
+"""A module, and the name of one of its parameters or buffers."""
 TRACING = "gpipe.tracing."
-"""Prefix of the modules whose classes represent parts of a traced model. From them, the whole model is reachable."""
+"""Prefix of the modules whose classes represent layers of a traced model. Their objects refer to the whole model."""
 SMALL = 2**20
 """Maximum size in bytes of buffers that are copied for every forward, whether they changed or not."""
 
@@ -38,13 +39,13 @@ class SavedBuffers(NamedTuple):
     """The buffers of a stage before a forward.
 
     Attributes:
-        parts: The modules that existed.
-        slots: The places of the buffers.
+        parts: The modules that existed before the forward.
+        slots: The module and the name of each buffer.
         tensors: The buffer in each slot.
         versions: The version of each buffer.
         copies: A copy of each buffer.
-        changed: The slots whose buffers the forward changed. A recomputation changes them too, so it must work on
-            copies even if they have their earlier values again.
+        changed: The slots whose buffers the forward changed. A recomputation changes these buffers too, so it must
+            use copies even if a buffer has its earlier values again.
     """
 
     parts: list[nn.Module]
@@ -68,7 +69,7 @@ class Buffers:
         self._changing: set[Slot] = set()  # Small buffers that a forward of this step has changed.
 
     def find(self) -> None:
-        """Searches the layers for modules again."""
+        """Updates the list of all modules in the layers."""
         self._parts = list(dict.fromkeys(chain.from_iterable(map(nn.Module.modules, self.modules))))
         self._children = self._children_now()
 
@@ -76,11 +77,11 @@ class Buffers:
         return [*chain.from_iterable(part._modules.values() for part in self._parts)]
 
     def forget(self) -> None:
-        """Drops the copies after a forward whose changes were not looked for."""
+        """Discards the copies. Call it after a forward that may have changed buffers, if you do not call `after`."""
         self._copies.clear()
 
     def _now(self) -> tuple[list[Slot], list[Tensor | None]]:
-        """Returns the slots of all buffers, as the same list while they stay the same, and the buffers."""
+        """Returns the slots of all buffers, and the buffers. Unchanged slots are returned as the same list object."""
         if not self._parts or self._children_now() != self._children:  # A forward may create modules.
             self.find()
         holders = [part for part in self._parts if part._buffers]
@@ -109,11 +110,11 @@ class Buffers:
     def after(self, before: SavedBuffers, *, exact: bool = False) -> list[Slot]:
         """Returns the slots whose buffers a forward has changed or created, and records them in `before`.
 
-        For buffers that had no value before the forward, saves the first value.
+        Also saves the first value of each buffer that had no value before the forward.
 
         Args:
             before: The buffers before the forward.
-            exact: Whether to also compare values on accelerators, which waits for the device.
+            exact: Whether to also compare values on accelerators. The comparison waits for the device.
         """
         changed = _changed(before, *self._now(), () if exact else self._changing, exact=exact)
         before.changed.update(changed)
@@ -130,7 +131,7 @@ class Buffers:
 
     @contextmanager
     def as_before(self, before: SavedBuffers) -> Iterator[None]:
-        """Gives modules copies of the saved buffers inside the context, and their current buffers again after it."""
+        """Replaces changed buffers by copies of the saved buffers inside the context."""
         slots, tensors = self._now()
         changed = _changed(before, slots, tensors, before.changed)
         _reject_views(before, [slot for slot in changed if slot not in before.changed])
@@ -153,7 +154,7 @@ class Buffers:
 
 
 def _reject_views(before: SavedBuffers, changed: Sequence[Slot]) -> None:
-    """Raises a RuntimeError for changed buffers that share memory, because copies of them would not."""
+    """Raises a RuntimeError if changed buffers share memory, because their copies would not share memory."""
     if not changed:
         return
     tensors = dict(zip(before.slots, before.tensors, strict=True))
@@ -176,7 +177,7 @@ def _reject_views(before: SavedBuffers, changed: Sequence[Slot]) -> None:
 
 
 def _put(slots: Sequence[Slot], tensors: Mapping[Slot, Tensor | None]) -> None:
-    """Puts tensors into slots, and removes the buffers of slots without one."""
+    """Puts tensors into slots. If `tensors` has no entry for a slot, removes the buffer of the slot."""
     for module, name in slots:
         if (module, name) in tensors:
             module._buffers[name] = tensors[module, name]
@@ -198,8 +199,8 @@ def _changed(
         before: The saved buffers.
         slots: The current slots.
         now: The current buffers.
-        known: Slots that count as changed.
-        exact: Whether to also compare values on accelerators, which waits for the device.
+        known: Slots that count as changed without a comparison.
+        exact: Whether to also compare values on accelerators. The comparison waits for the device.
     """
     new = list[Slot]()
     if slots is not before.slots:
@@ -227,11 +228,11 @@ def is_changed(was: Tensor | None, saved: int, copy: Tensor | None, now: Tensor 
     """Whether a buffer has changed.
 
     Args:
-        was: The buffer when it was saved.
-        saved: Its version when it was saved.
+        was: The tensor that was the buffer when the copy was made.
+        saved: The version of this tensor when the copy was made.
         copy: The saved copy.
         now: The current buffer.
-        exact: Whether to also compare values on accelerators, which waits for the device.
+        exact: Whether to also compare values on accelerators. The comparison waits for the device.
     """
     if now is not was:
         return True
@@ -267,7 +268,7 @@ def untouched(*layers: nn.Module, state: ReachableState | None = None) -> Iterat
 
     Args:
         layers: The layers that run in the context.
-        state: Their current state, if it has been copied already. Copying it takes long.
+        state: The current state of the layers, if it has been copied already. Copying the state takes long.
     """
     with state_kept(*layers, state=state) as copied, parameters_kept(*layers):
         yield copied
@@ -297,7 +298,7 @@ def state_kept(*layers: nn.Module, state: ReachableState | None = None) -> Itera
 
 @contextmanager
 def parameters_kept(*layers: nn.Module) -> Iterator[None]:
-    """Restores the device and the gradients of parameters after the context. Inside, gradients are None at first."""
+    """Restores the device and the gradients of parameters after the context. Gradients are None on entry."""
     every = dict.fromkeys(parameter for layer in layers for parameter in layer.parameters())
     parameters = [(parameter, parameter.data, parameter.grad) for parameter in every]
     for parameter in every:

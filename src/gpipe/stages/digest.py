@@ -1,8 +1,8 @@
 """Compares values by digests, so that no copy of a large value is necessary.
 
-The digest of a large tensor consists of integer sums of its 64-bit words, by row and by column of a table. Changing
-one word changes the sum of its row, and moving a word changes a sum unless its row and column stay the same. The
-digest of a small tensor is a copy.
+The digest arranges the 64-bit words of a large tensor in rows and columns, and consists of the integer sum of each
+row and each column. Changing one word changes the sum of its row. Moving a word changes a sum, unless the word stays
+in its row and column. The digest of a small tensor is a copy.
 """
 
 import zlib
@@ -22,7 +22,7 @@ from gpipe.stages.tree import OPAQUE, Tree
 SMALL = 4096
 """Maximum size in bytes of tensors whose digest is a copy."""
 COLUMNS = 512
-"""64-bit words in a row of the table."""
+"""The number of 64-bit words in a row."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype with which to compare elements bitwise, by their size in bytes."""
 
@@ -31,8 +31,8 @@ class Digest(NamedTuple):
     """A digest of a tree.
 
     Attributes:
-        known: Properties that are known without waiting for a device: dtypes, shapes, types of other values.
-        words: Tensors that a device may still be computing.
+        known: Properties that can be read without waiting for a device, such as dtypes, shapes and types.
+        words: The sums and copies. A device may still be computing these tensors.
     """
 
     known: tuple[object, ...]
@@ -44,7 +44,8 @@ def digest(values: Sequence[Tree], *, outlives: bool = True) -> Digest:
 
     Args:
         values: Trees of tensors and other values.
-        outlives: Whether the digest is used after the values may have changed. If not, it can share their memory.
+        outlives: Whether the digest must stay valid if the values change in place. If not, the digest may share
+            memory with the values.
 
     >>> values, same = torch.arange(6000.0), torch.arange(6000.0)
     >>> differ(digest([values]), digest([same])), differ(digest([values]), digest([same.roll(1)]))
@@ -62,7 +63,7 @@ def digest(values: Sequence[Tree], *, outlives: bool = True) -> Digest:
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """Returns a checksum of tensors, bitwise. It covers the local shards of DTensors and skips lazy tensors."""
+    """Returns a checksum of the bytes of tensors. Includes only local shards of DTensors, and skips lazy tensors."""
     pieces = [piece for tensor in tensors if not is_lazy(tensor) for piece in pieces_of(local_tensor(tensor))]
     words = digest([piece.detach() for piece in pieces]).words
     flat = (word.cpu().contiguous().view(-1).view(torch.uint8) for word in words)
@@ -72,8 +73,8 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 def differ(first: Digest, second: Digest) -> "bool | Tensor":
     """Returns whether two digests differ.
 
-    For tensors on an accelerator, returns a Boolean tensor on that device, because reading it would wait for the
-    device.
+    For tensors on an accelerator, returns a Boolean tensor on the same device, because reading its value would wait
+    for the device.
     """
     if first.known != second.known:
         return True
@@ -89,7 +90,7 @@ def differ(first: Digest, second: Digest) -> "bool | Tensor":
 
 
 def _words(tensor: Tensor, *, copied: bool) -> list[Tensor]:
-    """Returns the digest of one tensor. Tensors that are not plain and strided, or have no values, have none."""
+    """Returns the digest of one tensor. The list is empty if it is not plain and strided, or has no values."""
     if tensor.is_quantized:
         tensor = tensor.int_repr()
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():

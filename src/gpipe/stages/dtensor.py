@@ -12,7 +12,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Returns the shard of a DTensor that this process holds, or a tensor that is not a DTensor itself."""
+    """Returns this process's shard of a DTensor. Returns any other tensor unchanged."""
     shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return shard
 
@@ -24,17 +24,17 @@ def is_distributed_over(tensor: Tensor, dimension: str) -> bool:
 
 
 def distribute_like(tensor: Tensor, target: Tensor) -> Tensor:
-    """Distributes a tensor that every process holds over the mesh of a DTensor, with the same placements."""
+    """Distributes `tensor`, which every process holds, over the mesh of `target`, with the placements of `target`."""
     from torch.distributed.tensor import distribute_tensor  # This import is slow.
 
     return distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None)  # type: ignore[attr-defined]  # a DTensor
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to a module. It replaces the module's parameters while the layers run."""
+    """Whether `fully_shard` was applied to a module. It replaces the parameters of this module during forwards."""
     return hasattr(type(module), "set_gradient_divide_factor")
 
 
 def any_sharded(modules: Iterable[nn.Module]) -> bool:
-    """Returns whether `fully_shard` was applied to any of these modules. It changes their class."""
+    """Returns whether `fully_shard` was applied to any of these modules. It changes the class of a module."""
     return any(map(is_sharded, {type(module): module for module in modules}.values()))

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from gpipe.stages.skips import Sequential, skip_names
 
 PIPE = ("gpipe.pipeline", "GPipe")
-"""Module and name of the pipe class, which cannot be imported here: its module imports this one."""
+"""Module and name of the pipe class. Importing the class here would be a circular import."""
 
 
 def describe_invalid_layer(index: int, layer: object) -> str:
@@ -47,7 +47,7 @@ def _constructor_call(module: type) -> str:
 
 
 def required_arguments(layer: object) -> list[str] | None:
-    """Returns the names of a callable's required arguments; None if it has no signature, as functions of torch."""
+    """Returns the names of a callable's required arguments. Returns None if the callable has no signature."""
     try:
         parameters = inspect.signature(layer).parameters.values()  # type: ignore[arg-type]  # raises if not callable
     except (ValueError, TypeError):
@@ -57,7 +57,7 @@ def required_arguments(layer: object) -> list[str] | None:
 
 
 def describe_invalid_sequence(layers: object) -> str | None:
-    """Returns a message if a value other than an `nn.Sequential` cannot be a sequence of layers, else None."""
+    """Returns a message if `layers` cannot be a sequence of layers, else None. Do not pass an `nn.Sequential`."""
     problem = f"layers is a {type(layers).__name__}, not a sequence of layers"
     match layers:
         case Mapping() | nn.ModuleDict():
@@ -114,14 +114,14 @@ def find_invalid_layers(layers: Mapping[str, nn.Module]) -> Iterator[str]:
             )
         for part in _find_nested_skips(layer):
             yield (
-                f"{place}: its part {part}, but only layers of the pipe can stash and pop. Pass the parts of layer "
-                f"{name} as separate layers (*block instead of block), or use gpipe.Sequential(...) to run them. "
-                f"[skip-inside-layer]"
+                f"{place}: its submodule {part}, but only layers of the pipe can stash and pop. Pass the submodules "
+                f"of layer {name} as separate layers (*block instead of block), or use gpipe.Sequential(...) to run "
+                f"them. [skip-inside-layer]"
             )
 
 
 def _find_nested_skips(layer: nn.Module) -> Iterator[str]:
-    """Yields a description of each part of a layer that has `stash` or `pop`, unless a `gpipe.Sequential` runs it."""
+    """Yields a description of each submodule with `stash` or `pop` that is not inside a `gpipe.Sequential`."""
     run = {part for outer in layer.modules() if isinstance(outer, Sequential) for part in list(outer.modules())[1:]}
     for path, part in layer.named_modules():
         for attribute in ("stash", "pop") if path and part not in run else ():
@@ -131,5 +131,5 @@ def _find_nested_skips(layer: nn.Module) -> Iterator[str]:
 
 
 def is_loss_of_torch(module: nn.Module) -> bool:
-    """Whether a module has the forward of a loss in `torch.nn`."""
+    """Whether a module is a loss of `torch.nn`, or inherits the forward of one."""
     return getattr(getattr(type(module), "forward", None), "__module__", "") == "torch.nn.modules.loss"

@@ -2,7 +2,7 @@
 
 Kernels choose their arithmetic by strides and address alignment, as well as by shape and dtype. For example, on AMD
 processors the last bit of MKL's small matrix products depends on the operands' addresses modulo 64 bytes. Bitwise
-identical results therefore require that each copied, sent, received or moved tensor keeps both.
+identical results therefore require that each copied, sent, received or moved tensor keeps its strides and alignment.
 
 Memory that torch allocates has alignment 0. The memory of a `bytearray` or an `mmap` can have any alignment.
 """
@@ -17,7 +17,7 @@ from gpipe._torch.autograd import PLAIN, negative_view
 
 
 def version(tensor: Tensor | None) -> int:
-    """Returns torch's count of in-place changes of a tensor; 0 for None and for inference tensors."""
+    """Returns torch's count of in-place changes of a tensor, or 0 for None and for inference tensors."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
@@ -37,14 +37,14 @@ No kernel depends on an address modulo a larger number.
 
 
 def alignment(tensor: Tensor) -> int:
-    """Returns the address of a tensor modulo its device's unit; 0 for tensors without plain strided memory."""
+    """Returns the address of a tensor modulo its device's unit, or 0 for a tensor without plain strided memory."""
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
         return 0
     return tensor.data_ptr() % (64 if tensor.is_cpu else UNITS.get(tensor.device.type, LARGEST_UNIT))
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Returns the address of a tensor's storage, which all its views share; 0 for tensors without plain memory."""
+    """Returns the address of a tensor's storage, which its views share. Returns 0 if it has no plain memory."""
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta:  # Lazy ones are not PLAIN.
         return 0
     return tensor.untyped_storage().data_ptr()
@@ -66,7 +66,7 @@ def allocate(
 
 
 def allocate_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Allocates a tensor with the layout of another one, by default on the same device.
+    """Allocates a tensor with the memory layout of `tensor`, by default on the same device.
 
     Args:
         tensor: The tensor whose dtype, shape, strides and alignment to use.
@@ -85,7 +85,7 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 def moved(tensor: Tensor, device: torch.device, *, non_blocking: bool = False) -> Tensor:
-    """Returns the tensor on a device: itself if it is already there, else a copy.
+    """Returns the tensor if it is already on the device, else a copy on the device.
 
     The copy has the tensor's layout if both devices have the same type. Otherwise it is the result of `Tensor.to`, as
     in a loop without a pipeline.
@@ -97,7 +97,7 @@ def moved(tensor: Tensor, device: torch.device, *, non_blocking: bool = False) -
 
 
 def _with_layout_of(tensor: Tensor, copied: Tensor, *, non_blocking: bool = False) -> Tensor:
-    """Returns `copied` if it has the layout of `tensor`, else another copy that has it.
+    """Returns `copied` if it has the layout of `tensor`, else a new copy with this layout.
 
     Tensors without plain strided elements are not copied again: their own `clone` or `to` determines the layout.
     """
@@ -123,7 +123,7 @@ COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse
 def restore_values(tensor: Tensor, saved: Tensor) -> None:
     """Writes the values of a saved copy into a tensor without increasing its version.
 
-    A new version would make a later backward fail if it has saved the tensor.
+    If autograd has saved the tensor for a later backward, a new version would make this backward fail.
     """
     if tensor.layout is torch.strided and tensor.shape == saved.shape:
         unexpanded(tensor.data).copy_(unexpanded(saved))

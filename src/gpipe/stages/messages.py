@@ -9,11 +9,11 @@ from gpipe.stages.boundary import BoundaryValue, Gradients
 
 Message: TypeAlias = BoundaryValue | Gradients
 ReadyEvent: TypeAlias = torch.Event | float | None
-"""Signals that a tensor is complete: an event on the stream that computes it. On a CPU, the time, for recordings."""
+"""Signals that a tensor is complete: an event on the stream that computes the tensor, or on a CPU the time."""
 
 
 class Control(IntEnum):
-    """Messages between processes that the schedule does not contain. In a label, they replace the route."""
+    """Kinds of messages between processes that the schedule does not contain. In a label, they replace the route."""
 
     AGREEMENT = -1  # values that must be equal in all processes
     TIED_GRADIENTS = -2  # gradients of shared weights, between the stages that use them
@@ -49,7 +49,7 @@ class Label(NamedTuple):
 
     Attributes:
         route: The index of the route in the program, or a `Control`.
-        micro_batch: The micro-batch.
+        micro_batch: The index of the micro-batch.
         gradient: Whether the message carries gradients instead of values.
     """
 

@@ -37,7 +37,7 @@ class Contents(NamedTuple):
 class Kind:
     """Functions that read and write objects of one kind, and name an item in a message.
 
-    `matches` is a quick test. If it returns True, the contents are unchanged. If it returns False, compare them.
+    `matches` is a quick test. True means that the contents are unchanged. False means that they must be compared.
     """
 
     read: Callable[[Any], Contents]
@@ -123,7 +123,7 @@ CODE = (types.FunctionType, staticmethod, classmethod, property, cached_property
 
 
 def _read_class(kind: type) -> Contents:
-    """Reads the class attributes that are data, not code: no descriptors and no names with double underscores."""
+    """Reads the class attributes that hold data. Skips descriptors and names with double underscores."""
     data = {
         name: value
         for name, value in vars(kind).items()
@@ -293,7 +293,7 @@ CONTAINERS = ((OrderedDict, ORDERED), (dict, DICT), (list, LIST), (set, SET), (d
 
 
 def same(a: object, b: object) -> bool:
-    """Whether two values are one object, or equal values of one of the types in `ATOMS`."""
+    """Whether two values are the same object, or equal values of a type in `ATOMS`."""
     if a is b:
         return True
     if type(a) is not type(b) or type(a) not in ATOMS:
@@ -327,7 +327,7 @@ def same_values(these: Tensor, those: Tensor) -> bool:
 
 
 def differs(kind: Kind, was: Contents, now: Contents) -> bool:
-    """Whether the contents of one object differ between two moments."""
+    """Whether the contents of an object have changed from `was` to `now`."""
     if kind is TENSOR:
         (memory, gradient, values), (memory_now, gradient_now, values_now) = was.values, now.values
         moved = memory.layout is torch.strided and memory.data_ptr() != memory_now.data_ptr()

@@ -1,8 +1,8 @@
 """Finds the tensors in which weights are stored, including weights of quantization libraries.
 
-- torchao's weights are wrapper subclasses, which hold the tensors that they consist of.
-- bitsandbytes' weights are bytes. Their scales are in other objects: in attributes of the weight or, for 8 bits after
-  the first forward, in attributes of the module.
+- torchao's weights are wrapper subclasses that hold plain tensors.
+- bitsandbytes' weights are bytes. Their scales are stored in attributes of the weight. With 8 bits, they are in
+  attributes of the module after the first forward.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ from gpipe.stages.memory_layout import strided_parts
 
 
 def stored_in(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Returns the distinct plain tensors in which parameters and buffers are stored. Lazy ones have none."""
+    """Returns the distinct plain tensors in which parameters and buffers are stored. Skips lazy parameters."""
     stored: dict[int, Tensor] = {}
     for part in {part: None for module in modules for part in module.modules()}:
         state = [t for t in (*part._parameters.values(), *part._buffers.values()) if t is not None and not is_lazy(t)]
@@ -28,7 +28,7 @@ def stored_in(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def pieces_of(tensor: Tensor) -> list[Tensor]:
-    """Returns the plain tensors in which a tensor is stored: itself, or the tensors that a subclass holds."""
+    """Returns the plain tensors in which a tensor is stored: the tensor itself, or those in a wrapper subclass."""
     if type(tensor) in PLAIN:
         return [*strided_parts(tensor)]
     if is_wrapper(tensor):
@@ -51,7 +51,7 @@ def _quantization_tensors(owner: object) -> list[Tensor]:
 
 
 PACKS_WEIGHTS = "support_avx512bf16_for_cpu"
-"""Attribute of a bitsandbytes module: whether its first forward in evaluation mode repacks its weights.
+"""Attribute of a bitsandbytes module. If True, its first forward in evaluation mode repacks the weights.
 
 Repacking loses precision, and repacked weights do not propagate gradients.
 """
@@ -71,7 +71,7 @@ def drop_quantization_state(module: nn.Module) -> None:
 
 
 def numbers_in(parameter: Tensor) -> int:
-    """Returns the number of weights in a parameter. A byte of a 4-bit parameter of bitsandbytes holds two."""
+    """Returns the number of weights in a parameter. A 4-bit parameter of bitsandbytes has two weights per byte."""
     shape = getattr(getattr(parameter, "quant_state", None), "shape", parameter.shape)
     return Size(shape).numel()
 

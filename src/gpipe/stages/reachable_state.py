@@ -1,10 +1,10 @@
 """Copies the mutable state that modules and functions can reach, and restores it in place.
 
-A walk visits each reachable object and records its contents: references to other objects, or a copy of tensor values.
-Objects are restored in place and keep their identity, except iterators, which are replaced by copies.
+A traversal (`_Walk`) visits each reachable object and records its contents: references to other objects, or a copy of
+tensor values. Objects are restored in place and keep their identity, except iterators, which are replaced by copies.
 
-The walk follows a method only if its name occurs in code that the walk has reached, because only such a method can be
-called. Without this rule, one layer of a large library would reach most of the library.
+The traversal visits a method only if code that it has visited contains the name of the method. Other methods cannot
+be called. Without this rule, one layer of a large library would reach most of the library.
 """
 
 import array
@@ -73,25 +73,25 @@ MOST = 200_000  # The most objects that a walk visits.
 WITHOUT_ATTRIBUTES = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deque, tuple, frozenset})
 """Types whose objects have no attributes, unlike the objects of their subclasses."""
 WALKED_LIBRARY = frozenset({"builtins", "collections", "functools", "types", "random", "queue", "weakref"})
-"""Modules of the standard library whose objects are walked."""
+"""Modules of the standard library whose objects the traversal visits."""
 SKIPPED = (
     "numpy.", "torch._", "torch.fx", "torch.distributed", "torch.jit", "torch.export", "torch.multiprocessing",
     "gpipe.config", "gpipe.distributed", "gpipe.features", "gpipe.planner", "gpipe.profiling", "gpipe.runtime",
     "gpipe.schedule",
 )  # fmt: skip
-"""Prefixes of the names of modules whose objects the walk skips."""
+"""Prefixes of module names. The traversal skips objects of classes that these modules define."""
 FLAT_ITERATORS = frozenset((
     itertools.count, itertools.repeat, *map(type, (
         iter([]), reversed([]), iter(()), iter(""), iter(b""), iter(bytearray()), iter(range(0)), iter(range(2**70)),
         iter({}), iter({}.values()), iter({}.items()), iter(set()), iter(deque()),
     )),
 ))  # fmt: skip
-"""Iterators that hold a position and no other iterator, so that `copy.copy` copies all their state."""
+"""Types of iterators that hold a position but no other iterator. `copy.copy` therefore copies all their state."""
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 GENERATORS = (torch.Generator, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
 UNCOPYABLE = (types.CoroutineType, types.AsyncGeneratorType, queue.SimpleQueue)
 UNCOPYABLE_LIBRARY = frozenset({"asyncio", "concurrent", "mmap", "multiprocessing", "socket", "subprocess"})
-"""Modules of the standard library whose objects have state outside of this interpreter, or in its other threads."""
+"""Modules of the standard library whose objects have state outside of this interpreter, or in other threads."""
 
 GLOBAL_GENERATOR = "the global generator"
 GLOBAL_GENERATORS: Mapping[str, object] = {
@@ -105,7 +105,7 @@ Visit: TypeAlias = Callable[["_Walk", Any, "Path"], None]
 
 
 class Path(NamedTuple):
-    """The steps from a root to an object.
+    """The path from a root to an object.
 
     Labels that begin with "." or "[" continue the name of the parent. Other labels, such as "global n", begin a name.
     """
@@ -162,7 +162,7 @@ def _library_of(module: str, file: str | None) -> str | None:
 
 @cache
 def _is_skipped(module: str) -> bool:
-    """Whether the walk skips objects whose class belongs to the module with this name."""
+    """Whether the traversal skips objects of classes that the module with this name defines."""
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names:
         return top not in WALKED_LIBRARY
@@ -192,10 +192,11 @@ def _names_in(code: types.CodeType) -> Names:
 
 
 class _Globals:
-    """The globals of one module, and those that a walk has visited.
+    """The globals of one module, and the names of the globals that a traversal has visited.
 
     Attributes:
-        library: The installed package of the module. From its code, the walk follows no code of other packages.
+        library: The installed package that contains the module. From code of this package, the traversal does not
+            visit code of other packages.
         modules: The visited globals that are modules of user code.
     """
 
@@ -207,7 +208,7 @@ class _Globals:
 
 
 class _Walk:
-    """One walk over the objects that can be reached."""
+    """One traversal of all reachable objects."""
 
     def __init__(
         self,
@@ -259,7 +260,7 @@ class _Walk:
         self.records[key or (kind, id(holder))] = Record(kind, holder, path, kind.read(holder))
 
     def _hold(self, kind: Kind, holder: Any, path: Path, key: Key | None = None) -> None:
-        """Records an object that refers to other objects, and reaches these."""
+        """Records an object, and queues the objects to which it refers."""
         keys, values = contents = kind.read(holder)
         self.records[key or (kind, id(holder))] = Record(kind, holder, path, contents)
         for index, value in enumerate(values):
@@ -340,7 +341,7 @@ class _Walk:
         self._visit_object(value, path)
 
     def _visit_object(self, value: Any, path: Path) -> None:
-        """Visits attributes, slots and class, which objects of most types have besides their items."""
+        """Visits the attributes, slots and class of an object. Its items are visited separately."""
         kind = type(value)
         if kind in WITHOUT_ATTRIBUTES or (_is_skipped(kind.__module__) and not isinstance(value, nn.Module)):
             return
@@ -358,7 +359,7 @@ class _Walk:
         self._reach(kind, path)
 
     def _visit_parts(self, module: nn.Module, attributes: dict[str, Any], path: Path) -> None:
-        """Visits submodules, parameters and buffers by name, and records torch's empty dicts in one record."""
+        """Visits submodules, parameters and buffers by name. Stores all empty dicts of a module in one record."""
         hooks = (attributes[name] for name in MODULE_ATTRIBUTES & attributes.keys())
         empty = [held for held in hooks if type(held) in (dict, OrderedDict, set) and not held]
         self._seen.update((id(held), held) for held in empty)
@@ -414,14 +415,14 @@ class _Walk:
             self._visit_globals(known, names, assigned, path)
 
     def _use_names(self, names: frozenset[str]) -> None:
-        """Visits the methods with these names, on the classes that the walk has reached so far."""
+        """Visits the methods with these names, on the classes that the traversal has visited so far."""
         self.names |= names
         for name in names & self._unused.keys():
             for member, path in self._unused.pop(name):
                 self._visit_member(member, path)
 
     def _visit_globals(self, known: "_Globals", names: frozenset[str], assigned: frozenset[str], path: Path) -> None:
-        """Visits the globals of one module that code names, except those that the walk has visited already."""
+        """Visits the globals of one module that code uses, unless the traversal has visited them already."""
         variables = known.variables
         for name in ((names & variables.keys()) - known.visited) | assigned:
             known.visited.add(name)
@@ -512,7 +513,7 @@ VISITS: tuple[tuple[tuple[type, ...], Visit], ...] = (
     ((types.GeneratorType, threading.Thread, queue.Queue), _Walk._visit_if_idle),
     (UNCOPYABLE, _Walk._visit_uncopyable),
 )
-"""The function that visits objects of a type. The first entry whose types include the type or a base of it counts."""
+"""The functions that visit objects, by type. The first entry with the type of an object, or a base of it, counts."""
 
 
 def _visit_of(kind: type) -> Visit:
@@ -534,10 +535,10 @@ class ReachableState:
     """Holds a copy of all mutable state that modules and functions could reach at one moment.
 
     Attributes:
-        uncopyable: The places that hold state which cannot be copied, such as Python generators and open files. After
-            `restore` also the places that it could not write.
-        thread_locals: The places that hold a `threading.local`, which is not walked.
-        nbytes: The bytes of the copies of tensors and arrays.
+        uncopyable: The names of objects whose state cannot be copied, such as Python generators and open files.
+            `restore` adds the names of objects that it cannot restore.
+        thread_locals: The names of objects that are a `threading.local`. Their contents are not copied.
+        nbytes: The total size in bytes of the copied tensors and arrays.
         names: The names of globals and attributes that the code of the reachable functions uses.
 
     Example:
@@ -570,11 +571,13 @@ class ReachableState:
 
         Args:
             roots: The modules, functions and other objects to start from, by the names that messages use for them.
-            like: An earlier state. The new state shares its copies of tensors and arrays that have not changed.
+            like: An earlier state. If tensors and arrays have not changed, the new state uses the same copies as this
+                state.
             parameters_too: The parameters to copy. Other parameters are not copied, except the parameters of modules
                 with `max_norm`, whose forward writes them.
             parameters_except: The parameters that are not copied. If it is not None, all other parameters are copied.
-            most_bytes: The most bytes to copy. A walk that needs more ends early, with an entry in `uncopyable`.
+            most_bytes: The maximum number of bytes to copy. A traversal that needs more ends early, and adds an entry
+                to `uncopyable`.
         """
         walk = _Walk(like, parameters_too, parameters_except, most_bytes)
         walk.run(roots)
@@ -594,10 +597,10 @@ class ReachableState:
         return key in self._records
 
     def restore(self, *, generators: bool = True) -> None:
-        """Writes the recorded contents back in place, wherever they differ.
+        """Restores, in place, the recorded contents of all objects that have changed.
 
         Args:
-            generators: Whether to restore the states of random number generators too.
+            generators: Whether to restore the states of random number generators.
         """
         moved = {
             id(it): _copy_iterator(saved) for it, saved, _ in self._iterators.values() if not _stand_alike(it, saved)
@@ -623,7 +626,7 @@ class ReachableState:
         Args:
             earlier: The earlier state.
             except_for: The ids of tensors that may differ.
-            by_value: Whether another tensor with the same values may replace a tensor.
+            by_value: Whether a tensor counts as unchanged if a different tensor with the same values has replaced it.
         """
         places = dict[str, None]()
         are_same = same_or_equal if by_value else same

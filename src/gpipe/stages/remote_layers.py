@@ -25,7 +25,7 @@ from gpipe.stages.sequence import Maker, build, name_layers
 from gpipe.stages.stage import Stage
 
 GRAD_READERS = (nn.Module._apply.__code__,)
-"""Code of torch that reads the gradient of every parameter, and may find None."""
+"""Code of torch that may read `grad` of a `RemoteParameter`. It receives None instead of an error."""
 REMOTE_GRADIENT = (
     "The parameter belongs to layer {layer}, which is in another process, and has no gradient here. Use "
     "pipe.parameters(), pipe.zero_grad() or pipe.clip_grad_norm_(...). [remote-parameter]"
@@ -65,7 +65,7 @@ class RemoteParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Rejects operations that read values. All others behave as for any tensor on the meta device."""
+        """Rejects operations that read values. Runs all other operations as usual on the meta device."""
         func_name = getattr(func, "__name__", "")
         name = getattr(getattr(func, "__self__", None), "__name__", "") if func_name == "__get__" else func_name
         cause = None
@@ -98,12 +98,12 @@ def stand_in(empty: Tensor, layer: int) -> Tensor:
 
 @dataclass(frozen=True)
 class MetaLayers:
-    """All layers of a pipe. Layers from callables are on the meta device; others are the user's modules.
+    """All layers of a pipe. Layers that callables build are on the meta device. Other layers are the user's modules.
 
     Attributes:
         layers: The layers by name.
-        makers: The callables by the index of their layer.
-        seed: The seed of the weights.
+        makers: The callables that build layers, by layer index.
+        seed: The seed of the initial weights.
         mistakes: Messages about invalid layers.
     """
 
@@ -116,9 +116,9 @@ class MetaLayers:
 def build_on_meta(layers: object, seed: int) -> MetaLayers:
     """Builds all layers without weights, to find their names, skip connections and shapes.
 
-    Each callable runs with the meta device as default device, so it allocates no memory. If this fails, or if the
-    callable sets a device itself, it runs normally and its weights are then discarded. At most one such layer is in
-    memory at a time.
+    Each callable runs with the meta device as default device, so it allocates no memory. If this raises an error, or
+    if the callable sets a device itself, the callable runs normally, and its weights are then discarded. At most one
+    layer with weights is in memory at a time.
     """
     makers: dict[int, Maker] = {}
     replacements = WeakIdKeyDictionary()
@@ -144,7 +144,7 @@ def materialize(meta: MetaLayers, own: Collection[int]) -> tuple[dict[str, nn.Mo
         own: The indices of the layers that this process runs.
 
     Returns:
-        All layers by name, and messages about callables that built a different layer this time.
+        All layers by name, and a message for each callable that built a different layer than in its first call.
     """
     mistakes: list[str] = []
     named = dict(meta.layers)
@@ -183,7 +183,7 @@ def drop_remote_weights(stages: Sequence[Stage], own: Sequence[Stage], kept: Ite
 
 
 def _build_empty(maker: Maker, seed: int, index: int) -> object:
-    """Builds a layer on the meta device, or on the default device if that raises an error."""
+    """Builds a layer on the meta device. If this raises an error, builds the layer on the default device."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The process that builds the layer with weights shows its warnings.
         with suppress(Exception), torch.device("meta"):  # Errors of the callable itself are raised again below.
@@ -198,7 +198,7 @@ def _without_values(value: object, replacements: WeakIdKeyDictionary) -> object:
 
     Args:
         value: A module, a tensor, or an attribute of a module.
-        replacements: Replacements by original, so that shared modules and tensors stay shared.
+        replacements: The copies that have been made, by original, so that shared modules and tensors stay shared.
     """
     if isinstance(value, Tensor):
         return value if _is_empty(value) else replacements.setdefault(value, _on_meta(value))
@@ -239,7 +239,7 @@ def find_without_values(layers: Mapping[str, nn.Module]) -> Iterator[str]:
 
 
 def _find_differences(index: int, empty: nn.Module, layer: object) -> Iterator[str]:
-    """Yields a message if a layer differs from the one that the same callable built on the meta device."""
+    """Yields a message if a layer differs from the layer that the same callable built on the meta device."""
     first, second = (
         {name: None if is_lazy(tensor) else tuple(tensor.shape) for name, tensor in _state(module).items()}
         for module in (empty, layer)

@@ -12,8 +12,8 @@ is replaced under a lock.
 **Checkpoints.** A recomputation by `torch.utils.checkpoint` must draw the same numbers as its forward. torch's
 checkpoint saves the state of the default generator before the forward, and restores it before the recomputation. At
 the first draw inside a checkpoint, gpipe therefore overwrites the saved state with the state of the scope's
-generator. The recomputation starts from this state, in whichever thread it runs. Python's stack frames show which
-checkpoints a draw is inside.
+generator. The recomputation starts from this state, in whichever thread it runs. gpipe finds the checkpoints around a
+draw in Python's stack frames.
 """
 
 import hashlib
@@ -36,9 +36,9 @@ from gpipe._torch.checkpoint import CheckpointFrame, is_of_checkpoints, read_che
 from gpipe._torch.modes import is_traced_by_compiler, is_vmapped, untraced
 
 MARK = "_gpipe_drew_here"
-"""Attribute of a saved generator state that gpipe has overwritten."""
+"""Name of the attribute that marks a saved generator state as overwritten by gpipe."""
 GENERATORS = "_gpipe_generators"
-"""Local variable that gpipe adds to the frame of a recomputation: its generators."""
+"""Name of the local variable in which gpipe stores the generators of a recomputation, in its stack frame."""
 
 CHECKPOINT_WITHOUT_RNG_STATE = (
     "A random operation runs inside torch.utils.checkpoint with preserve_rng_state=False. Remove "
@@ -76,13 +76,13 @@ def _get_or_create(
 def _save_state(
     forward: CheckpointFrame, device: torch.device, generator: torch.Generator, *, needed: bool, releases: bool
 ) -> None:
-    """Makes a checkpoint's recomputation start from the state of a generator, at the first draw of the forward.
+    """Replaces the state that a checkpoint's forward has saved by the state of `generator`, at the first draw.
 
     Args:
         forward: The frame of the checkpoint's forward.
         device: The device of the draw.
         generator: The generator of the scope.
-        needed: Whether a backward, and with it the recomputation, may follow.
+        needed: Whether a backward may follow, which runs the recomputation.
         releases: Whether the recomputation can leave torch's default generators unchanged.
     """
     state = forward.state(device)
@@ -105,7 +105,7 @@ def _recompute_generator(
 
     Args:
         frame: The frame of the recomputation.
-        checkpoint: The state in this frame.
+        checkpoint: The checkpoint to which the frame belongs.
         device: The device of the draw.
         strict: Whether to raise a RuntimeError if the forward did not draw inside a scope.
     """
@@ -121,19 +121,19 @@ def _recompute_generator(
 
 MAX_CODES = 10_000
 _ordinary_codes: dict[int, CodeType] = {}
-"""Code objects that do not belong to checkpoints. Each draw walks the whole stack and skips them quickly."""
+"""Code objects that do not belong to checkpoints. Each draw searches the whole stack, and skips them quickly."""
 
 
 def _find_checkpoints(
     until: FrameType | None,
 ) -> tuple[list[CheckpointFrame], tuple[FrameType, CheckpointFrame] | None]:
-    """Finds the checkpoints that the current draw is inside.
+    """Finds the checkpoints in which the current draw runs.
 
     Args:
         until: The frame at which the search stops.
 
     Returns:
-        The forwards of checkpoints, innermost first, and the recomputation that contains them, if there is one.
+        The forwards of checkpoints, innermost first, and the recomputation that contains them, or None.
     """
     forwards: list[CheckpointFrame] = []
     frame = sys._getframe(1).f_back
@@ -159,7 +159,7 @@ _installed: list[Any] = []
 
 
 def _install() -> None:
-    """Registers the kernels with torch's dispatcher, once. They stay registered while `_installed` holds them."""
+    """Registers the kernels with torch's dispatcher at the first call. `_installed` keeps them registered."""
     with _installing:
         if _installed:
             return
@@ -178,7 +178,7 @@ def _install() -> None:
 
 
 def _find_with_generator(func: dispatcher.Operator) -> dispatcher.Operator | None:
-    """Returns the overload of an operator that has the same arguments and a generator, if there is one."""
+    """Returns the overload of an operator that also has a generator argument, or None if there is none."""
     packet = func.overloadpacket
     for other in (func, *(getattr(packet, name) for name in packet.overloads())):
         names = dispatcher.arguments_of(other)
@@ -228,7 +228,7 @@ def _kernel(func: dispatcher.Operator, key: Any, below: Any) -> Callable[..., ob
 
 
 def _device_of(args: Sequence[object], kwargs: Mapping[str, Any]) -> torch.device:
-    """Returns the device on which an operation draws, with an index. The CPU has none, since it has one generator."""
+    """Returns the device on which an operation draws random numbers, with its index. The CPU has no index."""
     tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     argument = kwargs.get("device")
     device = tensor.device if tensor is not None else CPU if argument is None else torch.device(argument)
@@ -237,10 +237,10 @@ def _device_of(args: Sequence[object], kwargs: Mapping[str, Any]) -> torch.devic
 
 @contextmanager
 def unseeded(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Restores default generators if layers seeded them during a run. Draws from them remain in effect.
+    """Restores the states of default generators that layers seed inside the context. Does not undo draws.
 
-    `torch.random.fork_rng` is not enough if two layers use it at the same time: each restores the state that it
-    found, which may be the seed of the other.
+    `torch.random.fork_rng` is not enough if two layers use it at the same time. Each layer restores the state that it
+    found, which the other layer may have seeded.
     """
     states: dict[torch.device, tuple[int, Tensor]] = {}
     for device in devices:
@@ -280,8 +280,8 @@ def rng_seed(seed: int, step: int, layer: int, micro_batch: int) -> int:
 class rng_scope:  # noqa: N801  # it reads as a function at every use, like torch.no_grad
     """A context in which random numbers depend only on seed, step, layer and micro-batch.
 
-    It affects all random operations of torch in the current thread. A loop without a pipeline draws the same numbers
-    as the pipe if it enters the scope around each layer. The backward can be outside.
+    The scope affects all random operations of torch in the current thread. A loop without a pipeline draws the same
+    numbers as the pipe if each layer runs inside a scope. The backward can run outside.
 
     Args:
         seed: The seed of the pipe.
@@ -327,7 +327,7 @@ class rng_scope:  # noqa: N801  # it reads as a function at every use, like torc
             dispatcher.stash(outer)
 
     def set_layer(self, layer: int) -> None:
-        """Uses the key of a different layer from now on."""
+        """Uses the random key of a different layer from now on."""
         self._layer, self._generators = layer, {}
 
     def generator(self, device: torch.device) -> torch.Generator:
@@ -348,13 +348,13 @@ class rng_scope:  # noqa: N801  # it reads as a function at every use, like torc
 
 
 class PipeRngScope(rng_scope):
-    """A scope of a pipe, which also runs the backward."""
+    """The scope of a run in which the pipe also runs the backward."""
 
     piped = True
 
 
 class RankScope(PipeRngScope):
-    """The scope of all actions of a rank in a run. The rank enters it once and sets the key before each action.
+    """The scope of all actions of a rank in a run. The rank enters the scope once, and sets the key for each action.
 
     During a backward, only recomputations of checkpoints may draw. They draw the same numbers as their forwards.
     """
@@ -364,7 +364,7 @@ class RankScope(PipeRngScope):
         self._maker: Callable[[int | None], str | None] = repr
 
     def begin_forward(self, layer: int, micro_batch: int) -> None:
-        """Uses the key of a layer's forward from now on. The loss function counts as a layer after the last one."""
+        """Uses the random key of a layer's forward from now on. The loss function counts as one more layer."""
         self._micro_batch, self.in_backward = micro_batch, False
         self.set_layer(layer)
 
@@ -372,7 +372,8 @@ class RankScope(PipeRngScope):
         """Rejects draws from now on, except in recomputations of checkpoints.
 
         Args:
-            maker: Describes the layer that created the autograd node with a sequence number.
+            maker: A function that returns a description of the layer that created an autograd node. Its argument is
+                the sequence number of the node.
         """
         self.in_backward, self._maker = True, maker
 

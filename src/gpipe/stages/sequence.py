@@ -44,11 +44,11 @@ def build_layers(layers: object, seed: int) -> tuple[dict[str, nn.Module], list[
 def name_layers(layers: object, make: Callable[[Maker, int], object]) -> tuple[dict[str, nn.Module], list[str]]:
     """Returns the layers by name, and messages about values that are not layers.
 
-    An `nn.Sequential` determines the names. Otherwise, they are the indices.
+    The names are those in an `nn.Sequential`. For other sequences, they are the indices.
 
     Args:
-        layers: The argument of the user.
-        make: Builds a layer from a callable and its index.
+        layers: The layers that the user passed.
+        make: Builds a layer from a callable and the index of the layer.
     """
     if isinstance(layers, nn.Sequential):
         return {name: module for name, module in layers._modules.items() if module is not None}, []
@@ -62,7 +62,7 @@ def name_layers(layers: object, make: Callable[[Maker, int], object]) -> tuple[d
 
 
 def build(maker: Callable[[], object], seed: int, index: int) -> object:
-    """Builds a layer with weights that depend only on the seed and its index, not on the layers built before."""
+    """Builds a layer whose weights depend only on the seed and the index, not on the layers built before."""
     with seeded(rng_seed(seed, -1, index, 0)):
         try:
             return maker()

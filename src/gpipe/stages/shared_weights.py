@@ -2,10 +2,10 @@
 
 During a run, each layer that uses a shared parameter has an *alias* of it: a leaf with the same memory. The gradients
 of the aliases are accumulated over micro-batches, and then summed over layers in layer order. The result is therefore
-the same for all split points, and without any.
+the same for all split points, and for a single stage.
 
-The aliases replace the parameter in the layers' modules only during a run. If several layers are the same module, it
-has the aliases of a layer only during the forward of this layer, and the forwards of the others wait.
+The aliases replace the parameter in the layers' modules only during a run. If one module is used as several layers,
+it has the aliases of a layer only during the forward of this layer. The forwards of the other layers wait.
 """
 
 import threading
@@ -25,7 +25,7 @@ from gpipe.stages.memory_layout import moved
 from gpipe.stages.stage import NO_ALIASES, Layer, Stage
 
 Tied: TypeAlias = Sequence[Sequence[Slot]]
-"""Groups of slots whose parameters are tied, although they are different tensors, such as in different processes."""
+"""Groups of slots whose parameters are tied, even if they are different tensors, as in different processes."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SharedParameter:
     """A parameter that several layers use.
 
     Attributes:
-        slots: Its slots by the index of their layer, in layer order.
+        slots: The slots of the parameter by layer index, in layer order.
     """
 
     slots: dict[int, list[Slot]]
@@ -111,7 +111,7 @@ def tie(groups: Sequence[Sequence[Slot]]) -> None:
 
 
 def put_parameter(module: nn.Module, name: str, parameter: Tensor | None) -> None:
-    """Puts a parameter, or an alias of one, into a slot of a module."""
+    """Puts a parameter, or an alias of a parameter, into a slot of a module."""
     module._parameters[name] = parameter  # type: ignore[assignment]  # An alias need not be a Parameter.
     refresh_weights_of_rnn(module)
 
@@ -122,8 +122,8 @@ class WeightAliases:
     Attributes:
         users: For each shared parameter, the layers that use it, in all processes.
         shared: The shared parameters that layers of this process use, with their slots in these layers.
-        sources: The parameters themselves.
-        leaves: The aliases of each parameter, by layer.
+        sources: The shared parameters, which the aliases replace.
+        leaves: The aliases of each shared parameter, by layer.
     """
 
     def __init__(self, shared: Sequence[SharedParameter], stages: Sequence[Stage]) -> None:
@@ -170,7 +170,7 @@ class WeightAliases:
                     put_parameter(module, name, leaf)
 
     def put_back(self) -> None:
-        """Puts the parameters back. A second call is safe, in case an interrupt ended the first one."""
+        """Puts the parameters back. A second call is safe, in case an interrupt ended the first call."""
         for module, name, parameter in self._replaced:
             put_parameter(module, name, parameter)
         for layer in self._in_turn:
@@ -220,12 +220,12 @@ class WeightAliases:
 
 
 def _sum(first: Tensor, second: Tensor) -> Tensor:
-    """Adds two gradients. Torch requires a dense first operand if only one is sparse."""
+    """Adds two gradients. If only one is sparse, torch requires that the first operand is the dense one."""
     return second + first if first.is_sparse and not second.is_sparse else first + second
 
 
 class _Aliased:
-    """A context in which modules have the aliases of one layer. Entering it waits until no other layer uses them."""
+    """A context in which modules have the aliases of one layer. Waits until no other layer uses the modules."""
 
     def __init__(self, aliases: Mapping[Slot, Tensor], turn: threading.RLock) -> None:
         self._aliases, self._turn = aliases, turn

@@ -9,7 +9,7 @@ same for all split points:
 
 1. At each pop, the gradients of the uses of the popped tensor are summed.
 2. At the stash, the gradients of the pops are summed, from the last layer to the first.
-3. This sum is added to the gradient from the main route last.
+3. This sum is added last to the gradient from the main route (the output of the layer).
 """
 
 from collections.abc import Mapping, Sequence
@@ -150,7 +150,7 @@ class Stashed:
         """Returns the tensor.
 
         Raises:
-            RuntimeError: If the tensor was changed in place. Only a pop in the same stage would see the change.
+            RuntimeError: If the tensor was changed in place. Pops in other stages would not see the change.
         """
         if version(self.tensor) != self._version:
             raise RuntimeError(

@@ -1,7 +1,7 @@
 """Runs a stage: consecutive layers on one device.
 
 Layers may change their input in place. The first run of a stage in each combination of training modes receives a copy
-of the input, and gpipe checks whether the layers change it. Later runs receive a copy only if they do.
+of the input, and gpipe checks whether the layers change it. Later runs receive a copy only if the layers change it.
 """
 
 from bisect import bisect_right
@@ -71,14 +71,16 @@ class Layer:
     """One layer of the pipe.
 
     Attributes:
-        index: Its index among all layers.
-        name: Its name among all layers.
+        index: The index of the layer in the pipe.
+        name: The name of the layer in the pipe.
         module: The module.
-        stash: The names that it stashes.
-        pop: The stashes that it pops.
-        kind: Its description in messages. Default: the class of the module.
-        prefix: The prefix of its parameter names in the pipe. Default: its name and a dot.
-        aliased: A context in which its module has its own aliases of shared parameters (`WeightAliases`).
+        stash: The names of the tensors that the layer stashes.
+        pop: The stashes that the layer pops.
+        kind: The description of the layer in messages. Default: the class of the module.
+        prefix: The prefix that parameter names of the layer have in the pipe. Default: the name of the layer and a
+            dot.
+        aliased: A context in which the module has the aliases of shared parameters that belong to this layer
+            (`WeightAliases`).
     """
 
     index: int
@@ -94,7 +96,7 @@ class Layer:
         return f"layer {self.index} ({self.name}: {self.kind or type(self.module).__name__})"
 
     def full_name(self, name: str) -> str:
-        """Returns the name in the pipe of a parameter of the layer."""
+        """Returns the name that a parameter of the layer has in the pipe."""
         return f"{self.name}.{name}" if self.prefix is None else f"{self.prefix}{name}"
 
 
@@ -111,11 +113,11 @@ class LayerProgress:
     found: str = ""
 
     def enter(self) -> None:
-        """Records that the next layer, or after the last layer the loss, begins."""
+        """Records that the next layer begins. After the last layer, this is the loss."""
         self.numbers.append(next_node_number())
 
     def last_of(self, layers: Sequence[Layer]) -> str | None:
-        """Describes the layer that began last, or the one that caused the error."""
+        """Describes the layer that caused the error. If it is unknown, describes the layer that began last."""
         return self.found or layer_at(layers, len(self.numbers) - 1)
 
     def maker_of(self, number: int | None, layers: Sequence[Layer]) -> str | None:
@@ -141,7 +143,7 @@ class StageCall:
         set_layer: Called with the index of each layer before it runs. Random numbers then use the key of this layer.
         held: The stashes of the layers that have run.
         keys: The keys and values of earlier slices, if the micro-batch is a slice of a sequence.
-        watch: Called after each layer, with its output.
+        watch: Called after each layer, with the output of the layer.
         output: The result, after all layers have run.
     """
 
@@ -161,7 +163,7 @@ class StageOutput(NamedTuple):
     Attributes:
         values: The values to send, one per outgoing route. The main route is last.
         for_loss: The stashes that the loss function pops.
-        changed: The ids of input tensors that the layers changed in place, in a copy of the input.
+        changed: The ids of the input tensors whose copies the layers changed in place.
     """
 
     values: list[Tree]
@@ -178,7 +180,8 @@ class Stage:
         index: The number of the stage.
         layers: The layers.
         device: The device of the layers.
-        works_in_place: Whether the layers change their input in place, by training modes. Empty until known.
+        works_in_place: Whether the layers change their input in place, for each combination of training modes that
+            has run.
         first: The index of the first layer.
         shared: The slots of parameters that several layers use.
     """
@@ -192,10 +195,10 @@ class Stage:
         self.shared: frozenset[Slot] = frozenset()
 
     def begin(self) -> None:
-        """Updates the stage for changes of its layers, before each pass over the micro-batches."""
+        """Adapts the stage to changes of its layers. Called before each pass over the micro-batches."""
 
     def restart(self) -> None:
-        """Discards the state that runs have left in the stage itself, before a replay."""
+        """Discards the state that runs have left in the stage. Called before a replay."""
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -215,12 +218,13 @@ class Stage:
         Args:
             value: The value that arrives on the main route.
             call: The run.
-            departing: The name of each outgoing skip route, and the name of its stash.
+            departing: The name of each outgoing skip route, and the name of the stash that it carries.
             for_loss: The stashes that the loss function pops, if this is the last stage.
             modes: The training modes of the layers.
 
         Raises:
-            RuntimeError: If the layers change an input in place that they must not, or put a hook on its node.
+            RuntimeError: If the layers change an input in place although they must not, or register a hook on the
+                node of an input.
         """
         both = (value, call.arrived) if call.arrived else value
         used = given = tensors_in(both)
@@ -275,7 +279,7 @@ class Stage:
         return keep_stashes(result, layer.stash, call.held)
 
     def _pop(self, pop: Pop, call: StageCall) -> Tensor | None:
-        """Returns a stash for one use. It comes from this stage or from an earlier one."""
+        """Returns a stashed tensor of this stage or of an earlier stage, for one use."""
         is_local = pop.source >= self.first
         return call.held[pop.name].pop(pop.name) if is_local else alias(call.arrived[pop.route_name])
 
@@ -346,7 +350,7 @@ class StageRun:
         value are found in the first micro-batch of the run.
 
         Returns:
-            The values to send, and for each the tensors of the graph that correspond to its leaves.
+            The values to send, and for each value the tensors of the graph that correspond to its leaves.
         """
         boundaries: list[BoundaryValue] = []
         roots: list[list[Tensor]] = []
@@ -383,7 +387,7 @@ class StageRun:
             first += len(value_roots)
 
     def _copy_state(self, tensor: Tensor) -> Tensor:
-        """Copies a tensor that shares memory with a parameter or buffer of the layers. Returns others unchanged."""
+        """Copies a tensor if it shares memory with a parameter or buffer of the layers, else returns it unchanged."""
         return tensor if tensor.requires_grad or storage_address(tensor) not in self._memory else copy_of(tensor)
 
     @cached_property

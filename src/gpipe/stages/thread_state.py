@@ -3,8 +3,8 @@
 Note "Casts": Autocast caches the casts of weights for all threads together, and clears this cache when any thread
 leaves its outermost autocast. A weight of another rank that is used twice would then be cast twice, and its gradients
 would be summed in a different precision. Each rank therefore runs as if it were inside an autocast. A run clears the
-cache before and after, so that no cast outlives the value of its weight. `gpipe._torch.modes` handles autocasts
-inside layers.
+cache before and after it, so that no cast is used after its weight has changed. `gpipe._torch.modes` handles
+autocasts inside layers.
 """
 
 from collections.abc import Callable, Iterator
@@ -83,7 +83,7 @@ class ThreadState:
 
     @contextmanager
     def rank_thread(self) -> Iterator[None]:
-        """Activates the modes that hold for all actions of a rank. Autocast is disabled: only layers run with it."""
+        """Activates the modes for all actions of a rank, except autocast, because only layers run with autocast."""
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), ExitStack() as stack:
             if self.autocasts:  # See note "Casts".
                 torch.autocast_increment_nesting()
@@ -98,7 +98,7 @@ class ThreadState:
     def around_layers(self) -> AbstractContextManager[object]:
         """Returns a context for running layers: autocast, default device and saved-tensor hooks of the caller.
 
-        Recomputations use it too, since they may run outside of these modes.
+        Recomputations also use this context, because they may run outside of these modes.
         """
         if not self.autocasts and self.device is None and self.hooks is None:
             return _NOTHING

@@ -6,7 +6,7 @@ from gpipe.stages.messages import Label
 
 
 class Payload(NamedTuple):
-    """A tensor in a message. `size` is the number of bytes sent, without those that an expanded tensor repeats."""
+    """A tensor in a message. `size` is the number of bytes sent; elements of an expanded tensor are sent once."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -14,16 +14,17 @@ class Payload(NamedTuple):
 
 
 class Crossed(NamedTuple):
-    """A message, as one of its two processes recorded it. Times are in seconds.
+    """A message, as the sender or the receiver recorded it. Times are in seconds.
 
     Attributes:
         sends: Whether this process sent the message.
         peer: The rank of the other process.
         label: The label of the message.
         tensors: The tensors in the message.
-        asked: When this process called send or receive.
-        begun: When a sender had room and began to write. A receiver cannot know this and records `asked`.
-        ended: When the call was complete.
+        asked: The time at which this process called send or receive.
+        begun: The time at which the sender had buffer space and began to write. In the receiver, the same time as
+            `asked`.
+        ended: The time at which send or receive returned.
     """
 
     sends: bool
@@ -39,7 +40,7 @@ class Traffic(NamedTuple):
     """All messages that one process sent and received in a run.
 
     Attributes:
-        routes: The names of the routes, by the numbers in labels.
+        routes: The names of the routes. Labels contain indices into this list.
         micro_batches: The number of micro-batches.
         crossed: The messages.
     """

@@ -51,7 +51,7 @@ HIDDEN_TENSORS = (
 
 
 def hides_tensors(value: object, kind: type[Tensor] = Tensor) -> bool:
-    """Whether a tensor of type `kind` is reachable from an object by attributes, slots, items or closures."""
+    """Whether an object refers to a tensor of type `kind` through attributes, slots, items or closures."""
     pending, seen = [value], {id(value)}
     while pending and len(seen) < MAX_OBJECTS:
         item = pending.pop()
@@ -69,7 +69,7 @@ def hides_tensors(value: object, kind: type[Tensor] = Tensor) -> bool:
 
 
 def reject_hidden_tensors(value: object) -> None:
-    """Raises a TypeError if a leaf of the value hides tensors."""
+    """Raises a TypeError if a leaf of the value is an object that holds tensors."""
     for leaf in () if type(value) is Tensor else tree_leaves(value):
         if not isinstance(leaf, (Tensor, *OPAQUE)) and hides_tensors(leaf):
             raise TypeError(HIDDEN_TENSORS.format(name=type(leaf).__name__))
