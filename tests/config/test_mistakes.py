@@ -123,7 +123,7 @@ def test_skips_below_a_layer_are_refused_unless_something_runs_them() -> None:
     buried = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Stash("a", width=4), Pop({"a": 4}, width=4)))
     text = refusal(lambda: make([buried, nn.Tanh()]), ValueError)
     assert "layer 0 (Sequential): its submodule 1.0 (Stash) has stash = ('a',), but only layers of the pipe" in text
-    assert "its part 1.1 (Pop) has pop = ('a',)" in text
+    assert "its submodule 1.1 (Pop) has pop = ('a',)" in text
     assert "Pass the submodules of layer 0 as separate layers" in text
     make([nn.Linear(4, 4), nn.Sequential(gpipe.Sequential(Stash("a", width=4), Pop({"a": 4}, width=4)))]).step(
         X, X, F.mse_loss
