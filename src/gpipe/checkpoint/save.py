@@ -382,7 +382,8 @@ class Saving:
             return
         doing = f"waited for the checkpoint in {self._writing.path.parent}"
         try:
-            self._end(all_gather_checked(self._ranks, self._name, error=self._failed.error, doing=doing)[0])
+            names = all_gather_checked(self._ranks, self._name, error=self._failed.error, doing=doing)
+            self._end(next((name for name in names if name is not None), None))
             if self._name is None and self._thread is not None:
                 logger.warning(
                     "%s was not saved, because its replica is lost. [checkpoint-not-saved]", self._writing.path.name
@@ -403,6 +404,11 @@ class Saving:
         if not self._settled:
             self._settled, self._name = True, name
             self._held.close()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all ranks know the result."""
+        return self._settled
 
     @property
     def done(self) -> bool:
@@ -568,8 +574,16 @@ def check_order(folder: object, pipe: object, name: str, optimizer: object = Non
 
 def finish_pending_saves(pipe: nn.Module | None, folder: str | os.PathLike[str] | None = None) -> None:
     """Waits for the pending checkpoint of a pipe, and for the pending checkpoints of all pipes in a folder."""
-    if pipe is not None and (saving := _pending.pop(pipe, None)) is not None:
-        saving.wait_once()
+    pending = None if pipe is None else _pending.pop(pipe, None)
+    if pending is not None and pending.is_settled:
+        pending = None
+    ranks = communicator_of(pipe)
+    # A replica that has come back does not know of a checkpoint that the others have begun before.
+    if any(all_gather_checked(ranks, pending is not None)) if ranks.survives else pending is not None:
+        if pending is None:
+            all_gather_checked(ranks, doing="waited for an earlier checkpoint")
+        else:
+            pending.wait_once()
     if folder is not None:
         for saving in list(_pending.values()):
             saving.wait_here(Path(os.path.abspath(folder)))

@@ -29,10 +29,12 @@ class Communicator:
     Attributes:
         rank: The rank of this process within the pipe.
         size: The number of processes.
+        survives: Whether the other processes may be replaced between two calls, when a replica is lost.
     """
 
     rank: int = 0
     size: int = 1
+    survives: bool = False
 
     def all_gather(self, message: bytes, /) -> list[bytes]:
         """Sends a message to all processes and returns the messages of all, by rank. Every process must call it."""
