@@ -127,7 +127,7 @@ def test_a_replica_comes_back_with_the_state_of_the_others(tmp_path: Path, fleet
 def test_a_replica_comes_back_while_a_checkpoint_of_the_others_is_pending(
     replica: int, saves: list[int], tmp_path: Path, fleets: list[Fleet]
 ) -> None:
-    """Bug story: the others waited for their earlier checkpoint together with one that knew of none, and all ended."""
+    """Bug story: the others waited for their earlier checkpoint with one that knew of none, and all ended."""
     leaves_for_three_steps(replica, tmp_path, fleets, saves=saves, background=True)
     for step in saves[1:] if replica == 0 else saves:  # of a checkpoint of a lost replica nothing is promised
         assert gpipe.load(tmp_path / "saved" / f"step_{step}").step_number == step
