@@ -1,1 +1,1 @@
-"""Everything in a mini-batch besides forwards and backwards: each feature is one file, with its state."""
+"""Features of a mini-batch in addition to forward and backward passes. Each file has one feature and its state."""

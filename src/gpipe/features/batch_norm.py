@@ -1,11 +1,11 @@
 """Deferred BatchNorm: each micro-batch is normalized separately, and running statistics cover the whole mini-batch.
 
-During a forward pass, each BatchNorm gets temporary buffers and a momentum of 1. So its own forward stores the mean
-and the variance of the micro-batch in these buffers. After the forward passes of the mini-batch, the statistics are
-merged in micro-batch order: count, mean, and sum of squared differences from the mean (Chan, Golub & LeVeque 1979).
-Computing E[x^2] - E[x]^2 instead would lose all precision if the mean is large. Then the running statistics change
-once, as in one forward pass of the whole mini-batch. Each replica merges its own statistics first. Then the
-statistics of all replicas are merged, in the order of the replicas.
+During a forward pass, each BatchNorm has temporary buffers and a momentum of 1, so that the forward of the BatchNorm
+stores the mean and the variance of the micro-batch in these buffers. After the forward passes of the mini-batch, the
+statistics are merged in micro-batch order: count, mean, and sum of squared differences from the mean (Chan, Golub &
+LeVeque 1979). Computing E[x^2] - E[x]^2 instead would lose all precision if the mean is large. Finally, the running
+statistics are updated once, as in one forward pass of the whole mini-batch. Each replica merges its own statistics
+first. Then the statistics of all replicas are merged, in the order of the replicas.
 """
 
 from collections.abc import Iterator, Sequence
@@ -72,7 +72,7 @@ class DeferredStatistics:
 
     @contextmanager
     def collect(self, micro_batch: int | None = None) -> Iterator[None]:
-        """Collects the statistics of a micro-batch, without changing running statistics. None: collects nothing."""
+        """Collects statistics of a micro-batch (None: discards them), and leaves running statistics unchanged."""
         with ExitStack() as stack:
             statistics = [stack.enter_context(_with_temporary_buffers(norm)) for norm in self.norms]
             yield
@@ -80,7 +80,7 @@ class DeferredStatistics:
             self.collected[micro_batch] = statistics
 
     def merged(self) -> list[list[Statistics]]:
-        """Returns the statistics of the whole mini-batch: for each module, one for each of its forward passes."""
+        """Returns the statistics of the whole mini-batch, for each module and each forward pass of the module."""
         by_norm = zip(*(self.collected[m] for m in sorted(self.collected)), strict=True)
         return [  # A module may run more often in some micro-batches than in others.
             [reduce(Statistics.merge, filter(None, forward)) for forward in zip_longest(*micro_batches)]
@@ -150,7 +150,7 @@ class DeferredBatchNorm(Feature):
         self._complete.clear()
 
     def _commit(self, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """COMMIT: marks the statistics of a stage as complete. If the run fails, none of them are committed."""
+        """COMMIT: marks the statistics of a stage as complete. If the run fails, no statistics are committed."""
         self._complete.append(task.stage)
 
 
@@ -171,7 +171,7 @@ def _defers(module: nn.Module) -> TypeGuard[AnyBatchNorm]:
 
 @contextmanager
 def _with_temporary_buffers(norm: AnyBatchNorm) -> Iterator[list[Statistics]]:
-    """Replaces the buffers of a BatchNorm in its forward passes. Yields a list that receives their statistics."""
+    """Replaces the buffers of a BatchNorm in its forward passes. Yields a list of the statistics of these passes."""
     buffers = {name: norm._buffers[name] for name in ("running_mean", "running_var", "num_batches_tracked")}
     temporary: list[tuple[int, Tensor, Tensor]] = []
     momenta: dict[nn.Module, float | None] = {}

@@ -14,7 +14,7 @@ from gpipe.schedule.action import Kind
 
 
 def choose_features(run: Run) -> list[Feature]:
-    """Returns the features of a mini-batch, after its program is compiled. Later features wrap earlier ones."""
+    """Returns the features of a mini-batch whose program is compiled. Later features wrap earlier features."""
     kinds, verification, recorder = run.compiled.kinds, run.feature(Verification), run.feature(Recorder)
     is_needed: dict[type[Feature], bool] = {
         SplitBackward: Kind.BACKWARD_WEIGHT in kinds,

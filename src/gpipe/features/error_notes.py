@@ -1,4 +1,4 @@
-"""Adds a note to each exception of an action: where in the pipeline it was raised, and how to fix the cause."""
+"""Adds a note to each exception that an action raises. The note describes the place in the pipeline, and a fix."""
 
 import torch
 
@@ -75,7 +75,7 @@ CHANGED_BY_LATER = (
 
 
 class ErrorNotes(Feature):
-    """Adds a note to each exception of an action: its place in the pipeline, and advice."""
+    """Adds a note to each exception that an action raises, with the place in the pipeline and advice."""
 
     def note_error(self, run: Run, rank: Rank, table: CompiledTable, position: int, error: BaseException) -> None:
         if (isinstance(error, RemoteError) and error.received) or isinstance(error, Cancelled):
@@ -96,7 +96,7 @@ class ErrorNotes(Feature):
 
 
 def layer_of(rank: Rank, action: Action, error: BaseException) -> str | None:
-    """Returns a description of the layer in which an action failed: one layer, or all possible layers, or None."""
+    """Returns a description of the layer in which an action failed, of all possible layers, or None."""
     stage, m = action.stage, action.micro_batch
     if m is None or (stage, m) not in rank.states or action.kind in MOVES:
         return None
@@ -111,7 +111,7 @@ def layer_of(rank: Rank, action: Action, error: BaseException) -> str | None:
 
 
 def advice(error: BaseException, layer: str | None) -> str:
-    """Returns advice on an exception of Python or torch, if its message does not explain the cause in a pipe."""
+    """Returns advice on an exception of Python or torch whose message does not explain the cause in a pipe."""
     text = error.args[0] if error.args else ""  # `str(error)` may run code of the user that raises.
     if not isinstance(text, str):
         return ""

@@ -1,10 +1,10 @@
 """Checks in the first step that the losses of micro-batches add up to the loss of the mini-batch.
 
 The outputs and targets of several micro-batches are concatenated, and the loss function is called on all of their
-rows. The result must be the weighted sum of the losses of these micro-batches. If it is not, the comparison is
-repeated in float64, with the same state in every call. If the loss draws random numbers, it is repeated several
-times. So differences by rounding, state and random numbers are not reported. Afterwards, all state that the loss
-function can reach is restored.
+rows. The result must be the weighted sum of the losses of these micro-batches. If the result differs, the comparison
+is repeated in float64, with the same state in every call. If the loss draws random numbers, the comparison is
+repeated several times. Differences that rounding, state or random numbers cause are therefore not reported.
+Afterwards, all state that the loss function can reach is restored.
 """
 
 import itertools
@@ -50,15 +50,15 @@ UNCHECKED = (
 
 
 class CannotCheckError(Exception):
-    """The losses of micro-batches cannot be compared with the loss of the mini-batch."""
+    """Raised if the losses of micro-batches cannot be compared with the loss of the mini-batch."""
 
 
 class LossWatch:
-    """Observes the calls of a loss function in one run, to find its weights and to check its average.
+    """Observes the calls of a loss function in one run, to determine weights of micro-batches and check the average.
 
     Args:
-        average: How the loss averages, if it is a loss of torch.
-        is_of_torch: Whether it is a loss of torch.
+        average: How the loss averages, if the loss function is a loss of torch.
+        is_of_torch: Whether the loss function is a loss of torch.
         checks: Whether to keep copies of outputs and targets, for `check`.
     """
 
@@ -74,7 +74,7 @@ class LossWatch:
     def call_loss(
         self, run: Run, m: int, output: Tree, target: Tree, popped: Mapping[str, object]
     ) -> tuple[Tensor, object]:
-        """Calls the loss function for micro-batch `m`. The first call determines unknown weights."""
+        """Calls the loss function for micro-batch `m`. The first call may set the weights of the micro-batches."""
         returned = self._call(run, m, (output, target, popped))
         if not run.loss_weights:
             run.weigh("mean" if self.average is None else self.average.reduction)
@@ -124,7 +124,7 @@ class LossWatch:
     def _compare_losses(self, run: Run, set_key: Callable[[int], object]) -> list[str]:
         """Compares weighted losses with the loss of several micro-batches in one call.
 
-        `set_key` sets the key of the random numbers of a call.
+        `set_key` sets the random key for a call of the loss function.
         """
         assert run.loss_fn is not None
         losses, weights = run.losses, run.loss_weights
@@ -166,13 +166,13 @@ class LossWatch:
 
 
 def _shared(targets: Sequence[Tree]) -> list[bool]:
-    """Returns for each leaf of the targets whether all micro-batches have the same object."""
+    """Returns, for each leaf of the targets, whether this leaf is the same object in all micro-batches."""
     columns = zip(*map(tree_leaves, targets), strict=False)
     return [all(leaf is column[0] for leaf in column) for column in columns]
 
 
 class FurtherCalls:
-    """Calls a loss function again inside a context, whose exit restores all state that the function can reach."""
+    """Calls a loss function again inside a context. The exit restores all state that the function can reach."""
 
     def __init__(
         self, loss_fn: Callable[..., object], parameters: Collection[Tensor], set_key: Callable[[int], object]
@@ -206,7 +206,7 @@ def _compare(
     together: float,
     shared: Sequence[bool],
 ) -> tuple[float, float] | None:
-    """Returns the sum of weighted losses and the loss of all rows, if they differ by more than rounding."""
+    """Returns the sum of weighted losses and the loss of all rows, or None if they are equal up to rounding."""
     try:
         joined, is_whole = _join(arguments, shared, 0)
         whole = call(joined)
@@ -234,7 +234,7 @@ def _compare_precisely(
     shares: Sequence[float],
     dtype: torch.dtype,
 ) -> tuple[float, float] | None:
-    """Compares in a given precision, with the same state in every call, and repeatedly if losses are random."""
+    """Compares in a given precision, with the same state in every call, and several times if losses are random."""
     sums, wholes = list[float](), list[float]()
     for repeat in range(REPEATS):
         whole, *losses = (call(part, dtype) for part in [joined, *arguments])

@@ -1,16 +1,16 @@
-"""OFFLOAD and FETCH: copies activations to host memory or files, and back before the backward pass.
+"""OFFLOAD and FETCH: copies activations to host memory or to a file, and copies them back for the backward pass.
 
 Hooks collect every tensor that autograd saves in a forward pass. A storage is offloaded only if nothing else refers
-to it. So weights, buffers, boundary tensors, and tensors that a layer or the caller keeps are not moved. A storage
-that is saved several times is copied once. Shapes, strides and alignment do not change, and values are bitwise
-identical.
+to it. Weights, buffers, boundary tensors, and tensors that a layer or the caller keeps are therefore not moved. If
+several saved tensors share a storage, it is copied once. Shapes, strides and alignment do not change, and values are
+bitwise identical.
 
-A rank has at most one copy in flight, and runs other actions during the copy. It waits for the copy before the next
-copy, or before the backward pass that needs the activations. On a GPU, only its stream waits.
+A rank has at most one copy in flight, and runs other actions during the copy. The rank waits for the copy before the
+next copy, or before the backward pass that needs the activations. On a GPU, only the stream of the rank waits.
 
-On a CPU, glibc keeps freed memory, so the process would grow to the activations of all micro-batches. Therefore each
-copy returns free pages to the system. FETCH maps the file into memory, and the mapping of a tensor is freed as soon
-as its autograd node has run.
+On a CPU, glibc keeps freed memory, so the process would grow as if it kept the activations of all micro-batches. Each
+copy therefore returns free pages to the operating system. FETCH maps the file into memory, and the mapping of a
+tensor is freed as soon as its autograd node has run.
 """
 
 import ctypes
@@ -45,9 +45,9 @@ NAME = "gpipe moves"  # the name of the thread that copies
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mmap.restype = ctypes.c_void_p
 give_back: Callable[[int], object] = getattr(LIBC, "malloc_trim", int)
-"""Returns free memory of glibc to the system. Does nothing with other allocators."""
+"""Returns free memory of glibc to the operating system. Does nothing with other allocators."""
 POPULATE_READ = 22
-"""Advice for `madvise` to read all pages at once, since Linux 5.14. Otherwise each page is read at its first use."""
+"""The `madvise` option to read all pages at once, since Linux 5.14. Otherwise each page is read at its first use."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +75,7 @@ class OffloadedStorage:
             tensor.release_storage()
 
     def lay_in(self, storage: UntypedStorage) -> None:
-        """Moves the saved tensors to a new storage, with the same layout."""
+        """Moves the saved tensors to a different storage, without changing their layout."""
         self.storage = storage
         for tensor in self.saved:
             tensor.restore_storage(storage)
@@ -87,7 +87,7 @@ class OffloadedActivations:
 
     Attributes:
         saved: Tensors that autograd has saved, until OFFLOAD.
-        moved: The offloaded storages, from OFFLOAD until the backward pass.
+        moved: The offloaded storages, between OFFLOAD and the backward pass.
         host_data: The copies on the host.
     """
 
@@ -120,13 +120,13 @@ class OffloadedActivations:
         self.saved.clear()
 
     def release(self) -> None:
-        """Drops the references to fetched storages, so that the graph frees each of them after its node has run."""
+        """Drops the references to fetched storages, so that the graph frees each storage after its node has run."""
         self.moved, self.host_data = [], None
 
 
 @dataclass(eq=False)
 class HostCopy:
-    """A copy to or from the host. `wait` waits for its end and returns the time of the end."""
+    """A copy to or from the host. `wait` waits until the copy is complete, and returns the time of completion."""
 
     action: Action
     activations: OffloadedActivations
@@ -223,9 +223,9 @@ class Offload(Feature):
 
 
 class FileHost(_Moves):
-    """Offloads the activations of a rank on a CPU: to an unnamed temporary file per micro-batch, in a thread.
+    """Offloads the activations of a rank on a CPU: a thread writes them to an unnamed temporary file per micro-batch.
 
-    The file does not count as memory of the process, and the system can drop its pages from the page cache.
+    The file does not count as memory of the process, and the operating system can evict the file's pages.
     """
 
     def __init__(self, stream: RankStream) -> None:
@@ -280,7 +280,7 @@ def _map(file: int, offset: int, size: int) -> UntypedStorage:
 
 @contextmanager
 def room_for(size: int) -> Iterator[None]:
-    """Adds a note to an OSError raised inside: the number of bytes, the folder, and a fix."""
+    """Adds a note to an OSError raised inside the context, with the number of bytes, the folder, and a fix."""
     try:
         yield
     except OSError as error:
@@ -310,7 +310,7 @@ def _read(activations: OffloadedActivations) -> float:
 
 
 class PinnedHost(_Moves):
-    """Offloads the activations of a rank on a GPU: to pinned memory, on a stream for copies."""
+    """Offloads the activations of a rank on a GPU to pinned memory, on a stream for copies."""
 
     stream: DeviceStream
 
@@ -354,11 +354,11 @@ class PinnedHost(_Moves):
         return ended
 
     def close(self) -> None:
-        """Waits for the copy that a failed step has left in flight, because its memory is freed next."""
+        """Waits for the copy that a failed step has left in flight, because the memory of the copy is freed next."""
         if self.last is not None:
             self._copies.synchronize()
 
 
 def host_of(stream: RankStream) -> Host:
-    """Returns the place to which a rank offloads activations."""
+    """Returns the host to which a rank offloads activations: files for a CPU, pinned memory for a GPU."""
     return PinnedHost(stream) if queues(stream.device) else FileHost(stream)

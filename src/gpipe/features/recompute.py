@@ -54,18 +54,18 @@ UNSEEN_MODES = (
 
 
 class RecomputeError(RuntimeError):
-    """The recomputation of a stage gave different values than its forward pass, so gradients would be wrong."""
+    """Raised if the recomputation of a stage differs from its forward pass, so that gradients would be wrong."""
 
 
 class Fingerprint(NamedTuple):
-    """A digest of the outputs of a stage, and the leaf tensors that a backward pass from them reaches."""
+    """A digest of the outputs of a stage, and the leaf tensors that a backward pass from these outputs reaches."""
 
     digest: Digest
     reached: frozenset[int]
 
     @classmethod
     def of(cls, output: StageOutput, *, outlives: bool = True) -> "Fingerprint":
-        """Computes the fingerprint of an output. `outlives` is whether it is kept longer than the output."""
+        """Computes the fingerprint of an output. Pass `outlives=False` if the output is kept as well."""
         reached = frozenset(map(id, leaves_of(tensors_in(output.values))))
         return cls(digest([*output.values, *output.for_loss.values()], outlives=outlives), reached)
 
@@ -87,7 +87,7 @@ class _Kept(NamedTuple):
 
 
 class Recompute(Feature):
-    """Drops the activations of forward passes and recomputes them, on all ranks of this process."""
+    """Discards the activations of forward passes and recomputes them, on all ranks of this process."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], _Kept] = {}
@@ -122,7 +122,7 @@ class Recompute(Feature):
             self._versions = _versions(run)  # after the forward pass, which initializes lazy modules
 
     def _forward(self, forward: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """F: drops the activations if the micro-batch will be recomputed."""
+        """F: discards the activations of the micro-batch if they will be recomputed."""
         if task.micro_batch not in run.routes[task.stage].micro_batches[Kind.RECOMPUTE]:
             forward(run, rank, task)
             return
@@ -161,7 +161,7 @@ def _stages(run: Run) -> list[Stage]:
 
 
 def _versions(run: Run) -> tuple[list[tuple[int, int]], list[bool]]:
-    """Returns the version of each parameter that recomputations use, and the mode of each module."""
+    """Returns the version of each parameter that recomputations use, and the training mode of each module."""
     modules = [layer.module for stage in _stages(run) for layer in stage.layers]
     weights = chain(run.aliases.replaced, *(module.parameters() for module in modules))
     versions = [(id(weight), version(weight)) for weight in weights]
@@ -172,7 +172,7 @@ def _versions(run: Run) -> tuple[list[tuple[int, int]], list[bool]]:
 def _raise_difference(
     run: Run, state: MicroBatchState, as_before: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Raises an error that names the layer whose recomputation differs, if running the layers again finds it."""
+    """Raises an error. Runs the layers again, to name the layer whose recomputation differs in the message."""
     skips = {name: crossing.value for name, crossing in zip(state.routes.skips_in, state.inputs, strict=False)}
     call, layer = StageCall(skips, run.rng_key(state.micro_batch), state.progress), None
     layers = state.stage_run.stage.layers

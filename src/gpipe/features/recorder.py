@@ -30,7 +30,7 @@ class RecordedRun(NamedTuple):
 
     Attributes:
         timeline: The actions of all ranks.
-        when: When the run started and ended.
+        when: The times at which the run started and ended.
         traffic: The messages of each rank, by the same clock as `when`.
         cpu: The processor time of this process, in seconds.
     """
@@ -42,7 +42,7 @@ class RecordedRun(NamedTuple):
 
 
 class RemoteRecord(NamedTuple):
-    """The record of one process: its host, the start of the run by the clock of that host, timeline and messages."""
+    """The record of one process: its host, the start of the run by the host's clock, the timeline and messages."""
 
     host: str
     began: float
@@ -55,7 +55,7 @@ class Recorder(Feature):
 
     Attributes:
         runs: The last runs that succeeded.
-        inside: When the caller was inside a step or call that succeeded.
+        inside: The intervals in which the caller was inside a step or call that succeeded.
         losses: The losses of training steps that succeeded.
         ended: The run whose actions are done, but which may still fail in a different process.
     """
@@ -117,7 +117,7 @@ class Recorder(Feature):
         self._stamps.append((task.rank, task.action, start, rank.stream.stamp()))
 
     def join(self, rank: int, records: Sequence[RemoteRecord]) -> None:
-        """Joins the records of all processes, with the clock of this process.
+        """Joins the records of all processes. Converts all times to the clock of this process.
 
         Args:
             rank: The rank of this process.

@@ -1,9 +1,9 @@
-"""Splits micro-batches along the sequence into slices, which run one after the other and attend to earlier ones.
+"""Splits micro-batches along the sequence into slices, which run one after another and attend to earlier slices.
 
 The keys and values of a slice are detached for later slices, like tensors at a stage boundary. Backward passes run in
 reverse order, and accumulate the gradients of these detached tensors in `.grad`. The backward pass of a slice also
-starts at its keys and values, with these gradients. A recomputation uses the same detached tensors as its forward
-pass.
+starts at the keys and values of the slice, with these gradients. A recomputation uses the same detached tensors as
+its forward pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ class SliceKeys:
 
     Attributes:
         earlier: The earlier slices of the same micro-batch, in order.
-        made: The keys and values of the last run, with their graph.
+        made: The keys and values that the last run has computed, with their graph.
         leaves: The same tensors, detached for later slices.
     """
 

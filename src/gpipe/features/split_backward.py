@@ -1,4 +1,4 @@
-"""Splits backward passes: I computes the gradients of a stage's inputs, and later W the gradients of its weights.
+"""Splits backward passes: I computes the gradients of a stage's inputs, and later W the weight gradients.
 
 W computes the gradients of weights that the graph reaches exactly once, as an operand of a product (`mm`, `addmm`,
 `bmm` or a convolution). I runs every node, like a whole backward pass, but in these products it computes only the
@@ -7,12 +7,13 @@ computes all other gradients: of norms, embeddings, custom autograd functions, a
 
 The results are bitwise identical to a whole backward pass, because
 
-- W uses the formulas of torch (`gpipe._torch.autograd`) on the same values;
-- a deferred weight has one use in a graph, so the graph does not sum its gradients;
-- gradients are accumulated in the order of micro-batches: before a backward pass reaches a weight, pending gradients
-  of earlier micro-batches are computed.
+- W uses the formulas of torch (`gpipe._torch.autograd`) on the same values,
+- a deferred weight has only one use in a graph, so the graph does not sum several gradients of it,
+- gradients are accumulated in the order of micro-batches, because pending gradients of earlier micro-batches are
+  computed before a backward pass reaches the weight.
 
-Nothing is computed twice, and I frees the graph. A product needs about as much memory for W as after its forward.
+Nothing is computed twice, and I frees the graph. Between I and W, a product keeps about as much memory as between its
+forward and its backward.
 """
 
 from collections import defaultdict, deque
@@ -105,7 +106,7 @@ class SplitBackward(Feature):
 
 
 class WaitingProduct(NamedTuple):
-    """A product whose weight gradients can be deferred.
+    """A matrix product or convolution whose weight gradients can be deferred.
 
     Attributes:
         node: The autograd node of the product.
@@ -122,11 +123,11 @@ class WaitingProduct(NamedTuple):
 
 
 class PendingProduct(NamedTuple):
-    """A product whose weight gradients are deferred, after its own gradient `dy` has been computed.
+    """A product whose weight gradients are deferred, after the gradient `dy` of the product has been computed.
 
     Attributes:
         number: The sequence number of the node of the product.
-        versions: The version counters of its input and of `dy`.
+        versions: The version counters of the product's input and of `dy`.
     """
 
     product: Product
@@ -139,7 +140,7 @@ class PendingProduct(NamedTuple):
 
 @dataclass(slots=True)
 class PendingWeights:
-    """The products that I has deferred to W for one micro-batch, in order, and the leaf nodes of their weights."""
+    """The products that I has deferred for one micro-batch, in order, and the leaf nodes of their weights."""
 
     products: deque[PendingProduct] = field(default_factory=deque)
     leaves: set[Node] = field(default_factory=set)
@@ -151,7 +152,7 @@ class PendingWeights:
 
     @property
     def next_node(self) -> int | None:
-        """The sequence number of the current or next product, or None if all are done."""
+        """The sequence number of the current or next product, or None after the last product."""
         return self.products[0].number if self.products else None
 
 
@@ -166,7 +167,7 @@ def backward_input(
     Args:
         roots: The tensors at which the backward pass starts.
         gradients: The gradients of the roots.
-        boundary: The leaf tensors at the boundary to earlier stages, which need their gradients now.
+        boundary: The leaf tensors at the boundary to earlier stages. Their gradients are computed now.
         pending: The deferred products of earlier micro-batches, in order.
 
     Returns:
@@ -199,7 +200,7 @@ def _keep(deferred: PendingWeights, waiting: WaitingProduct, gradients: tuple[Te
 
 
 def _with_own_gradient(product: PendingProduct) -> PendingProduct:
-    """Copies the gradient of a product if it shares memory: the `.grad` of a leaf may be a view of it."""
+    """Copies the gradient of a product if it shares memory, because the `.grad` of a leaf may be a view of it."""
     if not storage_address(product.dy) or memory_users(product.dy) <= 1:
         return product
     dy = copy_of(product.dy)
@@ -207,7 +208,7 @@ def _with_own_gradient(product: PendingProduct) -> PendingProduct:
 
 
 def _finish_earlier(others: Collection[Node] | None, pending: Iterable[PendingWeights]) -> None:
-    """Computes pending gradients of earlier micro-batches up to the last one that has a leaf in `others`."""
+    """Computes pending gradients of earlier micro-batches, up to the last micro-batch with a leaf in `others`."""
     earlier = list(pending)
     needed = [i for i, weights in enumerate(earlier) if others is None or not weights.leaves.isdisjoint(others)]
     for weights in earlier[: needed[-1] + 1] if needed else ():
@@ -229,15 +230,15 @@ def backward_weight(deferred: PendingWeights) -> None:
 def look_ahead(
     roots: Iterable[Tensor], boundary: Collection[int]
 ) -> tuple[list[WaitingProduct], set[Node], list[Node] | None]:
-    """Walks the graph from the roots, and finds the products whose weight gradients can be deferred.
+    """Searches the graph from the roots, and finds the products whose weight gradients can be deferred.
 
     Args:
         roots: The tensors at which the backward pass starts.
         boundary: Ids of leaf tensors at the boundary to earlier stages.
 
     Returns:
-        The products, the leaf nodes of their weights, and all other leaf nodes. If nothing can be deferred because
-        the graph has reentrant checkpoints, the last one is None.
+        The products, the leaf nodes of their weights, and all other leaf nodes. If the graph has reentrant
+        checkpoints, no product can be deferred, and the third result is None.
     """
     seen: set[Node] = set()
     shared: set[Node] = set()  # nodes with several incoming edges
@@ -265,7 +266,7 @@ def look_ahead(
 
 
 REENTRANT = "CheckpointFunctionBackward"
-"""The node of a reentrant checkpoint. Its nested backward pass reaches leaf tensors that the graph does not show."""
+"""The name of the node of a reentrant checkpoint. Its nested backward reaches leaves that the graph does not show."""
 
 
 def _can_wait(node: Node, boundary: Collection[int]) -> bool:
@@ -297,7 +298,7 @@ def _find_waiting(node: Node, singles: Set[Node], shared: Collection[Node]) -> W
 
 
 def _leaf_of(node: Node, shared: Collection[Node]) -> Node:
-    """Follows nodes that only change the layout or dtype, such as transposes; returns the first other node."""
+    """Skips nodes that only change the layout or dtype, such as transposes. Returns the first other node."""
     while type(node) in LAYOUT_NODES and node not in shared:
         next_node = node.next_functions[0][0]
         assert next_node is not None  # The node exists only because its input requires a gradient.

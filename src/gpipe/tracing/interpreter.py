@@ -1,8 +1,8 @@
-"""Runs a traced model's forward as an interpreter: its Python code runs from the top, but only some layers compute.
+"""Interprets the forward of a traced model: the Python code runs from the top, but only some layers compute.
 
-The forward consists of operations: calls of units, and functions of torch between them. The results of earlier
-operations are the tensors that crossed the stage boundary, or placeholders. The interpreter stops after the last
-operation of its layers.
+The forward consists of operations. An operation is a call of a unit (a module that runs as a whole), or a torch
+function between units. The results of earlier operations are the tensors that crossed the stage boundary, or
+placeholders. The interpreter stops after the last operation of its layers.
 """
 
 import weakref
@@ -32,7 +32,7 @@ LAYOUT = frozenset({
     "is_signed", "__len__", "stride", "is_contiguous", "storage_offset", "get_device", "__hash__", "__repr__",
     "__str__", "__format__", "requires_grad_",
 })  # fmt: skip
-"""Methods of a tensor that do not read its values. Getters of attributes do not read them either."""
+"""Methods of a tensor that do not read its values. Getters of attributes do not read values either."""
 TENSORS_OF = frozenset({"T", "mT", "H", "mH", "real", "imag", "data", "grad"})
 """Attributes of a tensor that are tensors themselves."""
 RANDOM = frozenset({
@@ -41,7 +41,7 @@ RANDOM = frozenset({
     "feature_dropout", "feature_alpha_dropout", "rrelu", "gumbel_softmax", "bernoulli_", "cauchy_",
     "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
 })  # fmt: skip
-"""Functions of torch that use random numbers: they are operations, whatever their arguments are."""
+"""Functions of torch that use random numbers. Their calls are always operations, regardless of the arguments."""
 
 OTHER_OP = (
     "The forward takes a different path than on the sample: it reaches {now} instead of {then}. Pass a sample that "
@@ -70,7 +70,7 @@ HIDDEN_TENSORS = (
 
 
 def asks_for_layout(function: Callable[..., Any]) -> bool:
-    """Whether a function of tensors, or the getter of an attribute, does not read values.
+    """Whether a method of a tensor, or the getter of an attribute, does not read the tensor's values.
 
     >>> asks_for_layout(Tensor.size), asks_for_layout(Tensor.shape.__get__), asks_for_layout(Tensor.mT.__get__)
     (True, True, False)
@@ -80,7 +80,7 @@ def asks_for_layout(function: Callable[..., Any]) -> bool:
 
 
 class Placeholder(Tensor):
-    """A tensor without values or memory. Its layout can be read; computing with it raises an error."""
+    """A tensor without values or memory. Its layout can be read, but computing with it raises an error."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,7 +117,7 @@ Descriptions: TypeAlias = list[list[Any]]  # one for each leaf: see `describe`
 
 
 def describe(leaves: Sequence[Any]) -> Descriptions:
-    """Returns a JSON description of each leaf: the layout of a tensor, a plain value itself, `[]` for an object."""
+    """Returns a JSON description of each leaf: the layout of a tensor, a plain value, or `[]` for other objects."""
     return [
         [str(leaf.dtype), list(leaf.shape), leaf.requires_grad]
         if isinstance(leaf, Tensor)
@@ -200,7 +200,7 @@ class Interpreter(TorchFunctionMode):
         return call.execute() if self.dry is None else self.dry.execute(call)
 
     def run_free(self, call: OpCall) -> Any:
-        """Runs a function that is not an operation: it depends only on integer and boolean inputs."""
+        """Runs a function that is not an operation, because it depends only on integer and boolean inputs."""
         return call.execute()
 
     @abstractmethod
@@ -209,7 +209,7 @@ class Interpreter(TorchFunctionMode):
 
 
 class StopInterpretation(BaseException):
-    """Ends the forward after the last operation of the layers."""
+    """Raised to end the forward after the last operation of the layers."""
 
 
 class StageInterpreter(Interpreter):
@@ -220,11 +220,12 @@ class StageInterpreter(Interpreter):
         trace: The trace of the path that the forward takes.
         layers: The layers to run.
         values: The tensors that crossed the stage boundary.
-        log: The descriptions of the inputs, then of the results of all earlier operations. Grows, except in the
-            last layer.
-        wanted: The tensors that later layers need. After the run, `produced` holds those that exist.
+        log: The descriptions of the inputs, followed by descriptions of the results of all earlier operations. The
+            run appends descriptions, except in the last layer.
+        wanted: The tensors that later layers need. After the run, `produced` holds the tensors that this run has
+            computed or received.
         device: The device for placeholders.
-        rng_key: Keys the random numbers. Default: the key of the sample.
+        rng_key: The key of the random numbers. Default: the key of the sample.
         progress: Receives the current layer, for error messages.
         dry: Executes the operations of a model on the meta device.
     """
@@ -258,7 +259,7 @@ class StageInterpreter(Interpreter):
         self._layer_slots: Mapping[int, Slot] = {}  # where the layer holds the model's parameters, by their identity
 
     def interpret(self, inputs: Sequence[Any]) -> Any:
-        """Runs the forward. Returns the model's output if the last layer is among the layers, otherwise None."""
+        """Runs the forward. Returns the model's output if it runs the last layer, otherwise None."""
         leaves = [
             self._receive(ValueId(-1, index), description) if leaf is None else leaf
             for index, (description, leaf) in enumerate(zip(self.log[0], inputs, strict=True))
@@ -273,7 +274,7 @@ class StageInterpreter(Interpreter):
         return output
 
     def _receive(self, value_id: ValueId, description: Sequence[Any]) -> Any:
-        """Returns the value that crossed the stage boundary for an input or earlier operation, or a placeholder."""
+        """Returns the value of an input or earlier operation that crossed the stage boundary, or a placeholder."""
         value: Any = self._values.get(value_id)
         if value is None:
             match description:
@@ -292,7 +293,7 @@ class StageInterpreter(Interpreter):
         return super()._call_unit(name, args, kwargs)
 
     def _advance(self, name: str) -> int:
-        """Returns the index of the operation that is called now, after a check that the trace has it there too."""
+        """Returns the index of the current operation. Checks that the trace has the same operation at this index."""
         index, self.op_index = self.op_index, self.op_index + 1
         then = self.trace.ops[index].name if index < len(self.trace.ops) else "the end"
         if then != name:
@@ -336,7 +337,7 @@ class StageInterpreter(Interpreter):
         return result
 
     def _skip_op(self, index: int) -> Any:
-        """Returns the result of an operation of an earlier layer, from the log and the values that crossed."""
+        """Returns the result of an operation of an earlier layer, from the log and the values that were received."""
         op = self.trace.ops[index]
         leaves = [
             self._receive(ValueId(index, place), description) for place, description in enumerate(self.log[index + 1])

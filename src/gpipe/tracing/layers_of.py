@@ -24,9 +24,9 @@ class LiveValue:
     24
 
     Attributes:
-        name: The module, function or input that it comes from.
-        shape: Its shape on the sample.
-        dtype: Its dtype.
+        name: The name of the module, function or input from which the tensor comes.
+        shape: The shape of the tensor on the sample.
+        dtype: The dtype of the tensor.
     """
 
     name: str
@@ -35,7 +35,7 @@ class LiveValue:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes on the sample."""
+        """The size of the tensor in bytes on the sample."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -49,10 +49,10 @@ class ModelLayer:
 
     Attributes:
         index: The index of the layer, which keys its random numbers (`gpipe.rng_scope`).
-        name: The name of its block, or of a module outside blocks.
+        name: The name of the block in the layer, or of a module outside of blocks.
         kind: The class name of that block or module.
-        modules: The names of the modules that run in it.
-        parameters: The number of its parameters. Tied parameters count in each layer.
+        modules: The names of the modules that run in the layer.
+        parameters: The number of parameters in the layer. Tied parameters count in each layer that uses them.
         seconds: The time of one forward on the sample.
         live: The tensors that cross the boundary after the layer.
     """
@@ -100,7 +100,7 @@ class ModelLayers(Sequence[ModelLayer]):
         return self._layers[index]
 
     def rng_scope(self, seed: int, step: int, micro_batch: int) -> AbstractContextManager[None]:
-        """Returns a context for one forward of the model itself, in which it uses the random numbers of a pipe.
+        """Returns a context in which a forward of the model itself uses the same random numbers as a pipe.
 
         Hooks of the blocks enter `gpipe.rng_scope(seed, step, layer, micro_batch)` for one layer after another. A
         layer ends when its block returns. The first layer also ends when the first block is called.
@@ -127,20 +127,20 @@ def _live(trace: Trace, value_id: ValueId) -> LiveValue:
 
 
 def layers_of(model: nn.Module, sample: Tree, blocks: Sequence[str] | None = None) -> ModelLayers:
-    """Splits a model into layers, as a pipe does. Shows the tensors that cross each boundary between them.
+    """Splits a model into layers, as a pipe does. Shows the tensors that cross each boundary between layers.
 
     Args:
         model: Any module. It is not changed.
         sample: An example micro-batch: the arguments of a call of the model.
-        blocks: The names of the modules to split between. Default: the modules in the model's `_no_split_modules`,
-            otherwise the members of its lists of modules.
+        blocks: The names of the modules between which to split the model. Default: the modules in the model's
+            `_no_split_modules`, or else the members of its lists of modules.
 
     Returns:
         The layers. Pass them to `gpipe.GPipe` in place of the model.
 
     Raises:
-        ValueError: If the model cannot be split with bitwise identical results. The message says why, and how to fix
-            it.
+        ValueError: If the model cannot be split with bitwise identical results. The message contains the reason and a
+            fix.
 
     Example:
         >>> class Net(nn.Module):
@@ -174,7 +174,7 @@ LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def is_model(value: object) -> bool:
-    """Whether a value is a model with a forward of its own, and not a sequence of layers.
+    """Whether a value is a model that defines its own forward, and not a sequence of layers.
 
     >>> class Net(nn.Sequential):
     ...     def forward(self, x): return super().forward(x) + x
@@ -202,7 +202,7 @@ def read_model(model: object, sample: Tree) -> TracedModel | None:
 
 
 def _check_is_plain(model: nn.Module) -> None:
-    """Raises an error for a model that is compiled or scripted, or contains scripted modules."""
+    """Raises an error if a model is compiled or scripted, or contains scripted modules."""
     name = type(model).__name__
     if is_compiled(model):
         raise ValueError(
@@ -216,7 +216,7 @@ def _check_is_plain(model: nn.Module) -> None:
 
 
 def why_not_layers(model: object) -> list[str]:
-    """Returns the mistake of passing a model with its own forward, but no sample to trace it on."""
+    """Returns a message if the user passed a model that must be traced, but no sample."""
     if is_model(model):
         return [
             f"{type(model).__name__} is not a sequence of layers. Pass sample=, an example mini-batch on which gpipe "

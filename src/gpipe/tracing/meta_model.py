@@ -1,22 +1,22 @@
-"""Traces models on the meta device without values, and initializes their weights where they are trained.
+"""Traces models on the meta device, and initializes their weights in the process that trains them.
 
 Rules:
 
 1. The initial values of a layer depend only on (seed, index) and on the layer. While they are computed, all other
-   tensors of the model are on the meta device, where writes do nothing and use no random numbers. So it does not
-   matter which layers are already initialized, or are ever initialized in this process.
-2. The model's own code initializes them, in the order of a constructor: children before the module that contains
-   them. First gpipe calls `_init_weights(child)` of the innermost module around a child that has this method, as
-   transformers does, and many models with `self.apply(self._init_weights)`. For tensors that remain uninitialized it
-   calls `reset_parameters()`, which torch's modules have.
-3. A tensor with several names belongs to the first layer that has it, under its first name in that layer.
+   tensors of the model are on the meta device, where writes do nothing and use no random numbers. The values
+   therefore do not depend on which other layers this process initializes.
+2. The model's own code initializes the layers, in the order of a constructor: children before the module that
+   contains them. For each child, gpipe first calls `_init_weights(child)` of the innermost module around it that has
+   this method. transformers does the same, and so do many models with `self.apply(self._init_weights)`. For tensors
+   that remain uninitialized, gpipe calls `reset_parameters()`, which torch's modules have.
+3. A tensor with several names belongs to the first layer that contains the tensor, under the first name in this
+   layer.
 4. Nothing changes unless all requested tensors get values.
 
-Note "The same objects". `.data` cannot assign memory of a different device to a parameter. A new parameter would have
-to replace the old one everywhere, and other references to it, such as an optimizer's, would become stale. So
-`torch.utils.swap_tensors` swaps the contents of the objects, which keeps ties, attributes and `requires_grad`. torch
-rejects this for tensors with weak references, such as the weights of an RNN. For these, a new parameter replaces the
-old one in all modules.
+Note "The same objects". Assigning `.data` cannot move a parameter to a different device. If a new parameter replaced
+it, other references to the old parameter, for example in an optimizer, would become stale. gpipe therefore calls
+`torch.utils.swap_tensors`, which keeps ties, attributes and `requires_grad`. torch rejects this call for tensors with
+weak references, such as the weights of an RNN. A new parameter replaces such a tensor in all modules.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ class DryRun:
     """Executes the operations of a model without values, on fake tensors."""
 
     before_retry: Callable[[], None] = staticmethod(lambda: None)
-    """Called before a unit that failed without values runs again, on zeros."""
+    """Called if a unit has failed on tensors without values, before the unit runs again on zeros."""
 
     def __init__(self) -> None:
         self._fakes = Fakes()
@@ -128,7 +128,7 @@ HOOKED = (
 
 
 class TensorPlace(NamedTuple):
-    """The place of a tensor in a model: the module, its dict of parameters or buffers, and the key there."""
+    """The location of a tensor in a model: the module, its dict of parameters or buffers, and the key in the dict."""
 
     module: nn.Module
     held: dict[str, Any]
@@ -149,10 +149,10 @@ def give_values(
         layers: The names of the tensors of each layer. A tensor may have several names.
         own: The indices of the layers to initialize.
         seed: The seed of the initial values.
-        free: The names of tensors that belong to no layer. They are initialized too.
+        free: The names of tensors that do not belong to a layer. These tensors are initialized too.
 
     Raises:
-        ValueError: If some of these tensors cannot be initialized. Then nothing has changed.
+        ValueError: If some of these tensors cannot be initialized. In this case, the model is unchanged.
     """
     places = {
         f"{path}.{key}".lstrip("."): TensorPlace(module, held, key, tensor)
@@ -198,7 +198,7 @@ def _find_mistakes(
 
 
 def _initial_values(model: nn.Module, places: Places, own: Sequence[TensorPlace], index: int) -> dict[int, Tensor]:
-    """Returns the values with which the model's own code initializes tensors, by identity. Some may be missing."""
+    """Returns the values with which the model's own code initializes tensors, by id. Some tensors may be missing."""
     values: dict[int, Tensor] = {}
     try:
         for by_model in (True, False):
@@ -218,9 +218,9 @@ def _can_have_values(tensor: Tensor) -> bool:
 def _run_initialization(
     model: nn.Module, places: Places, missing: Sequence[TensorPlace], *, by_model: bool
 ) -> dict[int, Tensor]:
-    """Runs the model's initialization with the tensors at these places, and others in the same modules, on the CPU.
+    """Runs the model's initialization with the missing tensors, and other tensors of their modules, on the CPU.
 
-    Returns the tensors that it has written, by the identity of the original.
+    Returns the tensors that the initialization has written, by the id of the original tensor.
     """
     holders = {place.module for place in missing}
     with ExitStack() as undo, torch.no_grad(), torch.device("cpu"):
@@ -255,7 +255,8 @@ def _empty_like(tensor: Tensor, device: str) -> Tensor:
 def _initialize(module: nn.Module, holders: set[nn.Module], around: tuple[nn.Module, ...], *, by_model: bool) -> None:
     """Runs the model's own initialization: children first, and only modules that contain one of the `holders`.
 
-    If `by_model`, calls `_init_weights` of the innermost module around each. Otherwise calls `reset_parameters`.
+    If `by_model` is True, calls `_init_weights` of the innermost module around each module. Otherwise calls
+    `reset_parameters`.
     """
     if holders.isdisjoint(module.modules()):
         return
@@ -286,7 +287,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _is_written(tensor: Tensor) -> bool:
-    """Whether a tensor that `_fill` marked has values since: no NaN in a float tensor, a changed byte in others."""
+    """Whether a tensor has been written since `_fill`. Float tensors then have no NaN, others a changed byte."""
     if tensor.is_floating_point() or tensor.is_complex():
         return not bool(tensor.isnan().any())
     return not tensor.numel() or not bool((_bytes(tensor) == SENTINEL).all())

@@ -35,7 +35,7 @@ from gpipe.tracing.trace import CannotSplitError, Leaves, Structure, Trace, take
 from gpipe.tracing.tracer import TracerRun, trace_forward
 
 TraceKey: TypeAlias = tuple[str, tuple[object, ...], tuple[object, ...]]
-"""The properties of the inputs and the model that select a trace: structure, leaves and settings."""
+"""The properties that select a trace: the structure and leaves of the inputs, and the settings of the model."""
 
 OTHER_LAYER = (
     "With these inputs, {model} uses {name} in layer {layer} ({layer_name}), but with the sample it does not. Pass "
@@ -62,7 +62,7 @@ TOO_MANY_TRACES = (
 )
 
 FirstTrace: TypeAlias = tuple[TracerRun, Proof, bool]
-"""The traced run on the sample, its verification, and whether the forward uses `num_items_in_batch`."""
+"""The traced run on the sample, the result of its verification, and whether the forward uses `num_items_in_batch`."""
 
 
 class TracedBatch(NamedTuple):
@@ -73,7 +73,7 @@ class TracedBatch(NamedTuple):
         states: The input of the first stage for each micro-batch.
         shares: The weight of each micro-batch in the model's own loss, if it was requested.
         findings: The findings to report.
-        values: The micro-batches with the inputs that the model itself receives.
+        values: The micro-batches, as the inputs that the model itself receives.
     """
 
     trace: int
@@ -88,11 +88,12 @@ class TracedModel:
 
     Attributes:
         model: The model.
-        lacks_values: Whether it is on the meta device.
-        parameter_names: The names of all parameters in the order of the model, also if other processes hold them.
+        lacks_values: Whether the model is on the meta device.
+        parameter_names: The names of all parameters in the order of the model, including parameters that other
+            processes hold.
         traces: The known control-flow paths. The path of the sample is the first.
-        sample_names: The keys of the sample, or the name of its type.
-        parts: The blocks and the modules around them.
+        sample_names: The keys of the sample if it is a mapping, otherwise the name of its type.
+        parts: The blocks of the model, and the modules that contain them.
         seconds: The seconds of the forward of each layer on the sample.
         layers: The layers by name.
     """
@@ -103,8 +104,8 @@ class TracedModel:
         Args:
             model: The model.
             sample: The inputs of the model.
-            blocks: The names of the blocks that layers end after. Default: the blocks that the model declares in
-                `_no_split_modules`, or the members of its lists of modules.
+            blocks: The names of the blocks. Each layer ends after a block. Default: the blocks that the model
+                declares in `_no_split_modules`, or the members of its lists of modules.
         """
         chosen = declared_blocks(model) if blocks is None else check_blocks(model, blocks)
         self.model = model
@@ -140,7 +141,8 @@ class TracedModel:
     def _choose_blocks(self, model: nn.Module, sample: Tree) -> FirstTrace:
         """Traces the model with the first choice of blocks that can be split.
 
-        Starts with the innermost choice. If a module cannot be split, it becomes a block itself.
+        Starts with the innermost modules as blocks. If a module cannot be split between its blocks, it becomes a
+        block itself.
         """
         traced: list[FirstTrace] = []
         rejected: list[CannotSplitError] = []
@@ -182,7 +184,7 @@ class TracedModel:
         return run, prove(run, arguments), False
 
     def _trace_with_count(self, sample: Tree, plain: runs.ForwardArguments) -> FirstTrace:
-        """Traces a forward with `num_items_in_batch`. If its loss does not depend on it, the trace leaves it out."""
+        """Traces a forward with `num_items_in_batch`. If the loss does not depend on it, the trace excludes it."""
         one, two = (runs.arguments(self.model, self._with_count(sample, count)) for count in (1, 2))
         run = trace_forward(self.parts, one)
         inputs = take_apart(tuple(plain))[1]
@@ -228,8 +230,8 @@ class TracedModel:
 
         Args:
             values: The micro-batches.
-            over_replicas: Sums a divisor of the loss over data-parallel replicas. None if the model's own loss is not
-                needed.
+            over_replicas: Returns the sum of a divisor of the loss over data-parallel replicas. None if the model's
+                own loss is not needed.
             for_output: Whether the output of the model is needed. The model then returns no cache for generation,
                 unless the inputs request one.
 
@@ -266,7 +268,7 @@ class TracedModel:
         return self.begin([part for value in values for part in cut(self.model, value, slices)], over_replicas)
 
     def prove_slices(self, value: Tree, slices: int) -> None:
-        """Verifies on the sample that slices compute the results of the whole sequence."""
+        """Verifies on the sample that slices reproduce the results of the whole sequence."""
         check_takes_cache(self.model, slices, lacks_values=self.lacks_values)
         batch = self.begin_slices([value], slices, float)
         prove_slices(self.model, value, slices, self._averages[batch.trace])
@@ -298,9 +300,10 @@ class TracedModel:
         return TracedBatch(number, [state_of(number, leaves) for leaves, _ in inputs], values=values)
 
     def _mode(self) -> tuple[bool, ...]:
-        """Returns the conditions on which a forward may depend without an operation that the tracer sees.
+        """Returns settings on which a forward may depend, although the tracer does not see the code that reads them.
 
-        These are whether gradients are enabled and, for `nn.TransformerEncoder`, which parameters require gradients.
+        The settings are whether gradients are enabled and, for `nn.TransformerEncoder`, which parameters require
+        gradients.
         """
         opened = map(self.model.get_submodule, self.parts.opened)
         encoders = [part for part in opened if isinstance(part, nn.TransformerEncoder) and part.use_nested_tensor]
@@ -310,7 +313,7 @@ class TracedModel:
     def trace_all(self, value: Tree, slices: int = 1) -> None:
         """Traces the paths of training and evaluation, with and without gradients, labels and a loss.
 
-        With several processes, no process will have the whole model, so nothing can be traced later.
+        With several processes, no process keeps the whole model, so gpipe cannot trace further paths later.
         """
         values = [value]
         if isinstance(value, Mapping) and "labels" in value:
@@ -337,15 +340,15 @@ class TracedModel:
         self._can_trace = False
 
     def single_layers(self) -> list[nn.Module]:
-        """Returns one module per layer, which runs this layer only."""
+        """Returns a module for each layer that runs only this layer."""
         return [SingleLayer(index, part, self.parts, self.traces) for index, part in enumerate(self.layers.values())]
 
     def rng_scope(self, seed: int, step: int, micro_batch: int) -> AbstractContextManager[None]:
-        """Lets one forward of the model itself draw the random numbers that a pipe with this seed draws."""
+        """Returns a context in which a forward of the model itself draws the same random numbers as a pipe."""
         return rng_scopes(self.parts, self.traces[0], RngKey(seed, step, micro_batch))
 
     def operations(self) -> list[list[tuple[str, int]]]:
-        """Returns the names of the operations of each trace and their layers, for a comparison between processes."""
+        """Returns the name and the layer of each operation of each trace, for a comparison between processes."""
         return [[(op.name, trace.layer_of(at)) for at, op in enumerate(trace.ops)] for trace in self.traces]
 
     def names(self) -> dict[str, list[str]]:
@@ -353,7 +356,7 @@ class TracedModel:
         return {name: names_in(self.model, part) for name, part in self.layers.items()}
 
     def buffers_between(self) -> list[Tensor]:
-        """Returns the buffers that every layer may read, because code between units does."""
+        """Returns the buffers that every layer may read, because code between units reads them."""
         return [self.model.get_buffer(name) for trace in self.traces for name in sorted(trace.buffers)]
 
     def materialize(self, indices: Collection[int], seed: int) -> None:
@@ -362,12 +365,12 @@ class TracedModel:
             give_values(self.model, [*self.names().values()], indices, seed)
 
     def release_remote_parameters(self) -> None:
-        """Replaces the model's parameters that other processes hold by the placeholders of the layers."""
+        """Replaces the parameters of the model that other processes hold by the layers' placeholders."""
         for part in self.layers.values():
             part.push_parameters()
 
     def pops(self, number: int, stage_of: Sequence[int]) -> list[Pop]:
-        """Returns the uses of tensors that skip a stage, and therefore have a route."""
+        """Returns the uses of tensors that skip at least one stage. Such a tensor has its own route."""
         return [edge.pop for edge in self.traces[number].edges if stage_of[edge.source] + 1 < stage_of[edge.target]]
 
     def keys(self, inputs: Sequence[tuple[Leaves, Structure]]) -> list[TraceKey]:
@@ -408,7 +411,7 @@ class TracedModel:
             self._keep(key, run, value)
 
     def _check_layers(self, trace: Trace) -> None:
-        """Checks that a trace has the layers of the sample, and that each layer uses no other modules."""
+        """Checks that a trace has the same layers as the first trace, and that no layer uses additional modules."""
         layers, model = list(self.layers.items()), type(self.model).__name__
         units, raw = units_by_layer(trace)
         if len(units) != len(layers):

@@ -1,10 +1,11 @@
-"""Averages the losses that a model computes itself over micro-batches, and joins the outputs of micro-batches.
+"""Averages the model's own losses over micro-batches, and joins the outputs of micro-batches.
 
 If the forward uses `num_items_in_batch`, gpipe passes the number of labels in the whole mini-batch that are not
-ignored. It then adds up the losses, as transformers' Trainer does over its gradient accumulation. Otherwise gpipe
-weights each micro-batch by its own number of these labels, or by its rows.
+ignored. gpipe then adds up the losses, as transformers' Trainer does for gradient accumulation. Otherwise gpipe
+weights each micro-batch by its number of labels that are not ignored, or by its rows.
 
-When a pipe is created, gpipe checks on the sample that the losses of its halves average to the loss of the sample.
+When a pipe is created, gpipe splits the sample into two halves, and checks that their losses average to the loss of
+the sample.
 """
 
 import math
@@ -43,9 +44,9 @@ UNEVEN = (
 
 
 def takes_count(model: nn.Module) -> bool:
-    """Whether a forward uses `num_items_in_batch`: it has the parameter, or passes it to transformers' loss function.
+    """Whether a forward has the parameter `num_items_in_batch`, or passes it to transformers' loss function.
 
-    Other forwards with `**kwargs` may do anything with a keyword that the user did not pass.
+    gpipe does not pass this argument to other forwards with `**kwargs`, because they may use it differently.
     """
     if takes(model.forward, COUNT, by_name=True):
         return True
@@ -60,10 +61,10 @@ class OwnLoss:
 
     Attributes:
         average: The divisor of a loss, as a function of the inputs of the model.
-        finding: A finding to report in any case.
+        finding: A finding to report for every mini-batch, or None.
         uneven: A finding to report if micro-batches have rows of different lengths, or with different numbers of
             labels that are not ignored.
-        is_certain: Whether the average is certain, because the loss is the result of one of torch's losses.
+        is_certain: Whether the average is known to be correct, because the loss is the result of a torch loss.
     """
 
     average: LossAverage
@@ -157,8 +158,8 @@ def check_average(
 ) -> OwnLoss:
     """Checks that the losses of the sample's halves average to the loss of the sample, in evaluation mode.
 
-    If the forward calls a sum, it may divide the sum by labels or rows itself. The result then averages by the one
-    that fits.
+    If the forward calls a torch loss with `reduction="sum"`, it may divide the sum by the number of labels or rows
+    itself. The result then averages by labels or by rows, whichever reproduces the loss of the sample.
 
     Args:
         average: The average that the calls of torch's losses suggest.
@@ -169,7 +170,7 @@ def check_average(
         state: The current state of the model, if it has been copied already.
 
     Returns:
-        The average, with a finding if none fits.
+        The average, with a finding if no average matches the loss of the sample.
     """
     if lacks_values(model) or not isinstance(sample, Mapping):
         return average
@@ -188,7 +189,7 @@ def check_average(
 def _check_average(
     average: OwnLoss, model: nn.Module, sample: Mapping[str, Any], counts: bool, last: RunLastLayer | None = None
 ) -> OwnLoss:
-    """Checks the average by running the whole model, or only its last layer. The last layer may raise any error."""
+    """Checks the average by running the whole model, or only its last layer, which may raise any error."""
     try:
         halves = split(sample, max(count_rows(sample), HALVES), HALVES, "sample")
     except ValueError:
@@ -239,7 +240,7 @@ def join(outputs: Sequence[Tree], rows: Sequence[int], shares: Sequence[float]) 
     Args:
         outputs: The outputs of the micro-batches.
         rows: The number of rows of each micro-batch.
-        shares: The weight of each loss. Empty if gpipe does not know how the loss averages.
+        shares: The weight of each loss. Empty if gpipe does not know these weights.
 
     Raises:
         TypeError: If the outputs contain a loss, but `shares` is empty.

@@ -1,4 +1,4 @@
-"""Finds the blocks of a model, sorts its modules into units and copied modules, and forms its layers."""
+"""Finds the blocks of a model, decides which modules run as units and which are copied, and forms the layers."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from traceback import walk_tb
@@ -15,7 +15,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # modules without a forward
 
 
 def declared_blocks(model: nn.Module) -> list[str]:
-    """Returns the blocks that the model declares in `_no_split_modules`. Empty if they are not members of a list."""
+    """Returns the names of the blocks in the model's `_no_split_modules`, if these blocks are members of a list."""
     unsplit = _unsplit(model)
     return unsplit if sum(name.rpartition(".")[2].isdigit() for name in unsplit) > 1 else []
 
@@ -28,7 +28,7 @@ def _unsplit(model: nn.Module) -> list[str]:
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Returns the names of the blocks: the members of the outermost lists of modules."""
+    """Returns the names of the blocks, which are the members of the outermost lists of modules."""
     blocks = [name for members in _lists(model, "", least=2) for name in members]
     if len(blocks) < 2:  # Accept lists with one member too: a forward may call it several times.
         blocks = _unsplit(model) or [name for members in _lists(model, "", least=1) for name in members]
@@ -42,7 +42,7 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 
 def closed(model: nn.Module, blocks: Sequence[str], places: Collection[str]) -> list[str]:
-    """Returns the blocks with some modules as additional blocks, which replace the blocks inside them.
+    """Adds modules to the blocks. An added module replaces the blocks that it contains.
 
     Args:
         model: The model.
@@ -60,7 +60,7 @@ def closed(model: nn.Module, blocks: Sequence[str], places: Collection[str]) -> 
 
 
 def check_blocks(model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Checks the names of blocks that a user passed, and returns them without duplicates."""
+    """Checks the names of blocks that a user passed, and returns the names without duplicates."""
     if isinstance(blocks, str) or not all(isinstance(name, str) for name in blocks):
         raise CannotSplitError(
             f"blocks={blocks!r} is not a list of names. Pass names of modules: ['encoder.layers.0', ...]. "
@@ -92,9 +92,10 @@ def _outermost(names: Sequence[str]) -> list[str]:
 
 
 def _lists(module: nn.Module, name: str, *, least: int, held: bool = False) -> Iterator[list[str]]:
-    """Yields the members of each outermost list in a module that has at least `least` members.
+    """Yields the members of each outermost list with at least `least` members that a module contains.
 
-    A list inside another list needs only one member. Its members then replace it as members of the outer list.
+    A list inside another list needs only one member. The members of the inner list then become members of the outer
+    list.
     """
     is_list = _is_list(module, 1 if held else least, held=held)
     members: list[str] = []
@@ -177,7 +178,7 @@ class Parts:
                 self._sort(f"{name}.{key}" if name else key, part, seen)
 
     def running(self, frames: Iterable[FrameType]) -> str:
-        """Returns the name of the opened module whose code runs in the first of these frames that belongs to one.
+        """Returns the name of the opened module whose code runs in the first frame that belongs to an opened module.
 
         The model itself has the name "".
         """
@@ -189,14 +190,14 @@ class Parts:
         return ""
 
     def caller(self, block: str) -> str:
-        """Returns the name of the module whose forward should call a block: its parent, above any containers."""
+        """Returns the name of the module whose forward should call a block: its parent that is not a container."""
         path = block.rpartition(".")[0]
         while isinstance(self.model.get_submodule(path), CONTAINERS):
             path = path.rpartition(".")[0]
         return path
 
     def places_of(self, error: CannotSplitError) -> set[str]:
-        """Returns the opened modules that an error names or was raised in, without the model itself."""
+        """Returns the opened modules that an error names, or in which it was raised. Excludes the model itself."""
         raised: BaseException = error
         while raised.__cause__ is not None:
             raised = raised.__cause__
@@ -212,13 +213,14 @@ class Parts:
 class ModelPart(nn.Module):
     """One layer of a traced model: its units, and the other parameters that its operations use.
 
-    It keeps both under their names in the model. It has no forward: a stage interprets all of its layers at once.
+    The layer keeps units and parameters under their names in the model. It has no forward, because a stage interprets
+    all of its layers at once.
 
     Args:
         model: The model.
         stands_for: The class name of the layer's block, for display.
         units: The names of the units that run in the layer.
-        raw: The parameters that functions between units use, by name, and where the model holds them.
+        raw: The parameters that functions between units use, by name, with the slots in which the model holds them.
     """
 
     def __init__(
@@ -246,12 +248,12 @@ class ModelPart(nn.Module):
 
     @property
     def training(self) -> bool:
-        """Whether the model is in training mode. A layer has no mode of its own."""
+        """Whether the model is in training mode, because a layer does not have its own mode."""
         return "model" in self.__dict__ and self.__dict__["model"].training
 
     @training.setter
     def training(self, mode: bool) -> None:
-        """Ignores the value: `nn.Module` sets it, but the layer has the mode of the model."""
+        """Ignores the mode that `nn.Module` sets, because a layer has the mode of the model."""
 
     def pull_parameters(self) -> None:
         """Copies the model's current parameters into the layer."""
@@ -266,17 +268,17 @@ class ModelPart(nn.Module):
                 module._parameters[name] = holder._parameters[leaf]
 
     def slots_of_parameters(self) -> dict[int, Slot]:
-        """Returns where the layer holds each of the model's current parameters, by their identity."""
+        """Returns the slot in which the layer holds each current parameter of the model, by the parameter's id."""
         return {id(module._parameters[leaf]): slot for slot, slots in self.raw.values() for module, leaf in slots}
 
 
 def modules_run(layer: nn.Module) -> list[nn.Module]:
-    """Returns the modules that a layer calls: the layer itself, or the units of a model's layer."""
+    """Returns the modules that a layer calls. For a layer of a traced model, these are its units."""
     return [layer.get_submodule(name) for name in layer.units] if isinstance(layer, ModelPart) else [layer]
 
 
 def units_by_layer(trace: Trace) -> tuple[list[list[str]], list[list[str]]]:
-    """Returns the units of each layer, and the parameters that its functions between units use."""
+    """Returns for each layer the units, and the parameters that functions between units use."""
     units: list[dict[str, None]] = [{} for _ in trace.starts]
     raw: list[dict[str, None]] = [{} for _ in trace.starts]
     for index, op in enumerate(trace.ops):
@@ -306,7 +308,7 @@ def layers_by_name(parts: Parts, trace: Trace) -> dict[str, ModelPart]:
 
 
 def _places_of(model: nn.Module) -> dict[str, list[Slot]]:
-    """Returns the slots of each parameter, by its first name. A tied parameter has several."""
+    """Returns the slots of each parameter, by the first name of the parameter. A tied parameter has several slots."""
     slots: dict[nn.Parameter, list[Slot]] = {}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
@@ -320,7 +322,8 @@ def _add_unused(
 ) -> None:
     """Adds modules and parameters that no operation uses to a layer.
 
-    If the module is tied to modules that layers use, this is the first such layer, otherwise the last layer.
+    If a layer uses a module with the same (tied) parameters, the first such layer is chosen, otherwise the last
+    layer.
     """
     unit_of = {module: name for name, unit in parts.units.items() for module in unit.modules()}
     layer_of = {name: layer for layer, names in reversed([*enumerate(units)]) for name in names}

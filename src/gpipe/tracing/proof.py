@@ -40,7 +40,7 @@ OTHER_VALUES_OF_ENCODER = (
 
 
 class LastLayer(NamedTuple):
-    """The last layer of a model and its inputs from the sample, so that it can run again without the blocks."""
+    """The last layer of a model, with its inputs from the sample, so that the layer can run again on its own."""
 
     shallow_copy: ShallowCopy
     trace: Trace
@@ -48,7 +48,7 @@ class LastLayer(NamedTuple):
     log: Sequence[list[list[Any]]]
 
     def run(self, arguments: ForwardArguments) -> Any:
-        """Returns the model's output for these arguments and the sample's values before the last layer."""
+        """Returns the model's output. The last layer receives these arguments, and the values of earlier layers."""
         leaves, _ = take_apart(replace_tensors(tuple(arguments), copy_of))
         values = map_tensors({**self.values}, copy_of)
         inputs = [None if ValueId(-1, index) in self.trace.carried else leaf for index, leaf in enumerate(leaves)]
@@ -62,7 +62,7 @@ class LastLayer(NamedTuple):
             return last.interpret(inputs)
 
     def outputs(self, parts: Sequence[Tree]) -> Iterator[Any]:
-        """Yields the output for the sample, which is the first part, and then for parts of its rows."""
+        """Yields the output for the sample (the first element of `parts`), and then for parts of its rows."""
         model, rows, first = self.shallow_copy.parts.model, count_rows(parts[0]), 0
         yield self.run(arguments(model, parts[0]))
         for part in parts[1:]:
@@ -79,7 +79,7 @@ class LastLayer(NamedTuple):
 
 
 def _slice_description(description: list[Any], part: int, rows: int) -> list[Any]:
-    """Returns the description of `part` rows of a tensor with `rows` rows. Returns other descriptions unchanged."""
+    """Replaces the number of rows in the description of a tensor by `part`. Returns other descriptions unchanged."""
     match description:
         case [dtype, [first, *others], requires_grad] if first == rows:
             return [dtype, [part, *others], requires_grad]
@@ -128,10 +128,10 @@ def prove(run: TracerRun, arguments: ForwardArguments) -> Proof:
 
 
 class _EchoingInterpreter(StageInterpreter):
-    """Runs each unit once more after its operation, on different inputs, and discards the result.
+    """Runs each unit a second time after its operation, on different inputs, and discards the second result.
 
-    So does a pipeline, where the next micro-batch follows. If a block leaves a tensor somewhere for a later block,
-    that block then reads the tensor of a different micro-batch.
+    In a pipeline, a unit also runs again, on the next micro-batch. If a block stores a tensor for a later block, the
+    second run therefore overwrites the tensor, as the next micro-batch would.
     """
 
     seconds_of_echoes = 0.0
@@ -169,7 +169,7 @@ class _EchoingInterpreter(StageInterpreter):
 
 
 def _different(tensor: Tensor) -> Tensor:
-    """Returns a different tensor of the same layout: with rows in a different order, or with smaller numbers."""
+    """Returns a tensor of the same layout with different values: rows in a different order, or smaller numbers."""
     if isinstance(tensor, nn.Parameter) or not tensor.dim():
         return tensor
     different = tensor.detach().roll(1, 0 if len(tensor) > 1 else -1)
@@ -212,7 +212,7 @@ def _run_layers(run: TracerRun, arguments: ForwardArguments, dry: DryRun | None)
 
 
 def _as_leaf(value: Tensor) -> Tensor:
-    """Returns a copy of a tensor without its autograd graph, which later in-place operations do not change."""
+    """Returns a copy of a tensor without its autograd graph. Later in-place operations do not change the copy."""
     return copy_of(value.detach()).requires_grad_(value.requires_grad)
 
 

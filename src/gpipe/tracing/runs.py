@@ -42,11 +42,11 @@ FAILS_SPLIT_AFTER_STORE = (
 def unchanged(model: nn.Module, state: ReachableState | None = None) -> Iterator[ReachableState]:
     """Restores a model, its modes and all state that it can reach, and the random number generator of torch.
 
-    Gradients are recorded inside, because only a graph shows functions of autograd.
+    Grad mode is enabled inside the context, because functions of autograd are visible only in a graph.
 
     Args:
         model: The model that runs inside.
-        state: Its current state, if it has been copied already. Copying it takes long.
+        state: The current state of the model, if it has been copied already. Copying the state takes long.
     """
     with untouched(model, state=state) as state, torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
@@ -63,9 +63,9 @@ def unchanged(model: nn.Module, state: ReachableState | None = None) -> Iterator
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[dict[str, Tensor | None]]:
-    """Restores the buffers of a model after the context, and yields a dict that then has the new value of each.
+    """Restores the buffers of a model after the context. Yields a dict that then has the values of changed buffers.
 
-    It compares values, because a write through `.data` does not change the version of a tensor.
+    gpipe compares the values of buffers, because a write through `.data` does not change the version of a tensor.
     """
     before = {
         f"{path}.{key}".lstrip("."): (module._buffers, key, buffer, copy_of(buffer), version(buffer))
@@ -91,7 +91,7 @@ class ForwardArguments(NamedTuple):
     kwargs: dict[str, Any]
 
     def call(self, model: nn.Module) -> Any:
-        """Returns the output of a model for copies of the arguments, because it may write them in place."""
+        """Returns the output of a model for copies of the arguments, because the model may change them in place."""
         copied: Any = replace_tensors((self.args, self.kwargs), copy_of)
         return model(*copied[0], **copied[1])
 
@@ -109,7 +109,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def is_of_code(error: Exception) -> bool:
-    """Whether the cause of an error may be a missing value: it is one of `ERRORS_OF_CODE`, not a user's subclass."""
+    """Whether a missing value may be the cause of an error. Its type must be in `ERRORS_OF_CODE`, not a subclass."""
     is_of_user = type(error).__module__.partition(".")[0] not in ("builtins", "torch")
     return isinstance(error, ERRORS_OF_CODE) and not is_of_user and not lacks_memory(error)
 
@@ -122,8 +122,9 @@ def run_split(
     Args:
         model: The model.
         arguments: The arguments of its forward in `run`.
-        run: The function. If it fails, it is called again, in case the error is not reproducible.
-        stored: Returns the places outside of its outputs where the forward stored tensors, for the message.
+        run: The function that runs the layers. If it fails, it is called again, to find out whether the error is
+            reproducible.
+        stored: Returns the names of attributes in which the forward has stored tensors, for the message.
 
     Raises:
         CannotSplitError: If `run` fails twice and the model itself does not fail.
@@ -173,7 +174,7 @@ def settings_of(attributes: Mapping[str, Any]) -> tuple[tuple[str, object], ...]
 def kind_of(leaf: Any) -> object:
     """Returns the properties of an input on which the control-flow path may depend.
 
-    - tensor: its number of dimensions and whether it carries values between layers, but not its shape,
+    - tensor: the number of dimensions, and whether it is sent only to the layers that use it (not its shape),
     - boolean, string, None, enum member or option of torch: its value,
     - integer or float: its type,
     - any other object: its type and its settings.
@@ -188,7 +189,7 @@ def kind_of(leaf: Any) -> object:
 
 
 def arguments(model: nn.Module, value: Tree) -> ForwardArguments:
-    """Returns a mapping as keyword arguments, if the forward accepts its keys, and other values as one argument."""
+    """Converts a mapping to keyword arguments if the forward accepts the keys, any other value to one argument."""
     return arguments_of_each(model, [value])[0]
 
 
@@ -212,9 +213,9 @@ def can_be_called(function: Callable[..., object], *args: object, **kwargs: obje
 
 
 def without_cache(model: nn.Module, value: Tree) -> Tree:
-    """Adds `use_cache=False` to an input, if the model has this setting.
+    """Adds `use_cache=False` to an input if the model's forward accepts this argument.
 
-    Each layer would fill only its own part of a cache for generation.
+    With a cache, each stage would fill only the entries of its own layers.
     """
     config = getattr(model, "config", None)
     inner = vars(config).values() if hasattr(config, "__dict__") else ()  # Settings of a text model or decoder.
@@ -228,7 +229,7 @@ def without_cache(model: nn.Module, value: Tree) -> Tree:
 
 
 def takes(function: Callable[..., object], keyword: str, *, by_name: bool = False) -> bool:
-    """Whether a function accepts a keyword. If `by_name`, `**kwargs` does not count."""
+    """Whether a function accepts a keyword argument. If `by_name` is True, a parameter with this name is required."""
     parameters = inspect.signature(function).parameters
     has_kwargs = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return keyword in parameters or (has_kwargs and not by_name)

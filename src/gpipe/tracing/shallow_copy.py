@@ -1,8 +1,9 @@
 """Copies a model's modules so that the interpreter can run them without changing the user's modules.
 
-- Opened modules (which contain blocks) and modules without parameters are shallow copies, whose code runs as usual.
-- Units (modules with parameters or state) are stubs of a derived class, which share all attributes with the unit. A
-  call of a stub, or of its forward, goes to the running interpreter.
+- Opened modules (modules that contain blocks) and modules without parameters are shallow copies, whose code runs as
+  usual.
+- Units (modules with parameters or state) are replaced by stubs of a derived class, which share all attributes with
+  the unit. The running interpreter handles each call of a stub or of its forward.
 """
 
 import sys
@@ -31,9 +32,9 @@ REPLACED_FORWARD = (
     "accelerate.hooks.remove_hook_from_submodules(model), or set forward on blocks. [replaced-forward]"
 )
 COLLECTOR = "_output_capturing_hooks_installed"
-"""The attribute in which transformers notes that a model has hooks that collect (note "Collections" in trace.py)."""
+"""The attribute that transformers sets if a model has collecting hooks (note "Collections" in trace.py)."""
 COLLECTING = "transformers.utils.output_capturing"
-"""The module of transformers that installs these hooks when a forward first needs them."""
+"""The module of transformers that installs these hooks when a forward first needs the hooks."""
 CHANGES_BUFFER = (
     "The forward of {model} changes the buffer {name} between blocks, and every layer would change it again. Move it "
     "into a block. For rotary embeddings of type 'dynamic', increase max_position_embeddings. [buffer-between-blocks]"
@@ -53,7 +54,7 @@ def _noted(value: object) -> object:
 
 @dataclass(frozen=True, eq=False)
 class TensorVersion:
-    """A tensor and its version, which changes with each in-place change."""
+    """A tensor and its version, which increases with each in-place change."""
 
     tensor: Tensor | None
     version: int
@@ -63,7 +64,7 @@ class TensorVersion:
 
 
 def note(value: object, depth: int = DEPTH) -> object:
-    """Returns a comparable form of a value: numbers, tensor versions, and both inside containers and objects."""
+    """Returns a comparable form of a value: its numbers and tensor versions, also inside containers and objects."""
     match value:
         case nn.Parameter() | nn.Module() | type():
             return None
@@ -82,7 +83,7 @@ def note(value: object, depth: int = DEPTH) -> object:
 
 
 class _Installer:
-    """Installs the collecting hooks on the user's module when a copy asks for them. All copies share them."""
+    """Installs the collecting hooks on the user's module when a copy first needs them. All copies share the hooks."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -107,7 +108,8 @@ class ShallowCopy:
     Attributes:
         root: The copy to call in place of the model.
         copies: The copied modules, by name.
-        on_call: Receives calls of units, if set: the name, the arguments and the keyword arguments.
+        on_call: A function that is called in place of each unit, with the name, the arguments and the keyword
+            arguments.
     """
 
     def __init__(self, parts: Parts, device: torch.device | None = None) -> None:
@@ -181,9 +183,10 @@ class ShallowCopy:
         return {key: None if part is None else self._counterparts[part] for key, part in parts}
 
     def reject_changed_buffers(self, written: Collection[str] = ()) -> None:
-        """Rejects changed buffers of the copies: new objects, new versions, and those in `written`.
+        """Raises an error if a buffer of the copies is a new object, has a new version, or is in `written`.
 
-        A module that contains no block may replace a buffer by equal values, or by a longer table.
+        A module that does not contain a block may replace a buffer by equal values, or by a tensor of a different
+        shape.
         """
         for name, copy in self.copies.items():
             for key, buffer in copy._buffers.items():

@@ -1,8 +1,8 @@
 """Splits the inputs of a causal language model into slices along the sequence dimension.
 
-Each slice is a separate forward pass. It receives a KV cache, as in generation, which holds the number of preceding
-tokens and their keys and values. The label of a slice's last token is in the next slice, so labels are shifted before
-they are split, and passed to the model as `shift_labels`.
+Each slice is a separate forward pass. As in generation, each slice receives a KV cache, which holds the number of
+preceding tokens and their keys and values. The label of a slice's last token is in the next slice, so labels are
+shifted before they are split, and passed to the model as `shift_labels`.
 
 `prove_slices` runs the sample whole and in slices, and raises an error if the outputs differ.
 """
@@ -26,7 +26,7 @@ from gpipe.tracing.trace import take_apart
 
 CACHE, MASK = "past_key_values", "attention_mask"
 BY_TOKENS = ("input_ids", "inputs_embeds", "labels", "position_ids", "shift_labels", "token_type_ids")
-"""Inputs with tokens in their second dimension, which are split there. A slice receives the mask up to its end."""
+"""Inputs whose second dimension is split, because it holds the tokens. A slice receives the mask up to its end."""
 NO_CACHE = (
     "slices={slices}: {model} does not accept past_key_values, which a slice needs to attend to earlier slices. "
     "Remove gpipe.Sliced; it supports causal language models of transformers. [slices-need-cache]"
@@ -87,7 +87,7 @@ def cache_of(model: nn.Module, tokens: int, keys: SliceKeys) -> Any:
 
 
 def tokens_before(value: object) -> int | None:
-    """Returns the number of tokens before a slice, if the value is the cache of a slice."""
+    """Returns the number of tokens before a slice if the value is the cache of a slice, else None."""
     return getattr(value, "__dict__", {}).get("tokens_before")
 
 
@@ -162,7 +162,7 @@ def prove_slices(model: nn.Module, value: Tree, slices: int, loss_of_model: OwnL
     """Verifies, in evaluation mode, that slices reproduce a model's outputs and loss up to rounding differences.
 
     Raises:
-        ValueError: If they differ, or if the model fails in slices.
+        ValueError: If the results differ, or if the model raises an error when it runs in slices.
     """
     parts, config, fields = cut(model, value, slices), model.config, {"slices": slices, "model": type(model).__name__}
     tokens = sum(part["labels"].shape[1] for part in parts)
@@ -202,7 +202,7 @@ def prove_slices(model: nn.Module, value: Tree, slices: int, loss_of_model: OwnL
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Returns the relative rounding difference to accept. Some models compute in float32 inside."""
+    """Returns the relative rounding difference to accept. Models of float64 may compute partly in float32."""
     eps: float = torch.finfo(dtype).eps
     return max(1e-7, min(math.sqrt(eps), 256 * eps))
 

@@ -1,7 +1,7 @@
 """A stage of a traced model: one interpretation of the forward runs all of its layers.
 
-For measurements, `SingleLayer` runs one layer, and passes on all live values. For reference runs, the unsplit model
-uses the random numbers of a pipe, through the hooks of `rng_scopes`.
+For measurements, `SingleLayer` runs one layer, and returns all values that later layers need. For reference runs, the
+hooks of `rng_scopes` make the unsplit model use the random numbers of a pipe.
 """
 
 import json
@@ -57,9 +57,10 @@ class Crossings(NamedTuple):
 
     @classmethod
     def of(cls, trace: Trace, stage: int, stage_of: Sequence[int]) -> "Crossings":
-        """Finds the crossings of a stage. Adjacent stages pass tensors directly, others through skip routes.
+        """Finds the crossings of a stage. Adjacent stages pass tensors directly. Other stages use skip routes.
 
-        An empty `stage_of` means that every layer is a stage, and passes on all live values.
+        An empty `stage_of` means that every layer is a stage, and sends all values that later layers need to the next
+        stage.
         """
         if not stage_of:
             entering = list(trace.carried) if stage == 0 else trace.live_before(stage)
@@ -101,7 +102,7 @@ class TracedStage(Stage):
         super().__init__(index, layers, device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the shallow copy, which `begin` creates again."""
+        """Returns the state without the shallow copy, which `begin` creates again."""
         return {**vars(self), "_shallow_copy": None}
 
     def begin(self) -> None:
@@ -149,23 +150,24 @@ class TracedStage(Stage):
         key: RngKey,
         progress: LayerProgress,
     ) -> StageInterpreter:
-        """Returns an interpreter that runs the stage's layers once, from the values that crossed its boundary."""
+        """Returns an interpreter that runs the stage's layers once, from the values that the stage has received."""
         assert self._shallow_copy is not None
         return StageInterpreter(
             self._shallow_copy, trace, self.layers, values, log, wanted, self.device, key, progress
         )
 
     def find_nondeterministic_layer(self, value: Tree, call: StageCall, as_before: object) -> Layer | None:
-        """Returns None: one interpretation runs all layers, so gpipe cannot rerun a single one."""
+        """Returns None, because one interpretation runs all layers, and gpipe cannot run a single layer again."""
         return None
 
 
 class Essence(NamedTuple):
-    """The properties of a layer that determine its run time. Layers with equal essences take equally long.
+    """The properties of a layer that determine its run time. Layers with equal properties take equally long.
 
     Attributes:
         what: The modules, parameters, function names and tensors of the layer.
-        own: The index of a block in its list, which the block may store. Equal blocks store different indices.
+        own: The index of the block in its list, which the block may store. Blocks that are otherwise equal store
+            different indices.
         shared: The identities of objects that all layers share.
     """
 
@@ -184,7 +186,7 @@ class SingleLayer(nn.Module):
         self.__dict__["stage"] = TracedStage(index, [layer], torch.device("cpu"), parts, traces, ())
 
     def essence(self, state: Tree) -> Essence:
-        """Returns what the layer runs on a state, and its tensors, without placeholders for other layers."""
+        """Returns the properties of the layer for an input `state`, without placeholders for other layers."""
         assert isinstance(state, dict)
         stage: TracedStage = self.__dict__["stage"]
         trace, model = stage._traces[state["path"]], self.part.__dict__["model"]
@@ -210,7 +212,7 @@ class SingleLayer(nn.Module):
 def rng_scopes(parts: Parts, trace: Trace, key: RngKey) -> Iterator[None]:
     """Enters the `rng_scope` of each layer in turn during one forward of the unsplit model.
 
-    A layer ends where a block returns. The first layer also ends where the first block is called.
+    A layer ends when a block returns. The first layer also ends when the first block is called.
     """
     first_is_block = trace.ops[0].name in parts.blocks
     entered, is_over = 0, False

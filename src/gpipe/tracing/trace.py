@@ -1,20 +1,20 @@
 """The trace of a model's forward: its operations, the layer of each, and the tensors that cross between layers.
 
-An operation is a call of a unit, or of a function of torch between units. Such a function is an operation if it
-depends on parameters, on inputs of floating point, or on random numbers. Every layer repeats the rest of the forward,
-such as masks, positions and rotary tables.
+An operation is a call of a unit (a module that runs as a whole), or of a function of torch between units. Such a
+function is an operation if it depends on parameters, on inputs of floating point, or on random numbers. Every layer
+repeats all other code of the forward, such as masks, positions and rotary tables.
 
     forward      embed  mask  block  block  add  norm  head  loss
     operation      0      -     1      2     3    4     5    6..9
     layer          0     all    1      2    -------- 3 ---------
 
-Note "Relay". A tensor that several later layers use is relayed: from the layer that computes it to the first of them,
-from there to the next, and so on. Its gradient returns along the same route. So the gradients of its uses are summed
-from the last use to the first, as autograd sums them in the unsplit model.
+Note "Relay". A tensor that several later layers use is relayed. The layer that computes the tensor sends it to the
+first layer that uses it, which sends it to the next such layer, and so on. The gradient returns along the same route.
+The gradients of the uses are therefore summed from the last use to the first, as in the unsplit model.
 
-Note "Collections". A forward may open lists in a context variable, to which hooks in units append: transformers
-collects hidden states, attentions and router logits this way. The items that a unit appends count as part of its
-result. Layers after the unit append them again to the lists of their own run of the forward.
+Note "Collections". A forward may create lists in a context variable, to which hooks in units append (open lists).
+transformers collects hidden states, attentions and router logits in such lists. The items that a unit appends are
+part of the result of the unit. Later layers append these items again to the lists of their own run of the forward.
 """
 
 from bisect import bisect_right
@@ -35,7 +35,7 @@ class CannotSplitError(ValueError):
     """Raised if gpipe cannot split a model into stages with bitwise identical results.
 
     Attributes:
-        places: Names of modules. Making each of them a block may avoid the error.
+        places: Names of modules. If each of these modules becomes a block, the split may succeed.
     """
 
     def __init__(self, text: str, places: Iterable[str] = ()) -> None:
@@ -79,7 +79,7 @@ SINGLE_LEAF = Structure(tree_flatten(0)[1])
 
 
 def take_apart(value: Any) -> tuple[Leaves, Structure]:
-    """Splits a value into its leaves and its structure, and also opens dataclasses.
+    """Splits a value into its leaves and its structure. Dataclasses are split too.
 
     >>> @dataclass
     ... class Pair: first: int; rest: list
@@ -119,10 +119,10 @@ class Op:
 
     Attributes:
         name: The name of the unit or function.
-        is_unit: Whether it is a call of a unit.
-        uses: The tensors among its arguments that other operations or the inputs provide.
-        raw: The names of the parameters among its arguments.
-        returns: The structure of its result.
+        is_unit: Whether the operation is a call of a unit.
+        uses: The tensors among the arguments that are inputs of the forward or results of other operations.
+        raw: The names of the parameters among the arguments.
+        returns: The structure of the result.
         repeated: Leaves of the result that are the same tensors as earlier leaves.
         inner: Other units that the unit calls, or whose parameters it uses.
     """
@@ -137,7 +137,7 @@ class Op:
 
 
 class Edge(NamedTuple):
-    """One hop of a tensor, from a layer that has it to the next layer that uses it (note "Relay")."""
+    """One hop of a tensor, from a layer that has the tensor to the next layer that uses it (note "Relay")."""
 
     value_id: ValueId
     source: int
@@ -195,7 +195,7 @@ class Trace:
 
     @cached_property
     def inside(self) -> frozenset[int]:
-        """The functions between units whose results never cross between layers. Their number of tensors may vary."""
+        """The functions between units whose results no other layer uses. Their number of result tensors may vary."""
         crosses = {edge.value_id.op for edge in self.edges}
         return frozenset(index for index, op in enumerate(self.ops) if not op.is_unit and index not in crosses)
 
@@ -212,7 +212,7 @@ class Collected(NamedTuple):
 
 
 def open_lists(outside: Context) -> list[list[Any]]:
-    """Returns the lists in context variables that changed since `outside`, to which units may append."""
+    """Returns the lists in context variables that have changed since `outside`. Units may append to these lists."""
     now = copy_context()
     changed = [value for variable, value in now.items() if value is not outside.get(variable)] if len(now) else ()
     members = (value.values() if isinstance(value, dict) else [value] for value in changed)
@@ -258,7 +258,7 @@ class OpCall(NamedTuple):
         return self.func if isinstance(self.func, nn.Module) else None
 
     def execute(self) -> Any:
-        """Calls the function. If lists are open, moves the items that it appends into the result."""
+        """Calls the function. If lists are open, moves the items that the function appends into the result."""
         if not self.lists:
             return self.func(*self.args, **self.kwargs)
         before = list(map(len, self.lists))

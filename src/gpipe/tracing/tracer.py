@@ -1,7 +1,7 @@
-"""Traces a model's forward: runs it once, unsplit, and records every operation.
+"""Traces a model's forward: runs the unsplit forward once, and records every operation.
 
-The tracer also notes the losses that the forward calls, the tensors that it leaves on modules, and the values that
-its path may depend on. It raises an error for anything that cannot be computed in parts.
+The tracer also records the losses that the forward calls, the tensors that the forward stores on modules, and the
+values on which the control-flow path may depend. It raises an error if the forward cannot be split.
 """
 
 import random
@@ -89,7 +89,7 @@ class _AutogradState(NamedTuple):
 
 
 class _ValueRead(NamedTuple):
-    """An operation whose result became a Python value or decided a shape, so that the path may depend on it."""
+    """An operation whose result became a Python value or a shape, so that the control-flow path may depend on it."""
 
     module: str  # whose code ran; "" is the model
     op_index: int
@@ -102,9 +102,9 @@ class Tracer(Interpreter):
     Attributes:
         losses: The calls of torch's losses.
         loss_results: The return values of these calls.
-        reads: Operations whose values the path may depend on.
+        reads: Operations on whose values the control-flow path may depend.
         iterated: Sequences that the forward iterates over without calling.
-        left: The attributes of the copies before the forward.
+        left: The attributes of the copied modules before the forward.
     """
 
     def __init__(self, shallow_copy: ShallowCopy, dry: DryRun | None = None) -> None:
@@ -214,7 +214,7 @@ class Tracer(Interpreter):
     def _layer_of_next(self, call: OpCall) -> int:
         """Returns the layer of the operation that begins. A layer starts at the first operation and after each block.
 
-        The layer before the first block ends where that block starts.
+        The first layer also ends when the first block starts.
         """
         is_block = call.name in self.parts.blocks and call.unit is not None
         if not self._starts or self._after_block or (is_block and not self._blocks_seen):
@@ -230,13 +230,13 @@ class Tracer(Interpreter):
     def _check_tensors(
         self, tensors: Sequence[Tensor], name: str, layer: int | None, *, is_unit: bool = False
     ) -> None:
-        """Notes the buffers and inputs among tensors, and rejects tensors that no traced operation computed.
+        """Records the buffers and inputs among tensors, and rejects tensors that no traced operation computed.
 
         Args:
             tensors: The arguments of an operation or free function.
-            name: Its name, for the error.
-            layer: Its layer. None for a free function, which every layer runs.
-            is_unit: Whether it is a call of a unit.
+            name: The name of the operation or function, for the error.
+            layer: The layer of the operation. None for a free function, which every layer runs.
+            is_unit: Whether the operation is a call of a unit.
         """
         for tensor in tensors:
             if id(tensor) in self._buffer_names:
@@ -259,7 +259,7 @@ class Tracer(Interpreter):
         return tensor.grad_fn is not state.grad_fn and version(tensor) == state.version
 
     def _execute_in_layer(self, call: OpCall, layer: int) -> Any:
-        """Executes an operation. Notes the losses that it calls and the tensors that it changes in place."""
+        """Executes an operation. Records the losses that it calls and the tensors that it changes in place."""
         loss = read_loss_call(call.name, call.args, call.kwargs) if call.unit is None else None
         may_have_loss = call.unit is not None and not self._after_block
         versions = list(map(version, call.tensors))
@@ -284,7 +284,7 @@ class Tracer(Interpreter):
         return result
 
     def _units_reached(self, call: OpCall, result: Any, until: Collection[Node]) -> list[str]:
-        """Returns the other units whose parameters a unit used: the graph of its result down to `until` has them."""
+        """Returns the other units whose parameters a unit has used, from the graph of the result up to `until`."""
         roots = [leaf for leaf in take_apart(result)[0] if isinstance(leaf, Tensor)]
         expected = {*self._parameters_of[call.name], *map(id, call.tensors)}
         reached: dict[str, None] = {}
@@ -297,7 +297,7 @@ class Tracer(Interpreter):
         return list(reached)
 
     def _register_result(self, call: OpCall, result: Any) -> tuple[Leaves, Structure, Repeated]:
-        """Registers each tensor of a result under its value id. Returns leaves, structure, and repeated leaves."""
+        """Registers each tensor of a result with a value id. Returns leaves, structure, and repeated leaves."""
         leaves, returns = take_apart(result)
         existing = set(map(id, call.tensors)), self._buffer_names, self._raw
         returned = len(take_apart(result.returned)[0]) if isinstance(result, Collected) else len(leaves)
@@ -328,7 +328,7 @@ class Tracer(Interpreter):
         self._states[value_id] = _AutogradState(tensor.grad_fn, version(tensor), tensor.requires_grad)
 
     def _note_read(self, call: OpCall, leaves: Sequence[Any]) -> None:
-        """Notes an operation whose values become Python values or shapes: the path may depend on them."""
+        """Records an operation whose values become Python values or shapes, because the path may depend on them."""
         key = call.args[1:2] if call.name == "__getitem__" else ()
         by_mask = any(getattr(leaf, "dtype", None) is torch.bool for leaf in take_apart(key)[0])
         shapes = call.name in SHAPED_BY_VALUES or (call.name == "where" and len(call.args) == 1) or by_mask
@@ -339,13 +339,14 @@ class Tracer(Interpreter):
             self.reads.append(_ValueRead(module, self.op_index, is_number))
 
     def doubtful(self) -> set[str]:
-        """Returns the modules that read values and may decide from them which of their blocks to call."""
+        """Returns the modules that read values of tensors and may decide from the values which blocks to call."""
         return {read.module for read in self.reads if read.module and not self._is_steady(read.module)}
 
     def _is_steady(self, module: str) -> bool:
         """Whether a module calls all blocks inside it one after another, and reads no value in between.
 
-        A single block must be called several times, and the module must not read a number, which may be their count.
+        If the module has a single block, it must call this block several times, and must not read a number, which may
+        be the number of calls.
         """
         reads = [read for read in self.reads if read.module == module]
         blocks = {name for name in self.parts.blocks if name.startswith(f"{module}.")}
@@ -371,7 +372,7 @@ class Tracer(Interpreter):
         self._random |= {ValueId(self.op_index, index) for index in range(len(leaves))}
 
     def left_behind(self) -> list[str]:
-        """Returns the attributes of copies in which the forward left tensors."""
+        """Returns the attributes of the copied modules in which the forward has stored tensors."""
         return [
             f"{type(self.shallow_copy.copies[name]).__name__}.{key}"
             for name, key, value in self.shallow_copy.changed_since(self.left)
@@ -387,7 +388,7 @@ class TracerRun(NamedTuple):
         trace: The trace.
         parts: The parts, with the modules that turned out to be stateful or iterated.
         losses: The calls of torch's losses.
-        doubtful: Modules that may decide from values which blocks to call.
+        doubtful: Modules that may use values of tensors to decide which blocks to call.
     """
 
     output: Any
@@ -398,7 +399,7 @@ class TracerRun(NamedTuple):
 
 
 def trace_forward(parts: Parts, arguments: ForwardArguments) -> TracerRun:
-    """Traces a forward. Repeats this until no more modules change buffers, or turn out to be iterated."""
+    """Traces a forward. Repeats until it finds no further modules that change buffers or are iterated over."""
     stateful = {name for name, module in parts.copied.items() if own_hooks(module)} - parts.opened
     iterated: set[str] = set()
     dry = DryRun() if lacks_values(parts.model) else None
@@ -426,7 +427,7 @@ def trace_forward(parts: Parts, arguments: ForwardArguments) -> TracerRun:
 
 
 def _traced(parts: Parts, arguments: ForwardArguments, dry: DryRun | None) -> tuple[Tracer, Any, Trace]:
-    """Traces a forward once. Rejects tensors left on modules or inputs, and other random generators."""
+    """Traces a forward once. Rejects tensors stored on modules or inputs, and use of other random generators."""
     tracers: list[Tracer] = []
 
     def run() -> tuple[Any, Trace]:
@@ -468,7 +469,7 @@ def _traced(parts: Parts, arguments: ForwardArguments, dry: DryRun | None) -> tu
 
 
 def _reject_leftovers(tracer: Tracer, arguments: ForwardArguments, written: Collection[str]) -> None:
-    """Rejects state that every forward changes, and `written` buffers of modules that every layer runs."""
+    """Raises an error if every forward changes state, or if modules that every layer runs have `written` buffers."""
     shallow_copy = tracer.shallow_copy
     shallow_copy.reject_changed_buffers(written)
     if [*shallow_copy.changed_since(tracer.left)]:

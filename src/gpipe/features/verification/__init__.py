@@ -1,1 +1,1 @@
-"""Verifies steps against the reference loop: records, replays and compares."""
+"""Verifies steps against the reference loop: records a step, replays it, and compares the results."""

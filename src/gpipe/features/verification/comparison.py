@@ -1,14 +1,15 @@
 """Compares a step bit by bit with replays of each stage in the order of the reference loop.
 
-A stage that depends only on its weights, buffers, inputs and random keys computes the same in a replay as in the
-step, for every schedule. If a result differs, the stage depends on more: on the order in which micro-batches or
+A stage that depends only on its weights, buffers, inputs and random keys returns the same results in a replay as in
+the step, for every schedule. If a result differs, the stage also depends on the order in which micro-batches or
 stages run, or on state that a different stage writes. A replay starts from the state before the step. Afterwards, the
 state after the step is restored.
 
-1. The first replay runs each stage separately, so that a stage reads only its own writes. Ranks run in their threads.
+1. The first replay runs each stage separately, so that a stage cannot read state that other stages write. Ranks run
+   in their threads.
 2. If a result differs, or if the step has changed state that several stages reach, all stages of this process are
    replayed together, in the calling thread, as in the reference loop.
-3. They are replayed once more, to find out whether the second result is reproducible.
+3. All stages are replayed together once more, to find out whether the second result is reproducible.
 
 Processes do not communicate in replays.
 """
@@ -97,8 +98,8 @@ class Comparison:
     """Compares the record of a step with replays.
 
     Attributes:
-        is_conclusive: Whether the comparison has a result. Otherwise a later step is verified.
-        writing: The weights that the step writes, if the comparison has no result because of them.
+        is_conclusive: Whether the comparison has a result. If not, a later step is verified.
+        writing: The weights that the step writes, if the comparison is not conclusive because of these weights.
     """
 
     run: Run
@@ -193,7 +194,7 @@ class Comparison:
         return RECOMPUTED_CHANGES.format(places=in_words(places)) if places else ""
 
     def _raise_if_leaves_are_shared(self) -> None:
-        """Raises an error if backward passes of two stages accumulate gradients in the same tensor."""
+        """Raises an error if backward passes of different stages accumulate gradients in the same tensor."""
         users: dict[int, list[int]] = {}
         for stage, record in self.record.stages.items():
             for key in record.weights.leaves if record.weights is not None else ():

@@ -1,4 +1,4 @@
-"""Copies the state from before a verified step, and digests of the weights."""
+"""Copies the state before a verified step, and computes digests of the weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ MOST_BYTES = 2**30  # The most state that is copied for a replay of one stage, b
 
 @dataclass
 class Evidence:
-    """The state from before a verified step.
+    """The state before a verified step.
 
     Attributes:
         began: A copy of the state that the stages can reach.
         weights: Each parameter and its digest, by name.
         calls_loss: Whether replays call the loss.
-        copied: Weights that earlier steps have written. `began` has copies of them.
+        copied: Weights that earlier steps have written. `began` contains copies of these weights.
     """
 
     began: "StagesState"
@@ -37,7 +37,7 @@ class Evidence:
 
     @classmethod
     def of(cls, run: Run, written: Sequence[Tensor]) -> "Evidence":
-        """Copies the state of this process. Parameters are copied only if earlier steps have written them."""
+        """Copies the state of this process. A parameter is copied only if an earlier step has written it."""
         copied, calls_loss = [*written], not runs_once(run.loss_fn)
         began = StagesState.of(run, copied, calls_loss=calls_loss)
         if calls_loss and any(place.startswith(LOSS) for place in began.uncopyable):
@@ -99,9 +99,9 @@ class StagesState:
             state.restore()
 
     def leave_unused_generators(self, earlier: "StagesState") -> None:
-        """Excludes unused global random generators from restoring, because other threads may use them.
+        """Removes unused global random generators from the copied state, because other threads may use them.
 
-        The generator of torch is always excluded, because random numbers of layers do not depend on it.
+        The generator of torch is always removed, because random numbers of layers do not depend on it.
         """
         keys = set[Any]().union(*(now.changed_keys(earlier.states[stage]) for stage, now in self.states.items()))
         drawn = {holder for _, holder, *_ in keys}
@@ -111,7 +111,7 @@ class StagesState:
                     state.leave_alone(generator)
 
     def changed_since(self, earlier: "StagesState", **options: Any) -> list[str]:
-        """Returns descriptions of the places that differ from an earlier state."""
+        """Returns descriptions of the objects whose contents differ from an earlier state."""
         places = (now.changed_since(earlier.states[stage], **options) for stage, now in self.states.items())
         return list(dict.fromkeys(chain.from_iterable(places)))
 

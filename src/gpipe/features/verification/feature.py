@@ -1,4 +1,4 @@
-"""Verifies a step: records it while it runs, and compares the record with replays at its end."""
+"""Verifies a step: records the step while it runs, and then compares the record with replays."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -38,12 +38,12 @@ _NOTHING = nullcontext()
 
 
 class Verification(Feature):
-    """Verifies a step if it is the first one of its combination.
+    """Verifies a step if no step with the same combination of properties has been verified.
 
     Attributes:
-        wanted: Whether to verify this step. It is the same in all processes.
+        wanted: Whether to verify this step. All processes have the same value.
         combination: The properties of the step. Later steps with the same properties are not verified.
-        record: The record of the step while it runs, if it is verified.
+        record: The record of the step while it runs. None if the step is not verified.
     """
 
     def __init__(self, verifier: Verifier) -> None:
@@ -55,7 +55,7 @@ class Verification(Feature):
         self._variables: list[Context] = []  # context variables of rank threads
 
     def decide(self, run: Run) -> None:
-        """Decides whether to verify a step. Later, `Context.agree` makes all processes decide the same."""
+        """Decides whether to verify a step. Later, `Context.agree` sends one decision to all processes."""
         self.combination = self.verifier.combination_of(run)
         self.wanted = self.verifier.is_new(self.combination)
 
@@ -104,7 +104,7 @@ class Verification(Feature):
         return _NOTHING if record is None else record.around_layers(run, rank, state, entered, call)
 
     def _begin(self, run: Run) -> None:
-        """Starts the record of a step, after the aliases of shared weights have been made."""
+        """Starts the record of a step, after the aliases of shared weights have been created."""
         stages = run.stages.local
         self.verifier.count_attempt(self.combination)
         if reason := _reason_against(stages):

@@ -1,6 +1,6 @@
 """Replays the recorded micro-batches of a step, in the order of the reference loop or in a different order.
 
-A replay does not recompute, offload, communicate or commit statistics.
+A replay does not recompute or offload activations, communicate with other processes, or commit statistics.
 """
 
 import copy
@@ -38,7 +38,7 @@ class Playback(Context):
         self.name = context.name  # type: ignore[method-assign]
 
     def send(self, rank: int, label: Label, message: Message, mark: ReadyEvent) -> None:
-        """Drops the message. The record of the replay has its digest."""
+        """Drops the message. The record of the replay has a digest of the message."""
 
 
 def record_of(replay: Run) -> StepRecord:
@@ -56,14 +56,14 @@ def wait_for_ranks(run: Run) -> None:
 
 @dataclass
 class Replays:
-    """Replays of a recorded step, each from the state that the step began with."""
+    """Replays a recorded step. Each replay starts from the state before the step."""
 
     run: Run
     record: StepRecord
     began: StagesState
 
     def new_run(self) -> Run:
-        """Returns a run for a replay. It has only the features that change the results of layers."""
+        """Returns a run for a replay, which has only the features that change the results of layers."""
         run, record = self.run, self.record
         replay = copy.copy(run)
         replay.context, replay.findings, replay.call_loss = Playback(run.context), [], call_loss_fn
@@ -77,7 +77,7 @@ class Replays:
         return replay
 
     def restore(self) -> None:
-        """Restores the state from before the step. The streams of ranks wait for it."""
+        """Restores the state before the step. The streams of ranks wait until the state is restored."""
         wait_for_ranks(self.run)
         self.began.restore()
         self._queue_ranks_behind()
@@ -107,7 +107,7 @@ class Replays:
         """Replays each stage separately, from the state before the step.
 
         Args:
-            in_threads: Whether ranks run in their threads, at the same time.
+            in_threads: Whether each rank runs in its own thread, at the same time as the other ranks.
         """
         replay = self.new_run()
         if in_threads:

@@ -49,7 +49,7 @@ class Quantity(NamedTuple):
 
 
 class WeightGradients(NamedTuple):
-    """The `.grad` of a stage's leaf tensors: copies before the first backward pass, digests after the last one."""
+    """The `.grad` of a stage's leaf tensors: copies before the first backward pass, digests after the last pass."""
 
     leaves: Mapping[int, Tensor]  # by id
     before: Mapping[int, Tensor | None]
@@ -80,14 +80,14 @@ class StageRecord:
     Attributes:
         gradients: The gradients received from later stages or from the caller's loss.
         results: Digests of results, in the order in which they were computed.
-        written_inputs: Inputs that no longer have the received values when their backward pass starts.
+        written_inputs: Inputs that have changed between their arrival and their backward pass.
         reached: All leaf tensors that the backward passes reach.
         calls_backward: In a replay, whether a forward pass accumulates gradients.
         beside_outputs: Ids of leaf tensors that a loss outside the pipe uses directly. If replays do not call the
-            loss, their gradients are not compared.
+            loss, the gradients of these tensors are not compared.
         received: In a replay, the inputs of the last forward pass.
-        incomplete: Inputs of the last forward pass from which earlier stages computed other inputs. The gradient that
-            they receive in this stage is partial.
+        incomplete: Inputs of the last forward pass from which earlier stages computed other inputs. The gradients of
+            these inputs in this stage are partial.
         sent: In a replay, the values that the stage returned, with their digests.
     """
 
@@ -123,7 +123,7 @@ class StageRecord:
         return different
 
     def put_gradients_before(self) -> None:
-        """Sets `.grad` of the stage's leaves to its value before the step."""
+        """Sets the `.grad` of the stage's leaves to the values before the step."""
         for key, leaf in self.weights.leaves.items() if self.weights is not None else ():
             before = self.weights.before[key] if self.weights is not None else None
             leaf.grad = None if before is None else copy_of(before)
@@ -138,7 +138,7 @@ class StageRecord:
 
     @property
     def written(self) -> list[Quantity]:
-        """The inputs and returned values that the stage has written, although other stages hold them."""
+        """The inputs and returned values that the stage has changed in place, although other stages hold them."""
         returned = [quantity for quantity, value, before in self.sent if differ(digest([value]), before)]
         return [*self.written_inputs, *returned]
 
@@ -165,11 +165,11 @@ class StepRecord(Feature):
     """Records the stages of this process while a step or a replay runs.
 
     Attributes:
-        kinds: The kinds of recorded actions. Messages that other actions send are recorded, too.
+        kinds: The kinds of recorded actions. Messages that actions of other kinds send are recorded too.
         count: The number of recorded micro-batches (or slices).
-        calls_loss: Whether a replay calls the loss. Otherwise it uses the recorded gradients of outputs.
+        calls_loss: Whether a replay calls the loss. If not, it uses the recorded gradients of outputs.
         looks_for_writer: Whether to find the layer that writes the input of its stage.
-        writer: This layer, once it is found.
+        writer: A description of the layer that writes the input of its stage, or None until it is found.
         order: The recorded forward and backward actions, in the order in which they were performed.
     """
 
@@ -395,7 +395,7 @@ class StepRecord(Feature):
         self.stages[stage.index].node_hooks = [hooks for value in attached for hooks in value.hooks]
 
     def _check_hooks(self, stage: Stage) -> None:
-        """Raises an error if layers have registered hooks that would receive a partial gradient or the wrong node."""
+        """Raises an error if layers have registered hooks that would receive a partial gradient or a wrong node."""
         record = self.stages[stage.index]
         if any(alias.retains_grad or has_gradient_hooks(alias) for alias in record.incomplete):
             raise VerificationError(HOOKED.format(stage=stage))
@@ -450,7 +450,7 @@ HOOKED = (
 
 
 def _is_one_of(leaf: Tensor, tensors: Sequence[Tensor]) -> bool:
-    """Returns whether a leaf is one of these tensors, detached."""
+    """Returns whether a leaf has the same memory and layout as one of these tensors."""
     return any(
         leaf.data_ptr() == tensor.data_ptr() and leaf.shape == tensor.shape and leaf.stride() == tensor.stride()
         for tensor in tensors
@@ -462,7 +462,7 @@ def _replace_gradient(recorded: Tensor, gradient: Tensor) -> Tensor:
 
 
 def parameters_of(run: Run, stage: Stage) -> dict[int, Tensor]:
-    """Returns the parameters that a stage trains, by id, with its own aliases of shared parameters."""
+    """Returns the parameters that a stage trains, by id. Aliases of this stage replace shared parameters."""
     shared = {id(source) for source in run.aliases.sources.values()}
     in_layers = (p for module in stage.modules for p in module._parameters.values() if p is not None)
     aliases = (
@@ -482,7 +482,7 @@ def buffers_of(stage: Stage) -> Iterator[Tensor]:
 
 
 def gradient_of(leaf: Tensor) -> Tensor | None:
-    """Returns the gradient of a leaf, also if an integration has replaced `.grad` by a placeholder."""
+    """Returns the gradient of a leaf, even if an integration has replaced `.grad` by a placeholder."""
     return getattr(leaf.grad, "stands_for", leaf.grad)
 
 

@@ -17,7 +17,7 @@ MOST_ATTEMPTS = 3  # The most steps of one combination that are recorded if none
 
 @dataclass
 class Verifier:
-    """Decides which steps of a pipe are verified, and keeps what their replays found.
+    """Decides which steps of a pipe are verified, and keeps the findings of their replays.
 
     Attributes:
         enabled: Whether any step is verified.
@@ -52,7 +52,7 @@ class Verifier:
         self._verified.add(combination)
 
     def combination_of(self, run: Run) -> Combination | None:
-        """Returns the combination of a step, or None if the step is not verified (no gradients, or not enabled)."""
+        """Returns the combination of a step. None if the step is not verified (no gradients, or not enabled)."""
         if not self.enabled or not run.trains:
             return None
         children = [*chain.from_iterable(part._modules.values() for part in self._parts)]
