@@ -2,6 +2,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 TESTS := $(PYTHON) -m pytest -q -n 2 --dist loadscope --max-worker-restart 0
 PLAN_VENV := .venv-plan
+LINT_VENV := .venv-lint
 export PYTHONDONTWRITEBYTECODE :=  # Otherwise each process of each test compiles all modules again.
 
 .PHONY: demo test test-all gpu soak lint test-plan test-package test-processors docs bench clean
@@ -21,12 +22,15 @@ gpu: $(VENV)/.ready  ## Test on an accelerator and write one page; PART='bits me
 soak: $(VENV)/.ready  ## Compare thousands of drawn networks with the reference loop: about an hour.
 	$(PYTHON) -m tests.soak.run --configurations 6000 --minutes 60 --workers 2 --out tests/soak/results/soak
 
-lint: $(VENV)/.ready
+lint: $(VENV)/.ready $(LINT_VENV)/.ready
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pyright --pythonpath $(PYTHON)
 	$(VENV)/bin/lint-imports --no-cache
+	$(PYTHON) tools/prose_lint.py
+	$(LINT_VENV)/bin/codespell README.md CONTRIBUTING.md CHANGELOG.md docs src tools
+	$(LINT_VENV)/bin/pydoclint src/gpipe
 
 # `gpipe.schedule` and `gpipe.planner.search` must import and pass their tests where torch is not installed.
 test-plan: $(PLAN_VENV)/.ready
@@ -77,5 +81,11 @@ $(PLAN_VENV)/.ready: pyproject.toml
 	$(PLAN_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
+# pydoclint needs a fork of docstring_parser, which would replace the package that the command line needs.
+$(LINT_VENV)/.ready: constraints.txt
+	test -x $(LINT_VENV)/bin/python || python3 -m venv $(LINT_VENV)
+	$(LINT_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt codespell pydoclint
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(PLAN_VENV) docs/_build docs/_generated
+	rm -rf $(VENV) $(PLAN_VENV) $(LINT_VENV) docs/_build docs/_generated

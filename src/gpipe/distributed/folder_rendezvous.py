@@ -182,6 +182,9 @@ class FolderRendezvous(Communicator):
             waited: The seconds since this process arrived.
             same: The digests of the settings and of the arguments of `join`, by pipeline rank.
 
+        Returns:
+            The names of the members, the names of those that rejoin, and the digests, by key.
+
         Raises:
             ValueError: If this replica cannot join because its digests differ.
         """

@@ -14,9 +14,9 @@ Rules:
 4. Nothing changes unless all requested tensors get values.
 
 Note "The same objects". Assigning `.data` cannot move a parameter to a different device. If a new parameter replaced
-it, other references to the old parameter, for example in an optimizer, would become stale. gpipe therefore calls
-`torch.utils.swap_tensors`, which keeps ties, attributes and `requires_grad`. torch rejects this call for tensors with
-weak references, such as the weights of an RNN. A new parameter replaces such a tensor in all modules.
+it, other references to the old parameter, for example in an optimizer, would become stale. Therefore, gpipe calls
+`torch.utils.swap_tensors`, which keeps ties, attributes and `requires_grad`. PyTorch rejects this call for tensors
+with weak references, such as the weights of an RNN. A new parameter replaces such a tensor in all modules.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
