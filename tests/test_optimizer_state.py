@@ -1,6 +1,7 @@
 """An optimizer whose state is on the host makes the same steps."""
 
 import errno
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -133,6 +134,32 @@ def test_a_disk_that_is_full_raises_and_tells_how_many_bytes_were_to_go_where(
     monkeypatch.undo()
     optimizer.step()  # where there is room, as if nothing had been
     assert len(optimizer.state[whole.weight]) == 3
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_steps_with_files_of_its_own_or_not_at_all(steps: int) -> None:
+    """Bug story: the step of a child changed the state of its parent, which is mapped shared."""
+    whole = model()
+    optimizer = AdamW(whole.parameters(), lr=0.01)
+    gpipe.offload(optimizer)
+    train(whole, optimizer, steps)
+
+    def work() -> None:
+        whole(torch.ones(2, 3, 3, 3)).square().sum().backward()
+        if steps:
+            with pytest.raises(RuntimeError, match="offloaded-state-before-fork"):
+                optimizer.step()
+        else:
+            train(whole, optimizer, 2)
+            assert all(in_files(optimizer))
+
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    train(whole, optimizer, 2 - steps)
+    assert all(map(torch.equal, train(whole, optimizer, 2), train_on_plainly()))
 
 
 def test_what_is_no_optimizer_is_refused() -> None:

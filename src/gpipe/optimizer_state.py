@@ -11,6 +11,11 @@ from torch.optim import Optimizer
 
 from gpipe.features.offload import give_back, room_for
 
+FORKED = (
+    "optimizer.step(): gpipe.offload moved the state of the optimizer to files before this process was forked, and "
+    "the step would change it in the parent process, too. Call step() only in the process that called gpipe.offload. "
+    "[offloaded-state-before-fork]"
+)
 SMALL = 4096  # Tensors with fewer bytes, such as step counts, are not moved.
 
 
@@ -32,6 +37,7 @@ def offload(optimizer: Optimizer) -> None:
 
     Raises:
         TypeError: If `optimizer` is not an optimizer of torch.
+        RuntimeError: From `optimizer.step()`, if a forked process calls it with state of its parent process.
         OSError: If a file does not fit on the disk. `optimizer.step()` raises it, too. A note names the folder and
             the number of bytes.
 
@@ -45,7 +51,11 @@ def offload(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}. Pass an optimizer of torch.optim.")
 
+    process = os.getpid()
+
     def fetch(*_: object) -> None:
+        nonlocal process
+        process = _check_process(optimizer, process)
         if isinstance(optimizer.state, defaultdict):  # the class that torch uses
             optimizer.state.default_factory = _StateInFiles
         for parameter, state in optimizer.state.items():
@@ -59,7 +69,7 @@ def offload(optimizer: Optimizer) -> None:
             if type(state) is _StateInFiles:
                 optimizer.state[parameter] = state = dict(state)  # torch.save must not see the private class.
             for name, value in _large(state):
-                if not value.is_cpu or value.untyped_storage().filename is None:
+                if not _is_in_file(value):
                     state[name] = _copy_on_host(value)
 
     optimizer.register_step_pre_hook(fetch)
@@ -84,6 +94,20 @@ class _StateInFiles(dict[str, Any]):
 
 def _large(state: dict[str, Any]) -> list[tuple[str, Tensor]]:
     return [(name, value) for name, value in state.items() if type(value) is Tensor and value.nbytes >= SMALL]
+
+
+def _check_process(optimizer: Optimizer, before: int) -> int:
+    """Returns the id of this process. Raises an error if a parent process, which had the id `before`, has files."""
+    process = os.getpid()
+    if process != before and any(
+        _is_in_file(value) for state in optimizer.state.values() for _, value in _large(state)
+    ):
+        raise RuntimeError(FORKED)
+    return process
+
+
+def _is_in_file(value: Tensor) -> bool:
+    return value.is_cpu and value.untyped_storage().filename is not None
 
 
 def _copy_on_host(value: Tensor) -> Tensor:
