@@ -1,7 +1,7 @@
-"""Exceptions of gpipe, and tracebacks without its internal frames.
+"""Defines the exceptions of gpipe, and removes internal frames from tracebacks.
 
-A traceback shows the user's line, the public method it called, and the frames of the user's own layers. If gpipe
-itself fails because of a bug, all frames are kept.
+A traceback shows the user's line, the public method of gpipe that the line called, and the frames of the user's
+layers. If the exception is a bug of gpipe, the traceback keeps all frames.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from types import CodeType, TracebackType
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 HOME = Path(__file__).parent
-USER_LEVEL = tuple(f"{HOME / part}" for part in ("cli", "recipes"))  # their frames are shown, like a user's
+USER_LEVEL = tuple(f"{HOME / part}" for part in ("cli", "recipes"))  # their frames are shown like frames of the user
 BUGS = (AssertionError, AttributeError, LookupError, NameError)
 
 P = ParamSpec("P")
@@ -24,11 +24,12 @@ _CODE = attrgetter("tb_frame.f_code")
 
 
 def hide_internal_frames(function: Callable[P, R], explain: Explain = lambda args, kwargs: None) -> Callable[P, R]:
-    """Wraps a public function so that tracebacks of its exceptions show no internal frames below it.
+    """Wraps a public function so that tracebacks of its exceptions contain no internal frames.
 
     Args:
         function: The public function or method.
-        explain: Returns a better message for arguments that the function does not accept, or None to keep Python's.
+        explain: A function that returns a better message for arguments that `function` does not accept, or None to
+            keep Python's message.
     """
     code = innermost_code(function)
 
@@ -46,17 +47,17 @@ def hide_internal_frames(function: Callable[P, R], explain: Explain = lambda arg
 
 
 def innermost_code(function: Callable[..., object]) -> CodeType:
-    """Returns the code object of a function without its decorators."""
+    """Returns the code object of a function below all decorators."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function.__code__
 
 
 def user_traceback(error: BaseException, public: CodeType | None = None) -> TracebackType | None:
-    """Returns the traceback of an exception without internal frames, except the frame of the `public` function.
+    """Returns the traceback of an exception without internal frames. Keeps the frame of the `public` function.
 
-    Frames of `contextlib` are removed too: they would keep a context manager of gpipe alive, and so entered, if an
-    interrupt left it open.
+    Also removes frames of `contextlib`. After an interrupt, such a frame could keep a context manager of gpipe alive,
+    and the context manager would never exit.
     """
     frames = frames_of(error)
     if not frames or (isinstance(error, BUGS) and is_internal(frames[-1])):
@@ -70,7 +71,7 @@ def user_traceback(error: BaseException, public: CodeType | None = None) -> Trac
 
 
 def frames_of(error: BaseException) -> list[TracebackType]:
-    """Returns the traceback entries of an exception, outermost first."""
+    """Returns the traceback entries of an exception, with the outermost entry first."""
     frames = []
     entry = error.__traceback__
     while entry is not None:
@@ -80,24 +81,26 @@ def frames_of(error: BaseException) -> list[TracebackType]:
 
 
 def is_internal(frame: TracebackType) -> bool:
-    """Returns whether a frame runs code of gpipe, except the code of its commands and recipes."""
+    """Returns whether a frame runs code of gpipe outside its command line and recipes."""
     file = frame.tb_frame.f_code.co_filename
     return file.startswith(f"{HOME}{os.sep}") and not file.startswith(USER_LEVEL)
 
 
 class RemoteError(RuntimeError):
-    """Another process of the pipe failed, and the current call failed with it.
+    """Raised if the current call failed because a different process of the pipe failed.
 
     `rank`, `type_name` and `traceback` are also attributes.
 
     Args:
         message: The text of the error.
         rank: The rank of the failed process within the pipe. The processes of one replica have consecutive ranks.
-        type_name: The name of the type of its exception. Empty if the process ended without reporting one.
-        traceback: Its traceback as text. Empty if it reported none.
+        type_name: The type name of the exception in the failed process. Empty if the process did not report an
+            exception.
+        traceback: The traceback of that exception as text. Empty if the process did not report a traceback.
 
     Attributes:
-        received: Whether the message came from another process. False if the user's code raised the exception.
+        received: True if gpipe raised this exception because a different process failed. False if the user's code
+            raised the exception.
 
     Example:
         >>> import gpipe
@@ -117,11 +120,12 @@ class RemoteError(RuntimeError):
 
 
 class VerificationError(RuntimeError):
-    """The results of a step may differ from those of the reference loop.
+    """Raised if the results of a step may differ from the results of the reference loop.
 
-    `step` and `backward` raise it after the first step of each new combination of modes, inputs and program, if a
-    replay of two micro-batches in the order of the reference loop gives different results. The message names the
-    stage, the result that differs, and the likely cause. `.grad` is undefined afterwards.
+    The reference loop runs the micro-batches one after the other through the unsplit model. After a step with new
+    modes, inputs or program, `step` and `backward` replay two micro-batches in this order, and raise this error if
+    the replay returns different results. The message names the stage, the result that differs, and the likely cause.
+    After this error, `.grad` is undefined.
 
     Example:
         >>> import torch, gpipe
@@ -140,23 +144,23 @@ class VerificationError(RuntimeError):
 
 
 def rebuild(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    """Creates an exception for pickle and copy, which would otherwise call its `__init__` with only the message."""
+    """Creates an exception for pickle and copy, without a call of its `__init__`."""
     return kind.__new__(kind, *args)
 
 
 def received_error(message: str, rank: int, type_name: str = "", traceback: str = "") -> RemoteError:
-    """Returns the exception for a failure that another process reported, or that ended it."""
+    """Returns the exception for a failure that a different process reported, or that ended the process."""
     error = RemoteError(message, rank, type_name, traceback)
     error.received = True
     return error
 
 
 def is_count(value: object) -> bool:
-    """Returns whether a value is an int of at least 1 (and not a bool)."""
+    """Returns whether a value is an int of at least 1, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def int_remedy(value: object) -> str:
-    """Returns text to append to "an integer" in a message, if the value is an integer of another library."""
+    """Returns a hint for the end of a message, if the value is an integer type of a different library."""
     is_foreign_integer = hasattr(value, "__index__") and type(value) not in (int, bool)
     return f" (a Python int: convert the {type(value).__name__} with int())" if is_foreign_integer else ""

@@ -90,9 +90,9 @@ def test_a_damaged_file_is_refused_before_anything_changes(run: Path, victim: Vi
 def test_the_manifest_of_another_step_or_run_is_refused(origin: str, runs: Path, run: Path, victim: Victim) -> None:
     shutil.copy(runs / origin / "manifest.json", run / "step_2" / "manifest.json")
     (finding,) = refused(run, victim)
-    assert finding == "manifest.json does not have the hash in `latest`. One of them is damaged."
+    assert finding == "manifest.json does not have the hash in `latest`. One of these files is damaged."
     for finding in refused(run / "step_2", victim):  # which `latest` does not tell about
-        assert "from another checkpoint" in finding
+        assert "from a different checkpoint" in finding
 
 
 def test_a_damaged_or_dangling_latest_is_refused(run: Path, victim: Victim) -> None:

@@ -306,7 +306,7 @@ def test_an_optimizer_with_state_of_its_own_is_refused(tmp_path: Path) -> None:
     optimizer.state["global"] = 3  # type: ignore[index]
     with pytest.raises(ValueError, match="Nothing was saved") as raised:
         gpipe.save(tmp_path, pipe, optimizer)
-    assert "More has slow besides its state by parameter" in str(raised.value)
+    assert "More has slow in addition to its state per parameter" in str(raised.value)
     assert "More has state without a parameter: ['global']" in str(raised.value)
 
 

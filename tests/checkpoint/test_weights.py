@@ -126,7 +126,7 @@ def refused(folder: Path) -> list[str]:
 def test_what_is_missing_or_damaged_is_refused(sharded: Path, tmp_path: Path) -> None:
     shards = [path for path in sorted(sharded.iterdir()) if path.name != INDEX]
     assert refused(tmp_path) == [
-        f"There is neither model.safetensors nor {INDEX}. Pass the folder that contains one of them."
+        f"There is neither model.safetensors nor {INDEX}. Pass the folder that contains one of these files."
     ]
     os.truncate(shards[0], shards[0].stat().st_size - 1)
     shards[2].write_bytes(b"no safetensors")

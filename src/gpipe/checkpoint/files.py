@@ -1,10 +1,11 @@
-"""Reads and writes the files of checkpoints durably. Errors name the path.
+"""Reads checkpoint files, and writes them durably. Errors contain the path.
 
-All operations call functions of `os`, so that tests can stop a process at any of them. A safetensors file consists of
-the length of a header (8 bytes), the header (JSON with the type, shape and offset of each tensor), and the bytes.
+All operations call functions of `os`, so that tests can stop a process at any operation. A safetensors file consists
+of three parts: the length of the header (8 bytes), the header (JSON with the dtype, shape and offset of each tensor),
+and the bytes of the tensors.
 
-This module writes safetensors files itself. The library's `save_file` cannot hash or sync them while it writes, and
-its `serialize` needs a second copy of the weights in memory.
+This module does not write with the safetensors library. Its `save_file` cannot hash or sync a file during writing,
+and its `serialize` needs a second copy of the weights in memory.
 """
 
 import errno
@@ -55,7 +56,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> File:
-    """Writes and syncs a new file. Returns its size and hash."""
+    """Writes and syncs a new file. Returns the size and the hash of the file."""
     digest, size = hashlib.sha256(), 0
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
         for chunk in chunks:
@@ -77,7 +78,7 @@ def put_file(path: Path, temporary: Path, content: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Syncs a folder, so that new and changed names in it are durable."""
+    """Syncs a folder, so that new and renamed files in it are durable."""
     with opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         os.fsync(descriptor)
 
@@ -96,7 +97,7 @@ def make_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder with its files. Logs a warning if files remain, which do no harm."""
+    """Removes a folder with its files. Logs a warning if files remain. Remaining files are harmless."""
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         logger.warning("%s could not be removed. Delete it: it is no longer needed. [leftover-files]", path)
@@ -107,7 +108,8 @@ def open_regular_file(path: Path, *, follow: bool = False) -> Iterator[tuple[Buf
     """Opens a file that may come from an untrusted source. Yields the file and its size.
 
     Raises:
-        ValueError: If it is missing or not a regular file. A link could lead anywhere, and a pipe would block.
+        ValueError: If the path is missing or not a regular file. A symbolic link could point to any file, and reading
+            a named pipe could block.
     """
     try:
         with opened(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)) as descriptor:
@@ -133,7 +135,7 @@ def read_small_file(path: Path, limit: int, *, follow: bool = False) -> bytes:
     """Reads a file of at most `limit` bytes.
 
     Raises:
-        ValueError: If it is larger, is missing, or is not a regular file.
+        ValueError: If the file is larger than `limit`, is missing, or is not a regular file.
     """
     with open_regular_file(path, follow=follow) as (file, size):
         if size > limit:
@@ -151,7 +153,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def why_not_storable(tensor: Tensor) -> str | None:
-    """Returns why a tensor cannot be stored in a file, or None if it can."""
+    """Returns the reason why a tensor cannot be stored in a file, or None if it can be stored."""
     if torch.nn.parameter.is_lazy(tensor):
         return "has no shape yet. Run a step first"
     if tensor.is_meta:
@@ -166,7 +168,7 @@ def why_not_storable(tensor: Tensor) -> str | None:
 
 
 def encode_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yields the content of a safetensors file, with the widest types first so that all tensors are aligned."""
+    """Yields the content of a safetensors file. Larger dtypes come first, so that all tensors are aligned."""
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -184,7 +186,7 @@ def encode_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 class TensorFiles:
-    """The tensors of several safetensors files, by name. Values are read on access."""
+    """Provides the tensors of several safetensors files by name, and reads each tensor on access."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.findings: list[str] = []
@@ -202,7 +204,7 @@ class TensorFiles:
                 self.findings.append(f"{path.name} {error}.")
 
     def map(self, name: str) -> Tensor:
-        """Returns a tensor that is mapped from its file, without reading it."""
+        """Returns a tensor that is memory-mapped from its file, without reading its values."""
         mapped: Tensor = self._open[self.file_of[name]].get_tensor(name)  # type: ignore[no-untyped-call]  # untyped in safetensors
         return mapped
 

@@ -29,26 +29,26 @@ LEFTOVER = re.compile(r"step_[0-9.]+\.tmp-([0-9a-f]{8})-[0-9a-f]{8}")
 
 
 class CheckpointPath(NamedTuple):
-    """The folder of a checkpoint, and the expected hash of its manifest, if it is known."""
+    """The folder of a checkpoint, and the expected hash of its manifest, or None if the hash is unknown."""
 
     path: Path
     sha256: str | None = None
 
 
 def order_of(name: str) -> tuple[int, int] | None:
-    """Returns the step of a checkpoint and its number within this step, or None for a different folder."""
+    """Returns the step number of a checkpoint and its index within the step, or None for a name of another kind."""
     matched = CHECKPOINT.fullmatch(name)
     return (int(matched[1]), int(matched[2] or 1)) if matched else None
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Returns all checkpoints in a folder, the oldest first."""
+    """Returns the paths of all checkpoints in a folder, ordered by step."""
     known = {path: order_of(path.name) for path in folder.iterdir()} if folder.is_dir() else {}
     return sorted((path for path, order in known.items() if order), key=lambda path: known[path] or ())
 
 
 def find(folder: Path) -> CheckpointPath | None:
-    """Returns the folder itself if it is a checkpoint, otherwise the checkpoint that its file `latest` names."""
+    """Returns the folder itself if it is a checkpoint, otherwise the checkpoint named in its file `latest`."""
     if (folder / MANIFEST).exists():
         return CheckpointPath(folder)
     if folder.is_file():
@@ -71,12 +71,12 @@ def find(folder: Path) -> CheckpointPath | None:
     return checkpoint
 
 
-# Writing. The writing process holds a lock on the temporary folder, which ends with the process. A temporary folder
-# of this machine without a lock is a leftover. Folders of other machines stay: their locks are not visible here.
+# Writing. The writing process holds a lock on the temporary folder until the process ends. A temporary folder of this
+# machine without a lock is a leftover. Folders of other machines stay, because their locks are not visible here.
 
 
 class Draft(NamedTuple):
-    """A checkpoint under a temporary name, and the descriptor of its lock."""
+    """The temporary folder of a checkpoint that is being written, and the descriptor of its lock."""
 
     path: Path
     lock: int
@@ -113,14 +113,18 @@ def _temporary(folder: Path, name: str) -> Path:
 
 
 def _machine() -> str:
-    """Returns an identifier of this machine since it was started."""
+    """Returns an identifier of this machine, which changes at each boot."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     running = boot.read_bytes() if boot.exists() else str(uuid.getnode()).encode()
     return hashlib.sha256(running).hexdigest()[:8]
 
 
 def lock(path: Path, how: int) -> tuple[int, bool]:
-    """Returns the descriptor of a file or folder, and whether it could be locked (never without file locks)."""
+    """Opens and locks a file or folder.
+
+    Returns:
+        The descriptor, and whether it is locked. False if the file system does not support locks.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(handle, how)
@@ -130,11 +134,11 @@ def lock(path: Path, how: int) -> tuple[int, bool]:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Removes temporary folders of processes of this machine that were killed while they saved."""
+    """Removes the temporary folders of processes on this machine that were killed while they saved."""
     for path in sorted(folder.iterdir()):
         matched = LEFTOVER.fullmatch(path.name)
         if matched and matched[1] == _machine():
-            with suppress(OSError):  # It may have been renamed in the meantime.
+            with suppress(OSError):  # The folder may have been renamed in the meantime.
                 held, is_left = lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if is_left:
                     remove_folder(path)
@@ -142,7 +146,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def publish(draft: Draft, step_number: int, sha256: str) -> str:
-    """Renames a complete checkpoint to an unused name, and makes it the latest. Returns the name."""
+    """Renames a complete checkpoint to an unused name, and writes this name to `latest`. Returns the name."""
     folder = draft.path.parent
     sync_folder(draft.path)
     for again in count(1):
@@ -161,10 +165,10 @@ def publish(draft: Draft, step_number: int, sha256: str) -> str:
 
 
 def prune(folder: Path, keep: int, newest: str) -> None:
-    """Removes old checkpoints, except the last `keep` up to `newest`.
+    """Keeps the checkpoint `newest` and the `keep - 1` checkpoints before it, and removes all older checkpoints.
 
-    It never removes the latest one, which a different job may have set. Checkpoints with a larger step number belong
-    to another run and are kept.
+    The checkpoint named in `latest` is never removed, because a different job may have written `latest`. Checkpoints
+    with a larger step number belong to a different run and are not removed.
     """
     limit = order_of(newest)
     assert limit is not None
@@ -179,27 +183,30 @@ def prune(folder: Path, keep: int, newest: str) -> None:
 
 
 FILE = re.compile(r"(?:stage_[0-9]+(?:\.(?:values|optimizer))?|extra)\.safetensors")
-"""The allowed file names. None of them leads out of the folder."""
+"""The allowed file names. Such a name cannot refer to a file outside the folder."""
 
 
 def read_manifest(checkpoint: CheckpointPath) -> Manifest:
     """Reads the manifest of a checkpoint.
 
     Raises:
-        ValueError: If it is missing, damaged, or does not have the expected hash.
+        ValueError: If the manifest is missing or damaged, or does not have the expected hash.
     """
     try:
         data = read_small_file(checkpoint.path / MANIFEST, LARGEST)
         if checkpoint.sha256 not in (None, hashlib.sha256(data).hexdigest()):
-            raise ValueError("does not have the hash in `latest`. One of them is damaged")
+            raise ValueError("does not have the hash in `latest`. One of these files is damaged")
         return from_bytes(data)
     except ValueError as error:
         raise ValueError(f"{MANIFEST} {error}.") from None
 
 
 def find_damage(path: Path, manifest: Manifest, *, turn: int, turns: int) -> list[str]:
-    """Returns messages about damaged files. Rank `turn` of `turns` hashes only its share of the files."""
-    findings, cause = [], "It is damaged, or from another checkpoint."
+    """Returns a message for each damaged file.
+
+    All ranks check the sizes of all files. To share the work of hashing, rank `turn` hashes every `turns`-th file.
+    """
+    findings, cause = [], "The file is damaged, or from a different checkpoint."
     for index, (name, written) in enumerate(sorted(manifest.files.items())):
         if not FILE.fullmatch(name):
             findings.append(f"{MANIFEST} names {name!r}, which is not a checkpoint file. Do not trust it.")

@@ -1,7 +1,7 @@
 """Loads checkpoints.
 
-All ranks check the files, read all values, and check that these fit the model and the optimizer. Only if no rank
-found a problem do they change anything.
+All ranks check the files, read all values, and check that the values fit the model and the optimizer. The model and
+the optimizer change only if no rank found a problem.
 """
 
 import os
@@ -47,13 +47,13 @@ class LoadedState:
     findings: list[str] = field(default_factory=list)
 
     def report_missing(self, names: Sequence[str]) -> None:
-        """Adds a message about names that are not in the checkpoint, if there are any."""
+        """Adds a message that lists the names, which are not in the checkpoint, unless the list is empty."""
         if names:
             self.findings.append(f"The checkpoint lacks {list_names(names)}. Build the model that was saved.")
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Returns names as text for a message: the first few, and the number of others."""
+    """Returns text for a message: the first few names, and the number of remaining names."""
     return ", ".join(names[:MAX_LISTED]) + (f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "")
 
 
@@ -65,8 +65,8 @@ def read_weights(
     Args:
         module: The module.
         files: The safetensors files.
-        stored_as: A function that returns the possible names of a tensor in the files, the preferred one first.
-        ready: Receives the tensors and messages.
+        stored_as: A function that returns the possible names of a tensor in the files, with the preferred name first.
+        ready: The object to which this function adds tensors and messages.
     """
     firsts, missing = first_names(module), []
     ready.names |= {stored_as(name)[0] for name in {*firsts, *firsts.values()}}
@@ -91,7 +91,7 @@ def read_weights(
 
 
 def _why_different(value: Tensor, target: Tensor) -> str | None:
-    """Returns why a stored tensor does not fit, or None if it does."""
+    """Returns the reason why a stored tensor does not fit the target, or None if it fits."""
     if value.shape == target.shape and value.dtype == target.dtype:
         return None
     there, here = (f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in (value, target))
@@ -100,7 +100,7 @@ def _why_different(value: Tensor, target: Tensor) -> str | None:
 
 
 def _like(value: Tensor, target: Tensor) -> Tensor:
-    """Returns a tensor with the device, the memory format and the sharding of the target."""
+    """Returns a copy of a value with the device, the memory format and the sharding of the target."""
     if hasattr(target, "device_mesh"):
         return distribute_like(value.to(target.device), target)
     if value.stride() == target.stride():
@@ -127,7 +127,7 @@ def read_state(
 
 
 def decoded(value: Json, files: TensorFiles, where: str, ready: LoadedState) -> Any:
-    """Decodes a value of the manifest. Adds a message if that is not possible."""
+    """Decodes a value from the manifest. Adds a message and returns None if decoding fails."""
     lost: list[str] = []
 
     def read(name: str) -> Tensor:
@@ -176,14 +176,14 @@ def read_optimizer(
 def _check_group(
     label: str, group: Mapping[str, Any], here: Mapping[Tensor, str], own: Sequence[str], options: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yields messages about the parameters of a group.
+    """Yields messages about the parameters of an optimizer group that differ from the saved optimizer.
 
     Args:
         label: The name of the group in messages.
         group: The parameter group.
-        here: The names of its parameters that belong to the model.
-        own: The names with saved options.
-        options: The saved options of each parameter.
+        here: The name of each parameter of the group that belongs to the model.
+        own: The names in `here` that have saved options.
+        options: The saved options by parameter name.
     """
     if unknown := [list(parameter.shape) for parameter in group["params"] if parameter not in here]:
         yield f"{label} has parameters of shapes {unknown} that are not in the model. Remove them."
@@ -209,8 +209,8 @@ def _placed(remembered: dict[str, object], parameter: Tensor, group: Mapping[str
 
 
 def put(ready: LoadedState, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Loads the values that were read into the module and the optimizer."""
-    state = state_to_save(module)  # It also contains the versions of the modules.
+    """Copies the values in `ready` into the module and the optimizer."""
+    state = state_to_save(module)  # The result also contains the versions of the modules.
     for name in [name for name, value in state.items() if is_kept_weight(value)]:
         del state[name]
     state.update(ready.values)
@@ -228,7 +228,7 @@ WEIGHTS, VALUES, OPTIMIZER = (rf"stage_[0-9]+{kind}\.safetensors" for kind in ("
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: its folder, the step number and seed of the pipe, and the user's additional value.
+    """A complete checkpoint: its folder, the step number and seed of the pipe, and the user's `extra` value.
 
     Attributes:
         path: The folder of the checkpoint, as an absolute path.
@@ -257,7 +257,7 @@ class Checkpoint:
         return Plan.from_json(self.manifest.plan)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all parameters and buffers on the CPU, with the names of `nn.Sequential(*layers)`."""
+        """Returns all parameters and buffers on the CPU, with the same names as in `nn.Sequential(*layers)`."""
         weights, values = (_files(self.path, self.manifest, kind) for kind in (WEIGHTS, VALUES))
         state: dict[str, Any] = {name: weights.read(name) for name in self.manifest.names}
         state |= {name: decoded(value, values, name, LoadedState()) for name, value in self.manifest.values.items()}
@@ -269,29 +269,30 @@ def load(
 ) -> Checkpoint:
     """Loads the latest checkpoint in a folder, or a specific checkpoint.
 
-    Training then continues bitwise identically to a run that was not interrupted, for any number of partitions. If
-    the number of micro-batches or replicas differs, it continues like a run with these numbers.
+    Training then continues bitwise identically to a run that was not interrupted, for any number of partitions. The
+    numbers of micro-batches and replicas may differ from the saved run. Then training continues like a run with the
+    new numbers.
 
-    With several processes, call this function in all of them with the same arguments. Nothing changes unless the
-    checkpoint is complete and fits. Loading runs no code from the checkpoint. It needs memory for a copy of the
-    weights.
+    With several processes, call this function in all processes with the same arguments. The pipe and the optimizer
+    change only if the checkpoint is complete and fits. Loading does not run code from the checkpoint. Loading needs
+    memory for a copy of the weights.
 
     Args:
         folder: The folder that you passed to `gpipe.save`, or one of the checkpoints in it, such as `run/step_12`.
-        pipe: The pipe to load parameters, buffers, step number and seed into. Or the layers without a pipe, as
-            `nn.Sequential(*layers)`. Default: None, only checks the checkpoint; call `state_dict()` on the result to
-            get the weights.
-        optimizer: The optimizer of `pipe` to load state and options of parameter groups (such as learning rates)
-            into.
+        pipe: The pipe to load parameters, buffers, step number and seed into. To load weights without a pipe, pass
+            `nn.Sequential(*layers)`. Default: None, which only checks the checkpoint. Call `state_dict()` on the
+            result to get the weights.
+        optimizer: The optimizer of `pipe`. Its state and the options of its parameter groups (such as learning rates)
+            are loaded.
 
     Returns:
         The checkpoint that was loaded. Its `extra` is the value that you passed to `gpipe.save`, `path` its folder,
         `step_number` and `seed` the numbers of the saved pipe, and `plan` its plan. `state_dict()` reads the weights.
 
     Raises:
-        CheckpointError: If the checkpoint is missing, damaged, or does not fit. Lists all reasons.
+        CheckpointError: If the checkpoint is missing, is damaged, or does not fit. The error lists all reasons.
         TypeError: If an argument is not a folder, a module or an optimizer, for example if the order is wrong.
-        ValueError: If `optimizer` is passed without `pipe`, or if processes pass different folders.
+        ValueError: If you pass `optimizer` without `pipe`, or if processes pass different folders.
         OSError: If a file cannot be read, or if the pipe's last save in the background failed.
         RemoteError: If a different rank failed.
 
@@ -310,7 +311,7 @@ def load(
     check_order(folder, pipe, "load", optimizer)
     finish_pending_saves(pipe, folder)
     if pipe is None and optimizer is not None:
-        raise ValueError("optimizer cannot be loaded without its pipe, which names its parameters. Pass pipe, too.")
+        raise ValueError("optimizer cannot be loaded without its pipe, which names its parameters. Pass both.")
     ranks, root = communicator_of(pipe), Path(os.path.abspath(folder))
     found = _agree_which(root, ranks)
     if found is None:
@@ -327,9 +328,10 @@ def load(
 
 
 def find_checkpoint(folder: str | os.PathLike[str], pipe: nn.Module | None = None) -> Path | None:
-    """Returns the path of the checkpoint that `gpipe.load(folder)` would load, or None if there is none.
+    """Returns the path of the checkpoint that `gpipe.load(folder)` would load, or None without a checkpoint.
 
-    With several processes, call this function in all of them, with the pipe. All return the result of the first one.
+    With several processes, call this function in all processes, and pass the pipe. All calls return the result of
+    the first process.
 
     Args:
         folder: The folder that you passed to `gpipe.save`.
@@ -358,7 +360,7 @@ def find_checkpoint(folder: str | os.PathLike[str], pipe: nn.Module | None = Non
 
 
 def _agree_which(folder: Path, ranks: Communicator) -> CheckpointPath | None:
-    """Returns the checkpoint that rank 0 finds, because hosts may see different versions of `latest`."""
+    """Returns the checkpoint that rank 0 finds. Other hosts may still see an older version of `latest`."""
     known, findings, failed = None, list[str](), FirstError()
     with failed:
         try:
@@ -374,7 +376,7 @@ def _agree_which(folder: Path, ranks: Communicator) -> CheckpointPath | None:
 
 
 def _agree_whole(found: CheckpointPath, ranks: Communicator) -> Manifest:
-    """Returns the manifest after all ranks have checked the files, each its share."""
+    """Returns the manifest after all ranks have checked the files. Each rank hashes a share of the files."""
     manifest, findings, failed = None, list[str](), FirstError()
     with failed:
         try:
@@ -403,7 +405,7 @@ def _agree_fit(
     optimizer: torch.optim.Optimizer | None,
     ranks: Communicator,
 ) -> LoadedState:
-    """Returns the values for the model and the optimizer after all ranks have read theirs and everything fits."""
+    """Reads the values for the model and the optimizer, and returns them if the values of all ranks fit."""
     ready, failed = LoadedState(), FirstError()
     with failed, torch.inference_mode(False), torch.no_grad():  # Whatever mode is active.
         ready.extra = decoded(manifest.extra, _files(path, manifest, EXTRA), "extra", ready)

@@ -1,7 +1,7 @@
-"""Defines the manifest of a checkpoint, a JSON file that contains its own hash, so that any change is detected.
+"""Defines the manifest of a checkpoint: a JSON file that contains its own hash, so that reading detects any change.
 
-Python values are restored exactly. Tensors are in other files and referenced by name. Values that JSON does not
-support are objects with one key that starts with `$`.
+Loading restores Python values exactly. Tensors are stored in separate files and referenced by name. A value that JSON
+does not support is stored as an object with one key that starts with `$`.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 
 class CheckpointError(ValueError):
-    """Raised if a checkpoint is damaged, or does not fit the model or optimizer. Nothing was changed.
+    """Raised if a checkpoint is missing or damaged, or does not fit the model or optimizer. Nothing was changed.
 
     `path` and `findings` are also attributes.
 
@@ -79,7 +79,7 @@ class Optimizer(TypedDict):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a manifest. Fields that are read must have these types, where Any is any JSON value."""
+    """The content of a manifest. Reading a manifest checks these types. `Any` stands for any JSON value."""
 
     step_number: int
     seed: int
@@ -93,7 +93,7 @@ class Manifest:
     extra: Any
 
     def first_name(self, name: str) -> str:
-        """Returns the name under which a shared parameter is saved."""
+        """Returns the name under which a parameter is saved: the first name if the parameter is shared."""
         return self.ties.get(name, name)
 
 
@@ -117,7 +117,7 @@ def has_type(value: object, wanted: Any) -> bool:
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """Converts a manifest to the bytes of its file. `written_by` is only for people who read the file."""
+    """Converts a manifest to the bytes of its file. gpipe shows the field `written_by` only in messages."""
     fields = {"format": FORMAT, "version": VERSION, "written_by": versions(), **asdict(manifest), "sha256": NO_HASH}
     blank = json.dumps(fields, indent=1, allow_nan=False)
     head, _, tail = blank.rpartition(NO_HASH)
@@ -128,7 +128,7 @@ def from_bytes(data: bytes) -> Manifest:
     """Converts the bytes of a file to a manifest.
 
     Raises:
-        ValueError: If the bytes are damaged, or have a different version or other types.
+        ValueError: If the bytes are damaged, or if the format version or the type of a field is wrong.
     """
     try:
         fields = json.loads(data.decode())
@@ -148,7 +148,7 @@ def from_bytes(data: bytes) -> Manifest:
     return Manifest(**{name: fields[name] for name in TYPES})
 
 
-ADVICE = "Convert it to tensors, numbers, strings, None, or lists, tuples and dicts of them."
+ADVICE = "Convert it to tensors, numbers, strings, None, or lists, tuples and dicts of these."
 
 
 @dataclass(frozen=True)
@@ -196,14 +196,14 @@ class Encoder:
 
 
 def decode(value: Any, read: Callable[[str], Tensor]) -> object:
-    """Converts JSON of an `Encoder` back to the value.
+    """Converts JSON that an `Encoder` returned back to the original value.
 
     Args:
-        value: The JSON.
+        value: The JSON value.
         read: A function that returns the tensor with a name.
 
     Raises:
-        ValueError: If no `Encoder` writes such JSON.
+        ValueError: If an `Encoder` never returns this JSON.
     """
     match value:
         case list():

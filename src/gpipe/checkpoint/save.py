@@ -1,13 +1,13 @@
-"""Saves checkpoints: all ranks write their parts into one temporary folder, and rank 0 publishes it.
+"""Saves checkpoints: all ranks write their files into one temporary folder, which rank 0 publishes.
 
     calling thread of each rank    collect, copy | agree on the folder |                    wait | agree on success
     writing thread of each rank                                        | write part, write note
     writing thread of rank 0                                           | write part, await all notes, publish
 
-In the foreground, the calling thread does all of this, and the ranks agree before rank 0 publishes. Only calling
-threads communicate with other ranks. Writing threads communicate through files in the folder:
+In the foreground, the calling thread also does the work of the writing threads, and the ranks agree before rank 0
+publishes. Only calling threads communicate with other ranks. Writing threads communicate through files in the folder:
 
-all      in the background, rank 2 writes part_2.begun, which is locked as long as the process lives
+all      in the background, rank 2 writes part_2.begun, which is locked while the process runs
 rank 2   for each of its stages, such as 5, stage_5.safetensors and stage_5.optimizer.safetensors, all synced;
          then part_2.json with their hashes
 rank 0   the same; after all parts are there: writes manifest.json, removes the notes, renames, writes latest
@@ -56,14 +56,14 @@ _pending: "WeakKeyDictionary[nn.Module, Saving]" = WeakKeyDictionary()  # The ne
 
 @dataclass
 class Part:
-    """The part of a checkpoint that one rank writes."""
+    """The tensors and manifest entries that one rank adds to a checkpoint."""
 
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # the tensors of each file, by name
     fields: dict[str, Any] = field(default_factory=dict)  # its entries in fields of the manifest
     mistakes: list[str] = field(default_factory=list)  # messages about values that cannot be saved
 
     def put(self, file: str, name: str, tensor: Tensor) -> str:
-        """Adds a tensor to a file, and returns its name there."""
+        """Adds a tensor to a file, and returns the name of the tensor in the file."""
         tensors = self.files.setdefault(file, {})
         while name in tensors:
             name += "'"
@@ -71,12 +71,16 @@ class Part:
         return name
 
     def encoder(self, file: Callable[[str], str]) -> Encoder:
-        """Returns an encoder that puts the tensors of a value into the files that `file` returns for their place."""
+        """Returns an encoder that stores the tensors of a value in files.
+
+        Args:
+            file: A function that returns the file name for the path of a tensor, such as `0.weight/exp_avg`.
+        """
         return Encoder(lambda where, tensor: self.put(file(where), where, tensor), self.mistakes)
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
-    """Returns, for each name of the state_dict, the first name of the same tensor in the whole model."""
+    """Returns a dict from each name in the state_dict to the first name of the same tensor in the whole model."""
     known: dict[int, str] = {}
     ties: Mapping[str, str] = getattr(module, "ties_of_names", {})
     names = {}
@@ -91,9 +95,9 @@ EIGHT_BIT_KEYS = ("SCB", "weight_format")  # additional entries of bitsandbytes 
 
 
 def state_to_save(module: nn.Module) -> dict[str, Any]:
-    """Returns a module's state_dict, with checksums instead of frozen quantized weights.
+    """Returns the state_dict of a module, with checksums instead of frozen quantized weights.
 
-    bitsandbytes cannot load quantized values, so the same base model must be quantized again before loading.
+    bitsandbytes cannot load quantized values. Before loading, users must quantize the same base model again.
     """
     state: dict[str, Any] = module.state_dict()
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -107,7 +111,7 @@ def state_to_save(module: nn.Module) -> dict[str, Any]:
 
 
 def is_kept_weight(value: object) -> bool:
-    """Returns whether a value of `state_to_save` is the checksum of a weight that is not saved."""
+    """Returns whether a value of `state_to_save` is the checksum of a quantized weight, which is not saved."""
     return isinstance(value, str) and value.startswith(QUANTIZED)
 
 
@@ -120,14 +124,18 @@ def names_of_parameters(module: nn.Module) -> dict[Tensor, str]:
 def gather(
     pipe: "GPipe", optimizer: torch.optim.Optimizer | None, extra: object, keep: int | None, rank: int
 ) -> Part:
-    """Returns the part of a rank. Ranks of other replicas only take part in gathering shards, and write nothing."""
+    """Collects the tensors and manifest entries that a rank writes.
+
+    Only the first replica writes. Ranks of other replicas help to gather sharded tensors, and then return an empty
+    `Part`.
+    """
     if not hasattr(pipe, "layers_per_partition"):
         raise TypeError(f"pipe is a {type(pipe).__name__}. Pass the gpipe.GPipe itself, without a wrapper.")
     part = Part()
     stage_of = pipe.stage_of
 
     def file(name: str, kind: str = "") -> str:
-        """Returns the file for a name of the state_dict. Names without a layer belong to the first stage."""
+        """Returns the file for a name in the state_dict. Names without a layer are stored with the first stage."""
         stage = stage_of.get(name, stage_of.get(name.partition(".")[0], min(stage_of.values())))
         return f"stage_{stage}{kind}.safetensors"
 
@@ -145,7 +153,7 @@ def gather(
 
 
 def _gather_state(pipe: "GPipe", part: Part, file: Callable[..., str]) -> None:
-    """Adds parameters and buffers, each once, and all other values of the state_dict."""
+    """Adds all values of the state_dict. Shared parameters and buffers are added once."""
     firsts = first_names(pipe)
     encode = part.encoder(lambda name: file(name, ".values"))
     names, values = [], {}
@@ -163,7 +171,7 @@ def _gather_state(pipe: "GPipe", part: Part, file: Callable[..., str]) -> None:
 
 
 def _gather_optimizer(pipe: "GPipe", optimizer: torch.optim.Optimizer, part: Part, encode: Encoder) -> None:
-    """Adds the optimizer state and the group options of each parameter, by its first name."""
+    """Adds the optimizer state and the group options of each parameter, under the first name of the parameter."""
     part.mistakes += why_not_by_name(optimizer)
     names = names_of_parameters(pipe)
     foreign = {*part.fields["ties"].values(), *pipe.held_before} - set(part.fields["names"])  # saved by others
@@ -187,13 +195,13 @@ def _gather_optimizer(pipe: "GPipe", optimizer: torch.optim.Optimizer, part: Par
 
 
 def why_not_by_name(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Returns reasons why the state of an optimizer cannot be split by parameter."""
+    """Returns a message for each reason why the state of an optimizer cannot be stored per parameter."""
     kind = type(optimizer).__name__
     if hasattr(optimizer, "consolidate_state_dict"):
         return [f"optimizer is a {kind}, whose state is sharded over replicas. Use a different optimizer."]
     mistakes = []
     if more := sorted(set(optimizer.state_dict()) - {"state", "param_groups"}):
-        mistakes.append(f"{kind} has {', '.join(more)} besides its state by parameter. Pass it as extra=.")
+        mistakes.append(f"{kind} has {', '.join(more)} in addition to its state per parameter. Pass it as extra=.")
     if keys := [key for key in optimizer.state if not isinstance(key, Tensor)]:
         mistakes.append(f"{kind} has state without a parameter: {keys}. Move it into a parameter group.")
     return mistakes
@@ -201,7 +209,7 @@ def why_not_by_name(optimizer: torch.optim.Optimizer) -> list[str]:
 
 @dataclass(frozen=True)
 class Writing:
-    """The part that a rank writes, and the folder it writes to."""
+    """The files that a rank writes, and the temporary folder for them."""
 
     rank: int
     ranks: int  # the number of ranks that write
@@ -214,17 +222,17 @@ class Writing:
     gone: Callable[[], Collection[int]]  # ranks without a connection, which may still be writing
 
     def note_path(self, rank: int, what: str) -> Path:
-        """Returns the note that says that the part of a rank has `begun`, has `failed`, or is complete (`json`)."""
+        """Returns the path of a note of a rank. Writing has `begun`, has `failed`, or is complete (`json`)."""
         return self.path / f"part_{rank}.{what}"
 
     def write_note(self, what: str, content: object) -> None:
-        """Writes a note of this rank."""
+        """Writes a note of this rank, which other ranks read."""
         path = self.note_path(self.rank, what)
         put_file(path, path.with_suffix(f".{what}.tmp"), json.dumps(content).encode())
 
 
 def write_part(writing: Writing) -> None:
-    """Writes the part of this rank, and then the note that it is complete."""
+    """Writes the files of this rank, and then the note that all files are complete."""
     if writing.rank >= writing.ranks:
         return
     if writing.rank == 0:
@@ -235,7 +243,7 @@ def write_part(writing: Writing) -> None:
 
 
 def begin_part(writing: Writing, held: ExitStack) -> None:
-    """Creates and locks a note that shows the other ranks that this process is alive and will write."""
+    """Creates and locks a note. While the lock exists, other ranks know that this process is alive and will write."""
     if writing.rank >= writing.ranks:
         return
     shown = writing.note_path(writing.rank, "begun")
@@ -257,7 +265,7 @@ def _is_gone(writing: Writing, rank: int) -> bool:
 
 
 def note_failure(writing: Writing, error: Exception) -> None:
-    """Tells rank 0 that this part will not be written."""
+    """Writes a note for rank 0 that this rank failed, and removes its files."""
     if writing.draft is not None:
         return  # This is rank 0.
     for stage in {name.partition(".")[0] for name in writing.part.files}:
@@ -278,20 +286,20 @@ def _await_parts(writing: Writing) -> None:
                 raise RemoteError(f"rank {rank} ended before it had written its part of the checkpoint.", rank)
         written = 0
         for entry in os.scandir(writing.path):
-            with suppress(FileNotFoundError):  # It was renamed in the meantime.
+            with suppress(FileNotFoundError):  # The file was renamed in the meantime.
                 written += entry.stat().st_size
         if written != size:
             size, since = written, time.monotonic()
         if time.monotonic() - since > writing.limit:
             raise TimeoutError(
-                f"ranks {missing} wrote nothing to {writing.path} for {writing.limit:g} seconds. Check that they are "
-                f"alive, and that all hosts share the folder."
+                f"ranks {missing} wrote nothing to {writing.path} for {writing.limit:g} seconds. Check that these "
+                f"processes are alive, and that all hosts share the folder."
             )
         time.sleep(POLL)
 
 
 def finish(writing: Writing) -> str | None:
-    """Publishes the checkpoint on rank 0, and removes old ones. Returns its name, or None on other ranks."""
+    """Publishes the checkpoint and removes old checkpoints on rank 0. Returns its name, or None on other ranks."""
     if writing.draft is None:
         return None
     _await_parts(writing)
@@ -324,7 +332,7 @@ def _joined(parts: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]) -> M
 
 
 def _joined_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
-    """Joins the optimizers of all ranks. Parameters with the same options form one group."""
+    """Joins the saved optimizers of all ranks. Parameters with the same options form one group."""
     groups: dict[str, Group] = {}
     for group in [group for optimizer in optimizers for group in optimizer["groups"] if group["parameters"]]:
         key = json.dumps(group["options"], sort_keys=True)
@@ -335,7 +343,7 @@ def _joined_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
 
 
 class Saving:
-    """A checkpoint that is being written, or has been written, to the disk.
+    """A handle of a checkpoint that `gpipe.save` is writing or has written.
 
     >>> import gpipe, tempfile
     >>> pipe = gpipe.GPipe([nn.Linear(2, 3)], partitions=1, micro_batches=2)
@@ -359,15 +367,16 @@ class Saving:
     def wait(self) -> Path:
         """Waits until the checkpoint is complete and durable, and returns its folder.
 
-        With several processes, all or none of them must call it. The next save or load waits too.
+        With several processes, either all processes or none must call this method. The next save or load also waits.
 
         Returns:
             The absolute path of the checkpoint, `folder/step_N`. If this name was in use, it is `folder/step_N.2`, or
             the first number after 2 that is free.
 
         Raises:
-            OSError: If writing failed, for example on a full disk. Earlier checkpoints are unchanged. Raised once.
-            RemoteError: If a different rank failed. Raised once.
+            OSError: If writing failed, for example on a full disk. Earlier checkpoints are unchanged. Only the first
+                call raises this error.
+            RemoteError: If a different rank failed. Only the first call raises this error.
             RuntimeError: If the checkpoint was not saved, and the reason was raised or logged before.
         """
         self.wait_once()
@@ -376,7 +385,7 @@ class Saving:
         return self._writing.path.parent / self._name
 
     def wait_once(self) -> None:
-        """Waits, and raises the error of any rank, unless it was raised before."""
+        """Waits, and raises the error of any rank unless a previous call raised it."""
         self.wait_here()
         if self._settled:
             return
@@ -390,12 +399,17 @@ class Saving:
                 )
         except BaseException as error:
             self._end(None)
-            if self._failed.error not in (None, error):  # The other ranks did not wait to hear of it.
+            if self._failed.error not in (None, error):  # The other ranks did not wait for this error.
                 raise self._failed.error from None
             raise
 
     def wait_here(self, folder: Path | None = None) -> None:
-        """Waits until this rank has written, if it writes to this folder. Raises no errors of writing."""
+        """Waits until this rank has written its files, and raises no writing errors.
+
+        Args:
+            folder: The folder of the run. If the checkpoint is in a different folder, this method returns
+                immediately.
+        """
         if self._thread is not None and folder in (None, self._writing.path.parent):
             self._thread.join()
 
@@ -407,16 +421,16 @@ class Saving:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all ranks know the result."""
+        """Whether all ranks know the result of this checkpoint."""
         return self._settled
 
     @property
     def done(self) -> bool:
-        """Whether this rank has finished writing."""
+        """Whether this rank has finished writing. Other ranks may still be writing."""
         return self._thread is None or not self._thread.is_alive()
 
     def in_foreground(self) -> bool:
-        """Writes the checkpoint in the calling thread. Returns whether it was saved."""
+        """Writes the checkpoint in the calling thread. Returns whether the checkpoint was saved."""
         try:
             with self._failed:
                 write_part(self._writing)
@@ -463,32 +477,36 @@ def save(
 ) -> Saving:
     """Saves a checkpoint to `folder/step_N`, where N is `pipe.step_number`.
 
-    After a crash at any time, the checkpoint is either complete or does not exist. It can be loaded with any number
-    of partitions and replicas, in one or several processes, and without a pipe. Random numbers are determined by the
-    saved seed and step number.
+    After a crash at any time, the checkpoint either is complete or does not exist. You can load it with any number of
+    partitions and replicas, in one or several processes, and without a pipe. The saved seed and step number determine
+    the random numbers after loading.
 
-    With several processes, call this function in all of them with the same arguments. The processes of the first
+    With several processes, call this function in all processes with the same arguments. The processes of the first
     replica write their stages.
 
     Args:
         folder: A folder for this run and this pipe, on a file system that all processes share.
         pipe: The pipe whose parameters, buffers, step number and seed to save. Shared parameters are saved once.
         optimizer: A torch optimizer of the pipe's parameters. None in processes whose stages have no parameters.
-        extra: Other values to save, such as the epoch or `scheduler.state_dict()`: numbers, strings, tensors, None,
-            and lists, tuples and dicts of them. With several processes, the value of rank 0 is saved.
+        extra: Additional data to save, such as the epoch or `scheduler.state_dict()`. Supported types are numbers,
+            strings, tensors, None, and lists, tuples and dicts of these. With several processes, the data of rank 0
+            is saved.
         background: Whether to write in a thread. Training then waits only until the tensors are copied. The next save
             or load, and `wait()`, wait for the thread and raise its errors. Default: False.
-        keep: Number of checkpoints to keep, including this one. Default: None, keeps all.
-        limit: Seconds that the first process waits in the background for a process that writes nothing. Default: 120.
+        keep: Number of checkpoints to keep, including this checkpoint. Default: None, which keeps all checkpoints.
+        limit: Only if `background`: the number of seconds for which rank 0 waits while no process writes. Default:
+            120.
 
     Returns:
-        A handle of the checkpoint. `wait()` returns its folder when it is complete and durable.
+        A handle of the checkpoint. Its method `wait()` returns the folder when the checkpoint is complete and
+        durable.
 
     Raises:
         OSError: If writing failed, for example on a full disk. Earlier checkpoints are unchanged. Training can
             continue.
         TypeError: If `pipe` is not a `GPipe`.
-        ValueError: If values cannot be saved (lists all of them), or if processes pass different arguments.
+        ValueError: If a value cannot be saved, or if processes pass different arguments. The error lists all values
+            that cannot be saved.
         RemoteError: If a different rank failed.
 
     Example:
@@ -509,7 +527,7 @@ def save(
         None,
         FirstError(),
     )
-    rank, size = ranks.rank, ranks.size  # They may change later, if a replica is lost.
+    rank, size = ranks.rank, ranks.size  # Both may change later, if a replica is lost.
     own: tuple[str | None, int] = None, 0
     with ExitStack() as held:  # locks
         with failed:
@@ -540,7 +558,11 @@ def save(
 
 
 def _optimizer_and_checksum(pipe: "GPipe", optimizer: object, replicas: int) -> tuple[str | None, int]:
-    """Returns the type of the optimizer, or None if this rank trains nothing, and a checksum of the weights."""
+    """Returns the type of the optimizer and a checksum of the weights.
+
+    The type is None if this rank has no optimizer and no trainable weights. With one replica, the checksum covers no
+    weights.
+    """
     own = list(pipe.parameters())
     kind = "None" if any(parameter.requires_grad for parameter in own) else None
     weights = [parameter for parameter in own if replicas > 1 and not is_sharded_over_replicas(parameter)]
@@ -548,9 +570,9 @@ def _optimizer_and_checksum(pipe: "GPipe", optimizer: object, replicas: int) -> 
 
 
 def _compare_ranks(gathered: Sequence[tuple[object, str | None, int]], partitions: int) -> None:
-    """Raises an error if ranks have different types of optimizers. Warns if replicas have different weights."""
+    """Raises an error if the types of optimizers differ between ranks. Logs a warning if replica weights differ."""
     if mistakes := differences({rank: {"optimizer": kind} for rank, (_, kind, _) in enumerate(gathered) if kind}):
-        raise ValueError(f"save: {'; '.join(mistakes)}. Pass the same on all ranks.")
+        raise ValueError(f"save: {'; '.join(mistakes)}. Pass the same type of optimizer on all ranks.")
     if apart := [rank for rank, own in enumerate(gathered) if own[2] != gathered[rank % partitions][2]]:
         logger.warning(
             "The weights of ranks %s differ from the first replica, whose weights are saved. Load this checkpoint, "
@@ -560,7 +582,7 @@ def _compare_ranks(gathered: Sequence[tuple[object, str | None, int]], partition
 
 
 def check_order(folder: object, pipe: object, name: str, optimizer: object = None) -> None:
-    """Raises a TypeError unless the arguments are a folder, a pipe and an optimizer, in this order."""
+    """Raises a TypeError if the arguments are not a folder, a pipe and an optimizer, in this order."""
     if not isinstance(folder, (str, os.PathLike)):
         raise TypeError(f"folder is a {type(folder).__name__}. Pass its path first: gpipe.{name}(folder, pipe, ...).")
     if pipe is not None and not isinstance(pipe, nn.Module):
@@ -573,12 +595,12 @@ def check_order(folder: object, pipe: object, name: str, optimizer: object = Non
 
 
 def finish_pending_saves(pipe: nn.Module | None, folder: str | os.PathLike[str] | None = None) -> None:
-    """Waits for the pending checkpoint of a pipe, and for the pending checkpoints of all pipes in a folder."""
+    """Waits for the pending checkpoint of a pipe, and for the pending checkpoints of any pipe in a folder."""
     pending = None if pipe is None else _pending.pop(pipe, None)
     if pending is not None and pending.is_settled:
         pending = None
     ranks = communicator_of(pipe)
-    # A replica that has come back does not know of a checkpoint that the others have begun before.
+    # A replica that has come back does not know the checkpoints that other replicas began earlier.
     if any(all_gather_checked(ranks, pending is not None)) if ranks.survives else pending is not None:
         if pending is None:
             all_gather_checked(ranks, doing="waited for an earlier checkpoint")

@@ -25,28 +25,30 @@ logger = logging.getLogger("gpipe")
 def catch_sigterm(
     pipe: nn.Module, *, ctrl_c: bool = False, should_stop: Callable[[], object] | None = None
 ) -> Iterator[Callable[[], int]]:
-    """Catches the first SIGTERM, so that the run can save a checkpoint at the end of a step. A second one ends it.
+    """Catches the first SIGTERM, so that the run can save a checkpoint at the end of a step.
 
-    Cluster schedulers send SIGTERM some time before they stop a machine. After saving, exit with code 143
-    (`gpipe.checkpoint.sigterm.TERMINATED`) after SIGTERM, or with 130 after Ctrl-C. Then the scheduler does not
-    consider the run finished.
+    A second SIGTERM ends the process immediately. Cluster schedulers send SIGTERM some time before they stop a
+    machine. After SIGTERM, save and exit with code 143 (`gpipe.checkpoint.sigterm.TERMINATED`). After Ctrl-C, exit
+    with code 130. These codes show the scheduler that the run is not finished.
 
-    Only the main thread receives signals. In a different thread, where Ray Train and Monarch run your function, pass
-    `should_stop`.
+    Only the main thread receives signals. Ray Train and Monarch run your function in a different thread. In such a
+    thread, pass `should_stop`.
 
     Args:
         pipe: The pipe.
-        ctrl_c: Whether to catch the first Ctrl-C too. Default: False.
-        should_stop: A function without arguments that returns a true value when the run has to stop, such as
-            `ray.train.get_preemption_info`. Each rank calls it once per step. Default: None, only signals count.
+        ctrl_c: Whether to also catch the first Ctrl-C. Default: False.
+        should_stop: A function without arguments that returns a true value when the run must stop, such as
+            `ray.train.get_preemption_info`. gpipe calls this function on each rank once per step. Default: None,
+            which only catches signals.
 
     Yields:
-        A function that every rank calls once per step. It returns the same number on all ranks: the number of the
-        signal that any rank received, that of SIGTERM if any `should_stop` returned a true value, or 0.
+        A function that every rank must call once per step. On all ranks, it returns the number of the signal that any
+        rank received. If `should_stop` returned a true value on any rank, it returns the number of SIGTERM. Otherwise
+        it returns 0.
 
     Raises:
         TypeError: If `pipe` is not a module, or if `should_stop` is not callable.
-        RemoteError: If `should_stop` raised an error on a different rank. The yielded function raises it.
+        RemoteError: If `should_stop` raised an error on a different rank. The yielded function raises this error.
 
     Example:
         >>> import gpipe, torch
@@ -63,7 +65,7 @@ def catch_sigterm(
     if not (should_stop is None or callable(should_stop)):
         raise TypeError(
             f"should_stop is a {type(should_stop).__name__}, which cannot be called. Pass a function that returns "
-            "whether to stop."
+            "whether the run must stop."
         )
     ranks, received = communicator_of(pipe), 0
 

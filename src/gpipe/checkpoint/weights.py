@@ -1,4 +1,4 @@
-"""Loads and saves weights without other state, in the file layout of the Hugging Face Hub.
+"""Loads and saves only parameters and buffers, in the file layout of the Hugging Face Hub.
 
 folder/model.safetensors                        or, for large models,
 folder/model-00001-of-00002.safetensors, ...    and model.safetensors.index.json, which lists the file of each tensor
@@ -42,20 +42,21 @@ def load_weights(
 ) -> None:
     """Loads parameters and buffers from safetensors files in the layout of the Hugging Face Hub.
 
-    Nothing changes unless all tensors fit. The files contain no hashes, so damaged values are not detected.
+    The pipe changes only if all tensors fit. The files contain no hashes, so gpipe cannot detect damaged values.
 
     The files must use the names of the model. transformers saves some models with older names, unless you call
-    `save_pretrained(folder, save_original_format=False)`. Load such files with `from_pretrained`, and save them again
-    with `save_weights`.
+    `save_pretrained(folder, save_original_format=False)`. Load files with older names with `from_pretrained`, and
+    save the model again with `save_weights`.
 
     Args:
         folder: A folder with `model.safetensors`, or with shards and `model.safetensors.index.json`.
-        pipe: The pipe, or any module. With several processes, all of them call this function and read their stages.
-        rename: A function that returns the name in the files for a name in the pipe. Default: the same name.
+        pipe: The pipe, or any module. With several processes, all processes must call this function. Each process
+            reads its stages.
+        rename: A function from the name of a tensor in the pipe to its name in the files. Default: the same name.
         strict: Whether to reject files with tensors that the pipe does not have. Default: True.
 
     Raises:
-        CheckpointError: If tensors or files are missing, damaged, or do not fit. Lists all reasons.
+        CheckpointError: If tensors or files are missing, are damaged, or do not fit. The error lists all reasons.
 
     Example:
         >>> import gpipe, tempfile, torch
@@ -83,7 +84,7 @@ def load_weights(
     if odd and (strict or findings):
         findings.append(
             f"The model lacks {list_names(odd)} of the files. Pass rename= or strict=False. If transformers saved "
-            f"them with older names, load them with from_pretrained, and call gpipe.save_weights(folder, model)."
+            f"the model with older names, load it with from_pretrained, and call gpipe.save_weights(folder, model)."
         )
     if findings:
         raise CheckpointError(path, findings)
@@ -96,7 +97,7 @@ def _open(folder: Path, ready: LoadedState) -> TensorFiles:
         with suppress(ValueError, LookupError, TypeError, RecursionError):
             where = json.loads(read_small_file(folder / INDEX, LARGEST, follow=True))["weight_map"]
         if not where or not has_type(where, dict[str, str]):
-            missing = f"There is neither {SINGLE} nor {INDEX}. Pass the folder that contains one of them."
+            missing = f"There is neither {SINGLE} nor {INDEX}. Pass the folder that contains one of these files."
             ready.findings.append(f"{INDEX} is damaged. Download it again." if (folder / INDEX).exists() else missing)
             return TensorFiles([])
     names = sorted(set(where.values())) or [SINGLE]
@@ -120,21 +121,22 @@ def save_weights(
 ) -> None:
     """Saves parameters and buffers as safetensors files in the layout of the Hugging Face Hub.
 
-    Replaces weights that were saved there before. If the process is killed, the folder contains either the old or the
-    new weights. Exception: If the number of shards is unchanged, the old and new shards have the same names. Then the
-    index is removed while they are replaced, so that a reader never mixes them.
+    Replaces weights that were saved in the folder before. If the process is killed, the folder usually contains
+    either the old or the new weights. The exception is an unchanged number of shards, because the old and the new
+    shards have the same names. Then gpipe removes the index while it replaces the shards, so that nobody can load a
+    mixture.
 
     Args:
         folder: The folder for `model.safetensors`, or for shards and `model.safetensors.index.json`.
-        pipe: The pipe, or any module. With several processes, all of them call this function, and the first
-            replica writes.
-        rename: A function that returns the name in the files for a name in the pipe. Default: the same name.
+        pipe: The pipe, or any module. With several processes, all processes must call this function. The processes of
+            the first replica write.
+        rename: A function from the name of a tensor in the pipe to its name in the files. Default: the same name.
         max_shard_bytes: Maximum size of a file, unless a single tensor is larger. Each process writes separate files.
             Default: 5 GB.
 
     Raises:
         OSError: If writing failed, for example on a full disk.
-        ValueError: If values cannot be saved. Lists all of them.
+        ValueError: If values cannot be saved. The error lists all of these values.
 
     Example:
         >>> import gpipe, safetensors.torch, tempfile, torch
@@ -182,7 +184,7 @@ def save_weights(
 
 
 def _named_tensors(module: nn.Module, rename: Rename | None) -> dict[str, Tensor]:
-    """Returns the tensors of a module's state_dict by their names in the files. Shared tensors occur once."""
+    """Returns the tensors in a module's state_dict by their names in the files. Shared tensors occur once."""
     firsts, tensors, mistakes = first_names(module), dict[str, Tensor](), []
     elsewhere: Collection[str] = getattr(module, "held_before", ())  # Other processes save these.
     for name, value in module.state_dict().items():
@@ -215,10 +217,10 @@ def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]
 
 
 def _put_in_place(folder: Path, files: Mapping[str, Sequence[str]], temporary: Mapping[str, Path], size: int) -> None:
-    """Renames the new files, and removes old ones. At no time can a reader see both old and new weights."""
+    """Renames the new files, and removes the old files. A reader can never load a mixture of old and new weights."""
     older = {entry.name for entry in folder.iterdir() if OURS.fullmatch(entry.name)}
     if SINGLE not in files and older & files.keys():
-        (folder / INDEX).unlink(missing_ok=True)  # It would refer to both old and new shards.
+        (folder / INDEX).unlink(missing_ok=True)  # The index would refer to both old and new shards.
     for name in files:
         os.replace(temporary[name], folder / name)
     sync_folder(folder)

@@ -27,10 +27,10 @@ from gpipe.stages.shared_weights import find_ties, tie
 
 
 def find_own_position(arguments: Arguments) -> Position:
-    """Returns the position of this process in the mesh.
+    """Returns the pipeline rank and the data-parallel replica of this process.
 
     Raises:
-        ValueError: If this process has no position. The error lists all mistakes in the arguments.
+        ValueError: If the processes do not fit the arguments. The error lists all mistakes in the arguments.
     """
     ranks = count_ranks(arguments, read_schedule(arguments, Mistakes()))  # `resolve` reports these mistakes.
     position, mistakes = find_position(arguments.mesh, arguments.partitions, ranks)
@@ -42,9 +42,9 @@ def find_own_position(arguments: Arguments) -> Position:
 
 
 def memory_by_rank(position: Position, hosts: Sequence[str], memory: Sequence[float]) -> list[float]:
-    """Returns the number of bytes that each pipeline rank may hold, the minimum over its replicas.
+    """Returns the number of bytes that each pipeline rank may hold: the minimum over all replicas of this rank.
 
-    Processes on the same host share the memory of its CPU evenly.
+    CPU processes on the same host share the host memory evenly.
     """
     shared = position.device.type == "cpu"
     limits = [size / (hosts.count(host) if shared else 1) for size, host in zip(memory, hosts, strict=True)]
@@ -59,7 +59,8 @@ def agree_on_plan(
     """Makes the plan on rank 0, sends it to all ranks, and builds the layers of this process.
 
     Returns:
-        The settings, the plan, the values that all processes share, and a random name that rank 0 drew for the pipe.
+        The settings, the plan, the values that are equal in all processes, and a random name that rank 0 drew for the
+        pipe.
     """
     drawn = draw_seed() if arguments.seed is None else None
     greeting = {"drawn": drawn, "memory": memory_of(position.device), "name": secrets.token_hex(8)}
@@ -85,7 +86,8 @@ def agree_on_plan(
         )
     settings, placement, remat = resolve(arguments, position, sketch, traced)
     if received:
-        plan = Plan.from_json(received)  # Measured costs differ per rank: a local search could return another plan.
+        # Measured costs differ per rank, so a local search could return a different plan.
+        plan = Plan.from_json(received)
         settings = settings.with_schedule_of(plan) if arguments.schedule == AUTO else settings
     else:
         settings, plan = make_plan(arguments, settings, placement, remat)
@@ -132,7 +134,10 @@ def _shared_values(arguments: Arguments, settings: Settings, placement: Placemen
 
 
 def _describe_layer(name: str, layer: nn.Module) -> dict[str, str]:
-    """Returns the parameter shapes of a layer and the reprs of torch's modules in it, also on the meta device."""
+    """Returns the parameter shapes of a layer and the reprs of torch's modules in the layer.
+
+    The result is the same if the layer is on the meta device.
+    """
     parameters = layer.named_parameters(remove_duplicate=False)  # Tied parameters may not be tied in this process.
     shapes = (f"{path} {tuple(parameter.shape)}" for path, parameter in parameters)
     skipped = LazyModuleMixin, nn.ParameterList, nn.ParameterDict  # Their repr has devices, or no shapes yet.
@@ -144,7 +149,7 @@ def _describe_layer(name: str, layer: nn.Module) -> dict[str, str]:
 
 
 def _checksums(layers: Mapping[str, nn.Module]) -> list[tuple[int, int]]:
-    """Returns the indices of the layers that are built, with a checksum of their weights and buffers."""
+    """Returns the index of each layer that is not on the meta device, with a checksum of its weights and buffers."""
     tensors_of = [[*layer.parameters(), *layer.buffers()] for layer in layers.values()]
     return [
         (index, checksum(tensors))
@@ -154,7 +159,7 @@ def _checksums(layers: Mapping[str, nn.Module]) -> list[tuple[int, int]]:
 
 
 def _compare_weights(rendezvous: Rendezvous, settings: Settings, weights: Sequence[tuple[int, int]]) -> None:
-    """Raises an error if a layer has different weights in different processes: results would depend on K."""
+    """Raises an error if a layer has different weights in different processes, because results would depend on K."""
     layers = list(settings.layers.items())
     first: dict[int, int] = {}
     pairs = sorted(pair for gathered in all_gather_checked(rendezvous, weights) for pair in gathered)
@@ -172,10 +177,10 @@ def _compare_weights(rendezvous: Rendezvous, settings: Settings, weights: Sequen
 def _tie(
     layers: dict[str, nn.Module], ties: Sequence[Sequence[str]], sketch: MetaLayers, own: Collection[int]
 ) -> list[list[Slot]]:
-    """Sets the copies of tied parameters in this process to the value of the first one in each group.
+    """Sets tied parameters in this process to the value of the first parameter in their group.
 
     Returns:
-        The places of the parameters of each group, in all processes.
+        For each group, the module and attribute name of each parameter, including parameters of other processes.
     """
     groups, _ = find_ties(layers, ties)
     index_of = {name: index for index, name in enumerate(layers)}

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 Costs: TypeAlias = Sequence[float] | Literal["params", "time", "flops"] | Callable[[nn.Module, Tree], float] | None
 PLAN_DEFAULTS: dict[str, Any] = {"partitions": None, "schedule": "gpipe", "remat": "always"}
-"""The arguments that a plan determines, with their default values."""
+"""The default values of the arguments that a plan determines."""
 
 
 @dataclass(frozen=True, eq=False)
 class Arguments:
-    """The arguments of `GPipe` as the user passed them, and two that only `find_plan` adds."""
+    """The arguments of `GPipe` as the user passed them, with the arguments `costs` and `balance` of `find_plan`."""
 
     model: Layers | nn.Module | ModelLayers
     partitions: Any
@@ -50,12 +50,12 @@ class Arguments:
 
     @property
     def measures_time(self) -> bool:
-        """Whether the layers are timed on the sample."""
+        """Whether gpipe measures the time of the layers on the sample."""
         return self.plan is None and (self.costs == "time" or (self.costs is None and self.sample is not None))
 
     @property
     def fits_remat(self) -> bool:
-        """Whether recomputation is chosen so that the stages fit in memory."""
+        """Whether gpipe chooses the recomputation so that the stages fit in memory."""
         return self.remat == AUTO or isinstance(self.remat, Remat)
 
     @property
@@ -66,7 +66,7 @@ class Arguments:
     def follow_plan(self) -> "Arguments":
         """Returns the arguments with the values of the plan, if there is one.
 
-        The user may pass `micro_batches` next to a plan. It then replaces the number in the plan.
+        If the user passes both `micro_batches` and a plan, `micro_batches` replaces the number in the plan.
         """
         plan = self.plan
         if plan is None:
@@ -98,7 +98,7 @@ class Settings:
     seed: int
 
     def with_schedule_of(self, plan: Plan) -> "Settings":
-        """Returns a copy of the settings with the schedule of a plan."""
+        """Returns a copy of these settings that uses the schedule of a plan."""
         schedule = plan.as_schedule()
         return replace(
             self,
@@ -109,16 +109,16 @@ class Settings:
 
 
 class Mistakes(list[str]):
-    """Collects messages about invalid arguments, so that one error can list all of them."""
+    """A list of messages about invalid arguments, which one error reports together."""
 
     def check(self, condition: bool, message: str) -> bool:
-        """Adds the message unless the condition holds. Returns the condition."""
+        """Adds the message if the condition is false. Returns the condition."""
         if not condition:
             self.append(message)
         return condition
 
     def raise_all(self) -> None:
-        """Raises a ValueError that lists the messages, if there are any."""
+        """Raises a ValueError that lists the messages, if this list is not empty."""
         if self:
             lines = (f"- {message}" for message in dict.fromkeys(self))
             raise ValueError("\n".join(["GPipe cannot be built:", *lines]))

@@ -1,4 +1,4 @@
-"""Builds a pipe from its arguments, in one process, or consistently in several."""
+"""Builds the stages of a pipe from the arguments of `GPipe`, in one process or in several processes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ from gpipe.tracing.stage import TracedStage
 
 
 def assemble(arguments: Arguments) -> tuple[Settings, Plan, SingleProcess]:
-    """Connects the processes, reads the layers, makes the plan, and builds the stages of this process."""
+    """Connects the processes, reads the layers, makes a plan, and builds the stages of this process."""
     arguments = replace(arguments.follow_plan(), sample=plain(arguments.sample))
     driver = read_driver(arguments, Mistakes())  # `resolve` reports the mistakes.
     if not isinstance(driver, options.Processes):
@@ -81,11 +81,11 @@ def _assemble_one_process(arguments: Arguments) -> tuple[Settings, Plan, SingleP
 
 
 def read(arguments: Arguments, *, builds: bool = True) -> tuple[Settings, Placement, RematOf]:
-    """Reads the layers and all arguments in one process, and ties the parameters named by `ties`.
+    """Reads the layers and all arguments in one process, and ties the parameters that `ties` lists.
 
     Args:
         arguments: The arguments.
-        builds: Whether to build layers that are passed as callables. If False, they stay on the meta device.
+        builds: Whether to build layers that are passed as callables. If False, these layers stay on the meta device.
     """
     traced = trace_model(arguments)
     sketch = None if builds or traced is not None else build_on_meta(arguments.model, 0)

@@ -1,4 +1,4 @@
-"""Findings of a pipe: problems of its settings and its first steps that cost speed or change results."""
+"""Finds problems that make a pipe slow or change its results, in its settings and its first steps."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ logger = logging.getLogger("gpipe")
 
 
 class Findings:
-    """Collects the findings of a pipe and logs each of them once, except a large bubble."""
+    """Collects the findings of a pipe and logs each finding once. The finding about a large bubble is not logged."""
 
     def __init__(self, layers: Sequence[nn.Module], schedule: Schedule, plan: Plan, processes: SingleProcess) -> None:
         engine = processes.engine
@@ -35,10 +35,10 @@ class Findings:
             logger.info(message)
 
     def examine_step(self, run: Run, whole: nn.Module | None = None) -> None:
-        """Reports the findings of a training step.
+        """Adds and logs the findings of a training step.
 
         Args:
-            run: The step.
+            run: The run of the step.
             whole: The pipe, if its gradients are complete.
         """
         self.report(run.findings)
@@ -59,7 +59,7 @@ class Findings:
 
 
 def examine_settings(layers: Sequence[nn.Module], plan: Plan) -> list[str]:
-    """Returns findings about stages without parameters, and slow ranks."""
+    """Returns a finding for each stage without parameters and for each slow rank."""
     empty = [
         f"Stage {stage} has no parameters, so it does little work, and torch rejects an optimizer of this stage "
         f"only. Join its layers with a neighboring stage by partitions=[...]. [stage-without-parameters]"
@@ -84,7 +84,7 @@ def _find_large_bubble(schedule: Schedule, plan: Plan) -> Iterator[str]:
 
 
 def _find_slow_ranks(plan: Plan) -> Iterator[str]:
-    """Yields a finding for each slow rank, named by its stage if each rank has only one."""
+    """Yields a finding for each slow rank. The finding names the stage instead if every rank has only one stage."""
     seconds = plan.rank_seconds
     mean = sum(seconds) / plan.partitions
     rank_of = [

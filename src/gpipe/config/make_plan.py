@@ -1,4 +1,4 @@
-"""Makes the plan of a pipe: measures or counts the cost of the layers, and splits them into stages."""
+"""Makes the plan of a pipe: measures or counts the cost of each layer, and splits the model into stages."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -42,10 +42,10 @@ ONE = 1  # The planner counts in micro-batches, not rows: the sample is one micr
 def make_plan(
     arguments: Arguments, settings: Settings, placement: Placement, remat: RematOf
 ) -> tuple[Settings, Plan]:
-    """Returns a plan, and the settings with its schedule.
+    """Returns the settings and a plan. The settings have the schedule of the plan.
 
     Args:
-        arguments: The arguments. If they contain a plan, it is used.
+        arguments: The arguments. If they contain a plan, this function returns that plan.
         settings: The settings that `resolve` returned.
         placement: The rank of each stage, as `resolve` returned it.
         remat: The recomputation mode of each stage, as `resolve` returned it.
@@ -63,7 +63,7 @@ def make_plan(
 
 
 def _layers_and_sample(arguments: Arguments, settings: Settings) -> tuple[Sequence[nn.Module], Tree]:
-    """Returns the layers as standalone modules, and the input of the first one for one micro-batch."""
+    """Returns the layers as standalone modules, and the input of the first layer for one micro-batch."""
     if (traced := settings.traced) is None:
         return list(settings.layers.values()), first_micro_batch(arguments.sample, arguments.micro_batches)
     rows = first_rows(arguments)
@@ -78,7 +78,7 @@ def _program(schedule: Schedule, placement: Placement, micro_batches: int) -> Pr
 
 
 def _short_program(schedule: Schedule, placement: Placement, micro_batches: int) -> Program:
-    """Returns a program of few micro-batches, with all phases of a step: filling, steady state and draining."""
+    """Returns a program of few micro-batches that still has the warm-up, steady and cool-down phases of a step."""
     few = min(micro_batches, 2 * len(set(placement)))
     has_table = schedule.slices > 1 or schedule.table(placement, few) is not None
     return _program(schedule, placement, few if has_table else micro_batches)
@@ -88,7 +88,7 @@ def _short_program(schedule: Schedule, placement: Placement, micro_batches: int)
 
 
 def _split(arguments: Arguments, settings: Settings, placement: Placement, remat: RematOf) -> Plan:
-    """Splits the layers into stages, as `partitions=` says or by their costs, and fits `remat` if requested."""
+    """Splits the layers into stages, by the counts in `partitions` or by cost. Chooses `remat` if it is "auto"."""
     schedule, devices = settings.schedule, settings.devices
     layers, sample = _layers_and_sample(arguments, settings)
     program = _short_program(schedule, placement, arguments.micro_batches)
@@ -152,7 +152,7 @@ def _split(arguments: Arguments, settings: Settings, placement: Placement, remat
 
 
 def _costs_of(arguments: Arguments, settings: Settings) -> Costs:
-    """Returns `costs=`. For a model on the meta device, the default is "params", which needs no values."""
+    """Returns `costs=`. For a model on the meta device, the default is "params", which does not run the layers."""
     lacks_values = settings.traced is not None and settings.traced.lacks_values
     return "params" if arguments.costs is None and lacks_values else arguments.costs
 
@@ -180,9 +180,9 @@ def _split_for_ranks(
     balanced: Partition,
     costs_of: Callable[[Partition], tuple[StageCost, ...]],
 ) -> Partition:
-    """Returns the split with the fastest predicted step, for ranks with several stages.
+    """Returns the split with the shortest predicted step, for ranks with several stages.
 
-    With balanced stages, ranks would not be balanced, and could wait longer for each other.
+    Stages of equal cost are not always the fastest split: ranks can still have unequal work and wait for each other.
     """
     work = balanced.layer_costs.costs
     program = _program(schedule, placement, arguments.micro_batches)
@@ -199,14 +199,14 @@ def _split_for_ranks(
 
 
 def costs_by(costs: Costs) -> CostsBy:
-    """Returns the source of costs that are not measured."""
+    """Returns the name of the source of costs, for costs that gpipe does not measure."""
     if callable(costs):
         return "function"
     return "flops" if costs == "flops" else "params" if costs is None or isinstance(costs, str) else "numbers"
 
 
 def find_costs(costs: Costs, layers: Sequence[nn.Module], sample: Tree) -> Sequence[float]:
-    """Returns the cost of each layer, if layers are not timed."""
+    """Returns the cost of each layer without measuring time."""
     if callable(costs):  # The user's function of a layer and its sample input.
         return measure_each(layers, sample, lambda run: float(costs(run.layer, run.inputs()[0][0])))
     if costs == "flops":
@@ -215,20 +215,23 @@ def find_costs(costs: Costs, layers: Sequence[nn.Module], sample: Tree) -> Seque
 
 
 def _count_bytes(layers: Sequence[nn.Module], sample: Tree, cuts: Partition, splits: bool) -> tuple[StageCost, ...]:
-    """Returns the bytes that each stage holds for one micro-batch like the sample."""
+    """Returns the memory cost of each stage, in bytes, for the sample as one micro-batch."""
     profile = profile_layers(layers, {ONE: sample}, [""] * len(layers), parts=splits).of_micro_batch(ONE)
     return tuple(profile.cost(first, end, speed=1.0) for first, end in cuts.bounds)
 
 
 def memory_limits(memory: Any, devices: Sequence[torch.device]) -> list[float]:
-    """Returns the number of bytes that each rank may hold. Default: an equal share of the memory of its device."""
+    """Returns the number of bytes that each rank may hold.
+
+    Without a limit from the user, ranks share the memory of their device evenly.
+    """
     if memory is None:
         return [memory_of(device) / list(devices).count(device) for device in devices]
     return list(memory) if isinstance(memory, Iterable) else [memory] * len(devices)
 
 
 def _find_unsplit(plan: Plan, settings: Settings) -> frozenset[int]:
-    """Returns the stages whose backward pass should not be split."""
+    """Returns the stages whose backward pass is not split into input-gradient and weight-gradient passes."""
     if any(cost.weight_share is None for cost in plan.costs):  # Not measured: split all stages that are trained.
         trains = [any(p.requires_grad for p in layer.parameters()) for layer in settings.layers.values()]
         return frozenset(stage for stage, (a, b) in enumerate(plan.partition.bounds) if not any(trains[a:b]))
@@ -246,7 +249,7 @@ def _find_unsplit(plan: Plan, settings: Settings) -> frozenset[int]:
 
 
 def _search(arguments: Arguments, settings: Settings) -> Plan:
-    """Searches for the fastest plan with the K and M of the user."""
+    """Searches for the fastest plan with the user's number of ranks (K) and number of micro-batches (M)."""
     devices = settings.devices
     limits = [inf] * len(devices) if arguments.sample is None else memory_limits(arguments.memory, devices)
     try:
@@ -262,7 +265,7 @@ def _search(arguments: Arguments, settings: Settings) -> Plan:
 
 
 def read_profile(arguments: Arguments, settings: Settings) -> Profile:
-    """Returns the cost of each layer, measured or from `costs=`, and its memory if there is a sample."""
+    """Returns a profile with the cost of each layer, measured or from `costs=`, and its memory if a sample exists."""
     layers, sample = _layers_and_sample(arguments, settings)
     names, device, costs = list(settings.layers), settings.devices[0], _costs_of(arguments, settings)
     with as_in_training(device, settings.driver.intra_op_threads):

@@ -1,4 +1,4 @@
-"""Rejects embeddings with `max_norm` that would scale their weight more often than in the reference loop."""
+"""Rejects embeddings with `max_norm` whose weight would be scaled more often than in the reference loop."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ SCALED = (
 
 
 def find_scaled_weights(settings: Settings, plan: Plan) -> Iterator[str]:
-    """Yields an error message for each embedding with `max_norm` that is recomputed or shared with another stage."""
+    """Yields an error message for each embedding with `max_norm` that is recomputed or used in several stages."""
     layers = [*enumerate(settings.layers.items())]
     stage_of = [stage for stage, count in enumerate(plan.layers_per_partition) for _ in range(count)]
     shared = find_shared([*settings.layers.values()], settings.tied)

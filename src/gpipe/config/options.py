@@ -1,4 +1,4 @@
-"""Classes that users pass to `GPipe` as the value of `driver` or `remat`, to set options of that choice."""
+"""Defines the classes with options for the arguments `driver` and `remat` of `GPipe`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ class Threads:
     """Runs each rank in a thread of this process.
 
     Args:
-        intra_op_threads: The number of CPU threads that one operation may use, the same on every rank. A different
-            number changes the rounding of results. Default: 1.
+        intra_op_threads: The number of CPU threads that one operation may use, on every rank. A different number
+            changes the rounding of results. Default: 1.
 
     >>> import gpipe, torch
     >>> pipe = gpipe.GPipe([torch.nn.Linear(2, 2)] * 2, 2, 2, driver=gpipe.Threads(intra_op_threads=2))
@@ -38,12 +38,12 @@ class Lockstep:
 
 @dataclass(frozen=True)
 class Processes:
-    """Runs one rank in this process, and the others in other processes of torch.distributed.
+    """Runs one rank in each process of torch.distributed.
 
     Args:
         intra_op_threads: The number of CPU threads that one operation may use, as for `Threads`.
-        survive: Whether training continues if a replica is lost. Each replica then needs its own launcher, and all
-            processes call `GPipe.join` (docs/how-to/fault-tolerance.md). Default: False.
+        survive: Whether training continues if a data-parallel replica is lost. If True, each replica needs its own
+            launcher, and all processes must call `GPipe.join` (see docs/how-to/fault-tolerance.md). Default: False.
 
     >>> Processes(survive=True).intra_op_threads
     1
@@ -61,12 +61,14 @@ BatchNorm: TypeAlias = Literal["micro", "deferred", "synchronized"]
 
 @dataclass(frozen=True)
 class Remat:
-    """Recomputes as few micro-batches as the memory limit allows. `remat="auto"` means `Remat()`.
+    """Recomputes the activations of as few micro-batches as the memory limit allows.
+
+    `remat="auto"` is short for `remat=Remat()`.
 
     Args:
-        memory: The number of bytes that each rank may hold, or one number per rank. It covers weights, gradients, the
-            state of an optimizer like Adam, and activations. Default: the memory of the device, divided evenly among
-            its ranks.
+        memory: The number of bytes that each rank may hold, or one number per rank. The limit covers weights,
+            gradients, the state of an optimizer like Adam, and activations. Default: the memory of the device,
+            divided evenly among the ranks on it.
 
     >>> import gpipe, torch
     >>> layers = [torch.nn.Linear(64, 64) for _ in range(4)]

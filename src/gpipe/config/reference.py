@@ -1,4 +1,4 @@
-"""Implements `GPipe.verify`: replays a step, optionally runs the reference loop, and restores all state."""
+"""Implements `GPipe.verify`, which replays a step, optionally runs the reference loop, and restores all state."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,8 +37,9 @@ class VerificationReport:
 
     Attributes:
         compared: The number of values that were compared: losses, outputs, gradients and buffers.
-        differences: All differences, in the order of computation. Empty if everything is bitwise identical.
-        findings: Values that could not be verified, with the reason, and other findings of the replay.
+        differences: One sentence for each difference, in the order of computation. Empty if all values are bitwise
+            identical.
+        findings: One message for each value that could not be verified, and other findings of the replay.
 
     Example:
         >>> import torch, gpipe
@@ -54,7 +55,7 @@ class VerificationReport:
 
     @property
     def equal(self) -> bool:
-        """Whether everything that was compared is bitwise identical."""
+        """Whether all compared values are bitwise identical."""
         return not self.differences
 
     def __str__(self) -> str:
@@ -73,7 +74,7 @@ def verify(
     *,
     against_model: bool,
 ) -> VerificationReport:
-    """Verifies one mini-batch as `GPipe.verify` describes, and restores the pipe afterwards."""
+    """Verifies one mini-batch, as documented in `GPipe.verify`, and restores the pipe afterwards."""
     if against_model:
         _check_whole_model(pipe)
     _trace(pipe, inputs, loss_fn)
@@ -106,9 +107,9 @@ def verify(
 
 
 def _trace(pipe: "GPipe", inputs: Tree, loss_fn: object) -> None:
-    """Traces the model before the sandbox starts.
+    """Traces the model before `_sandbox` starts.
 
-    Otherwise the sandbox would remove hooks that the first forward pass installs, and that the trace needs.
+    Otherwise `_sandbox` would remove hooks that the first forward pass installs and that the trace needs.
     """
     traced = pipe._settings.traced
     if traced is None or pipe.plan.slices > 1 or pipe._processes.position is not None:
@@ -138,7 +139,7 @@ def _sandbox(pipe: "GPipe", loss_fn: object) -> Iterator[Callable[[], None]]:
     """Restores weights, gradients, buffers, random generators and counters on exit.
 
     Yields:
-        A function that resets all of them in between, and sets gradients to None.
+        A function that restores the same values between two runs, and sets gradients to None.
     """
     roots = {**pipe._own_layers(), LOSS: loss_fn, **{f"global hook {n}": h for n, h in enumerate(global_hooks())}}
     parameters = [*pipe.parameters()]
@@ -178,7 +179,7 @@ def _copies(*values: Tree) -> Any:
 
 
 def _results(pipe: "GPipe") -> dict[str, Tree]:
-    """Returns the gradients and buffers of a pipe, by the names that messages use for them."""
+    """Returns the gradients and buffers of a pipe in a dict. The keys are their descriptions in messages."""
     deferred = pipe._engine.lowering.deferred_batch_norm
     statistics = {
         id(buffer)
@@ -192,9 +193,10 @@ def _results(pipe: "GPipe") -> dict[str, Tree]:
 
 
 def _summed_by_layer(pipe: "GPipe") -> set[str]:
-    """Returns the message names of the gradients of tied weights.
+    """Returns the keys of `_results` that belong to gradients of tied weights.
 
-    gpipe sums them layer by layer, so they are the same for every K, but the reference loop rounds them differently.
+    gpipe sums these gradients layer by layer, so that they do not depend on the number of ranks. The reference loop
+    rounds them differently.
     """
     shared = {id(item.parameter) for item in pipe._engine.shared}
     return {f"the gradient of {name}" for name, p in pipe.named_parameters() if id(p) in shared}
@@ -203,7 +205,11 @@ def _summed_by_layer(pipe: "GPipe") -> set[str]:
 def _reference_loop(
     pipe: "GPipe", batch: tuple[Tree, Tree], loss_fn: Callable[..., object] | None, reduction: Reduction | None
 ) -> dict[str, Tree]:
-    """Runs the forward and backward pass of one micro-batch after the other. Returns losses and outputs by name."""
+    """Runs the forward and backward pass of one micro-batch after the other.
+
+    Returns:
+        The losses and outputs, by their descriptions in messages.
+    """
     traced, seed, step = pipe._settings.traced, pipe.seed, pipe.step_number
     is_own, (inputs, targets) = loss_fn is None, batch
     trees = {"inputs": inputs} if is_own else {"inputs": inputs, "targets": targets}

@@ -1,4 +1,4 @@
-"""Checks all arguments of `GPipe` together, and resolves them to settings."""
+"""Checks all arguments of `GPipe`, and resolves them to settings."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -93,7 +93,7 @@ def trace_model(arguments: Arguments) -> TracedModel | None:
 
 
 def first_rows(arguments: Arguments) -> Tree:
-    """Returns the first micro-batch of the sample, with two rows or more if the sample has them."""
+    """Returns the first micro-batch of the sample, with at least two rows if the sample has two rows."""
     return first_micro_batch(arguments.sample, arguments.micro_batches, least=TWO_ROWS)
 
 
@@ -113,7 +113,7 @@ def _read_seed(seed: int | None, mistakes: Mistakes) -> int:
 def _check_layers(
     layers: dict[str, nn.Module], invalid: Sequence[str], ties: Sequence[Sequence[str]], mistakes: Mistakes
 ) -> Tied:
-    """Adds a message for each layer that cannot run. Returns the places of tied parameters."""
+    """Adds a message for each layer that cannot run. Returns the module and attribute name of tied parameters."""
     mistakes += invalid
     mistakes.check(bool(layers) or bool(invalid), "model= has no layers. Pass at least one layer.")
     mistakes += find_invalid_layers(layers)
@@ -130,7 +130,7 @@ def _check_layers(
 
 
 def _listed(value: object) -> list[Any]:
-    """Returns the items of a sequence, or [None] for any other value, which is then not a name."""
+    """Returns the items of a sequence. Returns [None] for any other value, so that the caller rejects it."""
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [None]
 
 
@@ -153,7 +153,7 @@ def read_driver(arguments: Arguments, mistakes: Mistakes) -> Driver:
 
 
 def _read_execution(arguments: Arguments, mistakes: Mistakes) -> Driver:
-    """Checks M and the arguments that say how ranks run. Returns the driver."""
+    """Checks the number of micro-batches (M) and the arguments that determine how ranks run. Returns the driver."""
     m = arguments.micro_batches
     mistakes.check(is_count(m), f"micro_batches={m!r} is invalid. Pass M, an integer of at least 1{int_remedy(m)}.")
     driver, mesh, norm = read_driver(arguments, mistakes), arguments.mesh, arguments.batch_norm
@@ -179,9 +179,9 @@ def _read_execution(arguments: Arguments, mistakes: Mistakes) -> Driver:
 def _check_costs(
     arguments: Arguments, layers: int, is_spread: bool, traced: TracedModel | None, mistakes: Mistakes
 ) -> None:
-    """Adds messages about invalid costs, and costs that cannot be measured.
+    """Adds a message if `costs=` is invalid or cannot be measured.
 
-    `is_spread` is true if no process holds all layers.
+    `is_spread` is True if no process holds all layers.
     """
     costs = arguments.costs
     is_name, needs_run = isinstance(costs, str), arguments.measures_time or callable(costs)
@@ -208,7 +208,7 @@ def _check_costs(
 
 
 def _one_for_each(name: str, value: object, count: int, places: str, mistakes: Mistakes) -> list[Any]:
-    """Returns one value per place from a list, or from one value for all. A `count` of 0 means unknown."""
+    """Returns `value` as a list of `count` entries, and repeats a single value. A `count` of 0 means unknown."""
     several = isinstance(value, Iterable) and not isinstance(value, str)
     values = list(value) if several else [value] * max(count, 1)  # type: ignore[call-overload]  # just checked
     message = f"{name}= has length {len(values)}, but there are {count} {places}. Pass one entry for each."
@@ -217,7 +217,7 @@ def _one_for_each(name: str, value: object, count: int, places: str, mistakes: M
 
 
 def _read_remat(arguments: Arguments, stages: int, ranks: int, mistakes: Mistakes) -> RematOf:
-    """Returns the recomputation mode of each stage: "always" for now if the plan determines it later."""
+    """Returns the recomputation mode of each stage. Returns "always" for modes that the plan determines later."""
     remat, memory = arguments.remat, arguments.memory
     if arguments.schedule == AUTO:
         message = f"remat={remat!r}: schedule='auto' chooses it. Remove remat=, or pass gpipe.Remat(memory=...)."
@@ -242,7 +242,7 @@ def _read_remat(arguments: Arguments, stages: int, ranks: int, mistakes: Mistake
 
 
 def _check_slices(arguments: Arguments, traced: TracedModel | None, mistakes: Mistakes) -> None:
-    """Adds messages about arguments that cannot be combined with slices of a sequence."""
+    """Adds a message for each argument that cannot be combined with slices of a sequence."""
     schedule, norm = f"schedule={arguments.schedule!r}", arguments.batch_norm
     message = f"{schedule} requires a causal language model of transformers. Pass such a model with sample=."
     mistakes.check(traced is not None, message)
@@ -254,7 +254,7 @@ def _check_slices(arguments: Arguments, traced: TracedModel | None, mistakes: Mi
 def _read_devices(
     devices: object, ranks: int, position: Position | None, mistakes: Mistakes
 ) -> tuple[torch.device, ...]:
-    """Returns the device of each rank. With several processes, this is always the device of this process."""
+    """Returns the device of each rank. With several processes, every entry is the device of this process."""
     if position is not None:
         message = "devices= is only for one process. Remove it: each process uses the device of mesh= or LOCAL_RANK."
         mistakes.check(devices is None, message)
@@ -280,7 +280,7 @@ def _read_device(item: Any, mistakes: Mistakes) -> torch.device | None:
 
 
 def read_schedule(arguments: Arguments, mistakes: Mistakes) -> Schedule:
-    """Returns the schedule, which builds each table only once. Returns fill-drain if `schedule=` is invalid."""
+    """Returns the schedule with a cache for its action lists. Returns fill-drain if `schedule=` is invalid."""
     requested = arguments.schedule
     schedule = SCHEDULES["gpipe"]
     try:
@@ -305,7 +305,7 @@ def read_schedule(arguments: Arguments, mistakes: Mistakes) -> Schedule:
 
 
 def count_ranks(arguments: Arguments, schedule: Schedule) -> int:
-    """Returns K, the number of ranks, or 0 if the arguments do not determine it."""
+    """Returns the number of ranks (K), or 0 if the arguments do not determine it."""
     partitions, stages_per_rank = arguments.partitions, schedule.stages_per_rank
     if isinstance(partitions, int):
         return partitions if is_count(partitions) else 0
@@ -323,7 +323,7 @@ def count_ranks(arguments: Arguments, schedule: Schedule) -> int:
 
 
 def _read_placement(arguments: Arguments, schedule: Schedule, layers: int, mistakes: Mistakes) -> Placement:
-    """Returns the rank of each stage, or () if it is invalid. `layers` is 0 if their number is unknown."""
+    """Returns the rank of each stage, or () if the arguments are invalid. `layers` is 0 if it is unknown."""
     partitions, m = arguments.partitions, arguments.micro_batches
     ranks, stages_per_rank = count_ranks(arguments, schedule), schedule.stages_per_rank
     if arguments.schedule == AUTO:
@@ -340,7 +340,7 @@ def _read_placement(arguments: Arguments, schedule: Schedule, layers: int, mista
         return ()
     try:
         placement = schedule.placement(ranks, stages_per_rank)
-    except ValueError as error:  # The user's function may raise it.
+    except ValueError as error:  # The user's function may raise a ValueError.
         mistakes.append(f"schedule: {error}")
         return ()
     count = m * schedule.slices if is_count(m) else 0

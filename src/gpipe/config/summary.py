@@ -1,4 +1,4 @@
-"""Prints a pipe: its stages, their balance, the predicted step and the findings."""
+"""Formats the summary of a pipe: its stages, their balance, the predicted step and the findings."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""Rejects unknown arguments of `GPipe`, `step` and calls, and suggests the right ones."""
+"""Rejects unknown arguments of `GPipe`, `step` and calls, and suggests the correct arguments."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -49,12 +49,12 @@ FIXES = {
     "labels": "Pass targets= to each step",
     "targets": "Pass them to pipe.step(inputs, targets, loss_fn)",
 }
-"""How to fix a call with an argument name of a different library, or of a different function of gpipe."""
+"""The fix for each argument name that belongs to a different library or a different function of gpipe."""
 TOO_MANY = {
     "__init__": "Pass all layers in one list: GPipe([layer, layer, ...], partitions, micro_batches). Pass other "
     "arguments by name.",
-    "verify": "verify() takes (inputs, targets, loss_fn) by position. Pass other arguments by name.",
-    "step": "step() takes (inputs, targets, loss_fn) by position. Pass other arguments by name, and several inputs "
+    "verify": "verify() accepts (inputs, targets, loss_fn) by position. Pass other arguments by name.",
+    "step": "step() accepts (inputs, targets, loss_fn) by position. Pass other arguments by name, and several inputs "
     "as a tuple or dict.",
     "forward": "A pipe takes one value, the input of its first layer. Pass several values as a tuple, pipe((x, "
     "mask)), or a dict.",
@@ -67,7 +67,7 @@ def checked_entrance(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _explain(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
-    """Returns a message for arguments that do not match a function, or None to keep Python's message."""
+    """Returns a message for arguments that a function does not accept, or None to keep Python's message."""
     parameters = inspect.signature(function).parameters.values()
     known = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY and p.name != "self"]
     if unknown := [name for name in kwargs if name not in known]:
@@ -82,7 +82,7 @@ def check_names(batch: Mapping[str, object], *, is_model: bool, has_inputs: bool
     Args:
         batch: The keyword arguments.
         is_model: Whether the pipe runs a model, whose forward accepts keyword arguments.
-        has_inputs: Whether the call has a positional mini-batch too.
+        has_inputs: Whether the call also has a positional mini-batch.
     """
     if not is_model:
         raise TypeError(_reject("forward", batch, ["gather"]))
@@ -91,7 +91,7 @@ def check_names(batch: Mapping[str, object], *, is_model: bool, has_inputs: bool
 
 
 def _reject(function: str, unknown: Collection[str], known: Sequence[str]) -> str:
-    """Returns one line for each unknown argument, and a list of the known ones if an argument has no fixed answer."""
+    """Returns one line for each unknown argument, and the list of known arguments unless `FIXES` has all fixes."""
     callee = {"__init__": "GPipe", "forward": "pipe"}.get(function, function)
     lines = [f"{callee}() got an unexpected keyword argument {name!r}. {_suggest(name, known)}." for name in unknown]
     if not all(name in FIXES for name in unknown):
@@ -100,7 +100,7 @@ def _reject(function: str, unknown: Collection[str], known: Sequence[str]) -> st
 
 
 def _suggest(name: str, known: Sequence[str]) -> str:
-    """Returns a fix for an unknown argument name, by its meaning or its spelling."""
+    """Returns a fix for an unknown argument name: from `FIXES`, or the known argument with the closest spelling."""
     if name in FIXES:
         return FIXES[name]
     close = get_close_matches(name, [*known, *FIXES], 1)
