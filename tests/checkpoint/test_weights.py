@@ -241,7 +241,7 @@ def test_what_transformers_saves_is_read_here_and_what_is_saved_here_by_transfor
 def test_names_that_transformers_saves_otherwise_are_told_with_the_way_round(tmp_path: Path) -> None:
     (saved, reader), (model, _) = (of_transformers("mixtral", seed) for seed in (0, 1))
     saved.save_pretrained(tmp_path)
-    with pytest.raises(gpipe.CheckpointError, match=r"The model lacks .*experts.* If transformers saved them"):
+    with pytest.raises(gpipe.CheckpointError, match=r"The model lacks .*experts.* If transformers saved the model"):
         gpipe.load_weights(tmp_path, model)
     gpipe.save_weights(tmp_path / "own", reader.from_pretrained(tmp_path))
     gpipe.load_weights(tmp_path / "own", model)
