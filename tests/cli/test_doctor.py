@@ -23,6 +23,19 @@ def test_a_page_says_what_there_is_and_that_it_works(tmp_path: Path, capsys: pyt
     assert "hypothesis" not in page["installed"]
 
 
+@pytest.mark.parametrize(("value", "words"), [("1", "work, because"), (None, "fail by chance, because")])
+def test_it_says_whether_torchrun_can_restart(
+    value: str | None, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", {})
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", value)
+    with pytest.raises(SystemExit):
+        main(["doctor"])
+    assert f"torchrun restarts     {words} TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in capsys.readouterr().out
+
+
 def test_what_fails_is_named_with_its_cause(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,3 +99,35 @@ def test_a_launcher_that_runs_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPa
     assert launcher.was_gone(os.getpid())  # nobody is where its store was
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     assert not launcher.was_gone(os.getpid())  # the store may be another host's
+
+
+@pytest.mark.parametrize(
+    ("variables", "warns"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}, True),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}, True),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RESTART_COUNT": "1"}, False),
+    ],
+)
+def test_restarts_that_fail_by_chance_are_warned_of_once(
+    variables: dict[str, str], warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`False` is what torchrun sets if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has an effect."""
+
+    class Group:
+        pass
+
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for rank, safe in ((0, False), (1, False), (0, True)):
+        group, before = Group(), len(caplog.records)
+        group_of_world = SimpleNamespace(WORLD=group)
+        monkeypatch.setattr(launcher, "dist", SimpleNamespace(group=group_of_world, get_rank=lambda rank=rank: rank))
+        if safe:
+            launcher.accept_store()
+        launcher.warn_of_restarts()
+        launcher.warn_of_restarts()
+        assert len(caplog.records) - before == (warns and rank == 0 and not safe)
+    assert ("[torchrun-restarts]" in caplog.text) == warns

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.support.jobs.small_digits import EPOCHS, GO
 from tests.support.processes.fork_server import ONE_THREAD, ROOT
 from tests.support.processes.listening import family, listening_sockets
 from tests.support.processes.torchrun import Launched, torchrun, wait_for
+from tests.support.progress import run as run_watched
 from tests.support.progress import wait_until
 from tests.support.small_images import EVERYTHING, flags, shown, train
 
@@ -72,6 +74,19 @@ def test_four_processes_show_and_write_what_one_does(alone: tuple[str, Path], tm
     events = json.loads((out / "trace.json").read_text())["traceEvents"]
     assert {event["tid"] for event in events} == {0, 1, 2, 3}
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in expected.iterdir())
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun not found")
+def test_two_processes_of_mpirun_write_what_one_does(alone: tuple[str, Path], tmp_path: Path) -> None:
+    """mpirun sets no variables of torch.distributed."""
+    out = tmp_path / "out"
+    launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--tag-output", "-n", "2"]
+    command = [*launcher, sys.executable, "-m", "tests.support.jobs.small_digits", *ARGUMENTS, "--out", str(out)]
+    done = run_watched(command, cwd=ROOT, env={**os.environ, **ONE_THREAD})
+    assert done.returncode == 0, done.stdout
+    assert "2 partitions" in done.stdout
+    assert weights(out) == weights(alone[1])
+    assert metrics(out) == metrics(alone[1])
 
 
 # What ends early goes on as if it had not.

@@ -53,6 +53,7 @@ def doctor(
             raise ValueError("--part, --quick: require --gpu. Add --gpu.")
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
     environment = variables or {"variables": f"none with prefix {', '.join(PREFIXES)}"}
+    environment["torchrun restarts"] = _restarts()
     facts = {"installed": _installed(), "machine": _machine(), "devices": _devices(), "environment": environment}
     if gpu:
         with exit_on_user_errors():
@@ -69,6 +70,14 @@ def doctor(
     failed = [name for name, text in results.items() if text.startswith("FAILED")]
     print(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}" if failed else "All checks passed.")
     sys.exit(1 if failed else 0)
+
+
+def _restarts() -> str:
+    from gpipe.distributed.launcher import SEPARATE_STORES
+
+    if os.environ.get(SEPARATE_STORES) == "1":
+        return f"work, because {SEPARATE_STORES}=1"
+    return f"fail by chance, because {SEPARATE_STORES} is not set. Set it to 1 if you use --max-restarts."
 
 
 def _installed() -> dict[str, str]:

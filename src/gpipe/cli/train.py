@@ -53,11 +53,11 @@ def _train(name: str, options: TrainOptions) -> None:
     from gpipe.recipes.training import run
     from gpipe.recipes.world import find_world, joined
 
-    world = find_world(os.environ)
     # If a process exited while the processes connect, the others would fail with less helpful errors.
     with exit_on_user_errors():
+        world = find_world(os.environ)
         recipe = RECIPES[name](options.resolved(world.size if world.launched else None))
-    with joined(world), exit_on_remote_errors():
+    with joined(world) as world, exit_on_remote_errors():
         with exit_on_user_errors():
             job = prepare(recipe, world=world)
         command = f"gpipe train {name} --out {shlex.quote(str(recipe.options.out))} --resume"
@@ -94,7 +94,7 @@ def evaluate(
 
         for run in runs:
             recipe_of(run)
-    world = find_world(os.environ)
+        world = find_world(os.environ)
     with joined(world), exit_on_remote_errors():
         evaluations = []
         for run in runs:

@@ -15,7 +15,7 @@ from gpipe.config.max_norm import find_scaled_weights
 from gpipe.config.resolve import RematOf, first_rows, read_driver, resolve, trace_model
 from gpipe.distributed.elastic import ElasticProcesses
 from gpipe.distributed.folder_rendezvous import FolderRendezvous, variables
-from gpipe.distributed.launcher import end_with_launcher
+from gpipe.distributed.launcher import end_with_launcher, warn_of_restarts
 from gpipe.distributed.mesh import Position, is_joined
 from gpipe.distributed.processes import Processes, SingleProcess
 from gpipe.distributed.rendezvous import Rendezvous
@@ -41,6 +41,7 @@ def assemble(arguments: Arguments) -> tuple[Settings, Plan, SingleProcess]:
     survives = driver.survive is True
     if not is_joined():
         find_own_position(arguments)  # Raises an error that says what is missing.
+    warn_of_restarts()
     with Rendezvous() as rendezvous:
         position = find_own_position(arguments)
         if survives:

@@ -1,5 +1,6 @@
 """Checks all arguments of `GPipe`, and resolves them to settings."""
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, get_args
@@ -12,7 +13,8 @@ from gpipe._torch.accelerator import CPU, accelerators, numbered
 from gpipe.batch.microbatch import TWO_ROWS, find_unsplittable, first_micro_batch
 from gpipe.config.arguments import PLAN_DEFAULTS, Arguments, Mistakes, Settings
 from gpipe.config.options import DRIVERS, BatchNorm, Driver, Processes, Threads
-from gpipe.distributed.mesh import Position, world_size
+from gpipe.distributed.launch_variables import several_without_group
+from gpipe.distributed.mesh import Position, is_joined, world_size
 from gpipe.errors import int_remedy, is_count
 from gpipe.planner.search.candidates import AUTO
 from gpipe.schedule import lower
@@ -157,7 +159,10 @@ def _read_execution(arguments: Arguments, mistakes: Mistakes) -> Driver:
     m = arguments.micro_batches
     mistakes.check(is_count(m), f"micro_batches={m!r} is invalid. Pass M, an integer of at least 1{int_remedy(m)}.")
     driver, mesh, norm = read_driver(arguments, mistakes), arguments.mesh, arguments.batch_norm
-    if arguments.driver is None and mesh is None and (size := world_size()) > 1:
+    if arguments.driver is None and mesh is None and not is_joined():
+        if launched := several_without_group(os.environ):
+            mistakes.append(f"driver= is missing: {launched}")
+    elif arguments.driver is None and mesh is None and (size := world_size()) > 1:
         mistakes.append(
             f"driver= is missing, but torch.distributed has {size} processes. Pass driver='process' for one pipe "
             f"over all of them, or driver='threads' for a separate pipe in each."

@@ -1,5 +1,6 @@
-"""Ends workers of torchrun when torchrun itself is gone, even if it was killed."""
+"""Ends workers of torchrun when torchrun itself is gone, even if it was killed. Warns if restarts would fail."""
 
+import logging
 import os
 import signal
 import socket
@@ -7,6 +8,9 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from weakref import WeakSet
+
+import torch.distributed as dist
 
 NAME = "gpipe-launcher"
 POLL_SECONDS = 0.5
@@ -15,6 +19,34 @@ WORKER_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")  # set in work
 ADOPTERS = frozenset({"init", "systemd", "tini", "dumb-init", "docker-init", "catatonit", "runit", "s6-svscan"})
 """Names of programs that adopt orphaned processes."""
 ANSWER_SECONDS = 2.0  # for the launcher's store to answer
+SEPARATE_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+RESTARTS = (
+    f"torchrun can restart this script, but restarts fail by chance, because new processes find the addresses of the "
+    f"old ones in torchrun's store. Set {SEPARATE_STORES}=1 before torchrun, and pass --rdzv-backend c10d instead of "
+    "--master-addr or --master-port. [torchrun-restarts]"
+)
+
+logger = logging.getLogger("gpipe")
+
+_checked: "WeakSet[dist.ProcessGroup]" = WeakSet()  # groups that need no warning
+
+
+def accept_store() -> None:
+    """Notes that the default process group cannot find addresses of earlier processes in its store."""
+    assert dist.group.WORLD is not None
+    _checked.add(dist.group.WORLD)
+
+
+def warn_of_restarts() -> None:
+    """Warns once, on rank 0, if torchrun can restart the processes, and all lives of the script share a store."""
+    known, group = os.environ, dist.group.WORLD
+    if group is None or group in _checked:
+        return
+    _checked.add(group)
+    counts = [known.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
+    shares = known.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shares and dist.get_rank() == 0 and any(count != "0" for count in counts):
+        logger.warning(RESTARTS)
 
 
 def end_with_launcher() -> None:

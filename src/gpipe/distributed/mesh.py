@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from gpipe._torch.accelerator import accelerators
 from gpipe._torch.modules import seconds_of_group
+from gpipe.distributed.launch_variables import several_without_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -84,6 +85,8 @@ def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> 
         ranks: The number of processes per replica that `partitions` needs, or 0 if it is invalid.
     """
     if not is_joined():
+        if launched := several_without_group(os.environ):
+            return None, [f"driver='process' requires torch.distributed: {launched}"]
         return None, [
             "driver='process' requires torch.distributed, which is not initialized. Start the script with torchrun, "
             "and call torch.distributed.init_process_group('gloo') first (with GPUs: 'cpu:gloo,cuda:nccl')."

@@ -1,25 +1,31 @@
-"""Finds the processes that train together, from the environment variables of torchrun, and connects them."""
+"""Finds the processes that train together, from the environment variables of their launcher, and connects them."""
 
 import json
 import logging
 import os
+import secrets
 import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # These are public.
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # These are public.
 
+from gpipe.distributed.launch_variables import missing_variables
+from gpipe.distributed.launcher import accept_store
 from gpipe.distributed.network import interface_of
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # Set by torchrun and other launchers.
 TIMEOUT = timedelta(minutes=5)  # Timeout of the process group. A step takes seconds.
 LOOPBACK = "127.0.0.1"
+LIFE = "gpipe/life"  # the key under which rank 0 publishes the processes
+POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class World:
         size: Number of processes.
         launched: Whether a launcher started the processes.
         one_host: Whether all processes run on this host.
-        restarts: Number of times that torchrun has restarted the processes after a failure.
+        restarts: Number of times that torchrun has restarted the processes, as far as this process knows.
     """
 
     rank: int = 0
@@ -42,7 +48,12 @@ class World:
 
 
 def find_world(environment: Mapping[str, str]) -> World:
-    """Reads this process's rank and the number of processes from environment variables."""
+    """Reads this process's rank and the number of processes from environment variables.
+
+    Raises:
+        ValueError: If srun or mpirun started the processes, and the name of the first host is not known.
+    """
+    environment = {**environment, **missing_variables(environment)}
     if any(name not in environment for name in LAUNCHED):
         return World()
     size = environment["WORLD_SIZE"]
@@ -56,14 +67,19 @@ def find_world(environment: Mapping[str, str]) -> World:
 
 
 @contextmanager
-def joined(world: World) -> Iterator[None]:
-    """Creates the default process group inside the context. On one host, it uses only the loopback interface."""
+def joined(world: World) -> Iterator[World]:
+    """Creates the default process group inside the context. On one host, it uses only the loopback interface.
+
+    Yields:
+        The world, with a number of restarts on which all processes agree.
+    """
     if not world.launched:
-        yield
+        yield world
         return
     if world.rank:  # Only rank 0 prints warnings. Other ranks print only errors.
         logging.getLogger("gpipe").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
+    os.environ.update(missing_variables(os.environ))
     chosen = "" if world.one_host else os.environ.get("GPIPE_INTERFACE")
     if interface := chosen or interface_of(LOOPBACK if world.one_host else os.environ["MASTER_ADDR"]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -71,13 +87,62 @@ def joined(world: World) -> Iterator[None]:
     backend = (
         f"cpu:gloo,{kind.type}:{dist.Backend.default_device_backend_map.get(kind.type, 'gloo')}" if kind else "gloo"
     )
-    # torchrun keeps its store across restarts, so the store still contains addresses of processes that have ended.
-    store = PrefixStore(f"gpipe/{world.restarts}", _connect_store(world))
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
+    store = _connect_store(world)
+    prefix, restarts = agree_on_life(store, world)
+    dist.init_process_group(
+        backend, store=PrefixStore(prefix, store), rank=world.rank, world_size=world.size, timeout=TIMEOUT
+    )
+    accept_store()
     try:
-        yield
+        yield replace(world, restarts=restarts)
     finally:
         dist.destroy_process_group()
+
+
+def agree_on_life(store: Store, world: World) -> tuple[str, int]:
+    """Agrees with the other processes on a prefix for the keys of a store, and on the number of restarts.
+
+    torchrun keeps its store across restarts, so the store may contain the keys of processes that have ended. The
+    number of restarts cannot distinguish them, because each agent of torchrun counts its own. Therefore each process
+    writes a random name, and rank 0 publishes the names. A process that does not find its own name in them waits,
+    because they are those of an earlier life. Rank 0 publishes names again until all processes have found theirs.
+
+    Returns:
+        The prefix, which no earlier life has used, and the number of restarts.
+    """
+    own, until = f"{secrets.token_hex(8)} {world.restarts}", time.monotonic() + TIMEOUT.total_seconds()
+    keys = [f"gpipe/process/{rank}" for rank in range(world.size)]
+    published: dict[str, Any] = {"names": [], "restarts": -1}
+    if not world.rank and store.check([LIFE]):
+        published = json.loads(store.get(LIFE))
+    earlier = published["restarts"] + 1
+    store.set(keys[world.rank], own)
+    if world.rank:
+        while own not in published["names"]:
+            if time.monotonic() > until:
+                raise TimeoutError(f"Rank 0 did not start within {TIMEOUT.total_seconds():g} s. Read its messages.")
+            time.sleep(POLL_SECONDS)
+            if store.check([LIFE]):
+                published = json.loads(store.get(LIFE))
+        prefix = f"gpipe/{published['names'][0]}"
+        store.add(f"{prefix}/found", 1)
+        return prefix, int(store.get(f"{prefix}/restarts"))
+    prefix = f"gpipe/{own}"
+    store.wait(keys, TIMEOUT)
+    while True:
+        names = [name.decode() for name in store.multi_get(keys)]
+        restarts = max(earlier, *(int(name.split()[1]) for name in names))
+        if names != published["names"]:
+            published = {"names": names, "restarts": restarts}
+            store.set(LIFE, json.dumps(published))
+        if store.add(f"{prefix}/found", 0) == world.size - 1:
+            store.set(f"{prefix}/restarts", str(restarts))
+            return prefix, restarts
+        if time.monotonic() > until:
+            raise TimeoutError(
+                f"Other ranks did not start within {TIMEOUT.total_seconds():g} s. Read their messages."
+            )
+        time.sleep(POLL_SECONDS)
 
 
 def broadcast_from_first(world: World, make: Callable[[], Any]) -> Any:
