@@ -1,6 +1,7 @@
-"""Devices of any vendor, through `torch.accelerator`: CUDA, ROCm, XPU and others, and CPUs.
+"""Supports devices of any vendor through `torch.accelerator` (CUDA, ROCm, XPU and others), and CPUs.
 
-A device *queues* if it runs kernels asynchronously, on streams. CPUs do not; MPS has only one stream.
+A device *queues* if it runs kernels asynchronously, on several streams. CPUs have no streams, and MPS has only one
+stream.
 """
 
 import os
@@ -36,7 +37,7 @@ def kinds() -> tuple[str, ...]:
 
 
 def initialized_accelerators() -> list[torch.device]:
-    """Returns the accelerators if torch has initialized them. Reading their generators would initialize them."""
+    """Returns the accelerators if torch has initialized them. Reading a generator would initialize its device."""
     devices = accelerators()
     return devices if devices and torch.get_device_module(devices[0]).is_initialized() else []
 
@@ -113,7 +114,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 def queued_on(stream: torch.Stream | None) -> Iterator[None]:
     """Queues kernels on a stream inside the context. Does nothing if `stream` is None.
 
-    In contrast to a `torch.Stream`, two threads can enter it at once.
+    In contrast to a `torch.Stream`, two threads can enter the context at the same time.
     """
     if stream is None:
         yield
@@ -128,7 +129,7 @@ def queued_on(stream: torch.Stream | None) -> Iterator[None]:
 
 
 def put_data(parameter: Tensor, data: Tensor) -> None:
-    """Assigns `parameter.data = data`, also between devices where torch cannot, such as a CPU and an NPU.
+    """Assigns `parameter.data = data`, also between device types for which torch rejects this, such as CPU and NPU.
 
     Keeps hooks, but not gradients.
     """
@@ -141,7 +142,7 @@ def put_data(parameter: Tensor, data: Tensor) -> None:
 
 
 def keep_parameters(module: nn.Module, device: torch.device, move: Callable[[Tensor], Tensor]) -> None:
-    """Moves parameters that `module.to(device)` would replace by new objects, as it does on an NPU."""
+    """Moves parameters that `module.to(device)` would replace by new objects, for example on an NPU."""
     for parameter in module.parameters():
         is_plain = not hasattr(parameter, "__tensor_flatten__")  # `to` moves the inner tensors of wrapper subclasses
         if is_plain and not torch._has_compatible_shallow_copy_type(parameter, torch.empty(0, device=device)):
@@ -151,7 +152,7 @@ def keep_parameters(module: nn.Module, device: torch.device, move: Callable[[Ten
 
 
 def copied_to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Copies tensors to the CPU. Queues all copies, then waits for each device once."""
+    """Copies tensors to the CPU. Queues all copies, and then waits for each device once."""
     originals = list(tensors)
     copies = [tensor.to(CPU, copy=True, non_blocking=queues(tensor.device)) for tensor in originals]
     for device in {tensor.device for tensor in originals if queues(tensor.device)}:
@@ -173,6 +174,6 @@ def memory_of(device: torch.device) -> int:
 
 
 def name_of(device: torch.device) -> str:
-    """Returns the product name of a device, or its torch name if torch does not know it."""
+    """Returns the product name of a device, or the torch name of the device if the product name is unknown."""
     module = torch.get_device_module(device)
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else str(device)

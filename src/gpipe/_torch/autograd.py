@@ -1,8 +1,8 @@
-"""Internals of autograd's engine, nodes and tensors.
+"""Wraps internals of autograd's engine, nodes and tensors.
 
-For matrix products and convolutions, a node computes the gradients of its input and its weights together. If gpipe
-defers the weight gradients, it must compute them exactly as torch does. The formulas in this module come from torch's
-`derivatives.yaml`, for real numbers.
+The autograd node of a matrix product or convolution computes the gradients of its input and weight together. If gpipe
+defers the weight gradient, it must compute this gradient exactly as torch does. The formulas in this module come from
+torch's `derivatives.yaml`, for real numbers.
 """
 
 import sys
@@ -25,7 +25,7 @@ def accumulate_gradients(
 ) -> None:
     """Adds gradients to `.grad` of all leaves, or only at `ends`.
 
-    `torch.autograd.backward` would do the same, but its checks take 29 us.
+    `torch.autograd.backward` would do the same, but its checks take 29 us per call.
     """
     _run_backward(
         tuple(roots),
@@ -39,13 +39,13 @@ def accumulate_gradients(
 
 
 will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
-"""Whether the running backward pass will execute a node. A pass restricted to some inputs skips other nodes."""
+"""Whether the running backward pass will execute a node. A pass for some inputs skips other nodes."""
 running_node: Callable[[], Any] = torch._C._current_autograd_node
-"""Returns the node whose backward this thread runs, or None."""
+"""Returns the node whose backward is running in this thread, or None."""
 
 
 def node_number(node: Any) -> int:
-    """Returns how many nodes this thread had created before this node, which tells the layer of the node."""
+    """Returns the number of nodes that this thread had created before this node. It identifies the node's layer."""
     return int(node._sequence_nr())
 
 
@@ -74,7 +74,7 @@ def is_differentiated_forward() -> bool:
 
 
 copy_each: Callable[[list[Tensor], tuple[Tensor, ...]], object] = torch._foreach_copy_
-"""Copies several tensors into others at once. `Tensor.copy_` copies one."""
+"""Copies each tensor of a list into a tensor of another list, in one call. `Tensor.copy_` copies one tensor."""
 negative_view: Callable[[Tensor], Tensor] = torch._neg_view
 """Returns a view with the opposite sign, such as the view that `torch.conj(x).imag` creates."""
 
@@ -86,7 +86,7 @@ def memory_users(tensor: Tensor) -> int:
 
 
 def is_held(tensors: Sequence[Any], index: int) -> bool:
-    """Whether Python code other than the list refers to `tensors[index]`, or to its base if it is a view."""
+    """Whether a reference to `tensors[index]`, or to its base if it is a view, exists outside of the list."""
     is_referenced = sys.getrefcount(tensors[index]) > _LISTED
     return is_referenced or (tensors[index]._is_view() and sys.getrefcount(tensors[index]._base) > _BASE)
 
@@ -100,13 +100,13 @@ WEIGHT_SLOTS: dict[type, tuple[int, ...]] = {
     _nodes.BmmBackward0: (1,),
     _nodes.ConvolutionBackward0: (1, 2),
 }
-"""The node types of products with weights, and the argument positions of the weight and its bias."""
+"""The node types of products with weights, with the argument positions of the weight and the bias."""
 LAYOUT_NODES: frozenset[type] = frozenset({
     _nodes.TBackward0, _nodes.TransposeBackward0, _nodes.PermuteBackward0, _nodes.ViewBackward0,
     _nodes.UnsafeViewBackward0, _nodes.ExpandBackward0, _nodes.UnsqueezeBackward0, _nodes.SqueezeBackward1,
     _nodes.CloneBackward0, _nodes.ToCopyBackward0,
 })  # fmt: skip
-"""The node types that only change the layout or dtype of one tensor, and save no tensor."""
+"""The node types that only change the layout or dtype of one tensor, and do not save a tensor."""
 LEAF_NODE: type[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 """The node type that accumulates into the `.grad` of a leaf."""
 PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter})  # without other subclasses
@@ -118,8 +118,9 @@ class Product:
     """A product whose weight gradients can be computed later.
 
     Attributes:
-        x: The input that the node saved.
-        gradients: Computes the gradients of the arguments at some positions from the gradient of the product.
+        x: The input that the node has saved.
+        gradients: A function that computes the gradients of the arguments at some positions, from the gradient of the
+            product.
     """
 
     x: Tensor
@@ -127,10 +128,11 @@ class Product:
 
 
 def read_product(node: Any) -> Product | None:
-    """Reads the product of a node of `WEIGHT_SLOTS`.
+    """Reads the product of a node whose type is in `WEIGHT_SLOTS`.
 
     Returns None if the formulas do not apply, or if saved-tensor hooks of other code would have to unpack the input.
-    Such hooks may unpack a tensor only once, for its own node, as the hooks of `torch.utils.checkpoint` do.
+    Some hooks, such as the hooks of `torch.utils.checkpoint`, can unpack a tensor only once, and only for its own
+    node.
     """
     match type(node).__name__:
         case "AddmmBackward0" if node._saved_alpha == 1 and node._saved_beta == 1:
@@ -150,7 +152,7 @@ def read_product(node: Any) -> Product | None:
 
 
 def _read_matrix_product(node: Any, name: str, bias_slot: int | None) -> Product | None:
-    """Reads a product with a matrix. Autograd sums the product's gradient to the shape of the bias."""
+    """Reads a matrix product. Autograd sums the product's gradient to the shape of the bias."""
     x, sizes, strides = _plain(node, name), node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
     if x is None:
         return None
@@ -166,7 +168,7 @@ def _read_matrix_product(node: Any, name: str, bias_slot: int | None) -> Product
 def _convolution_gradients(
     x: Tensor, weight: Tensor, options: list[Any], dy: Tensor, slots: tuple[int, ...]
 ) -> tuple[Tensor, ...]:
-    """Computes both gradients in one call, because torch has kernels for both."""
+    """Computes the gradients of weight and bias in one call, because torch has kernels that compute both."""
     gradients = torch.ops.aten.convolution_backward(dy, x, weight, *options, [False, 1 in slots, 2 in slots])
     return tuple(gradients[slot] for slot in slots)
 
@@ -190,8 +192,8 @@ class SavedTensor:
 
     Attributes:
         tensor: The tensor. Empty while its storage is offloaded.
-        version: Its version when the node saved it.
-        away: Its storage offset, shape and strides while its storage is offloaded, otherwise None.
+        version: The version of the tensor when the node saved it.
+        away: The storage offset, shape and strides of the tensor while its storage is offloaded, otherwise None.
     """
 
     tensor: Tensor
@@ -207,12 +209,12 @@ class SavedTensor:
 
     @property
     def is_as_saved(self) -> bool:
-        """Whether its storage has the saved values: it is unchanged, and not a conjugate or negative view."""
+        """Whether the storage has the saved values: the tensor is unchanged, and not a conjugate or negative view."""
         return self.tensor._version == self.version and not (self.tensor.is_conj() or self.tensor.is_neg())
 
     @property
     def address(self) -> int:
-        """The address of its storage, or 0 if the tensor is not plain, strided memory."""
+        """The address of the tensor's storage, or 0 if the tensor is not plain and strided."""
         tensor = self.tensor
         if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             return 0
@@ -237,7 +239,7 @@ OFFLOADED = "A backward pass of a different stage or micro-batch needs activatio
 
 
 def unpack(saved: SavedTensor) -> Tensor:
-    """Returns the tensor that a node saved. Checks that it is unchanged, which torch does not do with hooks."""
+    """Returns the tensor that a node saved. Checks that it is unchanged, because torch does not."""
     tensor = saved.tensor
     if saved.away is not None:
         raise RuntimeError(OFFLOADED)
@@ -251,7 +253,7 @@ def unpack(saved: SavedTensor) -> Tensor:
 
 
 def has_node_hooks(node: Node) -> bool:
-    """Whether a node has hooks on its result."""
+    """Whether a node has hooks on the gradients that it returns."""
     handle = node.register_hook(lambda made, came: None)
     try:
         return len(handle.hooks_dict_ref() or ()) > 1

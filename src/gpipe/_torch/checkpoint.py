@@ -20,10 +20,10 @@ class CheckpointFrame:
 
     Attributes:
         recomputes: Whether this is the recomputation.
-        preserves: Whether it keeps the states of default generators (`preserve_rng_state`).
-        cpu: The state of the CPU generator before the forward, if saved.
-        devices: The saved states of the generators of its inputs' devices, by index.
-        release: Makes the recomputation leave the default generators unchanged.
+        preserves: Whether the checkpoint saves the states of default generators (`preserve_rng_state`).
+        cpu: The state of the CPU generator before the forward. None if it was not saved.
+        devices: The saved states of the generators of the inputs' devices, by device index.
+        release: Prevents the recomputation from changing the default generators.
     """
 
     recomputes: bool
@@ -74,5 +74,5 @@ def _release(recompute: Any) -> None:
 
 
 def reruns_by_default_generator(code: CodeType) -> bool:
-    """Whether code belongs to torch's function that reruns compiled code with the state of the default generator."""
+    """Whether code belongs to the torch function that reruns compiled code with the saved default generator state."""
     return "run_and_save_rng_state" in code.co_qualname and code.co_filename == RERUNS

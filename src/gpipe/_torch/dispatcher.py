@@ -1,4 +1,4 @@
-"""Internals of torch's dispatcher: custom kernels for operators, modes that observe operators, and fake tensors."""
+"""Wraps internals of torch's dispatcher: custom kernels, modes that observe operators, and fake tensors."""
 
 import ctypes
 import logging
@@ -29,24 +29,24 @@ UNUSED_KEY = "TESTING_ONLY_GenericMode"
 
 
 def unused_key() -> Any:
-    """Returns the dispatch key that torch reserves for its own tests. It comes after autograd and before modes."""
+    """Returns the dispatch key that torch reserves for its tests. It has a higher priority than autograd."""
     return torch._C._dispatch_key_parse(UNUSED_KEY)
 
 
 is_key_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
-"""Whether operators of this thread use the kernels of a key."""
+"""Whether operators in this thread use the kernels of a dispatch key."""
 include_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
-"""Sets whether operators of this thread use the kernels of a key."""
+"""Sets whether operators in this thread use the kernels of a dispatch key."""
 exclude_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
-"""Sets whether operators of this thread skip the kernels of a key although it is included."""
+"""Sets whether operators in this thread skip the kernels of a dispatch key, even if the key is included."""
 
 
 SLOT = "gpipe.keyed"
-"""A thread-local slot. Threads of the autograd engine inherit its value from the thread that calls backward."""
+"""The name of a thread-local slot. Threads of the autograd engine inherit its value from the caller of backward."""
 
 
 def _stash_holds() -> bool:
-    """Whether torch keeps a reference to the object in a slot. torch 2.11 does not, and would free it in use."""
+    """Whether torch keeps a reference to the object in a slot. torch 2.11 does not, so the object could be freed."""
     probe = object()
     before = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls(SLOT, probe)
@@ -65,21 +65,21 @@ def _stash_and_hold(value: object) -> None:
 stash: Callable[[object], None] = partial(torch._C._stash_obj_in_tls, SLOT) if _stash_holds() else _stash_and_hold
 """Stores an object in the slot."""
 forget_stashed: Callable[[], None] = partial(torch._C._remove_obj_from_tls, SLOT)
-"""Clears the slot of this thread, which is about to end.
+"""Clears the slot of this thread. Call it before the thread ends.
 
-Otherwise torch would release the object after the thread has ended for Python. This needs the interpreter, and if
-the interpreter ends at the same time, the process aborts.
+Otherwise torch would release the object after Python has ended the thread. The release needs the interpreter. If the
+interpreter exits at the same time, the process aborts.
 """
 stashed: Callable[[], Any] = partial(torch._C._get_obj_in_tls, SLOT)
 """Returns the object in the slot."""
 
 
 keys_below: Callable[[Any], Any] = torch._C._dispatch_keyset_full_after
-"""Returns the keys that come after a key, for `redispatch`."""
+"""Returns the dispatch keys with lower priority than a key, for `redispatch`."""
 
 
 def are_below_a_mode(keys: Any) -> bool:
-    """Whether these keys include Python: a mode is active, or an argument is a subclass of Tensor."""
+    """Whether these keys include the Python key, because a mode is active or an argument is a Tensor subclass."""
     return bool(keys.has(torch._C.DispatchKey.Python))
 
 
@@ -89,9 +89,9 @@ ATTENTION_ON_CPU = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
 def random_operators() -> Iterator[Operator]:
-    """Yields the operators that torch tags as random and that have kernels of their own.
+    """Yields the operators that torch tags as random and that have their own kernels.
 
-    Skips attention on the CPU, which has the tag but never uses random numbers, because it rejects dropout.
+    Skips attention on the CPU. It has the tag, but never uses random numbers, because it rejects dropout.
     """
     for name in torch._C._dispatch_get_all_op_names():
         qualified, _, overload = name.partition(".")
@@ -120,7 +120,7 @@ def is_one_generator(generator: torch.Generator, other: torch.Generator) -> bool
 
 
 class Operations(TorchDispatchMode):
-    """Observes the tensors of operators inside the context. Only one thread at a time may enter it; it may nest."""
+    """Observes the tensors of operators inside the context. Only one thread may be inside, but may enter again."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -134,7 +134,7 @@ class Operations(TorchDispatchMode):
 
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-"""Raised by an operator on fake tensors whose output or output shape depends on values."""
+"""The errors that an operator raises on fake tensors if its output or output shape depends on values."""
 
 
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm  # one matrix for each group of rows: experts in transformers use it
@@ -165,7 +165,7 @@ class Fakes:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Runs operators without values, also if arguments have values. Errors are raised, and not logged."""
+        """Runs operators without values, even if arguments have values. Errors are raised, but not logged."""
         logger = logging.getLogger(FakeTensor.__module__)
         before, logger.disabled = logger.disabled, True
         try:
@@ -184,7 +184,7 @@ class Fakes:
 def without_memory(
     kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool
 ) -> Tensor:
-    """Returns a tensor without memory, of a class with `__torch_dispatch__`. It is not fake, even in a fake mode."""
+    """Returns a tensor of a class with `__torch_dispatch__`, without memory. Even in a fake mode, it is not fake."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device, requires_grad=requires_grad)
 
 

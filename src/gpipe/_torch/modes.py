@@ -1,11 +1,11 @@
-"""Modes of a thread besides grad mode and autocast, its number of CPU threads, and detection of the compiler.
+"""Reads and sets modes of a thread (except grad mode and autocast) and its CPU threads, and detects the compiler.
 
-It also separates rank threads in autocast's cache of casts, which torch shares between all threads. A weight that is
-used twice inside an autocast is cast once, and its gradients are summed in the lower precision. But torch clears the
-cache when any thread leaves its outermost autocast, so a rank that leaves could make another cast a weight twice.
+This module also protects autocast's cache of casts, which all threads share. A weight that is used twice inside an
+autocast is cast once, and its gradients are summed in the lower precision. But torch clears the cache when any thread
+leaves its outermost autocast. Another rank could then cast a weight twice.
 
-Here the cache is cleared only when no rank is inside an autocast, and a rank that has left waits for this before it
-enters again. So ranks pass through their autocasts in rounds, and each finds the same casts as without other ranks.
+With this module, the cache is cleared only when no rank is inside an autocast. A rank that has left an autocast waits
+for this before it enters an autocast again. Each rank therefore uses the same casts as without other ranks.
 """
 
 import inspect
@@ -37,11 +37,11 @@ saved_tensor_hooks: Callable[[], tuple[Callable[[Tensor], object], Callable[[obj
 
 
 class OwnMode(torch.overrides.TorchFunctionMode):
-    """A mode of gpipe that only observes. Pipes may be called inside it."""
+    """A mode of gpipe that only observes function calls. Pipes may be called inside this mode."""
 
 
 def modes_here() -> tuple[torch.device | None, list[object]]:
-    """Returns the default device of this thread, if set, and its other modes, without gpipe's own."""
+    """Returns the default device of this thread, or None, and all other modes of the thread except gpipe's modes."""
     device, modes = None, list[object]()
     for mode in torch.overrides._get_current_function_mode_stack():
         if isinstance(mode, torch.utils._device.DeviceContext):
@@ -86,11 +86,11 @@ def intra_op_threads(number: int) -> Iterator[None]:
 
 
 ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""The dispatcher's name of attention on the CPU. torch does not count its operations."""
+"""The operator for attention on the CPU. torch does not count its floating-point operations."""
 ATTENTION_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 LSTM_ON_CPU = torch.ops.aten.mkldnn_rnn_layer
-"""The dispatcher's name of an LSTM layer on the CPU. Other recurrent layers consist of matrix products."""
+"""The operator for an LSTM layer on the CPU. Other recurrent layers consist of matrix products."""
 LSTM_ON_CPU_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward
 BILINEAR = torch.ops.aten._trilinear  # the dispatcher's name of `torch.nn.functional.bilinear` and its backward
 
@@ -117,9 +117,9 @@ def is_traced_by_compiler() -> bool:
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Excludes a function from `torch.compile`, which would trace its locks, threads and queues.
+    """Excludes a function from `torch.compile`, which would trace the function's locks, threads and queues.
 
-    `torch.compiler.disable` would import the compiler, which takes seconds, and its guard takes 20 us per call.
+    `torch.compiler.disable` would import the compiler, which takes seconds, and would take 20 us per call.
     """
     hidden, eval_frame = torch._compile._disable_dynamo(function), torch._C._dynamo.eval_frame
 
@@ -155,7 +155,7 @@ def variables_of_torch() -> set[ContextVar[Any]]:
 
 
 class _Rounds:
-    """The rank threads that are inside an autocast, and those that have left since the cache was last cleared."""
+    """Tracks which rank threads are inside an autocast, and which have left one since the cache was last cleared."""
 
     def __init__(self, clear_cache: Callable[[], None]) -> None:
         self._clear_cache = clear_cache
@@ -164,14 +164,14 @@ class _Rounds:
         self._left: set[int] = set()
 
     def enter(self) -> None:
-        """Waits until the cache has been cleared since this thread last left an autocast."""
+        """If this thread has left an autocast, waits until the cache has been cleared."""
         me = threading.get_ident()
         with self._changed:
             self._changed.wait_for(lambda: me not in self._left)
             self._inside.add(me)
 
     def leave(self) -> None:
-        """Clears the cache if no rank is inside an autocast any more."""
+        """Records that this thread has left its autocast. Clears the cache if no rank is inside an autocast."""
         me = threading.get_ident()
         with self._changed:
             self._inside.discard(me)

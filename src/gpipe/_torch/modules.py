@@ -1,4 +1,4 @@
-"""Internals of modules, process groups, gradient scalers and `fully_shard`."""
+"""Wraps internals of modules, process groups, gradient scalers and `fully_shard`."""
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -16,7 +16,7 @@ AnyBatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm
 
 
 def refresh_weights_of_rnn(module: nn.Module) -> None:
-    """Makes an RNN use its current parameters. Other modules do so by themselves."""
+    """Makes an RNN use its current parameters. Other modules always use their current parameters."""
     if isinstance(module, nn.RNNBase):  # also keeps its weights in a list
         module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
@@ -28,7 +28,7 @@ def reset_of(module: nn.Module) -> Callable[[], object] | None:
 
 
 def hold_state_of(module: nn.Module, other: nn.Module) -> None:
-    """Makes a module share the submodules, parameters and buffers of another. Assignments to one change both."""
+    """Makes `module` share the submodules, parameters and buffers of `other`. Assignments to one change both."""
     for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
         module.__dict__[name] = vars(other)[name]
 
@@ -66,7 +66,7 @@ def check_dimensions(norm: AnyBatchNorm, tensor: Tensor) -> None:
 
 
 is_wrapper: Callable[[Tensor], bool] = torch.utils._python_dispatch.is_traceable_wrapper_subclass
-"""Whether a tensor's class holds other tensors inside, as DTensor does."""
+"""Whether the class of a tensor wraps other tensors, as DTensor does."""
 
 
 def seconds_of_group(group: dist.ProcessGroup) -> float:
@@ -77,7 +77,7 @@ def seconds_of_group(group: dist.ProcessGroup) -> float:
 
 
 def store_host() -> str:
-    """Returns the host of the default process group's store, or "" if that is not a TCP store."""
+    """Returns the host of the default process group's store, or "" if the store is not a TCP store."""
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -85,7 +85,7 @@ def store_host() -> str:
 
 
 class LocalGradScaler(torch.amp.GradScaler):
-    """A scaler for this process's shards of gradients. torch's own cannot mix tensors and DTensors."""
+    """A scaler for this process's shards of gradients. torch's scaler does not support both tensors and DTensors."""
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *options: Any) -> dict[torch.device, Tensor]:
         shards = list[Tensor]()
@@ -105,13 +105,13 @@ def awaits_unscale(scaler: torch.amp.GradScaler, optimizer: object) -> bool:
 
 
 def found_infinite(scaler: torch.amp.GradScaler, optimizer: object) -> Mapping[torch.device, Tensor]:
-    """Returns, by device, the flag of the last unscaling: 1 if a gradient of the optimizer was not finite."""
+    """Returns, by device, a flag of the last unscaling, which is 1 if a gradient was not finite."""
     flags: Mapping[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return flags
 
 
 def note_infinite(scaler: torch.amp.GradScaler, optimizer: object, flags: dict[torch.device, Tensor]) -> None:
-    """Marks an optimizer's gradients as unscaled, with these flags, as `GradScaler.step` expects."""
+    """Marks an optimizer's gradients as unscaled, with these flags, so that `GradScaler.step` accepts them."""
     state = scaler._per_optimizer_states[id(optimizer)]
     state["stage"], state["found_inf_per_device"] = torch.amp.grad_scaler.OptState.UNSCALED, flags
 
@@ -161,7 +161,7 @@ def break_off(module: nn.Module) -> None:
 
 
 def carry_gradients(module: nn.Module) -> list[Tensor]:
-    """Copies gradients of shards to unsharded parameters that no other process shares. Returns these shards."""
+    """Copies gradients of shards to the unsharded parameters if the mesh has one process. Returns these shards."""
     carried = []
     for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
         for parameter in group.fsdp_params:

@@ -1,7 +1,7 @@
-"""Trees of values: leaves in containers, and the structure without the leaves. torch's own trees are private.
+"""Splits trees of values into leaves and structure. torch's own functions for this (pytree) are private.
 
-Each action traverses the values that cross its stage boundary, mostly tuples, lists and dicts. This module traverses
-these five times as fast as torch, and leaves other containers to torch.
+Each action traverses the values that cross its stage boundary, which are mostly tuples, lists and dicts. This module
+traverses these containers five times as fast as torch, and calls torch for other containers.
 """
 
 from collections.abc import Callable, Iterable
@@ -57,21 +57,21 @@ def map_tensors(value: Any, change: Callable[[Tensor], object]) -> Any:
 
 
 def registration(kind: type) -> Any:
-    """Returns the entry of a class that was registered in torch's trees with a name, or None.
+    """Returns torch's registration of a class as a pytree node with a serialized name, or None.
 
-    The entry has `serialized_type_name`, `to_dumpable_context` and the reverse of the latter.
+    The registration has `serialized_type_name`, `to_dumpable_context` and the inverse of `to_dumpable_context`.
     """
     node = _pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
     return None if node is None or node.serialized_type_name == _pytree.NO_SERIALIZED_TYPE_NAME_FOUND else node
 
 
 def registered_class(name: str) -> type | None:
-    """Returns the class that was registered in torch's trees under a name, or None."""
+    """Returns the class that was registered as a pytree node with this serialized name, or None."""
     return None if name == _pytree.NO_SERIALIZED_TYPE_NAME_FOUND else _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name)
 
 
 class OpenDataclass:
-    """A dataclass as a node of torch's trees, which treat dataclasses as leaves. Unflattening recreates it."""
+    """A dataclass as a pytree node, because torch treats dataclasses as leaves. Unflattening recreates the object."""
 
     def __init__(self, kind: type, held: dict[str, Any]) -> None:
         self.kind, self.held = kind, held

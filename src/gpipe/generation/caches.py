@@ -1,11 +1,11 @@
-"""Handles a model's KV cache by layers, since each rank fills the layers of its own stages only.
+"""Handles the layers of a model's KV cache separately, because each rank fills only the layers of its own stages.
 
-A cache is any object with a list `layers`, such as the caches of transformers. Each element holds the tensors of one
-block. The cache of an encoder-decoder model consists of two such caches.
+A cache is any object with a list `layers`, such as the caches of transformers. Each element of the list holds the
+tensors of one block. The cache of an encoder-decoder model consists of two of these caches.
 
 A forward reads the length of the cache from any layer to compute the masks and positions of all blocks. While a stage
-runs, placeholders therefore replace the layers of other stages. A placeholder has the shapes from before this
-forward, on the meta device, so computing with it raises an error.
+runs, placeholders therefore replace the layers of other stages. A placeholder has the shapes that the layer had
+before this forward. It is on the meta device, so computing with it raises an error.
 """
 
 import copy
@@ -22,12 +22,12 @@ from gpipe.stages.tree import tensors_in
 from gpipe.tracing.interpreter import DTYPES, SENT_BY_VALUE
 
 Place: TypeAlias = tuple[int, int]
-"""Identifies a layer of a cache: 0 for self-attention or 1 for cross-attention, and its index there."""
+"""Identifies a layer of a cache: 0 for self-attention or 1 for cross-attention, and the index of the layer."""
 Layout: TypeAlias = dict[str, Any]
 """The content of a layer as JSON. Floating-point tensors have only a dtype and a shape."""
 
 MAX_VALUES = 64
-"""Maximum size of integer tensors whose values are part of a layout, such as lengths."""
+"""Maximum number of elements of integer tensors, such as lengths, whose values are part of a layout."""
 PARTS = ("self_attention_cache", "cross_attention_cache")
 
 
@@ -54,7 +54,7 @@ def put_layers(cache: Any, layers: Mapping[Place, Any]) -> None:
 
 
 def put_placeholders(cache: Any, layouts: Mapping[Place, Layout]) -> None:
-    """Replaces layers of a cache with placeholders of these layouts, and appends layers that do not exist yet."""
+    """Replaces layers of a cache with placeholders that have these layouts. Appends layers that do not exist yet."""
     parts = _parts(cache)
     for (part, index), layout in layouts.items():
         layers = parts[part].layers
@@ -66,7 +66,7 @@ def put_placeholders(cache: Any, layouts: Mapping[Place, Layout]) -> None:
 
 
 def restore(cache: Any, saved: Any) -> None:
-    """Gives a cache the layers and the dictionaries of a saved one."""
+    """Restores the layers and the dictionaries of a cache from a saved cache."""
     put_layers(cache, layers_in(saved))
     vars(cache).update({name: value for name, value in vars(saved).items() if type(value) is dict})
 
@@ -95,11 +95,11 @@ def bytes_of(layer: Any) -> int:
 
 
 def grow(layer: Any, new: int | None, length: int) -> None:
-    """Extends a layer without values as generation would. Layers of a fixed size stay unchanged.
+    """Extends the tensors of a layer on the meta device, as generation would. Layers of a fixed size stay unchanged.
 
     Args:
-        layer: The layer, after the prompt.
-        new: The number of new tokens. The last one is not added to the cache.
+        layer: The layer after the forward of the prompt.
+        new: The number of new tokens. The last new token is not added to the cache.
         length: The total number of tokens, if `new` is None.
     """
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -111,7 +111,7 @@ def grow(layer: Any, new: int | None, length: int) -> None:
 
 
 def fingerprints(cache: Any) -> dict[Place, object]:
-    """Returns a value per layer that changes when the layer is filled."""
+    """Returns a fingerprint of each layer, which changes when the layer is filled."""
     return {
         place: [(id(tensor), version(tensor)) for value in vars(layer).values() for tensor in tensors_in(value)]
         for place, layer in layers_in(cache).items()
@@ -167,7 +167,7 @@ def placeholders(cache: Any) -> dict[Place, Any]:
 
 @contextmanager
 def remote_layers_replaced(cache: Any, own: Collection[Place], replacements: Mapping[Place, Any]) -> Iterator[None]:
-    """Replaces the layers that other stages fill inside the context.
+    """Replaces, inside the context, the layers that other stages fill.
 
     Args:
         cache: The cache.

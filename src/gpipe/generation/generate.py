@@ -5,9 +5,9 @@ With two ranks and two micro-batches, whose tokens are a b c and x y z:
     rank 0   a x b y c z
     rank 1     a x b y c z
 
-In each round, a rank runs its stages for all micro-batches that have not ended. It is never idle if M is at
-least K. In one process, the rank of the first stage resumes the loops that choose the
-tokens. With several processes, each process runs all loops and receives all outputs.
+In each round, a rank runs its stages for all micro-batches that have not ended. The rank is never idle if M is at
+least K. In one process, the rank of the first stage resumes the loops that choose the tokens. With several processes,
+each process runs all loops and receives all outputs.
 """
 
 import threading
@@ -79,7 +79,7 @@ UNSUPPORTED = {
     "return_dict_in_generate": "a pipe returns only the tokens of all micro-batches. Remove it",
     "streamer": "the tokens of several micro-batches arrive in turns. Call generate of the model itself",
 }
-"""Arguments of a model's `generate` that a pipe rejects, with the reason and the fix."""
+"""Arguments of a model's `generate` that a pipe rejects, with the reason and a fix."""
 
 
 class Generation:
@@ -160,7 +160,7 @@ class Generation:
         self._forwards[m] = None if arguments is None else StagedForward.begin(self._path(arguments), arguments)
 
     def _forward(self, rank: int, action: Action) -> bool:
-        """Runs a stage and sends the result to the next one. Returns False if the micro-batch has ended."""
+        """Runs a stage and sends the result to the next stage. Returns False if the micro-batch has ended."""
         m, index, stage = _micro_batch_of(action), action.stage, self._stages.all[action.stage]
         received = self._receive(rank, self._placement[index - 1], Control.DECODED, m) if index else None
         # In one process, stages pass the forward itself: the first rank may already have stored the next one.
@@ -256,7 +256,8 @@ def _split(
     Tensors with rows are split, unless they are settings of a `GenerationConfig`.
 
     Returns:
-        The arguments of each micro-batch, its number of rows (1 without prompts), and the shared arguments.
+        The arguments of each micro-batch, the number of rows of each micro-batch (1 without prompts), and the shared
+        arguments.
     """
     config = getattr(model, "generation_config", None)
     prompts = {name: value for name, value in arguments.items() if any(tensor.dim() for tensor in tensors_in(value))}
@@ -269,7 +270,7 @@ def _split(
 
 
 def _setting(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
-    """Returns a setting from the arguments, else from the `GenerationConfig` among them, else from the model's."""
+    """Returns a setting from the arguments, else from a `GenerationConfig` in them, else from the model's config."""
     if name in arguments:
         return arguments[name]
     configs = arguments.get("generation_config"), getattr(model, "generation_config", None)
@@ -279,7 +280,7 @@ def _setting(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
 def check_generates(
     traced: TracedModel | None, arguments: Mapping[str, Any], *, training: bool, processes: bool
 ) -> TracedModel:
-    """Checks that the pipe can generate with these arguments, and returns its model.
+    """Checks that the pipe can generate with these arguments, and returns the model of the pipe.
 
     Args:
         traced: The model. None for a sequence of layers.
@@ -329,7 +330,7 @@ def generate(
         stages: The stages of the pipe.
         traced: The model. None for a sequence of layers.
         context: The context of the run.
-        paths: The known paths of the model. New ones are added.
+        paths: The known control-flow paths of the model. New paths are added.
         arguments: The arguments of `generate`.
         training: Whether the pipe is in training mode.
     """
@@ -374,7 +375,7 @@ def cache_bytes(
 
 
 def _padding(model: Any, settings: Mapping[str, Any]) -> int:
-    """Returns the token that pads rows which end before others, as the model's own `generate` chooses it."""
+    """Returns the token with which `generate` of the model pads rows that end before other rows."""
     values = (_setting(model, settings, name) for name in ("eos_token_id", "pad_token_id"))
     end, padding = (None if value is None else int(torch.as_tensor(value).flatten()[0]) for value in values)
     if (_setting(model, settings, "num_beams") or 1) > 1:
@@ -383,7 +384,7 @@ def _padding(model: Any, settings: Mapping[str, Any]) -> int:
 
 
 def _join(results: Sequence[Any], rows: Sequence[int], padding: int) -> Any:
-    """Concatenates the tokens of the micro-batches, padded to the longest."""
+    """Concatenates the tokens of the micro-batches, padded to the longest micro-batch."""
     if not all(isinstance(tokens, Tensor) and tokens.dim() == 2 for tokens in results):
         return merge(results, [getattr(part, "shape", [n])[0] for part, n in zip(results, rows, strict=True)])
     longest = max(tokens.shape[1] for tokens in results)

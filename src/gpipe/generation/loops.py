@@ -1,12 +1,12 @@
 """Runs the model's own `generate` for each micro-batch, paused at each forward.
 
-`generate` calls the model for each new token and then chooses the token. Here it calls a copy of the model whose
-forward passes its arguments to the pipe and waits for the output. Each micro-batch therefore has its own thread, a
-`Loop`. Only one of these threads runs at a time, while the pipe runs the forwards of other micro-batches.
+`generate` calls the model for each new token and then chooses the token. In a pipe, `generate` calls a copy of the
+model. The forward of this copy passes its arguments to the pipe and waits for the output. Each micro-batch therefore
+has its own thread, a `Loop`. Only one of these threads runs at a time, while the pipe runs the forwards of other
+micro-batches.
 
-Note "Sampling": Without a pipe, `generate` samples for all rows at once. The random numbers of `torch.multinomial`
-are therefore drawn for all rows of the mini-batch, by the first loop that needs them. Each loop uses the part of its
-rows.
+Note "Sampling": Without a pipe, `generate` samples for all rows at once. The first loop that needs random numbers of
+`torch.multinomial` therefore draws them for all rows of the mini-batch. Each loop uses the numbers of its own rows.
 """
 
 import copy
@@ -33,7 +33,7 @@ MODEL_NOT_CALLED = (
     "calls, or call generate of the model. [generate-skips-model]"
 )
 STATEFUL_SETTINGS = ("logits_processor", "stopping_criteria")
-"""Settings that can have state. Each micro-batch has its own copy."""
+"""Settings that can have state. Each micro-batch has its own copy of these settings."""
 BY_ROW = "prefix_allowed_tokens_fn"
 """A setting that receives the number of a row."""
 ERROR_NOTE = (
@@ -69,7 +69,7 @@ class Noise:
         return noise
 
     def end(self, m: int) -> None:
-        """Frees random numbers that only micro-batch `m` would still need."""
+        """Frees the random numbers that only micro-batch `m` could still use."""
         self._next[m] = 1 << 62
 
 
@@ -135,7 +135,7 @@ class Loop(threading.Thread):
             self.join()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the model, as `generate` sees it."""
+        """Replaces the forward of the model that `generate` calls."""
         self.calls += 1
         self._requests.put(ForwardArguments(args, kwargs))
         if (output := self._outputs.get()) is None:
@@ -181,7 +181,7 @@ def loops_of(
         parts: The prompts of each micro-batch.
         rows: The number of prompts of each micro-batch.
         settings: The arguments of `generate` that all micro-batches share.
-        threads: The number of threads of an operation in a loop.
+        threads: The number of CPU threads that an operation uses in a loop.
     """
     caller, noise = ThreadState.here(), Noise(rows)
     get_base = getattr(model, "get_base_model", None)  # A model of peft.
@@ -216,7 +216,7 @@ def with_forward(model: Any, call: Callable[..., Any], device: torch.device) -> 
 
     Args:
         model: The model.
-        call: Replaces the forward.
+        call: The function that replaces the forward.
         device: The device that the copy reports.
     """
 
@@ -238,7 +238,7 @@ def with_forward(model: Any, call: Callable[..., Any], device: torch.device) -> 
 def _encode(
     model: Any, inputs_tensor: Tensor, model_kwargs: dict[str, Any], model_input_name: str, generation_config: Any
 ) -> dict[str, Any]:
-    """Runs the encoder in the pipe, by a forward of the whole model on the first token of the output."""
+    """Runs the encoder in the pipe, in a forward of the whole model with the first token of the output."""
     from transformers.modeling_outputs import BaseModelOutput, MoEModelOutput
 
     parameters = inspect.signature(model.forward).parameters

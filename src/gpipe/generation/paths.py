@@ -1,4 +1,4 @@
-"""Finds the path of a model in generation: its operations, and the layer that fills each part of the cache.
+"""Finds the path of a model in generation: the operations, and the layer that fills each layer of the cache.
 
 The forward of a micro-batch runs along its path from stage to stage.
 """
@@ -51,13 +51,13 @@ CACHE_IN_FORWARD = (
     "of the model itself. [generation-creates-cache]"
 )
 KEY = RngKey(0, 0, 0)
-"""Any random key: layers draw no random numbers in evaluation mode."""
+"""An arbitrary random key, because layers draw no random numbers in evaluation mode."""
 
 
 Interpreters: TypeAlias = Callable[
     [Trace, Mapping[ValueId, Any], list[list[list[Any]]], frozenset[ValueId]], StageInterpreter
 ]
-"""Creates the interpreter of some layers from the trace, the values that arrive, the log, and the values to send."""
+"""Creates an interpreter of some layers from the trace, the received values, the log, and the values to send."""
 
 
 class Path(NamedTuple):
@@ -95,7 +95,7 @@ class StagedForward:
         log: Descriptions of the values that operations returned, for the next stages.
         live: The values that the next stages use.
         output: The output, after the last stage.
-        layouts: The layouts of the cache's layers that were filled so far.
+        layouts: The layouts of the layers of the cache that have been filled so far.
     """
 
     path: Path
@@ -123,7 +123,7 @@ class StagedForward:
         Args:
             layers: The indices of the layers.
             device: The device.
-            make: Creates the interpreter.
+            make: A function that creates the interpreter.
             records_layouts: Whether to record which layers of the cache were filled, for other processes.
         """
         trace, last = self.path.trace, layers[-1]
@@ -152,7 +152,7 @@ class StagedForward:
         return {"log": json.dumps(self.log), "live": list(self.live.values()), "caches": self._encoded_layouts()}
 
     def receive(self, first: int, message: Any) -> None:
-        """Continues a forward that another process has run up to a layer.
+        """Continues a forward whose earlier layers a different process has run.
 
         Args:
             first: The first layer to run next.
@@ -174,7 +174,7 @@ class StagedForward:
         """Returns the output of a `result`, with this process's cache in it.
 
         Args:
-            own: The layers of the cache that this process fills. The others become placeholders.
+            own: The layers of the cache that this process fills. All other layers become placeholders.
             message: The `result` from the process of the last stage.
         """
         if self.cache is not None:
@@ -201,7 +201,7 @@ class _CacheTracer(Tracer):
         self.filled: dict[Place, list[int]] = {}
 
     def execute(self, call: OpCall) -> Any:
-        """Executes an operation. A unit that fails without values runs again, with the cache as it was."""
+        """Executes an operation. If a unit fails without values, restores the cache before the unit runs again."""
         cache, dry = self._cache, self.dry
         if cache is None:
             return super().execute(call)
@@ -225,7 +225,7 @@ class _CacheTracer(Tracer):
 
 
 def _without_values(dry: DryRun, tensor: Tensor) -> Tensor:
-    """Removes the values of a floating-point tensor. Integer tensors, such as lengths, keep theirs."""
+    """Removes the values of a floating-point tensor. Integer tensors, such as lengths, keep their values."""
     return dry.like(tensor) if (tensor.is_floating_point() or tensor.is_meta) and not is_fake(tensor) else tensor
 
 
@@ -238,7 +238,8 @@ def find_path(
         traced: The model.
         arguments: The arguments of the forward.
         stages: The stages of the pipe.
-        known: The layers that fill the cache on other paths. This path may only read what they fill.
+        known: For each layer of the cache, the layer of the pipe that fills it on other paths. On this path, no other
+            layer of the pipe may fill it.
 
     Raises:
         CannotSplitError: If the forward cannot run in the layers of the pipe.
@@ -277,7 +278,7 @@ def dry_forward(traced: TracedModel, arguments: ForwardArguments, known: Mapping
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
-    """Moves parameters to the meta device, also those that this process has, so that all behave the same."""
+    """Moves a parameter to the meta device, even if this process holds it, so that all parameters behave the same."""
     if not isinstance(tensor, nn.Parameter):
         return tensor
     layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -287,7 +288,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 def _copy_arguments(
     arguments: ForwardArguments, change: Callable[[Tensor], Tensor] = Tensor.clone
 ) -> ForwardArguments:
-    """Copies arguments and the cache among them, with `change` applied to all tensors."""
+    """Copies arguments, including a cache, with `change` applied to all tensors."""
     leaves, structure = take_apart(tuple(arguments))
     for index, leaf in enumerate(leaves):
         if is_cache(leaf):
@@ -351,7 +352,7 @@ def _starts(trace: Trace, parts: Parts, layers: Sequence[tuple[str, ModelPart]])
 def _compare_with_model(
     traced: TracedModel, arguments: ForwardArguments, path: Path, stages: Sequence[Stage]
 ) -> None:
-    """Raises a CannotSplitError unless the stages return bitwise the same output and cache as the unsplit model."""
+    """Raises a CannotSplitError if the output or cache of the stages differs bitwise from the unsplit model."""
     model = traced.model
     for_model, for_stages = _copy_arguments(arguments), _copy_arguments(arguments)
     expected = model(*for_model.args, **for_model.kwargs)

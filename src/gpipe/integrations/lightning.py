@@ -1,10 +1,10 @@
 """Runs Lightning's Trainer on a pipe: pass a `GPipeStrategy` as its strategy.
 
 Lightning calls `training_step` for one batch after another, and the optimizer after `accumulate_grad_batches`. Each
-training step runs in a thread of its own until it calls the network, and waits there. After the last batch, all
-batches go through the pipe as its micro-batches. As each output arrives, its training step continues and computes its
-loss. So each training step runs once, in the order of Lightning's hooks, with the same random numbers, state and logs
-as without a pipe.
+training step runs in its own thread, and waits when it calls the network. After the last batch, all batches go
+through the pipe as micro-batches. When an output arrives, the training step of this batch continues and computes the
+loss. Each training step therefore runs once, in the order of Lightning's hooks, with the same random numbers, state
+and logs as without a pipe.
 """
 
 import inspect
@@ -82,12 +82,12 @@ AFTER_BACKWARD = (
 class GPipeStrategy(SingleDeviceStrategy):
     """A strategy of Lightning's Trainer that trains through a pipe.
 
-    Each batch of the loader is one micro-batch. The Trainer's `accumulate_grad_batches` is M, their number.
-    The logs, the weights and the optimizer's state are the same as with Lightning on one device.
+    Each batch of the loader is one micro-batch. The Trainer's `accumulate_grad_batches` is M, the number of
+    micro-batches. The logs, the weights and the optimizer's state are the same as with Lightning on one device.
 
     Args:
         partitions: K, as for `gpipe.GPipe`.
-        module: The name of the network in the LightningModule. Default: its only child with parameters.
+        module: The name of the network in the LightningModule. Default: the only child with parameters.
         **settings: Other arguments of `gpipe.GPipe`, such as `schedule`, `remat`, `plan` and `devices`.
 
     Attributes:
@@ -140,7 +140,7 @@ class GPipeStrategy(SingleDeviceStrategy):
         return [available[rank % len(available)] for rank in range(ranks)]
 
     def setup(self, trainer: Any) -> None:
-        """Rejects unsupported features, then sets up a single device as Lightning does."""
+        """Rejects unsupported features. Then sets up a single device, as Lightning does."""
         self._trainer = trainer
         self._lightning = lightning = cast(Any, self.lightning_module)
         self._precision: Any = self.precision_plugin
@@ -196,7 +196,7 @@ class GPipeStrategy(SingleDeviceStrategy):
     # A training step.
 
     def training_step(self, batch: Any, *args: Any) -> Any:
-        """Runs a training step until it calls the network. The last batch's call completes all waiting steps."""
+        """Runs a training step until it calls the network. The call for the last batch completes all steps."""
         trainer, lightning = self._trainer, self._lightning
         if trainer.fit_loop._skip_backward:  # SWA recomputes the statistics of BatchNorm
             return self._evaluate("training_step", batch, *args)
@@ -307,7 +307,7 @@ class GPipeStrategy(SingleDeviceStrategy):
         return step.pause(inputs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Calls Lightning's hooks around the backward pass. The pipe ran the backward pass earlier."""
+        """Calls Lightning's hooks around the backward pass. The pipe has already run the backward pass."""
         closure_loss = self._precision.pre_backward(closure_loss, self._lightning)
         for parameter, gradient in zip(self._lightning.parameters(), self._gradients, strict=False):
             parameter.grad = gradient
@@ -353,14 +353,14 @@ class _Ended(BaseException):
 
 
 class _TrainingStep(Thread):
-    """A training step in a thread of its own, which waits when it calls the network.
+    """A training step in its own thread. The thread waits when the training step calls the network.
 
     Attributes:
-        inputs: The arguments with which it calls the network.
-        result: Its return value.
-        logged: The arguments of its calls of `log`.
-        changes: The values that it changed on modules before the call.
-        copies: The tensors of its batch, each with a copy.
+        inputs: The arguments with which the training step calls the network.
+        result: The return value of the training step.
+        logged: The arguments of each call of `log`.
+        changes: The values that the training step changed on modules before it called the network.
+        copies: The tensors of the batch, each with a copy.
     """
 
     def __init__(self, run: Callable[[], Any], batch: Any, autocast: tuple[Any, ...]) -> None:
@@ -376,7 +376,7 @@ class _TrainingStep(Thread):
         self._pauses: SimpleQueue[None] = SimpleQueue()
 
     def resume(self, output: Any = None) -> None:
-        """Runs the step until it waits or ends, on the caller's stream. Raises its exception."""
+        """Runs the step until it waits or ends, on the caller's stream. Raises the exception of the step, if any."""
         if self.ident is None:
             self.start()
         self._outputs.put((output, torch.accelerator.current_stream() if torch.accelerator.is_available() else None))
@@ -390,7 +390,7 @@ class _TrainingStep(Thread):
             self.join()
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Replaces `LightningModule.log`. Keeps the current values, which the strategy logs later."""
+        """Replaces `LightningModule.log`. Keeps the values at the time of the call, which the strategy logs later."""
         self.logged.append(([*map(_snapshot, args)], {name: _snapshot(value) for name, value in kwargs.items()}))
 
     def pause(self, inputs: Any) -> Any:
@@ -445,7 +445,7 @@ def _random_state(device: torch.device) -> str:
 def _module_values(modules: Iterable[nn.Module]) -> dict[Any, Any]:
     """Returns the values in attributes, buffers and dicts of modules.
 
-    Each entry has the dict, the key, the value, and a mark that shows whether the value changes.
+    Each entry has the dict, the key, the value, and a mark that differs after the value changes.
     """
     values = chain.from_iterable((vars(module), *vars(module).values()) for module in modules)
     homes = [home for home in values if type(home) is dict and len(home) < MANY]

@@ -10,7 +10,7 @@ import gpipe
 class GPipeCallback(TrainerCallback):
     """Makes a Trainer log `recording.metrics()` of its pipe with each loss, for the steps since the last log.
 
-    The names begin with `gpipe/`. Recording reads the clock twice per action.
+    The names of the metrics begin with `gpipe/`. The recording reads the clock twice per action.
 
     Args:
         trainer: A Trainer with a `pipe` attribute, such as a `GPipeTrainer`.

@@ -1,15 +1,17 @@
 """Runs the Trainer of transformers on a pipe: use a different class name, and pass `partitions=`.
 
-Trainer fetches the M batches of an optimizer step in advance, and then calls `training_step` for one after another.
-The first of these calls runs all M batches through the pipe, as its micro-batches, and call m returns loss m. So loss
-sums, logging, the NaN filter, callbacks, the optimizer, evaluation and checkpoints remain Trainer's own.
+Trainer fetches the M batches of an optimizer step in advance, and then calls `training_step` for each batch. The
+first of these calls runs all M batches through the pipe as micro-batches. Each call returns the loss of its batch.
+Trainer's own code therefore sums and logs losses, filters NaN, and runs callbacks, the optimizer, evaluation and
+checkpoints.
 
-Trainer also prepares the batches and computes the losses. gpipe runs its `training_step` until it calls the model,
-and passes the arguments of this call through the pipe. In the last stage it runs `training_step` again, with the
-pipe's output in place of the model's, until it calls `backward` with the loss. So a subclass may change
-batches and losses.
+Trainer also prepares the batches and computes the losses. gpipe runs Trainer's `training_step` until it calls the
+model, and passes the arguments of this call through the pipe. In the last stage, gpipe runs `training_step` again,
+and the call of the model returns the pipe's output. The second run ends when it calls `backward` with the loss. A
+subclass may therefore change batches and losses.
 
-With several processes, accelerate sees replicas instead of processes. The K processes of a replica read equal rows.
+With several processes, accelerate sees replicas instead of processes. All K processes of a replica read the same
+rows.
 """
 
 import copy
@@ -90,7 +92,7 @@ class _Called(Exception):  # noqa: N818  # it is not an error
 
 
 class _Model:
-    """Looks like the model, with its class and attributes. A call of it runs `call` instead."""
+    """Stands for the model: it has the class and attributes of the model, but calling it runs `call`."""
 
     def __init__(self, model: nn.Module, call: Callable[..., Any], modes: nn.Module | None = None) -> None:
         self._model, self._call, self._modes = model, call, modes
@@ -107,7 +109,7 @@ class _Model:
         return model_class
 
     def train(self, mode: bool = True) -> "_Model":
-        """Sets the mode of `modes`, if given. A loss sets no mode, because other micro-batches are in flight."""
+        """Sets the mode of `modes`, if any. In a loss, `modes` is None, because other micro-batches are in flight."""
         if self._modes is not None:
             self._modes.train(mode)
         return self
@@ -121,9 +123,9 @@ class _Accelerator(Accelerator):  # type: ignore[misc]  # untyped
 
     Attributes:
         pipe: The pipe.
-        weights: The pipe's parameters. While ranks run, aliases may replace them in the modules.
+        weights: The parameters of the pipe. While ranks run, aliases may replace these parameters in the modules.
         partitions: K with several processes, otherwise 1.
-        in_loss: Whether a training step runs for the pipe.
+        in_loss: Whether a training step is running only to compute the loss of a micro-batch.
         loss: The loss that this training step passed to `backward`.
         withheld: The withheld gradients, from the call of `backward` to the end of the training step.
         withholds: Whether to withhold gradients.
@@ -146,7 +148,7 @@ class _Accelerator(Accelerator):  # type: ignore[misc]  # untyped
         return int(self.state.process_index // self.partitions)
 
     def gather(self, tensor: Any) -> Any:
-        """Gathers from one process of each replica."""
+        """Gathers a tensor from one process of each replica."""
         if self.in_loss and self.state.num_processes > 1:
             raise ValueError(
                 "compute_loss gathers over processes, but only the last process of each replica computes it. Gather "
@@ -206,8 +208,8 @@ class Pipelined(WholeCheckpoints):
         pipe: The pipe. None until training or evaluation begins.
 
     Raises:
-        ValueError: If an argument of the Trainer does not work with a pipe, or in the first step, if a batch or loss
-            does not.
+        ValueError: If an argument of the Trainer does not work with a pipe. The first step also raises it if a batch
+            or loss does not work with a pipe.
 
     >>> from transformers import Trainer
     >>> class WithoutDecay(Trainer):
@@ -270,7 +272,7 @@ class Pipelined(WholeCheckpoints):
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Creates the pipe and the optimizer, which with several processes has this partition's parameters."""
+        """Creates the pipe and the optimizer. The optimizer of a process has the parameters of its partition."""
         if self._has_processes and self.optimizer is not None and self._piped is not self.model:
             raise ValueError(
                 "optimizers= has an optimizer of all parameters, but with several processes each optimizer must have "
@@ -288,7 +290,7 @@ class Pipelined(WholeCheckpoints):
             self._make_pipe_of(self._called_with, batch, count)
 
     def _first_batch(self) -> Any:
-        """Returns the sample, or collates the first rows of the training data without using up random numbers."""
+        """Returns the sample, or collates the first rows of the training data. The random state stays unchanged."""
         if (sample := self._settings.get("sample")) is not None:
             return sample
         loader = self.get_train_dataloader() if self._loader is None else self._loader
@@ -422,7 +424,7 @@ class Pipelined(WholeCheckpoints):
         )
 
     def _loss_of(self, inputs: Sequence[Any], count: Any, output: Any, index: int) -> Tensor:
-        """Returns the loss that Trainer computes from the pipe's output for a batch, and passes to `backward`."""
+        """Returns the loss that Trainer computes from the pipe's output for a batch and passes to `backward`."""
         outputs = deque([convert_to_fp32(output) if self.args.mixed_precision != "no" else output])
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -454,7 +456,7 @@ class Pipelined(WholeCheckpoints):
         return loss
 
     def _prepare_input(self, data: Any) -> Any:
-        """Moves a batch to its device, as Trainer does. In a loss, moves tensors to the device of the last stage."""
+        """Moves a batch to the device, as Trainer does. In a loss, moves tensors to the device of the last stage."""
         if self._loss_device is not None and isinstance(data, Tensor):
             return data.to(self._loss_device)
         return super()._prepare_input(data)
@@ -507,7 +509,7 @@ class Pipelined(WholeCheckpoints):
     # Several processes.
 
     def _check_same_batches(self) -> int:
-        """Checks that the processes of a replica read the same batches. Returns the index of its first batch."""
+        """Checks that the processes of a replica read the same batches. Returns the index of the first batch."""
         digest = 0
         for value in chain.from_iterable(batch.values() for batch in self._window):
             if isinstance(value, Tensor):
@@ -520,14 +522,14 @@ class Pipelined(WholeCheckpoints):
         return sum(batches for batches, _ in reports[: self.accelerator.process_index * ranks : ranks])
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Returns Trainer's count of floating-point operations once per replica, and 0 in its other processes."""
+        """Returns Trainer's count of floating-point operations in one process per replica, and 0 in the others."""
         first = not self._has_processes or not self.args.process_index % self.accelerator.partitions
         return super().floating_point_ops(inputs) if first else 0
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Logs, saves and evaluates as Trainer does. The logged loss is exactly the mean over replicas.
+        """Logs, saves and evaluates as Trainer does. The logged loss is the exact mean over replicas.
 
-        All K processes of a replica have the same loss, and a mean over all processes could round it.
+        All K processes of a replica have the same loss. A mean over all processes could be rounded differently.
         """
         if not (
             self._has_processes and self.control.should_log and self.state.global_step > self._globalstep_last_logged

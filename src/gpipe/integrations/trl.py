@@ -1,10 +1,10 @@
 """Runs trl's `SFTTrainer` and `DPOTrainer` on a pipe. See `gpipe.integrations.transformers`.
 
-Both let a model compute log-probabilities of tokens instead of logits, in an `autograd.Function`. This module wraps
-the function so that gpipe can trace its calls. The wrapper changes nothing else.
+In both trainers, the model computes log-probabilities of tokens instead of logits, in an `autograd.Function`. This
+module wraps the function so that gpipe can trace its calls. The wrapper has no other effect.
 
-For DPO, the reference model runs before the step, for all batches of the step. It is a separate pipe on the same
-devices. If only adapters are trained, it is the same pipe with the adapters turned off.
+For DPO, the reference model runs before the step, for all batches of the step. The reference model is a separate pipe
+on the same devices. If only adapters are trained, it is the same pipe with the adapters turned off.
 """
 
 import json
@@ -42,7 +42,7 @@ _Function = trl.trainer.utils._ChunkedLogProbFunction
 
 @torch.overrides.wrap_torch_function(lambda hidden, *_: (hidden,))
 def chunked_log_probs(hidden: Any, *args: Any) -> Any:
-    """Computes log-probabilities by trl's function. torch function modes see this call."""
+    """Computes log-probabilities with trl's function. Modes of torch functions can intercept this call."""
     return _Function.apply(hidden, *args)
 
 
@@ -54,7 +54,7 @@ trl.trainer.utils._ChunkedLogProbFunction = _Traceable
 
 
 class _Accelerator(transformers._Accelerator):
-    """An Accelerator for losses that gather the values that they log."""
+    """An Accelerator for losses that gather the values to log."""
 
     loss_device: torch.device | None = None
     _loss_group: Any = None  # the processes that compute losses, one of each replica
@@ -65,7 +65,7 @@ class _Accelerator(transformers._Accelerator):
         return (self.loss_device if self.in_loss else None) or device
 
     def gather(self, tensor: Any) -> Any:
-        """Gathers. In a loss, gathers only from the processes that compute losses."""
+        """Gathers tensors. In a loss, gathers only from the processes that compute losses."""
         if not self.in_loss:
             return super().gather(tensor)
         if self.num_processes == 1:
@@ -84,12 +84,12 @@ class _Accelerator(transformers._Accelerator):
         return recursively_apply(of_replicas, tensor)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Prepares a model as accelerate does, except a reference model, which gets its own pipe."""
+        """Prepares a model as accelerate does. Returns a reference model unchanged, because it gets its own pipe."""
         return model if evaluation_mode else super().prepare_model(model, device_placement)
 
 
 class _Pipelined(transformers.Pipelined):
-    """The parts that both trainers share."""
+    """The methods and attributes that both trainers share."""
 
     _metrics: dict[str, dict[str, list[float]]]
     _total_train_tokens: float
@@ -137,7 +137,7 @@ class _Pipelined(transformers.Pipelined):
 
 
 class GPipeSFTTrainer(_Pipelined, SFTTrainer):  # type: ignore[misc]  # untyped
-    """`trl.SFTTrainer` on a pipe. See `gpipe.integrations.transformers.Pipelined` for its arguments."""
+    """`trl.SFTTrainer` on a pipe. See `gpipe.integrations.transformers.Pipelined` for the arguments."""
 
     def _arguments_that_need_logits(self) -> list[str]:
         smooths = self.args.label_smoothing_factor and self.args.loss_type == "nll"
@@ -145,10 +145,11 @@ class GPipeSFTTrainer(_Pipelined, SFTTrainer):  # type: ignore[misc]  # untyped
 
 
 class GPipeDPOTrainer(_Pipelined, DPOTrainer):  # type: ignore[misc]  # untyped
-    """`trl.DPOTrainer` on a pipe, with a second pipe for its reference model. See `Pipelined` for its arguments.
+    """`trl.DPOTrainer` on a pipe, with a second pipe for the reference model. See `Pipelined` for the arguments.
 
     Attributes:
-        reference_pipe: The pipe of the reference model. None before its first call, and without a reference model.
+        reference_pipe: The pipe of the reference model. None before the first call of the reference model, and if
+            there is no reference model.
     """
 
     reference_pipe: gpipe.GPipe | None = None
@@ -188,7 +189,7 @@ class GPipeDPOTrainer(_Pipelined, DPOTrainer):  # type: ignore[misc]  # untyped
         return self._reference_output if self.accelerator.in_loss else self._run_reference([batch])[0]
 
     def _run_reference(self, batches: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
-        """Returns the outputs of the reference model, or of the model without its adapters if there is none."""
+        """Returns the outputs of the reference model. If there is none, runs the model without its adapters."""
         router = {"output_router_logits": True} if self.aux_loss_enabled else {}
         inputs = [{name: value for name, value in batch.items() if name not in router} for batch in batches]
         if self._piped is not self.model:
@@ -220,9 +221,9 @@ class GPipeDPOTrainer(_Pipelined, DPOTrainer):  # type: ignore[misc]  # untyped
 
 @contextmanager
 def _initial_adapters(model: Any) -> Iterator[None]:
-    """Turns adapters off, or switches to trl's adapters "ref", which are as they were before training.
+    """Turns adapters off, or switches to trl's adapters "ref", which keep the weights from before training.
 
-    It changes only the layers, because a change of peft's settings of the model would make gpipe trace it again.
+    Changes only the layers. If peft's settings of the model changed, gpipe would trace the model again.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper

@@ -1,7 +1,7 @@
 """Saves and loads Trainer checkpoints of the whole model, although each process has only a partition.
 
-The files and their order are the same as for a model in one process. So Trainer can resume from them with any K, or
-without gpipe.
+The files and the order of their contents are the same as for a model in one process. Trainer can therefore resume
+from these checkpoints with any K, or without gpipe.
 """
 
 import json
@@ -94,7 +94,7 @@ class WholeCheckpoints(_Trainer):  # type: ignore[misc]  # Any
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _groups(self) -> tuple[list[list[str]], list[str], dict[str, int]]:
-        """Returns parameter names by group, this process's names in order, and the index of each in a whole model."""
+        """Returns parameter names by group, this process's names in order, and each name's index in the model."""
         pipe: gpipe.GPipe = self.accelerator.pipe
         names = {id(parameter): name for name, parameter in pipe.named_parameters()}
         own = [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]
@@ -116,7 +116,7 @@ class WholeCheckpoints(_Trainer):  # type: ignore[misc]  # Any
             self.optimizer = optimizer
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Loads this process's random state, or the first process's if the checkpoint has no state for this one."""
+        """Loads this process's random state. If the checkpoint has none, loads the first process's random state."""
         index = self.args.process_index
         names = [f"rng_state_{index}.pth", "rng_state.pth", "rng_state_0.pth"]
         files = [file for name in names if checkpoint and (file := Path(checkpoint, name)).is_file()]
@@ -128,7 +128,7 @@ class WholeCheckpoints(_Trainer):  # type: ignore[misc]  # Any
 
 @contextmanager
 def _config_kept(model: Any) -> Iterator[None]:
-    """Restores settings that `save_pretrained` changes, because gpipe would trace the model again."""
+    """Restores settings that `save_pretrained` changes. Otherwise gpipe would trace the model again."""
     config = getattr(model, "config", None)
     settings = dict(getattr(config, "__dict__", {}))
     yield

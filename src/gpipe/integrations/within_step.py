@@ -1,8 +1,8 @@
-"""Checks and restores the state of a Trainer during one optimizer step, in which parts of `training_step` run twice.
+"""Checks and restores the state of a Trainer during an optimizer step, in which code of `training_step` runs twice.
 
 Attributes that a training step changes before it calls the model are restored before its second run. Until the last
-batch, `.grad` is not yet what Trainer would see, so it is withheld. Code that reads or writes it, or that changes
-weights, raises an error.
+batch, `.grad` has different values than without a pipe, so it is withheld. Code that reads or writes `.grad`, or that
+changes weights, raises an error.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ WEIGHTS = (
 
 
 class Attributes:
-    """The attributes of an object, and the contents of small containers among them."""
+    """The attributes of an object, and the contents of attributes that are small containers."""
 
     def __init__(self, owner: object, ignored: Collection[str]) -> None:
         self._owner, self._ignored = owner, ignored
@@ -36,7 +36,7 @@ class Attributes:
         return {name: (value, _content(value)) for name, value in attributes if name not in self._ignored}
 
     def changed(self) -> dict[str, Any]:
-        """Returns the earlier values of attributes that have a different object now, for `set_attributes`.
+        """Returns the earlier values of attributes that now refer to a different object, for `set_attributes`.
 
         Raises:
             ValueError: If an earlier value was changed in place.
@@ -53,7 +53,7 @@ class Attributes:
 
 
 def _content(value: Any, depth: int = 3) -> Any:
-    """Returns a value that changes if a small container or a tensor is changed in place. None for other objects."""
+    """Returns a fingerprint that changes if a small container or tensor changes in place. None for other objects."""
     if isinstance(value, Tensor):
         return id(value), 0 if value.is_inference() else value._version
     if isinstance(value, str | int | float) and depth < 3:
@@ -64,7 +64,7 @@ def _content(value: Any, depth: int = 3) -> Any:
 
 
 def set_attributes(owner: object, values: Mapping[str, Any]) -> None:
-    """Sets attributes of an object. Deletes those whose value is `MISSING`."""
+    """Sets attributes of an object. Deletes attributes whose value is `MISSING`."""
     for name, value in values.items():
         if value is MISSING:
             vars(owner).pop(name, None)
@@ -73,7 +73,7 @@ def set_attributes(owner: object, values: Mapping[str, Any]) -> None:
 
 
 class _Withheld(Tensor):
-    """Replaces `.grad` while gradients are withheld. Every use of it raises an error."""
+    """Replaces `.grad` while gradients are withheld. Every operation on it raises an error."""
 
     stands_for: Tensor | None  # the real gradient, which stages use: ranks may run at the same time
 
@@ -83,7 +83,7 @@ class _Withheld(Tensor):
 
 
 class WithheldGradients:
-    """Withholds the gradients of a model: reading or changing them, or changing weights, raises an error."""
+    """Withholds the gradients of a model. Code that uses or changes gradients or weights raises an error."""
 
     def __init__(self, model: nn.Module) -> None:
         self._held = [(parameter, parameter.grad, _withheld(parameter)) for parameter in _trained(model)]
