@@ -50,7 +50,7 @@ def price(events: int = 20_000) -> float:
     for _ in range(events):
         work[Kind.FORWARD](*given)
     without = time.perf_counter() - start
-    recorder.perform_actions(given[0], work)
+    recorder.wrap_actions(given[0], work)
     start = time.perf_counter()
     for _ in range(events):
         work[Kind.FORWARD](*given)

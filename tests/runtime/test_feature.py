@@ -25,7 +25,7 @@ class Noted(Feature):
     def __init__(self, name: str, notes: list[str]) -> None:
         self._name, self._notes = name, notes
 
-    def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
+    def wrap_actions(self, run: Run, work: dict[Kind, Work]) -> None:
         work |= {kind: partial(self._perform, work[kind]) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.SEND)}
 
     def _perform(self, perform: Work, run: Run, rank: Rank, task: CompiledAction) -> None:

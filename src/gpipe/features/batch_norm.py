@@ -116,7 +116,7 @@ class DeferredBatchNorm(Feature):
         self._collected: set[tuple[int, int]] = set()
         self._complete: list[int] = []  # stages that have run all their forward passes
 
-    def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
+    def wrap_actions(self, run: Run, work: dict[Kind, Work]) -> None:
         for stage in run.stages.local:
             self._statistics[stage.index] = DeferredStatistics.of([layer.module for layer in stage.layers])
         work[Kind.COMMIT] = self._commit

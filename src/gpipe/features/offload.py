@@ -170,7 +170,7 @@ class Offload(Feature):
         self.hosts: dict[int, Host] = {}  # by rank
         self.activations: dict[tuple[int, int], OffloadedActivations] = {}  # by stage and micro-batch
 
-    def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
+    def wrap_actions(self, run: Run, work: dict[Kind, Work]) -> None:
         work[Kind.FORWARD] = partial(self._forward, work[Kind.FORWARD])
         work[Kind.OFFLOAD], work[Kind.FETCH] = self._offload, self._fetch
         work |= {kind: partial(self._backward, work[kind]) for kind in BACKWARDS if kind in work}

@@ -96,7 +96,7 @@ class Recompute(Feature):
         self._versions: object = None  # parameters and modes after the forward pass of a call
         self._variables: Context | None = None  # context variables, if autograd's device thread recomputes
 
-    def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
+    def wrap_actions(self, run: Run, work: dict[Kind, Work]) -> None:
         work[Kind.FORWARD] = partial(self._forward, work[Kind.FORWARD])
         work[Kind.RECOMPUTE] = self._recompute
 

@@ -77,7 +77,7 @@ class Recorder(Feature):
         self.began, self._cpu = time.perf_counter(), time.process_time()
         self._origins = {rank: stream.stamp() for rank, stream in streams.items()}
 
-    def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
+    def wrap_actions(self, run: Run, work: dict[Kind, Work]) -> None:
         for kind, perform in work.items():
             if kind is Kind.RECEIVE:
                 work[kind] = partial(self.receive, perform)

@@ -79,7 +79,7 @@ class Slices(Feature):
     def __init__(self) -> None:
         self._keys: dict[tuple[int, int], SliceKeys] = {}  # by stage and slice
 
-    def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
+    def wrap_actions(self, run: Run, work: dict[Kind, Work]) -> None:
         work |= {kind: partial(self._backward, work[kind]) for kind in BACKWARDS if kind in work}
 
     @contextmanager

@@ -59,7 +59,7 @@ class SplitBackward(Feature):
     def __init__(self) -> None:
         self.pending = defaultdict[int, dict[int, PendingWeights]](dict)  # by stage and micro-batch
 
-    def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
+    def wrap_actions(self, run: Run, work: dict[Kind, Work]) -> None:
         work[Kind.BACKWARD] = self._backward
         work[Kind.BACKWARD_INPUT] = self._backward_input
         work[Kind.BACKWARD_WEIGHT] = self._backward_weight

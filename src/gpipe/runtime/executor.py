@@ -69,7 +69,7 @@ def begin_ranks(run: Run, features: Sequence[Feature]) -> None:
     run.features, run.hooks = features, Hooks(features)
     run.work = work = {**WORK}
     for feature in features:
-        feature.perform_actions(run, work)
+        feature.wrap_actions(run, work)
     run.ranks = [
         Rank(number, stream, {stage.index: StageRun(stage) for stage in run.stages.stages_of[number]})
         for number, stream in run.stages.streams.items()

@@ -29,11 +29,18 @@ class Feature:
     alters_layers: ClassVar[bool] = False
     """Whether the feature changes the results of layers. If it does, a replay of the step needs the feature too."""
 
-    def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
-        """Adds functions for further kinds of action to `work`, or wraps functions that `work` contains."""
+    def wrap_actions(self, run: Run, work: dict[Kind, Work]) -> None:
+        """Adds functions for further kinds of action to `work`, or wraps functions that `work` contains.
+
+        The functions of F and B call `work[Kind.SEND]` with their own action, to send `rank.outbox`. A wrapper of
+        SEND therefore sees an F or B action, also for messages that stay in the rank.
+        """
 
     def around_pass(self, run: Run, table: CompiledTable) -> AbstractContextManager[object]:
-        """Returns a context for the actions of all ranks of this process in `table`."""
+        """Returns a context for the actions of all ranks of this process in `table`.
+
+        At its exit, devices may still compute. Read their results in `complete`.
+        """
         raise NotImplementedError
 
     def around_layers(
@@ -43,7 +50,10 @@ class Feature:
         raise NotImplementedError
 
     def complete(self, run: Run) -> None:
-        """Makes changes permanent, after the mini-batch has succeeded in all processes."""
+        """Makes changes permanent, after the mini-batch has succeeded in all processes.
+
+        A call that records gradients completes twice: after its forward pass and after its backward pass.
+        """
 
     def note_error(self, run: Run, rank: Rank, table: CompiledTable, position: int, error: BaseException) -> None:
         """Adds notes to an exception that the action at this position in the rank's row has raised."""

@@ -66,7 +66,8 @@ class Rank:
         states: The state of each micro-batch at each stage. Empty at the end of the mini-batch.
         local_messages: Messages between stages of this rank. Empty at the end of the mini-batch.
         inbox: The messages that the current action has received.
-        outbox: The messages that the current action will send.
+        outbox: The messages that the current action will send, in the order of `CompiledAction.sends`: boundary
+            values after a forward pass, gradients after a backward pass.
         scope: Sets the random numbers of the layers. With `driver="lockstep"`, all ranks share one scope.
     """
 

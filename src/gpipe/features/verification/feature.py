@@ -59,7 +59,7 @@ class Verification(Feature):
         self.combination = self.verifier.combination_of(run)
         self.wanted = self.verifier.is_new(self.combination)
 
-    def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
+    def wrap_actions(self, run: Run, work: dict[Kind, Work]) -> None:
         work |= {kind: partial(self._perform, work[kind]) for kind in StepRecord.kinds & work.keys()}
         work[Kind.SEND] = partial(self._send, work[Kind.SEND])
 
@@ -98,10 +98,10 @@ class Verification(Feature):
             raise
 
     def around_layers(
-        self, run: Run, rank: Rank, state: MicroBatchState, entered: Sequence[BoundaryInput], call: StageCall
+        self, run: Run, rank: Rank, state: MicroBatchState, attached: Sequence[BoundaryInput], call: StageCall
     ) -> AbstractContextManager[object]:
         record = self.record
-        return _NOTHING if record is None else record.around_layers(run, rank, state, entered, call)
+        return _NOTHING if record is None else record.around_layers(run, rank, state, attached, call)
 
     def _begin(self, run: Run) -> None:
         """Starts the record of a step, after the aliases of shared weights have been created."""

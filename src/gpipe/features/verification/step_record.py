@@ -197,7 +197,7 @@ class StepRecord(Feature):
         self.writer: str | None = None
         self.order: list[CompiledAction] = []
 
-    def perform_actions(self, run: Run, work: dict[Kind, Work]) -> None:
+    def wrap_actions(self, run: Run, work: dict[Kind, Work]) -> None:
         work |= {kind: partial(self.perform, work[kind]) for kind in self.kinds & work.keys()}
         work[Kind.SEND] = partial(self.send, work[Kind.SEND])
 
