@@ -79,7 +79,7 @@ class Optimizer(TypedDict):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a manifest. Reading a manifest checks these types. `Any` stands for any JSON value."""
+    """The content of a manifest. Reading a manifest checks these types. `Any` matches any JSON value."""
 
     step_number: int
     seed: int

@@ -18,10 +18,10 @@ from gpipe.schedule.timeline import Timeline
 Seconds = Mapping[tuple[int, Kind], float]  # the mean time of an action, by stage and kind
 
 TINY = 1e-3  # Seconds of a forward pass below which half the rows do not take half the time.
-MIN_GAIN, LARGE_GAIN = 1.02, 1.05  # Advice needs the first; with the second, free advice comes first.
-SOME_CORES = 0.2  # Cores used by other processes are reported from this number on.
+MIN_GAIN, LARGE_GAIN = 1.02, 1.05  # Minimum gain of advice, and minimum gain at which free advice comes first.
+SOME_CORES = 0.2  # Minimum number of cores used by other processes that is reported.
 MAX_TIMED_ACTIONS, MIN_ATTEMPTS = 100_000, 16  # for the search of other split points
-DEVIATION = 0.1  # A measured step may differ from its prediction by this share without an explanation.
+DEVIATION = 0.1  # A larger relative difference between a measured step and its prediction is explained.
 
 OTHER_PROCESSES = (
     "Other processes used {others.cores:.1f} of this machine's {others.of} cores, so {ranks} ranks had to wait for "
@@ -37,8 +37,9 @@ NO_BETTER_CUTS = (
     "speedup of up to {gain:.2f}x."
 )
 UNMEASURED_CUTS = (
-    "{name} takes {longer:.0%} longer than the mean {place}, and no split is better by the sizes of the layers. Pass "
-    "sample= to GPipe to measure their time, or make these layers faster for a speedup of up to {gain:.2f}x."
+    "{name} takes {longer:.0%} longer than the mean {place}. No split is better if the cost of a layer is its size. "
+    "Pass sample= to GPipe to measure the time of layers, or make the layers of {name} faster for a speedup of up to "
+    "{gain:.2f}x."
 )
 BY_SHARE = {  # by part of the breakdown
     "data": "Loading data takes {share:.1%} of the time. Load it ahead of time, or in worker processes, with "
@@ -74,7 +75,7 @@ SHARED_LOCK = (
     "larger micro-batches, or fewer partitions. [interpreter-lock]"
 )
 MIN_CORES_USED, MIN_WAITING, MIN_IDLE = 0.8, 0.5, 0.5
-"""The interpreter lock is reported from these numbers of used cores, waiting ranks and idle cores on."""
+"""The minimum numbers of used cores, waiting ranks and idle cores for a finding about the interpreter lock."""
 
 
 @dataclass(frozen=True, order=True)
@@ -86,7 +87,7 @@ class Advice:
 
     Attributes:
         gain: The predicted speedup: 2.0 means that steps take half the time.
-        text: The reason for the lost time, and the change.
+        text: The reason for the lost time, and the change that would save time.
         is_free: Whether the change needs no additional memory and leaves results bitwise identical.
     """
 
@@ -104,21 +105,22 @@ class RecordedSteps:
     partition: Partition
     driver: str
     others: OtherProcesses | None = None  # None if unknown.
-    micro_batches: int | None = None  # M of the pipe times S. Steps have fewer if there are fewer rows.
+    micro_batches: int | None = None  # M of the pipe times S. Steps with fewer rows have fewer micro-batches.
     recomputes: bool = False  # Whether more micro-batches would mean more recomputation, at least in some stages.
     measured: bool = True  # Whether the costs of layers are seconds.
 
 
 def advise(steps: RecordedSteps) -> list[Advice]:
-    """Returns all changes with a predicted speedup of at least 2 %, the largest first."""
+    """Returns all changes with a predicted speedup of at least 2 %, with the largest speedup first."""
     advice = [*_by_simulation(steps), *_by_share(steps)]
     return sorted((each for each in advice if each.gain >= MIN_GAIN), reverse=True)
 
 
 def explain(steps: RecordedSteps) -> str:
-    """Returns the most useful change, as text: a free change if it pays off, otherwise the one with the largest gain.
+    """Returns a text about the most useful change.
 
-    If ranks had to wait for cores that other processes used, the text starts with these.
+    This is a free change with a speedup of at least 5 %, otherwise the change with the largest speedup. If ranks had
+    to wait for cores that other processes used, the text starts with a sentence about these processes.
     """
     advice = advise(steps)
     free = [each for each in advice if each.is_free and each.gain >= LARGE_GAIN]
@@ -135,13 +137,14 @@ def explain(steps: RecordedSteps) -> str:
 def shared_lock(ranks: int, busy: float, used: float, others: OtherProcesses) -> list[str]:
     """Returns a finding if rank threads wait for the global interpreter lock.
 
-    Layers that sleep use fewer cores too. If no core is idle, ranks wait for cores, not for the lock.
+    Without an idle core, ranks wait for cores, not for the lock. Layers that sleep can cause this finding, because
+    they also use fewer cores.
 
     Args:
         ranks: Number of ranks.
-        busy: Mean number of ranks that ran an action.
-        used: Mean number of cores that the process used. The other busy ranks waited.
-        others: Cores that other processes used.
+        busy: Mean number of ranks that were running an action.
+        used: Mean number of cores that the process used. The remaining busy ranks waited.
+        others: Mean number of cores that other processes used.
     """
     waiting, idle = busy - used, others.of - others.cores - used
     if used < MIN_CORES_USED or waiting < MIN_WAITING or idle < MIN_IDLE:
@@ -175,7 +178,7 @@ def _percent(difference: float) -> str:
 
 
 def _by_simulation(steps: RecordedSteps) -> Iterator[Advice]:
-    """Predicts the gain of different split points, no recomputation, and smaller micro-batches."""
+    """Predicts the speedup by different split points, no recomputation, or smaller micro-batches."""
     if not steps.timelines[-1].is_step:
         return
     runs = [run for timeline in steps.timelines for run in replicas_of(timeline)]
@@ -207,13 +210,15 @@ def _advice(text: str, gain: float, share: float, *, is_free: bool = True, **val
 
 
 def _other_cuts(steps: RecordedSteps, program: Program, seconds: Seconds, gain: Callable[[float], float]) -> Advice:
-    """Finds better split points for the slowest rank, which is named by its stage if each rank has only one.
+    """Finds split points with less work for the slowest rank.
+
+    The advice names the slowest stage instead if each rank has only one stage.
 
     Args:
-        steps: The steps.
-        program: The program that they ran.
-        seconds: The measured time of each action.
-        gain: A function that returns the speedup for a length of the program in seconds.
+        steps: The recorded steps.
+        program: The program of the steps.
+        seconds: The mean measured time of an action, by stage and kind.
+        gain: A function from the predicted duration of the program in seconds to the speedup.
     """
     stages, cuts = steps.breakdown.stage_seconds, steps.partition
     one_each = program.ranks == program.stages
@@ -233,7 +238,7 @@ def _other_cuts(steps: RecordedSteps, program: Program, seconds: Seconds, gain: 
     both = _with_split_and_whole_backwards(seconds, program.stages)
 
     def moved(layers: Sequence[int]) -> Seconds:
-        """Returns the time of each action with different split points."""
+        """Predicts the time of each action with different split points."""
         result: defaultdict[tuple[int, Kind], float] = defaultdict(float)
         for stage, (first, end) in enumerate(Partition.of_sizes(layers, costs).bounds):
             for layer, kind in product(range(first, end), COMPUTE):
@@ -255,7 +260,7 @@ def _other_cuts(steps: RecordedSteps, program: Program, seconds: Seconds, gain: 
 
 
 def _with_split_and_whole_backwards(seconds: Seconds, stages: int) -> Seconds:
-    """Adds the time of whole backward passes to stages that split them, and the reverse."""
+    """Estimates the missing times: of a whole backward pass from its two parts, and of the parts from the whole."""
     times = dict(seconds)
     for stage in range(stages):
         whole, *parts = ((stage, kind) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
@@ -266,12 +271,12 @@ def _with_split_and_whole_backwards(seconds: Seconds, stages: int) -> Seconds:
 
 
 def _length(program: Program, seconds: Seconds) -> float:
-    """Returns the length of a program in seconds. Actions without a known time take none."""
+    """Returns the simulated duration of a program in seconds. Actions without a known time take 0 seconds."""
     return simulate_durations(program, lambda action: seconds.get((action.stage, action.kind), 0.0)).seconds
 
 
 def _by_share(steps: RecordedSteps) -> Iterator[Advice]:
-    """Predicts the gain if a part of the breakdown took no time."""
+    """Predicts, for each part of the breakdown, the speedup if this part took no time."""
     shares, texts = dict(steps.breakdown.shares), dict(BY_SHARE)
     if steps.driver != "process":  # Nothing crosses a link: a late message means a late thread.
         shares["late starts"] += shares.pop("communication", 0.0)

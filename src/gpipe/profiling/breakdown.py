@@ -1,6 +1,6 @@
 """Divides the wall time of recorded steps into parts (the paper's Table 4).
 
-The idle time of a run is divided by simulating its actions with their measured durations:
+The idle time of a run is divided with simulations, which use the measured durations of actions:
 
     measured                       |-------------------------------|
     simulated                      |--------------------------|        the difference: actions that started late
@@ -8,7 +8,7 @@ The idle time of a run is divided by simulating its actions with their measured 
     with equal stages              |---------------------|             the difference: imbalance
     computation of a rank          |-----------|                       the difference: the bubble of the schedule
 
-The time between runs is divided by recorded intervals: calls of the pipe, weight updates, and data loading. The
+The time between runs is divided with recorded intervals of calls of the pipe, weight updates, and data loading. The
 window of a run ends when the next run begins.
 
 call     |--------------|                    |--------------|
@@ -84,13 +84,15 @@ class Breakdown:
     busy or receiving, by rank: 80%, 80%
 
     Attributes:
-        seconds: The mean wall time of a step, until the next one begins.
+        seconds: The mean wall time from the beginning of a step to the beginning of the next step.
         steps: The number of runs. A `step` is one run; a call and its backward pass are two.
-        shares: The share of the wall time of each part, as a mean over ranks. The shares sum to 1.
-        bubble: The share of each part of the bubble: filling, draining, and stalls in between.
+        shares: For each part, its share of the wall time, as a mean over ranks. The shares sum to 1.
+        bubble: For each part of the bubble, its share of the wall time. The parts are filling, draining, and stalls
+            between them.
         theory: The idle share of the schedule with equal stages. For fill-drain, this is the paper's (K-1)/(M+K-1).
         busy: For each rank, the share of the wall time in which it ran actions.
-        stage_seconds: For each stage, the time of one micro-batch, including recomputation and backward pass.
+        stage_seconds: For each stage, the computing time of one micro-batch: forward pass, recomputation and backward
+            pass.
     """
 
     seconds: float
@@ -156,7 +158,7 @@ def _of_rank(spans: Iterable[Span], rank: int) -> list[Span]:
 
 
 def simulate_durations(program: Program, seconds: Callable[[Action], float]) -> Timeline:
-    """Returns the timeline of a program in which each action takes a given time and starts as early as it can."""
+    """Simulates a program in which each action takes a given time and starts as early as possible."""
     return simulate(program, unit_costs(program.stages), seconds).timeline
 
 
@@ -197,7 +199,7 @@ def _of_replica(timeline: Timeline) -> Breakdown:
 
 
 def _durations(timeline: Timeline) -> dict[Action, float]:
-    """Returns the duration of each action, including the messages that it received before."""
+    """Returns the duration of each action, including the time in which its rank received messages before it."""
     durations: dict[Action, float] = {}
     for rank in range(timeline.ranks):
         lead = 0.0
@@ -209,7 +211,7 @@ def _durations(timeline: Timeline) -> dict[Action, float]:
 
 
 def _parts_of_bubble(equal: Timeline, share: float) -> dict[str, float]:
-    """Divides the bubble into the time before the first action of each rank, after its last one, and in between."""
+    """Divides the bubble into times before the first action of a rank, after its last action, and between actions."""
     parts = dict.fromkeys(("filling", "draining", "stalls"), 0.0)
     for spans in filter(None, (_of_rank(equal.spans, rank) for rank in range(equal.ranks))):
         parts["filling"] += spans[0].start
@@ -220,7 +222,7 @@ def _parts_of_bubble(equal: Timeline, share: float) -> dict[str, float]:
 
 
 def windows(runs: Sequence["RecordedRun"], inside: "Marks", updates: "Marks", loads: "Marks") -> list[Timeline]:
-    """Returns the timelines of runs, each with the time outside the run until the next one begins, by part."""
+    """Returns the timelines of runs, each with the time until the next run begins, by part of the breakdown."""
     if not runs:
         return []
     entries = [_entry(run, inside) for run in runs]
@@ -243,16 +245,16 @@ def windows(runs: Sequence["RecordedRun"], inside: "Marks", updates: "Marks", lo
 
 
 def _entry(run: "RecordedRun", inside: Iterable["Interval"]) -> float:
-    """Returns when the call of a run began.
+    """Returns the time at which the user's call began that contains a run.
 
-    The call of a different process may have begun earlier. A backward pass that autograd starts has no call.
+    Without a call, returns the beginning of the run. A backward pass that autograd starts has no call.
     """
     began = run.when[0]
     return min(began, next((start for start, end in inside if start <= run.when[1] <= end), began))
 
 
 def _covered(marks: Iterable["Interval"], part: "Interval") -> float:
-    """Returns how many seconds of an interval are covered by marks."""
+    """Returns the number of seconds of an interval that the marked intervals cover."""
     seconds, since = 0.0, part[0]
     for start, end in sorted(marks):
         until = min(end, part[1])
@@ -262,7 +264,9 @@ def _covered(marks: Iterable["Interval"], part: "Interval") -> float:
 
 
 def percentages(shares: Mapping[str, float]) -> dict[str, float]:
-    """Rounds shares that sum to 1 to tenths of a percent that sum to exactly 100, by the largest remainders.
+    """Rounds shares to tenths of a percent, so that the result sums to exactly 100 percent.
+
+    The shares must sum to 1. The method is the largest remainder method.
 
     >>> percentages({"forward": 1 / 3, "backward": 1 / 3, "bubble": 1 / 3})
     {'forward': 33.4, 'backward': 33.3, 'bubble': 33.3}
@@ -275,10 +279,10 @@ def percentages(shares: Mapping[str, float]) -> dict[str, float]:
 
 
 def breakdown_lines(shares: Mapping[str, float], seconds: float, steps: int) -> Iterator[str]:
-    r"""Yields the lines of a table of shares that sum to 1, with their time and their meaning.
+    r"""Yields the lines of a table with the share, the time and the meaning of each part of a step.
 
     Args:
-        shares: The share of each part.
+        shares: The share of each part. The shares sum to 1.
         seconds: The mean time of a step.
         steps: The number of steps.
 

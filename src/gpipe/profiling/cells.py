@@ -1,7 +1,7 @@
-"""Renders pipes, plans, programs, predictions and recordings in notebooks, as a picture and the text of `print`.
+"""Renders pipes, plans, programs, predictions and recordings in notebooks, as a picture and a text.
 
-The picture is an image with the SVG in its address. So styles of the picture and of the page do not affect each
-other, and notebooks that are not trusted show it, although they remove other SVG.
+The picture is an HTML image whose address contains the SVG. Therefore styles of the picture and the page do not
+affect each other. Notebooks that are not trusted remove inline SVG, but show this image.
 """
 
 from base64 import b64encode
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 MAX_ACTIONS = 10_000  # Predicting this many actions for a cell takes about a second.
 MAX_LINES, COLUMNS = 60, 112  # of the text
-UNITS = "One unit is a forward pass or recomputation of a stage, or half a backward pass (I: inputs, W: weights)."
+UNITS = "One unit is the time of a forward pass or recomputation of a stage, or of half a backward pass (I or W)."
 TOO_LARGE = "The prediction takes long for this many micro-batches. Call print(pipe.summary()) to see it."
 ONE_STEP = "The text describes only this step. print(recording) and recording.explain() use all steps."
 
 
 def program(drawn: Program) -> str:
-    """Renders a program in units of time, or the reason why it cannot run."""
+    """Renders a program with its time in units, or the reason why the program cannot run."""
     title = f"program: {_size(drawn)}"
     try:
         result = figures(drawn)
@@ -41,7 +41,7 @@ def program(drawn: Program) -> str:
 
 
 def prediction(drawn: Prediction) -> str:
-    """Renders the predicted step, with its duration and the peak memory of each rank."""
+    """Renders the predicted timeline of a step, its duration, and the peak memory of each rank."""
     seconds, is_timed = drawn.timeline.seconds, drawn.unit == "seconds"
     title = f"predicted step: {_size(drawn.program)}"
     took = format_seconds(seconds) if is_timed else f"{seconds:,.7g} units (a layer of cost 1 takes one unit)"
@@ -53,13 +53,13 @@ def prediction(drawn: Prediction) -> str:
 
 
 def plan(drawn: Plan) -> str:
-    """Renders the planned step, and the text of `plan.explain()`."""
+    """Renders the predicted timeline of a plan, and the text of `plan.explain()`."""
     title = f"plan: {_size(drawn.program)}, schedule {drawn.schedule}"
     return _cell(svg.timelines_svg({title: drawn.simulation.timeline}, small=True), title, [drawn.explain()])
 
 
 def recording(drawn: "Recording") -> str:
-    """Renders the step of median length, with its prediction, its breakdown, and advice."""
+    """Renders the recorded step of median length and its prediction, its breakdown, and advice."""
     if not drawn.runs:
         return _cell("", "", [NO_STEPS])
     report = drawn._steps("")
@@ -72,7 +72,7 @@ def recording(drawn: "Recording") -> str:
 
 
 def pipe(drawn: "GPipe") -> str:
-    """Renders the predicted step, and the text of `pipe.summary()`."""
+    """Renders the predicted timeline of a step, and the text of `pipe.summary()`."""
     if drawn.micro_batches * len(drawn.layers_per_partition) > MAX_ACTIONS:
         return _cell("", "", [TOO_LARGE])
     title, expected = f"pipe: {_size(drawn.program, 'partition')}", drawn.prediction
@@ -86,7 +86,7 @@ def _size(program: Program, what: str = "rank") -> str:
 
 def _cell(picture: str, title: str, texts: Sequence[str]) -> str:
     lines = [line for text in texts for each in text.splitlines() for line in wrap(each, COLUMNS)]
-    if (more := len(lines) - MAX_LINES) > 0:  # Shortens a table in the middle: the text below it stays.
+    if (more := len(lines) - MAX_LINES) > 0:  # Shortens a table in the middle, and keeps the text below the table.
         lines[MAX_LINES // 2 : MAX_LINES // 2 + more] = [f"... {more} more lines ..."]
     text = "\n".join(map(_printable, lines))
     address = f"data:image/svg+xml;base64,{b64encode(picture.encode()).decode()}"
@@ -95,5 +95,5 @@ def _cell(picture: str, title: str, texts: Sequence[str]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Escapes a text for XML, and replaces unprintable characters, which names of layers may contain."""
+    """Escapes a text for XML, and replaces unprintable characters. Names of layers may contain such characters."""
     return escape("".join(letter if letter.isprintable() else "?" for letter in text))

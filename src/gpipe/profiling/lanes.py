@@ -1,7 +1,8 @@
-"""Draws timelines as text: one line per rank, and the width of an action in proportion to its duration.
+"""Draws timelines as text, with one line per rank. The width of an action is proportional to its duration.
 
-With colors, the background shows the kind of an action, and is lighter at later stages of a rank. Without colors, a
-letter shows the kind: as in the program at the first stage of a rank, lowercase at the second, and marked later.
+With colors, the background shows the kind of an action. The background is lighter at later stages of a rank. Without
+colors, a letter shows the kind: for example `F` at the first stage of a rank, `f` at the second, and `F'` at the
+third.
 """
 
 from collections.abc import Collection, Iterator
@@ -27,17 +28,17 @@ ORDINALS = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 @dataclass(frozen=True, slots=True)
 class Ruler:
-    """Converts times to columns."""
+    """Converts times to columns of text."""
 
     unit: int  # the number of columns of the shortest action
     seconds: float  # the duration of the shortest action
 
     def column(self, seconds: float) -> int:
-        """Returns the column of a time."""
+        """Returns the column at which a time is drawn."""
         return floor(seconds / self.seconds * self.unit + 0.5 + EPSILON)
 
     def columns(self, timelines: Collection[Timeline]) -> int:
-        """Returns the number of columns that timelines need, including the names of their ranks."""
+        """Returns the number of columns that timelines need, including the names of ranks."""
         return max(margin(timeline.ranks) + self.column(timeline.seconds) for timeline in timelines)
 
     def axis(self, seconds: float) -> str:
@@ -51,7 +52,9 @@ class Ruler:
 
 
 def lanes_text(program: Program, costs: Costs | None = None) -> str:
-    """Draws a program of forward and backward passes as text. By default F, I and W take one unit each, and B two.
+    """Draws a program of forward and backward passes as text.
+
+    By default, F, I and W actions take one unit of time each, and B actions take two units.
 
     >>> from gpipe.schedule.schedules.by_name import program_of
     >>> print(lanes_text(program_of("1f1b", ranks=2, micro_batches=3)))
@@ -68,10 +71,10 @@ def margin(ranks: int) -> int:
 
 
 def find_ruler(timelines: Collection[Timeline], width: float = inf, *, colored: bool = False) -> Ruler:
-    """Returns the widest ruler with which timelines, one above the other, fit into a number of columns.
+    """Returns the widest ruler with which timelines fit into a number of columns.
 
-    The widest possible ruler has room for the full label of the shortest action and a gap, the narrowest one for its
-    shortest label. The narrowest one is returned if none fits.
+    The widest ruler has room for the longest label of any action and a gap. The narrowest ruler has room for the
+    short form of every label. If no ruler fits, this function returns the narrowest ruler.
     """
     drawn = [span for timeline in timelines for span in _drawn(timeline)]
     labels = [_labels(span, nth, colored) for span, nth in drawn]
@@ -82,16 +85,16 @@ def find_ruler(timelines: Collection[Timeline], width: float = inf, *, colored: 
 
 
 def fit_ruler(timelines: Collection[Timeline], width: int) -> Ruler:
-    """Returns the ruler with which the longest timeline fills a number of columns, even if labels do not fit."""
+    """Returns the ruler with which the longest timeline has exactly `width` columns, even if labels do not fit."""
     room = max(1, width - max(margin(timeline.ranks) for timeline in timelines))
     return Ruler(1, max(timeline.seconds for timeline in timelines) / room)
 
 
 def lanes(timeline: Timeline, ruler: Ruler, *, colored: bool = False) -> list[Text]:
-    """Returns one line per rank, with its name and its actions in the style of their kind.
+    """Returns one line per rank, with the name of the rank and its actions in the style of their kind.
 
-    All actions of a kind have the same sort of label, the longest that fits into all of them. With a ruler of
-    `fit_ruler`, labels that do not fit are omitted, and actions shorter than half a column may not be visible.
+    All actions of a kind have the same form of label: the longest form that fits all of these actions. With a ruler
+    from `fit_ruler`, labels that do not fit are omitted, and actions shorter than half a column may be invisible.
     """
     drawn, stages, before = list(_drawn(timeline)), most_stages([timeline]), margin(timeline.ranks)
     sorts: dict[Kind, int] = {}
@@ -102,7 +105,7 @@ def lanes(timeline: Timeline, ruler: Ruler, *, colored: bool = False) -> list[Te
     rows = [Text(f"rank {rank}".ljust(before)) for rank in range(timeline.ranks)]
 
     def fill_idle(rank: int, until: int) -> None:
-        """Appends dots up to a column, with the same gaps as between actions of minimum length."""
+        """Appends dots up to a column, with the same gaps as between the shortest actions."""
         dots = range(len(rows[rank]) - before, until)
         gap = ruler.unit - 1 if ruler.unit > 1 else None
         rows[rank].append("".join(" " if column % ruler.unit == gap else "." for column in dots), IDLE)
@@ -122,7 +125,7 @@ def lanes(timeline: Timeline, ruler: Ruler, *, colored: bool = False) -> list[Te
 
 
 def _drawn(timeline: Timeline) -> Iterator[tuple[Span, int]]:
-    """Yields the computing actions in order of time, each with the number of its stage within its rank."""
+    """Yields the computing actions in order of time, each with the index of its stage within the rank."""
     nth = nth_stages(timeline)
     for span in sorted(timeline.spans, key=lambda span: span.start):
         if span.action.kind in COMPUTE and span.seconds > 0:
@@ -130,7 +133,7 @@ def _drawn(timeline: Timeline) -> Iterator[tuple[Span, int]]:
 
 
 def _labels(span: Span, nth: int, colored: bool) -> tuple[str, ...]:
-    """Returns the possible labels of an action, the longest first."""
+    """Returns the possible labels of an action, with the longest label first."""
     number = str(span.action.micro_batch)
     if colored:
         return number, number[-1]
@@ -139,18 +142,18 @@ def _labels(span: Span, nth: int, colored: bool) -> tuple[str, ...]:
 
 
 def letter_of(kind: Kind, nth: int) -> str:
-    """Returns the letter of a kind at the n-th stage of a rank."""
+    """Returns the letter of an action kind at the n-th stage of a rank, counted from 0."""
     return (kind.value.lower() if nth % 2 else kind.value) + "'" * (nth // 2)
 
 
 def style(kind: Kind, nth: int, stages: int) -> str:
-    """Returns the style, for the library rich, of a kind at the n-th stage of a rank with `stages` stages."""
+    """Returns the style of an action kind at the n-th of `stages` stages of a rank, for the library rich."""
     color = shade(kind, nth, stages)
     return f"{'#1f2328' if is_bright(color) else '#ffffff'} on {color}"
 
 
 def panel(timeline: Timeline, ruler: Ruler, *, colored: bool, unit: Unit = "") -> Iterator[Text]:
-    """Yields the lines of a timeline, and below them a time axis in milliseconds or units."""
+    """Yields the lines of a timeline, followed by a time axis in milliseconds or units."""
     for lane in lanes(timeline, ruler, colored=colored):
         yield lane if colored else Text(lane.plain.rstrip())
     factor = 1000 if unit == "ms" else 1
@@ -159,7 +162,7 @@ def panel(timeline: Timeline, ruler: Ruler, *, colored: bool, unit: Unit = "") -
 
 
 def legend(timelines: Collection[Timeline], *, colored: bool) -> Iterator[Text]:
-    """Yields lines that explain the colors or letters."""
+    """Yields lines that explain the colors or letters of a timeline."""
     kinds = [kind for kind in kinds_in(timelines) if kind in COMPUTE]
     letters = [(f" {kind.value} ", style(kind, 0, stages=1)) if colored else kind.value for kind in kinds]
     words = [Text.assemble(letter, f" {NAMES[kind]}") for letter, kind in zip(letters, kinds, strict=True)]
@@ -174,7 +177,7 @@ def legend(timelines: Collection[Timeline], *, colored: bool) -> Iterator[Text]:
 
 
 def format_peak(peak: float) -> str:
-    """Returns a number of micro-batches with four digits, or without decimals.
+    """Formats a number of micro-batches with four significant digits, or without decimals if it is large.
 
     >>> format_peak(2 / 3), format_peak(12.0), format_peak(10240.0)
     ('0.6667', '12', '10240')

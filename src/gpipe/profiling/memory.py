@@ -1,6 +1,7 @@
 """Measures the peak memory of each rank, and the cores that other processes use.
 
-State (weights, gradients, optimizer) is counted. Activations are tracked as they are allocated and freed.
+The memory of weights, gradients and optimizers is computed from their sizes. Activations are tracked when they are
+allocated and freed.
 """
 
 import os
@@ -32,14 +33,15 @@ from gpipe.stages.tree import tensors_in
 class Held:
     """The peak memory of a rank in bytes, by purpose.
 
-    Tensors that the caller created, such as inputs, are not counted.
+    Tensors that the caller of the pipe created, such as inputs, do not count.
 
     Attributes:
         weights: Parameters and buffers.
         gradients: Gradients of parameters.
         optimizer: States of optimizers whose `step` was called during the recording.
         boundary: Tensors from other ranks: boundary tensors, their gradients, and gathered weights. A tensor that two
-            ranks keep counts on both, as if each had its own device. None if activations were not recorded.
+            ranks keep counts on both ranks, as if each rank had its own device. None if activations were not
+            recorded.
         inside: All other tensors that operations create: activations kept for the backward pass, tensors sent to
             other ranks, and temporary tensors. None if activations were not recorded.
 
@@ -55,7 +57,7 @@ class Held:
 
     @property
     def activations(self) -> int | None:
-        """The memory of activations, or None if it was not recorded."""
+        """The memory of activations, or None if activations were not recorded."""
         return None if self.boundary is None or self.inside is None else self.boundary + self.inside
 
     @property
@@ -65,15 +67,16 @@ class Held:
 
     @property
     def total(self) -> int:
-        """The sum of all known parts."""
+        """The sum of all purposes, without activations if they were not recorded."""
         return self.state + (self.activations or 0)
 
 
 class Watches:
     """Tracks the activation memory of each rank as if each rank had its own device.
 
-    In one process, the sender and the receiver of a tensor share one storage, which would be two on two devices. It
-    counts on the receiver until its backward pass is done, and on the sender as long as the autograd graph keeps it.
+    In one process, the sender and the receiver of a tensor share one storage. On two devices, each would have a copy.
+    The tensor therefore counts on the receiver until the receiver's backward pass is done, and on the sender while
+    the sender's autograd graph keeps the tensor.
     """
 
     def __init__(self) -> None:
@@ -81,7 +84,7 @@ class Watches:
         self._arrived: dict[tuple[int, int, int | None], list[Tensor]] = {}
 
     def after_receive(self, rank: Rank, step: CompiledAction) -> None:
-        """Counts received tensors on this rank, and no longer on the sender unless its graph keeps them."""
+        """Counts received tensors on this rank. They stop counting on the sender unless its graph keeps them."""
         values = [message.value if isinstance(message, BoundaryValue) else message for message in rank.inbox]
         tensors = tensors_in(values)
         others = [watch for other, watch in list(self.by_rank.items()) if other != step.rank]
@@ -93,12 +96,12 @@ class Watches:
             self._arrived[step.rank, step.stage, step.micro_batch] = tensors
 
     def before_action(self, rank: Rank, step: CompiledAction) -> None:
-        """Stops counting gathered weights that are about to be freed."""
+        """Stops counting gathered weights that the action will free."""
         for weight in _under_fully_shard(rank, step) if step.action.kind is Kind.RESHARD else ():
             self.by_rank[step.rank].give_up(weight)
 
     def after_action(self, run: Run, rank: Rank, step: CompiledAction) -> None:
-        """Updates the tensors that count on a rank after an action, such as activations that will be recomputed."""
+        """Updates which tensors count on a rank. For example, activations that will be recomputed stop counting."""
         watch, kind = self.by_rank[step.rank], step.action.kind
         keeps = kind is Kind.FORWARD and step.micro_batch not in run.routes[step.stage].micro_batches[Kind.RECOMPUTE]
         watch.mark(loose=not keeps)
@@ -127,7 +130,7 @@ class Watches:
             watch.end([p.grad for p in parameters if p.grad is not None])
 
     def peaks(self) -> dict[int, tuple[int, int]]:
-        """Returns the peak of each rank without state: the bytes from other ranks, and all other bytes."""
+        """Returns the peak activation memory of each rank: the bytes from other ranks, and all other bytes."""
         return {rank: (watch.crossed, watch.peak - watch.crossed) for rank, watch in self.by_rank.items()}
 
 
@@ -137,19 +140,19 @@ def _under_fully_shard(rank: Rank, step: CompiledAction) -> Iterable[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Returns the address of a tensor's storage, or of the first part of a quantized weight."""
+    """Returns the address of a tensor's storage. For a quantized weight, returns the address of its first tensor."""
     return storage_address(pieces_of(tensor)[0] if is_quantized(tensor) else tensor)
 
 
 def measure_held(
     modules: Iterable[nn.Module], states: Iterable[Mapping[Tensor, Any]], peak: tuple[int, int] | None
 ) -> Held:
-    """Returns the memory of a rank.
+    """Returns the peak memory of a rank.
 
     Args:
         modules: The layers of the rank.
         states: The states of optimizers, by parameter.
-        peak: The peak of its activations, as `Watches.peaks` returns it, or None if unknown.
+        peak: The peak activation memory of the rank from `Watches.peaks`, or None if unknown.
     """
     parameters = dict.fromkeys(p for module in modules for p in module.parameters())
     # The peak of activations includes the unsharded gradients of sharded parameters.
@@ -174,7 +177,7 @@ MIN_SECONDS = 0.2  # The system counts in ticks of 10 ms, which is too coarse fo
 
 
 class OtherProcesses(NamedTuple):
-    """The cores that other processes used on average, and the number of cores of the machine."""
+    """The mean number of cores that other processes used, and the number of cores of the machine."""
 
     cores: float
     of: int
@@ -184,7 +187,7 @@ class OtherProcesses(NamedTuple):
 
 
 class Meter:
-    """Measures the CPU time of all processes and of this one, from its creation until `stop`."""
+    """Measures the CPU time of all processes and of this process, from the creation of the meter until `stop`."""
 
     def __init__(self) -> None:
         self._start = _read()
@@ -194,7 +197,7 @@ class Meter:
         self._end = self._end or _read()
 
     def others(self) -> OtherProcesses | None:
-        """Returns the cores that other processes used, or None if they cannot be measured."""
+        """Returns the cores that other processes used, or None if this system does not report CPU times."""
         times = zip(self._start, self._end or _read(), strict=False)
         wall, every, own = tuple(until - since for since, until in times) or (0.0, 0.0, 0.0)
         if wall < MIN_SECONDS:
@@ -203,7 +206,7 @@ class Meter:
 
 
 def _read() -> tuple[float, ...]:
-    """Returns the time, the CPU time of all processes, and the CPU time of this one, or () on other systems."""
+    """Returns the time, the CPU time of all processes, and the CPU time of this process, or () except on Linux."""
     try:
         ticks = [int(number) for number in STAT.read_text().splitlines()[0].split()[1:9]]
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""Lists the messages and reductions between processes, to analyze or model transfers."""
+"""Lists the messages and gradient reductions between processes, to analyze or model transfers."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,10 +19,10 @@ REDUCED = {Control.GRADIENTS, Control.SUMMED_GRADIENTS}
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message as recorded by its sender or its receiver, or one reduction as recorded by one of its ranks.
+    """A record of one message by its sender or its receiver, or of one gradient reduction by one rank.
 
-    Times are in seconds since the first recorded run began, on one clock for all ranks. On GPUs, whose tensors are
-    sent by NCCL, they are the times at which the host queued the transfer.
+    Times are in seconds since the first recorded run began, on one clock for all ranks. If NCCL sends tensors between
+    GPUs, these are the times at which the host queued the transfer.
 
     Attributes:
         kind: `"send"`, `"receive"` or `"reduce"`. The messages inside a reduction are not listed separately.
@@ -39,15 +39,16 @@ class Message:
             - `"statistics"`: running statistics of deferred BatchNorm
             - `"batch norm"`: synchronized BatchNorm
             - `"output"`: the output of a call
-        stage: The stage at this end. None if no single stage is at this end.
+        stage: The stage on this rank that sends or receives the message. None if no single stage does.
         phase: `"forward"` or `"backward"`.
         bytes: The size of the tensors as they are sent. For a reduction, the size of the summed gradients.
         dtypes: The dtype of each tensor. For a reduction, the different dtypes.
         shapes: The shape of each tensor. Empty for a reduction, which concatenates tensors.
-        asked: When this rank started to send, receive or reduce.
-        begun: When bytes began to move: when the sender had room and the receiver was ready. For a reduction, when
-            all ranks had started it.
-        ended: When the sender no longer needed its tensors, the receiver had them, or all sums were available.
+        asked: The time at which this rank started to send, receive or reduce.
+        begun: The time at which bytes began to move, because the sender had room and the receiver was ready. For a
+            reduction, the time at which all ranks had started the reduction.
+        ended: The time at which the sender no longer needed its tensors, the receiver had received all tensors, or
+            all sums were available.
 
     >>> sent = Message("send", 0, 1, 0, 3, "x:0>1", 0, "forward", 32, ("float32",), ((2, 4),), 0.5, 0.75, 1.0)
     >>> sent.ended - sent.begun  # seconds of the transfer, as the sender measured it
@@ -71,7 +72,7 @@ class Message:
 
 
 def messages_of(runs: Sequence[RecordedRun]) -> list[Message]:
-    """Returns all messages and reductions of runs, ordered by run and by the time at which ranks started them."""
+    """Returns all messages and reductions of runs, ordered by run and start time."""
     messages: list[Message] = []
     for step, run in enumerate(runs):
         traffic = [each.moved(-runs[0].when[0]) for each in run.traffic]  # on one clock
@@ -108,13 +109,13 @@ def _of_rank(step: int, rank: int, own: Traffic, sent: Mapping[tuple[int, int, L
 
 
 def _named(entry: Crossed, own: Traffic) -> tuple[str, int | None, int | None] | None:
-    """Returns the content, stage and micro-batch of a message, or None if it only controls the run."""
+    """Returns the content, stage and micro-batch of a message, or None for a control message."""
     route, number, gradient = entry.label
     if route >= 0:
         ends = parse_route(own.routes[route])
         return own.routes[route], ends.source if entry.sends is not gradient else ends.target, number
     match _control(entry.label):
-        case Control.BATCHNORM:  # Counts further if a layer is used several times.
+        case Control.BATCHNORM:  # The number continues to increase if a layer is used several times.
             return "batch norm", None, number % own.micro_batches
         case Control.DEFERRED_STATISTICS:
             return "statistics", number, None
@@ -129,14 +130,14 @@ def _named(entry: Crossed, own: Traffic) -> tuple[str, int | None, int | None] |
 
 
 def _control(label: Label) -> Control:
-    """Returns the kind of a message without a route. Labels of BatchNorm are numbered downwards."""
+    """Returns the kind of a message without a route. BatchNorm modules use several labels, numbered downwards."""
     return Control(max(label.route, Control.BATCHNORM))
 
 
 def _reductions(step: int, rank: int, own: Traffic) -> Iterator[Message]:
-    """Yields one message per stage for all messages of its reduction.
+    """Yields one reduction per stage, which combines all messages of that reduction.
 
-    In the first of them, ranks tell each other which gradients they have.
+    In the first message, ranks exchange which gradients they have.
     """
     entries = [entry for entry in own.crossed if entry.label.route < 0 and _control(entry.label) in REDUCED]
     for stage, of_stage in groupby(entries, key=lambda entry: entry.label.micro_batch // MESSAGES_PER_STAGE):
@@ -162,7 +163,7 @@ def _reductions(step: int, rank: int, own: Traffic) -> Iterator[Message]:
 
 
 def write_messages(path: Path, messages: Iterable[Message]) -> None:
-    """Writes a line that names the schema, and then each message as a line of JSON."""
+    """Writes a file of JSON lines: first a line with the schema, then one line per message."""
     lines = [SCHEMA, *map(asdict, messages)]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
 
@@ -177,7 +178,7 @@ def read_messages(path: str | Path) -> list[Message]:
         The messages, in the order of the file.
 
     Raises:
-        ValueError: If the file has a different format or version.
+        ValueError: If the format or version of the file is different.
 
     >>> from tempfile import TemporaryDirectory
     >>> sent = Message("send", 0, 1, 0, 3, "x:0>1", 0, "forward", 32, ("float32",), ((2, 4),), 0.5, 0.5, 0.75)
@@ -195,5 +196,5 @@ def read_messages(path: str | Path) -> list[Message]:
 
 
 def _tuples(value: Any) -> Any:
-    """Converts lists back to the tuples that they were before JSON."""
+    """Converts lists to tuples. JSON stores tuples as lists."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

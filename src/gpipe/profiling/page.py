@@ -1,8 +1,9 @@
-"""Renders a report as one self-contained HTML page, without a network or other files.
+"""Renders a report as one self-contained HTML page, which needs no network and no other files.
 
-All text is escaped, and a policy in `page.html` forbids the page to load anything. Sections without data are omitted.
-Colors follow the reader's light or dark mode. `page.js` draws the timeline from compact JSON; only this part needs a
-script. Reports with many steps show only some of them, so that the page opens quickly.
+All text is escaped, and a content security policy in `page.html` prevents the page from loading anything. Sections
+without data are omitted. Colors follow the reader's light or dark mode. Only the timeline needs a script: `page.js`
+draws it from compact JSON. If a report has many steps, the page shows only some of these steps, so that it opens
+quickly.
 """
 
 import json
@@ -22,13 +23,13 @@ from gpipe.schedule.timeline import Timeline
 MAX_SPANS = 30_000  # about 17 characters each, so half a megabyte
 MAX_STEPS = 100
 PARTS = 1_000_000
-"""Times are integers in units of this fraction of a step. At maximum zoom, one unit is two pixels."""
+"""The number of time units in a step. Times are integers. At maximum zoom, one unit is two pixels wide."""
 REST = ("#bbbbbb", "#8c96a3", "#aa3377", "#e07b39", "#66ccee", "#997755", "#cc6688", "#5566bb", "#77aa99", "#d0a0d0")
-"""Colors of parts of the breakdown that are not kinds of actions, in order."""
+"""The colors of those parts of the breakdown that are not kinds of actions, in order."""
 
 
 def drawn_steps(report: Report) -> tuple[int, ...]:
-    """Returns the indices of the steps to draw: all, or the median, the slowest, and evenly spaced others."""
+    """Returns the indices of the steps to draw: all steps, or the median, the slowest, and evenly spaced steps."""
     steps = report.timelines
     longest = max((len(timeline.spans) for timeline in steps), default=0)
     room = max(2, min(MAX_STEPS, MAX_SPANS // max(1, longest)))
@@ -40,15 +41,15 @@ def drawn_steps(report: Report) -> tuple[int, ...]:
 
 
 def steps_json(report: Report) -> str:
-    """Returns the data that the script of the page draws, as JSON.
+    """Returns JSON with the data that the script of the page draws.
 
-    `steps` and, if there is a prediction, `predicted` have one flat list of integers per rank, with four numbers per
+    The members `steps` and `predicted` contain one flat list of integers per rank. The list has four numbers per
     action, ordered by time:
 
-    - its index in the table `actions`
-    - its micro-batch, or -1
-    - the time between the start of the previous action and its own start, in parts of the step
-    - its duration, in parts of the step
+    - the index in the list `actions`
+    - the micro-batch, or -1
+    - the time between the start of the previous action and the start of this action, in units of `1 / PARTS` steps
+    - the duration, in the same units
     """
     stages = most_stages(_all_timelines(report))
     places: dict[tuple[Action, int], int] = {}  # Actions that differ only in the micro-batch share one entry.
@@ -147,7 +148,7 @@ def _header(report: Report) -> Iterator[str]:
 
 
 def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
-    """Yields the main numbers, each with a name, a value, and a value to compare it with."""
+    """Yields the main numbers of a report: a name, a value, and a second value for comparison."""
     predicted, losses = report.predicted, report.losses
     if report.timelines:
         typical, steps = report.timelines[report.typical], len(report.timelines)
@@ -170,7 +171,7 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
 
 
 def _timeline(report: Report) -> Iterator[str]:
-    """Yields the elements that the script draws on."""
+    """Yields the HTML elements on which the script draws the timeline."""
     drawn = _all_timelines(report)
     if not drawn:
         return
@@ -185,7 +186,7 @@ def _timeline(report: Report) -> Iterator[str]:
 
 
 def _step_choice(report: Report) -> Iterator[str]:
-    """Yields a bar for each step, whose height shows its duration, to select the step."""
+    """Yields a selectable bar for each step. The height of the bar shows the duration of the step."""
     shown = drawn_steps(report)
     if len(shown) < 2:
         return
@@ -223,7 +224,7 @@ def _breakdown(report: Report) -> Iterator[str]:
 
 
 def _bar(parts: Mapping[str, float], colors: Mapping[str, str], whole: float) -> Iterator[str]:
-    """Yields a bar of parts side by side. The caller also prints the numbers."""
+    """Yields a bar that shows parts of a whole side by side. The caller must print the numbers as text."""
     yield '<div class="bar" aria-hidden="true">'
     for name, part in parts.items():
         share = part / whole if whole else 0.0
@@ -248,7 +249,7 @@ def _memory(report: Report) -> Iterator[str]:
 
 
 def _legend(entries: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yields a colored patch for each name. Names are HTML."""
+    """Yields a legend with a colored square for each name. Names are HTML."""
     yield '<ul class="legend">'
     for name, color in entries:
         patch = f'<i style="background:{color}"></i>' if color else ""
@@ -257,7 +258,7 @@ def _legend(entries: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def _losses(report: Report) -> Iterator[str]:
-    """Yields a curve with gaps at losses that are not finite. The script shows the value at the pointer."""
+    """Yields a loss curve with gaps at losses that are not finite. The script shows the loss at the mouse pointer."""
     losses, each = report.losses, report.loss_each
     odd = [str(at + 1) for at, loss in enumerate(losses) if not isfinite(loss)]
     finite = [loss for loss in losses if isfinite(loss)]
@@ -274,7 +275,7 @@ def _losses(report: Report) -> Iterator[str]:
 
 
 def _curve(losses: Sequence[float], low: float, high: float) -> Iterator[str]:
-    """Yields a line for each run of finite losses. A single point is drawn twice so that it is visible."""
+    """Yields a line for each sequence of finite losses. A single point is drawn twice so that it is visible."""
     run: list[str] = []
     for at, loss in enumerate([*losses, float("nan")]):
         if isfinite(loss):

@@ -40,7 +40,7 @@ NOT_A_PIPE = "gpipe.record: pipe is a {kind}. Pass the gpipe.GPipe whose steps t
 
 
 class Recording(Recorder):
-    """The recorded steps of a pipe, as `record` returns them. Prints as a breakdown of their time.
+    """The recorded steps of a pipe, which `gpipe.record` returns. `print` shows a breakdown of their time.
 
     Methods that summarize steps raise a ValueError if no step was recorded.
 
@@ -58,7 +58,7 @@ class Recording(Recorder):
         super().__init__(keep)
         self._watches = Watches() if memory else None
         if self._watches is not None:
-            with Watch():  # The first use takes seconds, which should not count for a layer.
+            with Watch():  # The first use takes seconds, which should not count as time of a layer.
                 torch.zeros(1).add(1)
         self._states: dict[int, Mapping[Tensor, Any]] = {}
         self._pipe, self._before = pipe, pipe.recorder
@@ -93,7 +93,7 @@ class Recording(Recorder):
         self.stop()
 
     def loading(self, batches: Iterable[T]) -> Iterator[T]:
-        """Iterates over mini-batches and records how long the loop waits for each, as the part `data`."""
+        """Iterates over mini-batches. Records the time for which the loop waits for data as the part `data`."""
         iterator, start = iter(batches), time.perf_counter()
         for batch in iterator:
             if threading.get_ident() == self._thread:  # A different thread loads ahead, so the loop does not wait.
@@ -110,15 +110,15 @@ class Recording(Recorder):
         return windows(list(self.runs), list(self.inside), list(self._updates), list(self._loads))
 
     def breakdown(self) -> Breakdown:
-        """Divides the wall time of the recorded steps into parts. The result prints as a table."""
+        """Divides the wall time of the recorded steps into parts. `print` shows the result as a table."""
         return breakdown(self.timelines)
 
     def advice(self) -> list[Advice]:
-        """Returns all changes that would make steps at least 2 % faster, the largest gain first."""
+        """Returns all changes that would make steps at least 2 % faster, with the largest speedup first."""
         return advise(self._recorded_steps())
 
     def explain(self) -> str:
-        """Returns the most useful change, and the reason for it, as text."""
+        """Returns a text about the most useful change and the reason for the change."""
         return explain(self._recorded_steps())
 
     def report(self, title: str) -> Report:
@@ -135,7 +135,7 @@ class Recording(Recorder):
         )
 
     def _steps(self, title: str) -> Report:
-        """Returns a report with only the steps and their prediction."""
+        """Returns a report that contains only the steps and their prediction."""
         if not (timelines := tuple(self.timelines)):
             raise ValueError(NO_STEPS)
         prediction = self._pipe.prediction
@@ -145,8 +145,8 @@ class Recording(Recorder):
     def memory(self) -> dict[int, Held]:
         """Returns the peak memory of each rank of this process, with activations if `record(pipe, memory=True)`.
 
-        Gradients of all trainable parameters are counted, also before they exist. The state of an optimizer is
-        counted after its first `step`.
+        Gradients of trainable parameters count even before they exist. The state of an optimizer counts after the
+        first `step` of the optimizer.
         """
         states, peaks = list(self._states.values()), {} if self._watches is None else self._watches.peaks()
         return {
@@ -154,7 +154,7 @@ class Recording(Recorder):
         }
 
     def metrics(self) -> dict[str, float]:
-        """Returns means over the recorded steps as numbers by name, for an experiment tracker.
+        """Returns a dict of means over the recorded steps, for an experiment tracker.
 
         Times are in seconds and sizes in bytes. docs/reference/data-formats.md lists all names. Unknown values are
         omitted. A process knows only the memory of its own ranks.
@@ -174,7 +174,8 @@ class Recording(Recorder):
     def messages(self) -> list[Message]:
         """Returns the messages and reductions of all ranks. A pipe in one process has none.
 
-        Each message occurs twice, from its sender and its receiver. Each reduction occurs once per rank.
+        The list contains each message twice, once from the sender and once from the receiver. The list contains each
+        reduction once per rank.
         """
         return messages_of(self.runs)
 
@@ -252,7 +253,10 @@ class Recording(Recorder):
         return notebook_html("recording", self)
 
     def compare_with_prediction(self) -> str:
-        """Returns the measured and predicted time of a step, with the reason if they differ, or "" if unknown."""
+        """Returns a text with the measured and predicted time of a step, and the reason if the times differ.
+
+        Returns an empty text if the prediction is not in seconds, or if no training step was recorded.
+        """
         prediction, steps = self._pipe.prediction, [timeline for timeline in self.timelines if timeline.is_step]
         if prediction.unit != "seconds" or not steps:
             return ""
@@ -273,7 +277,7 @@ class Recording(Recorder):
     def _shared_lock(self) -> list[str]:
         """Returns a finding if rank threads wait for the interpreter lock.
 
-        On accelerators this is unknown, because actions take no time on the host.
+        Returns no finding with accelerators, because the time of an action on the host is then unknown.
         """
         others, stages = self._others(), self._pipe._processes.engine.local
         on_host = self._driver == "threads" and all(stage.device.type == "cpu" for stage in stages)
@@ -285,9 +289,9 @@ class Recording(Recorder):
         return shared_lock(self.runs[0].timeline.ranks, busy, used, others)
 
     def _recorded_steps(self, steps: Sequence[Timeline] = ()) -> RecordedSteps:
-        """Returns the input of `advise`. Default: all training steps, or all steps if none is a training step.
+        """Returns the input of `advise`.
 
-        Evaluation steps run different programs.
+        By default, only training steps count if any exist, because evaluation steps run different programs.
         """
         steps, plan = steps or steps_among(self.timelines), self._pipe.plan
         return RecordedSteps(
@@ -302,7 +306,7 @@ class Recording(Recorder):
         )
 
     def _others(self) -> OtherProcesses | None:
-        """Returns the cores that other processes used, or None for a pipe in several processes."""
+        """Returns the cores that other processes used. Returns None for a pipe in several processes."""
         return self._meter.others() if self._pipe._processes.position is None else None
 
     def _end_update(self, optimizer: Optimizer) -> None:
@@ -315,7 +319,7 @@ class Recording(Recorder):
 def metrics_of(
     steps: Report, losses: Sequence[float], messages: Sequence[Message], held: Mapping[int, Held]
 ) -> dict[str, float]:
-    """Returns the numbers of `Recording.metrics`. docs/reference/data-formats.md lists all names."""
+    """Computes the result of `Recording.metrics`. docs/reference/data-formats.md lists all names."""
     parts, runs = breakdown(steps.timelines), len(steps.timelines)
     numbers: dict[str, float] = {"steps": parts.steps, "step_seconds": parts.seconds, "table_bubble": parts.theory}
     if losses:
@@ -345,8 +349,8 @@ def _by(what: str, values: Sequence[float]) -> dict[str, float]:
 def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recording:
     """Starts recording a timeline of the pipe's steps and calls. Stops at the end of a `with` block, or at `stop()`.
 
-    Recording reads the clock twice per action and costs nothing after it has stopped. With several processes, all of
-    them must record; each receives the timelines of all ranks.
+    Recording reads the clock twice per action. A stopped recording costs no time. With several processes, all
+    processes must record. Each process receives the timelines of all ranks.
 
     Args:
         pipe: The pipe to record.
@@ -361,7 +365,8 @@ def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recordin
         ValueError: If `keep` is not an integer of at least 1.
 
     Note:
-        If a recording starts during another one, it receives all steps until it stops. Then the first one continues.
+        If a second recording starts during a recording, only the second recording receives steps until it stops. Then
+        the first recording continues.
 
     Example:
         >>> import torch, gpipe

@@ -1,4 +1,4 @@
-"""Reads and writes reports of runs as JSON, and writes recorded steps as trace events."""
+"""Reads and writes reports of runs as JSON, and converts recorded steps to trace events."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -30,12 +30,12 @@ class Report:
         configuration: The settings of the run, by name.
         timelines: The recorded steps, in order.
         predicted: The predicted timeline of one step, in seconds.
-        shares: The share of the time of each part of the breakdown, in the order to print. The shares sum to 1.
-        memory: For each rank, the bytes at its peak, by purpose.
+        shares: For each part of the breakdown, its share of the time, in printing order. The shares sum to 1.
+        memory: For each rank, the bytes at the memory peak, by purpose.
         losses: The losses in order. They may be NaN or infinite.
         loss_each: Whether each loss belongs to a step or an epoch.
-        sentence: The reason for lost time, and the change to make, as `recording.explain()` returns it.
-        predicted_memory: For each rank, the predicted bytes at its peak.
+        sentence: The result of `recording.explain()`: the reason for lost time, and the change that would save time.
+        predicted_memory: For each rank, the predicted bytes at the memory peak.
 
     >>> Report("two ranks", losses=(2.5, 0.5)).predicted is None
     True
@@ -54,7 +54,7 @@ class Report:
 
     @property
     def typical(self) -> int:
-        """The index of the recorded step of median length. Only training steps count if there are any."""
+        """The index of the recorded step of median length. Evaluation steps count only if no training step exists."""
         by_length = sorted(steps_among(self.timelines), key=lambda step: step.seconds)
         return self.timelines.index(by_length[len(by_length) // 2])
 
@@ -62,9 +62,9 @@ class Report:
 def report_json(report: Report) -> str:
     r"""Converts a report to one JSON object.
 
-    Its members are the attributes of `Report`, and `"format": "gpipe report 1"`. A timeline is an object with
-    `ranks`, `seconds`, `other` and `spans`. A span is a list of its rank, its action as text, and its start and end
-    in seconds. Numbers that JSON does not support are the strings `"nan"`, `"inf"` and `"-inf"`.
+    The members of the object are the attributes of `Report`, and `"format": "gpipe report 1"`. A timeline is an
+    object with `ranks`, `seconds`, `other` and `spans`. A span is a list of the rank, the action as text, and the
+    start and end in seconds. Numbers that JSON does not support are the strings `"nan"`, `"inf"` and `"-inf"`.
 
     >>> text = report_json(Report("two ranks", losses=(2.5, float("inf"))))
     >>> text[:51], read_report(text).losses
@@ -74,7 +74,7 @@ def report_json(report: Report) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a value to types that JSON supports."""
+    """Converts a value to JSON types."""
     match value:
         case Timeline():
             spans = [[span.rank, str(span.action), span.start, span.end] for span in value.spans]
@@ -100,7 +100,7 @@ def read_report(text: str) -> Report:
         The report. Its values were checked, so it can be drawn.
 
     Raises:
-        ValueError: If the text is not a report, or if it cannot be drawn.
+        ValueError: If the text is not a report, or if the report cannot be drawn.
 
     >>> read_report('{"format": "gpipe report 0"}')
     Traceback (most recent call last):
@@ -175,7 +175,8 @@ MICROSECONDS = 1e6  # the unit of trace events
 def trace_json(timelines: Iterable[Timeline]) -> str:
     """Converts steps to Chrome trace events for ui.perfetto.dev, with a track per rank and a slice per action.
 
-    Slices have the names of actions, such as `2F0`. The time outside the pipeline follows each step on every track.
+    Slices have the names of actions, such as `2F0`. After each step, every track has slices for the time outside the
+    pipeline.
 
     >>> trace_json([])
     '{"traceEvents": [], "displayTimeUnit": "ms"}'

@@ -1,7 +1,8 @@
 """Draws timelines as SVG pictures with a lane for each rank, readable on light and dark pages.
 
-A lane is as long as its step, and gray while its rank is idle. Transfers are thin lines below the boxes. If a rank
-has several stages, later stages are lighter. Pictures are saved as SVG or PNG.
+A lane is as long as the step, and gray while the rank is idle. Each action is a box, and each transfer is a thin line
+below the boxes. If a rank has several stages, the boxes of later stages are lighter. Pictures are saved as SVG or
+PNG.
 """
 
 from collections import defaultdict
@@ -49,34 +50,34 @@ SHARPNESS = 3  # pixels of a PNG per unit of the SVG: 2880 across, or 300 per in
 NO_RENDERER = "PNG files require resvg-py. Run pip install 'gpipe[plots]', or pass a path that ends in .svg."
 
 Unit: TypeAlias = Literal["ms", ""]
-"""The unit of printed times: milliseconds, or units without a name, of which one is a second of the timeline."""
+"""The unit of printed times: `"ms"`, or `""` for units without a name. A second of the timeline is one such unit."""
 
 
 def nth_stages(timeline: Timeline) -> dict[tuple[int, int], int]:
-    """Returns the index of each stage among the stages of its rank, by rank and stage."""
+    """Returns a dict from a rank and a stage to the index of the stage among the stages of the rank."""
     stages = sorted({(span.rank, span.action.stage) for span in timeline.spans})
     return {each: nth for _, own in groupby(stages, key=itemgetter(0)) for nth, each in enumerate(own)}
 
 
 def most_stages(timelines: Iterable[Timeline]) -> int:
-    """Returns the largest number of stages of a rank."""
+    """Returns the largest number of stages that any rank has."""
     return 1 + max((nth for timeline in timelines for nth in nth_stages(timeline).values()), default=0)
 
 
 def kinds_in(timelines: Iterable[Timeline]) -> list[Kind]:
-    """Returns the kinds of actions that occur, in the order of `NAMES`."""
+    """Returns the kinds of actions that occur in timelines, in the order of `NAMES`."""
     kinds = {span.action.kind for timeline in timelines for span in timeline.spans}
     return [kind for kind in NAMES if kind in kinds]
 
 
 def shade(kind: Kind, nth: int, stages: int) -> str:
-    """Returns the color of a kind at the n-th stage of a rank with `stages` stages."""
+    """Returns the color of an action kind at the n-th of `stages` stages of a rank."""
     white = LIGHTEST * nth / max(1, stages - 1)
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in bytes.fromhex(COLORS[kind][1:]))
 
 
 def is_bright(color: str) -> bool:
-    """Returns whether text on this color should be dark."""
+    """Returns whether a background color is so bright that text on it should be dark."""
     red, green, blue = ((part / 255) ** 2.2 for part in bytes.fromhex(color[1:]))
     luminance: float = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return luminance > BRIGHT
@@ -84,7 +85,7 @@ def is_bright(color: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Converts seconds to x coordinates, the same for all timelines of a picture."""
+    """Converts seconds to x coordinates. All timelines in a picture use the same scale."""
 
     seconds: float
     width: float = WIDTH
@@ -94,7 +95,7 @@ class Scale:
         return LEFT + (self.width - LEFT - RIGHT) * seconds / self.seconds
 
     def ticks(self) -> list[float]:
-        """Returns at most eleven round times from 0 to the end.
+        """Returns at most eleven round times, from 0 to the end of the scale, for the time axis.
 
         >>> Scale(0.23).ticks()
         [0.0, 0.05, 0.1, 0.15, 0.2]
@@ -121,20 +122,20 @@ def timeline_svg(timeline: Timeline, title: str = "") -> str:
 def timelines_svg(
     timelines: Mapping[str, Timeline], unit: Unit = "ms", width: int = WIDTH, *, small: bool = False
 ) -> str:
-    """Draws steps one above the other on a common time axis, each with its utilization.
+    """Draws steps one above the other on a common time axis, and prints the utilization of each step.
 
     Args:
         timelines: The steps, by title.
-        unit: `"ms"`, or `""` for times in units without a name, if costs are only relative. Default: `"ms"`.
+        unit: `"ms"`, or `""` for units without a name, if the costs of layers are not seconds. Default: `"ms"`.
         width: The width of the picture.
-        small: Whether to keep the picture below 150 kB. It then has no tooltips, and shows only the first ranks and
-            actions if there are many, as its title says. Default: False.
+        small: Whether to keep the picture below 150 kB. A small picture has no tooltips. If a step has many ranks or
+            actions, a small picture shows only the first ranks and actions, with a note in the title. Default: False.
 
     Returns:
         The SVG document as text. It contains its style.
 
     Raises:
-        ValueError: If `timelines` is empty, or if one is 0 seconds long.
+        ValueError: If `timelines` is empty, or if a timeline is 0 seconds long.
 
     >>> from gpipe.schedule.action import parse_action
     >>> from gpipe.schedule.timeline import Span
@@ -144,7 +145,7 @@ def timelines_svg(
     """
     if not timelines or min(timeline.seconds for timeline in timelines.values()) <= 0:
         raise ValueError(
-            "timelines is empty, or has one of 0 seconds. Pass at least one that is longer than 0 seconds."
+            "timelines is empty, or has a timeline of 0 seconds. Pass timelines that are longer than 0 seconds."
         )
     limit = MAX_SPANS // len(timelines)
     parts = [_first(timeline, limit) if small else timeline for timeline in timelines.values()]
@@ -183,7 +184,7 @@ def read_file(name: str) -> str:
 
 
 def _first(timeline: Timeline, limit: int) -> Timeline:
-    """Returns the first ranks of a timeline, until they have run at most `limit` actions."""
+    """Returns the beginning of a timeline, with the first ranks and at most `limit` actions."""
     ranks = min(timeline.ranks, MAX_LANES)
     own = sorted((span for span in timeline.spans if span.rank < ranks), key=attrgetter("start"))
     until = own[limit].start if len(own) > limit else timeline.seconds
@@ -192,7 +193,7 @@ def _first(timeline: Timeline, limit: int) -> Timeline:
 
 
 def _head(title: str, timeline: Timeline, part: Timeline, scale: Scale) -> str:
-    """Returns the title of a timeline, with the ranks and the time that are drawn."""
+    """Returns the title of a timeline. If only some ranks or a part of the time are drawn, the title names them."""
     if part.ranks < timeline.ranks:
         title += f", ranks 0 to {part.ranks - 1} of {timeline.ranks}"
     if part.seconds < timeline.seconds:
@@ -201,7 +202,10 @@ def _head(title: str, timeline: Timeline, part: Timeline, scale: Scale) -> str:
 
 
 def _panel(timeline: Timeline, part: Timeline, scale: Scale, y: float, *, small: bool) -> Iterator[str]:
-    """Yields lines at round times, and a lane of boxes for each rank. If small, boxes of one color form one path."""
+    """Yields vertical lines at round times, and a lane of boxes for each rank.
+
+    If `small`, all boxes of one color form one path.
+    """
     tops = [y + rank * (LANE + GAP) for rank in range(part.ranks)]
     for tick in scale.ticks():
         yield f'<path class="grid" d="M{scale(tick):.2f} {y - GAP:g}V{tops[-1] + LANE + GAP:g}"/>'
@@ -234,7 +238,7 @@ def _panel(timeline: Timeline, part: Timeline, scale: Scale, y: float, *, small:
 
 
 def note_of(timelines: Iterable[Timeline]) -> str:
-    """Returns the meaning of numbers and shades in a picture."""
+    """Returns a text that explains the numbers and shades in a picture."""
     return "numbers: micro-batch" + ("; lighter: later stage" if most_stages(timelines) > 1 else "")
 
 
@@ -257,7 +261,7 @@ def _legend(timelines: Collection[Timeline], width: float, top: float) -> tuple[
 
 
 def typical_svg(report: Report) -> str:
-    """Draws the step of median length, and its prediction below it. The report must have a step.
+    """Draws the step of median length, and the predicted step below. The report must have at least one step.
 
     >>> typical_svg(Report("", timelines=(Timeline(1, (), 0.2),)))[:4]
     '<svg'
@@ -269,7 +273,7 @@ def typical_svg(report: Report) -> str:
 
 
 def write_picture(path: Path, svg: str) -> None:
-    """Writes an SVG to a file that ends in `.svg`, or renders it on white to one that ends in `.png`.
+    """Writes a picture to a file. The suffix `.svg` keeps the SVG, and `.png` renders it on a white background.
 
     Args:
         path: The path of the file, which is replaced if it exists.
