@@ -1,4 +1,4 @@
-"""Gradient scaling for mixed precision with several processes: all of them skip the same steps."""
+"""Scales gradients for mixed precision with several processes, so that all processes skip the same steps."""
 
 from typing import Any
 
@@ -12,20 +12,21 @@ from gpipe.pipeline import GPipe
 
 
 class GradScaler(LocalGradScaler):
-    """Scales gradients like `torch.amp.GradScaler`. If one process finds an infinity or NaN, all skip the step.
+    """Scales gradients like `torch.amp.GradScaler`. If a process has an infinity or NaN, all processes skip the step.
 
-    Every process makes a scaler and calls the same methods, so the scale is the same everywhere. In one process, it
-    does the same as torch's scaler. Parameters can be sharded over processes, for example with `fully_shard`.
+    Every process creates a scaler and calls the same methods, so the scale is the same in all processes. With one
+    process, the scaler behaves like torch's scaler. Parameters can be sharded over processes, for example with
+    `fully_shard`.
 
-    Pass the scaler to each step as `scaler=`. Do not pass `scale=scaler.get_scale()`: the scaler would not know that
-    it is in use, and its `step` and `update` would fail. If the partition of a process has no parameters and so no
-    optimizer, pass None instead of the optimizer.
+    Pass the scaler to each step as `scaler=`. Do not pass `scale=scaler.get_scale()`, because `scaler.step` and
+    `scaler.update` would then raise an error. If the partition of a process has no parameters, and therefore no
+    optimizer, pass None instead of an optimizer.
 
     Args:
         pipe: The pipe whose gradients are scaled.
         device: The type of the pipe's devices. Default: the type of its first device.
-        stop_after: The number of steps in a row that may be skipped. If the next step must be skipped too, `step`
-            raises an error in all processes. Default: None, any number.
+        stop_after: The maximum number of steps in a row that may be skipped. If a further step must be skipped,
+            `step` raises an error in all processes. Default: None (no maximum).
         **options: Other arguments of `torch.amp.GradScaler`, such as `init_scale`.
 
     Example:
@@ -56,7 +57,7 @@ class GradScaler(LocalGradScaler):
         self._skipped = 0
 
     def unscale_(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Divides the gradients by the scale, and finds out whether any process has a non-finite gradient."""
+        """Divides the gradients by the scale, and checks whether any process has a non-finite gradient."""
         if not self.is_enabled():
             return
         if optimizer is not None:

@@ -45,9 +45,9 @@ class Partitioned(nn.Module):
         self.ties_of_names = {} if processes.position is None else find_tied_names(processes.engine)
 
     def _hold_layers(self) -> None:
-        """Adds the layers of this process as submodules, after all attributes are set.
+        """Adds the layers of this process as submodules. Call it after all attributes are set.
 
-        `add_module` would reject layers with the name of an attribute.
+        `add_module` would reject a layer that has the same name as an attribute.
         """
         traced = self._settings.traced
         if traced is None:
@@ -82,7 +82,7 @@ class Partitioned(nn.Module):
         return len(self._settings.layers)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """Iterates over the layers. With several processes, over the layers of this process."""
+        """Iterates over the layers. With several processes, iterates over the layers of this process."""
         return iter(self._own_layers().values())
 
     @overload
@@ -92,10 +92,10 @@ class Partitioned(nn.Module):
     def __getitem__(self, index: slice) -> Sequential: ...
 
     def __getitem__(self, index: int | slice) -> nn.Module:
-        """Returns a layer, or for a slice a `gpipe.Sequential` of layers.
+        """Returns a layer. For a slice, returns a `gpipe.Sequential` of layers.
 
         Args:
-            index: The index or slice among all layers, as for `nn.Sequential`.
+            index: The index of a layer, or a slice, as for `nn.Sequential`.
 
         >>> import gpipe, torch
         >>> pipe = gpipe.GPipe([torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)], 2, 4)
@@ -132,7 +132,7 @@ class Partitioned(nn.Module):
 
     @property
     def layers_per_partition(self) -> tuple[int, ...]:
-        """The number of layers of each stage. With one stage per rank, stages are the partitions."""
+        """The number of layers of each stage. If each rank has one stage, these are the layers per partition."""
         return self._plan.layers_per_partition
 
     @property
@@ -144,7 +144,7 @@ class Partitioned(nn.Module):
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """The cost of each layer that was used to choose the split points."""
+        """The cost of each layer, from which the split points were chosen."""
         return self._plan.partition.layer_costs.costs
 
     @property
@@ -159,12 +159,12 @@ class Partitioned(nn.Module):
 
     @property
     def reads_inputs(self) -> bool:
-        """Whether this process has the first stage, which reads the inputs. Always true with one process."""
+        """Whether this process has the first stage, which reads the inputs. With one process, always True."""
         return self._engine.reads_inputs
 
     @property
     def reads_targets(self) -> bool:
-        """Whether this process has the last stage, which reads the targets. Always true with one process."""
+        """Whether this process has the last stage, which reads the targets. With one process, always True."""
         return self._engine.reads_targets
 
     @property
@@ -179,7 +179,7 @@ class Partitioned(nn.Module):
 
     @property
     def held_before(self) -> frozenset[str]:
-        """The names of parameters and buffers that the process of an earlier layer has too, under the same name."""
+        """The names of parameters and buffers that the process of an earlier layer also has, under the same name."""
         traced = self._settings.traced
         if traced is None or self._processes.position is None:
             return frozenset()
@@ -194,7 +194,7 @@ class Partitioned(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterates over the parameters of this process with their names.
 
-        A parameter that another process has too has the first of its names.
+        A parameter that several processes have is listed under its first name.
         """
         guard_partial_parameters(self, self._processes)
         first_names = self.ties_of_names if remove_duplicate else {}
@@ -211,7 +211,7 @@ class Partitioned(nn.Module):
             yield ".".join(filter(None, (prefix, name))), buffer
 
     def _local(self, named: Iterable[tuple[str, T]], remove_duplicate: bool) -> Iterator[tuple[str, T]]:
-        """Yields the tensors of this process. A tensor with several names has the first that is not remote."""
+        """Yields the tensors of this process. A tensor with several names has its first name that is not remote."""
         seen: set[int] = set()
         for name, tensor in named:
             if name not in self._remote_names and not (remove_duplicate and id(tensor) in seen):
@@ -243,7 +243,7 @@ class Partitioned(nn.Module):
         self.close()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the pipe, even if a layer has the same name. Layers cannot be replaced."""
+        """Sets an attribute of the pipe, even if a layer has the same name. Rejects the replacement of a layer."""
         if isinstance(getattr(type(self), name, None), property):
             object.__setattr__(self, name, value)
         elif name not in self.__dict__.get("_modules", ()):
@@ -278,7 +278,7 @@ class Partitioned(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Sequence[str]:
-        """Rejects `DistributedDataParallel`, which reads this attribute. For all other readers, it does not exist."""
+        """Rejects `DistributedDataParallel`, which reads this attribute. It does not exist for other code."""
         if sys._getframe(1).f_globals.get("__name__") != nn.parallel.distributed.__name__:
             raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise TypeError(

@@ -19,16 +19,16 @@ def detect_nonfinite(pipe: GPipe) -> Iterator[None]:
     The error names the layer and the micro-batch. Checking all outputs takes time, so use this context only to repeat
     a step whose loss was not finite.
 
-    With several processes, all of them must enter the context. The process that has the layer raises the error; the
-    others raise a `RemoteError` with the same text.
+    With several processes, every process must enter the context. The process that has the layer raises the error. All
+    other processes raise a `RemoteError` with the same text.
 
     Args:
         pipe: The pipe whose steps and calls are checked.
 
     Raises:
         TypeError: If `pipe` is not a `gpipe.GPipe`.
-        FloatingPointError: Steps and calls inside the context raise it if an input, output or gradient of a layer is
-            not finite.
+        FloatingPointError: If, in a step or call inside the context, an input, output or gradient of a layer is not
+            finite.
 
     Example:
         >>> import torch, gpipe

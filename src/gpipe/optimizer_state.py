@@ -22,15 +22,15 @@ SMALL = 4096  # Tensors with fewer bytes, such as step counts, are not moved.
 def offload(optimizer: Optimizer) -> None:
     """Moves the state of an optimizer to files or host memory. Results are bitwise identical.
 
-    Use it if the state does not fit in memory together with the activations:
+    Use this function if the state does not fit in memory together with the activations:
 
-    - The state of weights on a CPU is stored in unnamed, memory-mapped files in the folder for temporary files. The
-      system writes their pages to disk if memory is short. Set `TMPDIR` to a folder on a disk.
+    - The state of weights on a CPU is stored in unnamed, memory-mapped files in the folder for temporary files. If
+      memory is short, the operating system writes pages of these files to disk. Set `TMPDIR` to a folder on a disk.
     - The state of weights on a device is stored in pinned host memory. Each `optimizer.step()` copies it to the
       device and back.
 
-    `state_dict()` works as usual. State that you load moves with the next step. Tensors of other classes, such as
-    shards of `fully_shard`, and tensors of less than 4 KiB are not moved.
+    `state_dict()` works as usual. Loaded state is moved in the next step. Tensors of other classes, such as shards of
+    `fully_shard`, and tensors of less than 4 KiB are not moved.
 
     Args:
         optimizer: An optimizer of `torch.optim`, before or after its first step.
@@ -38,8 +38,8 @@ def offload(optimizer: Optimizer) -> None:
     Raises:
         TypeError: If `optimizer` is not an optimizer of torch.
         RuntimeError: From `optimizer.step()`, if a forked process calls it with state of its parent process.
-        OSError: If a file does not fit on the disk. `optimizer.step()` raises it, too. A note names the folder and
-            the number of bytes.
+        OSError: If a file does not fit on the disk. `optimizer.step()` can raise this error too. A note in the error
+            has the folder and the number of bytes.
 
     >>> import gpipe
     >>> layer = torch.nn.Linear(64, 64)
@@ -78,7 +78,7 @@ def offload(optimizer: Optimizer) -> None:
 
 
 class _StateInFiles(dict[str, Any]):
-    """The state of one parameter in a first step. It moves each new tensor at once: all may not fit in memory."""
+    """The state of one parameter in its first step. Moves each new tensor immediately, to limit memory."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)

@@ -105,8 +105,8 @@ class GPipe(Partitioned):
     """Trains a model as a pipeline of K partitions, with mini-batches split into M micro-batches (paper, section 2).
 
     Call `step` to run the forward and backward pass of one mini-batch through the pipeline. Results are bitwise
-    identical for every number of partitions, schedule, recomputation mode and driver. They equal the results of
-    the reference loop: the unsplit layers, run on one micro-batch after the other.
+    identical for every number of partitions, schedule, recomputation mode and driver. The results are also bitwise
+    identical to the reference loop, which runs the unsplit layers on one micro-batch after another.
 
     Your modules are used in place, not copied. They are moved to `devices` and keep their names: `state_dict()` has
     the keys of `nn.Sequential(*layers)`.
@@ -115,93 +115,101 @@ class GPipe(Partitioned):
     layers.
 
     Args:
-        model: The network: an `nn.Sequential`, or a sequence of modules or of callables that each build one. Any
-            other `nn.Module` also works if you pass `sample`. Or the layers that `gpipe.layers_of` returns, which
-            need no `sample`.
-        partitions: K, the number of ranks, each on its own device. Or a list with the number of layers of each stage.
+        model: An `nn.Sequential`, or a sequence whose elements are modules or callables that build a
+            module. You can also pass any other `nn.Module` together with `sample`, or the layers that
+            `gpipe.layers_of` returns (without `sample`).
+        partitions: K, the number of ranks. Each rank usually has its own device. Or a list with the number of layers
+            of each stage.
         micro_batches: M, the number of micro-batches per mini-batch. A mini-batch with fewer rows is split into one
             micro-batch per row. Also the maximum number of `gpipe.MicroBatches`.
-        sample: An example mini-batch of inputs. gpipe runs it to measure the cost of each layer, so that stages take
-            the same time, and to trace the forward of a model. Without it, stages have the same number of parameters.
-            Other mini-batches can have other sizes. State that the run changes is restored, except parameters, files
-            and objects that cannot be copied.
-        plan: A plan from `gpipe.find_plan`, or the `plan` of another pipe. It replaces `partitions`, `schedule` and
-            `remat`: passing one of these as well raises an error, unless it has its default value. The plan also sets
-            `micro_batches`, unless you pass it.
-        schedule: The order in which ranks execute micro-batches, and the stages that each rank holds. Does not change
-            results. One of:
+        sample: An example mini-batch of inputs. gpipe runs the sample to measure the cost of each layer, so that
+            stages take the same time, and to trace the forward of a model. Without a sample, gpipe balances the
+            number of parameters of the stages. Later mini-batches can have different sizes. gpipe restores the state
+            that the run changes, except parameters, files and objects that cannot be copied.
+        plan: A plan from `gpipe.find_plan`, or the `plan` of a different pipe. It replaces `partitions`, `schedule`
+            and `remat`. If you also pass one of these three arguments, and not its default value, gpipe raises an
+            error. The plan also sets `micro_batches`, unless you pass `micro_batches`.
+        schedule: The order in which ranks execute micro-batches, and the stages that each rank holds. The schedule
+            does not change results. One of:
 
             - `"gpipe"` (default): all forward passes, then all backward passes.
             - `"1f1b"` or `"interleaved"`.
             - `"zb_h1"`, `"zb_h2"`, `"interleaved_zb"`, `"zb_v"`, `"v_half"` or `"v_min"`: split backward passes.
             - `"dualpipe_v"`: requires M >= 2K.
-            - `"auto"`: searches for split points, stages per rank, schedule and recomputation together (see Note).
+            - `"auto"`: gpipe searches for the best split points, stages per rank, schedule and recomputation (see
+              Note).
             - `gpipe.Interleaved(4)`: a schedule with this number of stages on each rank.
             - `gpipe.Sliced("1f1b", 4)`: a schedule that also splits micro-batches along the sequence dimension (see
               Note).
-            - a `Program` of only forward and backward actions, or a function of K and M that returns one.
+            - a `Program` of only forward and backward actions, or a function of K and M that returns such a
+              `Program`.
 
-            If a rank has several stages, `partitions` as a list has one entry per stage.
+            If a rank has several stages and `partitions` is a list, the list has one entry per stage.
         remat: Which micro-batches discard their activations and recompute them in the backward pass:
 
-            - `"always"` (default): all of them.
-            - `"except_last"` (torchgpipe's name): all except micro-batch 0, whose backward pass comes first. Needs
-              the activations of one more micro-batch.
-            - `"never"`: none.
-            - a number: at most that many micro-batches keep their activations at the same time.
-            - `"offload"`: none; moves activations to host memory, or from a CPU to a file.
-            - `"auto"`: as few as the memory of the device allows. Requires `sample`.
-            - `gpipe.Remat(memory=...)`: as few as this number of bytes per rank allows. Also for `schedule="auto"`.
-            - a list with one of the first five for each stage.
+            - `"always"` (default): all micro-batches.
+            - `"except_last"` (torchgpipe's name): all except micro-batch 0, whose backward pass comes first. This
+              option keeps the activations of one additional micro-batch.
+            - `"never"`: no micro-batches.
+            - a number: at most this number of micro-batches keep their activations at the same time.
+            - `"offload"`: no micro-batches; moves activations to host memory, or from a CPU to a file.
+            - `"auto"`: as few micro-batches as the memory of the device allows. Requires `sample`.
+            - `gpipe.Remat(memory=...)`: as few micro-batches as this number of bytes per rank allows. Also works with
+              `schedule="auto"`.
+            - a list with one of the first five options for each stage.
 
             A micro-batch whose backward pass follows its forward pass immediately is never recomputed.
-        devices: One device per partition, or one for all. Default: this host's accelerators in turn, otherwise the
-            CPU.
+        devices: One device per partition, or one device for all partitions. Default: the accelerators of this host in
+            turn, or the CPU if there are none.
         mesh: For several processes, a `DeviceMesh` with a dimension `"pp"` of size K and optionally a dimension
-            `"dp"` of replicas, whose gradients are summed. Default: all processes, with K consecutive ranks per
+            `"dp"` of replicas, whose gradients are summed. Default: all processes, with K consecutive processes per
             replica.
         batch_norm: Which rows BatchNorm uses in training:
 
             - `"micro"` (default): normalizes each micro-batch, and updates running statistics once per micro-batch.
-              Each replica has its own.
+              Each replica has its own running statistics.
             - `"deferred"`: normalizes each micro-batch, and computes running statistics over the whole mini-batch and
               all replicas, as in one forward pass without micro-batches (paper, section 2.2).
             - `"synchronized"`: normalizes corresponding micro-batches of all replicas together, like
               `torch.nn.SyncBatchNorm`. Running statistics cover all replicas. Requires the same number of
               micro-batches in each replica.
-        ties: Groups of names of parameters that are shared although the modules do not show it, such as
-            `[("0.weight", "5.weight")]`.
-        seed: Seed of all random numbers in the layers. Default: drawn from torch's generator.
+        ties: Groups of names of parameters to share, such as `[("0.weight", "5.weight")]`. Parameters that are
+            already the same tensor are found automatically.
+        seed: The seed of all random numbers in the layers. Default: a random number from torch's generator.
         driver: How the partitions run:
 
             - `"threads"` (default), or `gpipe.Threads` with its options: each partition in a thread.
             - `"lockstep"`, or `gpipe.Lockstep`: all partitions in the calling thread, for debugging.
             - `"process"`, or `gpipe.Processes` with its options: one partition in this process. Every process makes
-              the same calls; `reads_inputs` and `reads_targets` say which of them need data.
+              the same calls. `reads_inputs` and `reads_targets` are True in the processes that need data.
 
-            Required without `mesh` if torch.distributed is initialized with several processes.
+            `driver` is required if torch.distributed is initialized with several processes and you do not pass
+            `mesh`.
 
     Raises:
-        ValueError: If arguments are invalid. The message lists all errors that can be detected together.
-        RemoteError: If another process failed. `step`, calls and backward passes raise it, too.
+        ValueError: If arguments are invalid. The message lists all errors that gpipe can detect at once.
+        RemoteError: If a different process failed. `step`, calls and backward passes also raise it.
 
     Note:
-        *Small mini-batches.* With fewer than M micro-batches, a `Program` is restricted to the micro-batches there
-        are. With `"auto"`, fill-drain is used if no schedule for that number exists.
+        *Small mini-batches.* If a mini-batch has fewer than M micro-batches, a `Program` is restricted to these
+        micro-batches. With `"auto"`, gpipe uses the schedule `"gpipe"` if the chosen schedule does not support this
+        number.
 
-        *schedule="auto"* takes three to five seconds on one core. It requires `partitions` as a number, and `remat`
-        at its default or a `gpipe.Remat`. `pipe.summary()` shows how close the result is to the lower bound.
+        *schedule="auto"* takes three to five seconds on one core. `partitions` must be a number, and `remat` must
+        have its default value or be a `gpipe.Remat`. `pipe.summary()` shows how close the result is to the lower
+        bound.
 
-        *Memory* limits cover weights, gradients, the state of an optimizer like Adam, and activations. They assume
-        that ranks take as long as predicted: messages that arrive earlier need extra memory.
+        *Memory* limits cover weights, gradients, the state of an optimizer like Adam, and activations. gpipe assumes
+        that actions take as long as predicted. Messages that arrive earlier need additional memory.
 
         *mesh:* After the pipe is built, you can shard layers over `mesh["dp"]` with `fully_shard`, and optimizers
-        with `ZeroRedundancyOptimizer`. Before, you can shard layers over another dimension with `parallelize_module`.
-        All of these communicate collectively, so a failed rank is detected only after the process group's timeout.
+        with `ZeroRedundancyOptimizer`. Before the pipe is built, you can shard layers over a different dimension with
+        `parallelize_module`. These functions use collective communication, so a failed rank is detected only after
+        the timeout of the process group.
 
         *Sliced* schedules require a causal language model of transformers, a `sample` with labels, and the model's
-        own loss. Bubble and memory are like with M x S micro-batches. Like a change of M, a change of the number of
-        slices S changes the rounding of results.
+        own loss. With S slices, the bubble and the memory are as with M x S micro-batches. A change of S changes the
+        rounding of results, like a change of M.
 
     Example:
         >>> import torch, gpipe
@@ -247,7 +255,7 @@ class GPipe(Partitioned):
     def verify_steps(self) -> bool:
         """Whether the first step of each new combination of modes, inputs and program is verified. Default: True.
 
-        You can set it.
+        Assign False to train without this verification.
         """
         return self._verifier.enabled
 
@@ -259,13 +267,13 @@ class GPipe(Partitioned):
     def findings(self) -> list[str]:
         """Messages about settings and steps that cost speed or may change results, each with a fix.
 
-        New steps can add messages. The page "Findings" of the reference explains them.
+        New steps can add messages. The page "Findings" of the reference explains these messages.
         """
         return self._findings.messages
 
     @property
     def seed(self) -> int:
-        """The seed of all random numbers in the layers. You can set it.
+        """The seed of all random numbers in the layers. You can assign a new seed.
 
         The random numbers of a layer depend on the seed and on the numbers of the step, layer and micro-batch.
         """
@@ -344,24 +352,25 @@ class GPipe(Partitioned):
         Args:
             inputs: Input of the first layer: a tensor, or any pytree of tensors, with N rows each. Or
                 `gpipe.MicroBatches`, which are used without splitting.
-            targets: Second argument of `loss_fn`, with N rows per tensor. Or `gpipe.MicroBatches`, of the same
-                number as in `inputs`.
-            loss_fn: A function `(output, target) -> loss` of one micro-batch, or `(output, target) -> (loss,
-                metrics)`.
+            targets: Second argument of `loss_fn`, with N rows per tensor. Or `gpipe.MicroBatches`, with the same
+                number of micro-batches as `inputs`.
+            loss_fn: A function that is called on each micro-batch: `(output, target) -> loss`, or `(output, target)
+                -> (loss, metrics)`.
             reduction: How to combine the losses of micro-batches:
 
-                - `"mean"`: average, weighted by rows.
-                - `"sum"`: sum.
+                - `"mean"`: the average, weighted by rows.
+                - `"sum"`: the sum.
                 - a function that takes the target of a micro-batch and returns its weight, such as its number of
                   tokens. Micro-batches with weight 0 are ignored.
 
-                Default: the loss's own reduction, see Note.
+                Default: the reduction of the loss itself (see Note).
             scale: Factor for the gradients. Does not affect the returned loss. Default: 1.
-            scaler: A `torch.amp.GradScaler`, or a `gpipe.GradScaler` with several processes. Its scale replaces
-                `scale`. Do not pass `scaler.get_scale()` as `scale`: the scaler would not know that it is in use.
+            scaler: A `torch.amp.GradScaler`, or a `gpipe.GradScaler` with several processes. The scale of the scaler
+                replaces `scale`. Do not pass `scaler.get_scale()` as `scale`, because methods of the scaler would
+                then raise an error.
             losses: A list to fill with the losses of the micro-batches (or slices), as `loss_fn` or the model
                 returned them: detached, unweighted and unscaled. Existing entries are removed. With several
-                processes, each process can pass a list; it receives the losses of all replicas in order.
+                processes, each process can pass a list, which receives the losses of all replicas in order.
 
         Returns:
             The loss of the mini-batch as a detached scalar tensor. If `loss_fn` returns metrics, a tuple `(loss,
@@ -377,12 +386,12 @@ class GPipe(Partitioned):
                 loop.
 
         Note:
-            By default, a loss from `torch.nn` or `torch.nn.functional` (also in a `functools.partial`) is combined to
-            the value that it has for the whole mini-batch, according to its `reduction`, `ignore_index` and `weight`.
-            A function that returns the result of one of these losses is combined in the same way. Other functions are
-            assumed to return a mean over rows, or over the labels that are not ignored, if they call one of these
-            losses on labels. The first step compares the result with the loss of several micro-batches together, and
-            reports a difference in `pipe.findings`.
+            By default, a loss from `torch.nn` or `torch.nn.functional` (also in a `functools.partial`) has the same
+            result as for the whole mini-batch, according to its `reduction`, `ignore_index` and `weight`. The same is
+            true of a function that returns the result of one of these losses. gpipe assumes that any other function
+            returns a mean over labels that are not ignored if the function calls one of these losses on labels, and
+            otherwise a mean over rows. The first step compares the result with the loss of several micro-batches
+            together, and reports a difference in `pipe.findings`.
         """
         if "_original_forward" in vars(self):
             raise ValueError(PREPARED)
@@ -473,7 +482,8 @@ class GPipe(Partitioned):
         """Sets the targets of a run and the weights of its micro-batches, in the process with the last stage.
 
         Returns:
-            A watch on the loss function, if its average is unknown or must be checked.
+            A `LossWatch` that observes the loss function if its average is unknown or must be checked, otherwise
+            None.
         """
         watch: LossWatch | None = None
         if not self._engine.reads_targets:
@@ -506,7 +516,7 @@ class GPipe(Partitioned):
     def forward(self, inputs: Tree = None, /, *, gather: bool = False, **batch: Tree) -> Any:
         """Runs the forward pass through the pipeline. `backward()` of the result runs the backward pass through it.
 
-        For training, prefer `step`: it does not keep the outputs of the whole mini-batch.
+        For training, prefer `step`, because it does not keep the outputs of the whole mini-batch.
 
         Args:
             inputs: Input of the first layer: a tensor, or any pytree of tensors, with N rows each. Or
@@ -596,30 +606,30 @@ class GPipe(Partitioned):
         reduction: Reduction | None = None,
         against: Literal["model"] | None = None,
     ) -> VerificationReport:
-        """Compares a training step with the reference loop, bit by bit, and leaves the pipe as it was.
+        """Compares a training step with the reference loop, bit by bit, without changing the state of the pipe.
 
         Replays two micro-batches of the step, stage by stage, in the order of the reference loop. The first step of
         each new combination of modes, inputs and program does the same automatically, unless `verify_steps` is False.
-        Weights, `.grad`, buffers, random generators and counters are left as they were.
+        Weights, `.grad`, buffers, random generators and counters do not change.
 
         Args:
             inputs: A mini-batch, as for `step`.
-            targets: Its targets, as for `step`.
-            loss_fn: The loss, as for `step`.
+            targets: The targets of the mini-batch, as for `step`.
+            loss_fn: The loss function, as for `step`.
             reduction: As for `step`.
             against: `"model"` also runs the whole reference loop, and compares losses, outputs, gradients and
                 buffers. The model must be in one process, on one device. Gradients of tied weights and statistics of
                 deferred BatchNorm are not compared, because they are rounded differently.
 
         Returns:
-            A `VerificationReport`. `report.equal` says whether everything is bitwise identical, `report.differences`
-            lists what is not, and `print(report)` shows both.
+            A `VerificationReport`. `report.equal` is True if all results are bitwise identical. `report.differences`
+            lists the results that differ, and `print(report)` shows both.
 
         Raises:
-            ValueError: If `against` is not possible here, or inputs or targets are invalid.
+            ValueError: If `against="model"` is not possible with this pipe, or if inputs or targets are invalid.
 
         Note:
-            Needs memory for a copy of the weights, and for the gradients of two steps.
+            The comparison needs memory for a copy of the weights, and for the gradients of two steps.
 
         Example:
             >>> import torch, gpipe
@@ -640,9 +650,9 @@ class GPipe(Partitioned):
     def generate(self, inputs: Tree = None, **settings: Any) -> Any:
         """Generates tokens with the model's own `generate` method, through the pipeline.
 
-        Prompts are split into micro-batches, which also follow each other through the ranks in decoding. A
-        micro-batch leaves the pipeline when all its rows have finished. Each rank keeps the KV cache of its own
-        layers. With several processes, all of them must call this method.
+        Prompts are split into micro-batches, which also run as a pipeline during decoding. A micro-batch leaves the
+        pipeline when all its rows have finished. Each rank keeps the KV cache of its own layers. With several
+        processes, all of them must call this method.
 
         Args:
             inputs: Prompts with N rows, or a dict with N rows per entry, such as the output of a tokenizer.
@@ -652,8 +662,8 @@ class GPipe(Partitioned):
 
         Returns:
             The tokens that the model's `generate` returns for all rows together, in every process. Sampling draws
-            from torch's generator in the same order as the model does. With several processes, it uses the generator
-            of the first process. Tokens may differ only if two candidates are equally likely up to rounding.
+            from torch's generator in the same order as the model does. With several processes, the generator of the
+            first process is used. Tokens may differ only if two candidates are equally likely up to rounding.
 
         Raises:
             ValueError: If the pipe is in training mode, if the model has no `generate`, or if its cache has no
@@ -676,9 +686,9 @@ class GPipe(Partitioned):
     def cache_bytes(self, inputs: Tree = None, **settings: Any) -> list[int]:
         """Returns the size of each rank's KV cache at the end of `generate` with the same arguments, in bytes.
 
-        Pass `max_new_tokens` or `max_length`. Nothing is computed: the model runs on tensors without values. While a
-        layer appends a token, it briefly needs memory for its previous cache as well. With several processes, every
-        process must pass the prompts. It gets the bytes of all ranks.
+        Pass `max_new_tokens` or `max_length`. Nothing is computed, because the model runs on tensors without values.
+        While a layer appends a token, it briefly needs memory for its previous cache as well. With several processes,
+        every process must pass the prompts, and receives the sizes of all ranks.
 
         >>> import torch, transformers
         >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2)
@@ -692,7 +702,7 @@ class GPipe(Partitioned):
         return cache_bytes(self._engine, self._settings.traced, arguments, training=self.training)
 
     def _combine(self, run: Run, outputs: list[Tree]) -> Tree:
-        """Concatenates the outputs of micro-batches, unless inputs were `MicroBatches`. None if there are none."""
+        """Concatenates the outputs of micro-batches, unless inputs were `MicroBatches`. None without outputs."""
         if not outputs:
             return None
         if run.ready_made:
@@ -757,9 +767,9 @@ class GPipe(Partitioned):
     def join(self, *stateful: Any) -> int:
         """Connects this replica with all others, and returns the number of the next step.
 
-        Requires `driver=gpipe.Processes(survive=True)`. Every process calls it once, before the first step. A replica
-        that was restarted waits here until the others admit it between two steps. It then receives their state:
-        weights, buffers, gradients, `seed` and `step_number`.
+        Requires `driver=gpipe.Processes(survive=True)`. Every process calls this method once, before the first step.
+        A restarted replica waits in this call until the other replicas admit it between two steps. The restarted
+        replica then receives their state: weights, buffers, gradients, `seed` and `step_number`.
 
         Args:
             *stateful: Objects with `state_dict` and `load_state_dict` whose state a restarted replica also receives,
@@ -769,7 +779,7 @@ class GPipe(Partitioned):
             `step_number`, the number of the next step. In a restarted replica, it is the number of the others.
 
         Raises:
-            ValueError: If the pipe was built without `survive=True`, if it is sharded with `fully_shard`, or if
+            ValueError: If the pipe was built without `survive=True`, if layers are sharded with `fully_shard`, or if
                 replicas start with different weights or optimizers.
         """
         if any_sharded(self.modules()):
@@ -783,7 +793,7 @@ class GPipe(Partitioned):
 
     @property
     def living(self) -> list[int]:
-        """The numbers of the replicas that take part, as their launchers count them. Without `survive`, all."""
+        """The numbers of the replicas that take part, as their launchers count them. Without `survive`: all."""
         return self._processes.living
 
     def _keep(self, stateful: Sequence[Any]) -> dict[str, Any]:
@@ -797,19 +807,19 @@ class GPipe(Partitioned):
     def exchange(self, message: bytes) -> list[bytes]:
         """Sends a message to all processes, and returns the messages of all processes, by rank.
 
-        Every process must call it. In one process, the list has one entry.
+        Every process must call this method. With one process, the list has one entry.
         """
         return self._processes.all_gather(message)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips the norm of all gradients of the model, and returns the norm before clipping.
 
-        Use it instead of `torch.nn.utils.clip_grad_norm_`, which would clip by the norm of one process's gradients.
-        The result does not depend on the partitions. Call it in every process: all of them return the same norm, so
-        all of them can skip a step whose norm is not finite.
+        Use this method instead of `torch.nn.utils.clip_grad_norm_`, which would clip by the norm of one process's
+        gradients. The result does not depend on the partitions. Call this method in every process. All processes
+        return the same norm, so every process can skip a step whose norm is not finite.
 
-        Shared parameters and replicas count once. Gradients of layers under `fully_shard` are gathered one at a time,
-        and unsharded replicas have the bitwise identical norm.
+        Shared parameters and replicas count once. Gradients of layers under `fully_shard` are gathered one at a time.
+        The norm is therefore bitwise identical to the norm without `fully_shard`.
 
         Args:
             max_norm: Maximum norm of all gradients together.
