@@ -618,8 +618,9 @@ class GPipe(Partitioned):
             loss_fn: The loss function, as for `step`.
             reduction: As for `step`.
             against: `"model"` also runs the whole reference loop, and compares losses, outputs, gradients and
-                buffers. The model must be in one process, on one device. Gradients of tied weights and statistics of
-                deferred BatchNorm are not compared, because they are rounded differently.
+                buffers. The model must be in one process, on one device. Gradients of tied weights are compared
+                up to rounding, because they are summed in a different order. Statistics of deferred BatchNorm are
+                not compared.
 
         Returns:
             A `VerificationReport`. `report.equal` is True if all results are bitwise identical. `report.differences`

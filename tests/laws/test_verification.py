@@ -633,6 +633,28 @@ def test_verify_reports_a_gradient_that_one_side_has_not(monkeypatch: pytest.Mon
     assert report.differences == ("the gradient of 0.weight differs from the reference loop",)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("factor", "is_found"), [(1.0, False), (2.0, True), (0.0, True)])
+def test_verify_compares_gradients_of_tied_weights_up_to_rounding(
+    dtype: torch.dtype, factor: float, is_found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug story: they were not compared at all if both sides had one."""
+    loop, tied = reference._reference_loop, nn.Linear(4, 4).to(dtype)
+
+    def scaled(pipe: gpipe.GPipe, *given: Any) -> Any:
+        expected = loop(pipe, *given)
+        assert tied.weight.grad is not None
+        tied.weight.grad *= factor
+        return expected
+
+    monkeypatch.setattr(reference, "_reference_loop", scaled)
+    with gpipe.GPipe([tied, nn.Tanh(), tied, nn.Linear(4, 4).to(dtype)], 2, 4) as pipe:
+        x, y = (part.to(dtype) for part in (torch.randn(8, 4), torch.randn(8, 4)))
+        report = pipe.verify(x, y, squares, against="model")
+    message = "the gradient of 0.weight differs from the reference loop by more than rounding"
+    assert report.differences == ((message,) if is_found else ())
+
+
 def test_verify_runs_no_backward_of_the_reference_loop_under_the_autocast_of_the_caller() -> None:
     queries = torch.rand(8, 2, 6, 4)
 
