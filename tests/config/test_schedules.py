@@ -83,7 +83,7 @@ def test_a_function_that_raises_keeps_its_exception_and_is_named() -> None:
 
     with pytest.raises(TypeError, match="positional argument") as caught:
         gpipe.GPipe(layers(), 2, 3, schedule=own)  # type: ignore[arg-type]  # of one argument
-    assert "own raised this when called with (2, 3)" in caught.value.__notes__[0]
+    assert "own raised this error when called with (2, 3)" in caught.value.__notes__[0]
 
 
 def test_a_program_for_one_size_is_told_of_no_other() -> None:

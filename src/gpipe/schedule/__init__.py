@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: actions, dependencies, laws, schedules, completion to programs, and simulation."""
+"""Represents pipeline schedules as data, completes them to executable programs, and simulates them."""

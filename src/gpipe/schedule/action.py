@@ -1,4 +1,4 @@
-"""The actions of a pipeline as data: kinds of action, routes of tensors, and single actions."""
+"""Represents the actions of a pipeline as data: their kinds, and the routes of the tensors that they transfer."""
 
 import re
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """The kind of an action. The value is the text that printed actions use.
+    """The kind of an action. Printed actions contain the value of the kind, such as `F`.
 
     >>> Kind.RECOMPUTE.value, Kind("SEND").name
     ('R', 'SEND')
@@ -35,12 +35,14 @@ TRANSFERS = frozenset({Kind.SEND, Kind.RECEIVE})
 CLOSING = frozenset({Kind.REDUCE, Kind.TIE, Kind.COMMIT})
 """Actions that a stage executes once per mini-batch, after the actions that they depend on."""
 MOVES = frozenset({Kind.OFFLOAD, Kind.FETCH})
-"""Asynchronous copies to and from host memory. A rank runs one at a time, in order, while it continues."""
+"""Asynchronous copies to and from host memory. Each rank runs one copy at a time, in order, while it executes other
+actions."""
 SHARDS = frozenset({Kind.UNSHARD, Kind.RESHARD})
 EXCHANGES = SHARDS | {Kind.REDUCE, Kind.TIE}
 """Actions that several processes execute together, without SEND and RECEIVE."""
 OVERLAPPED = frozenset({Kind.UNSHARD, Kind.REDUCE})
-"""Exchanges that a rank starts without waiting. It waits before the stage's next action, or at the end."""
+"""Exchanges that run while the rank continues. The rank waits for them before the next action of the stage, or at the
+end."""
 COMPUTE = frozenset(Kind) - TRANSFERS - CLOSING - MOVES - SHARDS
 
 NAMES = {
@@ -59,13 +61,13 @@ NAMES = {
     Kind.TIE: "add shared gradients",
     Kind.COMMIT: "commit statistics",
 }
-"""The names of the kinds in all reports, in the order in which reports list them."""
+"""The names of the kinds in reports, which list the kinds in this order."""
 
 MAIN = "x"
 
 
 class Slice(int):
-    """The number of a slice among the slices of all micro-batches. Prints as `micro-batch.slice`.
+    """The index of a slice among the slices of all micro-batches. Prints as `micro-batch.slice`.
 
     `of` is the number of slices of each micro-batch.
 
@@ -88,9 +90,10 @@ class Slice(int):
 
 
 def nth_backward(number: int, slices: int) -> int:
-    """Returns the number of the slice that a stage runs backward as its n-th.
+    """Returns the index of the slice that a stage runs in its backward pass number `number`.
 
-    Micro-batches run in order, and the slices of each in reverse order. The function is its own inverse.
+    Micro-batches run in order, and the slices of each micro-batch run in reverse order. The function is its own
+    inverse.
 
     >>> [nth_backward(number, slices=3) for number in range(6)]
     [2, 1, 0, 5, 4, 3]
@@ -100,7 +103,9 @@ def nth_backward(number: int, slices: int) -> int:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Route:
-    """The route of a tensor from one stage to a later stage. Its gradient takes the same route back.
+    """The route of a tensor from one stage to a later stage.
+
+    The gradient takes the same route in the opposite direction.
 
     The main route from each stage to the next is named `x`. Each skip connection has its own name.
 
@@ -124,7 +129,8 @@ class Action(NamedTuple):
     """One action of one stage, usually on one micro-batch. Prints as `2F0` (stage 2, forward, micro-batch 0).
 
     - With slices, `micro_batch` is a `Slice`: `2F0.1`.
-    - A SEND or RECEIVE also has a route: `0SEND3@x:0>1`. It carries a gradient if it goes from target to source.
+    - A SEND or RECEIVE also has a route: `0SEND3@x:0>1`. A transfer from the target to the source of its route
+      carries a gradient.
     - Closing actions, UNSHARD and RESHARD have no micro-batch: `2COMMIT`.
 
     >>> action = parse_action("1SEND3@x:0>1")
@@ -150,7 +156,7 @@ class Action(NamedTuple):
 
     @property
     def peer(self) -> "Action":
-        """The other half of this transfer: the RECEIVE of a SEND, or the SEND of a RECEIVE."""
+        """The matching action on the other stage: the RECEIVE of a SEND, or the SEND of a RECEIVE."""
         assert self.route is not None
         kind = Kind.RECEIVE if self.kind is Kind.SEND else Kind.SEND
         return Action(kind, self.route.source + self.route.target - self.stage, self.micro_batch, self.route)
@@ -161,7 +167,7 @@ _ACTION = re.compile(rf"(\d+)([A-Z]+)(?:(\d+)(?:\.(\d+))?)?(?:@({_ROUTE}))?")
 
 
 def parse_route(text: str) -> Route:
-    """Returns the route that prints as this text."""
+    """Parses the text of a route, such as `x:0>1`."""
     match = re.fullmatch(_ROUTE, text)
     if match is None:
         raise ValueError(f"{text!r} is not a route. Write routes like x:0>1.")
@@ -170,11 +176,12 @@ def parse_route(text: str) -> Route:
 
 
 def parse_action(text: str, slices: int = 1) -> Action:
-    """Returns the action that prints as this text.
+    """Parses the text of an action.
 
     Args:
         text: The text of an action, such as `2F0` or `0SEND3@x:0>1`.
-        slices: The number of slices of each micro-batch. If it is more than 1, the text names a slice: `2F1.3`.
+        slices: The number of slices of each micro-batch. If there is more than one slice, the text also contains the
+            slice, as in `2F1.3`.
             Default: 1.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The costs of actions: seconds and bytes of each stage."""
+"""Defines the costs of actions: the seconds and bytes of each stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -19,23 +19,24 @@ class StageCost:
         backward_input: Seconds of an input-gradient pass. None means half of `backward`.
         backward_weight: Seconds of a weight-gradient pass. None means half of `backward`.
         recompute: Seconds of a recompute. None means `forward`.
-        send: Seconds until the receiver has an output. The sender does not wait.
-        send_gradient: Seconds until the preceding stage has a gradient. None means `send`.
-        tie: Seconds to sum the gradients of shared weights, after all tied stages have computed theirs.
+        send: Seconds until an output arrives at the receiving rank. The sending rank does not wait.
+        send_gradient: Seconds until a gradient arrives at the preceding stage. None means `send`.
+        tie: Seconds to sum the gradients of shared weights, after all tied stages have computed their gradients.
         reduce: Seconds to reduce the gradients of the stage over replicas.
-        move: Seconds to copy activations to host memory, or back. A rank waits only before its next such copy.
-        gather: Seconds to all-gather the weights from all replicas. A rank waits only before it uses them.
+        move: Seconds to copy activations to host memory, or back. A rank waits for the copy only before it starts the
+            next copy.
+        gather: Seconds to all-gather the weights from all replicas. A rank waits only before it uses the weights.
         boundary: Bytes that the stage keeps even if it recomputes: mainly its inputs.
         activations: Bytes of the other tensors that a forward saves for the backward.
         working: Bytes that a whole backward needs in addition to `boundary` and `activations`.
-        state: Bytes of weights, gradients and optimizer state. Only the shards, for sharded weights.
+        state: Bytes of weights, gradients and optimizer state. For sharded weights, only the bytes of the shards.
         gathered: Bytes of sharded weights while they are gathered. Their gradients need the same number of bytes.
         sent_forward: Bytes that a forward sends to other stages.
         sent_backward: Bytes that a backward sends to other stages.
         late: Bytes that an input-gradient pass keeps for the weight-gradient pass. None means `boundary` plus
             `activations`.
-        working_input: Bytes that an input-gradient pass needs in addition. None means `working`.
-        working_weight: Bytes that a weight-gradient pass needs in addition.
+        working_input: Bytes of temporary tensors in an input-gradient pass. None means `working`.
+        working_weight: Bytes of temporary tensors in a weight-gradient pass.
         recorded: Bytes that a verified step copies for its replay.
         gradients: Bytes of the gradients of the weights. The replay needs them a second time.
 
@@ -78,7 +79,7 @@ class StageCost:
         return replace(self, **{name: value / slices for name, value in seconds.items() if value is not None})
 
     def with_bytes_of(self, counted: "StageCost") -> "StageCost":
-        """Returns the same seconds with the bytes of `counted`.
+        """Returns a cost with the seconds of this cost and the bytes of `counted`.
 
         >>> StageCost(1.0, 2.0).with_bytes_of(StageCost(7.0, 7.0, activations=3))  # doctest: +ELLIPSIS
         StageCost(forward=1.0, backward=2.0, ..., activations=3, ...)
@@ -87,7 +88,10 @@ class StageCost:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The bytes of everything that a stage may hold of a micro-batch, indexed by the constants in `simulate`."""
+        """The bytes that a stage may keep for a micro-batch, by purpose.
+
+        The constants in `simulate` are the indices.
+        """
         late = self.boundary + self.activations if self.late is None else self.late
         working_input = self.working if self.working_input is None else self.working_input
         held = self.boundary, self.activations, self.working, self.gathered
@@ -100,7 +104,7 @@ class StageCost:
 
     @property
     def weight_share(self) -> float | None:
-        """The share of the weight-gradient pass in a split backward. None if the parts were not measured."""
+        """The share of the weight-gradient pass in a split backward. None if the two passes were not measured."""
         if self.backward_input is None or self.backward_weight is None:
             return None
         parts = self.backward_input + self.backward_weight
@@ -112,13 +116,13 @@ Costs = Sequence[StageCost]
 
 
 class LayerSeconds(NamedTuple):
-    """The measured seconds of one micro-batch in a layer.
+    """The measured seconds that one micro-batch takes in a layer.
 
     Attributes:
         forward: Seconds of the forward.
         backward: Seconds of the whole backward.
         inputs: Seconds of the input-gradient pass. None if it was not measured.
-        weights: Seconds of the weight-gradient pass. Both parts together take longer than the whole backward.
+        weights: Seconds of the weight-gradient pass. The two passes together take longer than a whole backward.
         recompute: Seconds of the recompute.
 
     >>> LayerSeconds(forward=0.01, backward=0.02)
@@ -133,7 +137,7 @@ class LayerSeconds(NamedTuple):
 
 
 def stage_cost(layers: Sequence[LayerSeconds]) -> StageCost:
-    """Returns the cost of a stage with these measured layers.
+    """Returns the cost of a stage from the measured seconds of its layers.
 
     >>> stage_cost([LayerSeconds(1.0, 2.0), LayerSeconds(1.0, 3.0)])  # doctest: +ELLIPSIS
     StageCost(forward=2.0, backward=5.0, backward_input=None, backward_weight=None, ...
@@ -143,7 +147,7 @@ def stage_cost(layers: Sequence[LayerSeconds]) -> StageCost:
 
 
 def unit_costs(stages: int) -> Costs:
-    """Returns equal stages with a forward and a backward of one second each, as in the paper's bubble formula.
+    """Returns the costs of equal stages. Forward and backward take one second each, as in the paper's bubble formula.
 
     >>> len(unit_costs(4)), unit_costs(4)[0].backward
     (4, 1.0)
@@ -152,7 +156,7 @@ def unit_costs(stages: int) -> Costs:
 
 
 def seconds(action: Action, costs: Costs) -> float:
-    """Returns the seconds of an action. Sends, copies and gathers do not keep their rank busy during this time."""
+    """Returns the duration of an action in seconds. During sends, copies and gathers, the rank can compute."""
     cost = costs[action.stage]
     match action.kind:
         case Kind.FORWARD:
@@ -187,7 +191,7 @@ class GatheredWeights(NamedTuple):
 
     Attributes:
         bytes: Bytes of the unsharded weights.
-        share: Their share of all weights of the stage.
+        share: The share of these weights among all weights of the stage.
     """
 
     bytes: int

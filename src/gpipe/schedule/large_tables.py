@@ -1,7 +1,7 @@
-"""Simulates tables with thousands of ranks and micro-batches, which are too large for one object per action.
+"""Simulates schedules with thousands of ranks and micro-batches, without an object for each action.
 
-In each round, every rank that can executes its next action, by array operations over all ranks. The results are the
-same as in `gpipe.schedule.simulate`, including messages that wait for each other on a link.
+In each round, every rank whose next action is ready executes it. Array operations process all ranks at once. The
+results are the same as in `gpipe.schedule.simulate`, including messages that wait for each other on a link.
 """
 
 from collections.abc import Collection, Iterator
@@ -22,15 +22,15 @@ Flags = npt.NDArray[np.bool_]
 
 
 class LargeTable:
-    """A table in numbers, for simulation with the costs of its stages. Stages can recompute all micro-batches.
+    """The actions of all ranks as numbers, for fast simulation. Each stage recomputes all micro-batches, or none.
 
-    The number of an action is 8 times its stage, plus the index of its kind in `KINDS`. It is 4 more for a forward
-    and a backward that follow each other immediately, because nothing is recomputed between them.
+    The number of an action is 8 times its stage, plus the index of its kind in `KINDS`. The number is 4 higher for a
+    forward that its backward follows immediately, and for this backward: the micro-batch is not recomputed there.
 
     Args:
         rows: The rows of the table.
         rank_of: The rank of each stage.
-        joined: Whether to join adjacent parts of a backward, like `lower.join_backwards`. Default: False.
+        joined: Whether to replace adjacent I and W by one B, like `lower.join_backwards`. Default: False.
 
     >>> from gpipe.schedule.schedules.by_name import table_of
     >>> from gpipe.schedule.simulate import UNIT_COST
@@ -68,7 +68,7 @@ class LargeTable:
         return map(self.row, range(len(self.rows)))
 
     def figures(self, costs: Costs) -> Figures:
-        """Returns the same as `gpipe.schedule.simulate.figures`, but without spans."""
+        """Returns the same figures as `gpipe.schedule.simulate.figures`, without the spans of the timeline."""
         total, each = self.seconds(costs), self._seconds_by_action(costs)
         busy = [float(each[row].sum()) for row in self._all_rows]
         ranks, stages_per_rank = len(self.rows), len(self.rank_of) // len(self.rows)
@@ -83,12 +83,12 @@ class LargeTable:
         )
 
     def busy(self, costs: Costs, recomputed: Collection[int] = ()) -> float:
-        """Returns the seconds that all ranks together compute, if these stages recompute."""
+        """Returns the sum of the computation times of all ranks in seconds, if these stages recompute."""
         each = self._seconds_by_action(costs) + self._recompute_seconds(costs, recomputed)
         return float(sum(each[row].sum() for row in self._all_rows))
 
     def peak_bytes(self, rank: int, costs: Costs, recomputed: Collection[int] = ()) -> int:
-        """Returns the peak memory of a rank, without messages in flight.
+        """Returns the peak memory of a rank in bytes. It does not include messages in flight.
 
         A split backward keeps the activations until its weight-gradient pass.
         """
@@ -154,7 +154,7 @@ class LargeTable:
         return before.ravel()
 
     def _links(self, costs: Costs) -> tuple[Integers, Seconds]:
-        """Returns the link and the seconds of the message of each action. Messages within a rank take no time."""
+        """Returns, for the message of each action, its link and its seconds. Messages within a rank take no time."""
         numbers: dict[tuple[int, int], int] = {}
         links, message_seconds = [], []
         for stage, source in enumerate(self.rank_of):
@@ -167,6 +167,6 @@ class LargeTable:
 
 
 def _parts(row: Numbers) -> tuple[Numbers, Flags, Flags, Flags]:
-    """Returns the stage of each action of a row, and whether it is a forward, a backward, or a micro-batch's last."""
+    """Returns the stage of each action, and whether it is a forward, a backward, or the last of its micro-batch."""
     kind = row & 3
     return row >> 3, kind == 0, (kind == 1) | (kind == 2), (kind == 1) | (kind == 3)

@@ -1,18 +1,20 @@
-"""The laws of programs. `check` tests them when a program is built, so that no program hangs when it runs.
+"""Checks the laws of programs. `check` tests them when a program is built, so that no program hangs when it runs.
 
 Law 1. Every action belongs to a stage of its rank and appears once. Its micro-batch and its route exist in the
        program. Every route leads to a later stage.
 Law 2. Every stage has one forward per micro-batch. In training it also has one backward, or one input-gradient and
        one weight-gradient backward. Activations are recomputed, or offloaded and fetched, or kept. Gathered weights
        are freed.
-Law 3. Every SEND has one RECEIVE. Every value that another rank needs is sent, except gradients that a TIE exchanges.
+Law 3. Every SEND has one RECEIVE. Every output or gradient that a different rank needs is sent, except gradients that
+       a TIE exchanges.
 Law 4. Two ranks list the messages between them in the same order.
-Law 5. The actions have a valid total order. In it, a closing action follows all actions that it closes.
+Law 5. The actions have a valid total order. In this order, a closing action (REDUCE, TIE or COMMIT) follows all
+       actions that it depends on.
 Law 6. Each stage runs its forward passes in the order of the micro-batches. The same holds for its backward passes,
        and for input-gradient and weight-gradient passes separately. So gradients are accumulated in the order of the
        reference loop. Within a micro-batch, the last slice runs backward first.
-Law 7. Each rank lists its REDUCEs from the last stage to the first. REDUCEs of stages with a TIE follow all TIEs.
-       So replicas whose tables differ, because they have fewer micro-batches, still reduce in the same order.
+Law 7. Each rank lists its REDUCEs from the last stage to the first. REDUCEs of stages with a TIE follow all TIEs. So
+       all replicas reduce in the same order, even if some replicas have fewer micro-batches.
 """
 
 from collections import Counter, deque
@@ -32,8 +34,8 @@ def check(program: Program) -> None:
         program: The program, before or after `place_transfers`. Its transfers are checked if it has any.
 
     Raises:
-        ScheduleError: If the program breaks a law. The message lists all violations of law 1. If there are none, it
-            lists all violations of the other laws.
+        ScheduleError: If the program breaks a law. The message lists all violations of law 1. If the program obeys
+            law 1, the message lists all violations of the other laws.
 
     >>> from gpipe.schedule.lower import place_transfers
     >>> from gpipe.schedule.schedules import fill_drain
@@ -144,6 +146,9 @@ def _find_closing_order(program: Program) -> Iterator[str]:
 
 
 def _messages(program: Program, rank: int, peer: int) -> list[Action]:
-    """Returns the messages between a rank and a peer in the order of the rank, each as its SEND."""
+    """Returns the messages between two ranks, in the order in which the first rank lists them.
+
+    Each message is represented by its SEND.
+    """
     transfers = [action for action in program.table[rank] if action.kind in TRANSFERS]
     return [a if a.kind is Kind.SEND else a.peer for a in transfers if program.rank_of[a.peer.stage] == peer]

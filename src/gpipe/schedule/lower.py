@@ -1,4 +1,7 @@
-"""Passes that complete a bare schedule to an executable program. Each pass takes a program and returns a new one."""
+"""Defines passes that turn a schedule of forwards and backwards into an executable program.
+
+Each pass takes a program and returns a new one.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,14 +15,17 @@ from gpipe.schedule.rules import BACKWARD_PARTS, BACKWARDS, closing_order, cross
 
 RematName: TypeAlias = Literal["always", "except_last", "never", "offload"]
 Remat: TypeAlias = RematName | int
-"""The recomputation mode of a stage: a name, or how many micro-batches may keep their activations at once."""
+"""The recomputation mode of a stage: a name, or the maximum number of micro-batches that keep their activations."""
 REMATS: tuple[str, ...] = get_args(RematName)
 ActionsByIndex = defaultdict[int, list[Action]]  # actions to insert, by the index of an existing action in its row
 MIN_ACTIONS_BETWEEN = 2  # between a forward and its backward; with fewer, offloaded activations would never be gone
 
 
 def place_remat(program: Program, remat: Sequence[Remat], *, halved: bool = False) -> Program:
-    """Adds the R, OFFLOAD and FETCH actions that the mode of each stage requires. The program has no transfers."""
+    """Adds the R, OFFLOAD and FETCH actions that the mode of each stage requires.
+
+    The program must not have transfers.
+    """
     offloading = [stage for stage, mode in enumerate(remat) if mode == "offload"]
     return place_offloads(place_recompute(program, remat, halved=halved), offloading, halved=halved)
 
@@ -27,8 +33,8 @@ def place_remat(program: Program, remat: Sequence[Remat], *, halved: bool = Fals
 def place_recompute(program: Program, remat: Sequence[Remat], *, halved: bool = False) -> Program:
     """Adds R before the backwards that need a recompute, according to the mode of each stage.
 
-    R does not wait for a gradient, so it runs while the gradient is in flight. See `recomputed` for the micro-batches
-    that are recomputed.
+    R does not need a gradient, so it runs while the gradient is in flight. The function `recomputed` returns the
+    micro-batches that are recomputed.
 
     Args:
         program: A program without transfers.
@@ -55,7 +61,7 @@ def place_recompute(program: Program, remat: Sequence[Remat], *, halved: bool = 
 
 
 def _insert(program: Program, place: Callable[[RankActions, ActionsByIndex, ActionsByIndex], None]) -> Program:
-    """Returns the program with the actions that `place` inserts before and after the actions of each row."""
+    """Inserts actions into a program. `place` adds the actions to insert before and after each index of a row."""
 
     def filled(row: RankActions) -> Iterator[Action]:
         before, after = ActionsByIndex(list), ActionsByIndex(list)
@@ -69,13 +75,13 @@ def _insert(program: Program, place: Callable[[RankActions, ActionsByIndex, Acti
 def recomputed(
     row: RankActions, remat: Sequence[Remat], *, halved: bool = False, slices: int = 1
 ) -> set[tuple[int, int | None]]:
-    """Returns the (stage, micro-batch) pairs of a bare row that are recomputed.
+    """Returns the (stage, micro-batch) pairs that a rank recomputes. `row` contains its forwards and backwards.
 
     - A backward that immediately follows its forward is never recomputed, because this would save no memory.
     - `"except_last"` does not recompute micro-batch 0, whose backward comes first. This needs the activations of one
       more micro-batch.
-    - With a number n, a micro-batch is not recomputed if fewer than n others keep their activations during its
-      forward.
+    - If the mode is a number n, a micro-batch is not recomputed if fewer than n other micro-batches keep their
+      activations during its forward.
     """
     targets: set[tuple[int, int | None]] = set()
     kept: dict[int, set[int | None]] = defaultdict(set)
@@ -101,8 +107,9 @@ def _recomputes(remat: Remat, nth: int, kept: int) -> bool:
 def place_offloads(program: Program, stages: Collection[int], *, halved: bool = False) -> Program:
     """Adds OFFLOAD after the forwards of these stages, and FETCH one action before their backwards.
 
-    Activations leave while the rank runs the next action. They return while it runs the action before the backward.
-    Micro-batches with fewer than `MIN_ACTIONS_BETWEEN` actions between forward and backward are not offloaded.
+    Activations are copied to host memory while the rank runs the next action. They are copied back while the rank
+    runs the action before the backward. Micro-batches with fewer than `MIN_ACTIONS_BETWEEN` actions between forward
+    and backward are not offloaded.
 
     Args:
         program: A program without transfers.
@@ -136,10 +143,10 @@ def place_offloads(program: Program, stages: Collection[int], *, halved: bool = 
 
 
 def place_transfers(program: Program) -> Program:
-    """Adds a SEND after each action whose output another rank needs, and the RECEIVE to the row of that rank.
+    """Adds a SEND after each action whose output a different rank needs, and adds the RECEIVE on that rank.
 
-    Both are added while the program is traversed in one valid order, so the two ranks list their messages in the same
-    order.
+    The pass visits all actions in one valid order and adds both at the same time. So the two ranks list their
+    messages in the same order.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> program = place_transfers(Program.of(fill_drain(stages=2, micro_batches=1), micro_batches=1))
@@ -173,9 +180,9 @@ def place_commits(program: Program, stages: Collection[int]) -> Program:
 
 
 def place_ties(program: Program, stages: Collection[int]) -> Program:
-    """Adds a TIE for each of these stages that is trained, at the end of the row of its rank.
+    """Adds a TIE for each of these stages that has a backward, after all other actions of its rank.
 
-    A TIE waits for all tied stages, so no action that one of them may need can come after it. Call this before
+    A TIE waits for all tied stages, so it must come after all actions that a tied stage needs. Call this before
     `place_reduces`.
 
     >>> from gpipe.schedule.schedules import fill_drain
@@ -191,11 +198,11 @@ def place_ties(program: Program, stages: Collection[int]) -> Program:
 
 
 def place_reduces(program: Program, stages: Collection[int]) -> Program:
-    """Adds REDUCE after the TIE of each of these stages, or without a TIE after its last backward and send.
+    """Adds a REDUCE for each of these stages: after its TIE, or without a TIE after its last backward and SEND.
 
     So the REDUCE overlaps with the work of other ranks, and no rank waits longer for a gradient. Each rank reduces
-    its stages from the last to the first, and tied stages after the others. The order is the same in all replicas,
-    even if their tables differ because one has fewer micro-batches.
+    its stages from the last to the first, and tied stages at the end. The order is the same in all replicas, even if
+    a replica has fewer micro-batches.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> program = place_transfers(Program.of(fill_drain(stages=2, micro_batches=1), micro_batches=1))
@@ -219,8 +226,8 @@ def place_reduces(program: Program, stages: Collection[int]) -> Program:
 def place_shards(program: Program, stages: Collection[int]) -> Program:
     """Adds UNSHARD before the first computation of each of these stages, and RESHARD after the last one.
 
-    So the communication volume does not grow with M. UNSHARD comes right after the preceding computation of its rank,
-    so that the gather overlaps with the time in which the rank waits for others.
+    So the communication volume does not grow with the number of micro-batches. UNSHARD comes directly after the
+    preceding computation of the rank, so that the gather overlaps with idle time.
 
     Weights stay gathered while the rank runs other stages. Freeing them in between would gather a stage twice in 40
     of 124 tables of the named schedules, and would not lower the peak memory of any rank.
@@ -242,7 +249,9 @@ def place_shards(program: Program, stages: Collection[int]) -> Program:
 
 
 def join_backwards(program: Program, unsplit: Collection[int] = ()) -> Program:
-    """Replaces I and W by one B in a bare program, at the `unsplit` stages and where splitting does not help.
+    """Replaces I and W by one B, at the `unsplit` stages and wherever splitting does not help.
+
+    Requires a program without transfers.
 
     Splitting does not help if I and its W are adjacent and no other rank needs the result of I.
     """
@@ -262,7 +271,7 @@ def join_backwards(program: Program, unsplit: Collection[int] = ()) -> Program:
 
 
 def halves(program: Program) -> tuple[Program, Program]:
-    """Splits a program into its forward and backward half, for a loss that is computed outside the pipe.
+    """Splits a program into a forward half and a backward half, for a loss that is computed outside the pipe.
 
     The first half has the forwards with their transfers, OFFLOAD and COMMIT. The second half has all other actions.
 

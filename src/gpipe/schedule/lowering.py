@@ -1,4 +1,4 @@
-"""Builds the program of a pipe from the table of its schedule, with the passes of `lower.py`."""
+"""Builds the program of a pipe from its schedule, with the passes in `lower.py`."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class ProgramKey(NamedTuple):
-    """The properties of a mini-batch that its program depends on.
+    """The properties of a mini-batch that determine its program.
 
     Attributes:
-        micro_batches: The number of micro-batches, or of slices of all micro-batches.
+        micro_batches: The number of micro-batches. With slices, the total number of slices.
         trains: Whether the program has backward passes.
         halved: Whether the loss is computed outside the pipe, between the forward and the backward passes.
         loss_pops: The skip connections that the loss pops.

@@ -1,4 +1,4 @@
-"""How consecutive layers are split into stages, and the cost and memory of these stages.
+"""Describes how consecutive layers are split into stages, and what each stage costs in time and memory.
 
 `gpipe.planner.search.balance` finds the best split.
 """
@@ -18,14 +18,16 @@ TOLERANCE = 1e-12  # stages whose costs differ by at most this share of the mean
 class Memory:
     """The memory that layers need and devices have, in bytes.
 
-    A stage holds `state` and `activations` of its layers, and `in_flight` times the `boundary` of its first layer.
+    A stage needs the `state` and `activations` of its layers, plus `in_flight` times the `boundary` of its first
+    layer.
 
     Attributes:
         state: Weights, gradients and optimizer state of each layer.
         boundary: Input of each layer for one micro-batch, if a stage begins with it.
         activations: Tensors that one micro-batch saves in each layer for the backward pass.
         limits: Memory of the device of each stage, or one number for all stages. Infinity means unlimited.
-        in_flight: Number of micro-batches whose stage inputs are kept at the same time, for each stage or for all.
+        in_flight: Number of micro-batches whose stage inputs are kept at the same time: one number per stage, or one
+            number for all stages.
 
     >>> memory = Memory(state=[4, 4, 1, 1], boundary=[1, 1, 1, 1], activations=[2, 2, 2, 2], limits=14)
     >>> Partition.of_sizes([2, 2], costs=[1, 1, 3, 1], memory=memory).bytes
@@ -41,17 +43,18 @@ class Memory:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """The costs of consecutive layers, and the devices of the stages. Built by `checked_layer_costs`.
+    """The costs of consecutive layers, and the devices of the stages. `checked_layer_costs` builds instances.
 
     Attributes:
         costs: Seconds of each layer on a device of speed 1, or in any other unit.
         speeds: Speed of the device of each stage.
-        transfers: Seconds that each of the two stages next to a split point spends on the transfer, one per split
-            point.
+        transfers: For each possible split point, the seconds that each of the two neighboring stages spends on the
+            transfer.
         held: Bytes that each layer needs in any stage.
-        boundary: Bytes per micro-batch in flight that each layer needs as the first layer of a stage.
+        boundary: Bytes of the input of each layer. If the layer is the first of a stage, each micro-batch in flight
+            needs these bytes.
         limits: Bytes that the device of each stage can hold.
-        in_flight: Micro-batches whose inputs each stage keeps at the same time.
+        in_flight: The number of micro-batches whose inputs each stage keeps at the same time.
     """
 
     costs: tuple[float, ...]
@@ -89,7 +92,7 @@ class Partition:
         transfers: Sequence[float] | None = None,
         memory: Memory | None = None,
     ) -> "Partition":
-        """Returns the partition with these numbers of layers. Does not enforce the limits of `memory`.
+        """Returns the partition whose stages have these numbers of layers. Does not enforce the limits of `memory`.
 
         Args:
             sizes: The number of layers in each stage.
@@ -115,17 +118,17 @@ class Partition:
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """The first layer of each stage, and the layer after its last."""
+        """For each stage, the index of its first layer, and the index after its last layer."""
         return tuple(pairwise(accumulate(self.layers, initial=0)))
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The split points: the first layer of each stage, except of stage 0."""
+        """The split points: the index of the first layer of each stage, without stage 0."""
         return tuple(first for first, _ in self.bounds[1:])
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """The cost of each stage: its layers at its speed, plus the transfers at its ends."""
+        """The cost of each stage: its layers at the speed of its device, plus the transfers at both ends."""
         costs, transfers = self.layer_costs, (0.0, *self.layer_costs.transfers, 0.0)
         stages = zip(costs.speeds, self.bounds, strict=True)
         return tuple(math.fsum(costs.costs[a:b]) / speed + transfers[a] + transfers[b] for speed, (a, b) in stages)
@@ -143,7 +146,7 @@ class Partition:
 
     @property
     def lower_bound(self) -> float:
-        """A lower bound on the slowest stage: the mean, or the costliest layer on the fastest device."""
+        """A lower bound on the slowest stage: the mean, or the most expensive layer on the fastest device."""
         return max(self.mean, max(self.layer_costs.costs) / max(self.layer_costs.speeds))
 
     @property
@@ -158,13 +161,13 @@ class Partition:
 
     @property
     def obstacle(self) -> int | None:
-        """The layer that prevents a faster slowest stage. None if no single layer does.
+        """The layer that keeps the slowest stage from becoming faster. None if there is no such single layer.
 
-        It is one of:
+        The layer is one of the following:
 
         - the only layer of the slowest stage;
         - the layer at an edge of the slowest stage whose move would make the neighboring stage as slow, or too big
-          for its device. Among two such layers, the one whose move would cost less.
+          for its device. If this applies to both edge layers, the layer whose move costs less.
         """
         slowest = max(self.seconds) * (1 - TOLERANCE)
         for stage, (seconds, (first, end)) in enumerate(zip(self.seconds, self.bounds, strict=True)):
@@ -176,7 +179,7 @@ class Partition:
         return None
 
     def _after_move(self, stage: int, target: int) -> float:
-        """Returns the slower of two neighbors after `stage` gives up an edge layer; infinity if it cannot."""
+        """Returns the higher cost of two neighbors after `target` takes a layer of `stage`; infinity if it cannot."""
         change = {stage: -1, target: 1}
         if not 0 <= target < len(self.layers) or self.layers[stage] == 1:
             return math.inf

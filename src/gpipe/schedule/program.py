@@ -1,4 +1,4 @@
-"""The program of a mini-batch: for each rank, the actions that it executes, in order."""
+"""Defines the program of a mini-batch: the actions that each rank executes, in order."""
 
 import csv
 import io
@@ -18,7 +18,7 @@ MAX_MICRO_BATCHES = 100_000  # Larger tables need too much memory: every micro-b
 
 
 class ScheduleError(ValueError):
-    """Raised if a table cannot be executed: it breaks a law of `gpipe.schedule.laws`, or it deadlocks.
+    """Raised if actions cannot be executed, because they deadlock or break a law of `gpipe.schedule.laws`.
 
     >>> from gpipe.schedule.laws import check
     >>> try:
@@ -36,8 +36,8 @@ class Program:
 
     Attributes:
         rank_of: The rank of each stage.
-        micro_batches: The number of micro-batches, M. If micro-batches are split into slices, the number of slices of
-            all micro-batches.
+        micro_batches: The number of micro-batches, M. If micro-batches are split into slices, the total number of
+            slices.
         routes: The routes of tensors between stages.
         table: The actions of each rank, in order.
         slices: The number of slices of each micro-batch. Default: 1.
@@ -65,7 +65,7 @@ class Program:
             raise ScheduleError(too_many_micro_batches(self.micro_batches))
 
     def __repr__(self) -> str:
-        """Returns the sizes of the program. `to_text` returns its actions."""
+        """Returns the sizes of the program. For the actions, call `to_text`."""
         slices = f"slices={self.slices}, " if self.slices > 1 else ""
         sizes = f"ranks={self.ranks}, stages={self.stages}, micro_batches={self.micro_batches // self.slices}"
         return f"Program({sizes}, {slices}{sum(map(len, self.table))} actions)"
@@ -84,13 +84,13 @@ class Program:
 
         Args:
             table: The actions of each rank, in order.
-            micro_batches: The number of micro-batches, or of slices of all micro-batches.
+            micro_batches: The number of micro-batches. With slices, the total number of slices.
             rank_of: The rank of each stage. Default: stage i is on rank i.
             skips: The routes of skip connections, in addition to the main route between neighboring stages.
             slices: The number of slices of each micro-batch. Default: 1.
 
         Returns:
-            The program. It is not checked. Call `gpipe.schedule.laws.check` to check it.
+            The unchecked program. Call `gpipe.schedule.laws.check` to check it.
         """
         rows = tuple(map(tuple, table))
         ranks = tuple(range(len(rows)) if rank_of is None else rank_of)
@@ -104,7 +104,7 @@ class Program:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """The numbers of all micro-batches, or of all slices."""
+        """The indices of all micro-batches, or of all slices."""
         numbers = range(self.micro_batches)
         return numbers if self.slices == 1 else [Slice(number, self.slices) for number in numbers]
 
@@ -187,7 +187,7 @@ class Program:
             text: The output of `to_text`. Empty lines are ignored.
 
         Returns:
-            The program. It is not checked. Call `gpipe.schedule.laws.check` to check it.
+            The unchecked program. Call `gpipe.schedule.laws.check` to check it.
 
         Raises:
             ValueError: If a line or an action cannot be parsed.
@@ -202,7 +202,7 @@ class Program:
             text: The output of `to_csv`. Empty lines are ignored.
 
         Returns:
-            The program. It is not checked. Call `gpipe.schedule.laws.check` to check it.
+            The unchecked program. Call `gpipe.schedule.laws.check` to check it.
 
         Raises:
             ValueError: If a line or an action cannot be parsed.
@@ -235,7 +235,10 @@ def too_many_micro_batches(micro_batches: int) -> str:
 
 
 def notebook_html(kind: str, value: object) -> str | None:
-    """Returns the HTML of a value for a notebook, from `gpipe.profiling.cells`. None makes the notebook show text."""
+    """Returns the HTML of an object for a notebook, or None if it cannot be drawn.
+
+    For None, the notebook shows text.
+    """
     try:  # Imported on demand, because gpipe.profiling imports this module.
         html: str = getattr(import_module("gpipe.profiling.cells"), kind)(value)
     except Exception:  # A value that cannot be drawn, for example without an optional package, is shown as text.

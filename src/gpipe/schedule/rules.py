@@ -1,22 +1,22 @@
-"""The dependencies between actions, and orders that respect them. All of gpipe uses these rules.
+"""Defines the dependencies between actions, and computes orders that respect them.
 
 Rule 1. A forward needs its inputs: for each route into its stage, the forward of the route's source.
 Rule 2. A recompute needs the forward of its stage and micro-batch.
 Rule 3. A backward needs its recompute, or its forward if nothing is recomputed. If its activations were offloaded, it
         needs their FETCH. For each route out of its stage, it needs the backward of the route's target.
-Rule 4. A weight backward needs its input backward, an OFFLOAD its forward, and a FETCH its OFFLOAD.
-Rule 5. Between ranks, a SEND and its RECEIVE carry a value or gradient. The receiver then depends on the RECEIVE.
-Rule 6. A closing action needs the earlier actions of its stage: COMMIT the forwards, TIE the backwards, REDUCE the
-        backwards and the TIE.
+Rule 4. A weight backward needs its input backward, an OFFLOAD needs its forward, and a FETCH needs its OFFLOAD.
+Rule 5. Between ranks, a SEND and its RECEIVE carry an output or a gradient. The receiver then depends on the RECEIVE.
+Rule 6. A closing action needs earlier actions of its stage: COMMIT needs the forwards, TIE needs the backwards, and
+        REDUCE needs the backwards and the TIE.
 Rule 7. With slices, a forward needs the forward of the preceding slice at its stage (keys and values). A backward
         needs the backward of the following slice (gradients of keys and values).
-Rule 8. A TIE sums the gradients of all stages with a TIE, so it needs the backwards of all of them. It communicates
-        itself, without SEND.
+Rule 8. A TIE sums the gradients of all stages with a TIE, so it needs the backwards of all these stages. The TIE
+        itself communicates, without SEND and RECEIVE.
 Rule 9. All computations of a stage need its UNSHARD. Its RESHARD needs all its computations.
 
-Actions that a program does not contain count as done before it starts. If a program has no transfers (yet), an action
-depends directly on the action that computes the value. So the same rules hold for bare schedules, complete programs
-and the forward or backward half of a program.
+Actions that a program does not contain count as done before it starts. In a program without transfers, an action
+depends directly on the action that computes its input. So the same rules hold for schedules without transfers, for
+complete programs, and for the forward or backward half of a program.
 """
 
 from collections.abc import Iterable, Iterator
@@ -81,7 +81,7 @@ def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
 
 
 def _neighbor_slice(action: Action, program: Program, step: int) -> Iterator[Action]:
-    """Yields the same action for the slice `step` positions away, if the micro-batch has one there."""
+    """Yields the same action for the slice `step` positions away, if this slice is in the same micro-batch."""
     slices, number = program.slices, action.micro_batch or 0
     if 0 <= number % slices + step < slices:
         yield Action(action.kind, action.stage, Slice(number + step, slices))
@@ -92,7 +92,7 @@ def _all_of(stage: int, program: Program, kinds: Iterable[Kind]) -> Iterator[Act
 
 
 def closing_order(program: Program, closing: Action) -> tuple[int, int]:
-    """Returns the sort key of a REDUCE or TIE. It is the same in all replicas, even if their tables differ."""
+    """Returns the sort key of a REDUCE or TIE. The key is the same in all replicas, even if their programs differ."""
     if closing.kind is Kind.TIE:
         return 1, closing.stage
     tied = Action(Kind.TIE, closing.stage) in program.actions
@@ -138,12 +138,13 @@ def _sources(send: Action) -> Iterator[Action]:
 def linearize(program: Program, rng: Random | None = None) -> Iterator[tuple[int, int, Action]]:
     """Yields all actions in an order that respects their dependencies, as (rank, index in its row, action).
 
-    By default, ranks advance in lockstep: in each round, every rank that can continues by one action. With `rng`, a
-    random rank advances each time.
+    By default, ranks advance in lockstep: in each round, every rank whose next action is ready executes it. With
+    `rng`, a random rank advances each time.
 
     Args:
         program: The program.
-        rng: Chooses the next rank among those that can continue. Default: None, ranks advance in lockstep.
+        rng: Chooses the next rank among the ranks whose next action is ready. Default: None, ranks advance in
+            lockstep.
 
     Returns:
         An iterator. If the program deadlocks, the iterator raises the error after the last possible action.

@@ -21,12 +21,13 @@ from gpipe.schedule.rules import BACKWARD_PARTS, BACKWARDS, crossing, linearize,
 from gpipe.schedule.timeline import Span, Timeline
 
 BACKWARD_OVER_FORWARD = 2.0
-"""The assumed ratio: a backward has two matrix products, for input and weight gradients, per product of a forward."""
+"""The assumed cost of a backward, if a forward costs 1: a backward has twice as many matrix products as a forward."""
 UNIT_COST = StageCost(forward=1.0, backward=2.0, backward_input=1.0, backward_weight=1.0)
 """One unit of time for each of F, I and W, and two for B, which is I and W together."""
 
 BOUNDARY, ACTIVATIONS, WORKING, GATHERED, VALUE, GRADIENT, LATE, WORKING_INPUT, WORKING_WEIGHT = range(9)
-"""Indices into `StageCost.sizes`. VALUE and GRADIENT are outputs that another rank has not received yet."""
+"""Indices into `StageCost.sizes`. VALUE and GRADIENT are forward and backward outputs that a different rank still
+needs."""
 
 MicroBatches: TypeAlias = frozenset[int | None]
 Recomputed: TypeAlias = Mapping[int, MicroBatches]  # by stage
@@ -49,7 +50,9 @@ class Simulation:
 
 
 def simulate(program: Program, costs: Costs, duration: Callable[[Action], float] | None = None) -> Simulation:
-    """Simulates a program. Each rank executes its actions in order, each as soon as its dependencies are done.
+    """Simulates a program.
+
+    Each rank executes its actions in order, and starts each action as soon as its dependencies are done.
 
     Some actions do not keep their rank busy:
 
@@ -62,7 +65,7 @@ def simulate(program: Program, costs: Costs, duration: Callable[[Action], float]
     Args:
         program: The program.
         costs: The cost of each stage.
-        duration: Returns the seconds of an action, instead of `costs`. Default: None.
+        duration: A function that returns the seconds of an action, used instead of `costs`. Default: None.
 
     Returns:
         The timeline, and the peak memory of each rank. The peak memory is 0 if `costs` have no bytes.
@@ -83,8 +86,8 @@ class Simulator:
     """Simulates one program with different costs and recomputation.
 
     Args:
-        program: The program. It can contain RECOMPUTE actions. For a bare program, methods accept the micro-batches
-            to recompute, so that one simulator covers all recomputation modes.
+        program: The program. It can contain RECOMPUTE actions. If it has none, pass the micro-batches to recompute to
+            the methods. So one simulator covers all recomputation modes.
         messages: Whether to add the messages between ranks to a program without transfers, like `place_transfers`.
             Default: False.
     """
@@ -108,7 +111,7 @@ class Simulator:
     def _find_turns(self, recomputed: bool) -> dict[Action, tuple[int, int]]:
         """Returns the tick and rank of each action, if ranks advance in lockstep and recompute everything or nothing.
 
-        A SEND takes a tick as well. The order is the one in which `place_transfers` lists the messages.
+        A SEND takes a tick as well. Messages have the same order as in `place_transfers`.
         """
         bare = self.program.only({Kind.FORWARD, *BACKWARD_PARTS})
         table = place_recompute(bare, ["always" if recomputed else "never"] * bare.stages)
@@ -127,7 +130,10 @@ class Simulator:
         return turns
 
     def _list_steps(self, messages: bool) -> None:
-        """Lists the actions in a valid order, without RECEIVEs: their dependents depend on the SENDs instead."""
+        """Lists the actions in a valid order, without RECEIVEs.
+
+        Actions that need a RECEIVE depend on its SEND instead.
+        """
         rank_of = self.program.rank_of
         step_of: dict[Action, int] = {}
         sent: dict[tuple[Action, int], list[int]] = {}  # by source action and receiving stage
@@ -188,18 +194,21 @@ class Simulator:
         return starts, ends
 
     def seconds(self, costs: Costs, recomputed: Recomputed | None = None) -> float:
-        """Returns the seconds of a mini-batch, if `recomputed` is recomputed right before its backward."""
+        """Returns the seconds of a mini-batch, if `recomputed` is recomputed before the backwards."""
         _, ends = self._run(self._seconds(costs), self._recompute_seconds(costs, recomputed or {}))
         return max(ends, default=0.0)
 
     def busy(self, costs: Costs, recomputed: Recomputed) -> float:
-        """Returns the seconds that all ranks together compute."""
+        """Returns the sum of the computation times of all ranks in seconds."""
         durations = zip(self._actions, self._seconds(costs), strict=True)
         work = sum(duration for action, duration in durations if action.kind in COMPUTE)
         return work + sum(self._recompute_seconds(costs, recomputed))
 
     def timeline(self, costs: Costs, duration: Callable[[Action], float] | None = None) -> Timeline:
-        """Returns the timeline without transfers. `duration` returns the seconds of an action, instead of `costs`."""
+        """Returns the timeline without transfers.
+
+        If `duration` is not None, it returns the seconds of each action.
+        """
         durations = self._seconds(costs) if duration is None else list(map(duration, self._actions))
         starts, ends = self._run(durations, [0.0] * len(durations))
         free, spans = [0.0] * self.program.ranks, []
@@ -228,20 +237,20 @@ class Simulator:
         return sum(cost.state for cost in costs) + int(held)
 
     def in_flight(self, stage: int) -> int:
-        """Returns the maximum number of micro-batches of which a stage keeps tensors at the same time."""
+        """Returns the maximum number of micro-batches for which a stage keeps tensors at the same time."""
         return int(self._held(stage, frozenset())[:, [BOUNDARY, LATE]].sum(1).max())
 
     def _find_held(self, stage: int, recomputed: MicroBatches) -> Counts:
-        """Returns how many of each of `StageCost.sizes` a stage holds during each action of its rank.
+        """Returns, for each action of the rank, how often the stage keeps each entry of `StageCost.sizes`.
 
         - Activations exist at least until their forward ends. Without a backward, none are kept.
         - Offloaded activations exist until the next OFFLOAD or FETCH of the rank, which waits for the copy.
-        - Gradients of gathered weights are as large as the weights. They can exist until the end of the row, because
-          they are reduced while the rank continues.
-        - Values and gradients for another rank exist until that rank uses them, if ranks advance in lockstep. A value
-          counts only if its stage recomputes: otherwise it is one of the activations.
-        - A value for the next stage on the same rank is one of the activations. It does not
-          count again as an input.
+        - Gradients of gathered weights are as large as the weights. These gradients can exist until the end of the
+          mini-batch, because they are reduced while the rank continues.
+        - Outputs and gradients for a different rank exist until that rank uses them, if ranks advance in lockstep.
+          Outputs count only if their stage recomputes: otherwise they are part of the activations.
+        - An output for the next stage on the same rank is part of the activations. It does not count again as an
+          input.
         """
         rank = self.program.rank_of[stage]
         row = self._row(rank)
@@ -293,12 +302,12 @@ class Simulator:
         return [action for action in self.program.table[rank] if action.kind in kinds]
 
     def _find_when(self, rank: int, recomputed: bool) -> list[tuple[float, int]]:
-        """Returns, for each index in a rank's row, the earliest tick of the actions from there on."""
+        """Returns, for each action of a rank, the earliest tick among this action and all later actions."""
         turns = self._turns(recomputed)
         return [*accumulate((turns.get(action, (inf, rank)) for action in reversed(self._row(rank))), min)][::-1]
 
     def _find_taken(self, action: Action, recomputed: bool) -> tuple[int, int]:
-        """Returns the tick in which the last other rank uses the output of an action; (-1, 0) if none does."""
+        """Returns the tick and rank of the last use of an output on a different rank; (-1, 0) if there is none."""
         kinds = BACKWARDS if action.kind in BACKWARDS else (Kind.FORWARD,)
         sent = [send.peer.stage for send in crossing(action, self.program)]
         takers = (Action(kind, stage, action.micro_batch) for stage in sent for kind in kinds)
@@ -314,14 +323,14 @@ def _ends(places: Mapping[Kind, int]) -> tuple[int, int | None, int]:
 
 @dataclass(frozen=True)
 class Figures:
-    """Key figures of a schedule.
+    """The key figures of a schedule.
 
     Attributes:
-        timeline: The timeline of a mini-batch. Without spans, if the table is too large to list its actions.
+        timeline: The timeline of a mini-batch. The spans are empty if there are too many actions to list.
         work: The computation time of the busiest rank.
         bubble: The idle share of all ranks.
-        peaks: The maximum number of micro-batches that each rank holds. A micro-batch at one of v stages counts as
-            1/v, and one of S slices as 1/S.
+        peaks: The maximum number of micro-batches that each rank holds. On a rank with v stages, a micro-batch at one
+            stage counts as 1/v. One of S slices of a micro-batch counts as 1/S.
         split: The share of backwards that are split.
 
     >>> from gpipe.schedule.schedules.by_name import program_of
@@ -362,7 +371,7 @@ def figures(program: Program, costs: Costs | None = None) -> Figures:
 
 
 def count_one_per_micro_batch(costs: Costs) -> list[StageCost]:
-    """Returns costs whose bytes count micro-batches: 1 for the activations of each, 0 for the rest."""
+    """Returns costs whose bytes count micro-batches: activations have 1 byte per micro-batch, and the rest has 0."""
     return [replace(cost, boundary=0, activations=1, working=0, state=0) for cost in costs]
 
 
@@ -378,8 +387,8 @@ class Prediction:
             have a meaning.
         peak_bytes: The peak memory of each rank. None if bytes were not counted.
         verified_peak_bytes: The peak memory of each rank in a verified step, such as the first one. The step copies
-            the inputs of two micro-batches at each stage. Its replay computes the gradients of one stage at a
-            time, in addition to those of the step.
+            the inputs of two micro-batches at each stage. The replay computes the gradients of one stage at a time,
+            while the gradients of the step are kept.
 
     >>> from gpipe.schedule.partition import Partition
     >>> from gpipe.schedule.schedules import fill_drain
@@ -436,7 +445,7 @@ def predict(
         program: The program.
         costs: The cost of each stage. Default: computed by `stage_costs`.
         in_seconds: Whether the costs are seconds. Default: False.
-        held: Costs with the bytes of each stage. Default: None, bytes were not counted.
+        held: Costs that contain the bytes of each stage. None (default) if bytes were not counted.
 
     Returns:
         The prediction. Its `peak_bytes` is None without `held`.
@@ -465,7 +474,7 @@ def _verified_peaks(program: Program, held: Costs, peaks: Sequence[int]) -> tupl
 
 
 def stage_costs(partition: Partition) -> tuple[StageCost, ...]:
-    """Returns the cost of each stage if only the total cost of its layers per micro-batch is known.
+    """Returns the cost of each stage, if only the total cost per micro-batch is known for each layer.
 
     The forward takes a third of the total, and the backward two thirds. A recompute takes as long as a forward, in
     addition to the total.
@@ -478,8 +487,8 @@ def stage_costs(partition: Partition) -> tuple[StageCost, ...]:
 def unsplit_stages(program: Program, costs: Costs) -> frozenset[int]:
     """Returns the stages whose backwards should not be split, for a program without transfers.
 
-    Tries all stages in order, and in reverse order. In each pass, a stage is left unsplit if the mini-batch does not
-    become slower. Returns the fastest result, among them leaving all stages unsplit.
+    Tries all stages in order, and in reverse order. In each pass, a stage is left unsplit if this does not slow down
+    the mini-batch. Returns the fastest of three results: both passes, and all stages unsplit.
     """
 
     @cache

@@ -1,4 +1,4 @@
-"""Timelines of steps. The simulator and the recorder both produce them, so that they can be compared.
+"""Defines timelines of steps. Both the simulator and the recorder return timelines, so that they can be compared.
 
 `offsets` aligns timelines from hosts whose clocks differ.
 """
@@ -39,7 +39,7 @@ class Timeline:
         ranks: The number of ranks.
         spans: When each action ran.
         seconds: The duration of the step.
-        other: Seconds outside the pipeline that all ranks spent, by name ("data", "weight update").
+        other: Seconds that all ranks spent outside the pipeline, by name ("data", "weight update").
 
     >>> from gpipe.schedule.action import parse_action
     >>> timeline = Timeline(2, (Span(0, parse_action("0F0"), 0.0, 1.0), Span(1, parse_action("1F0"), 1.0, 2.0)), 2.0)
@@ -55,13 +55,13 @@ class Timeline:
     other: Mapping[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        """Returns the sizes of the timeline. `spans` has the actions."""
+        """Returns the sizes of the timeline. The attribute `spans` contains the actions."""
         idle = f", {self.idle_share():.1%} idle" if self.ranks * self.seconds else ""
         return f"Timeline(ranks={self.ranks}, seconds={self.seconds:.4g}, {len(self.spans)} spans{idle})"
 
     @property
     def is_step(self) -> bool:
-        """Whether it has both forwards and backwards, unlike a call, the backward of a call, or an evaluation."""
+        """Whether it has both forwards and backwards. A call, the backward of a call, and an evaluation do not."""
         kinds = {span.action.kind for span in self.spans}
         return Kind.FORWARD in kinds and not kinds.isdisjoint(BACKWARDS)
 
@@ -94,11 +94,12 @@ def bubble(stages: int, micro_batches: int) -> float:
 
 
 def offsets(hosts: Sequence[str], timelines: Sequence[Timeline]) -> list[float]:
-    """Returns the seconds to add to the times of each rank, to convert them to the clock of rank 0's host.
+    """Returns, for each rank, the seconds to add to its times, to convert them to the clock of the host of rank 0.
 
-    A rank computes a value before another rank uses it. So each forward bounds the difference of two clocks from one
-    side, and each backward from the other side. The result is the middle, which is exact if messages take equally
-    long in both directions. Ranks without a connection to rank 0 are assumed to begin at the same time as rank 0.
+    A rank computes a value before another rank uses it. So each forward is a lower bound on the difference of two
+    clocks, and each backward is an upper bound. The result is the mean of both bounds. It is exact if messages take
+    equally long in both directions. Ranks without a connection to rank 0 are assumed to begin at the same time as
+    rank 0.
 
     Args:
         hosts: The host of each rank.

@@ -1,6 +1,6 @@
-"""The schedules: the stages that each rank has, and the order of their forwards and backwards.
+"""Defines the schedules: the stages that each rank has, and the order of its forwards and backwards.
 
-To add one, see docs/contributing/add-a-schedule.md. The pictures in the docstrings are made by
+To add a schedule, see docs/contributing/add-a-schedule.md. The pictures in the docstrings are made by
 `gpipe.profiling.lanes_text`. Letters are kinds of action, in lower case for the second stage of a rank. Numbers are
 micro-batches, and dots are idle time. F, I and W take one unit of time; B, which is I and W together, takes two.
 """
@@ -38,13 +38,14 @@ class Schedule:
 
     Attributes:
         name: The name in messages and reports.
-        table: Returns the forwards and backwards of each rank, for a placement and a number of micro-batches. None if
-            there is no table of this size.
-        placement: Returns the rank of each stage, for a number of ranks and of stages per rank. None if the schedule
-            does not support this number of stages.
-        stages_per_rank: The default number of stages on each rank; 0 for a user's program, which defines it.
-        sliced: The same as `table` for slices of micro-batches, with the number of slices per micro-batch as third
-            argument. None if the schedule does not support slices.
+        table: A function that returns the forwards and backwards of each rank, for a placement and a number of
+            micro-batches. It returns None for sizes that the schedule does not support.
+        placement: A function that returns the rank of each stage, for a number of ranks and a number of stages per
+            rank. It returns None if the schedule does not support this number of stages.
+        stages_per_rank: The default number of stages on each rank; 0 for a user's program, which defines the number
+            itself.
+        sliced: A function like `table` for slices of micro-batches, with the number of slices per micro-batch as
+            third argument. None if the schedule does not support slices.
         slices: The number of slices of each micro-batch in a training step.
 
     >>> for row in SCHEDULES["1f1b"].table(SCHEDULES["1f1b"].placement(2, 1), 2):
@@ -61,12 +62,12 @@ class Schedule:
     slices: int = 1
 
     def once(self) -> "Schedule":
-        """Returns the same schedule with a cache for its tables."""
+        """Returns the same schedule with a cache for the results of `table` and `sliced`."""
         return replace(self, table=Once(self.table), sliced=None if self.sliced is None else Once(self.sliced))
 
 
 class Once:
-    """A picklable cache for a function that makes tables.
+    """A picklable cache for a function that returns the actions of all ranks.
 
     >>> table = Once(lambda placement, micro_batches: [placement, micro_batches])
     >>> table((0, 1), 4) is table((0, 1), 4)
@@ -103,9 +104,11 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def table_in_training(schedule: Schedule, placement: Placement, micro_batches: int, slices: int = 1) -> Table:
-    """Returns the table of a mini-batch of any size. Sizes that the schedule does not support use fill-drain.
+    """Returns the actions of each rank in a mini-batch of any size.
 
-    With slices, `micro_batches` is the number of slices of all micro-batches.
+    If the schedule does not support the size, uses fill-drain.
+
+    With slices, `micro_batches` is the total number of slices.
     """
     if slices > 1:
         assert schedule.sliced is not None  # checked when the pipe was created

@@ -1,4 +1,4 @@
-"""Finds schedules by name, and makes schedules of a user's `Program` or function."""
+"""Finds schedules by name, and builds schedules from a user's `Program` or function."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ def program_of(
         The program, without recomputation and transfers. The functions of `gpipe.schedule.lower` add them.
 
     Raises:
-        ValueError: If the schedule does not exist, or has no table of this size. The message has one line per error.
+        ValueError: If the schedule does not exist, or does not support this size. The message has one line per error.
 
     >>> print(program_of("1f1b", ranks=2, micro_batches=2).to_csv())
     rank_of,0,1
@@ -46,7 +46,7 @@ def program_of(
 def table_of(
     name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None, slices: int = 1
 ) -> tuple[Table, Placement]:
-    """Returns the table and the placement that `program_of` uses. Large tables are written row by row on access."""
+    """Returns the table and the placement that `program_of` uses. Large tables compute a row when it is accessed."""
     sizes = {
         "partitions": ranks,
         "micro_batches": micro_batches,
@@ -142,7 +142,7 @@ def schedule_of(wanted: Named) -> Schedule:
 
 
 def unknown_schedule(name: object, *others: str) -> str:
-    """Returns the error message for an unknown name. `others` are further values that the argument accepts."""
+    """Returns the error message for an unknown name. `others` are additional values that the argument accepts."""
     return f"schedule={name!r} is unknown. Use one of {', '.join(map(repr, (*SCHEDULES, *others)))}."
 
 
@@ -182,8 +182,8 @@ def check_user_program(program: Program) -> None:
     names = [kind.name for kind in Kind if kind in added]
     if names:
         raise ScheduleError(
-            f"schedule= is a Program with {', '.join(names)} actions, which the pipe adds itself. Pass only FORWARD "
-            f"and BACKWARD (or BACKWARD_INPUT and BACKWARD_WEIGHT) actions, such as program.only(kinds)."
+            f"schedule= is a Program with {', '.join(names)} actions, but the pipe adds these actions itself. Pass a "
+            "Program with only forward and backward actions: program.only([Kind.FORWARD, Kind.BACKWARD])."
         )
     idle = set(range(program.ranks)) - set(program.rank_of)
     if idle:
@@ -202,9 +202,9 @@ def _placement(program: Program, ranks: int, stages_per_rank: int) -> Placement 
 
 
 def _restricted(program: Program, placement: Placement, micro_batches: int) -> Table | None:
-    """Returns the table for this many micro-batches; None if the program has fewer.
+    """Returns the actions of the first `micro_batches` micro-batches; None if the program has fewer.
 
-    For fewer micro-batches the other actions are left out: no micro-batch depends on another one.
+    Leaving out the other micro-batches is valid, because micro-batches do not depend on each other.
     """
     if micro_batches > program.micro_batches:
         return None
@@ -212,7 +212,10 @@ def _restricted(program: Program, placement: Placement, micro_batches: int) -> T
 
 
 def schedule_of_function(make: Maker, micro_batches: int) -> Schedule:
-    """Returns the schedule of the programs that `make` returns, placed like its program for `micro_batches`."""
+    """Returns a schedule of the programs that `make` returns.
+
+    The placement is from its program for `micro_batches`.
+    """
     return Schedule(_name(make), partial(_made_table, make), partial(_made_placement, make, micro_batches), 0)
 
 
@@ -239,7 +242,7 @@ def _made(make: Maker, ranks: int, micro_batches: int) -> Program:
     try:
         program = make(ranks, micro_batches)
     except Exception as error:
-        error.add_note(f"schedule={_name(make)} raised this when called with ({ranks}, {micro_batches}).")
+        error.add_note(f"schedule={_name(make)} raised this error when called with ({ranks}, {micro_batches}).")
         raise
     if not isinstance(program, Program):
         raise ScheduleError(f"schedule={_name(make)} returned a {type(program).__name__}. Return a Program.")

@@ -1,4 +1,7 @@
-"""GPipe's schedule, fill-drain: all forwards, then all backwards (paper, Figure 2c). Also forward-only tables."""
+"""GPipe's schedule, fill-drain: all forwards, then all backwards (paper, Figure 2c).
+
+Also defines forward-only schedules.
+"""
 
 from gpipe.schedule.action import Kind
 from gpipe.schedule.program import Table

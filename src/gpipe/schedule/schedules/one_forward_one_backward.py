@@ -5,7 +5,8 @@
 - Interleaved 1F1B (Megatron-LM) has several stages on each rank. Interleaved zero bubble also splits the backwards.
 
 The docstrings state the idle time of each rank: the step time minus the work of a rank. F, I, W and B = I + W are the
-seconds of one action of a whole rank, and K is the number of ranks. Section numbers refer to the cited papers.
+seconds of one micro-batch in all stages of a rank, and K is the number of ranks. Section numbers refer to the cited
+papers.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,8 @@ def one_forward_one_backward(placement: Placement, micro_batches: int, slices: i
     ```
 
     The idle time is (K-1)(F+B), as for fill-drain (Narayanan et al., 2021, section 2.2). With S slices for each
-    micro-batch (Seq1F1B, Sun et al., 2024), rank r runs K - r + S - 1 slices ahead. Then it is (K-1)(F+B) of a slice.
+    micro-batch (Seq1F1B, Sun et al., 2024), rank r runs K - r + S - 1 slices ahead. Then the idle time is (K-1)(F+B),
+    where F and B are the seconds of one slice.
     """
     return _in_rounds(placement, micro_batches, lambda later: later + slices, slices=slices)
 
@@ -70,15 +72,17 @@ def interleaved(placement: Placement, micro_batches: int) -> Table:
     rank 1  .. F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3--- .. ..
     ```
 
-    The idle time is (K-1)(F+B) of one stage, which is 1/v of fill-drain's. A rank holds the activations of up to
-    K + (K-1)/v micro-batches (Narayanan et al., 2021, section 2.2). If M is not divisible by K, rounds are longer.
-    Then the idle time is the same, and more micro-batches are held.
+    The idle time is (K-1)(F+B) of one stage, which is 1/v of fill-drain's. A rank holds the activations of up to K +
+    (K-1)/v micro-batches (Narayanan et al., 2021, section 2.2). If M is not divisible by K, rounds are longer. Then
+    the idle time is the same, and ranks hold more micro-batches.
     """
     return _in_rounds(placement, micro_batches, lambda later: 2 * later + 1)
 
 
 def interleaved_zb(placement: Placement, micro_batches: int) -> Table:
-    """Returns the table of interleaved zero bubble, with fewer forwards ahead than interleaved 1F1B, as I is short.
+    """Returns the table of interleaved zero bubble.
+
+    Ranks run fewer forwards ahead than in interleaved 1F1B, as I is short.
 
     ```text
     rank 0  F0 F1 f0 f1 .. i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
@@ -95,14 +99,15 @@ def _in_rounds(
 ) -> Table:
     """Returns a table that alternates forwards and backwards, in rounds through the stages of a rank.
 
-    Rounds have K micro-batches. If M is not divisible by K, they have as few more as possible, the longest first.
+    Rounds have K micro-batches. If M is not divisible by K, rounds have as few additional micro-batches as possible,
+    and the longest rounds come first.
 
     Args:
         placement: The rank of each stage.
-        micro_batches: M, or the number of slices of all micro-batches.
-        ahead: Returns how many forwards the last stage of a rank runs before its first backward. The argument is the
-            number of ranks after this one.
-        late: Returns for a rank how many later I come before each W. None means whole backwards.
+        micro_batches: M. With slices, the total number of slices.
+        ahead: A function that returns how many forwards the last stage of a rank runs before its first backward. Its
+            argument is the number of ranks after this rank.
+        late: A function that returns for a rank how many later I come before each W. None means whole backwards.
         slices: The number of slices of each micro-batch.
     """
     ranks = max(placement) + 1

@@ -1,7 +1,8 @@
-"""Schedules whose stages form a V: ZB-V, V-Half and V-Min (Qi et al., 2024), and DualPipeV (DeepSeek-AI, 2025).
+"""Defines V-shaped schedules: ZB-V, V-Half and V-Min (Qi et al., 2024), and DualPipeV (DeepSeek-AI, 2025).
 
-Each rank has two stages: one on the way down the ranks, one on the way up. The first rank has the first and the last
-stage. The docstrings state the idle time of each rank: the step time minus its work.
+Each rank has two stages. The first half of the stages goes from the first rank to the last rank, and the second half
+goes back. So the first rank has the first and the last stage. The docstrings state the idle time of each rank: the
+step time minus its work.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ from gpipe.schedule.program import Table
 from gpipe.schedule.schedules.writing import OLDEST, Cell, Placement, Rows
 
 Block: TypeAlias = tuple[int, int, int, int]
-"""The time slots of the two F and the two I of one micro-batch on a rank, in this order."""
+"""The time slots of the four actions F, f, I and i of one micro-batch on a rank."""
 PERIOD = 6  # time slots between micro-batches, one for each action of a rank
 
 
@@ -46,7 +47,7 @@ def zb_v(placement: Placement, micro_batches: int) -> Table:
 
 
 def _down_and_up(cells: Callable[[int, int], Iterable[Cell]], ranks: int, micro_batches: int) -> Table:
-    """Returns a table from the cells of each rank, given its stage on the way down and its stage on the way up."""
+    """Returns a table. `cells` returns the actions of a rank from the numbers of its first and its second stage."""
     return Rows(ranks, lambda r: cells(r, 2 * ranks - 1 - r), micro_batches)
 
 
@@ -97,7 +98,7 @@ def _repeated(block: Callable[[int], Block], ranks: int, micro_batches: int) -> 
 def dualpipe_v(placement: Placement, micro_batches: int) -> Table | None:
     """Returns the table of DualPipeV, in its eight steps; None for fewer than 2K micro-batches.
 
-    The forward of one micro-batch is next to the backward of another one.
+    Pairs the forward of one micro-batch with the backward of a different micro-batch.
 
     ```text
     rank 0  F0 F1 F2 f0 i0 w0 f1 F3 b1--- f2 B0--- b2--- f3 .. B1--- b3--- I2 W2 I3 W3

@@ -1,4 +1,4 @@
-"""Placements of stages on ranks, and helpers that write the rows of a table."""
+"""Defines placements of stages on ranks, and helpers that write the actions of each rank."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Placement: TypeAlias = tuple[int, ...]
 
 
 def loop(ranks: int, stages_per_rank: int = 1) -> Placement:
-    """Returns a placement in rounds, such as `(0, 1, 0, 1)`: after the last rank comes the first one again."""
+    """Returns a placement in rounds, such as `(0, 1, 0, 1)`: after the last rank comes the first rank again."""
     return tuple(range(ranks)) * stages_per_rank
 
 
@@ -32,24 +32,25 @@ def loops(ranks: int, stages_per_rank: int) -> Placement | None:
 
 
 def vee(ranks: int, stages_per_rank: int) -> Placement | None:
-    """Returns a placement down the ranks and up again, such as `(0, 1, 1, 0)`; None unless ranks have two stages."""
+    """Returns a placement in the form of a V, such as `(0, 1, 1, 0)`; None unless each rank has two stages."""
     return (*range(ranks), *reversed(range(ranks))) if stages_per_rank == 2 else None
 
 
 Cell: TypeAlias = tuple[str, int | None]
-"""An action without its micro-batch: F, B, I or W, and the stage. A W without stage is for the oldest pending I."""
+"""An action without its micro-batch: F, B, I or W, and the stage. A W without stage belongs to the oldest I that has
+no W yet."""
 OLDEST: Cell = ("W", None)
 
 
 def number_of(kind: Kind, nth: int, slices: int) -> int:
-    """Returns the number of the micro-batch or slice that a stage runs as its n-th forward or backward."""
+    """Returns the index of the micro-batch or slice in the forward or backward number `nth` of a stage."""
     if slices == 1:
         return nth
     return Slice(nth if kind is Kind.FORWARD else nth_backward(nth, slices), slices)
 
 
 def in_turn(cells: Iterable[Cell], micro_batches: int, slices: int = 1) -> RankActions:
-    """Returns a row in which the cells of each stage have the micro-batches in order. Drops excess cells.
+    """Returns the actions of a rank: numbers the cells of each stage by micro-batch, in order. Drops excess cells.
 
     >>> print(*in_turn([("F", 0), ("F", 0), ("B", 0), ("I", 0), ("F", 0), OLDEST, OLDEST], micro_batches=2))
     0F0 0F1 0B0 0I1 0W1
@@ -63,9 +64,10 @@ Numbers: TypeAlias = npt.NDArray[np.int32]
 
 
 def numbered(cells: Iterable[Cell], micro_batches: int) -> tuple[Numbers, Numbers, Numbers]:
-    """Returns the kind (index in `KINDS`), the stage, and the number n of each cell, its stage's n-th of this kind.
+    """Returns the kind (index in `KINDS`), the stage and the number of each cell.
 
-    B and I are counted together. A W has the number of its I. Either all W of a row have a stage, or none has one.
+    The number counts the cells of the same kind at the same stage. B and I are counted together. A W has the number
+    of its I. Either all W of a rank have a stage, or no W has a stage.
     """
     codes = np.fromiter(map(_code, cells), np.int32)
     kind, stage, nth = codes & 3, codes >> 2, np.zeros_like(codes)
@@ -93,7 +95,7 @@ def _code(cell: Cell) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Rows(Sequence[RankActions]):
-    """A table whose rows are written on access, because it may have thousands of ranks."""
+    """The actions of each rank, computed when a rank is accessed, because there may be thousands of ranks."""
 
     ranks: int
     cells: Callable[[int], Iterable[Cell]]  # the cells of a rank
@@ -141,9 +143,9 @@ def one_for_one(
 def table_in_step(
     kind: Kind, path: Sequence[int], placement: Placement, micro_batches: int, slices: int = 1
 ) -> Table:
-    """Returns the table of one kind of action, if every micro-batch passes through the stages of `path` in order.
+    """Returns the table of one kind of action. Every micro-batch passes through the stages of `path` in order.
 
-    At each tick of a clock, every rank executes one action: among those that are ready, the one of the oldest
+    At each tick of a clock, every rank executes one action: of the ready actions, the action of the oldest
     micro-batch. So each stage runs the micro-batches in order, and the order of the ticks is valid.
     """
     rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
