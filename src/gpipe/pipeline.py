@@ -78,9 +78,9 @@ REPLACED = (
     "original layers. Change the layers first and build a new pipe. [sequential-changed]"
 )
 SHARDED = (
-    "fully_shard: it was applied to layers of a pipe that runs in one process, without driver='process'. Start the "
-    "script with a launcher (torchrun --nproc-per-node 1 is enough) and pass driver='process'. Or remove it. "
-    "[fully-shard-in-one-process]"
+    "fully_shard was applied to layers of a pipe that runs in one process, without driver='process'. Start the "
+    "script with a launcher (torchrun --nproc-per-node 1 is enough) and pass driver='process', or remove "
+    "fully_shard. [fully-shard-in-one-process]"
 )
 CALL_CANNOT_BE_REPEATED = (
     "pipe(...): with survive=True, a call that records gradients cannot be repeated after a replica is lost. Use "

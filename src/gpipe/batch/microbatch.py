@@ -307,7 +307,7 @@ def merge(
 def _merge_leaf(
     path: str, leaves: Sequence[Any], rows: Sequence[int], report: Callable[[Sequence[str]], object] | None
 ) -> object:
-    first, problem = leaves[0], f"is {leaves[0]!r} for the first micro-batch and different for another one"
+    first, problem = leaves[0], f"is {leaves[0]!r} for the first micro-batch but not for all micro-batches"
     if isinstance(first, Tensor):
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
         times = len(first) // rows[0] if report and first.dim() else 1

@@ -51,7 +51,7 @@ NO_HOOKS = (
     "remat='offload' needs hooks on saved tensors, which this layer disables (torch.func.grad does). Use a "
     "different remat for its stage: remat=['offload', 'always']. [offload-without-hooks]"
 )
-NO_TARGETS = "targets: they are missing. Call pipe.step(inputs, targets, loss_fn). [targets-missing]"
+NO_TARGETS = "targets= is missing. Call pipe.step(inputs, targets, loss_fn). [targets-missing]"
 FOREIGN_GRAPH = (
     "A layer may have stored a tensor with its graph on a module. Return it as part of the value, or stash it and "
     "pop it where it is used. [tensor-with-graph-on-module]"

@@ -321,8 +321,9 @@ class Pipelined(WholeCheckpoints):
         threaded = driver in (None, "threads") or isinstance(driver, gpipe.Threads)
         if threaded and any(type(module).__name__ == "ParamWrapper" for module in self.model.modules()):
             raise ValueError(
-                "peft keeps the adapted parameters of experts in one place for all threads, so ranks would use each "
-                "other's. Start K processes, pass driver='lockstep', or do not adapt experts. [adapters-on-experts]"
+                "peft keeps the adapted parameters of experts in one place for all threads, so ranks would use the "
+                "parameters of other ranks. Start K processes, pass driver='lockstep', or do not adapt experts. "
+                "[adapters-on-experts]"
             )
         if self.args.device.type == "cpu" and not self._has_processes:
             self._settings.setdefault("devices", "cpu")

@@ -30,13 +30,13 @@ Task: TypeAlias = tuple[Callable[[], None], Callable[[], None], list[BaseExcepti
 """A job, a function that cancels the other jobs, the errors of finished jobs, and a queue that wakes the caller."""
 NAME = "gpipe rank"
 WITHIN = (
-    "pipe: it is called inside its own run (by a layer, hook, logits processor or torch.utils.checkpoint), and would "
-    "wait for itself. Call it outside. To recompute activations, use GPipe(..., remat=...). "
-    "[pipe-called-within-itself]"
+    "pipe: the pipe was called inside its own run (by a layer, hook, logits processor or torch.utils.checkpoint), so "
+    "it would wait for itself. Call the pipe outside of its run. To recompute activations, use GPipe(..., "
+    "remat=...). [pipe-called-within-itself]"
 )
 AT_ONCE = (
-    "pipe: a call of it is already running, in a different thread or around this call. Wait until it returns. Call "
-    "the pipe in the same order in every process. [concurrent-calls]"
+    "pipe: a call of the pipe is already running, in a different thread or around this call. Wait until that call "
+    "returns. Make the calls in the same order in every process. [concurrent-calls]"
 )
 INTERRUPTED_TWICE = (
     ".grad: rank threads finished a mini-batch that was interrupted twice, possibly after the last zero_grad(). Call "

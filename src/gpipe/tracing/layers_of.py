@@ -164,11 +164,12 @@ def layers_of(model: nn.Module, sample: Tree, blocks: Sequence[str] | None = Non
 
 
 SCRIPTED = (
-    "{model} is scripted, so gpipe cannot trace it. Pass the model from before torch.jit.script. [torchscript-module]"
+    "{model} is scripted, so gpipe cannot trace it. Pass the original model, which is not scripted. "
+    "[torchscript-module]"
 )
 SCRIPTED_MODULE = (
-    "{name}: this module of {model} is scripted, so gpipe cannot check its state. Pass the module from before "
-    "torch.jit.script. [torchscript-module]"
+    "{name}: this module of {model} is scripted, so gpipe cannot check its state. Use the original module, "
+    "which is not scripted. [torchscript-module]"
 )
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 

@@ -67,7 +67,7 @@ class DryRun:
         except Exception as error:  # torch cannot run some operations on fake tensors
             if unit is None and isinstance(error, NEEDS_VALUES):
                 raise CannotSplitError(
-                    f"{call.name}: it needs values between blocks, but the model is on the meta device and has none. "
+                    f"{call.name}: code between blocks needs values, but the model is on the meta device. "
                     f"Create the model with values, or choose blocks that contain this code: gpipe.layers_of(model, "
                     f"sample, blocks=[...]). [meta-values-needed]"
                 ) from error
@@ -113,17 +113,17 @@ FREE = -1  # the layer index of tensors that belong to no layer, in random keys
 SENTINEL = 0xA5  # marks the bytes of uninitialized integer tensors; floats are marked with NaN
 
 NOT_INITIALIZED = (
-    "{names}: on the meta device, and neither _init_weights of the model nor reset_parameters() of their modules "
-    "initializes them. Create the model without torch.device('meta'), or add a reset_parameters() that fills them. "
-    "[meta-not-initialized]"
+    "{names}: these tensors are on the meta device, and neither _init_weights of the model nor reset_parameters() of "
+    "their modules initializes them. Create the model without torch.device('meta'), or add a reset_parameters() that "
+    "fills them. [meta-not-initialized]"
 )
 NOT_REGISTERED = (
-    "{names}: on the meta device, but neither parameters nor buffers, so gpipe cannot initialize them. Register them "
-    "with register_buffer(name, value, persistent=False). [meta-plain-tensor]"
+    "{names}: these tensors are on the meta device, but they are neither parameters nor buffers, so gpipe cannot "
+    "initialize them. Register them with register_buffer(name, value, persistent=False). [meta-plain-tensor]"
 )
 HOOKED = (
-    "{names}: they have hooks, which the initialized tensors would not keep. Register these hooks after you have "
-    "created the pipe. [meta-tensor-hooks]"
+    "{names}: these tensors have hooks, which would be lost when gpipe initializes the tensors. Register these hooks "
+    "after you have created the pipe. [meta-tensor-hooks]"
 )
 
 

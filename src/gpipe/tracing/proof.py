@@ -24,8 +24,9 @@ from gpipe.tracing.trace import CannotSplitError, OpCall, Structure, Trace, Valu
 from gpipe.tracing.tracer import TracerRun
 
 OTHER_STRUCTURE = (
-    "The output of the split {model} has a different structure than the model's: {split} instead of {expected}. Turn "
-    "off caches (use_cache=False), and return values that blocks store elsewhere. [split-output-structure-differs]"
+    "The output of the split {model} has a different structure than the output of the model: {split} instead of "
+    "{expected}. Turn off caches (use_cache=False), and return values that blocks store elsewhere. "
+    "[split-output-structure-differs]"
 )
 OTHER_VALUES = (
     "The split {model} computes different values than the model: {difference}. Pass values to later blocks as "

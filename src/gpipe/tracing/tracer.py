@@ -453,14 +453,15 @@ def _traced(parts: Parts, arguments: ForwardArguments, dry: DryRun | None) -> tu
         for leaf in take_apart(value)[0]:
             if not isinstance(leaf, Tensor) and tokens_before(leaf) is None and hides_tensors(leaf):
                 raise CannotSplitError(
-                    f"{name}: {model} stores tensors in this {type(leaf).__name__}, but layers run separately, and "
-                    f"each would store its own, again in every recomputation. Remove it from the inputs. To generate "
-                    f"with a cache, call pipe.generate. [cache-in-inputs]"
+                    f"{name}: {model} stores tensors in this {type(leaf).__name__}, but layers run separately, so "
+                    f"each layer and recomputation would store other tensors. Remove this object from the inputs. To "
+                    f"generate with a cache, call pipe.generate. [cache-in-inputs]"
                 )
     if left := tracers[-1].left_behind():
         raise CannotSplitError(
-            f"The forward of {model} leaves tensors in {', '.join(left)}. They are lost, because every layer runs "
-            f"copies of the modules that contain blocks. Return them as part of the output. [tensor-left-on-module]"
+            f"The forward of {model} leaves tensors in {', '.join(left)}. These tensors are lost, because every "
+            f"layer runs copies of the modules that contain blocks. Return them as part of the output. "
+            f"[tensor-left-on-module]"
         )
     for owner, state in _generators().items():
         if state != before[owner]:

@@ -48,8 +48,8 @@ WRITES_WEIGHTS = (
     "optimizer, and constrain weights, after pipe.step(...). [weights-written-in-step]"
 )
 CHANGES_STATE = (
-    "{stage}: {quantity} differs from the reference loop, because the step changes {places}. Keep such state in a "
-    "buffer, or return it as part of the value. [state-changed-in-step]"
+    "{stage}: {quantity} differs from the reference loop, because the step changes {places}. Keep this state in a "
+    "buffer, or return it as part of the output of the layer. [state-changed-in-step]"
 )
 UNKNOWN = (
     "{stage}: {quantity} differs from the reference loop. It depends on the order of micro-batches, on state of a "
@@ -60,23 +60,23 @@ WRITES_INPUT = (
     "does not notice. Compute a new tensor (x = x.clamp(...)), or use x.clamp_(...). [input-written-unnoticed]"
 )
 WRITES_RETURNED = (
-    "{stage}: {quantity} is written again after the stage has returned it, as a buffer or workspace that it reuses. "
-    "Return a clone. [output-written-again]"
+    "{stage}: {quantity} is changed in place after the stage has returned it, for example because a layer reuses a "
+    "buffer. Return a clone. [output-written-again]"
 )
 USES_FOREIGN_WEIGHTS = (
-    "{stage}: its backward pass reaches {name}, which a different stage trains too. Stash the weight and pop it in "
+    "{stage}: its backward pass reaches {name}, which a different stage also trains. Stash the weight, and pop it in "
     "the layer or loss that uses it, or make it a parameter of each layer. [weight-of-different-stage]"
 )
 OTHER_STATE = (
-    "{stage}: {quantity} differs if the other stages do not run, because the stage reads state that they write. "
-    "Return such state as part of the value. [state-of-different-stage]"
+    "{stage}: {quantity} differs if the other stages do not run, because this stage reads state that "
+    "other stages write. Return this state as part of the output of the layer. [state-of-different-stage]"
 )
 HOW_TO_ACCEPT = "Set pipe.verify_steps = False to train without this check."
 
 # Findings.
 STATE_IN_BACKWARD = (
     "{stage}: its backward pass writes {places}, and a later forward pass reads it, so results depend on the "
-    "schedule. Use micro_batches=1 if they must not. [state-written-in-backward]"
+    "schedule. Use micro_batches=1 if results must not depend on the schedule. [state-written-in-backward]"
 )
 RECOMPUTED_CHANGES = (
     "remat: a forward pass changes {places}, and its recomputation changes it again. Keep counts in a buffer, draw "
@@ -88,8 +88,8 @@ NOT_REPRODUCIBLE = (
 )
 NOT_REPLAYED = "This step could not be verified: {why}. Training continues without a check. [not-verified]"
 WRITTEN_WEIGHTS = (
-    "This step could not be verified, because it writes the weights {names}. The next step will be. If that raises "
-    "an error, call the optimizer after pipe.step(...). [weights-written-in-step]"
+    "This step could not be verified, because it writes the weights {names}. gpipe verifies the next step. If that "
+    "step raises an error, call the optimizer after pipe.step(...). [weights-written-in-step]"
 )
 
 

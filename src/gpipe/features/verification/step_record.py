@@ -444,8 +444,8 @@ PARTIAL = (
     "on it, so the result would be partial. Put these layers in one stage (partitions=[...]). [partial-derivative]"
 )
 HOOKED = (
-    "{stage}: a layer registers a hook on an input (or calls retain_grad), but other inputs depend on it, so the "
-    "gradient would be partial. Register the hook where the tensor is computed. [hook-on-partial-gradient]"
+    "{stage}: a layer registers a hook on an input (or calls retain_grad), but other inputs depend on this input, so "
+    "the gradient would be partial. Register the hook where the tensor is computed. [hook-on-partial-gradient]"
 )
 
 
