@@ -45,7 +45,7 @@ class Partitioned(nn.Module):
         self.ties_of_names = {} if processes.position is None else find_tied_names(processes.engine)
 
     def _hold_layers(self) -> None:
-        """Adds the layers of this process as submodules. Call it after all attributes are set.
+        """Adds the layers of this process as submodules. Call this method after all attributes are set.
 
         `add_module` would reject a layer that has the same name as an attribute.
         """
@@ -278,7 +278,7 @@ class Partitioned(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Sequence[str]:
-        """Rejects `DistributedDataParallel`, which reads this attribute. It does not exist for other code."""
+        """Rejects `DistributedDataParallel`, which reads this attribute. For other code, it does not exist."""
         if sys._getframe(1).f_globals.get("__name__") != nn.parallel.distributed.__name__:
             raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise TypeError(

@@ -108,8 +108,8 @@ class GPipe(Partitioned):
     identical for every number of partitions, schedule, recomputation mode and driver. The results are also bitwise
     identical to the reference loop, which runs the unsplit layers on one micro-batch after another.
 
-    Your modules are used in place, not copied. They are moved to `devices` and keep their names: `state_dict()` has
-    the keys of `nn.Sequential(*layers)`.
+    Your modules are used in place, not copied. The modules are moved to `devices` and keep their names:
+    `state_dict()` has the keys of `nn.Sequential(*layers)`.
 
     Most pipes need only `model`, `partitions` and `micro_batches`, and `sample` if the model is not a sequence of
     layers.
@@ -121,14 +121,14 @@ class GPipe(Partitioned):
         partitions: K, the number of ranks. Each rank usually has its own device. Or a list with the number of layers
             of each stage.
         micro_batches: M, the number of micro-batches per mini-batch. A mini-batch with fewer rows is split into one
-            micro-batch per row. Also the maximum number of `gpipe.MicroBatches`.
+            micro-batch per row. A `gpipe.MicroBatches` can also have at most M elements.
         sample: An example mini-batch of inputs. gpipe runs the sample to measure the cost of each layer, so that
             stages take the same time, and to trace the forward of a model. Without a sample, gpipe balances the
             number of parameters of the stages. Later mini-batches can have different sizes. gpipe restores the state
             that the run changes, except parameters, files and objects that cannot be copied.
-        plan: A plan from `gpipe.find_plan`, or the `plan` of a different pipe. It replaces `partitions`, `schedule`
-            and `remat`. If you also pass one of these three arguments, and not its default value, gpipe raises an
-            error. The plan also sets `micro_batches`, unless you pass `micro_batches`.
+        plan: A plan from `gpipe.find_plan`, or the `plan` of a different pipe. The plan replaces `partitions`,
+            `schedule` and `remat`. If you also pass one of these three arguments, and not its default value, gpipe
+            raises an error. The plan also sets `micro_batches`, unless you pass `micro_batches`.
         schedule: The order in which ranks execute micro-batches, and the stages that each rank holds. The schedule
             does not change results. One of:
 
@@ -152,15 +152,15 @@ class GPipe(Partitioned):
               option keeps the activations of one additional micro-batch.
             - `"never"`: no micro-batches.
             - a number: at most this number of micro-batches keep their activations at the same time.
-            - `"offload"`: no micro-batches; moves activations to host memory, or from a CPU to a file.
+            - `"offload"`: no micro-batches, but gpipe moves activations to host memory, or from a CPU to a file.
             - `"auto"`: as few micro-batches as the memory of the device allows. Requires `sample`.
-            - `gpipe.Remat(memory=...)`: as few micro-batches as this number of bytes per rank allows. Also works with
-              `schedule="auto"`.
+            - `gpipe.Remat(memory=...)`: as few micro-batches as this number of bytes per rank allows.
+              `schedule="auto"` supports this option.
             - a list with one of the first five options for each stage.
 
             A micro-batch whose backward pass follows its forward pass immediately is never recomputed.
         devices: One device per partition, or one device for all partitions. Default: the accelerators of this host in
-            turn, or the CPU if there are none.
+            turn, or the CPU on a host without accelerators.
         mesh: For several processes, a `DeviceMesh` with a dimension `"pp"` of size K and optionally a dimension
             `"dp"` of replicas, whose gradients are summed. Default: all processes, with K consecutive processes per
             replica.
@@ -347,7 +347,7 @@ class GPipe(Partitioned):
         """Runs the forward and backward pass of one mini-batch and accumulates gradients in `.grad`.
 
         Do not call `loss.backward()` afterwards: the returned loss is detached. Under `torch.no_grad()`, only the
-        forward pass runs; use this for validation.
+        forward pass runs, as is needed for validation.
 
         Args:
             inputs: Input of the first layer: a tensor, or any pytree of tensors, with N rows each. Or
@@ -377,9 +377,9 @@ class GPipe(Partitioned):
             metrics)` with a list of the metrics of each micro-batch.
 
         Raises:
-            ValueError: If inputs and targets have different numbers of rows, or none; if there are more than M
-                `gpipe.MicroBatches`, or different numbers in inputs and targets; or if replicas pass different values
-                for `reduction` or `scale`.
+            ValueError: If inputs and targets have different numbers of rows, or no rows. If a `gpipe.MicroBatches`
+                has more than M elements, or different numbers of elements in inputs and targets. If replicas pass
+                different values for `reduction` or `scale`.
             TypeError: If inputs or targets cannot be split, or if `loss_fn` is not a function or does not return a
                 loss.
             VerificationError: If the first step of a new combination of modes and inputs differs from the reference
@@ -443,7 +443,7 @@ class GPipe(Partitioned):
         """Splits the inputs of a step into micro-batches.
 
         Returns:
-            The targets of each micro-batch, if this process reads inputs and targets; otherwise an empty list.
+            The targets of each micro-batch if this process reads inputs and targets, otherwise an empty list.
         """
         if self._engine.reads_targets:
             check_loss_fn(run.loss_fn)
@@ -531,8 +531,8 @@ class GPipe(Partitioned):
             list with the output of each micro-batch. None in processes without the last stage, unless `gather=True`.
 
         Raises:
-            ValueError: If inputs have different numbers of rows, or none; or if there are more than M
-                `gpipe.MicroBatches`.
+            ValueError: If inputs have different numbers of rows, or no rows, or if a `gpipe.MicroBatches` has more
+                than M elements.
             TypeError: If the first dimension of an output is not the rows of its micro-batch.
         """
         inputs = plain(inputs)
@@ -653,7 +653,7 @@ class GPipe(Partitioned):
 
         Prompts are split into micro-batches, which also run as a pipeline during decoding. A micro-batch leaves the
         pipeline when all its rows have finished. Each rank keeps the KV cache of its own layers. With several
-        processes, all of them must call this method.
+        processes, every process must call this method.
 
         Args:
             inputs: Prompts with N rows, or a dict with N rows per entry, such as the output of a tokenizer.
@@ -766,7 +766,7 @@ class GPipe(Partitioned):
             self.recorder.inside.append((run.began, time.perf_counter()))
 
     def join(self, *stateful: Any) -> int:
-        """Connects this replica with all others, and returns the number of the next step.
+        """Connects this replica with all other replicas, and returns the number of the next step.
 
         Requires `driver=gpipe.Processes(survive=True)`. Every process calls this method once, before the first step.
         A restarted replica waits in this call until the other replicas admit it between two steps. The restarted
@@ -777,7 +777,8 @@ class GPipe(Partitioned):
                 such as the optimizer and the scheduler. Pass the same number of objects in each replica.
 
         Returns:
-            `step_number`, the number of the next step. In a restarted replica, it is the number of the others.
+            `step_number`, the number of the next step. In a restarted replica, it is the number of the other
+            replicas.
 
         Raises:
             ValueError: If the pipe was built without `survive=True`, if layers are sharded with `fully_shard`, or if

@@ -45,7 +45,7 @@ running_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def node_number(node: Any) -> int:
-    """Returns the number of nodes that this thread had created before this node. It identifies the node's layer."""
+    """Returns the number of nodes that this thread created before this node. The number identifies its layer."""
     return int(node._sequence_nr())
 
 
@@ -239,7 +239,7 @@ OFFLOADED = "A backward pass of a different stage or micro-batch needs activatio
 
 
 def unpack(saved: SavedTensor) -> Tensor:
-    """Returns the tensor that a node saved. Checks that it is unchanged, because torch does not."""
+    """Returns the tensor that a node saved. Checks that the tensor is unchanged, because torch does not."""
     tensor = saved.tensor
     if saved.away is not None:
         raise RuntimeError(OFFLOADED)

@@ -29,7 +29,7 @@ UNUSED_KEY = "TESTING_ONLY_GenericMode"
 
 
 def unused_key() -> Any:
-    """Returns the dispatch key that torch reserves for its tests. It has a higher priority than autograd."""
+    """Returns the dispatch key that torch reserves for its tests. This key has a higher priority than autograd."""
     return torch._C._dispatch_key_parse(UNUSED_KEY)
 
 
@@ -65,7 +65,7 @@ def _stash_and_hold(value: object) -> None:
 stash: Callable[[object], None] = partial(torch._C._stash_obj_in_tls, SLOT) if _stash_holds() else _stash_and_hold
 """Stores an object in the slot."""
 forget_stashed: Callable[[], None] = partial(torch._C._remove_obj_from_tls, SLOT)
-"""Clears the slot of this thread. Call it before the thread ends.
+"""Clears the slot of this thread. Call this function before the thread ends.
 
 Otherwise torch would release the object after Python has ended the thread. The release needs the interpreter. If the
 interpreter exits at the same time, the process aborts.
@@ -91,7 +91,7 @@ ATTENTION_ON_CPU = "aten::_scaled_dot_product_flash_attention_for_cpu"
 def random_operators() -> Iterator[Operator]:
     """Yields the operators that torch tags as random and that have their own kernels.
 
-    Skips attention on the CPU. It has the tag, but never uses random numbers, because it rejects dropout.
+    Skips attention on the CPU. This operator has the tag, but never uses random numbers, because it rejects dropout.
     """
     for name in torch._C._dispatch_get_all_op_names():
         qualified, _, overload = name.partition(".")

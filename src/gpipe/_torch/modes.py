@@ -155,7 +155,7 @@ def variables_of_torch() -> set[ContextVar[Any]]:
 
 
 class _Rounds:
-    """Tracks which rank threads are inside an autocast, and which have left one since the cache was last cleared."""
+    """Tracks which rank threads are inside an autocast, and which have left it since the cache was last cleared."""
 
     def __init__(self, clear_cache: Callable[[], None]) -> None:
         self._clear_cache = clear_cache

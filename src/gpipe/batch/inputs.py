@@ -41,7 +41,7 @@ def read_scale(scale: float, scaler: Any, devices: Sequence[torch.device], *, pr
     """Returns the factor by which a step multiplies the loss, and therefore all gradients.
 
     Args:
-        scale: The factor. Must be 1 if there is a `scaler`.
+        scale: The factor. It must be 1 if you pass a `scaler`.
         scaler: A GradScaler that determines the factor, or None.
         devices: The devices of the stages.
         processes: The number of processes of the pipe.
@@ -145,7 +145,7 @@ def split_targets(targets: Tree, rows: Sequence[int], *, ready_made: bool) -> li
     """Splits targets into micro-batches with the given numbers of rows, in a process that has no inputs.
 
     Args:
-        targets: The targets, or `gpipe.MicroBatches` of them.
+        targets: The targets, or a `gpipe.MicroBatches` that contains the targets.
         rows: The number of rows of each micro-batch.
         ready_made: Whether the inputs are `gpipe.MicroBatches`.
     """
@@ -164,7 +164,7 @@ def check_ready_made(**counts: int | None) -> None:
     """Raises a ValueError unless all arguments are `gpipe.MicroBatches` of the same length, or no argument is.
 
     Args:
-        **counts: The number of micro-batches of each argument; None for values that gpipe splits.
+        **counts: The number of micro-batches of each argument. None for values that gpipe splits.
     """
     if len(set(counts.values())) == 1:
         return

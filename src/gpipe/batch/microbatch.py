@@ -29,7 +29,7 @@ class Whole:
     """Wraps a tensor, or another value, that every micro-batch receives without splitting.
 
     Args:
-        tensor: The value. It does not need a batch dimension.
+        tensor: The value, which does not need a batch dimension.
 
     >>> import gpipe, torch
     >>> pipe = gpipe.GPipe([torch.nn.Identity()], partitions=1, micro_batches=2)
@@ -326,7 +326,7 @@ def _merge_leaf(
 
 
 def rows_of_parts(rows: int, parts: int) -> list[int]:
-    """Returns the number of rows of each micro-batch. If `rows` is not divisible, the first ones get one more."""
+    """Returns the number of rows of each micro-batch. The first micro-batches may have one more row."""
     return [rows // parts + (part < rows % parts) for part in range(parts)]
 
 
@@ -441,7 +441,7 @@ OBJECT_WITH_TENSORS = (
 
 
 def find_unsplittable(name: str, tree: Tree) -> Iterator[str]:
-    """Yields a message for each value that can neither be split into micro-batches nor be passed to each of them."""
+    """Yields a message for each value that can neither be split nor be passed to every micro-batch."""
     if type(tree) is Tensor and tree.layout is torch.strided and not tree.is_nested:
         return
     ready_made = isinstance(tree, MicroBatches)

@@ -4,8 +4,8 @@ During a forward pass, each BatchNorm has temporary buffers and a momentum of 1,
 stores the mean and the variance of the micro-batch in these buffers. After the forward passes of the mini-batch, the
 statistics are merged in micro-batch order: count, mean, and sum of squared differences from the mean (Chan, Golub &
 LeVeque 1979). Computing E[x^2] - E[x]^2 instead would lose all precision if the mean is large. Finally, the running
-statistics are updated once, as in one forward pass of the whole mini-batch. Each replica merges its own statistics
-first. Then the statistics of all replicas are merged, in the order of the replicas.
+statistics are updated once, as in one forward pass of the whole mini-batch. Each replica first merges its own
+statistics. The statistics of all replicas are then merged, in the order of the replicas.
 """
 
 from collections.abc import Iterator, Sequence

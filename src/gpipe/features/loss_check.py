@@ -3,8 +3,8 @@
 The outputs and targets of several micro-batches are concatenated, and the loss function is called on all of their
 rows. The result must be the weighted sum of the losses of these micro-batches. If the result differs, the comparison
 is repeated in float64, with the same state in every call. If the loss draws random numbers, the comparison is
-repeated several times. Differences that rounding, state or random numbers cause are therefore not reported.
-Afterwards, all state that the loss function can reach is restored.
+repeated several times. Differences that rounding, state or random numbers cause are therefore not reported. After the
+check, all state that the loss function can reach is restored.
 """
 
 import itertools
@@ -269,7 +269,7 @@ def _join(arguments: Sequence[LossArguments], shared: Sequence[bool], pick: int)
 
     Args:
         arguments: The arguments for each micro-batch.
-        shared: For each leaf of the target, whether it is the same in all micro-batches.
+        shared: For each leaf of the target, whether the leaf is the same object in all micro-batches.
         pick: The micro-batch whose value replaces values that cannot be concatenated.
 
     Returns:

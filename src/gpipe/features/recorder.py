@@ -26,7 +26,7 @@ Interval: TypeAlias = tuple[float, float]  # start and end in seconds, by the cl
 
 
 class RecordedRun(NamedTuple):
-    """A recorded run. A `step` is one run; a call and its backward pass are two.
+    """A recorded run. A `step` is one run. A call and its backward pass are two runs.
 
     Attributes:
         timeline: The actions of all ranks.

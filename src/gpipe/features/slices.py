@@ -42,7 +42,7 @@ class SliceKeys:
     leaves: dict[int, Pair] = field(default_factory=dict)
 
     def add(self, block: int, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> Pair:
-        """Adds keys and values of this slice, and returns them together with earlier ones, like `Cache.update`."""
+        """Adds keys and values of this slice. Returns keys and values of all slices so far, like `Cache.update`."""
         values = values.to(
             torch.promote_types(keys.dtype, values.dtype)
         )  # like the cache of transformers under autocast

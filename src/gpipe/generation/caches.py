@@ -5,7 +5,7 @@ tensors of one block. The cache of an encoder-decoder model consists of two of t
 
 A forward reads the length of the cache from any layer to compute the masks and positions of all blocks. While a stage
 runs, placeholders therefore replace the layers of other stages. A placeholder has the shapes that the layer had
-before this forward. It is on the meta device, so computing with it raises an error.
+before this forward. The placeholder is on the meta device, so computing with it raises an error.
 """
 
 import copy

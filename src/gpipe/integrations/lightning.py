@@ -140,7 +140,7 @@ class GPipeStrategy(SingleDeviceStrategy):
         return [available[rank % len(available)] for rank in range(ranks)]
 
     def setup(self, trainer: Any) -> None:
-        """Rejects unsupported features. Then sets up a single device, as Lightning does."""
+        """Rejects unsupported features, and then sets up a single device, as Lightning does."""
         self._trainer = trainer
         self._lightning = lightning = cast(Any, self.lightning_module)
         self._precision: Any = self.precision_plugin

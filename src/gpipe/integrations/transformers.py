@@ -523,7 +523,7 @@ class Pipelined(WholeCheckpoints):
         return sum(batches for batches, _ in reports[: self.accelerator.process_index * ranks : ranks])
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Returns Trainer's count of floating-point operations in one process per replica, and 0 in the others."""
+        """Returns Trainer's count of floating-point operations in one process per replica, and 0 elsewhere."""
         first = not self._has_processes or not self.args.process_index % self.accelerator.partitions
         return super().floating_point_ops(inputs) if first else 0
 

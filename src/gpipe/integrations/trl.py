@@ -4,7 +4,7 @@ In both trainers, the model computes log-probabilities of tokens instead of logi
 module wraps the function so that gpipe can trace its calls. The wrapper has no other effect.
 
 For DPO, the reference model runs before the step, for all batches of the step. The reference model is a separate pipe
-on the same devices. If only adapters are trained, it is the same pipe with the adapters turned off.
+on the same devices. If only adapters are trained, the reference model is the same pipe with the adapters turned off.
 """
 
 import json
@@ -189,7 +189,7 @@ class GPipeDPOTrainer(_Pipelined, DPOTrainer):  # type: ignore[misc]  # untyped
         return self._reference_output if self.accelerator.in_loss else self._run_reference([batch])[0]
 
     def _run_reference(self, batches: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
-        """Returns the outputs of the reference model. If there is none, runs the model without its adapters."""
+        """Returns the outputs of the reference model. Without one, uses the model without its adapters."""
         router = {"output_router_logits": True} if self.aux_loss_enabled else {}
         inputs = [{name: value for name, value in batch.items() if name not in router} for batch in batches]
         if self._piped is not self.model:

@@ -156,7 +156,7 @@ class CompiledProgram:
 
     @cached_property
     def checksum(self) -> int:
-        """A checksum that processes compare. It excludes UNSHARD and RESHARD, which may differ between processes."""
+        """A checksum that processes compare. It excludes UNSHARD and RESHARD actions, which may differ."""
         return zlib.crc32(self.program.only({*Kind} - SHARDS).to_text().encode())
 
     @classmethod

@@ -127,5 +127,5 @@ class Context:
         raise AssertionError(action)
 
     def of_replicas(self, kind: Control, value: Tree, number: int = 0) -> list[Any]:
-        """Gathers the `value` of each replica, in order. Call it once per run for each `kind` and `number`."""
+        """Gathers the `value` of each replica, in order. Call this once per run for each `kind` and `number`."""
         return [value]

@@ -22,8 +22,8 @@ _NOTHING = nullcontext()
 class Feature:
     """Base class of features. Each object holds the state of a feature in one mini-batch of one process.
 
-    A feature overrides the hooks that it needs. It must not keep a reference to the run or the rank, which are passed
-    to its hooks.
+    A feature overrides the hooks that it needs. A feature must not keep a reference to the run or the rank, which are
+    passed to the hooks.
     """
 
     alters_layers: ClassVar[bool] = False

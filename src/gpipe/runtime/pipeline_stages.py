@@ -106,7 +106,7 @@ class PipelineStages:
             self._compiled.clear()
 
     def compiled(self, key: ProgramKey) -> CompiledProgram:
-        """Returns the compiled program for a kind of mini-batch. It is created, checked and compiled at first use."""
+        """Returns the compiled program for a kind of mini-batch. A program is created and compiled at first use."""
         if key not in self._compiled:
             program = self._make_program(key)
             check(program)

@@ -51,7 +51,7 @@ AT_EXIT = 2.0  # Seconds to wait for threads at exit: the process aborts if the 
 
 
 class RankThreads:
-    """The threads of a pipe, one per rank. They start when they are first needed."""
+    """The threads of a pipe, one per rank. Threads start when they are first needed."""
 
     def __init__(self, intra_op_threads: int) -> None:
         self.intra_op_threads = intra_op_threads
@@ -90,7 +90,7 @@ class RankThreads:
                 self._runs -= 1
 
     def check_interrupted(self, layers: Iterable[nn.Module]) -> None:
-        """Waits for a mini-batch that was interrupted twice. Raises an error if `.grad` may hold gradients of it."""
+        """Waits for a mini-batch that was interrupted twice. Raises an error if `.grad` may hold its gradients."""
         if self._wait_for_interrupted is not None:
             self._wait_for_interrupted()
             gradients = (weight.grad for layer in layers for weight in layer.parameters())
@@ -132,7 +132,7 @@ class RankThreads:
             thread.join(AT_EXIT)
 
     def run(self, jobs: Sequence[Callable[[], None]], cancel: Callable[[], None]) -> None:
-        """Runs one job in each thread and waits for all of them. Raises the error of the first job that failed."""
+        """Runs one job in each thread and waits for all jobs. Raises the error of the first job that failed."""
         if self._is_new:
             self._is_new = False
             for threads in list(_alive):
@@ -189,7 +189,7 @@ _alive = weakref.WeakSet[RankThreads]()
 
 
 def _reset_all() -> None:
-    """Resets all pipes in a forked process, because threads that do not exist there may hold locks."""
+    """Resets all pipes in a forked process, because threads that do not exist in this process may hold locks."""
     for threads in list(_alive):
         threads._end.detach()
         threads.reset_locks()
@@ -201,7 +201,7 @@ os.register_at_fork(after_in_child=_reset_all)
 
 @atexit.register
 def _end_all() -> None:
-    """Ends all rank threads and waits for them, because exiting while one of them runs can abort the process."""
+    """Ends all rank threads and waits for their end, because exiting while a thread runs can abort the process."""
     for threads in list(_alive):
         threads.close()
     until = time.monotonic() + AT_EXIT

@@ -4,7 +4,7 @@ A boundary tensor is a leaf that shares memory with the tensor that the earlier 
 change it in place: a recomputation, and the graph of the earlier stage, still need its values.
 
 This module also searches the autograd graph: for the leaves that a backward reaches, for tensors that were computed
-from each other, and for the node that raised an error.
+from other tensors, and for the node that raised an error.
 """
 
 from collections import Counter
@@ -159,7 +159,7 @@ def copy_boundary(boundary: BoundaryValue) -> BoundaryValue:
 
 
 class BoundaryInput(NamedTuple):
-    """A boundary value as one run of a stage receives it.
+    """A boundary value in the form in which one run of a stage receives it.
 
     Attributes:
         value: The value, in which an alias replaces each leaf.

@@ -77,7 +77,7 @@ class Buffers:
         return [*chain.from_iterable(part._modules.values() for part in self._parts)]
 
     def forget(self) -> None:
-        """Discards the copies. Call it after a forward that may have changed buffers, if you do not call `after`."""
+        """Discards the copies. After a forward that may have changed buffers, call either `after` or this method."""
         self._copies.clear()
 
     def _now(self) -> tuple[list[Slot], list[Tensor | None]]:
@@ -193,7 +193,7 @@ def _changed(
     *,
     exact: bool = False,
 ) -> list[Slot]:
-    """Returns the slots whose buffers differ from the saved ones or are new.
+    """Returns the slots whose buffers differ from the saved buffers or are new.
 
     Args:
         before: The saved buffers.

@@ -31,10 +31,10 @@ def distribute_like(tensor: Tensor, target: Tensor) -> Tensor:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to a module. It replaces the parameters of this module during forwards."""
+    """Whether `fully_shard` was applied to a module. `fully_shard` replaces its parameters in forwards."""
     return hasattr(type(module), "set_gradient_divide_factor")
 
 
 def any_sharded(modules: Iterable[nn.Module]) -> bool:
-    """Returns whether `fully_shard` was applied to any of these modules. It changes the class of a module."""
+    """Returns whether `fully_shard` was applied to any of these modules. `fully_shard` changes their classes."""
     return any(map(is_sharded, {type(module): module for module in modules}.values()))

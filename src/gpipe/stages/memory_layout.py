@@ -30,7 +30,7 @@ def versions(tensors: Collection[Tensor]) -> tuple[int, ...]:
 
 
 UNITS, LARGEST_UNIT = {"cpu": 64, "meta": 1}, 512
-"""Alignment in bytes of memory that torch allocates, by device type; `LARGEST_UNIT` for all other types.
+"""Alignment in bytes of memory that torch allocates, by device type. Other types have `LARGEST_UNIT`.
 
 No kernel depends on an address modulo a larger number.
 """
@@ -87,8 +87,8 @@ def copy_of(tensor: Tensor) -> Tensor:
 def moved(tensor: Tensor, device: torch.device, *, non_blocking: bool = False) -> Tensor:
     """Returns the tensor if it is already on the device, else a copy on the device.
 
-    The copy has the tensor's layout if both devices have the same type. Otherwise it is the result of `Tensor.to`, as
-    in a loop without a pipeline.
+    The copy has the tensor's layout if both devices have the same type. Otherwise the copy is the result of
+    `Tensor.to`, as in a loop without a pipeline.
     """
     if tensor.device == device:
         return tensor
@@ -138,7 +138,7 @@ def restore_values(tensor: Tensor, saved: Tensor) -> None:
 
 
 def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Returns a strided tensor itself, or the index and value tensors of a sparse one."""
+    """Returns a strided tensor itself, or the index and value tensors of a sparse tensor."""
     match tensor.layout:
         case torch.sparse_coo:
             return tensor._indices(), tensor._values()

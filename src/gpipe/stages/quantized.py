@@ -1,7 +1,7 @@
 """Finds the tensors in which weights are stored, including weights of quantization libraries.
 
 - torchao's weights are wrapper subclasses that hold plain tensors.
-- bitsandbytes' weights are bytes. Their scales are stored in attributes of the weight. With 8 bits, they are in
+- bitsandbytes' weights are bytes. Their scales are stored in attributes of the weight. With 8 bits, the scales are in
   attributes of the module after the first forward.
 """
 
@@ -28,7 +28,7 @@ def stored_in(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def pieces_of(tensor: Tensor) -> list[Tensor]:
-    """Returns the plain tensors in which a tensor is stored: the tensor itself, or those in a wrapper subclass."""
+    """Returns the plain tensors in which a tensor is stored: the tensor itself, or tensors in a wrapper subclass."""
     if type(tensor) in PLAIN:
         return [*strided_parts(tensor)]
     if is_wrapper(tensor):

@@ -513,7 +513,7 @@ VISITS: tuple[tuple[tuple[type, ...], Visit], ...] = (
     ((types.GeneratorType, threading.Thread, queue.Queue), _Walk._visit_if_idle),
     (UNCOPYABLE, _Walk._visit_uncopyable),
 )
-"""The functions that visit objects, by type. The first entry with the type of an object, or a base of it, counts."""
+"""The functions that visit objects, by type. The first entry with the type of an object, or a base type, is used."""
 
 
 def _visit_of(kind: type) -> Visit:

@@ -1,8 +1,8 @@
 """Builds layers on the meta device, for processes that do not run them, and replaces the weights of such layers.
 
-If the user passes layers as callables, every process first builds all layers without weights (`build_on_meta`). It
-then builds the layers of its own stages again, with weights (`materialize`). The layers of other processes keep
-parameters that raise an error if their values or gradients are used (`RemoteParameter`).
+If the user passes layers as callables, every process first builds all layers without weights (`build_on_meta`). The
+process then builds the layers of its own stages again, with weights (`materialize`). The layers of other processes
+keep parameters that raise an error if their values or gradients are used (`RemoteParameter`).
 """
 
 import sys
@@ -25,7 +25,7 @@ from gpipe.stages.sequence import Maker, build, name_layers
 from gpipe.stages.stage import Stage
 
 GRAD_READERS = (nn.Module._apply.__code__,)
-"""Code of torch that may read `grad` of a `RemoteParameter`. It receives None instead of an error."""
+"""Code of torch that may read `grad` of a `RemoteParameter`. This code receives None instead of an error."""
 REMOTE_GRADIENT = (
     "The parameter belongs to layer {layer}, which is in another process, and has no gradient here. Use "
     "pipe.parameters(), pipe.zero_grad() or pipe.clip_grad_norm_(...). [remote-parameter]"
@@ -160,7 +160,8 @@ def materialize(meta: MetaLayers, own: Collection[int]) -> tuple[dict[str, nn.Mo
 def drop_remote_weights(stages: Sequence[Stage], own: Sequence[Stage], kept: Iterable[Tensor] = ()) -> None:
     """Replaces the weights and buffers of other processes' layers with tensors on the meta device.
 
-    Otherwise these layers would keep their initial weights, and a model that contains them would be partly trained.
+    Otherwise the layers of other processes would keep their initial weights, and a model with these layers would be
+    only partly trained.
 
     Args:
         stages: All stages.

@@ -44,7 +44,7 @@ def build_layers(layers: object, seed: int) -> tuple[dict[str, nn.Module], list[
 def name_layers(layers: object, make: Callable[[Maker, int], object]) -> tuple[dict[str, nn.Module], list[str]]:
     """Returns the layers by name, and messages about values that are not layers.
 
-    The names are those in an `nn.Sequential`. For other sequences, they are the indices.
+    The names of an `nn.Sequential` are used. In other sequences, the names are the indices.
 
     Args:
         layers: The layers that the user passed.

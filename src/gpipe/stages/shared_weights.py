@@ -1,8 +1,8 @@
 """Handles parameters that several layers use, and ties parameters that the user names.
 
-During a run, each layer that uses a shared parameter has an *alias* of it: a leaf with the same memory. The gradients
-of the aliases are accumulated over micro-batches, and then summed over layers in layer order. The result is therefore
-the same for all split points, and for a single stage.
+During a run, each layer that uses a shared parameter has an *alias* of the parameter: a leaf with the same memory.
+The gradients of the aliases are accumulated over micro-batches, and then summed over layers in layer order. The
+result is therefore the same for all split points, and for a single stage.
 
 The aliases replace the parameter in the layers' modules only during a run. If one module is used as several layers,
 it has the aliases of a layer only during the forward of this layer. The forwards of the other layers wait.
@@ -104,7 +104,7 @@ def find_ties(layers: dict[str, nn.Module], ties: Sequence[Sequence[str]]) -> tu
 
 
 def tie(groups: Sequence[Sequence[Slot]]) -> None:
-    """Replaces all parameters of each group with the first one."""
+    """Replaces all parameters of each group with the first parameter."""
     for (first, name), *others in groups:
         for module, leaf in others:
             put_parameter(module, leaf, first._parameters[name])

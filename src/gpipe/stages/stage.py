@@ -346,8 +346,8 @@ class StageRun:
     def detach_boundary(self, values: Sequence[Tree]) -> tuple[list[BoundaryValue], list[list[Tensor]]]:
         """Detaches the values that leave the stage from its autograd graph.
 
-        Buffers, and views of them, are copied, because a later forward may change them. The ancestors of a boundary
-        value are found in the first micro-batch of the run.
+        Buffers, and views of buffers, are copied, because a later forward may change the buffers. The ancestors of a
+        boundary value are found in the first micro-batch of the run.
 
         Returns:
             The values to send, and for each value the tensors of the graph that correspond to its leaves.

@@ -6,7 +6,7 @@ from gpipe.stages.messages import Label
 
 
 class Payload(NamedTuple):
-    """A tensor in a message. `size` is the number of bytes sent; elements of an expanded tensor are sent once."""
+    """A tensor in a message. `size` is the number of bytes sent. Repeated elements of expanded tensors count once."""
 
     dtype: str
     shape: tuple[int, ...]

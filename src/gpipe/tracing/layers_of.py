@@ -130,7 +130,7 @@ def layers_of(model: nn.Module, sample: Tree, blocks: Sequence[str] | None = Non
     """Splits a model into layers, as a pipe does. Shows the tensors that cross each boundary between layers.
 
     Args:
-        model: Any module. It is not changed.
+        model: Any module. `layers_of` does not change the module.
         sample: An example micro-batch: the arguments of a call of the model.
         blocks: The names of the modules between which to split the model. Default: the modules in the model's
             `_no_split_modules`, or else the members of its lists of modules.

@@ -287,7 +287,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _is_written(tensor: Tensor) -> bool:
-    """Whether a tensor has been written since `_fill`. Float tensors then have no NaN, others a changed byte."""
+    """Whether a tensor has been written since `_fill`: a float tensor has no NaN, or other bytes have changed."""
     if tensor.is_floating_point() or tensor.is_complex():
         return not bool(tensor.isnan().any())
     return not tensor.numel() or not bool((_bytes(tensor) == SENTINEL).all())

@@ -47,8 +47,8 @@ def closed(model: nn.Module, blocks: Sequence[str], places: Collection[str]) -> 
     Args:
         model: The model.
         blocks: The names of the blocks.
-        places: The names of modules that become blocks. Other members of an `nn.ModuleDict` that holds one of them
-            become blocks too.
+        places: The names of modules that become blocks. If an `nn.ModuleDict` contains such a module, all of its
+            members become blocks.
     """
     closed_blocks = [*blocks, *places]
     for path in {place.rpartition(".")[0] for place in places}:
@@ -213,8 +213,8 @@ class Parts:
 class ModelPart(nn.Module):
     """One layer of a traced model: its units, and the other parameters that its operations use.
 
-    The layer keeps units and parameters under their names in the model. It has no forward, because a stage interprets
-    all of its layers at once.
+    The layer keeps units and parameters under their names in the model. The layer has no forward, because a stage
+    interprets all of its layers at once.
 
     Args:
         model: The model.

@@ -221,5 +221,5 @@ def _run_in_slices(model: nn.Module, parts: Sequence[Mapping[str, Any]]) -> list
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """Returns the tensors in an output, except those in a cache."""
+    """Returns the tensors in an output, except tensors in a cache."""
     return [leaf for leaf in take_apart(output)[0] if isinstance(leaf, Tensor)]

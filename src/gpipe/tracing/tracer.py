@@ -1,7 +1,7 @@
 """Traces a model's forward: runs the unsplit forward once, and records every operation.
 
 The tracer also records the losses that the forward calls, the tensors that the forward stores on modules, and the
-values on which the control-flow path may depend. It raises an error if the forward cannot be split.
+values on which the control-flow path may depend. The tracer raises an error if the forward cannot be split.
 """
 
 import random

@@ -2,8 +2,8 @@
 
 A stage that depends only on its weights, buffers, inputs and random keys returns the same results in a replay as in
 the step, for every schedule. If a result differs, the stage also depends on the order in which micro-batches or
-stages run, or on state that a different stage writes. A replay starts from the state before the step. Afterwards, the
-state after the step is restored.
+stages run, or on state that a different stage writes. A replay starts from the state before the step. After all
+replays, the state after the step is restored.
 
 1. The first replay runs each stage separately, so that a stage cannot read state that other stages write. Ranks run
    in their threads.
