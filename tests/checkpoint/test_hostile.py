@@ -3,9 +3,11 @@
 import hashlib
 import json
 import os
+import random
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch
 from torch import nn
 
 import gpipe
+from gpipe.checkpoint.manifest import NO_HASH
+from tests.support.checkpointed import differences, remembered
 
 HUGE = 40 * 2**30
 
@@ -158,3 +162,107 @@ def test_a_tensor_of_another_shape_is_refused_unread(tmp_path: Path) -> None:
     os.truncate(path, 8 + len(header) + 4 * rows)
     with pytest.raises(gpipe.CheckpointError, match=rf"0\.weight is float32 \[{rows}\] in the checkpoint"):
         gpipe.load_weights(tmp_path, gpipe.GPipe(layers(), partitions=1, micro_batches=2))
+
+
+class Noted(nn.Linear):
+    """Has state that is not a tensor."""
+
+    note: Any = ("a", 1)
+
+    def get_extra_state(self) -> Any:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: Any) -> None:
+        text, number = state["note"]
+        self.note = text.upper().lower(), number + 0
+
+
+WRITTEN: list[Any] = [
+    *(None, True, -1, 1.5, 10**30, "x", [], ["x"], {}, {"x": 1}, {"$x": 1}),
+    *({"$tuple": []}, {"$tuple": [1]}, {"$dict": []}, {"$dict": [[1, 2]]}, {"$dict": [1]}, {"$counter": []}),
+    *({"$scalar": ["F32", 2.0]}, {"$scalar": ["I8", 1000]}, {"$float": "7ff8000000000000"}),
+    *({"$tensor": "0.weight"}, {"$tensor": "0.weight/exp_avg"}, {"$tensor": "x"}),
+]
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places of all values in JSON."""
+    if at:
+        yield at
+    inner_values = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in inner_values:
+        yield from places(inner, (*at, key))
+
+
+def rewrite(run: Path, fields: dict[str, Any]) -> None:
+    """Writes a manifest with the hash that belongs to it."""
+    blank = json.dumps(fields | {"sha256": NO_HASH})
+    data = blank.replace(NO_HASH, hashlib.sha256(blank.encode()).hexdigest()).encode()
+    (run / "step_1" / "manifest.json").write_bytes(data)
+    (run / "latest").write_text(f"step_1\n{hashlib.sha256(data).hexdigest()}\n")
+
+
+def noted_pipe(steps: int) -> tuple[gpipe.GPipe, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    pipe = gpipe.GPipe([Noted(2, 3), nn.Linear(3, 1)], partitions=2, micro_batches=2, seed=1)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+    for _ in range(steps):
+        pipe.step(torch.ones(4, 2), torch.ones(4, 1), nn.functional.mse_loss)
+        optimizer.step()
+    return pipe, optimizer
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_manifest_may_say_anything_with_a_hash_that_fits(seed: int, tmp_path: Path) -> None:
+    """Bug story: a step count that was a text raised a ValueError after the weights had changed."""
+    gpipe.save(tmp_path, *noted_pipe(1), extra=[1, (2, 3)])
+    written = json.loads((tmp_path / "step_1" / "manifest.json").read_text())
+    by_depth: dict[Any, list[tuple[Any, ...]]] = {}
+    for place in places({name: written[name] for name in written if name not in ("sha256", "format", "version")}):
+        by_depth.setdefault((place[0], len(place)), []).append(place)
+    drawn = random.Random(seed)
+    own = noted_pipe(2)
+    before = deepcopy(remembered(*own))
+    for _ in range(100):
+        (*outer, last), fields = drawn.choice(by_depth[drawn.choice([*by_depth])]), deepcopy(written)
+        inside: Any = fields
+        for key in outer:
+            inside = inside[key]
+        if drawn.random() < 0.1:
+            del inside[last]
+        else:
+            inside[last] = deepcopy(drawn.choice(WRITTEN))
+        rewrite(tmp_path, fields)
+        try:
+            gpipe.load(tmp_path, *own).state_dict()
+        except gpipe.CheckpointError:
+            assert differences(remembered(*own), before) == [], (outer, last, inside)
+        else:
+            own = noted_pipe(2)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [
+        ("state/0.bias/step", "x", "step cannot be 'x'"),
+        ("state/0.bias/exp_avg", {"$tensor": "0.weight/exp_avg"}, r"exp_avg cannot be a tensor of shape \[3, 2\]"),
+        ("state/0.bias", {"x": 1}, "KeyError: 'step'"),
+        ("state/0.bias", {"$tuple": []}, r"the manifest has \(\) instead of options by name"),
+        ("groups/0/options/lr", "x", "lr cannot be 'x'"),
+        ("groups/0/options/params", [], r"params cannot be \[\]"),
+        ("groups/0/options/betas", {"$tuple": [0.9]}, r"betas cannot be \(0\.9,\)"),
+    ],
+)
+def test_an_optimizer_that_does_not_fit_is_refused_with_the_name(
+    place: str, value: Any, told: str, tmp_path: Path
+) -> None:
+    gpipe.save(tmp_path, *noted_pipe(1))
+    fields = json.loads((tmp_path / "step_1" / "manifest.json").read_text())
+    *outer, last = place.split("/")
+    inside = fields["optimizer"]
+    for key in outer:
+        inside = inside[int(key) if isinstance(inside, list) else key]
+    inside[last] = value
+    rewrite(tmp_path, fields)
+    with pytest.raises(gpipe.CheckpointError, match=told):
+        gpipe.load(tmp_path, *noted_pipe(2))

@@ -29,6 +29,8 @@ class Meeting:
 
 
 class Member:
+    survives = False
+
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
         self.exchanges = 0

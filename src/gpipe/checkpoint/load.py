@@ -8,8 +8,10 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from gpipe.checkpoint.folder import CheckpointPath, checkpoints, find, find_dama
 from gpipe.checkpoint.manifest import MAX_LISTED, CheckpointError, Json, Manifest, decode
 from gpipe.checkpoint.save import (
     EXTRA,
+    NO_OPTIONS,
     check_order,
     finish_pending_saves,
     first_names,
@@ -123,7 +126,31 @@ def read_state(
     kept = [name for name in values if is_kept_weight(own[name])]
     if different := [name for name in kept if values.pop(name) != own[name]]:
         ready.findings.append(f"{list_names(different)}: the quantized weights differ. Quantize the same base model.")
+    if values and not ready.findings:
+        _try_values(module, values, ready)
     ready.values |= values
+
+
+def _try_values(module: nn.Module, values: Mapping[str, object], ready: LoadedState) -> None:
+    """Loads values that are not tensors, and restores the old ones. Adds a message if loading fails."""
+    before = _loadable_state(module)
+    before.update(deepcopy({name: before[name] for name in values}))
+    after = copy(before)  # It also contains the versions of the modules.
+    after.update(deepcopy(values))
+    try:
+        module.load_state_dict(after, strict=False)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        ready.findings.append(f"{list_names([*values])} cannot be loaded ({why}). Build the model that was saved.")
+    finally:
+        module.load_state_dict(before, strict=False)
+
+
+def _loadable_state(module: nn.Module) -> dict[str, Any]:
+    state = state_to_save(module)
+    for name in [name for name, value in state.items() if is_kept_weight(value)]:
+        del state[name]
+    return state
 
 
 def decoded(value: Json, files: TensorFiles, where: str, ready: LoadedState) -> Any:
@@ -146,6 +173,15 @@ def decoded(value: Json, files: TensorFiles, where: str, ready: LoadedState) -> 
     return result
 
 
+def decoded_dict(value: Json, files: TensorFiles, where: str, ready: LoadedState) -> dict[str, Any]:
+    """Decodes a dictionary of the manifest. Adds a message if it is not one with texts as keys."""
+    result = decoded(value, files, where, ready)
+    if isinstance(result, dict) and all(isinstance(key, str) for key in result):
+        return result
+    ready.findings.append(f"{where}: the manifest has {shorten(repr(result), 80)} instead of options by name.")
+    return {}
+
+
 def read_optimizer(
     module: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest, files: TensorFiles, ready: LoadedState
 ) -> None:
@@ -164,13 +200,66 @@ def read_optimizer(
         here = {parameter: names[parameter] for parameter in group["params"] if parameter in names}
         ready.trained |= set(here.values())
         own = [name for name in here.values() if name in options]
-        kept = decoded(options[own[0]], files, f"the options of group {index}", ready) if own else {}
-        ready.options.append(kept or {})
-        ready.findings += _check_group(f"group {index} of the optimizer", group, here, own, options)
+        label = f"group {index} of the optimizer"
+        kept = decoded_dict(options[own[0]], files, f"the options of {label}", ready) if own else {}
+        ready.options.append(kept)
+        ready.findings += _check_group(label, group, here, own, options)
+        ready.findings += _check_options(label, group, kept)
         for parameter, name in here.items():
-            remembered = decoded(saved["state"].get(name, {}), files, f"the optimizer state of {name}", ready)
-            if remembered:
+            where = f"the optimizer state of {name}"
+            if remembered := decoded_dict(saved["state"].get(name, {}), files, where, ready):
                 ready.state[parameter] = _placed(remembered, parameter, group)
+                ready.findings += _check_state(where, optimizer, parameter, remembered)
+    if not ready.findings:
+        _try_state(optimizer, ready)
+
+
+def _check_options(label: str, group: Mapping[str, Any], kept: Mapping[str, Any]) -> Iterator[str]:
+    """Yields messages about saved options that are not of the same kind as the options of the group."""
+    for key, value in kept.items():
+        if key in NO_OPTIONS or (key in group and not _is_same_kind(group[key], value)):
+            yield f"{label}: {key} cannot be {shorten(repr(value), 80)}. Load a checkpoint of this optimizer."
+
+
+def _is_same_kind(own: object, value: object) -> bool:
+    """Returns whether a value can replace an option. None can replace anything, and numbers can replace numbers."""
+    if own is None or value is None:
+        return True
+    if isinstance(own, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or len(value) != len(own):
+            return False
+        return all(map(_is_same_kind, own, value))
+    return (_is_number(own) and _is_number(value)) or type(own) is type(value)
+
+
+def _is_number(value: object) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (bool, int, float))
+
+
+def _check_state(where: str, optimizer: object, parameter: Tensor, remembered: Mapping[str, Any]) -> Iterator[str]:
+    """Yields messages about state that no optimizer of torch has. Other optimizers may have any state."""
+    if type(optimizer) not in ELEMENTWISE:
+        return
+    for key, value in remembered.items():
+        is_like_parameter = isinstance(value, Tensor) and value.shape == parameter.shape and key != "step"
+        if not (value is None or _is_number(value) or is_like_parameter):
+            shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            yield f"{where}: {key} cannot be {shorten(shown, 80)}. Load a checkpoint of this optimizer."
+
+
+def _try_state(optimizer: torch.optim.Optimizer, ready: LoadedState) -> None:
+    """Sets state and options on a copy of the optimizer. Adds a message if that is not possible."""
+    if not {"state", "param_groups"} <= vars(optimizer).keys():
+        return  # It is around another optimizer.
+    trial = object.__new__(type(optimizer))
+    vars(trial).update(vars(optimizer))
+    groups = [{**group, **options} for group, options in zip(optimizer.param_groups, ready.options, strict=True)]
+    state = {parameter: dict(remembered) for parameter, remembered in ready.state.items()}
+    try:
+        trial.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        ready.findings.append(f"The state of the optimizer cannot be loaded ({why}). Load a checkpoint of this type.")
 
 
 def _check_group(
@@ -210,9 +299,7 @@ def _placed(remembered: dict[str, object], parameter: Tensor, group: Mapping[str
 
 def put(ready: LoadedState, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Copies the values in `ready` into the module and the optimizer."""
-    state = state_to_save(module)  # The result also contains the versions of the modules.
-    for name in [name for name, value in state.items() if is_kept_weight(value)]:
-        del state[name]
+    state = _loadable_state(module)  # The result also contains the versions of the modules.
     state.update(ready.values)
     module.load_state_dict(state, strict=False)  # Nothing is missing: all names have been checked.
     if optimizer is None:
@@ -223,6 +310,18 @@ def put(ready: LoadedState, module: nn.Module, optimizer: torch.optim.Optimizer 
     optimizer.__setstate__({"state": defaultdict(dict, ready.state), "param_groups": optimizer.param_groups})
 
 
+ELEMENTWISE = {
+    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW),
+    *(
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    ),
+}
+"""Optimizers whose state has only numbers and tensors of the shape of the parameter."""
 WEIGHTS, VALUES, OPTIMIZER = (rf"stage_[0-9]+{kind}\.safetensors" for kind in ("", r"\.values", r"\.optimizer"))
 
 
@@ -254,7 +353,11 @@ class Checkpoint:
     @property
     def plan(self) -> Plan:
         """The plan of the saved pipe (split points, schedule, M and remat), for `GPipe(model, plan=plan)`."""
-        return Plan.from_json(self.manifest.plan)
+        try:
+            return Plan.from_json(self.manifest.plan)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            why = f"The plan cannot be read ({type(error).__name__}: {error}). Pass split points instead of plan=."
+            raise CheckpointError(self.path, [why]) from error
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all parameters and buffers on the CPU, with the same names as in `nn.Sequential(*layers)`."""
@@ -409,15 +512,19 @@ def _agree_fit(
     ready, failed = LoadedState(), FirstError()
     with failed, torch.inference_mode(False), torch.no_grad():  # Whatever mode is active.
         ready.extra = decoded(manifest.extra, _files(path, manifest, EXTRA), "extra", ready)
-        if pipe is not None:
-            weights, values, states = (_files(path, manifest, kind) for kind in (WEIGHTS, VALUES, OPTIMIZER))
-            ready.findings += [*weights.findings, *values.findings, *states.findings]
-            if odd := sorted(weights.file_of.keys() ^ set(manifest.names)):
-                ready.findings.append(f"{list_names(odd)} are not in both the manifest and the files.")
-            if not ready.findings:
-                read_state(pipe, manifest, weights, values, ready)
-                if optimizer is not None:
-                    read_optimizer(pipe, optimizer, manifest, states, ready)
+        weights, values, states = (_files(path, manifest, kind) for kind in (WEIGHTS, VALUES, OPTIMIZER))
+        ready.findings += [*weights.findings, *values.findings, *states.findings]
+        if odd := sorted(weights.file_of.keys() ^ set(manifest.names)):
+            ready.findings.append(f"{list_names(odd)} are not in both the manifest and the files.")
+        if odd := sorted({*manifest.ties.values()} - {*manifest.names, *manifest.values}):
+            ready.findings.append(f"{list_names(odd)} are tied to other names, but have no values.")
+        if pipe is None:
+            for name, value in manifest.values.items():
+                decoded(value, values, name, ready)
+        elif not ready.findings:
+            read_state(pipe, manifest, weights, values, ready)
+            if optimizer is not None:
+                read_optimizer(pipe, optimizer, manifest, states, ready)
     own = [ready.findings, sorted(ready.names), sorted(ready.trained)]
     gathered = all_gather_checked(ranks, own, error=failed.error, doing=f"read {path}")
     findings, *every = map(unique, zip(*gathered, strict=True))

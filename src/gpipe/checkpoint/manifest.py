@@ -145,6 +145,8 @@ def from_bytes(data: bytes) -> Manifest:
     wrong = [name for name, wanted in TYPES.items() if name not in fields or not has_type(fields[name], wanted)]
     if wrong:
         raise ValueError(f"has wrong types in {', '.join(wrong)}")
+    if not (0 <= fields["step_number"] < 2**63 and -(2**63) <= fields["seed"] < 2**63):
+        raise ValueError(f"has step_number={fields['step_number']} and seed={fields['seed']}, which are out of range")
     return Manifest(**{name: fields[name] for name in TYPES})
 
 
