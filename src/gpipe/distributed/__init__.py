@@ -1,1 +1,1 @@
-"""Runs a pipe over several processes: rendezvous, messages, reductions and failure detection."""
+"""Runs a pipe in several processes: rendezvous, messages, gradient reductions and failure detection."""

@@ -1,10 +1,11 @@
-"""Encodes messages as bytes, without pickle: a layout that describes the message, then the bytes of its tensors.
+"""Encodes messages as bytes, without pickle.
 
-A tensor keeps its strides and alignment (see stages/memory_layout.py), because results computed from it depend on
-them. Both ends cache the layouts they have seen, so each layout is parsed once while shapes stay the same.
+An encoded message consists of a layout, which describes the message, and the bytes of its tensors. A tensor keeps its
+strides and alignment (see stages/memory_layout.py), because they can change the rounding of later results. Sender and
+receiver cache layouts, so each layout is parsed only once while shapes stay the same.
 
-The layout is JSON. The receiver never imports a module or looks up an attribute by a name in it. A layout can name
-only the types in the tables below, and user classes that the receiving process has registered with torch's pytrees.
+The layout is JSON. The receiver never imports a module or looks up an attribute by a name in the layout. A layout can
+name only the types listed below, and user classes that the receiving process has registered with torch's pytrees.
 """
 
 import json
@@ -35,15 +36,15 @@ LARGE_BYTES = 2**21  # buffers of at least this size are mapped, so that they ca
 MOST_PIECES = 2**9  # buffers in one sendmsg call; the kernel accepts just under 2**10
 MOST_DIMENSIONS = 64  # limit of torch's kernels
 SPARE_BYTES, REACH_PER_BYTE = 2**30, 2**16
-"""Limit of the memory that a strided tensor spans: a constant, plus a factor for each byte of its elements.
+"""The memory that a strided tensor may span: a constant number of bytes, plus a factor for each byte of its elements.
 
-A column of a wide matrix stays within it.
+The limit permits a column of a wide matrix.
 """
 DEEPEST_TREE = 100  # nested containers
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if type(dtype) is torch.dtype}
 CONTAINERS = {kind.__name__: kind for kind in (tuple, list, dict, OrderedDict, torch.Size, deque, defaultdict)}
 FACTORIES = {kind.__name__: kind for kind in (list, dict, tuple, set, int, float, str)}
-"""Allowed default factories of a defaultdict."""
+"""The default factories that a received defaultdict may have."""
 LEAF = tree_flatten(0)[1]
 ADVICE = (
     "Return tensors, numbers, strings, None, or tuples, lists and dicts of them. Or register the class with "
@@ -52,15 +53,15 @@ ADVICE = (
 
 Buffer: TypeAlias = bytearray | mmap.mmap
 Shape: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool, int]
-"""Metadata of a tensor: dtype, size, strides, whether it requires a gradient, and alignment."""
+"""The metadata of a tensor: dtype, size, strides, `requires_grad`, and alignment."""
 
 
 class PeerClosed(ConnectionError):  # noqa: N818  # callers handle it as a state of the connection
-    """The peer process has ended, or can no longer be reached."""
+    """Raised if the peer process has ended, or can no longer be reached."""
 
 
 class CorruptMessage(ValueError):  # noqa: N818  # callers handle it as a state of the message
-    """A message is not in the format that gpipe sends."""
+    """Raised if a message is not in the format that gpipe sends."""
 
 
 def corrupt_message_error(peer: int, error: object) -> RemoteError:
@@ -70,7 +71,7 @@ def corrupt_message_error(peer: int, error: object) -> RemoteError:
 
 @contextmanager
 def decoding(what: str, peer: int | None = None) -> Iterator[None]:
-    """Converts exceptions of the decoding inside it to `CorruptMessage`, or to a RemoteError if the peer is known."""
+    """Converts exceptions in the context to `CorruptMessage`, or to a RemoteError if the peer is known."""
     try:
         yield
     except (ValueError, TypeError, LookupError, RuntimeError, RecursionError, OverflowError, AttributeError) as error:
@@ -81,15 +82,16 @@ def decoding(what: str, peer: int | None = None) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The position of a tensor's elements in a message, and their layout in memory.
+    """The position of a tensor's elements in a message, and the memory layout of the elements.
 
     Attributes:
         shape: The metadata of the tensor.
-        start: The offset of its first byte.
-        end: The offset after its last byte.
-        size: The size of the elements that are sent: dimensions of stride 0 have size 1, and are expanded at the end.
-        strides: Strides for `size`.
-        dense: Whether elements are sent in memory order. If not, they are sent in index order.
+        start: The offset of the tensor's first byte in the message.
+        end: The offset after the tensor's last byte.
+        size: The size of the tensor that is sent. Dimensions of stride 0 have size 1 here, and the receiver expands
+            them.
+        strides: The strides that belong to `size`.
+        dense: Whether elements are sent in memory order. If False, elements are sent in index order.
     """
 
     shape: Shape
@@ -102,7 +104,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """A placeholder for a tensor among the leaves of a message: its index in the list of tensors."""
+    """A placeholder among the leaves of a message, with the index of a tensor in the list of tensors."""
 
     index: int
 
@@ -144,14 +146,14 @@ class Encoded(NamedTuple):
     tensors: list[Tensor]
 
     def write(self, memory: Tensor) -> None:
-        """Copies the tensors to `memory`, each at its extent."""
+        """Copies each tensor to its extent in `memory`."""
         with torch.no_grad():
             for tensor, extent in zip(self.tensors, self.extents, strict=True):
                 if extent.end > extent.start:
                     memory[extent.start : extent.end].view(tensor.dtype).copy_(flat_elements(tensor, extent))
 
     def pieces(self) -> list[memoryview]:
-        """Returns the `size` bytes as consecutive buffers, mostly the memory of the tensors itself."""
+        """Returns the `size` bytes as consecutive buffers. Most buffers are views of the tensors, not copies."""
         pieces, offset = [], 0
         for tensor, extent in zip(self.tensors, self.extents, strict=True):
             if extent.start > offset:
@@ -165,7 +167,7 @@ def encode(message: Message) -> Encoded:
     """Encodes a message.
 
     Raises:
-        TypeError: If a value in it cannot be sent to another process.
+        TypeError: If a value in the message cannot be sent to another process.
     """
     numbered: dict[int, tuple[int, Tensor]] = {}
     if isinstance(message, BoundaryValue):
@@ -189,7 +191,9 @@ def encode(message: Message) -> Encoded:
 
 
 def payload_of(message: Message) -> tuple[Payload, ...]:
-    """Returns the tensors of a message, each once, with the number of bytes sent. Both ends return the same.
+    """Returns dtype, shape and number of sent bytes for each tensor of a message. Shared tensors occur once.
+
+    The sender and the receiver return equal results.
 
     >>> payload_of([torch.ones(2, 3), None, torch.ones(1).expand(4)])
     (Payload(dtype='float32', shape=(2, 3), size=24), Payload(dtype='float32', shape=(4,), size=4))
@@ -209,8 +213,8 @@ def decode(layout: bytes, memory: Buffer, offset: int = 0, *, size: int | None =
     Args:
         layout: The layout as JSON.
         memory: The buffer with the bytes of the tensors.
-        offset: Where these bytes begin.
-        size: The number of bytes that the sender announced, if known.
+        offset: The offset of the tensors in the buffer.
+        size: The number of tensor bytes that the sender announced, or None for all bytes after `offset`.
 
     Raises:
         CorruptMessage: If the layout is invalid, or does not match the number of bytes.
@@ -222,9 +226,10 @@ def decode(layout: bytes, memory: Buffer, offset: int = 0, *, size: int | None =
 
 
 def read_elements(layout: bytes, size: int, fill: Callable[[memoryview], None]) -> list[Tensor]:
-    """Reads the `size` bytes of a message by calling `fill` on consecutive buffers, and returns them by tensor.
+    """Reads the `size` bytes of a message into one buffer per tensor.
 
-    Memory for a tensor is allocated only after the previous tensor is complete.
+    `fill` reads the next bytes into a buffer. Memory for a tensor is allocated only after the previous tensor is
+    complete.
     """
     parsed, buffers, offset = _parse_layout(layout), list[Tensor](), 0
     if parsed.size != size:
@@ -238,10 +243,10 @@ def read_elements(layout: bytes, size: int, fill: Callable[[memoryview], None]) 
 
 
 def allocate_buffer(size: int) -> Tensor:
-    """Returns an uninitialized buffer. Pages of large buffers take no memory until they are written.
+    """Returns an uninitialized buffer. A large buffer uses physical memory only for pages that were written.
 
-    Page faults of new memory take longer than a fast network: 32 ms for 64 MiB, 2 ms with pages of 2 MiB. Two unused
-    mappings are therefore kept for reuse.
+    Page faults of new memory can take longer than the transfer: 32 ms for 64 MiB, or 2 ms with pages of 2 MiB. gpipe
+    therefore keeps two unused buffers for reuse.
     """
     if size < LARGE_BYTES:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -281,7 +286,8 @@ def shape_of(tensor: Tensor) -> Shape:
     """Returns the metadata of a tensor.
 
     Raises:
-        TypeError: If the tensor cannot be sent: it is sparse, quantized, of a subclass, or spans too much memory.
+        TypeError: If the tensor cannot be sent, because it is sparse, is quantized, has a subclass of `torch.Tensor`,
+            or spans too much memory.
     """
     if tensor.layout != torch.strided or type(tensor) is not Tensor:
         raise TypeError(
@@ -297,7 +303,7 @@ def shape_of(tensor: Tensor) -> Shape:
 
 @lru_cache(CACHED_LAYOUTS)
 def extents_of(shapes: tuple[Shape, ...]) -> tuple[Extent, ...]:
-    """Returns the extents of tensors with this metadata in a message."""
+    """Returns the extent in a message of each tensor, given the metadata of all tensors."""
     extents: list[Extent] = []
     end = 0
     for shape in shapes:
@@ -319,7 +325,7 @@ def extents_of(shapes: tuple[Shape, ...]) -> tuple[Extent, ...]:
 
 
 def flat_elements(tensor: Tensor, extent: Extent) -> Tensor:
-    """Returns the elements of a tensor in the order in which they are sent, in one dimension."""
+    """Returns the elements of a tensor in sending order, as a one-dimensional tensor."""
     tensor = tensor.detach()
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor.as_strided((tensor.numel(),), (1,))  # is_contiguous() ignores strides of dimensions of size 1
@@ -344,7 +350,7 @@ def _copy(extent: Extent, memory: Buffer, offset: int) -> Tensor:
 
 
 def restore_layout(elements: Tensor, extent: Extent) -> Tensor:
-    """Returns the tensor with these elements and the sender's strides and alignment, without a copy if possible."""
+    """Returns a tensor with the given elements and the sender's strides and alignment. Copies only if necessary."""
     dtype, size, strides, requires_grad, aligned = extent.shape
     if elements.numel() and (not extent.dense or aligned != alignment(elements)):
         source = elements.as_strided(extent.size, extent.strides) if extent.dense else elements.view(extent.size)
@@ -354,10 +360,10 @@ def restore_layout(elements: Tensor, extent: Extent) -> Tensor:
 
 
 def check_shape(shape: Shape) -> None:
-    """Checks metadata from a peer.
+    """Checks the metadata of a tensor that a peer sent.
 
     Raises:
-        ValueError: If no tensor can have it, or if the tensor would span far more memory than its elements.
+        ValueError: If the metadata is impossible, or if the tensor would span far more memory than its elements.
     """
     dtype, size, strides, requires_grad, aligned = shape
     is_sound = (
@@ -407,7 +413,7 @@ def _parse_layout(text: bytes) -> Layout:
 
 
 def _write(value: object, numbered: dict[int, tuple[int, Tensor]]) -> Any:
-    """Returns a value as JSON. Anything except numbers, strings and None is a list of a type name and its content."""
+    """Converts a value to JSON. Except for numbers, strings and None, this is a list of a type name and the content."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -442,7 +448,10 @@ def _parts_of(value: object) -> tuple[list[Any], TreeSpec]:
 
 
 def _build(written: Any, deepest: int) -> object:
-    """Inverts `_write`, with a `TensorIndex` for each tensor. Imports nothing and looks up no attribute by name."""
+    """Converts the JSON of `_write` back to a value, with a `TensorIndex` in place of each tensor.
+
+    For security, this function imports nothing and looks up no attribute by a received name.
+    """
     match written:
         case None | bool() | int() | float() | str():
             return written

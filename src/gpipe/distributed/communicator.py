@@ -1,8 +1,8 @@
-"""Collectives between the processes of a pipe, which also check that all processes make the same call.
+"""Implements collectives that also check that all processes of a pipe make the same call.
 
-- `all_gather_checked` runs between steps: it gathers a value from each rank, or raises an error on all ranks.
-- `broadcast_header` begins a run: the process with the first stage sends a header to the other processes of its
-  replica, and each compares it with its own call.
+- `all_gather_checked` runs between steps. It gathers a value from each rank, or raises an error on all ranks.
+- `broadcast_header` begins a run. The process with the first stage sends a header to the other processes of its
+  replica. Each process compares the header with its own call.
 """
 
 import json
@@ -24,7 +24,7 @@ LONGEST_SHOWN = 300  # characters of a setting that a message shows; longer ones
 
 
 class Communicator:
-    """The processes of a pipe, seen from one of them. This base class is for a single process.
+    """Sends messages between the processes of a pipe. This base class is for a pipe with a single process.
 
     Attributes:
         rank: The rank of this process within the pipe.
@@ -37,16 +37,19 @@ class Communicator:
     survives: bool = False
 
     def all_gather(self, message: bytes, /) -> list[bytes]:
-        """Sends a message to all processes and returns the messages of all, by rank. Every process must call it."""
+        """Sends a message to all processes, and returns the messages of all processes, ordered by rank.
+
+        Every process must call this method.
+        """
         return [message]
 
     def gone(self) -> Collection[int]:
-        """Returns the ranks whose connection has ended, as far as this process knows. Thread-safe."""
+        """Returns the ranks whose connection to this process has ended. Thread-safe."""
         return ()
 
 
 def versions() -> dict[str, str]:
-    """Returns the installed versions that must be the same on all ranks, by name."""
+    """Returns the installed version of each package that must have the same version on all ranks."""
     try:
         installed = version("gpipe")
     except PackageNotFoundError:
@@ -55,14 +58,15 @@ def versions() -> dict[str, str]:
 
 
 def communicator_of(pipe: object) -> Communicator:
-    """Returns the communicator of a pipe, or one for a single process if `pipe` is a plain module."""
+    """Returns the communicator of a pipe. For a plain module, returns a communicator for a single process."""
     return getattr(pipe, "_processes", None) or Communicator()
 
 
 class FirstError(AbstractContextManager["FirstError"]):
-    """Keeps the first exception of the blocks that run inside it, until `all_gather_checked` reports it to all ranks.
+    """A context manager that suppresses exceptions and keeps the first exception.
 
-    A rank on which something fails therefore does not leave the others waiting.
+    The caller passes this exception to `all_gather_checked`, which raises it and reports it to all ranks. A rank with
+    an error therefore does not leave the other ranks waiting.
 
     >>> failed = FirstError()
     >>> with failed:
@@ -87,19 +91,19 @@ def all_gather_checked(
     error: Exception | None = None,
     doing: str = "",
 ) -> list[Any]:
-    """Gathers a value from each rank, and raises an error on all ranks if one failed or has different settings.
+    """Gathers a value from each rank. Raises an error on all ranks if a rank failed or if settings differ.
 
-    Every rank must call it.
+    Every rank must call this function.
 
     Args:
         ranks: The processes.
         value: A value that JSON can represent.
-        same: Settings by name that must be the same on all ranks. They are compared by their `repr`.
-        error: An exception of this rank. This rank raises it, and all others raise a RemoteError.
-        doing: The current activity, for a note that says what the ranks did when one of them was lost.
+        same: Settings by name that must be the same on all ranks. Settings are equal if their `repr` is equal.
+        error: An exception of this rank. This rank raises the exception, and all other ranks raise a RemoteError.
+        doing: The current activity. If a rank is lost, the error has a note with the activity.
 
     Returns:
-        The values of all ranks, by rank.
+        The values of all ranks, ordered by rank.
 
     Raises:
         ValueError: If settings differ.
@@ -147,7 +151,7 @@ def check_same_on_ranks(settings: Mapping[int, Mapping[str, str]]) -> None:
 
 
 def differences(settings: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Returns one text for each setting that differs between ranks, with the first rank that has each value.
+    """Returns a text for each setting that differs between ranks. For each value, the text names the first rank.
 
     >>> differences({0: {"seed": "3", "remat": "True"}, 1: {"seed": "4", "remat": "True"}})
     ['seed is 3 on rank 0 and 4 on rank 1']
@@ -182,15 +186,19 @@ def broadcast_header(
     values: Sequence[Any] = (),
     apply: Callable[..., int] = lambda: 0,
 ) -> None:
-    """Begins a run: sends values from the rank with the first stage to its replica, and compares the calls of both.
+    """Begins a run.
+
+    The rank with the first stage sends values and the properties of its call to the other ranks of its replica. Each
+    rank compares these properties with its own call.
 
     Args:
         endpoint: The connections of this process.
         position: The position of this process in the mesh.
         first: The rank with the first stage of this replica.
         same: Properties of this process's call, by name. The first entry must be `CALLED`.
-        values: Values that JSON can represent. Other ranks than `first` may omit them.
-        apply: Uses the values on every rank, and returns the checksum of the resulting program.
+        values: Values that JSON can represent. Only rank `first` must pass them.
+        apply: A function that every rank calls with the values of rank `first`. It returns the checksum of the
+            program to run.
 
     Raises:
         ValueError: If the call or the program differs between this process and rank `first`.

@@ -1,23 +1,24 @@
-"""The connection to one peer process: a stream of messages in each direction, and a control channel.
+"""Implements the connection to one peer process: a stream of messages in each direction, and a control channel.
 
-Each message is a frame: a fixed-size header, the layout of its tensors, and their bytes (see codec.py).
+Each message has three parts: a fixed-size header (`Frame`), the layout of the tensors, and the bytes of the tensors
+(see codec.py).
 
-- Small messages go through the stream itself.
-- Within a host, large messages go through one of a few slots of shared memory, and the stream names the slot. The
-  memory is anonymous, so the kernel frees it with the last process that maps it.
+- Small messages go through the stream.
+- Within a host, large messages go through one of a few slots of shared memory, and the stream contains the index of
+  the slot. The memory is anonymous, so the kernel frees it after the last process that maps it has ended.
 - Between hosts, two threads keep a few messages in flight.
 
-The control channel carries what must not wait for messages: failures, the end of a process, and empty messages that
-report a free slot.
+The control channel is for messages that must not wait behind tensors: failures, the end of a process, and empty
+messages that report a free slot.
 
-Input from a peer is validated: a hostile message can neither exhaust memory nor crash this process.
+gpipe validates all input from a peer. A malicious message can neither exhaust the memory nor crash this process.
 
 Note:
     Existing libraries lack features that gpipe needs:
 
-    - gloo cannot be polled, and does not wake a receiver when a peer fails. For 4 KiB, it takes two to three times as
-      long (dev/log.md, 2026-11-20).
-    - `multiprocessing.Connection` blocks in the middle of a message, and unpickles.
+    - gloo cannot be polled, and does not wake a receiver when a peer fails. A message of 4 KiB takes two to three
+      times as long with gloo (dev/log.md, 2026-11-20).
+    - `multiprocessing.Connection` blocks in the middle of a message, and unpickles received data.
     - safetensors does not store strides, alignment or values that are not tensors.
 """
 
@@ -68,13 +69,13 @@ class Frame(NamedTuple):
     """The header of a message.
 
     Attributes:
-        run: The number of the sender's run. It identifies messages of a failed run.
+        run: The number of the sender's run. With this number, the receiver recognizes messages of a failed run.
         label: The label of the message.
-        slot: The index of the slot with the tensors, or -1 if they follow in the stream.
+        slot: The index of the slot with the tensors, or -1 if the tensors follow in the stream.
         layout: The number of bytes of the layout.
         size: The number of bytes of the tensors.
         capacity: The size of a slot that is sent for the first time, otherwise 0.
-        sent: When the message was sent, in seconds of the sender's clock.
+        sent: The time at which the message was sent, in seconds of the sender's clock.
     """
 
     run: int
@@ -99,9 +100,9 @@ class Frame(NamedTuple):
 
 
 class ReceiveBuffer:
-    """The received bytes of a stream that are not consumed yet: `memory[start:end]`.
+    """A buffer for the received bytes of a stream. `memory[start:end]` are the bytes that are not consumed yet.
 
-    The memory is reused. It grows only for a message that does not fit.
+    The buffer reuses its memory. The memory grows only for a message that does not fit.
     """
 
     def __init__(self, stream: socket.socket) -> None:
@@ -131,7 +132,7 @@ class ReceiveBuffer:
             self.start = self.end = 0
 
     def _read(self, needed: int) -> bool:
-        """Reads available bytes for a first message of `needed` bytes. Returns whether there were any."""
+        """Reads available bytes of the first message, which has `needed` bytes. Returns whether it read any bytes."""
         if self.end == len(self.memory) or self.start + min(needed, CHUNK_BYTES) > len(self.memory):
             unread, size = self.memory[self.start : self.end], self.end - self.start
             capacity = min(needed, max(CHUNK_BYTES, 2 * size))  # grows with received bytes, not announced ones
@@ -158,11 +159,11 @@ class ReceiveBuffer:
 
 
 class ControlChannel:
-    """The control channel of a connection, with its unsent and unparsed bytes.
+    """The control channel of a connection, with its buffers of unsent and unparsed bytes.
 
     Attributes:
-        gone: Whether the peer has closed it.
-        unreachable: Whether it ended because the peer's host could not be reached.
+        gone: Whether the peer has closed the channel.
+        unreachable: Whether the channel ended because the peer's host could not be reached.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -174,9 +175,9 @@ class ControlChannel:
 
     @property
     def silent(self) -> float:
-        """Seconds since the peer's host last answered. 0 within a host, or if the system does not report it.
+        """The number of seconds since the peer's host last answered a keep-alive probe, which is sent every second.
 
-        Keep-alive probes ask it every second.
+        Returns 0 if the peer is on the same host, or if the system does not report this time.
         """
         with suppress(OSError, AttributeError):  # the connection is within this host, or the system is not Linux
             known = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_ANSWER + 4)
@@ -184,7 +185,7 @@ class ControlChannel:
         return 0.0
 
     def send(self, message: bytes) -> None:
-        """Sends a message without blocking. If the peer reads too slowly, the rest is sent with the next message."""
+        """Sends a message without blocking. If the peer reads too slowly, the next call sends the remaining bytes."""
         self._unsent += _CONTROL.pack(len(message)) + message
         self._flush()
 
@@ -198,7 +199,7 @@ class ControlChannel:
             self._unsent.clear()
 
     def read(self) -> list[bytes]:
-        """Returns the complete messages received since the last call, and notes whether the peer has closed."""
+        """Returns the complete messages received since the last call. Sets `gone` if the peer closed the channel."""
         self._flush()
         try:
             while data := self.socket.recv(CHUNK_BYTES):
@@ -226,9 +227,13 @@ class ControlChannel:
 class Slot:
     """Shared memory for one message.
 
-    Two flag bytes precede the message. The first is 1 while the slot holds an unread message; both ends write it. The
-    second is 1 if the sender waits for a free slot; the receiver then sends a control message when it frees the slot.
-    Most messages therefore need no control message.
+    Two flag bytes precede the message:
+
+    - The first flag is 1 while the slot holds an unread message. The sender sets the flag, and the receiver clears
+    it.
+    - The second flag is 1 if the sender waits for a free slot. Only then does the receiver send a control message
+    when
+      it frees the slot. Most messages therefore need no control message.
 
     Attributes:
         capacity: The number of bytes for a message.
@@ -243,7 +248,7 @@ class Slot:
 
     @classmethod
     def make(cls, capacity: int) -> "Slot":
-        """Creates a slot in anonymous memory, sealed so that no process that has it can resize it."""
+        """Creates a slot in anonymous memory. The memory is sealed, so that no process can resize it."""
         handle = os.memfd_create("gpipe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(handle, SLOT_HEADER_BYTES + capacity)
@@ -257,7 +262,7 @@ class Slot:
 
     @classmethod
     def from_peer(cls, handle: int, capacity: int) -> "Slot":
-        """Maps a slot of the peer, if its memory is sealed: reading shrunk memory would kill this process."""
+        """Maps a slot of the peer. Rejects unsealed memory, because reading shrunk memory would kill this process."""
         sealed = 0
         try:
             with suppress(OSError):  # the descriptor is not a memfd
@@ -276,7 +281,7 @@ class Slot:
 class Connection:
     """The connection to a process on the same host.
 
-    No method blocks. Poll `fileno()` for reading before calling `head`, and for writing while `flush` returns False.
+    No method blocks. Poll `fileno()` for reading before you call `head`, and for writing while `flush` returns False.
     """
 
     host = "a different host"  # replaced by the name of the peer's host
@@ -296,7 +301,7 @@ class Connection:
         return self._stream.fileno()
 
     def events(self, *, reading: bool, writing: bool) -> int:
-        """Returns the events to poll for. A free slot is reported by `control` instead."""
+        """Returns the events of the stream to poll for. The channel `control` reports free slots."""
         return (select.POLLIN if reading else 0) | (select.POLLOUT if writing and self._unsent_bytes else 0)
 
     def has_room(self, size: int) -> bool:
@@ -306,12 +311,12 @@ class Connection:
         return size <= INLINE_BYTES or len(self._slots) < SLOTS or not all(slot.taken for slot in self._slots)
 
     def want_room(self) -> None:
-        """Requests a control message when the peer frees a slot."""
+        """Requests that the peer sends a control message when it frees a slot."""
         for slot in self._slots:
             slot.memory[1] = 1
 
     def put(self, run: int, label: Label, message: Encoded, sent: float) -> bool:
-        """Sends a message, for which there must be room. If it returns False, call `flush` until it returns True."""
+        """Sends a message. Call only if `has_room`. If it returns False, call `flush` until `flush` returns True."""
         layout, size = message.layout, message.size
         if size <= INLINE_BYTES or not hasattr(os, "memfd_create"):
             return self._send(Frame(run, label, -1, len(layout), size, 0, sent).pack(), layout, *message.pieces())
@@ -323,7 +328,7 @@ class Connection:
         return self._send(Frame(run, label, index, len(layout), size, capacity, sent).pack(), layout, slot=slot)
 
     def _free_slot(self, size: int) -> int:
-        """Returns the index of a free slot of at least `size` bytes. Makes one, or replaces one that is too small."""
+        """Returns the index of a free slot of at least `size` bytes. Creates a new slot if necessary."""
         free = [index for index, slot in enumerate(self._slots) if not slot.taken]
         for index in free:
             if self._slots[index].capacity >= size:
@@ -338,7 +343,7 @@ class Connection:
         return free[0]
 
     def _send(self, *pieces: bytes | bytearray | memoryview, slot: Slot | None = None) -> bool:
-        """Writes as much as the stream accepts, with the descriptor of a new slot. Keeps the rest for `flush`."""
+        """Writes the bytes that the stream accepts, with the descriptor of a new slot. Keeps the rest for `flush`."""
         try:
             if slot is None or slot.unsent is None:
                 sent = self._stream.sendmsg(pieces)
@@ -355,7 +360,7 @@ class Connection:
         return not unsent
 
     def flush(self) -> bool:
-        """Sends the rest of a message. Returns whether all arrives, even if this process ends now."""
+        """Sends unsent bytes. Returns True if all messages will arrive even if this process ends now."""
         return not self._unsent_bytes or self._send(self._unsent_bytes, slot=self._unsent_slot)
 
     def head(self) -> Frame | None:
@@ -373,7 +378,7 @@ class Connection:
         return self._head
 
     def message(self, frame: Frame) -> Message:
-        """Decodes the next message, which remains the next one until `done`."""
+        """Decodes the next message. The message remains the next message until a call of `done`."""
         memory = self._buffer.memory
         start = self._buffer.start + HEADER.size
         end = start + frame.layout
@@ -383,7 +388,7 @@ class Connection:
         return codec.decode(layout, self._peer_slots[frame.slot].memory, SLOT_HEADER_BYTES, size=frame.size)
 
     def done(self, frame: Frame) -> None:
-        """Advances to the next message, and frees the slot of this one."""
+        """Advances to the next message, and frees the slot of the current message."""
         self._head = None
         self._buffer.drop()
         if frame.slot >= 0:
@@ -409,7 +414,7 @@ class Connection:
 class TcpConnection(Connection):
     """The connection to a process on a different host. Two threads read and write while the rank computes.
 
-    With TLS, they use separate streams, because two threads cannot use the same TLS socket at the same time.
+    With TLS, the two threads use separate streams, because threads cannot use the same TLS socket at the same time.
     """
 
     def __init__(self, stream: socket.socket, control: socket.socket, outgoing: socket.socket | None = None) -> None:
@@ -447,7 +452,7 @@ class TcpConnection(Connection):
         return self._unsent < SLOTS
 
     def put(self, run: int, label: Label, message: Encoded, sent: float) -> bool:
-        """Sends a message, for which there must be room. A thread sends what the network does not accept."""
+        """Sends a message. `has_room` must have returned True. A thread sends the bytes that the network delays."""
         head = Frame(run, label, -1, len(message.layout), message.size, 0, 0.0).pack()
         unsent = [memoryview(head + message.layout), *message.pieces()]
         if not self._unsent:  # the writing thread is idle
@@ -462,7 +467,7 @@ class TcpConnection(Connection):
         return True
 
     def _send_now(self, pieces: list[memoryview], size: int) -> list[memoryview]:
-        """Sends bytes while the network accepts them quickly, and returns the rest."""
+        """Sends bytes while the network accepts them quickly, and returns the unsent bytes."""
         if isinstance(self._outgoing, ssl.SSLSocket):
             if size + len(pieces[0]) > RECORD_BYTES or not self._writable.poll(0):
                 return pieces  # encryption takes longer than a copy
@@ -488,7 +493,7 @@ class TcpConnection(Connection):
         return pieces
 
     def flush(self) -> bool:
-        """Returns whether all messages arrive, even if this process ends now."""
+        """Returns True if all messages will arrive even if this process ends now."""
         self._read_notifications()
         return not self._unsent
 

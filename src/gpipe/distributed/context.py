@@ -1,4 +1,4 @@
-"""Connects one of several processes with the others in one mini-batch: messages, checks, reductions and progress."""
+"""Connects one process of a pipe with the other processes during a run: messages, checks, reductions, progress."""
 
 import json
 import logging
@@ -52,7 +52,7 @@ logger = logging.getLogger("gpipe")
 
 
 class ProcessContext(Context):
-    """The implementation of `Context` for one of several processes."""
+    """The `Context` of a run for a pipe in several processes."""
 
     cancelled = False
 
@@ -217,18 +217,18 @@ class ProcessContext(Context):
         return self.endpoint.receive(self.position.rank_of(sender), label)
 
     def cancel(self) -> None:
-        """Does nothing: this process has one rank, and `Endpoint.fail` informs the other processes."""
+        """Does nothing, because this process has only one rank. `Endpoint.fail` informs the other processes."""
 
     def begin(self, action: Action) -> None:
-        """Starts an UNSHARD or REDUCE that overlaps the next actions of this rank.
+        """Starts an UNSHARD or REDUCE action, which overlaps the next actions of this rank.
 
-        If the next actions also exchange messages with the replicas, `close` starts it instead.
+        If the next actions also exchange messages with the replicas, `close` starts the UNSHARD or REDUCE instead.
         """
         if not (self.runs_every_backward or self._shards.uses_torch):
             self._start(action)
 
     def close(self, action: Action) -> None:
-        """Completes an UNSHARD or REDUCE, or performs a RESHARD or TIE."""
+        """Completes an UNSHARD or REDUCE action, or performs a RESHARD or TIE action."""
         if action.kind is Kind.RESHARD:
             self._shards.free(action.stage)
         elif action.kind is not Kind.TIE:
@@ -261,7 +261,7 @@ class ProcessContext(Context):
             self._sync.replay(action)
 
     def _prepare_replicas(self, program: Program) -> AbstractContextManager[object]:
-        """Prepares communication between replicas in a run, of `fully_shard` and of synchronized BatchNorm."""
+        """Prepares the communication of `fully_shard` and of synchronized BatchNorm between replicas in a run."""
         layers = [layer for stage in self.engine.local for layer in stage.layers]
         stages = self.engine.local if any_sharded(self.engine.modules) else ()
         sharded = {stage.index: [*filter(is_sharded, stage.modules)] for stage in stages}
@@ -290,7 +290,7 @@ class ProcessContext(Context):
         return self._sync.installed(self.endpoint, norms, lambda: row[self.endpoint.at])
 
     def _find_sharded_weights(self) -> dict[int, GatheredWeights]:
-        """Returns the size of the weights that are sharded over the replicas, for each stage that has some."""
+        """Returns the size of the weights that are sharded over the replicas, for each stage with sharded weights."""
         gathered = {}
         for stage in self.engine.local:
             modules = [m for m in stage.modules if is_sharded(m) and shards_over_replicas(m, self.position)]
@@ -302,9 +302,9 @@ class ProcessContext(Context):
         return gathered
 
     def _remove_gradients(self, row: Sequence[Action]) -> dict[int, list[tuple[Tensor, Tensor | None]]]:
-        """Removes the gradients of earlier steps, which a REDUCE must not sum, and returns them by stage.
+        """Removes the gradients of earlier steps, which a REDUCE action must not sum, and returns them by stage.
 
-        A weight that several stages use is listed for the first stage of this process that uses it.
+        A weight that several stages use is listed only for the first of these stages in this process.
         """
         reduced = {action.stage for action in row if action.kind is Kind.REDUCE}
         seen = {id(leaf) for leaves in self.aliases.leaves.values() for leaf in leaves.values()}
@@ -325,7 +325,7 @@ class ProcessContext(Context):
 
 
 def _shown(value: object) -> str:
-    """Returns the repr of a value, or only its type if the repr contains an address, which differs by process."""
+    """Returns the repr of a value. Returns only the type if the repr contains a memory address."""
     return type(value).__name__ if " at 0x" in (text := repr(value)) else text
 
 
@@ -341,7 +341,7 @@ def describe_peer(engine: PipelineStages, program: Program, peer: int, status: S
 
 
 class _PublishedLayers(list[int]):
-    """Sequence numbers of the layers that have begun. Other processes can read their count in the status."""
+    """A list of the layers that have begun. The status, which other processes read, contains the number of layers."""
 
     def __init__(self, status: Status) -> None:
         self._status = status
@@ -360,7 +360,7 @@ def _record_as_json(recorder: Recorder, run: Run, endpoint: Endpoint) -> str:
 
 
 def _join_records(recorder: Recorder, rank: int, texts: Sequence[str | None], slices: int) -> None:
-    """Joins the timelines of all processes into one, if all of them record."""
+    """Joins the timelines of all processes into one timeline. Logs a warning if a process does not record."""
     records = []
     for remote, text in enumerate(texts):
         if text is not None:

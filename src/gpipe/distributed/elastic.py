@@ -1,4 +1,4 @@
-"""A pipe that continues when a replica is lost, and admits replicas that come back (`survive=True`)."""
+"""Implements `survive=True`: a pipe continues if a replica is lost, and admits replicas that come back."""
 
 import io
 import logging
@@ -31,20 +31,21 @@ logger = logging.getLogger("gpipe")
 
 
 def is_loss(error: RemoteError) -> bool:
-    """Returns whether an exception reports the loss or the interruption of a process, and no other exception."""
+    """Returns whether an error reports that a process was lost or interrupted, and not an exception in a process."""
     return error.received and error.type_name in ("", KeyboardInterrupt.__name__)
 
 
 class ElasticProcesses(Processes):
     """One process of a pipe that survives the loss of replicas.
 
-    When a replica is lost or comes back, all processes connect again. They repeat the run, unless it has already
-    ended on some of them.
+    When a replica is lost or comes back, all processes connect again. The processes then repeat the interrupted run,
+    unless a process has already completed it.
 
     Attributes:
         rendezvous: The rendezvous of the replicas.
         state_functions: The functions that `join` received: `get_state` and `set_state`.
-        received_state: Whether this replica received the state of the others in the last epoch.
+        received_state: Whether this replica received the state of a different replica when the replicas last
+            connected.
     """
 
     survives = True
@@ -134,7 +135,8 @@ class ElasticProcesses(Processes):
         """Connects all living replicas again.
 
         Returns:
-            The gathered values of a run that has ended on other processes but not on this one, otherwise None.
+            The gathered values of the last run if the run has ended on other processes but not on this process.
+            Otherwise None.
 
         Raises:
             RemoteError: If this replica must end.
@@ -162,7 +164,11 @@ class ElasticProcesses(Processes):
         raise RuntimeError(f"The replicas could not connect in {MOST_ATTEMPTS} attempts. Restart them.") from failure
 
     def _connect(self, get_state: Callable[[], Tree], set_state: Callable[[Any], object]) -> list[Any]:
-        """Connects the replicas of the epoch, sends the state to rejoining ones, and returns the last values."""
+        """Connects all replicas, and sends the training state to rejoining replicas.
+
+        Returns:
+            The gathered values of the last run.
+        """
         rendezvous = self.rendezvous
         rendezvous.greet()
         replicas, members = len(rendezvous.members), tuple(range(rendezvous.size))
@@ -190,10 +196,10 @@ class ElasticProcesses(Processes):
         return self._last
 
     def _lost(self) -> list[str]:
-        """Returns the replicas whose connections have ended. Empty while processes connect, when they may end too.
+        """Returns the replicas whose connections have ended, or an empty list while the processes connect.
 
-        In a network partition, connections end one after the other. A host that has been silent for half the limit
-        counts as lost, because its connections end soon.
+        In a network partition, connections end one after the other. A host that has not answered for half the limit
+        counts as lost, because its connections will end soon.
         """
         if not self._is_connected or self._endpoint is None:
             return []
@@ -208,7 +214,7 @@ class ElasticProcesses(Processes):
 
 
 def _serialize(state: Tree) -> torch.Tensor:
-    """Serializes a state with `torch.save`, because it may contain values that messages cannot."""
+    """Serializes a state with `torch.save`, because messages do not support all values in a state."""
     written = io.BytesIO()
     torch.save(state, written)
     return torch.frombuffer(written.getbuffer(), dtype=torch.uint8)

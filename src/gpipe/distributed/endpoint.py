@@ -1,18 +1,20 @@
 """Sends and receives messages for one process of a pipe, and detects failures of the other processes.
 
 Room:
-    Only a few messages can be in flight to a process that receives none. A process that waits, for a message or for
-    room, therefore receives all messages that are due at its current action. This cannot deadlock: in the order in
-    which transfers were placed, each SEND is followed by its RECEIVE, so the first unfinished transfer can always
-    proceed. Messages that are not due yet stay in the connection, so memory does not grow with M.
+    Only a few messages can be in flight to a process that does not receive messages. While a process waits for a
+    message or for room, it therefore receives all messages that are due at its current action. Deadlocks are
+    impossible: in the total order of transfers, each SEND is followed by its RECEIVE, so the first unfinished
+        transfer
+    can always proceed. Messages that are not due yet stay in the connection, so memory does not grow with the number
+    of micro-batches.
 
 Runs:
     All processes number their runs (steps, calls and backward passes) in the same way, and each message has the
     number of its run. The next run drops the messages of a failed run.
 
 End of a run:
-    Each process sends a value to rank 0, and rank 0 sends all values to each process. After receiving them, a process
-    may end at once. The other processes, which still wait for the values, do not treat its end as a failure.
+    Each process sends a value to rank 0, and rank 0 sends all values to each process. A process that has received the
+    values may end immediately. Other processes may still wait for the values, and do not treat this end as a failure.
 """
 
 import logging
@@ -50,9 +52,9 @@ class WaitCondition(NamedTuple):
     """The condition under which an exchange can continue.
 
     Attributes:
-        peer: The peer that it waits for.
-        reading: Whether it waits for a message, and found the peer's stream empty.
-        room: The number of bytes that it waits to send, if it waits for room.
+        peer: The peer that the exchange waits for.
+        reading: Whether the exchange waits for a message, and the peer's stream was empty.
+        room: The number of bytes to send, if the exchange waits for room.
     """
 
     peer: int
@@ -65,11 +67,14 @@ Exchange: TypeAlias = Generator[WaitCondition, None, T]
 
 
 class Encodings(dict[bool, tuple[Encoded, list[Tensor]]]):
-    """The encodings of one message, with the tensors to send by NCCL, by whether the receiver has an NCCL group."""
+    """The encodings of one message, each with the tensors to send by NCCL.
+
+    The key is True for receivers with an NCCL group, and False for receivers without an NCCL group.
+    """
 
 
 class Poll:
-    """Waits for data on any control channel, or on the streams of watched peers."""
+    """Waits for data on all control channels and on the streams of watched peers."""
 
     def __init__(self, connections: Mapping[int, Connection]) -> None:
         self._connections = connections
@@ -81,7 +86,7 @@ class Poll:
             self._poll.register(connection, 0)
 
     def watch(self, events_of: Mapping[int, int]) -> None:
-        """Watches the streams of these peers for these events, and no others."""
+        """Watches the streams of exactly these peers, each for its events."""
         for peer, events in self._watched.items():
             if events != events_of.get(peer, 0):
                 self._watched[peer] = events_of.get(peer, 0)
@@ -93,7 +98,7 @@ class Poll:
             self._poll.unregister(self._connections[peer].control.socket)
 
     def sleep(self, seconds: float) -> bool | None:
-        """Waits for data. Returns whether a control channel has some, or None after `seconds` without any."""
+        """Waits for data. Returns whether a control channel has data, or None if no data arrived within `seconds`."""
         ready = self._poll.poll(min(max(seconds, 0.0) * 1000, LONGEST_POLL))
         return not self._streams.issuperset(handle for handle, _ in ready) if ready else None
 
@@ -108,8 +113,8 @@ class Endpoint:
         connections: The connection to each peer, ordered by rank.
         due: For each message, the index of the action of this rank that receives it.
         at: The index of the current action of this rank.
-        waited: Seconds spent waiting, in total.
-        crossings: The messages sent and received in this run, or None if they are not recorded.
+        waited: The total waiting time in seconds.
+        crossings: The messages sent and received in this run, or None if messages are not recorded.
         status: The status that other processes can read.
         detector: Detects failures of other processes.
     """
@@ -143,7 +148,7 @@ class Endpoint:
 
     @contextmanager
     def in_run(self, *, records: bool) -> Iterator["Endpoint"]:
-        """Surrounds a run of all processes: an exception inside is reported to all of them.
+        """Surrounds a run of all processes. An exception in the context is reported to all processes.
 
         Args:
             records: Whether to record the messages of the run in `crossings`.
@@ -157,7 +162,7 @@ class Endpoint:
             raise
 
     def begin(self) -> None:
-        """Begins the next run, and raises failures that were reported since the last one."""
+        """Begins the next run. Raises failures that were reported since the last run."""
         self.detector.run += 1
         self._run_is_ending = False
         self._early.clear()
@@ -173,7 +178,7 @@ class Endpoint:
         Args:
             due: For each message, the index of the action that receives it.
             sources: The peers that send these messages.
-            describe: Returns a description of the current action of a peer, for messages.
+            describe: A function that returns a description of the current action of a peer, for error messages.
         """
         self.due, self._sources, self.detector.describe = due, sources, describe
         self.reach(0)
@@ -185,22 +190,22 @@ class Endpoint:
         self._advance_async()
 
     def start_async(self, exchange: Exchange[None]) -> None:
-        """Starts an exchange that advances whenever this process waits, or begins its next action.
+        """Starts an exchange that advances whenever this process waits or begins an action.
 
-        Until it is done, this process must not exchange other messages with the same peers.
+        Until the exchange is done, this process must not exchange other messages with the same peers.
         """
         self._async.append(exchange)
         self._advance_async()
 
     def wait_async(self, exchange: Exchange[None]) -> None:
-        """Waits until an asynchronous exchange, and all that were started before it, are done."""
+        """Waits until an asynchronous exchange and all exchanges that were started earlier are done."""
         self._warns_at = time.monotonic() + LONG_WAIT_SECONDS
         while (condition := self._advance_async()) and exchange in self._async:
             self._wait(condition)
 
     @torch.no_grad()
     def _advance_async(self) -> WaitCondition | None:
-        """Advances the asynchronous exchanges. Returns the condition that the first one waits for, if any is left."""
+        """Advances the asynchronous exchanges. Returns the condition of the first unfinished exchange, or None."""
         while self._async:
             try:
                 return next(self._async[0])
@@ -218,19 +223,19 @@ class Endpoint:
             return result
 
     def send(self, peer: int, label: Label, message: Message) -> None:
-        """Sends a message. Waits until there is room for it."""
+        """Sends a message. Waits until the connection has room for the message."""
         self._complete(self.sending(peer, label, message))
 
     def sending(
         self, peer: int, label: Label, message: Message, encodings: Encodings | None = None
     ) -> Exchange[None]:
-        """Returns the exchange of `send`.
+        """Sends a message like `send`, as an exchange that a caller can advance.
 
         Args:
             peer: The receiver.
             label: The label of the message.
             message: The message.
-            encodings: If the same message goes to several peers, its encodings so far.
+            encodings: A cache of encodings. Pass the same cache if the same message goes to several peers.
         """
         called, connection, groups = time.perf_counter(), self.connections[peer], self._groups
         encoded, following = self._encode(peer, message, Encodings() if encodings is None else encodings)
@@ -253,7 +258,7 @@ class Endpoint:
             self.crossings.append(Crossed(True, peer, label, payload_of(message), called, begun, ended))
 
     def _encode(self, peer: int, message: Message, encodings: Encodings) -> tuple[Encoded, list[Tensor]]:
-        """Encodes a message for a peer, and returns it with the tensors to send by NCCL."""
+        """Returns an encoded message for a peer, and the tensors to send by NCCL."""
         has_group = self._groups is not None and self._groups.has_group(peer)
         if has_group not in encodings:
             packed, following = (message, []) if self._groups is None else self._groups.pack(peer, message)
@@ -261,7 +266,7 @@ class Endpoint:
         return encodings[has_group]
 
     def send_value(self, peer: int, label: Label, value: Tree) -> None:
-        """Sends a value that needs no gradients."""
+        """Sends a value without gradients."""
         self.send(peer, label, BoundaryValue(value, []))
 
     def receive(self, peer: int, label: Label) -> tuple[Message, ReadyEvent]:
@@ -269,7 +274,7 @@ class Endpoint:
         return self._complete(self.receiving(peer, label))
 
     def receiving(self, peer: int, label: Label) -> Exchange[tuple[Message, ReadyEvent]]:
-        """Returns the exchange of `receive`."""
+        """Receives a message like `receive`, as an exchange that a caller can advance."""
         called = time.perf_counter()
         try:
             while (peer, label) not in self._early:
@@ -286,18 +291,21 @@ class Endpoint:
         return message, sent
 
     def receive_value(self, peer: int, label: Label) -> Any:
-        """Waits for a value."""
+        """Waits for a value without gradients, and returns it."""
         return self._complete(self.receiving_value(peer, label))
 
     def receiving_value(self, peer: int, label: Label) -> Exchange[Any]:
-        """Returns the exchange of `receive_value`."""
+        """Receives a value like `receive_value`, as an exchange that a caller can advance."""
         message, _ = yield from self.receiving(peer, label)
         if not isinstance(message, BoundaryValue):
             raise corrupt_message_error(peer, "gradients instead of a value")
         return message.value
 
     def broadcast(self, source: int, peers: Iterable[int], label: Label, value: Tree = None) -> Any:
-        """Sends the value of the source to all peers, and returns it. All of them must call it."""
+        """Sends the value of rank `source` to all peers, and returns the value on all of these ranks.
+
+        All of these ranks must call this method.
+        """
         if self.rank != source:
             return self.receive_value(source, label)
         message, encodings = BoundaryValue(value, []), Encodings()
@@ -307,11 +315,14 @@ class Endpoint:
         return value
 
     def all_to_all(self, label: Label, values: Mapping[int, Tree]) -> list[Any]:
-        """Sends a value to each of several ranks and returns their values, in the same order. All must call it."""
+        """Sends a value to each of several ranks, and returns the values from these ranks in the same order.
+
+        All of these ranks must call this method.
+        """
         return self._complete(self.exchanging(label, values))
 
     def exchanging(self, label: Label, values: Mapping[int, Tree]) -> Exchange[list[Any]]:
-        """Returns the exchange of `all_to_all`."""
+        """Exchanges values like `all_to_all`, as an exchange that a caller can advance."""
         for peer, value in values.items():
             if peer != self.rank:
                 yield from self.sending(peer, label, BoundaryValue(value, []))
@@ -322,9 +333,9 @@ class Endpoint:
         return list(received.values())
 
     def _take(self, peer: int, wanted: Label | None = None) -> bool | None:
-        """Receives the next message of a peer if it is wanted or due, and drops it if it belongs to a failed run.
+        """Receives the next message of a peer if the message is wanted or due. Drops messages of a failed run.
 
-        Returns whether it took the message, or None if there is no message.
+        Returns whether a message was received or dropped, or None if no message is available.
         """
         connection, groups = self.connections[peer], self._groups
         try:
@@ -350,11 +361,11 @@ class Endpoint:
         return True
 
     def _wait(self, condition: WaitCondition, async_condition: WaitCondition | None = None) -> None:
-        """Waits until a condition may hold, and receives due messages (see Room in the module docstring).
+        """Waits until a condition may be true, and receives due messages (see Room in the module docstring).
 
         Args:
             condition: The condition of the current exchange.
-            async_condition: The condition of the first asynchronous exchange, if there is one.
+            async_condition: The condition of the first asynchronous exchange, or None.
         """
         peer, reading, room = condition
         writing = room is not None
@@ -387,9 +398,10 @@ class Endpoint:
             self._check(([peer] if writing else []) if self._run_is_ending else self.connections)
 
     def _sleep(self, peer: int) -> bool | None:
-        """Waits as `Poll.sleep` does, up to the timeout of the process group. Warns once about a long wait.
+        """Waits like `Poll.sleep`, up to the timeout of the process group. Logs one warning about a long wait.
 
-        Shortly before the warning and before the timeout, it asks the other hosts for the status of their processes.
+        Shortly before the warning and before the timeout, this process queries the status of processes on other
+        hosts.
         """
         until, has_asked = time.monotonic() + self.detector.limit, False
         while True:
@@ -412,7 +424,7 @@ class Endpoint:
             self._poll.ignore(peer)
 
     def fail(self, error: BaseException) -> None:
-        """Reports an exception of this process to all others. Ends the NCCL groups if a process is lost."""
+        """Reports an exception of this process to the other processes. Aborts the NCCL groups if a process is lost."""
         report = Report.of(error, self.detector.run, self.rank)
         for connection in self.connections.values():
             connection.control.send(report.write())
@@ -421,7 +433,7 @@ class Endpoint:
             self._groups.end()
 
     def finish_run(self, value: Tree) -> list[Any]:
-        """Ends a run when all processes have reached its end, and returns a value from each, by rank."""
+        """Waits until all processes have reached the end of a run. Returns the value of each process, by rank."""
         label = Label(Control.AGREEMENT, 0, gradient=False)
         values: list[Any] = []
         if self.rank:
@@ -439,7 +451,10 @@ class Endpoint:
         return values
 
     def close(self, reason: str = "") -> None:
-        """Closes all connections. Sends the reason to the other processes, which report it if they need this one."""
+        """Closes all connections, and sends the reason to the other processes.
+
+        A process that still needs this process reports the reason in an error.
+        """
         for connection in self.connections.values():
             if reason:
                 connection.control.send(Report(0, self.rank, "", reason).write())
@@ -459,7 +474,7 @@ _endpoints: "WeakSet[Endpoint]" = WeakSet()
 def _drop_all() -> None:
     """Drops the connections in a forked process, such as a DataLoader worker.
 
-    While it held them, the other processes could not detect the end of the parent.
+    Otherwise other processes could not detect the end of the parent process while the forked process runs.
     """
     for endpoint in _endpoints:
         endpoint.drop()
