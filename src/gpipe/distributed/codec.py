@@ -413,7 +413,7 @@ def _parse_layout(text: bytes) -> Layout:
 
 
 def _write(value: object, numbered: dict[int, tuple[int, Tensor]]) -> Any:
-    """Converts a value to JSON. Except for numbers, strings and None, this is a list of a type name and the content."""
+    """Converts a value to JSON: a list of a type name and the content, except for numbers, strings and None."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value

@@ -8,7 +8,7 @@ Each message has three parts: a fixed-size header (`Frame`), the layout of the t
   the slot. The memory is anonymous, so the kernel frees it after the last process that maps it has ended.
 - Between hosts, two threads keep a few messages in flight.
 
-The control channel is for messages that must not wait behind tensors: failures, the end of a process, and empty
+The control channel is for messages that must not wait for tensors: failures, the end of a process, and empty
 messages that report a free slot.
 
 gpipe validates all input from a peer. A malicious message can neither exhaust the memory nor crash this process.

@@ -424,7 +424,7 @@ class Endpoint:
             self._poll.ignore(peer)
 
     def fail(self, error: BaseException) -> None:
-        """Reports an exception of this process to the other processes. Aborts the NCCL groups if a process is lost."""
+        """Reports an exception of this process to the other processes. Aborts NCCL groups if a process is lost."""
         report = Report.of(error, self.detector.run, self.rank)
         for connection in self.connections.values():
             connection.control.send(report.write())
