@@ -1,4 +1,4 @@
-"""`find_plan` finds the fastest way to train a model on devices, without using these devices."""
+"""Finds the fastest plan to train a model on devices, without using these devices."""
 
 import logging
 import math
@@ -41,15 +41,16 @@ from gpipe.stages.tree import Tree, tensors_in
 from gpipe.tracing.layers_of import read_model, why_not_layers
 
 COUNTED_ROWS, MEASURED_SHARES = (2, 4), (16, 4)
-"""The rows of the two micro-batches that are counted, to derive all other sizes. If seconds are measured and M is not
-set, the micro-batches are at least these shares (1/16 and 1/4) of the sample."""
+"""The number of rows of the two micro-batches whose costs are counted. All other costs are derived from these two. If
+seconds are measured and M is not set, the micro-batches are at least these shares (1/16 and 1/4) of the sample."""
 CPU_FLOPS_PER_SECOND, GPU_FLOPS_PER_SECOND = 5e10, 5e13
-"""The assumed speed of a CPU core and an accelerator of this machine. Pass `Device` objects to set it."""
+"""The assumed speed of a CPU core and of an accelerator of this machine. To set other speeds, pass `Device`
+objects."""
 RACE_SECONDS, HEATS, TURNS = 20.0, 4, 3
-"""The maximum seconds of a race between plans, its number of heats, and the steps of each plan in the first heat.
-Each later heat has twice the steps for the better half of the plans. A race of few plans starts later."""
+"""The maximum seconds of a race between plans, its number of heats, and the steps of each plan in the first heat. In
+each later heat, the better half of the plans runs twice as many steps. A race of few plans starts at a later heat."""
 BASELINE, PER_GROUP = "1f1b", 3
-"""The schedule whose plans take part in each race, and the number of plans for each number of ranks."""
+"""The schedule whose plans take part in each race, and the maximum number of plans for each number of ranks."""
 
 
 REMAT = "remat={remat!r} requires balance=. Remove remat=: the search chooses what to recompute."
@@ -71,18 +72,18 @@ def find_plan(
     intra_op_threads: int = 1,
     optimizer_numbers: float = ADAM,
 ) -> Plan:
-    """Returns the fastest plan with which a model fits on devices: K, M, split points, schedule and recomputation.
+    """Returns the fastest plan that fits on devices: K, M, split points, schedule and recomputation.
 
-    By default, no layer is run and no accelerator is used: operations and bytes are counted, and layers can be on the
-    meta device. The counted operations are matrix products, convolutions, attention and LSTMs. Predictions do not
-    include data loading and the optimizer.
+    By default, operations and bytes are counted. No layer runs, no accelerator is used, and layers can be on the meta
+    device. The counted operations are matrix products, convolutions, attention and LSTMs. Predictions include neither
+    data loading nor the optimizer.
 
     Args:
         model: The model, as for `gpipe.GPipe`: layers, callables that each build one, or any module.
         sample: An example mini-batch of inputs. Pass at least 4 rows, to separate fixed costs from costs per row.
-            None if `costs` does not need it.
-        devices: A list of `gpipe.Device`, in the order in which they are linked. Or a number of devices of this
-            machine: its accelerators, otherwise CPU cores that share its memory.
+            Pass None if `costs` does not need a sample.
+        devices: A list of `gpipe.Device`, in the order in which they are linked. Or the number of devices of this
+            machine to use: its accelerators, otherwise CPU cores that share its memory.
         global_batch: The rows of a mini-batch. Default: the rows of the sample.
         partitions: K, the number of ranks. With `balance`, also a list with the number of layers of each stage.
             Default: found by the search, or with `costs` or `balance` the number of devices.
@@ -101,24 +102,26 @@ def find_plan(
 
             To reproduce the split of another pipe, pass its `pipe.costs`. Default: counted operations. With
             `balance`, the default is `"time"`, or `"params"` without a sample.
-        balance: Only balances the stages by `costs`, like `gpipe.GPipe` without a plan, for a given K and M. The
-            schedule is then `"gpipe"` and `remat` is `"always"`, unless you pass them. One of:
+        balance: Only balances the stages by `costs`, like `gpipe.GPipe` without a plan, for a given K and M. Then the
+            default of `schedule` is `"gpipe"`, and the default of `remat` is `"always"`. One of:
 
             - `"variance"`: the least sum of squared differences from the mean, as in the paper.
-            - `"minmax"`: the fastest slowest stage.
+            - `"minmax"`: the least time of the slowest stage.
 
-            Both are exact. If ranks have several stages, nearby split points with a faster predicted step are
-            preferred. Default: None, the full search.
+            Both searches are exact. If ranks have several stages, nearby split points are chosen if they make the
+            predicted step faster. Default: None, the full search.
         measure: Whether to measure the seconds of each layer on this machine, for the first device. Other devices are
             scaled by `flops`. See Note. Default: False.
         intra_op_threads: The number of CPU threads per operation, for measurements. Default: 1.
-        optimizer_numbers: The numbers that the optimizer keeps for each parameter. Default: 2, as for Adam.
+        optimizer_numbers: How many numbers the optimizer keeps for each element of a parameter. Default: 2, as for
+            Adam.
 
     Returns:
         The plan. Train with `gpipe.GPipe(model, plan=plan)`. `plan.explain()` describes it.
 
     Raises:
-        ValueError: If no plan fits; the message names the one that comes closest. Or if an argument is invalid.
+        ValueError: If an argument is invalid, or if no plan fits. The message then describes the plan that is closest
+            to fitting.
 
     Note:
         If `devices` is a number, `measure=True` also
@@ -264,7 +267,10 @@ def _least_rows(parts: Sequence[object]) -> int:
 
 
 def _sizes(rows: int, batch: int, micro_batches: int | None, measure: bool) -> set[int]:
-    """Returns the rows of the micro-batches that are counted or measured. Measured ones have a realistic size."""
+    """Returns the numbers of rows of the micro-batches that are counted or measured.
+
+    Measured micro-batches have a realistic size.
+    """
     if not measure:
         return set(COUNTED_ROWS)
     if micro_batches is not None:
@@ -273,12 +279,15 @@ def _sizes(rows: int, batch: int, micro_batches: int | None, measure: bool) -> s
 
 
 def _first_rows(size: int, sample: Tree) -> Tree:
-    """Returns the first micro-batch of the sample, with about `size` rows, or the whole sample if it has fewer."""
+    """Returns the first micro-batch of the sample, with about `size` rows.
+
+    Returns the whole sample if it is smaller.
+    """
     return first_micro_batch(sample, max(1, count_rows(sample) // size))
 
 
 def _read(model: Any, sample: Tree, measure: bool) -> tuple[Sequence[nn.Module], list[str], Callable[[Tree], Tree]]:
-    """Returns the layers, their names, and a function from a micro-batch to the input of the first layer."""
+    """Returns the layers, their names, and a function that converts a micro-batch to the input of the first layer."""
     traced = read_model(model, _first_rows(TWO_ROWS, sample))
     if traced is not None:
         return traced.single_layers(), list(traced.layers), traced.first_state
@@ -318,7 +327,7 @@ def _rivals(plan: Plan, choices: Choices, find: Callable[[Choices], Plan]) -> li
 
 
 def _race(plans: Sequence[Plan], layers: Sequence[nn.Module], sample: Tree, threads: int) -> Plan:
-    """Runs steps of all plans in turn, and returns the fastest one with the others as alternatives.
+    """Runs steps of all plans in turn. Returns the fastest plan, with the best other plans as alternatives.
 
     The order is random, so that other load on the machine affects all plans alike. The costs of the plans are scaled
     to the measured seconds.

@@ -1,1 +1,1 @@
-"""Measures or counts the costs of layers. `gpipe.planner.search` finds the fastest plan from them."""
+"""Measures or counts the costs of layers. From these costs, `gpipe.planner.search` finds the fastest plan."""

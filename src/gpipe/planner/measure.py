@@ -1,7 +1,7 @@
 """Measures the cost of each layer on a sample, in seconds or with a user's function.
 
-Layers run one after the other. Afterwards, their gradients, buffers, other attributes and devices are restored. Among
-equal layers, only one is measured or counted.
+Layers run one after the other. Afterwards, their gradients, buffers, other attributes and devices are restored. If
+several layers are equal, only one of these layers is measured or counted.
 """
 
 import pickle
@@ -42,11 +42,11 @@ from gpipe.tracing.stage import Essence, SingleLayer
 
 T = TypeVar("T")
 Values: TypeAlias = tuple[Tree, Mapping[str, Tensor | None]]
-"""The input of a layer and the tensors that it pops; or its output and the tensors that it stashes."""
+"""The input of a layer and the tensors that the layer pops; or the output and the tensors that the layer stashes."""
 
 MIN_ROUNDS, MAX_ROUNDS, PATIENCE_SECONDS = 2, 15, 0.1
-"""The minimum and maximum number of rounds in which all layers are timed, after a warm-up round. And the seconds per
-layer after which no more than the minimum is needed."""
+"""The minimum and maximum number of rounds in which all layers are timed, after a warm-up round. After the seconds
+per layer, the minimum number of rounds is enough."""
 
 
 def measure_each(
@@ -78,7 +78,7 @@ class LayerRun:
     values: Values
 
     def key(self) -> object:
-        """Returns a key that is equal for equal layers. Layers that cannot be compared have a unique key."""
+        """Returns a key that is the same for equal layers. A layer that cannot be compared has a unique key."""
         has_skips = self.values[1] or skip_names(self.layer, "stash")
         fingerprint = None if has_skips else fingerprint_of(self.layer, self.values[0])
         return self.index if fingerprint is None else fingerprint
@@ -88,7 +88,7 @@ class LayerRun:
         leaves: list[Tensor] = []
 
         def copy(tensor: Tensor) -> Tensor:
-            """Returns a copy with the same `requires_grad`. It is not a leaf, so it can be changed in place."""
+            """Returns a copy with the same `requires_grad`. The copy is not a leaf, so it can be changed in place."""
             leaves.append(tensor.detach().requires_grad_(tensor.requires_grad))
             return copy_of(leaves[-1])
 
@@ -110,7 +110,7 @@ class LayerRun:
 
 @contextmanager
 def named(index: int, layer: nn.Module, purpose: str = "run on the sample to measure its cost") -> Iterator[None]:
-    """Adds the layer and the purpose of the run to exceptions."""
+    """Adds a note with the layer and the purpose of its run to exceptions."""
     try:
         yield
     except Exception as error:
@@ -126,7 +126,7 @@ def run_layer(layer: nn.Module, values: Values) -> Values:
 
 
 def roots_of(output: Values) -> tuple[list[Tensor], Gradients]:
-    """Returns the output tensors that require gradients, and a gradient of ones for each."""
+    """Returns the output tensors that require gradients, and a gradient of ones for each of these tensors."""
     roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     return roots, [torch.ones_like(root) for root in roots]
 
@@ -144,18 +144,18 @@ def measure_seconds(
 ) -> list[LayerSeconds]:
     """Returns the seconds of the forward, the recompute and the backward of each layer on a sample micro-batch.
 
-    - On a CPU, `at_once` threads run different layers at the same time, round after round. So they share caches,
-      memory bandwidth, the interpreter and the cores as ranks do in training.
-    - On other devices, each layer is moved to the device while it is measured by itself.
+    - On a CPU, `at_once` threads run different layers at the same time, round after round. So the threads share
+      caches, memory bandwidth, the interpreter and the cores, as ranks do in training.
+    - On other devices, layers are measured one at a time. Only the measured layer is on the device.
 
-    Among layers that differ only in the values of their tensors, each thread measures one.
+    If layers differ only in the values of their tensors, each thread measures only one of these layers.
 
     Args:
         layers: The layers.
         sample: An input micro-batch of the first layer.
         device: The device to measure on.
         at_once: The number of ranks that compute at the same time. Default: 1.
-        parts: Whether to measure both parts of a split backward as well. Default: False.
+        parts: Whether to measure the input-gradient and weight-gradient passes as well. Default: False.
     """
     once = partial(_seconds, device=device, parts=parts)
     on_device = replace_tensors(sample, lambda tensor: moved(tensor, device))
@@ -189,7 +189,7 @@ def measure_seconds(
 def _time_together(
     groups: Sequence[Sequence[LayerRun]], once: Callable[[Sequence[LayerRun]], list[LayerSeconds]]
 ) -> list[LayerSeconds]:
-    """Times groups of layers in one thread each, at the same time, until all groups have enough rounds."""
+    """Times groups of layers at the same time, with one thread per group, until all groups have run enough rounds."""
     rounds_of: list[deque[list[LayerSeconds]]] = [deque(maxlen=MAX_ROUNDS) for _ in groups]
     enough = [False] * len(groups)
     stopped = threading.Event()
@@ -222,7 +222,7 @@ def _time_together(
 def _typical(rounds: Sequence[Sequence[LayerSeconds]]) -> list[LayerSeconds]:
     """Returns the median run of each layer, scaled so that the sum is the median round.
 
-    So disturbances, which affect a different layer in each round, count in the sum, but not for a single layer.
+    Disturbances affect a different layer in each round. So they increase the sum, but not the time of a single layer.
     """
     middle = [_combine(runs, median_low) for runs in zip(*rounds, strict=True)]
     together = median(sum(layer.forward + layer.backward for layer in each) for each in rounds)
@@ -231,7 +231,7 @@ def _typical(rounds: Sequence[Sequence[LayerSeconds]]) -> list[LayerSeconds]:
 
 
 def _combine(runs: Sequence[LayerSeconds], reduce: Callable[[Sequence[float]], float]) -> LayerSeconds:
-    """Reduces several measurements to one, field by field. A field that is None in one of them is None."""
+    """Reduces several measurements to one, field by field. A field is None if it is None in any measurement."""
     parts = (None if None in part else reduce(part) for part in zip(*runs, strict=True))
     return LayerSeconds(*parts)  # type: ignore[arg-type]  # the first two are never None
 
@@ -240,7 +240,8 @@ def _seconds(runs: Sequence[LayerRun], device: torch.device, *, parts: bool) -> 
     """Times the layers like a stage that recomputes: all forwards, then all recomputes, then all backwards.
 
     Outputs are freed after the forwards, so that memory is freed and allocated as in training. Saving and restoring
-    buffers counts as part of the recompute. Both parts of a split backward are timed in an additional run.
+    buffers counts as part of the recompute. With `parts`, the input-gradient and weight-gradient passes are timed in
+    an additional run.
     """
     seconds = [defaultdict[str, float](float) for _ in runs]
 
@@ -279,7 +280,7 @@ def _recompute(run: LayerRun, inputs: Values, buffers: Buffers, before: SavedBuf
 
 
 def measure_host(device: torch.device) -> float:
-    """Returns the bytes per second at which a rank on this device offloads activations, and fetches them."""
+    """Returns the speed at which activations move to host memory and back, in bytes per second."""
     stream = DeviceStream(device) if queues(device) else RankStream(device)
     host, activations = host_of(stream), OffloadedActivations()
     with activations.watched(), torch.enable_grad():
@@ -303,7 +304,7 @@ def _now(device: torch.device) -> float:
 
 
 class _FingerprintPickler(pickle.Pickler):
-    """Pickles tensors by their layout and whether their storage is kept, and types and functions by identity."""
+    """Pickles objects for a comparison: tensors by their layout, types and functions by their identity."""
 
     def __init__(self, file: BytesIO, kept: Collection[int], essence: Essence) -> None:
         super().__init__(file)
@@ -311,7 +312,7 @@ class _FingerprintPickler(pickle.Pickler):
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, item: object) -> str | None:
-        """Returns the text for a tensor, type or function; None for other objects, whose contents are pickled."""
+        """Returns a text for tensors, types and functions, and None for other objects, whose contents are pickled."""
         if isinstance(item, (type, FunctionType, BuiltinFunctionType)) or id(item) in self._shared:
             return str(id(item))
         if type(item) is int and item == self._own:
@@ -329,8 +330,8 @@ class _FingerprintPickler(pickle.Pickler):
 def fingerprint(value: object, kept: Collection[int] = ()) -> bytes | None:
     """Returns bytes that are equal for objects that differ only in the values of their tensors.
 
-    None if the objects cannot be compared. All attributes of layers are compared, not only their printed form.
-    Storages in `kept` (by identity) differ from others.
+    Returns None if the objects cannot be compared. All attributes of layers are compared, not only their printed
+    form. A storage whose identity is in `kept` differs from a storage that is not.
 
     >>> fingerprint(nn.Linear(2, 3)) == fingerprint(nn.Linear(2, 3)) != fingerprint(nn.Linear(2, 3, bias=False))
     True
@@ -345,5 +346,5 @@ def fingerprint(value: object, kept: Collection[int] = ()) -> bytes | None:
 
 
 def fingerprint_of(layer: nn.Module, value: Tree, kept: Collection[int] = ()) -> bytes | None:
-    """Returns a fingerprint of a layer and its input. For traced models, it covers the code of the layer."""
+    """Returns a fingerprint of a layer and its input. For traced models, it includes the code of the layer."""
     return fingerprint(layer.essence(value) if isinstance(layer, SingleLayer) else (layer, value), kept)

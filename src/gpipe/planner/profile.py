@@ -1,4 +1,4 @@
-"""Derives the costs of layers for micro-batches of any size from two sizes, counted or measured.
+"""Derives the costs of layers for micro-batches of any size, from costs that were counted or measured for two sizes.
 
 Floating-point operations and bytes are counted with fake tensors. The activations of a layer are the storages that
 autograd saves in its forward, except parameters and buffers. Each storage counts once, in the first layer that
@@ -53,7 +53,7 @@ class UncountableError(ValueError):
 
 @dataclass
 class LayerCounts:
-    """The cost of one layer for one micro-batch, in floating-point operations and bytes.
+    """The counted cost of one layer for one micro-batch, in floating-point operations and bytes.
 
     `gpipe.planner.search.profile.LayerProfile` describes the fields.
     """
@@ -79,16 +79,17 @@ def profile_layers(
     at_once: int = 1,
     parts: bool = False,
 ) -> Profile:
-    """Returns the profile of consecutive layers, from one or two micro-batches.
+    """Returns the profile of consecutive layers, from the costs of one or two micro-batches.
 
     Args:
         layers: The layers. They can be on the meta device, unless seconds are measured.
         samples: Inputs of the first layer, by their number of rows.
         names: The names of the layers.
-        optimizer_numbers: The numbers that the optimizer keeps for each parameter. Default: 2, as for Adam.
+        optimizer_numbers: How many numbers the optimizer keeps for each element of a parameter. Default: 2, as for
+            Adam.
         measured_on: The device on which seconds are measured. Default: None, operations are counted.
         at_once: The number of ranks that compute at the same time during measurements. Default: 1.
-        parts: Whether to profile both parts of a split backward as well. Default: False.
+        parts: Whether to profile the input-gradient and weight-gradient passes as well. Default: False.
     """
     counted = {rows: count(layers, sample, parts=parts) for rows, sample in samples.items()}
     work = {rows: [LayerSeconds(each.forward, each.backward) for each in counts] for rows, counts in counted.items()}
@@ -110,7 +111,7 @@ def _profile(
     work: Mapping[int, LayerSeconds],
     optimizer_numbers: float,
 ) -> LayerProfile:
-    """Returns the profile of a layer from its counts and its work, both by rows."""
+    """Returns the profile of a layer. `counts` and `work` are its costs by the number of rows."""
     are_split = all(each.inputs is not None for each in work.values())
     is_redone = all(each.recompute is not None for each in work.values())
     halves = [{rows: each.halves[index] for rows, each in counts.items() if each.halves} for index in range(3)]
@@ -134,7 +135,10 @@ def _profile(
 
 
 def _line(by_rows: Mapping[int, T], number: Callable[[T], float]) -> Line:
-    """Returns the line through one or two points. If it is negative at 0 rows, returns a line through 0."""
+    """Returns the cost as a line through one or two points.
+
+    If the cost at 0 rows would be negative, returns a line through 0.
+    """
     (first, small), (last, large) = ((rows, number(by_rows[rows])) for rows in (min(by_rows), max(by_rows)))
     per_row = (large - small) / (last - first) if last > first else large / last
     fixed = large - per_row * last
@@ -153,7 +157,7 @@ def count_parameters(layers: Sequence[nn.Module]) -> list[float]:
 
 
 def count_flops(layers: Sequence[nn.Module], sample: Tree) -> list[float]:
-    """Returns the counted floating-point operations of forward and backward of each layer, at least 1.
+    """Returns the counted floating-point operations of the forward and backward of each layer together, at least 1.
 
     The count includes matrix products, convolutions, attention and LSTMs. A multiply-add counts as 2.
     """
@@ -166,7 +170,7 @@ def count(layers: Sequence[nn.Module], sample: Tree, *, parts: bool = False) -> 
     Args:
         layers: The layers.
         sample: An input micro-batch of the first layer.
-        parts: Whether to count both parts of a split backward as well. Default: False.
+        parts: Whether to count the input-gradient and weight-gradient passes as well. Default: False.
 
     Raises:
         UncountableError: If a layer cannot run with fake tensors.
@@ -205,7 +209,7 @@ class _Run:
         return self._fakes.like(tensor.detach()).requires_grad_(tensor.requires_grad)
 
     def layer(self, index: int, layer: nn.Module, value: Tree, *, is_last: bool) -> Tree:
-        """Counts one layer, or reuses the counts of an equal layer. Returns its output."""
+        """Counts one layer, or reuses the counts of an equal layer. Returns the output of the layer."""
         popped = {name: self._stashed[name] for name in skip_names(layer, "pop")}
         values = value, {name: tensor for name, (_, tensor) in popped.items()}
         copied = any(id(tensor.untyped_storage()) in self._origin for tensor in tensors_in(value))
@@ -242,7 +246,10 @@ class _Run:
     def _run(
         self, layer: nn.Module, values: Any, saved: Storages, known: LayerCounts | None, *, is_last: bool
     ) -> tuple[Values, LayerCounts]:
-        """Returns the output of a layer and its counts (`known`, if not None). Adds saved storages to `saved`."""
+        """Runs a layer and returns its output and its counts, which are `known` if not None.
+
+        Adds saved storages to `saved`.
+        """
         parameters = {id(tensor.untyped_storage()) for tensor in (*layer.parameters(), *layer.buffers())}
 
         def save(tensor: Tensor) -> Tensor:
@@ -267,7 +274,7 @@ class _Run:
         return output, counts
 
     def _is_plain(self, tensors: Sequence[Tensor]) -> bool:
-        """Returns whether new tensors of the same layouts would use memory in the same way."""
+        """Returns whether new tensors with the same layouts would use memory in the same way as these tensors."""
         storages = _storages(tensors)
         as_large = _bytes(_storages(list(map(self.fake, tensors)))) == _bytes(storages)
         return len(storages) == len(tensors) and as_large and storages.keys().isdisjoint(self._origin)
@@ -275,7 +282,7 @@ class _Run:
     def _count(
         self, layer: nn.Module, value: Tree, forward: Callable[[], Values], saved: Storages, *, is_last: bool
     ) -> tuple[Values, LayerCounts]:
-        """Runs the forward and the backward of a layer. Storages that autograd saves are added to `saved`."""
+        """Counts the forward and the backward of a layer. Adds the storages that autograd saves to `saved`."""
         entering, watch = _storages(tensors_in(value)), Watch(storage_identity)
         for parameter in layer.parameters():  # Gradients exist, as after the first micro-batch.
             parameter.grad = self._fakes.like(parameter.detach()) if parameter.requires_grad else None
@@ -295,7 +302,7 @@ class _Run:
         return output, counts
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """Returns a copy that a layer can change in place, and remembers the original storage."""
+        """Returns a copy that a layer can change in place, and records the storage of the original."""
         copy = tensor.clone()
         storage = copy.untyped_storage()
         self._copies.append(storage)
@@ -307,7 +314,10 @@ class _Run:
 
 
 def _count_halves(forward: Callable[[], Values], boundary: Sequence[Tensor]) -> tuple[int, int, int]:
-    """Runs a split backward. Returns the bytes between both passes, and the temporary bytes of each pass."""
+    """Runs a split backward.
+
+    Returns the bytes that are kept between both passes, and the temporary bytes of each pass.
+    """
     with (watch := Watch(storage_identity)):
         roots = roots_of(forward())
         watch.end(gradients=())
@@ -346,14 +356,14 @@ def _flops_of_bilinear(*shapes_and_new: Any, **more: Any) -> int:
 
 
 def _flops_of_grouped_product(a: list[int], b: list[int], *others: Any, **more: Any) -> int:
-    """Returns the operations of all groups. They share the rows or the columns of a matrix, or have a matrix each."""
+    """Returns the operations of all groups. Groups divide the rows or columns of a matrix, or have a matrix each."""
     return 2 * prod(a[-2:]) * b[-1] * (a[0] if len(a) == len(b) == 3 else 1)
 
 
 def _flops_of_convolution_backward(
     gradient: list[int], x: list[int], weight: list[int], *others: Any, out_shape: object
 ) -> int:
-    """Returns the operations, also with groups, for which torch's formula of the weight gradient is wrong."""
+    """Returns the operations. With groups, torch's formula for the weight gradient would be wrong."""
     _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, wanted = others
     return int(sum(wanted[:2])) * conv_flop_count(x, weight, gradient, transposed=transposed)
 

@@ -11,7 +11,7 @@ from gpipe.stages.memory_layout import storage_address
 
 
 def storage_identity(tensor: Tensor) -> int:
-    """Returns the identity of a tensor's storage. Works for fake tensors, too."""
+    """Returns the identity of a tensor's storage. This also works for fake tensors."""
     return id(tensor.untyped_storage())
 
 
@@ -19,13 +19,14 @@ class Watch(Operations):
     """Tracks the storages that operations in this context allocate, until they are freed.
 
     Args:
-        key: Returns a key that is equal for tensors with the same storage, and 0 for tensors without storage.
+        key: A function that returns the same key for tensors with the same storage, and 0 for tensors without
+            storage.
             Default: the address of the storage.
 
     Attributes:
-        held: The bytes that exist at the end of the last run, without gradients.
+        held: The bytes that existed at the end of the last run, without gradients.
         peak: The maximum number of bytes that existed at the same time during a run that ended.
-        crossed: The bytes at this peak that were counted by `add`.
+        crossed: The share of `peak` that `add` counted, in bytes.
 
     >>> import torch
     >>> watch = Watch()
@@ -72,12 +73,15 @@ class Watch(Operations):
         return number
 
     def mark(self, *, loose: bool) -> None:
-        """Marks the storages allocated since the last mark as loose if they exist only for another rank."""
+        """Marks the storages allocated since the last mark.
+
+        If `loose`, records that they exist only for a different rank.
+        """
         self._loose |= {number for number, size in self._events[self._marked :] if loose and size > 0}
         self._marked = len(self._events)
 
     def give_up(self, tensor: Tensor, *, only_loose: bool = False) -> None:
-        """Stops counting a tensor's storage. With `only_loose`, only if it is loose."""
+        """Stops counting a tensor's storage. If `only_loose`, only if the storage was marked as loose."""
         key = self._key(tensor)
         number = self._alive.get(key)
         if number is not None and (not only_loose or number in self._loose):

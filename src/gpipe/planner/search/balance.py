@@ -9,12 +9,12 @@ Dynamic programming goes from the last stage to the first. `least[k, a]` is the 
 with the layers from a on. It is the minimum over all ends b of stage k of
 
 - `(x[b] - y[a] - mean)**2 + least[k+1, b]` for `"variance"`,
-- `max(x[b] - y[a], least[k+1, b])` for `"minmax"`. A second search, among stages that are not slower than the
-  optimum, then finds the solution with the least variance.
+- `max(x[b] - y[a], least[k+1, b])` for `"minmax"`. Then a second search finds the solution with the least variance,
+  in which no stage is slower than the optimum.
 
-Costs are counted in ticks, 2^-51 of an upper bound on the longest stage. So sums are exact, and equal stages have
-exactly equal costs. Solutions within 1e-12 of the best tie, relative to the mean (for variance, relative to the root
-mean square deviation). Among tied solutions, the one whose earlier stages have more layers wins.
+Costs are counted in ticks, 2^-51 of an upper bound on the longest stage. So sums are exact, and stages with the same
+cost compare as equal. Solutions within 1e-12 of the best tie, relative to the mean (for variance, relative to the
+root mean square deviation). If solutions tie, the solution whose earlier stages have more layers is chosen.
 """
 
 import math
@@ -50,9 +50,9 @@ def partition(
         balance: The objective, for the cost t_k of each stage k:
 
             - `"variance"` (default): the sum of (t_k - mean)^2, with mean = sum of costs / sum of speeds.
-            - `"minmax"`: the maximum of t_k. Among equal maxima, the variance.
+            - `"minmax"`: the maximum of t_k. If maxima are equal, the variance decides.
 
-            Among tied partitions, the one whose earlier stages have more layers is returned.
+            If partitions tie, the partition whose earlier stages have more layers is returned.
         speeds: The speed of the device of each stage. Default: 1.
         transfers: The time that each of the two stages next to a split point spends on the transfer, in the unit of
             the costs. The first entry is for a split after layer 0. Default: 0.
@@ -62,8 +62,8 @@ def partition(
         The partition. Its `layers` are the numbers of layers of the stages, and `seconds` the costs of the stages.
 
     Raises:
-        ValueError: If arguments are invalid; the message lists all errors. Or if no partition fits in memory; the
-            message names the one that comes closest.
+        ValueError: If arguments are invalid, or if no partition fits in memory. The message lists all errors, or
+            describes the partition that is closest to fitting.
 
     >>> partition([1, 1, 1, 1, 4, 4], 3).layers
     (4, 1, 1)
@@ -91,8 +91,8 @@ class _Search:
     """A search over all partitions for the least variance, or if `mean` is None for the least maximum span.
 
     Attributes:
-        x: `x[k, b]`, as in the docstring of the module.
-        y: `y[k, a]`, likewise.
+        x: `x[k, b]` of the module's docstring.
+        y: `y[k, a]` of the module's docstring.
         held: Stage k with the layers a to b-1 needs `held[b] - free[k, a]` bytes.
         free: See `held`.
         limits: The bytes that the device of each stage can hold.
@@ -122,7 +122,7 @@ class _Search:
         return least
 
     def best(self) -> tuple[int, ...] | None:
-        """Returns the number of layers of each stage, with ties resolved; None if nothing fits."""
+        """Returns the number of layers of each stage, after resolving ties; None if no partition fits."""
         least = self.least()
         if least[0, 0] == math.inf:
             return None
@@ -143,7 +143,7 @@ class _Search:
         return (math.sqrt(best) * (1 + TOLERANCE) + self.mean * TOLERANCE) ** 2
 
     def _values(self, stage: int, firsts: slice, rest: Reals) -> Reals:
-        """Returns the value of a stage and the best later stages, for each first layer (row) and end (column).
+        """Returns the value of a stage plus the best later stages, for each first layer (row) and end (column).
 
         Impossible combinations are infinite. Ends start at the first of `firsts`, and go up to the last possible one.
         """

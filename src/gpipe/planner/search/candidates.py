@@ -1,4 +1,4 @@
-"""The candidates for a plan, without split points: ranks, micro-batches, schedule. Also bounds on their time."""
+"""Lists the candidates for a plan, without split points: ranks, micro-batches, schedule. Also bounds their time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +20,13 @@ from gpipe.schedule.simulate import UNIT_COST, Simulator
 
 AUTO = "auto"  # the name of a schedule that is searched for
 STAGES_PER_RANK, MANY_RANKS = (1, 2, 4), 9
-"""The numbers of stages per rank that are tried. With 1, or at least `MANY_RANKS` ranks, only the default."""
+"""The numbers of stages per rank that are tried for 2 to `MANY_RANKS` - 1 ranks. Otherwise, only the default is
+tried."""
 SCHEDULES_OF_ONE_RANK = ("gpipe", "1f1b")
 """The schedules that are tried for one rank: all forwards first, or with less memory one micro-batch at a time."""
 MAX_RANKS_TRIED = 16  # every number of ranks up to this one is tried; see `_rank_counts` for larger ones
 ENOUGH_MICRO_BATCHES_PER_RANK = 32
-"""With this many micro-batches per rank, fill-drain is idle for 1/33 of the time. More can save at most 3 %."""
+"""With this many micro-batches per rank, fill-drain idles 1/33 of the time. More micro-batches save at most 3 %."""
 LARGE = 300_000  # a table with more actions is a `LargeTable`
 FEW_RANKS = 4  # the idle share with this many ranks is similar to the one with more ranks
 
@@ -79,7 +80,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Choices:
-    """The values among which a search chooses. None means all possible values.
+    """The values that a search may choose. None means all possible values.
 
     Attributes:
         partitions: Numbers of ranks.
@@ -124,8 +125,9 @@ class Choices:
             devices: The number of devices.
             global_batch: The rows of a mini-batch.
             layers: The number of layers.
-            beyond: Whether to yield instead the shapes that only help if memory is short: more micro-batches than
-                usual, and one rank with several stages, each of which is recomputed by itself. Default: False.
+            beyond: Whether to yield, instead of the usual shapes, the shapes that only help if memory is short. These
+                have more micro-batches, or one rank with several stages that are recomputed separately. Default:
+                False.
         """
         for partitions in self.partitions or _rank_counts(min(devices, layers)):
             enough = ENOUGH_MICRO_BATCHES_PER_RANK * partitions
@@ -149,7 +151,7 @@ class Choices:
 
 
 def _rank_counts(most: int) -> list[int]:
-    """Returns all numbers up to `MAX_RANKS_TRIED`, and above it powers of two, and `most` halved repeatedly.
+    """Returns all numbers up to `MAX_RANKS_TRIED`. Above, returns powers of two, and `most` halved repeatedly.
 
     >>> _rank_counts(100)
     [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 25, 32, 50, 64, 100]
@@ -167,7 +169,7 @@ def _divisors(number: int) -> list[int]:
 def least_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) -> float:
     """Returns a lower bound on the time of all partitions of a shape.
 
-    It is the larger of two times: all work divided evenly among the ranks, and one micro-batch through all layers.
+    The bound is the larger of two times: all work divided evenly among the ranks, and one micro-batch in all layers.
     """
     m, fastest = shape.micro_batches, max(speeds)
     whole = path = sized.backward
@@ -189,7 +191,8 @@ def splits(schedule: str) -> bool:
 def likely_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) -> float:
     """Returns an estimate of the time if ranks have equal work, nothing is recomputed, and everything fits.
 
-    The idle share is computed for at most `FEW_RANKS` ranks with the same number of micro-batches per rank.
+    To save time, the idle share is computed for at most `FEW_RANKS` ranks, with the same number of micro-batches per
+    rank.
     """
     ranks = min(shape.partitions, FEW_RANKS)
     m = max(1, round(shape.micro_batches * ranks / shape.partitions))

@@ -1,4 +1,4 @@
-"""The devices that a plan is made for: their memory, speed and links."""
+"""Describes the devices that a plan is made for: their memory, speed and links."""
 
 import math
 import re
@@ -77,7 +77,7 @@ PRESETS = {  # each with the memory, `ATTAINED_SHARE` of the peak of the matrix 
 
 
 def parse_devices(text: str) -> list[Device]:
-    """Returns the devices that a text describes: a count, and either a preset or memory x speed x link.
+    """Parses a description of devices: a count, and either a preset or memory x speed x link.
 
     Raises:
         ValueError: If the text does not describe at least one device.

@@ -1,4 +1,4 @@
-"""Finds the least recomputation with which stages fit in the memory of their ranks."""
+"""Finds the least recomputation that makes stages fit in the memory of their ranks."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +20,8 @@ KeptCounts: TypeAlias = tuple[int, ...]
 """For each stage (of a rank, or of all), how many micro-batches keep their activations at the same time."""
 RankCosts: TypeAlias = tuple[StageCost, ...]  # the costs of the stages of one rank
 MAX_COUNTS, MAX_OPTIONS = 16, 64
-"""Limits for exhaustive search: ways to share the memory of one rank among its stages, and combinations of these ways
-on all ranks. Above the second limit, each rank minimizes its own recomputation time."""
+"""Limits for exhaustive search: the counts that are tried for the stages of one rank, and the combinations of counts
+for all ranks. Above the second limit, each rank minimizes its own recomputation time."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Misfit:
 
 
 class Fitting:
-    """Chooses what the stages of a program recompute, so that each rank stays within its limit in bytes."""
+    """Chooses which micro-batches each stage recomputes, so that each rank stays within its memory limit."""
 
     def __init__(self, simulator: Simulator, limits: Sequence[float]) -> None:
         self.simulator, self.limits = simulator, limits
@@ -79,7 +79,10 @@ class Fitting:
         return limit == inf or self.simulator.peak_bytes(rank, costs, (frozenset(),) * len(costs)) <= limit
 
     def fastest(self, costs: Sequence[StageCost]) -> tuple[KeptCounts, float]:
-        """Returns the counts of all stages with the fastest mini-batch, and its seconds. Requires no `misfit`."""
+        """Returns the counts that make a mini-batch fastest, and its seconds.
+
+        Call it only if `misfit` returns None.
+        """
         by_rank = self._by_rank(costs)
         options = [self._options(rank, of_rank) for rank, of_rank in enumerate(by_rank)]
         if prod(map(len, options)) > MAX_OPTIONS:
@@ -93,7 +96,7 @@ class Fitting:
         return min(timed, key=lambda kept_and_seconds: kept_and_seconds[1])
 
     def busy(self, costs: Sequence[StageCost], kept: KeptCounts) -> float:
-        """Returns the seconds that all ranks together compute."""
+        """Returns the sum of the computation times of all ranks in seconds."""
         return self.simulator.busy(costs, self.recomputed(kept))
 
     def recomputed(self, kept: KeptCounts) -> Recomputed:
@@ -111,14 +114,14 @@ class Fitting:
         return tuple("never" if count == top else count or "always" for count, top in zip(kept, most, strict=True))
 
     def _find_options(self, rank: int, costs: RankCosts) -> Iterator[KeptCounts]:
-        """Yields the counts with which a rank fits, and of which none can be increased."""
+        """Yields the counts that fit in the memory of a rank, and that do not fit if any count increases."""
         most = tuple(map(self.simulator.in_flight, self.simulator.stages_of[rank]))
 
         def fits(kept: KeptCounts) -> bool:
             return self._peak_bytes(rank, costs, kept) <= self.limits[rank]
 
         def raised(kept: KeptCounts, index: int) -> KeptCounts:
-            """Returns counts with which the rank fits, with the one at `index` as high as possible."""
+            """Returns counts that fit, in which the count at `index` is as high as possible."""
             before, after = kept[:index], kept[index + 1 :]
             count = highest(kept[index], most[index], lambda count: fits((*before, count, *after)))
             return (*before, count, *after)
@@ -152,7 +155,7 @@ class Fitting:
 
 
 class LargeTableFitting:
-    """The same as `Fitting` for a `LargeTable`: each stage recomputes all micro-batches or none.
+    """Does the same as `Fitting` for a `LargeTable`. Each stage recomputes all micro-batches or none.
 
     In `KeptCounts`, 1 means that a stage recomputes none, and 0 that it recomputes all.
     """
@@ -169,7 +172,10 @@ class LargeTableFitting:
         return None
 
     def fastest(self, costs: Sequence[StageCost]) -> tuple[KeptCounts, float]:
-        """Returns the counts of all stages, and the seconds of a mini-batch. Only ranks that need it recompute."""
+        """Returns the counts of all stages, and the seconds of a mini-batch.
+
+        A rank recomputes only if it does not fit.
+        """
         fits = [self.simulator.peak_bytes(rank, costs) <= limit for rank, limit in enumerate(self.limits)]
         kept = tuple(int(fits[rank]) for rank in self.simulator.rank_of)
         return kept, self.simulator.seconds(costs, self._recomputed(kept))
@@ -189,12 +195,15 @@ class LargeTableFitting:
 
 
 def highest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """Returns the highest number up to which all numbers fit, by bisection. `low` must fit."""
+    """Returns the highest number that fits, by bisection.
+
+    `low` must fit, and all numbers below a fitting number fit.
+    """
     return low + bisect_right(range(low + 1, high + 1), False, key=lambda number: not fits(number))
 
 
 def fitting_remat(program: Program, costs: Sequence[StageCost], limits: Sequence[float]) -> tuple[Remat, ...]:
-    """Returns the least recomputation of each stage with which every rank stays within its limit in bytes."""
+    """Returns the recomputation mode of each stage. Recomputes as little as the memory limits of the ranks permit."""
     fitting = Fitting(Simulator(program), limits)
     if misfit := fitting.misfit(costs):
         raise ValueError(str(misfit))
@@ -207,14 +216,14 @@ def _run(program: Program, costs: Sequence[StageCost], remat: Sequence[Remat]) -
 
 
 def fits(program: Program, costs: Sequence[StageCost], limits: Sequence[float], remat: Sequence[Remat]) -> bool:
-    """Returns whether every rank stays within its limit in bytes with these recomputation modes."""
+    """Returns whether every rank stays within its memory limit in bytes, with these recomputation modes."""
     return all(map(le, _run(program, costs, remat).peak_bytes, limits))
 
 
 def choose_offload(
     program: Program, costs: Sequence[StageCost], limits: Sequence[float], remat: tuple[Remat, ...]
 ) -> tuple[Remat, ...]:
-    """Returns `remat` with `"offload"` at stages where this fits too and the step is not slower than with recompute.
+    """Replaces modes in `remat` by `"offload"`, at stages where this fits and does not make the step slower.
 
     >>> from gpipe.schedule.schedules.by_name import program_of
     >>> costs = [StageCost(1.0, 2.0, move=5.0, activations=8), StageCost(1.0, 2.0, move=0.5, activations=8)]

@@ -1,4 +1,4 @@
-"""Builds tables by list scheduling, for stages with any costs and ranks with limited memory. Also a lower bound.
+"""Builds schedules by list scheduling, for stages with any costs and ranks with limited memory.
 
 Each rank executes the action that it can start first. Each stage runs the micro-batches in order. `Knobs` determine
 
@@ -6,8 +6,8 @@ Each rank executes the action that it can start first. Each stage runs the micro
 - how many micro-batches a stage may be ahead,
 - how long an idle gap must be to be filled by a weight-gradient pass.
 
-A forward leaves enough memory for the later stages of its rank (banker's algorithm). Otherwise forwards of the first
-stage could use all memory, and the table would deadlock.
+A forward starts only if enough memory remains for the later stages of its rank (banker's algorithm). Otherwise
+forwards of the first stage could use all memory, and the schedule would deadlock.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Task:
         sent: Seconds until the output of each stage arrives at the next one; 0 within a rank.
         sent_back: Seconds until the gradient of each stage arrives at the preceding one; 0 within a rank.
         held: Bytes that a micro-batch needs at each stage, from its forward to the end of its backward.
-        room: Bytes of each rank for micro-batches.
+        room: Bytes that each rank has for micro-batches.
     """
 
     rank_of: Placement
@@ -57,7 +57,7 @@ class Task:
 
     @cached_property
     def _turn(self) -> list[float]:
-        """The minimum seconds from the end of the forward of each stage to the beginning of its backward."""
+        """For each stage, the minimum seconds between the end of a forward and the beginning of its backward."""
         last = len(self.rank_of) - 1
         steps = [
             self.forward[s + 1] + self.backward[s + 1] + self.sent[s] + self.sent_back[s + 1] for s in range(last)
@@ -65,12 +65,12 @@ class Task:
         return [*reversed(list(accumulate(reversed(steps), initial=0.0)))]
 
     def least_seconds(self) -> float:
-        """Returns a lower bound on the seconds of all tables.
+        """Returns a lower bound on the seconds of all possible schedules.
 
-        It is the maximum of
+        The bound is the maximum of
 
         - the path of one micro-batch through all stages,
-        - the work of each rank, plus the times that must come before and after it,
+        - the work of each rank, plus the times that must pass before and after this work,
         - for each rank, the memory of all micro-batches times their duration, divided by its memory.
         """
         ahead = list(accumulate(map(sum, zip(self.forward, self.sent, strict=True)), initial=0.0))
@@ -84,7 +84,7 @@ class Task:
         return least
 
     def _jobs(self, stages: list[int], ahead: list[float], back: list[float]) -> list[tuple[float, float, float]]:
-        """Returns the jobs of a rank: their earliest start, the time that must follow them, and their duration."""
+        """Returns the earliest start of each job of a rank, the time that must follow the job, and its duration."""
         jobs = []
         for s in stages:
             turned = ahead[s] + self.forward[s] + self._turn[s]
@@ -95,7 +95,7 @@ class Task:
 
 
 def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
-    """Returns the least time until all jobs and the times that follow them are over, on one machine.
+    """Returns the minimum time until all jobs have run on one machine and the times that follow the jobs have passed.
 
     Jackson's rule with preemption is optimal: run the job with the longest following time.
     """
@@ -124,12 +124,12 @@ class Knobs:
 
     Attributes:
         ahead: For each stage, the maximum number of micro-batches between forward and backward.
-        forward_first: For each rank, whether a forward goes before a backward that can start at the same time.
+        forward_first: For each rank, whether a forward precedes a backward that can start at the same time.
         most_owed: For each rank, the maximum number of pending weight-gradient passes.
         least_gap: A weight-gradient pass fills an idle gap of at least this share of its duration. Default: 1.
-        later_first: Whether forwards of later stages go first. Default: True.
-        bold: Whether a forward leaves no memory for later stages that already have a micro-batch in flight. Default:
-            False.
+        later_first: Whether forwards of later stages precede forwards of earlier stages. Default: True.
+        bold: Whether a forward may use all memory of its rank if a later stage already has a micro-batch in flight.
+            Default: False.
     """
 
     ahead: tuple[int, ...]
@@ -141,7 +141,10 @@ class Knobs:
 
 
 def list_table(task: Task, knobs: Knobs) -> tuple[float, Program] | None:
-    """Returns the seconds of the table that knobs produce, and the table. None if list scheduling deadlocks."""
+    """Returns the seconds of the schedule that these knobs produce, and its program.
+
+    None if list scheduling deadlocks.
+    """
     listing = _Listing(task, knobs)
     if not listing.run(inf):
         return None
@@ -150,7 +153,7 @@ def list_table(task: Task, knobs: Knobs) -> tuple[float, Program] | None:
 
 
 def list_seconds(task: Task, knobs: Knobs, enough: float) -> float:
-    """Returns the seconds of the table that knobs produce. Infinity if it deadlocks or takes longer than `enough`."""
+    """Returns the seconds of the schedule that these knobs produce; infinity if it deadlocks or exceeds `enough`."""
     listing = _Listing(task, knobs)
     return max(listing.free) if listing.run(enough) else inf
 
@@ -177,7 +180,10 @@ class _Listing:
         self.reserved = [sum(task.held[t] for t in task.stages_of[task.rank_of[s]] if t > s) for s in stages]
 
     def run(self, enough: float) -> bool:
-        """Lists all actions, the earliest first. Returns whether this succeeds within `enough` seconds."""
+        """Lists all actions, the earliest first.
+
+        Returns whether the schedule is complete and takes at most `enough` seconds.
+        """
         task, enough = self.task, enough * ROUNDING_FACTOR
         left = task.micro_batches * sum(2 + (weights > 0) for weights in task.weights)
         next_of = [self._next(rank) for rank in range(len(self.free))]
@@ -197,7 +203,10 @@ class _Listing:
         return True
 
     def _next(self, rank: int) -> tuple[float, Kind, int]:
-        """Returns the start, kind and stage of the next action of a rank. The start is infinity if there is none."""
+        """Returns the start, kind and stage of the next action of a rank.
+
+        The start is infinity if no action is possible.
+        """
         knobs, now, owed = self.knobs, self.free[rank], self.owed[rank]
         forward_last = not knobs.forward_first[rank]
         best = inf, False, 0, Kind.FORWARD, 0
@@ -227,7 +236,7 @@ class _Listing:
         return self.held[rank] + self.task.held[stage] + reserved <= self.room[rank]
 
     def _do(self, rank: int, start: float, kind: Kind, stage: int) -> int:
-        """Lists an action. Returns the rank whose next action it may change, in addition to this one."""
+        """Lists an action. Returns the rank that receives its output: the next action of that rank may change."""
         task, last = self.task, len(self.task.rank_of) - 1
         other = stage
         if kind is Kind.BACKWARD_WEIGHT:

@@ -1,4 +1,4 @@
-"""The result of a search: the plan, the best alternatives, and the reasons against all others."""
+"""Defines the result of a search: the plan, the best alternatives, and the reasons against all other plans."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ class Rejection:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The settings with which a model is trained, as plain data. Train with `gpipe.GPipe(model, plan=plan)`.
+    """The settings to train a model, as plain data. Train with `gpipe.GPipe(model, plan=plan)`.
 
     `gpipe.find_plan` returns a plan, `pipe.plan` is the plan of a pipe, and checkpoints contain it.
 
@@ -54,11 +54,11 @@ class Plan:
         micro_batches: M, the number of micro-batches.
         layers_per_partition: The number of layers in each stage.
         rank_of: The rank of each stage.
-        schedule: The name of the schedule, or `"auto"` if the table was searched for.
-        remat: The recomputation mode of each stage: `"never"`, `"always"`, `"except_last"`, `"offload"`, or how many
-            micro-batches keep their activations at the same time.
+        schedule: The name of the schedule, or `"auto"` if the search found a new schedule.
+        remat: The recomputation mode of each stage: `"never"`, `"always"`, `"except_last"`, `"offload"`, or the
+            number of micro-batches that keep their activations at the same time.
         names: The names of the layers.
-        work: The cost of each layer: forward and backward of one micro-batch.
+        work: The cost of the forward and backward of one micro-batch, for each layer.
         costs: The cost of each stage.
         costs_by: The origin of the costs:
 
@@ -67,15 +67,18 @@ class Plan:
             - `"params"`, `"flops"`, `"function"` or `"numbers"`: the `costs` argument, whose unit is arbitrary.
         counted: Whether the bytes of the stages were counted.
         slices: The number of slices of each micro-batch in a step.
-        table: The program, if the schedule was searched for or passed as a `Program` or function. Otherwise None.
-        unsplit: The stages whose backwards are not split. None until a pipe decides.
+        table: The program, if the search found a new schedule, or if the schedule was passed as a `Program` or
+            function. Otherwise None.
+        unsplit: The stages whose backwards are not split. None before a pipe has chosen these stages.
         seconds: The predicted seconds of a mini-batch, without data loading and optimizer, in the unit of `costs`.
-        peak_bytes: The predicted peak memory of each rank: the state of its layers, and activations.
+        peak_bytes: The predicted peak memory of each rank: weights, gradients, optimizer state, and activations.
         bubble: The predicted idle share of all ranks. It includes the imbalance of the stages.
         global_batch: The rows of a mini-batch. 0 if unknown.
         devices: The devices of the ranks, if the plan was made for specific devices.
-        least_seconds: A lower bound on the seconds of all tables for these stages, if a table was searched for.
-        plain_seconds: The measured seconds of the same mini-batch without gpipe, on all cores. None if not measured.
+        least_seconds: A lower bound on the seconds of all schedules for these stages, if the search looked for a new
+            schedule.
+        plain_seconds: The measured seconds of the same mini-batch without gpipe, on all cores. None if they were not
+            measured.
         alternatives: The next best plans, with other shapes.
         rejected: All other shapes, with the reasons why they were not chosen.
 
@@ -134,7 +137,7 @@ class Plan:
 
     @property
     def shape(self) -> Shape:
-        """The plan without split points and recomputation."""
+        """The ranks, micro-batches and schedule of the plan, without its split points and recomputation."""
         return Shape(self.partitions, self.micro_batches, self.schedule, self.stages_per_rank)
 
     @cached_property
@@ -144,7 +147,7 @@ class Plan:
 
     @cached_property
     def rank_seconds(self) -> tuple[float, ...]:
-        """The total cost of the stages of each rank, in the unit of `work`."""
+        """The total cost of the stages of each rank, in the same unit as `work`."""
         totals = [0.0] * self.partitions
         for rank, cost in zip(self.rank_of, self.partition.seconds, strict=True):
             totals[rank] += cost
@@ -197,7 +200,7 @@ class Plan:
             stored: The result of `to_json`, also after `json.dumps` and `json.loads`.
 
         Returns:
-            The plan. It lacks the rejected shapes after the first `MAX_STORED`, which `to_json` omits.
+            The plan. The plan has only the first `MAX_STORED` rejected shapes, because `to_json` omits the others.
 
         Raises:
             ValueError: If the data is not a plan.
@@ -229,7 +232,7 @@ class Plan:
 
     @property
     def communication(self) -> float:
-        """The seconds per mini-batch that the busiest link between two ranks is in use, in one direction."""
+        """The seconds per mini-batch during which the busiest link between two ranks is in use, in one direction."""
         links: defaultdict[tuple[int, int], float] = defaultdict(float)
         for stage, (before, after) in enumerate(pairwise(self.rank_of)):
             if before != after:
@@ -255,7 +258,7 @@ class Plan:
         return simulate(self.program, self.costs)
 
     def explain(self) -> str:
-        """Returns a text with the plan, its predicted cost, the next best plans, and why others were rejected."""
+        """Describes the plan, its predicted cost, the next best plans, and why other plans were rejected."""
         return "\n".join([*self._explain_plan(), *self._explain_ranks(), *self._explain_others()])
 
     def _repr_html_(self) -> str | None:
@@ -289,7 +292,7 @@ class Plan:
             yield f"{over:.1%} above the lower bound {least} for these stages"
 
     def compared(self) -> Iterator[str]:
-        """Yields a line that compares a searched schedule with its lower bound and with named schedules."""
+        """Yields a line that compares a new schedule with its lower bound and with named schedules."""
         others = [
             f"{other.shape} takes {max(0.0, other.seconds / self.seconds - 1):.1%} longer"
             for other in self.alternatives

@@ -1,4 +1,4 @@
-"""The costs of layers as functions of the rows of a micro-batch, and the resulting costs of stages on devices."""
+"""Represents the costs of layers as functions of the rows of a micro-batch, and computes the costs of stages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ NOTHING = Line()
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """The cost of one layer: work in the unit of its `Profile`, and bytes.
+    """The cost of one layer: its work in the unit of the `Profile`, and its bytes.
 
     Attributes:
         name: The name of the layer.
@@ -35,17 +35,19 @@ class LayerProfile:
         backward: Work of a whole backward.
         boundary: Bytes of the input on the main route.
         activations: Bytes that a forward saves for the backward, without the input.
-        keeps_input: Bytes of the input that the layer saves and the preceding layer does not.
+        keeps_input: Bytes of the input, as far as this layer saves it for the backward and the preceding layer does
+            not.
         working: Peak bytes of temporary tensors in a backward, including the gradients of input and output.
         state: Bytes of weights, gradients and optimizer state.
         popped: Bytes that arrive by skip connections, with the index of the layer that stashed them.
         parts: Work of the input-gradient and the weight-gradient pass. None means half of `backward` each.
         recompute: Work of a recompute. None means `forward`.
-        leaving: Bytes of the output that the layer does not save. If the layer is the last one of a stage, the graph
-            or the loss keeps them.
-        halves: Bytes that an input-gradient pass keeps for the weight-gradient pass, and temporary bytes of both.
+        leaving: Bytes of the output that the layer does not save. At the end of a stage, the graph or the loss keeps
+            this output.
+        halves: Bytes that an input-gradient pass keeps for the weight-gradient pass, and the temporary bytes of both
+            passes.
         gradients: Bytes of the gradients of the weights.
-        buffers: Bytes of the buffers. Each micro-batch that is recomputed needs a copy of them.
+        buffers: Bytes of the buffers. Each micro-batch that is recomputed needs a copy of the buffers.
     """
 
     name: str
@@ -67,7 +69,7 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """The costs of all layers of a model, in floating-point operations or in seconds on the first device."""
+    """The costs of all layers of a model. Work is in floating-point operations, or in seconds on the first device."""
 
     layers: tuple[LayerProfile, ...]
     unit: Literal["flops", "seconds"] = "flops"
@@ -104,27 +106,27 @@ class SizedProfile:
 
     @cached_property
     def parts(self) -> list[tuple[float, float]]:
-        """The work of the input-gradient and the weight-gradient pass of each layer; half each if unknown."""
+        """The work of both passes of a split backward for each layer; half of the backward each if unknown."""
         known = zip((layer.parts for layer in self.layers), self.backward, strict=True)
         return [(p[0].at(self.rows), p[1].at(self.rows)) if p else (whole / 2, whole / 2) for p, whole in known]
 
     @cached_property
     def kept(self) -> list[float]:
-        """The bytes that each layer saves for its backward, if it is not the first one of its stage."""
+        """The bytes that each layer saves for its backward, if it is not the first layer of its stage."""
         return list(
             map(add, self._each(lambda layer: layer.activations), self._each(lambda layer: layer.keeps_input))
         )
 
     def entering(self, first: int, end: int) -> float:
-        """Returns the bytes that a stage with the layers `first` to `end - 1` receives, with skip connections."""
+        """Returns the bytes that a stage of layers `first` to `end - 1` receives, including skip connections."""
         skips = {source: line.at(self.rows) for layer in self.layers[first:end] for source, line in layer.popped}
         sent = sum(size for source, size in skips.items() if source < first)
         return self.layers[first].boundary.at(self.rows) + sent
 
     def working(self, first: int, end: int) -> float:
-        """Returns the peak of temporary bytes in a backward, minus the activations that are freed by then.
+        """Returns the peak of temporary bytes in a backward, minus activations that are freed before the peak.
 
-        The backward of the loss needs two gradients: of its input, and of the tensor that it saved.
+        The backward of the loss needs two gradients: of the input of the loss, and of the tensor that the loss saved.
         """
         most, freed = 2 * (loss := self._loss(end)), loss
         for layer in range(end - 1, first - 1, -1):
@@ -133,10 +135,10 @@ class SizedProfile:
         return most
 
     def halves(self, first: int, end: int) -> tuple[float, float, float]:
-        """Returns the bytes between the passes of a split backward, and the peak of temporary bytes in each.
+        """Returns the bytes that a split backward keeps between its passes, and the temporary peak of each pass.
 
-        In the input-gradient pass, later layers already keep tensors for the weight-gradient pass, which frees them
-        first.
+        In the input-gradient pass, later layers already keep tensors for the weight-gradient pass. That pass frees
+        the tensors of later layers first.
         """
         late, inputs, weights, freed = 0.0, 2 * (loss := self._loss(end)), 0.0, loss
         for layer in range(end - 1, first - 1, -1):

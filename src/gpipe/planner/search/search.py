@@ -1,9 +1,9 @@
 """Finds the fastest plan for layers on devices, within their memory.
 
-- If a shape has few partitions, all of them are tried, unless a lower bound shows that it cannot be fast enough. Then
-  the result is the optimum over all partitions.
+- If a shape has few partitions, all its partitions are tried, so the result is the optimum. A partition is skipped if
+  a lower bound shows that it cannot be fast enough.
 - If a shape has many partitions, the most even ones are tried. Promising shapes come first, until `MAX_ACTIONS`
-  actions were simulated. Later, neighbors of the best partitions are tried too, except for tables with more than
+  actions were simulated. Then neighbors of the best partitions are tried as well, except for schedules with more than
   `LARGE` actions.
 
 If rounding or measurement errors are larger than the difference between plans, the plan with the fewest stages is
@@ -45,17 +45,18 @@ def search(
 ) -> Plan:
     """Returns the fastest plan that fits. A plan with K ranks uses the first K devices, in order.
 
-    With schedule `"auto"`, named schedules are searched first, and then tables for the best K and M.
+    With schedule `"auto"`, named schedules are tried first. Then new schedules are searched for, with the best K and
+    M.
 
     Args:
         profile: The costs of the layers.
         devices: The devices.
         global_batch: The rows of a mini-batch.
-        choices: The allowed values, without `mistakes`. Default: all.
+        choices: The allowed values, which must be valid (no `mistakes`). Default: all.
         alternatives: The maximum number of alternatives in the plan. Default: 3.
 
     Raises:
-        ValueError: If no plan fits. The message names the one that comes closest.
+        ValueError: If no plan fits. The message describes the plan that is closest to fitting.
     """
     search = _Search(profile, devices, global_batch, alternatives + 1)
     searches_tables = choices.schedules == (AUTO,)
@@ -69,7 +70,7 @@ def search(
 
 
 class _Search:
-    """The fastest `wanted` shapes among those that were tried, and the reasons against the others."""
+    """Tries shapes. Keeps the fastest `wanted` shapes, and the reasons against all other shapes."""
 
     def __init__(self, profile: Profile, devices: Sequence[Device], global_batch: int, wanted: int) -> None:
         self.profile, self.devices, self.global_batch, self.wanted = profile, devices, global_batch, wanted
@@ -81,7 +82,7 @@ class _Search:
         self.misfits: list[tuple[Misfit, Shape]] = []
 
     def attempt_all(self, shapes: Iterable[Shape]) -> None:
-        """Tries shapes, those with the lowest estimates and then the fewest stages first. Rejects slow ones."""
+        """Tries shapes in the order of their estimated time, then of their number of stages. Rejects slow shapes."""
 
         def estimate(bound: Callable[..., float], shape: Shape) -> float:
             return bound(shape, self.size(shape.micro_batches), self.speeds[: shape.partitions])
@@ -110,7 +111,7 @@ class _Search:
         self.rejected.append(Rejection(shape, reason, detail))
 
     def _is_enough(self, seconds: float) -> bool:
-        """Returns whether `wanted` shapes were found that are all at least this fast."""
+        """Returns whether `wanted` shapes were found that all take at most this time."""
         return len(self.fitting) == self.wanted and seconds >= self.fitting[-1][0]
 
     def _is_possible(self, shape: Shape) -> bool:
@@ -152,7 +153,7 @@ class _Search:
         return None
 
     def best(self, *, searches_tables: bool) -> Plan:
-        """Returns the fastest plan with its alternatives, after improving the partitions of all of them."""
+        """Improves the partitions of the fastest shapes. Returns the fastest plan, with its alternatives."""
         if not self.fitting:
             raise ValueError(self._explain_no_fit())
         measured = self.profile.unit == "seconds"
@@ -168,9 +169,9 @@ class _Search:
         return replace(simplest, alternatives=tuple(plans), rejected=tuple(self.rejected))
 
     def _with_tables(self, trials: Sequence[Trial], plans: Sequence[Plan]) -> list[Plan]:
-        """Returns the plans and one more: the best searched table for the K and M of the fastest plan.
+        """Adds a plan to the plans: the best new schedule for the K and M of the fastest plan.
 
-        All plans with this K and M get a lower bound on the seconds of all tables for their stages.
+        All plans with this K and M get a lower bound on the seconds of all schedules for their stages.
         """
         fastest = min(plans, key=attrgetter("seconds")).shape
         used, m = slice(fastest.partitions), fastest.micro_batches
@@ -203,7 +204,7 @@ class _Search:
         )
 
     def _try_shapes_that_are_too_big(self) -> None:
-        """Tries the shapes with the most ranks and micro-batches, to see how close to fitting they come."""
+        """Tries the shapes with the most ranks and micro-batches, to report how much memory they lack."""
         too_big = [each.shape for each in self.rejected if each.reason == "too big"]
         quick = [shape for shape in too_big if 2 * shape.stages * shape.micro_batches <= MAX_ACTIONS]
         most = max(((shape.partitions, shape.micro_batches) for shape in quick), default=None)

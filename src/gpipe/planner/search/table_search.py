@@ -1,8 +1,8 @@
-"""Searches for split points, placement and table together, by random changes of the best list schedules.
+"""Searches for split points, placement and schedule together, by random changes of the best list schedules.
 
 The search is deterministic: its random numbers are seeded, and attempts are counted, not timed. List scheduling is an
 estimate, because each stage recomputes everything or nothing, and messages do not wait for each other. A `Trial` then
-evaluates the best tables like all other plans.
+evaluates the best schedules, in the same way as all other plans.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ GAPS, OWED = (0.01, 0.3, 0.5, 0.7, 0.9, 1.0), (0, 1, 2, 3, 4, 6, 8, inf)
 
 @dataclass(frozen=True)
 class TableCandidate:
-    """The inputs of list scheduling, and the estimated seconds of the table."""
+    """The inputs of list scheduling, and the estimated seconds of the resulting schedule."""
 
     placement: Placement
     sizes: StageSizes
@@ -43,7 +43,7 @@ class TableCandidate:
 
 
 class TableSearch:
-    """A search for the best tables with a number of micro-batches on given devices."""
+    """A search for the best schedules, for a given number of micro-batches and given devices."""
 
     def __init__(
         self, sized: SizedProfile, devices: Sequence[Device], speeds: Sequence[float], micro_batches: int
@@ -56,7 +56,10 @@ class TableSearch:
         self.best: list[TableCandidate] = []
 
     def trials(self, named: Sequence[Trial]) -> Iterator[Trial]:
-        """Yields trials of the best tables. Starts from the partitions of `named`, the trials of named schedules."""
+        """Yields trials of the best schedules.
+
+        Starts from the partitions of `named`, the trials of named schedules.
+        """
         rng, listed = Random(0), 0
         starts = iter(list(self._starts(named)))
         while listed < MAX_LISTED:
@@ -74,7 +77,7 @@ class TableSearch:
                 yield trial
 
     def least_seconds(self, placement: Placement, sizes: StageSizes) -> float:
-        """Returns a lower bound on the seconds of all tables for these stages, with any recomputation."""
+        """Returns a lower bound on the seconds of all schedules for these stages, with any recomputation."""
         task = self._task_of(placement, sizes, split=True, remat=False, micro_batches=self.micro_batches)
         costs = self.costs(sizes, placement)
         path = tuple(min(half, cost.backward) for half, cost in zip(task.backward, costs, strict=True))
@@ -123,7 +126,7 @@ class TableSearch:
         return Knobs(ahead, (False,) * ranks, (inf,) * ranks, bold=bold)
 
     def _changed(self, rng: Random) -> TableCandidate:
-        """Returns a random one of the best tables, often the first, with one to three changes."""
+        """Chooses one of the best candidates at random, most often the first, and makes one to three changes."""
         candidate = self.best[0] if rng.random() < 0.5 else rng.choice(self.best)
         for _ in range(rng.choice((1, 1, 2, 3))):
             candidate = self._change(candidate, rng)

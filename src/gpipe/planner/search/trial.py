@@ -1,4 +1,4 @@
-"""Tries partitions of the layers for one shape, and finds the fastest one that fits in memory."""
+"""Tries partitions of the layers for one shape, and finds the fastest partition that fits in memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ class Solution:
 
 @lru_cache  # Many shapes need the same partitions.
 def most_even(work: Numbers, speeds: Numbers) -> StageSizes:
-    """Returns the partition with the fastest slowest stage."""
+    """Returns the partition whose slowest stage is fastest."""
     return partition(work, len(speeds), balance="minmax", speeds=speeds).layers
 
 
@@ -52,14 +52,16 @@ def every_split(layers: int, stages: int) -> Iterator[StageSizes]:
 
 
 def fastest_sizes(starts: Sequence[StageSizes], seconds: Callable[[StageSizes], float], attempts: int) -> StageSizes:
-    """Returns the fastest partition among those that it tries; of equally fast ones, the first of `starts`.
+    """Returns the fastest partition that it tries.
 
-    It tries all partitions if there are at most `attempts` and `MAX_SPLITS_TRIED`. Otherwise it starts from the best
-    of `starts`, and moves one layer at a time as long as this is faster.
+    If partitions are equally fast, the first tried partition is returned.
+
+    If the number of partitions is at most `attempts` and `MAX_SPLITS_TRIED`, all partitions are tried. Otherwise the
+    search starts from the best of `starts`, and moves one layer at a time while the step becomes faster.
 
     Args:
         starts: Partitions to start from.
-        seconds: Returns the step time of a partition.
+        seconds: A function that returns the step time of a partition.
         attempts: The maximum number of partitions to try.
 
     >>> fastest_sizes([(3, 1)], lambda sizes: abs(sizes[0] - sizes[1]), attempts=9)
@@ -92,19 +94,21 @@ def fastest_sizes(starts: Sequence[StageSizes], seconds: Callable[[StageSizes], 
 
 
 class Trial:
-    """The partitions that were tried for one shape and its table, and the best one.
+    """Tries partitions for one shape and its schedule, and keeps the best partition.
 
     Args:
         shape: The shape.
-        program: Its table.
-        sized: The costs of the layers for its micro-batch size.
+        program: The actions of the shape's schedule.
+        sized: The costs of the layers, for the micro-batch size of the shape.
         devices: The device of each rank.
         speeds: The speed of each device.
-        is_enough: Returns whether a partition that needs at least this many seconds can be skipped. Default: never.
+        is_enough: A function that returns whether a partition can be skipped if it needs at least this many seconds.
+            Default: never.
 
     Attributes:
-        best: The fastest partition that fits, or None.
-        misfit: The partition that comes closest to fitting, among those that do not fit.
+        best: The fastest partition that fits in memory. None if no partition fits.
+        misfit: The rank that lacks most memory, in the partition that is closest to fitting. None if all tried
+            partitions fit.
         few: Whether all partitions are tried.
     """
 
@@ -136,9 +140,9 @@ class Trial:
     def try_initial(self) -> None:
         """Tries the first partitions.
 
-        - All partitions, if there are few.
-        - Otherwise the most even one, and the most even one that fits with recomputation everywhere.
-        - For a large table, only the most even one.
+        - If there are few partitions, all of them.
+        - Otherwise the most even partition, and the most even partition that fits with recomputation everywhere.
+        - For a large table, only the most even partition.
         """
         if self.few:
             for sizes in every_split(len(self.sized.layers), self.shape.stages):
@@ -152,7 +156,7 @@ class Trial:
             self.attempt(fitting)
 
     def improve(self) -> None:
-        """Moves to neighbors of the best partition, one layer at a time, as long as this is faster."""
+        """Moves one layer of the best partition at a time, as long as this makes the step faster."""
         left = 0 if self.few else MAX_TIMED_ACTIONS // self.shape.actions
         better = True
         while better and self.best is not None:
@@ -167,7 +171,7 @@ class Trial:
         return message_costs(self.sized, self.devices, self.speeds, sizes, self.program.rank_of)
 
     def least_seconds(self, costs: Sequence[StageCost]) -> float:
-        """Returns a lower bound on the step time of every table for these stages.
+        """Returns a lower bound on the step time of every schedule for these stages.
 
         For each rank, the bound is the time until its first input arrives, plus its work. With whole backward passes,
         it also includes the path of the last gradient from that rank back to stage 0.
@@ -182,7 +186,7 @@ class Trial:
         return max(begin + shape.micro_batches * work[rank] for rank, begin in begins.items()) / ROUNDING_FACTOR
 
     def attempt(self, sizes: StageSizes) -> bool:
-        """Tries a partition. Returns whether it fits and is faster than all before."""
+        """Tries a partition. Returns whether it fits and is faster than all partitions before it."""
         if sizes in self._tried:
             return False
         self._tried.add(sizes)
@@ -204,10 +208,10 @@ class Trial:
         return self._is_enough(seconds) or (self.best is not None and seconds >= self.best.seconds)
 
     def _most_even_that_fits(self, simulator: Simulator) -> StageSizes | None:
-        """Returns the most even partition that fits if everything is recomputed; None if there is none.
+        """Returns the most even partition that fits if everything is recomputed; None if no partition fits.
 
-        The memory of a rank is divided equally among its stages. The estimate counts the input of the first layer of
-        a stage twice, as boundary and as kept tensor.
+        The memory of a rank is divided equally among its stages. The estimate counts the input of each stage twice:
+        as boundary, and as a tensor that the first layer keeps.
         """
         sized, shape = self.sized, self.shape
         work = tuple(map(add, sized.work, sized.forward))
@@ -236,7 +240,7 @@ class Trial:
 def message_costs(
     sized: SizedProfile, devices: Sequence[Device], speeds: Sequence[float], sizes: StageSizes, rank_of: Sequence[int]
 ) -> tuple[StageCost, ...]:
-    """Returns the costs of stages, including messages on the slower of two links, and offloading."""
+    """Returns the costs of stages, including offloading and messages. A message uses the slower of two links."""
     runs = bounds(sizes)
     message_seconds = [0.0] * (len(runs) + 1)
     for stage, (before, after) in enumerate(pairwise(rank_of), start=1):
@@ -253,7 +257,7 @@ def message_costs(
 
 
 def _neighbors(sizes: StageSizes) -> Iterator[StageSizes]:
-    """Yields partitions in which one stage has a layer less and another one a layer more, adjacent stages first."""
+    """Yields partitions in which one layer more is in one stage and one layer less in a different stage."""
     stages = range(len(sizes))
     for source, target in sorted(permutations(stages, 2), key=lambda pair: abs(pair[0] - pair[1])):
         if sizes[source] > 1:

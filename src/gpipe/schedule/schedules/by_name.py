@@ -182,8 +182,8 @@ def check_user_program(program: Program) -> None:
     names = [kind.name for kind in Kind if kind in added]
     if names:
         raise ScheduleError(
-            f"schedule= is a Program with {', '.join(names)} actions, but the pipe adds these actions itself. Pass a "
-            "Program with only forward and backward actions: program.only([Kind.FORWARD, Kind.BACKWARD])."
+            f"schedule= is a Program with {', '.join(names)} actions, but the pipe adds these actions itself. Pass "
+            "program.only(kinds), with only the kinds FORWARD, BACKWARD, BACKWARD_INPUT and BACKWARD_WEIGHT."
         )
     idle = set(range(program.ranks)) - set(program.rank_of)
     if idle:
