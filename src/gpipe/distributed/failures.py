@@ -1,8 +1,8 @@
-"""Detects and reports failures of processes, with the action at which each process was last seen.
+"""Detects and reports failures of processes, with the last known action of each process.
 
-Processes on the same host read each other's status from shared memory. Between hosts, processes ask for it through a
-separate stream, and a thread answers. The thread answers while layers or data loading run, but not while its process
-is stopped or other code holds the GIL.
+Processes on the same host read each other's status from shared memory. Between hosts, processes query the status
+through a separate stream, and a thread answers. The thread can answer while layers or data loading run, but not while
+its process is stopped or other code holds the GIL.
 """
 
 import ctypes
@@ -43,14 +43,14 @@ READ_BYTES = 2**12
 
 
 class Status(ctypes.Structure):
-    """The status of a process, in memory that other processes on its host can read even after it has ended.
+    """The status of a process, in shared memory. Other processes on its host can read it even after the process ends.
 
     Attributes:
-        run: The number of its run.
-        at: The index of its current action, or -1 outside the actions.
-        layers: The number of layers that it has begun in this action.
-        waits: Whether it waits for another process.
-        since: When it began this action, in seconds of `time.monotonic()`.
+        run: The number of the current run.
+        at: The index of the current action, or -1 outside the actions.
+        layers: The number of layers that have begun in the current action.
+        waits: Whether the process waits for another process.
+        since: The time at which the current action began, in seconds of `time.monotonic()`.
     """
 
     _fields_ = (
@@ -63,7 +63,7 @@ class Status(ctypes.Structure):
 
     @classmethod
     def create_in(cls, folder: str) -> Self:
-        """Returns the status of this process, mapped to a new file in a folder."""
+        """Creates the status of this process in a new memory-mapped file in a folder."""
         with open(f"{folder}/status", "x+b") as file:
             file.write(bytes(ctypes.sizeof(cls)))
             file.flush()
@@ -73,7 +73,7 @@ class Status(ctypes.Structure):
 
     @staticmethod
     def map_from(folder: str) -> mmap.mmap:
-        """Maps the status of another process, read-only."""
+        """Maps the status file of another process read-only."""
         with open(f"{folder}/status", "rb") as file:
             return mmap.mmap(file.fileno(), ctypes.sizeof(Status), prot=mmap.PROT_READ)
 
@@ -86,11 +86,11 @@ StatusMemory: TypeAlias = Status | mmap.mmap
 
 
 class StatusQuery:
-    """Asks processes on other hosts for their status, and answers their queries in a thread.
+    """Queries the status of processes on other hosts, and answers their queries in a thread.
 
     Attributes:
         answers: The last status of each peer.
-        unanswered: For each peer that has not answered yet, the time of the query.
+        unanswered: The time of the query for each peer that has not answered yet.
     """
 
     def __init__(self, streams: Mapping[int, socket.socket], status: Status) -> None:
@@ -106,7 +106,7 @@ class StatusQuery:
             self._thread.start()
 
     def ask(self) -> None:
-        """Asks all peers, without waiting for answers."""
+        """Sends a query to all peers, without waiting for answers."""
         with self._lock:
             for peer in self._received:
                 self.unanswered.setdefault(peer, time.monotonic())
@@ -125,7 +125,7 @@ class StatusQuery:
                             self.unanswered.pop(key.data, None)
 
     def _read(self, peer: int) -> bool:
-        """Answers the queries of a peer and keeps its answers. Returns whether the stream is still usable."""
+        """Answers the queries of a peer, and stores answers of the peer. Returns whether the stream is still open."""
         stream, received = self._streams[peer], self._received[peer]
         try:
             while data := stream.recv(READ_BYTES):  # poll does not report data that a TLS socket has buffered
@@ -183,7 +183,7 @@ class Report(NamedTuple):
     Attributes:
         run: The number of the failed run, or 0 if the process closes its pipe outside a run.
         rank: The rank that failed.
-        type_name: The name of the type of its exception. Empty if the rank was lost.
+        type_name: The type name of the exception. Empty if the rank was lost.
         message: The message.
         traceback: The traceback as text.
     """
@@ -196,9 +196,9 @@ class Report(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException, run: int, rank: int, at: str = "") -> "Report":
-        """Returns the report of an exception. `at` describes when it was raised.
+        """Returns the report of an exception. `at` describes the action in which the exception was raised.
 
-        An exception that reports the failure of a different rank is passed on unchanged.
+        If the exception is already a report about a different rank, the result is this report.
         """
         if isinstance(error, RemoteError) and error.received:
             return cls(run, error.rank, error.type_name, str(error), error.traceback)
@@ -214,7 +214,7 @@ class Report(NamedTuple):
         """Parses a report.
 
         Raises:
-            ValueError: If it is not a report.
+            ValueError: If the bytes are not a report.
         """
         match json.loads(written.decode("utf-8", "surrogatepass")):
             case [int(run), int(rank), str(type_name), str(message), str(text)]:
@@ -222,7 +222,7 @@ class Report(NamedTuple):
         raise ValueError("not a report")
 
     def write(self) -> bytes:
-        """Returns the report as JSON, which is short enough to fit into a socket buffer."""
+        """Returns the report as JSON. The JSON is short enough to fit into a socket buffer."""
         return json.dumps(self, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
     def error(self) -> RemoteError:
@@ -231,11 +231,11 @@ class Report(NamedTuple):
 
 
 class FailureDetector:
-    """Detects, in one process, which other processes of the pipe have failed, are lost, or make the others wait.
+    """Detects which other processes of the pipe have failed, are lost, or delay the pipe.
 
     Attributes:
         run: The number of the current run.
-        describe: Returns a description of the action in a status, for messages.
+        describe: A function that returns a description of the action in a status, for error messages.
         limit: The timeout of the process group, in seconds.
     """
 
@@ -280,10 +280,10 @@ class FailureDetector:
         return gone
 
     def raise_lost(self, peer: int, closed: PeerClosed | None = None) -> NoReturn:
-        """Raises the reason why a stream ended.
+        """Raises an error with the reason why the stream from a peer ended.
 
-        A report of a failed process has priority, then an error of the local NCCL backend. Without them, the peer
-        counts as lost.
+        A report of a failed process has the highest priority, followed by an error of the local NCCL backend.
+        Otherwise the peer counts as lost.
         """
         self.check(self._connections)
         channel = select.poll()
@@ -295,13 +295,13 @@ class FailureDetector:
         raise received_error(f"rank {peer} is gone: {self.last_seen(peer, gone=True)}", peer)
 
     def raise_timeout(self, peer: int) -> NoReturn:
-        """Raises a RemoteError after the timeout. It names the ranks that make the others wait, if they are known."""
+        """Raises a RemoteError about the timeout. The error names the ranks that delay the pipe, if known."""
         stuck = self.stuck(peer)
         why = f"no message for {self.limit:g} s, the timeout of the process group."
         raise received_error("\n".join([f"rank {peer}: {why}", *self.all_last_seen(stuck)]), stuck[0])
 
     def stuck(self, peer: int) -> list[int]:
-        """Returns the ranks that make the others wait, if they are known. Otherwise `peer`."""
+        """Returns the ranks that delay the pipe. Returns only `peer` if these ranks are unknown."""
         active = {rank for rank, memory in self._known().items() if not Status.from_buffer_copy(memory).waits}
         return self.silent(SILENT_SECONDS) or sorted({*active, *self._query.unanswered.copy()}) or [peer]
 
@@ -313,11 +313,11 @@ class FailureDetector:
         return [peer for peer, connection in self._connections.items() if connection.control.silent > seconds]
 
     def all_last_seen(self, peers: Collection[int]) -> list[str]:
-        """Returns a line for each peer: see `last_seen`."""
+        """Returns a line for each peer with the result of `last_seen`."""
         return [f"rank {peer}: {self.last_seen(peer)}" for peer in peers]
 
     def last_seen(self, peer: int, *, gone: bool = False) -> str:
-        """Returns a description of the last known action of a peer, or of its last action if it is `gone`."""
+        """Returns a description of the last known action of a peer. `gone` is True if the process has ended."""
         known, unanswered = self._known(), self._query.unanswered.copy()
         if peer not in self._shared:
             if (silent := self._connections[peer].control.silent) > SILENT_SECONDS:

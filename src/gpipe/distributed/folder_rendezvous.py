@@ -1,15 +1,16 @@
-"""A rendezvous of replicas in a shared folder, for replicas that have separate launchers and may come and go.
+"""Implements a rendezvous in a shared folder, for replicas that have separate launchers and may come and go.
 
-The replicas agree on their members in numbered epochs. A new epoch begins when a replica is lost or comes back:
+Time is divided into numbered epochs. In each epoch, the set of member replicas is fixed. A new epoch begins when a
+replica is lost or comes back:
 
 1. Each process writes a file to announce that it has reached the next epoch.
-2. When every replica of the last epoch has done so or is lost, one process claims the next epoch: it creates the
-   epoch's file with a hard link, which only one process can do. The file lists the members.
+2. When every replica of the last epoch has announced the next epoch or is lost, one process creates the file of the
+   next epoch with a hard link. Only one process can succeed. The file lists the members.
 
-A network partition therefore cannot leave two groups: a replica that is not in the file ends.
+A network partition therefore cannot leave two groups, because a replica that is not in the file ends.
 
-A process holds a lock on a file as long as it lives. A free lock or a closed connection shows that it is lost. A
-restarted replica has a new name, and is `fresh`: it has no state until the members send it theirs.
+A process holds a lock on a file while it runs. A free lock or a closed connection shows that the process is lost. A
+restarted replica has a new name and is `fresh`, which means that it has no training state yet.
 """
 
 import fcntl
@@ -66,10 +67,10 @@ class FolderRendezvous(Communicator):
 
     Attributes:
         name: The name of this replica: its number and the nonce.
-        fresh: Whether this replica has no state that others may need.
+        fresh: Whether this replica has no training state yet.
         epoch: The number of the current epoch.
         members: The names of the replicas in the current epoch.
-        rejoining: The members that receive the state of the others.
+        rejoining: The members that receive the training state from a different member.
         hosts: The host of each process, after `greet`.
         tls: The TLS contexts, if TLS is configured.
     """
@@ -113,11 +114,12 @@ class FolderRendezvous(Communicator):
         """Begins the next epoch with all living replicas.
 
         Args:
-            lost: Returns the names of replicas whose connections have ended.
+            lost: A function that returns the names of replicas whose connections have ended.
             admits: Whether this process admits replicas that come back. False in the middle of a step.
 
         Raises:
-            RemoteError: If this replica has lost a process, if the others continue without it, or after the timeout.
+            RemoteError: If this replica has lost a process, if the other replicas continue without it, or after the
+                timeout.
         """
         began, warns_at = time.monotonic(), time.monotonic() + LONG_WAIT_SECONDS
         while True:
@@ -221,7 +223,7 @@ class FolderRendezvous(Communicator):
         return {"members": sorted(members + admitted, key=replica_number), "rejoining": admitted, "same": same}
 
     def has_waiting_replica(self) -> bool:
-        """Returns whether a complete replica waits to be admitted."""
+        """Returns whether a replica waits to be admitted, and all of its processes have announced the next epoch."""
         came = self._arrivals(self.epoch + 1)
         return any(len(came[name]) == self.pp_size and not self._is_gone(name) for name in came.keys() - self.members)
 
@@ -239,14 +241,14 @@ class FolderRendezvous(Communicator):
         return [path.read_bytes() for path in paths]
 
     def check(self, _: float = 0.0) -> None:
-        """Raises a RemoteError if a member is gone, or has left for the next epoch."""
+        """Raises a RemoteError if a member is lost, or waits for the next epoch."""
         for index, name in enumerate(self.members):
             if self._is_gone(name) or [*self.folder.glob(f"came-{self.epoch + 1}-{name}-*")]:
-                text = f"replica {replica_number(name)} is gone, or has lost a different replica."
+                text = f"replica {replica_number(name)} is lost, or has lost its connection to a different replica."
                 raise received_error(text, index * self.pp_size)
 
     def close(self) -> None:
-        """Ends the rendezvous of an epoch when all members have called it, and removes old files."""
+        """Waits until all members have called `close`, and removes the files of earlier epochs."""
         self.all_gather(b"")
         for path in self.folder.iterdir() if not self.rank else ():
             kind, _, rest = path.name.partition("-")
@@ -262,7 +264,10 @@ class FolderRendezvous(Communicator):
         return came
 
     def _is_gone(self, name: str) -> bool:
-        """Returns whether a process of a replica has ended. Skips this process: opening its file would unlock it."""
+        """Returns whether a process of a replica has ended.
+
+        Skips this process, because opening and closing its own file would release the lock.
+        """
         for pp_rank in range(self.pp_size):
             if (name, pp_rank) != (self.name, self.pp_rank):
                 with suppress(OSError), open(self._path("alive", name, pp_rank)) as alive:
@@ -292,7 +297,7 @@ class FolderRendezvous(Communicator):
 
 
 def replica_number(name: str) -> int:
-    """Returns the number of a replica, which its launcher has set."""
+    """Returns the number in the name of a replica. The launcher of the replica sets this number."""
     return int(name.partition("-")[0])
 
 

@@ -1,6 +1,6 @@
-"""Reads how srun and mpirun started this process. They do not set the variables that torch.distributed reads.
+"""Reads the environment variables of srun and mpirun, which do not set the variables of torch.distributed.
 
-torchrun, and engines such as Ray Train, set these variables themselves.
+torchrun and engines such as Ray Train set the variables of torch.distributed.
 """
 
 import shutil
@@ -22,14 +22,14 @@ SLURM_HOST = (
 
 
 class Launcher(NamedTuple):
-    """The variables in which a launcher describes each process that it starts.
+    """The environment variables in which a launcher describes each process that it starts.
 
     Attributes:
         name: The name of the launcher.
-        rank: The variable with the rank of the process.
+        rank: The variable with the global rank of the process.
         size: The variable with the number of processes.
-        local_rank: The variable with the rank among the processes of the host.
-        local_size: The variable with the number of processes of the host, if there is one.
+        local_rank: The variable with the rank among the processes on the host.
+        local_size: The variable with the number of processes on the host, or empty if the launcher does not set one.
         job: The variables that identify the job.
     """
 
@@ -65,7 +65,7 @@ LAUNCHERS = (
 
 
 def find_launcher_of_several(environment: Mapping[str, str]) -> Launcher | None:
-    """Returns the launcher that started this process with others, without setting RANK. Otherwise None."""
+    """Returns the launcher if it started several processes without setting RANK. Otherwise returns None."""
     if "RANK" in environment:
         return None
     for launcher in LAUNCHERS:
@@ -75,10 +75,10 @@ def find_launcher_of_several(environment: Mapping[str, str]) -> Launcher | None:
 
 
 def missing_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that torchrun would set, for a process that srun or mpirun started with others.
+    """Returns the variables of torch.distributed that are missing if srun or mpirun started several processes.
 
-    Variables that are set already keep their values. The result is empty for a process that is alone, and under
-    launchers that set RANK themselves.
+    Variables that are already set keep their values. The result is empty for a single process, and for launchers that
+    set RANK.
 
     Raises:
         ValueError: If the name of the first host is not known.
@@ -116,7 +116,7 @@ def _first_host(launcher: Launcher, environment: Mapping[str, str]) -> str:
 
 
 def several_without_group(environment: Mapping[str, str]) -> str | None:
-    """Returns an error message if srun or mpirun started this process with others, without setting RANK."""
+    """Returns an error message if srun or mpirun started several processes without setting RANK. Otherwise None."""
     launcher = find_launcher_of_several(environment)
     if launcher is None:
         return None
@@ -129,6 +129,6 @@ def several_without_group(environment: Mapping[str, str]) -> str | None:
 
 
 def assignment_of(launcher: Launcher) -> str:
-    """Returns the line of Python that sets the missing variables of a process, for messages."""
+    """Returns a line of Python code that sets the missing variables of a process, for error messages."""
     pairs = {"RANK": launcher.rank, "WORLD_SIZE": launcher.size, "LOCAL_RANK": launcher.local_rank}
     return f"os.environ.update({', '.join(f'{name}=os.environ[{source!r}]' for name, source in pairs.items())})"

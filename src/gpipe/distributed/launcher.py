@@ -1,4 +1,4 @@
-"""Ends workers of torchrun when torchrun itself is gone, even if it was killed. Warns if restarts would fail."""
+"""Ends workers of torchrun after torchrun has ended, even if torchrun was killed. Warns if restarts would fail."""
 
 import logging
 import os
@@ -32,13 +32,13 @@ _checked: "WeakSet[dist.ProcessGroup]" = WeakSet()  # groups that need no warnin
 
 
 def accept_store() -> None:
-    """Notes that the default process group cannot find addresses of earlier processes in its store."""
+    """Records that the store of the default process group contains no addresses of earlier processes."""
     assert dist.group.WORLD is not None
     _checked.add(dist.group.WORLD)
 
 
 def warn_of_restarts() -> None:
-    """Warns once, on rank 0, if torchrun can restart the processes, and all lives of the script share a store."""
+    """Logs one warning, on rank 0, if torchrun can restart the processes and all restarts share a store."""
     known, group = os.environ, dist.group.WORLD
     if group is None or group in _checked:
         return
@@ -50,12 +50,13 @@ def warn_of_restarts() -> None:
 
 
 def end_with_launcher() -> None:
-    """Starts a thread that ends this process at most four seconds after torchrun is gone. No-op without torchrun.
+    """Starts a thread that ends this process at most four seconds after torchrun has ended. No-op without torchrun.
 
-    Otherwise a restarted job could share folders and GPUs with workers of the killed job. The process receives
-    SIGTERM, so that it can save a checkpoint, and then SIGKILL.
+    Without this thread, a restarted job could share folders and GPUs with workers of the killed job. The process
+    receives SIGTERM, so that it can save a checkpoint, and then SIGKILL.
 
-    The thread polls, because PR_SET_PDEATHSIG exists only on Linux, and also fires when the parent's thread ends.
+    The thread polls, because PR_SET_PDEATHSIG exists only on Linux, and because this signal is also sent when only
+    the parent's thread ends.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and all(thread.name != NAME for thread in threading.enumerate()):
         threading.Thread(target=_watch, args=[find_launcher()], name=NAME, daemon=True).start()
@@ -72,7 +73,7 @@ def _watch(launcher: int) -> None:
 
 
 def _exists(process: int) -> bool:
-    """Returns whether a process exists, without using a file descriptor, since none may be left."""
+    """Returns whether a process exists. Does not use a file descriptor, because this process may have no free one."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -83,9 +84,9 @@ def _exists(process: int) -> bool:
 
 
 def find_launcher() -> int:
-    """Returns the nearest ancestor that is not itself a worker, such as a shell script around this process.
+    """Returns the nearest ancestor process that is not a worker. Skips, for example, a shell script in a worker.
 
-    If the launcher is gone, this is the process that adopted the orphans.
+    If the launcher has ended, the result is the process that adopted this orphaned process.
     """
     variables = {f"{name}={os.environ.get(name, '')}".encode() for name in WORKER_VARIABLES}
     above = os.getppid()
@@ -97,10 +98,10 @@ def find_launcher() -> int:
 
 
 def was_gone(launcher: int) -> bool:
-    """Returns whether the launcher had certainly ended before the thread started.
+    """Returns whether the launcher is known to have ended before the thread started.
 
-    This is certain if an init process has adopted this process, or if the store of a single-host launcher refuses
-    connections.
+    The launcher has ended if an init process has adopted this process, or if the store of a single-host launcher
+    rejects connections.
     """
     with suppress(OSError):  # not Linux, or no file descriptor is left
         if Path(f"/proc/{launcher}/comm").read_text().strip() in ADOPTERS:

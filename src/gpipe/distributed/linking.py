@@ -1,8 +1,9 @@
-"""Connects the processes of a pipe: one connection per pair, with several streams.
+"""Connects each pair of processes of a pipe, with several streams per connection.
 
-Each process listens only while the processes connect. Within a host it listens at a Unix socket in a folder that only
-its user can enter. Between hosts it listens at the address by which other hosts reach it. A connection is accepted
-only with a token derived from the addresses of all processes, and with TLS only with a certificate of the authority.
+Each process listens only while the processes connect. Within a host, a process listens at a Unix socket in a folder
+that only its user can open. Between hosts, a process listens at an address that other hosts can reach. A process
+accepts a connection only with a token derived from the addresses of all processes. With TLS, the connection also
+needs a certificate of the authority.
 """
 
 import fcntl
@@ -49,7 +50,7 @@ class Address(NamedTuple):
     """The address of a listening process.
 
     Attributes:
-        folder: The folder with its Unix socket and its status, for processes on the same host.
+        folder: The folder with the Unix socket and the status of the process, for processes on the same host.
         host: The address for other hosts. Empty if all processes are on one host.
         port: The port for other hosts.
         nonce: A random string, which makes the token unpredictable.
@@ -62,7 +63,7 @@ class Address(NamedTuple):
 
 
 def token_of(addresses: Sequence[Address]) -> str:
-    """Returns the token that a process sends to prove that it received the addresses of all processes."""
+    """Returns the token that a process sends to show that it has received the addresses of all processes."""
     return hashlib.sha256(repr(addresses).encode()).hexdigest()[:32]
 
 
@@ -77,14 +78,16 @@ def connect(
     groups: NcclGroups | None,
     silence: float | None = None,
 ) -> Endpoint:
-    """Connects this process with all other processes of its pipe, which must call it too. Ends the rendezvous.
+    """Connects this process with all other processes of its pipe, and closes the rendezvous.
+
+    All processes must call this function.
 
     Args:
         rendezvous: The rendezvous of these processes.
         position: The position of this process in the mesh.
-        groups: The NCCL groups for tensors on GPUs, if there are any.
-        silence: A host that does not answer for this number of seconds is lost. Default: 30, or the timeout of the
-            process group if that is less.
+        groups: The NCCL groups for tensors on GPUs, or None.
+        silence: The number of seconds after which a host that does not answer counts as lost. Default: 30, or the
+            timeout of the process group if the timeout is less.
     """
     hosts, tls = [rendezvous.hosts[member] for member in position.members], rendezvous.tls
     local = {peer for peer, host in enumerate(hosts) if host == hosts[position.rank]}
@@ -136,7 +139,7 @@ def connect(
 def dial(
     address: Address, greeting: bytes, timeout: float, *, local: bool, tls: Identity | None = None
 ) -> socket.socket:
-    """Connects to a listener and sends the greeting. With TLS, waits until the listener has accepted it.
+    """Connects to a listener and sends the greeting. With TLS, waits until the listener has accepted the greeting.
 
     Raises:
         ConnectionError: If the listener rejects the greeting.
@@ -161,7 +164,7 @@ def dial(
 
 @contextmanager
 def listening(*, crosses_hosts: bool) -> Iterator["Listener"]:
-    """Listens for connections inside the context: at a Unix socket, and if needed at an address for other hosts."""
+    """Listens in the context: at a Unix socket, and if `crosses_hosts` also at an address for other hosts."""
     host, port = own_host() if crosses_hosts else "", 0
     os.close(os.open(os.devnull, os.O_RDONLY))  # raises EMFILE, which tempfile would hide
     with ExitStack() as opened:
@@ -177,9 +180,9 @@ def listening(*, crosses_hosts: bool) -> Iterator["Listener"]:
 
 
 def _make_folder(opened: ExitStack, parent: str) -> tuple[str, Status, socket.socket]:
-    """Makes a folder with the status and the socket of this process, which is locked while it exists.
+    """Creates a folder with the status and the Unix socket of this process.
 
-    Removes the folders that killed processes left: they are not locked.
+    The folder is locked while it exists. Folders without a lock belong to killed processes, and are removed.
     """
     for leftover in Path(parent).glob("gpipe-[0-9]*-*"):
         with suppress(OSError), ExitStack() as closing:
@@ -218,15 +221,15 @@ class Listener(NamedTuple):
         check: Callable[[], None],
         tls: Identity | None = None,
     ) -> dict[tuple[int, str], socket.socket]:
-        """Accepts the expected connections, and closes any others.
+        """Accepts the expected connections, and closes all other connections.
 
-        A connection that sends nothing, or the wrong bytes, does not delay the others.
+        A connection that sends no bytes or wrong bytes does not delay the other connections.
 
         Args:
             expected: Pairs of a rank and the name of a stream.
             token: The token that connections must send.
             seconds: The timeout.
-            check: Called regularly. It raises if another process has failed.
+            check: A function that raises an error if another process has failed. `accept` calls it regularly.
             tls: The TLS contexts, if connections from other hosts must use TLS.
 
         Returns:
@@ -279,7 +282,7 @@ def _accept(listener: socket.socket, tls: Identity | None) -> socket.socket:
 
 
 def _has_greeted(connection: socket.socket, greeting: bytearray) -> bool:
-    """Reads available bytes of a greeting. Returns whether it is complete, or the connection has ended."""
+    """Reads available bytes of a greeting. Returns whether the greeting is complete or the connection has ended."""
     try:
         more = connection.recv(HELLO_BYTES - len(greeting))
     except BLOCKED:
@@ -293,9 +296,9 @@ def _has_greeted(connection: socket.socket, greeting: bytearray) -> bool:
 def _keep_alive(connection: socket.socket, stream: str, silence: float) -> None:
     """Makes a connection between hosts end if the peer's host does not answer for `silence` seconds.
 
-    Streams of messages have this limit only while they are idle, because Linux cannot distinguish a busy receiver
-    with a full buffer from one that does not answer. The other streams always have room, and detect an unreachable
-    host in time.
+    For streams of messages, the limit is active only while they are idle. Linux cannot distinguish a busy receiver
+    with a full buffer from a receiver that does not answer. The other streams always have room, and detect an
+    unreachable host in time.
     """
     if connection.family != socket.AF_UNIX:
         limits = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": max(round(silence), 1)}

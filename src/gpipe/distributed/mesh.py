@@ -1,4 +1,4 @@
-"""The position of a process in the device mesh: its pipeline rank, its replica, and the other processes."""
+"""Finds the position of a process in the device mesh: its pipeline rank, its replica, and the other processes."""
 
 import os
 import socket
@@ -26,14 +26,14 @@ QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 class Position:
     """The position of a process in the mesh.
 
-    A pipe numbers its processes by replica, then by pipeline rank. This number is `rank`.
+    A pipe numbers its processes by replica, then by pipeline rank. The attribute `rank` is this number.
 
     Attributes:
-        pp_rank: The rank in the pipeline: the row of the program that this process runs.
+        pp_rank: The rank in the pipeline. This process runs the actions of this rank in the program.
         pp_size: The number of processes per replica.
         replica: The index of the data-parallel replica.
         replicas: The number of replicas.
-        members: The global rank of each process of the pipe, by `rank`.
+        members: The global rank of each process of the pipe, ordered by `rank`.
         device: The device of this process.
         timeout: The timeout of the process group, in seconds.
     """
@@ -52,7 +52,7 @@ class Position:
         return self.rank_of(self.pp_rank)
 
     def rank_of(self, pp_rank: int, replica: int | None = None) -> int:
-        """Returns the number of a process within the pipe. The default replica is this process's own."""
+        """Returns the number of a process within the pipe. The default replica is the replica of this process."""
         return (self.replica if replica is None else replica) * self.pp_size + pp_rank
 
     @property
@@ -62,7 +62,7 @@ class Position:
 
     @property
     def dp_ranks(self) -> list[int]:
-        """The processes with the same stages as this one, one per replica, including this one."""
+        """The processes that have the same stages as this process, one per replica, including this process."""
         return [self.rank_of(self.pp_rank, replica) for replica in range(self.replicas)]
 
 
@@ -80,9 +80,9 @@ def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> 
     """Returns the position of this process, or None and a list of mistakes.
 
     Args:
-        mesh: The user's mesh, or None for one of all processes.
-        partitions: The argument of the user, for messages.
-        ranks: The number of processes per replica that `partitions` needs, or 0 if it is invalid.
+        mesh: The user's mesh, or None for a mesh of all processes.
+        partitions: The user's argument `partitions`, for messages.
+        ranks: The number of processes per replica that `partitions` requires, or 0 if `partitions` is invalid.
     """
     if not is_joined():
         if launched := several_without_group(os.environ):
@@ -144,7 +144,7 @@ def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> 
 def _device_index(kind: str) -> int | None:
     """Returns the index of the device of this process, or None if it is ambiguous.
 
-    It is the first of these that applies:
+    The index is the first in this list that exists:
 
     1. the `device_id` passed to `init_process_group`,
     2. the only visible device,
@@ -168,9 +168,9 @@ def _device_index(kind: str) -> int | None:
 
 
 def _plane(mesh: "DeviceMesh", names: Sequence[str]) -> torch.Tensor:
-    """Returns the global ranks of the pipe of this process as [replicas, pp_size].
+    """Returns the global ranks of all processes of this pipe, with shape [replicas, pp_size].
 
-    They have the coordinates of this process in all other dimensions of the mesh.
+    In all other dimensions of the mesh, these processes have the same coordinates as this process.
     """
     table = mesh.mesh.cpu()
     own = (table == dist.get_rank()).nonzero()[0].tolist()
@@ -187,7 +187,7 @@ def timeout_of_world() -> float:
 
 
 def host_name() -> str:
-    """Returns a string that is equal for processes that share memory, network namespace and clock."""
+    """Returns a string that is equal for two processes if they share memory, network namespace and clock."""
     parts = [socket.gethostname(), str(os.getuid())]
     with suppress(OSError):  # not Linux
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

@@ -1,20 +1,22 @@
-"""Sends tensors on GPUs by NCCL, without a copy in host memory.
+"""Sends tensors on GPUs with NCCL, without a copy in host memory.
 
-The connection carries the description of a message, and its tensors follow over a process group. Both ends use a
-group in the order in which the connection delivers the messages. Only this order identifies the tensors.
+The connection (connection.py) sends the description of a message. The tensors of the message follow through a process
+group. Sender and receiver use the group in the order in which the connection delivers messages. Only this order
+identifies the tensors.
 
-NCCL executes the operations of a group in one queue, in which a send waits for its receive. In a queue for several
-peers, or for both directions, operations could deadlock in a cycle. Therefore there are a few pairs of groups, with
-one group for each direction. In each pair, a process has only one peer (see `matchings`).
+NCCL executes the operations of a group in one queue, and a send waits for its receive. If one queue were used for
+several peers or for both directions, operations could deadlock in a cycle. gpipe therefore creates a few pairs of
+groups, with one group for each direction. In each pair, a process has only one peer (see `matchings`).
 
          rank 0 --A-- rank 1 --B-- rank 2 --A-- rank 3        A and B: two groups each, one per direction
 
-The run after a failed run receives and drops the tensors that are still in flight, so that both ends stay in step. If
-they may be out of step, or if a process is lost, the groups are aborted. Otherwise an operation without a peer would
-block the device forever, and a tensor could be mistaken for a different one.
+After a failed run, the next run receives and drops the tensors that are still in flight. Sender and receiver
+therefore keep the same order. If the order may differ, or if a process is lost, gpipe aborts the groups. Otherwise an
+operation without a peer would block the device forever, or a process could receive the wrong tensor.
 
-Assumption, not tested with two GPUs: the queues of different NCCL groups progress independently. This module does not
-bound the number of tensors in flight. The groups live as long as the default process group.
+This module assumes that the queues of different NCCL groups progress independently, which was not tested with two
+GPUs. This module does not limit the number of tensors in flight. The groups exist as long as the default process
+group.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,7 +41,7 @@ from gpipe.stages.tree import Tree
 
 
 def matchings(pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Numbers pairs of processes so that pairs with the same number have no process in common.
+    """Assigns numbers to pairs of processes. Pairs with the same number have no process in common.
 
     >>> matchings([(0, 1), (1, 2), (2, 3)])
     {(0, 1): 0, (1, 2): 1, (2, 3): 0}
@@ -57,8 +59,9 @@ class PendingMessage:
 
     Attributes:
         sharing: See `BoundaryValue`. None for gradients.
-        tree: The message, with None in place of GPU tensors.
-        tensors: For each GPU tensor: its positions among the leaves, its extent, its elements, and the pending work.
+        tree: The content of the message, with None in place of GPU tensors.
+        tensors: A tuple for each GPU tensor: its positions among the leaves, its extent, its elements, and the
+            pending work.
     """
 
     sharing: list[int] | None
@@ -66,7 +69,7 @@ class PendingMessage:
     tensors: Sequence[tuple[list[int], codec.Extent, Tensor, dist.Work | None]]
 
     def finish(self) -> Message:
-        """Returns the complete message. The current stream waits for its tensors."""
+        """Returns the complete message. The current CUDA stream waits for the tensors of the message."""
         leaves, spec = tree_flatten(self.tree)
         for positions, extent, elements, work in self.tensors:
             if work is not None:
@@ -87,12 +90,12 @@ class PendingMessage:
 class NcclGroups:
     """The process groups that send the tensors of one device to other processes.
 
-    All processes of the default process group must create it together. Methods that send or wait raise `PeerClosed`
-    if the peer aborted the group.
+    All processes of the default process group must create an object of this class at the same time. Methods that send
+    or wait raise `PeerClosed` if the peer aborted the group.
 
     Args:
         position: The position of this process in the mesh.
-        crossings: Pairs of pipeline ranks that send each other tensors. Replicas always do.
+        crossings: Pairs of pipeline ranks that send each other tensors. Replicas always send each other tensors.
         backend: The backend, or None to send tensors through host memory.
     """
 
@@ -125,11 +128,11 @@ class NcclGroups:
                     dist.recv(byte, self._members[sender], self._groups[sender, receiver])
 
     def has_group(self, peer: int) -> bool:
-        """Whether NCCL sends tensors on the GPU to a peer. All peers for which it does get the same from `pack`."""
+        """Returns whether NCCL sends GPU tensors to a peer. If so, `pack` does not depend on the peer."""
         return (self._rank, peer) in self._groups
 
     def pack(self, peer: int, message: Message) -> tuple[BoundaryValue, list[Tensor]]:
-        """Returns the part of a message for the connection, and the tensors to send by NCCL."""
+        """Splits a message into a description, which the connection sends, and the tensors to send with NCCL."""
         leaves, spec = tree_flatten(message.value if isinstance(message, BoundaryValue) else message)
         gpu_tensors: dict[int, tuple[Tensor, list[int]]] = {}
         for at, leaf in enumerate(leaves):
@@ -150,7 +153,7 @@ class NcclGroups:
         return BoundaryValue((sharing, tree_unflatten(leaves, spec), described), []), following
 
     def follow(self, peer: int, following: Sequence[Tensor]) -> None:
-        """Sends the tensors of the message that was just sent by the connection."""
+        """Sends the tensors of the last message whose description the connection sent."""
         self._in_flight = [(work, tensor) for work, tensor in self._in_flight if not work.is_completed()]
         for tensor in following:
             with _backend_errors():
@@ -159,7 +162,7 @@ class NcclGroups:
             self._in_flight.append((work, tensor))
 
     def expect(self, peer: int, packed: Message) -> PendingMessage:
-        """Starts to receive the tensors of a message that the connection delivered. Call it in that order."""
+        """Starts to receive the tensors of a message. Call this method in the order in which descriptions arrive."""
         with decoding("a message for a GPU"):
             sent: Any = packed.value if isinstance(packed, BoundaryValue) else ()
             sharing, tree, described = sent  # see `pack`
@@ -183,7 +186,7 @@ class NcclGroups:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Aborts the groups if an exception leaves the context, because both ends may then be out of step."""
+        """Aborts the groups if an exception leaves the context, because later messages could get wrong tensors."""
         if self._ended:
             raise RuntimeError(
                 "The process groups of this pipe were aborted, because a process was interrupted or lost while "
@@ -217,8 +220,8 @@ def groups_for(position: Position, crossings: Iterable[tuple[int, int]], *, plai
     Args:
         position: The position of this process in the mesh.
         crossings: Pairs of pipeline ranks that send each other tensors.
-        plain: Whether unencrypted communication is allowed. If not, tensors go through the connections and host
-            memory, because NCCL does not encrypt.
+        plain: Whether unencrypted communication is allowed. If False, tensors go through host memory and the
+            connections, because NCCL does not encrypt.
     """
     if position.device.type == "cpu":
         return None
@@ -229,7 +232,7 @@ def groups_for(position: Position, crossings: Iterable[tuple[int, int]], *, plai
 
 @contextmanager
 def _backend_errors() -> Iterator[None]:
-    """Converts errors of the backend to `PeerClosed`: it may detect a lost peer before the connection does."""
+    """Converts errors of the backend to `PeerClosed`. The backend may detect a lost peer before the connection."""
     try:
         yield
     except RuntimeError as error:

@@ -1,8 +1,11 @@
 """Finds the address and the port at which other hosts can reach this process.
 
-- The interface is `GPIPE_INTERFACE`, or `GLOO_SOCKET_IFNAME` if that is not set. If neither is set, it is the
-  interface of the route to the first host: `MASTER_ADDR`, or the host of `init_process_group(init_method="tcp://...")`.
-  If that is not known either, it is the only interface of this host.
+- The interface is the first in this list that exists:
+  1. `GPIPE_INTERFACE`,
+  2. `GLOO_SOCKET_IFNAME`,
+  3. the interface of the route to the first host, which is `MASTER_ADDR`, or the host of
+     `init_process_group(init_method="tcp://...")`,
+  4. the only interface of this host.
 - `GPIPE_PORTS` is the range of ports that a firewall leaves open, for example `5000-5100`. Default: any free port.
 """
 
@@ -30,7 +33,7 @@ def own_host() -> str:
     """Returns the address at which the other hosts of the process group reach this host.
 
     Raises:
-        ValueError: If no such address can be found.
+        ValueError: If this host has no such address.
     """
     variable, here = os.environ.get("MASTER_ADDR", ""), dict(interfaces())
     first, name_of_first = variable or store_host(), "MASTER_ADDR" if variable else "init_method"
@@ -62,7 +65,7 @@ def own_host() -> str:
 
 
 def interfaces() -> Iterator[tuple[str, list[str]]]:
-    """Yields the interfaces of this host that other hosts can reach, each with its addresses. Complete on Linux."""
+    """Yields the name and the addresses of each interface that other hosts can reach. Complete only on Linux."""
     for name, addresses in _addresses():
         if reachable := [address for address in addresses if _is_reachable(address)]:
             yield name, reachable
@@ -71,7 +74,7 @@ def interfaces() -> Iterator[tuple[str, list[str]]]:
 def interface_of(address: str) -> str | None:
     """Returns the interface of the route to an address, or None without a route.
 
-    gloo's default is a different one: the interface of the host name.
+    The default of gloo is different. gloo uses the interface of the host name.
     """
     kind, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     own = _source_address(kind, target).partition("%")[0]
@@ -97,7 +100,7 @@ def _source_address(kind: int, target: tuple[Any, ...]) -> str:
 
 
 def _is_reachable(address: str) -> bool:
-    """Returns whether other hosts can reach this address. They cannot reach link-local IPv6 addresses by routing."""
+    """Returns whether other hosts can reach this address. Link-local IPv6 addresses cannot be routed."""
     parsed = ip_address(address.partition("%")[0])
     return not (parsed.is_loopback or parsed.is_unspecified or (parsed.version == 6 and parsed.is_link_local))
 

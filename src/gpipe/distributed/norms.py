@@ -20,10 +20,13 @@ def clip_grad_norm_(
     norm_type: float,
     parameter_names: Sequence[str] = (),
 ) -> Tensor:
-    """Scales the gradients of all processes so that their total norm is at most `max_norm`, and returns that norm.
+    """Scales the gradients of all processes so that their total norm is at most `max_norm`.
 
-    The total norm does not depend on the partitions: the norms of parameters are combined on one device, in the order
-    of the layers or of `parameter_names`. Each parameter counts once.
+    The total norm does not depend on the partitions, because the norms of parameters are combined on one device, in
+    the order of the layers or of `parameter_names`. Each parameter counts once.
+
+    Returns:
+        The total norm before scaling.
 
     Raises:
         ValueError: If `max_norm` is negative or NaN, or if ranks pass different values.
@@ -52,6 +55,6 @@ def clip_grad_norm_(
 
 
 def _norm(gradient: Tensor, norm_type: float) -> Tensor:
-    """Returns the norm of a gradient. Gathers its shards first, because norms of shards round differently."""
+    """Returns the norm of a gradient. Gathers shards first, because combined norms of shards round differently."""
     whole = full_tensor(gradient) if is_sharded_over_replicas(gradient) else gradient
     return full_tensor(torch.linalg.vector_norm(whole, norm_type))

@@ -1,7 +1,7 @@
-"""The parameters of a pipe over several processes: their names, and functions that would need all of them.
+"""Handles the parameters of a pipe in several processes: their names, and functions that need all parameters.
 
-`torch.nn.utils.clip_grad_norm_` and `torch.optim.LBFGS` combine all parameters they receive. In one of several
-processes they would combine only the parameters of its partition, and their result would depend on K.
+`torch.nn.utils.clip_grad_norm_` and `torch.optim.LBFGS` combine all parameters. In a pipe with several processes,
+these functions would combine only the parameters of one process, and the result would depend on the number of ranks.
 """
 
 import sys
@@ -21,10 +21,11 @@ _partial: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # pipes with paramet
 
 
 def guard_partial_parameters(pipe: nn.Module, processes: SingleProcess) -> None:
-    """Rejects functions that would see only a part of the parameters.
+    """Rejects functions that need all parameters but would receive only the parameters of this process.
 
-    Call it when `pipe` is created and when its parameters are listed. Norms of torch are rejected at once, if one of
-    them lists the parameters. The first pipe with several partitions also registers a hook that rejects LBFGS.
+    Call this function when a pipe is created and when its parameters are listed. If a norm function of torch lists
+    the parameters, this function raises an error. For the first pipe with several partitions, this function also
+    registers a hook that rejects LBFGS.
 
     Raises:
         ValueError: If `clip_grad_norm_` or `get_total_norm` of `torch.nn.utils` lists the parameters.
@@ -58,7 +59,7 @@ def _reject_lbfgs(optimizer: torch.optim.Optimizer, args: object, kwargs: object
 
 
 def find_tied_names(engine: PipelineStages) -> dict[str, str]:
-    """Returns the first name of each tied parameter, by each of its other names."""
+    """Returns a dict from every additional name of a tied parameter to the first name of the parameter."""
     names = {
         (layer.index, id(module), leaf): layer.full_name(f"{path}.{leaf}" if path else leaf)
         for stage in engine.all

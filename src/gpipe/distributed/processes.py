@@ -1,4 +1,4 @@
-"""The processes of one pipe: their connections, and the communication between runs."""
+"""Manages the processes of a pipe: their connections, and the communication between runs."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -21,16 +21,16 @@ from gpipe.stages.tree import Tree
 
 T = TypeVar("T")
 Snapshot: TypeAlias = Callable[[], Callable[[], object]]
-"""Records a state, and returns a function that restores it."""
+"""A function that saves a state and returns a function that restores the state."""
 
 
 class SingleProcess(Communicator):
-    """The only process of a pipe.
+    """A pipe with a single process. The base class of pipes with several processes.
 
     Attributes:
         position: The position in the mesh, or None for a single process.
         survives: Whether the pipe continues after the loss of a replica.
-        context: Creates the context of a run.
+        context: A function that creates the context of a run.
     """
 
     position: Position | None = None
@@ -45,19 +45,19 @@ class SingleProcess(Communicator):
 
         Args:
             attempt: The function to run.
-            late: Called instead of a repetition if the run has ended on other processes, with the values they
-                gathered.
-            snapshot: Records the state that `attempt` changes.
+            late: A function that is called instead of a repetition if the run has ended on other processes. Its
+                argument is the list of gathered values.
+            snapshot: A function that saves the state that `attempt` changes.
         """
         return attempt()
 
     @property
     def living(self) -> list[int]:
-        """The numbers of the replicas that currently take part."""
+        """The numbers of the replicas that currently train."""
         return [0]
 
     def admit_replicas(self) -> None:
-        """Admits replicas that wait to join. Call it between two steps."""
+        """Admits replicas that wait to join. Call this method between two steps."""
 
     def join(
         self,
@@ -66,12 +66,12 @@ class SingleProcess(Communicator):
         digests: Sequence[str],
         classes: Sequence[str],
     ) -> None:
-        """Connects all replicas. A replica that comes back gets the state of the others.
+        """Connects all replicas. A replica that comes back receives the state of another replica.
 
         Args:
-            get_state: Returns the state of this replica.
-            set_state: Sets the state of this replica.
-            digests: Texts that describe the initial state, beginning with the weights.
+            get_state: A function that returns the state of this replica.
+            set_state: A function that sets the state of this replica.
+            digests: Texts that describe the initial state. The first text is for the weights.
             classes: Texts that describe the classes of the objects with state. They do not change during training.
 
         Raises:
@@ -94,8 +94,8 @@ class Processes(SingleProcess):
         engine: The stages.
         position: The position of this process in the mesh.
         sync_batch_norm: Whether BatchNorm is synchronized over replicas.
-        costs: The cost of each stage, with which slow ranks are found.
-        measured: Whether the costs were measured.
+        costs: The cost of each stage, to find slow ranks.
+        measured: Whether the costs are measured times.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Processes(SingleProcess):
         self._endpoint: Endpoint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state without the connections, which cannot be copied or pickled."""
+        """Returns the state for copy and pickle, without the connections."""
         return {**vars(self), "_endpoint": None}
 
     def findings(self) -> list[str]:
@@ -125,7 +125,7 @@ class Processes(SingleProcess):
         return find_replica_drift([layer.module for stage in self.engine.local for layer in stage.layers])
 
     def link(self, rendezvous: Rendezvous) -> None:
-        """Connects with the other processes, which must call it too, and ends the rendezvous."""
+        """Connects this process with the other processes, and closes the rendezvous. All processes must call it."""
         plain = rendezvous.tls is None or len({*rendezvous.hosts}) == 1
         groups = groups_for(self.position, _pairs_of_ranks(self.engine), plain=plain)
         self._endpoint = connect(rendezvous, self.position, groups)
@@ -141,14 +141,14 @@ class Processes(SingleProcess):
         return self._endpoint
 
     def gather(self, request: Request, value: Tree) -> list[Any]:
-        """Gathers a value from each process, by rank, outside a step. All processes must make the same request."""
+        """Gathers a value from each process outside a step. All processes must make the same request."""
         with self.engine.threads.exclusive(), self.linked().in_run(records=False) as endpoint:
             first = self.position.rank_of(self.engine.placement[0])
             broadcast_header(endpoint, self.position, first, {CALLED: request})
             return self.finish_run(value)
 
     def finish_run(self, value: Tree) -> list[Any]:
-        """Ends a run when all processes have called it. Returns a value from each, by rank."""
+        """Waits until all processes reach the end of a run. Returns the value of each process, by rank."""
         return self.linked().finish_run(value)
 
     @property
@@ -170,7 +170,7 @@ class Processes(SingleProcess):
 
 
 def _pairs_of_ranks(stages: PipelineStages) -> set[tuple[int, int]]:
-    """Returns the pairs of pipeline ranks that send each other messages, lower rank first."""
+    """Returns the pairs of pipeline ranks that send each other messages. The lower rank is the first of each pair."""
     every = find_loss_pops(stages.layers, stages.stashes)  # a loss may pop any stash
     sharing, placement = stages.stages_that_share(), stages.placement
     paths = 1 if stages.traced is None else len(stages.traced.traces)

@@ -1,7 +1,7 @@
-"""Sums gradients over processes, in the same order everywhere, so that results are bitwise identical on all ranks.
+"""Sums gradients over processes in a fixed order, so that results are bitwise identical on all ranks.
 
-Gradients are sent as messages of a run, not by collectives of torch.distributed. The next run can therefore drop the
-messages of a failed run, which is not possible with a collective.
+gpipe sends gradients as messages of a run, and does not use the collectives of torch.distributed. The next run can
+therefore drop the messages of a failed run, which would be impossible with collectives.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,7 +30,9 @@ MESSAGES_PER_STAGE = 2**20  # one for each bucket; the last one says which gradi
 def add_over_stages(
     endpoint: Endpoint, position: Position, placement: Sequence[int], stage_of: Sequence[int], aliases: WeightAliases
 ) -> None:
-    """Sums the gradients of shared weights over the stages that use them, in every process with such a stage.
+    """Sums the gradients of shared weights over the stages that use these weights.
+
+    Every process with such a stage must call this function, and receives the sums.
 
     Args:
         endpoint: The connections of this process.
@@ -64,14 +66,15 @@ def add_over_stages(
 def add_over_replicas(
     endpoint: Endpoint, position: Position, stage: int, parameters: Sequence[Tensor]
 ) -> Exchange[None]:
-    """Sums `.grad` over the replicas of a stage, in the order of the replicas.
+    """Sums the `.grad` of parameters over the replicas of a stage, in the order of the replicas.
 
-    Each replica sums some of the buckets and sends the sums to the others, so that all send and receive about the
-    same number of bytes. Afterwards, all replicas have a gradient if one of them has.
+    Each replica sums some of the buckets and sends the sums to the other replicas, so that all replicas send and
+    receive about the same number of bytes. A parameter with a gradient on any replica has a gradient on all replicas
+    afterwards.
 
-    A replica sends the buckets of the next round before it completes the current one, so that communication and
-    additions overlap. At most four messages are then in flight to a replica that receives none, and a connection has
-    room for four.
+    A replica sends the buckets of the next round before it completes the current round, so that communication and
+    additions overlap. Even if a replica does not receive, at most four messages are in flight to it, and a connection
+    has room for four messages.
     """
     peers, first = position.dp_ranks, stage * MESSAGES_PER_STAGE
     gradients = yield from _all_gradients(endpoint, position, first + MESSAGES_PER_STAGE - 1, parameters)
@@ -117,7 +120,10 @@ def _sum_bucket(endpoint: Endpoint, peers: Sequence[int], number: int, own: Tens
 def _all_gradients(
     endpoint: Endpoint, position: Position, number: int, parameters: Sequence[Tensor]
 ) -> Exchange[list[Tensor]]:
-    """Returns the gradients that any replica has. Where this replica has none, it gets zeros."""
+    """Returns the gradients of the parameters that have a gradient on any replica.
+
+    If a gradient is missing on this replica, it is set to zeros.
+    """
     own = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.bool, device="cpu")
     label = Label(Control.GRADIENTS, number, gradient=True)
     gathered = yield from endpoint.exchanging(label, dict.fromkeys(position.dp_ranks, own))
@@ -134,7 +140,7 @@ def _all_gradients(
 
 
 def _buckets(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Splits gradients into flat pieces, in order. Small pieces of one dtype share a bucket."""
+    """Splits gradients into one-dimensional pieces, in order. Small pieces with the same dtype share a bucket."""
     buckets: list[list[Tensor]] = []
     room = 0
     for piece in (p for gradient in gradients for p in gradient.view(-1).split(BUCKET // gradient.element_size())):
@@ -147,20 +153,20 @@ def _buckets(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def is_sharded_over_replicas(parameter: Tensor) -> bool:
-    """Returns whether `fully_shard` has sharded a parameter over the replicas, and so sums its gradient."""
+    """Returns whether `fully_shard` has sharded a parameter over the replicas. Then `Shards` sums its gradient."""
     return is_distributed_over(parameter, DATA)
 
 
 class Shards:
-    """Performs the communication of layers under `fully_shard` in a run, by the connections of gpipe.
+    """Performs the communication of layers under `fully_shard` in a run, through the connections of gpipe.
 
-    The communication is therefore part of recordings, and sums have a fixed order. For each stage, UNSHARD gathers
-    the weights, REDUCE sums the gradients of all micro-batches, and RESHARD frees the gathered weights.
+    Recordings therefore contain this communication, and sums have a fixed order. For each stage, the action UNSHARD
+    gathers the weights, REDUCE sums the gradients of all micro-batches, and RESHARD frees the gathered weights.
 
     There are two exceptions:
 
-    - Weights that are sharded over other processes than the replicas are gathered by torch when they are first used.
-    - With a single replica, torch gathers all weights when a run begins, and reduces gradients when it ends.
+    - torch gathers weights on first use if they are not sharded over exactly the replicas.
+    - With a single replica, torch gathers all weights at the beginning of a run, and reduces gradients at the end.
 
     Args:
         endpoint: The connections of this process.
@@ -207,7 +213,7 @@ class Shards:
 
     @property
     def uses_torch(self) -> bool:
-        """Whether torch gathers some modules, because they are sharded over other processes than the replicas."""
+        """Whether torch gathers some modules, because they are not sharded over exactly the replicas."""
         return self._over_replicas != self._sharded
 
     def gather(self, stage: int) -> Exchange[None]:
@@ -232,7 +238,8 @@ class Shards:
         """Sums the gradients of a stage. Each process sums its own shards.
 
         Raises:
-            ValueError: If replicas have gradients for different weights, whose sums torch would mix up.
+            ValueError: If replicas have gradients for different weights, because torch would then add gradients of
+                different weights.
         """
         if not self.modules:
             return
@@ -252,10 +259,10 @@ class Shards:
         self._settle(modules)
 
     def end(self, *, well: bool) -> None:
-        """Ends the run: frees gathered weights, and restores the settings of the modules.
+        """Ends the run, frees gathered weights, and restores the settings of the modules.
 
         Args:
-            well: Whether the run succeeded. If not, its gradients are discarded.
+            well: Whether the run succeeded. If False, the gradients of the run are discarded.
         """
         if well and self._by_torch and self._trains:
             for parameter in self._carried:
@@ -272,7 +279,7 @@ class Shards:
         return Label(Control.SHARDS, next(self._numbers), gradient)
 
     def _settle(self, modules: Iterable[nn.Module]) -> None:
-        """Makes torch move the gradients of the gathered weights to the shards."""
+        """Makes torch move the gradients of gathered weights to the shards of this process."""
         self._sync(modules, True)
         for module in modules:
             end_backwards(module)
@@ -286,7 +293,7 @@ class Shards:
         """Sums the shards of this process in place, in the order of the replicas.
 
         Args:
-            gradients: Each gradient as a list of shards.
+            gradients: A list of shards for each gradient, one shard per replica.
         """
         parts = {
             peer: [
@@ -309,7 +316,7 @@ class Shards:
 
 
 def shards_over_replicas(module: nn.Module, position: Position) -> bool:
-    """Returns whether `fully_shard` shards the parameters of a module over exactly the replicas."""
+    """Returns whether all sharded parameters of a module are sharded over exactly the replicas."""
     ranks = [position.members[rank] for rank in position.dp_ranks]
     sharded = filter(is_sharded_over_replicas, module.parameters())
     return all(p.device_mesh.mesh.flatten().tolist() == ranks for p in sharded)  # type: ignore[attr-defined]

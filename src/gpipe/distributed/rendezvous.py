@@ -1,7 +1,7 @@
-"""Lets the processes that build one pipe agree on it, and reports the failure of one of them to all others.
+"""Lets processes build a pipe together, and reports the failure of one process to all other processes.
 
-All processes go through the same phases, and exchange a message at the end of each. A process that ends or sends no
-message is therefore in the phase in which the others wait for it. The last phase connects the processes (linking.py).
+All processes complete the same phases, and exchange a message at the end of each phase. If a process ends or sends no
+message, errors can therefore name its phase. The last phase connects the processes (linking.py).
 """
 
 import atexit
@@ -52,7 +52,10 @@ _gloo: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictio
 
 
 def gloo_group() -> dist.ProcessGroup:
-    """Returns the default process group if it uses gloo, or a gloo group of all processes. All must call it."""
+    """Returns the default process group if it uses gloo, otherwise a new gloo group of all processes.
+
+    All processes must call this function.
+    """
     world = dist.group.WORLD
     assert world is not None
     if "cpu:gloo" in str(dist.get_backend_config()):
@@ -63,18 +66,20 @@ def gloo_group() -> dist.ProcessGroup:
 
 
 class WorldChannel:
-    """Sends messages to all other processes, and receives theirs in threads.
+    """Sends messages to all other processes, and receives messages from all other processes in threads.
 
-    gloo reports the end of a process at once, but only to a receiver that waits for a message from this process.
-    torch's store does not report it. Therefore one thread per peer waits for its next message during the rendezvous.
+    gloo reports the end of a process immediately, but only to a receiver that waits for a message from that process.
+    torch's store does not report the end of a process. Therefore one thread per peer waits for the next message of
+    the peer during the rendezvous.
 
-    If a rendezvous fails, the next one uses the same threads, and skips messages of the failed one.
+    If a rendezvous fails, the next rendezvous uses the same threads, and skips messages of the failed rendezvous.
 
     If the interpreter exits while a thread waits in gloo, and the peer ends at the same time, the process crashes. A
-    process that leaves early therefore waits shortly for the others, and ends the connections at exit.
+    process that fails early therefore waits for a short time for the other processes, and ends the connections at
+    exit.
 
     Attributes:
-        received: Pairs of a sender and its message. An empty message reports the end of the sender.
+        received: Pairs of a sender and a message. An empty message reports the end of the sender.
         peers: The ranks of the other processes in the default process group.
     """
 
@@ -94,7 +99,7 @@ class WorldChannel:
             self._start(f"gpipe receives {peer}", self._receive_all, peer)
 
     def send(self, message: bytes) -> None:
-        """Sends a message to all peers without waiting for them. An interrupt cannot split the message."""
+        """Sends a message to all peers without waiting for receivers. An interrupt cannot split the message."""
         is_sent = threading.Event()
         self._start("gpipe sends", self._send_all, message, is_sent)
         is_sent.wait()
@@ -144,7 +149,7 @@ class WorldChannel:
             self.received.put((peer, message))
 
     def _disconnect(self) -> None:
-        """Ends the gloo connections on which threads wait, by a receive that times out."""
+        """Ends the gloo connections of waiting threads with a receive operation that times out."""
         for peer in self.peers:
             with suppress(RuntimeError):
                 self._group.recv([torch.empty(1)], peer, TAG).wait(timedelta(milliseconds=1))
@@ -153,16 +158,16 @@ class WorldChannel:
 
 
 class RendezvousRestarted(Exception):  # noqa: N818  # not an error
-    """The other processes have started a new rendezvous."""
+    """Raised if the other processes have started a new rendezvous."""
 
 
 class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
     """A communicator of the processes that build one pipe.
 
-    An exception inside its context is reported to the other processes, which raise a RemoteError at their next wait.
+    The context reports an exception to the other processes. They raise a RemoteError when they next wait.
 
-    Processes number their rendezvous. A process that missed some adopts the number of the others, so that messages
-    of a failed rendezvous are recognized and dropped.
+    Each rendezvous has a number. A process that missed a rendezvous adopts the number of the other processes. With
+    this number, processes recognize and drop messages of a failed rendezvous.
 
     Attributes:
         rank: The rank within the pipe. Before `greet`, the rank in the default process group.
@@ -208,7 +213,7 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
             self._channel.close()
 
     def greet(self, position: Position, value: Any = None) -> list[Any]:
-        """Begins the rendezvous: gathers a value from each process in the default process group, by its rank there.
+        """Begins the rendezvous, and gathers a value from each process. The values are ordered by global rank.
 
         Raises:
             ValueError: If processes have different versions of gpipe or torch, or different TLS authorities.
@@ -228,7 +233,7 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
         return [remote["value"] for remote in gathered]
 
     def close(self) -> None:
-        """Ends the rendezvous when all processes have called it."""
+        """Waits until all processes have called `close`, and ends the rendezvous."""
         self._has_ended = True
         self.all_gather(b"", kind=LAST)
         self._channel.close(self._timeout)
@@ -252,7 +257,7 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
         self._channel.send(kind + self._attempt.to_bytes(ATTEMPT_BYTES) + message)
 
     def check(self, seconds: float = 0.0) -> None:
-        """Raises a RemoteError if another process has failed, or fails within `seconds`."""
+        """Raises a RemoteError if another process has failed or fails within `seconds`."""
         until = time.monotonic() + seconds
         while self._take(until - time.monotonic()):
             pass
@@ -261,7 +266,7 @@ class Rendezvous(Communicator, AbstractContextManager["Rendezvous"]):
         """Processes the next message. Returns whether one arrived within `seconds`.
 
         Raises:
-            RemoteError: If a process failed or ended. A reported failure has priority over an unexplained end.
+            RemoteError: If a process failed or ended. A reported failure is raised before an end without a report.
             RendezvousRestarted: If the message belongs to a newer rendezvous.
         """
         try:

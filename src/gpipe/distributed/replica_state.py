@@ -1,4 +1,4 @@
-"""Copies the training state of one replica to another, and saves the state that a repeated step must restore."""
+"""Copies the training state between replicas, and saves the state that a repeated step must restore."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def replica_state(module: nn.Module, stateful: Sequence[Any]) -> dict[str, Any]:
 
 
 def describe_initial_state(module: nn.Module, stateful: Sequence[Any]) -> list[str]:
-    """Returns texts that must be equal on all replicas: a checksum of weights and buffers, and each `state_dict`."""
+    """Returns texts that must be equal on all replicas, for the weights and buffers and for each `state_dict`."""
     initialized = [tensor for tensor in _tensors(module) if not tensor.is_meta and not is_lazy(tensor)]
     return [str(checksum(initialized)), *(f"{type(item).__name__} {item.state_dict()!r}" for item in stateful)]
 
@@ -50,7 +50,7 @@ def _describe_class(item: Any, known: set[int]) -> Iterator[str]:
 
 @torch.no_grad()
 def load_replica_state(module: nn.Module, stateful: Sequence[Any], state: Mapping[str, Any]) -> None:
-    """Loads the `replica_state` of another replica."""
+    """Loads the result of `replica_state` from another replica."""
     for tensor, value in zip(_tensors(module), state["tensors"], strict=True):
         tensor.copy_(value)
     for parameter, gradient in zip(module.parameters(), state["gradients"], strict=True):
@@ -64,7 +64,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def save_gradients_and_buffers(module: nn.Module) -> Callable[[], None]:
-    """Saves the gradients and buffers of a module. Returns a function that restores them before a repeated step."""
+    """Saves gradients and buffers of a module. Returns a function that restores both before a repeated step."""
     gradients = [(p, p.grad, None if p.grad is None else copy_of(p.grad)) for p in module.parameters()]
     buffers = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
     copies = [

@@ -1,4 +1,4 @@
-"""Finds ranks that are slower than the others, which then wait for them."""
+"""Finds slow ranks, for which the other ranks wait."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ WARM_UP_STEPS = 10  # ignored, because caches, compilers and allocators warm up
 
 
 def ratios(busy: Sequence[float], shares: Sequence[float]) -> list[float]:
-    """Returns the busy time of each rank relative to its share of the work and to the median of the other ranks.
+    """Returns the busy time of each rank, divided by its share of the work and by the median of the other ranks.
 
     >>> ratios(busy=[1.0, 1.0, 1.0, 6.0], shares=[1.0, 1.0, 1.0, 2.0])
     [1.0, 1.0, 1.0, 3.0]
@@ -24,17 +24,17 @@ def ratios(busy: Sequence[float], shares: Sequence[float]) -> list[float]:
 
 
 class Stragglers:
-    """Finds ranks that were slow in most of the last steps, and reports each once.
+    """Finds ranks that were slow in most of the last steps, and reports each slow rank once.
 
-    If costs were measured, the share of a rank is the cost of its stages, and all ranks are compared. Otherwise a
-    rank is compared only with ranks that have the same layers in other replicas, because numbers of parameters do not
-    predict time.
+    If the costs are measured times, the share of a rank is the cost of its stages, and all ranks are compared. If the
+    costs are numbers of parameters, they do not predict time. A rank is then compared only with ranks that have the
+    same layers in other replicas.
 
     Args:
         placement: The pipeline rank of each stage.
         costs: The cost of each stage.
         replicas: The number of replicas.
-        measured: Whether the costs were measured.
+        measured: Whether the costs are measured times.
     """
 
     def __init__(self, placement: Sequence[int], costs: Sequence[float], replicas: int, *, measured: bool) -> None:
@@ -50,7 +50,7 @@ class Stragglers:
         self._steps = 0
 
     def record(self, busy: Sequence[float]) -> list[str]:
-        """Records the busy seconds of each rank in a step, and returns warnings about newly found slow ranks."""
+        """Records the busy seconds of each rank in a step. Returns a warning for each newly found slow rank."""
         self._steps += 1
         if self._steps <= WARM_UP_STEPS:
             return []

@@ -1,8 +1,8 @@
-"""BatchNorm over replicas: normalizes a micro-batch together with the same micro-batch of all other replicas.
+"""Synchronizes BatchNorm over replicas: normalizes a micro-batch together with this micro-batch of all replicas.
 
-`torch.nn.SyncBatchNorm` supports only GPUs, and uses collectives, which would hang if a rank fails. Here, replicas
-exchange count, mean and variance as messages of a run, and autograd computes the gradients. Running statistics are
-updated with the statistics of all replicas, so they are equal on all replicas.
+`torch.nn.SyncBatchNorm` supports only GPUs, and uses collectives, which would hang if a rank fails. In this module,
+replicas exchange count, mean and variance as messages of a run, and autograd computes the gradients. Running
+statistics are updated with the statistics of all replicas, so running statistics are equal on all replicas.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ class SyncBatchNormRun:
     """The synchronized BatchNorm modules of one process in one run.
 
     Attributes:
-        peers: The processes with the same stages, including this one.
+        peers: The processes with the same stages, including this process.
         micro_batches: The number of micro-batches.
         kept: Statistics received in a forward pass, for its recomputation.
         recorded: Statistics received for the recorded micro-batches, for their replay.
@@ -48,7 +48,7 @@ class SyncBatchNormRun:
     def installed(
         self, endpoint: Endpoint, norms: Sequence[AnyBatchNorm], current_action: Callable[[], Action]
     ) -> Iterator[None]:
-        """Replaces the forward of BatchNorm modules inside the context."""
+        """Replaces the `forward` of BatchNorm modules in the context."""
         self.endpoint = endpoint  # a backward pass may use other connections than its forward pass
         self._uses: Counter[tuple[int, Action]] = Counter()
         for number, norm in enumerate(norms):
@@ -60,7 +60,7 @@ class SyncBatchNormRun:
                 del norm.__dict__["forward"]
 
     def exchange(self, label: Label, own: Mapping[int, Tensor], join: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        """Sends a tensor to each replica and joins the received ones. A replay returns the recorded result."""
+        """Sends a tensor to each replica, and joins the received tensors. A replay returns the recorded result."""
         if self.replayed is not None:
             return self.recorded[label]
         joined = join(self.endpoint.all_to_all(label, own))
@@ -69,7 +69,7 @@ class SyncBatchNormRun:
         return joined
 
     def replay(self, action: Action) -> None:
-        """Begins the replay of an action, in which the uses of each module are counted from 0 again."""
+        """Begins the replay of an action. The count of uses of each module starts from 0 again."""
         self.replayed = action
         self._uses.clear()
 
@@ -96,10 +96,10 @@ class SyncBatchNormRun:
 
 
 def find_norms(layers: Sequence[Layer]) -> list[AnyBatchNorm]:
-    """Returns the BatchNorm modules of layers, each once, in order.
+    """Returns the BatchNorm modules of layers in order, without duplicates.
 
     Raises:
-        ValueError: If the forward of one cannot be replaced.
+        ValueError: If the `forward` of a BatchNorm module cannot be replaced.
     """
     modules = {module: None for layer in layers for module in layer.module.modules()}
     norms = [module for module in modules if isinstance(module, AnyBatchNorm)]
@@ -134,7 +134,7 @@ def _normalize(norm: AnyBatchNorm, input: Tensor, batch: Statistics) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Gathers the statistics of all replicas. Its backward sums the gradients of the replica's own statistics."""
+    """Gathers the statistics of all replicas. The backward sums the gradients of the statistics of this replica."""
 
     @staticmethod
     def forward(ctx: Any, run: SyncBatchNormRun, label: Label, own: Tensor, recomputes: bool) -> Tensor:

@@ -1,8 +1,8 @@
-"""Mutual TLS 1.3 between hosts, if three files are configured: a certificate, its key, and the authority (CA).
+"""Encrypts connections between hosts with mutual TLS 1.3. Needs a certificate, its key, and the authority (CA).
 
-Both ends of a connection must present a certificate of the authority; otherwise the connection fails. A certificate
-permits its owner to act as any rank, so use one authority per job. Connections within a host use shared memory and
-are not encrypted.
+Both processes of a connection must present a certificate of the authority, otherwise the connection fails. With a
+certificate, a process can act as any rank, so use one authority per job. Connections within a host use shared memory
+and are not encrypted.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ class Identity(NamedTuple):
         client: The context for outgoing connections.
         server: The context for incoming connections.
         authority: A fingerprint of the authority.
-        about: A description with the certificate, its end of validity, and the authority.
+        about: A description with the certificate, its expiry date, and the authority.
     """
 
     client: ssl.SSLContext
@@ -32,10 +32,10 @@ class Identity(NamedTuple):
 
 
 def identity() -> Identity | None:
-    """Reads the configured files. Returns None if none are configured.
+    """Reads the three configured files. Returns None if no file is configured.
 
     Raises:
-        ValueError: If some files are not configured, cannot be read, or do not belong together.
+        ValueError: If only some files are configured, or if files cannot be read or do not belong together.
     """
     files = [os.environ.get(name, "") for name in VARIABLES]
     if not any(files):
@@ -71,7 +71,7 @@ def _context(side: int, cert: str, key: str, ca: str) -> ssl.SSLContext:
 
 
 def _verify_certificate(client: ssl.SSLContext, server: ssl.SSLContext, files: list[str]) -> dict[str, object]:
-    """Performs a handshake in memory, in which both ends verify the certificate, and returns the certificate."""
+    """Verifies the certificate on both sides of a handshake in memory. Returns the certificate."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)
     try:
@@ -85,15 +85,15 @@ def _verify_certificate(client: ssl.SSLContext, server: ssl.SSLContext, files: l
 
 
 def is_tampering(error: BaseException) -> bool:
-    """Returns whether TLS rejected received bytes or a certificate. Otherwise, the connection has only ended."""
+    """Returns whether TLS rejected received bytes or a certificate, and not only the connection has ended."""
     return isinstance(error, ssl.SSLError) and not isinstance(error, (ssl.SSLEOFError, ssl.SSLSyscallError))
 
 
 def check_authorities(authorities: Sequence[str]) -> None:
-    """Checks that all ranks use the same TLS authority, or none.
+    """Checks that all ranks use the same TLS authority, or that no rank uses TLS.
 
     Raises:
-        ValueError: If they do not.
+        ValueError: If the authorities differ, or if only some ranks use TLS.
     """
     ranks: dict[str, list[int]] = {}
     for rank, authority in enumerate(authorities):
