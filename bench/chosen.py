@@ -29,7 +29,7 @@ import gpipe
 from bench.foreseen import NETWORKS, Configuration, Network
 from bench.machine import facts
 from bench.report import RESULTS, describe, interval, table, with_time_left, write
-from gpipe.profiling.memory import Meter
+from gpipe.planner.other_processes import Meter
 
 FINALISTS, LONGER = 4, 3
 NAMES = ("transformer", "amoebanet", "mlp", "conv")

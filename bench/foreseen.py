@@ -23,9 +23,9 @@ from bench.makespans import Sleeper
 from bench.report import describe, table, with_time_left, write
 from bench.workloads import sleepers, squared_error, token_loss
 from gpipe.models import amoebanet_d, transformer_lm
+from gpipe.planner.other_processes import Meter
 from gpipe.planner.profile import profile_layers
 from gpipe.planner.search.profile import bounds
-from gpipe.profiling.memory import Meter
 from gpipe.schedule.simulate import simulate
 
 STEPS = 5

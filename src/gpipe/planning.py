@@ -26,6 +26,7 @@ from gpipe.config.options import Remat, Threads
 from gpipe.errors import int_remedy, is_count
 from gpipe.pipeline import GPipe
 from gpipe.planner.measure import as_in_training, measure_host, measure_seconds
+from gpipe.planner.other_processes import Meter
 from gpipe.planner.profile import ADAM, profile_layers
 from gpipe.planner.search.candidates import AUTO, Choices, splits
 from gpipe.planner.search.device import Device
@@ -173,21 +174,25 @@ def find_plan(
     choices = replace(choices, least_rows=_least_rows([*layers, model]))
     if not measure:
         return search(profiled(), planned, batch, choices)
-    device = (accelerators() or [CPU])[0]
+    device, meter = (accelerators() or [CPU])[0], Meter()
     if isinstance(devices, int):
         planned = list(map(partial(replace, host=measure_host(device)), planned))
     at_once = (choices.partitions or (len(planned),))[0] if isinstance(devices, int) else 1
     with as_in_training(device, intra_op_threads):
         profile = profiled(measured_on=device, at_once=at_once)
     plan = search(profile, planned, batch, choices)
+    plan = replace(plan, other_cores=meter.other_cores())
     if device != CPU or not isinstance(devices, int):
         return plan
     if input_of is _whole and batch == rows:
         rivals = _rivals(plan, choices, partial(search, profile, planned, batch))
         plan = _race(rivals, layers, sample, intra_op_threads)
-    with as_in_training(device, at_once * intra_op_threads):
-        measured = measure_seconds(layers, input_of(sample), device)
-    return replace(plan, plain_seconds=batch / rows * sum(layer.forward + layer.backward for layer in measured))
+    without_gpipe = []
+    for threads in {at_once * intra_op_threads, 1}:  # On a busy machine, one thread can be faster than all cores.
+        with as_in_training(device, threads):
+            measured = measure_seconds(layers, input_of(sample), device)
+        without_gpipe.append(batch / rows * sum(layer.forward + layer.backward for layer in measured))
+    return replace(plan, plain_seconds=min(without_gpipe), other_cores=meter.other_cores())
 
 
 def _plan_by_costs(arguments: Arguments, devices: Any, balance: Balance | None, schedule: Any) -> Plan:
@@ -210,11 +215,13 @@ def _plan_by_costs(arguments: Arguments, devices: Any, balance: Balance | None, 
     if mistakes := [*choices.mistakes(count, arguments.micro_batches)]:
         raise ValueError("\n".join(mistakes))
     try:
-        plan = search(read_profile(arguments, settings), planned, arguments.micro_batches, choices)
+        meter = Meter()
+        profile, other_cores = read_profile(arguments, settings), meter.other_cores()
+        plan = search(profile, planned, arguments.micro_batches, choices)
     except OverflowError:
         raise ValueError("costs: the sum of the costs overflows a float. Use larger units.") from None
     source = plan.costs_by if plan.measured else costs_by(arguments.costs)
-    return replace(plan, counted=arguments.sample is not None, costs_by=source)
+    return replace(plan, counted=arguments.sample is not None, costs_by=source, other_cores=other_cores)
 
 
 def _only(value: Any) -> tuple[Any, ...] | None:

@@ -202,10 +202,14 @@ def test_a_recompute_is_measured_apart(clock: Clock) -> None:
     assert pipe.costs == (1 + 2 + 20,) * 2
 
 
-def test_what_disturbs_now_one_layer_and_now_another_is_part_of_their_sum() -> None:
+def test_other_load_moves_no_split_points_and_disturbances_of_every_round_are_part_of_the_sum() -> None:
     rounds = [[LayerSeconds(1, 0), LayerSeconds(1, 2)], [LayerSeconds(5, 0), LayerSeconds(1, 2)]]
     rounds.append([LayerSeconds(1, 0), LayerSeconds(1, 6, 4, 5)])
-    assert measure._typical(rounds) == [LayerSeconds(2, 0), LayerSeconds(2, 4)]  # 4 and 8 in a round, by medians 4
+    assert measure._fastest([rounds]) == [LayerSeconds(1, 0), LayerSeconds(1, 2)]
+    disturbed = [[LayerSeconds(1, 0), LayerSeconds(3, 2)], [LayerSeconds(3, 0), LayerSeconds(1, 2)]]
+    assert measure._fastest([disturbed]) == [LayerSeconds(1.5, 0), LayerSeconds(1.5, 3)]
+    first, second = measure._fastest([[[LayerSeconds(1, 1)]], [[LayerSeconds(1, 1)], [LayerSeconds(9, 9)]]])
+    assert first == second == LayerSeconds(1, 1)
 
 
 def test_a_measured_pipe_predicts_its_schedule_by_forward_and_backward(clock: Clock) -> None:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpipe.planner.other_processes import OtherProcesses
 from gpipe.profiling.advice import Advice, RecordedSteps, advise, explain, shared_lock
 from gpipe.profiling.breakdown import breakdown
-from gpipe.profiling.memory import OtherProcesses
 from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.lower import Remat, join_backwards, place_transfers

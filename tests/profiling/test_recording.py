@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import gpipe
+from gpipe.planner.other_processes import OtherProcesses
 from gpipe.profiling import read_report, report_json
 from gpipe.profiling.advice import advise, explain
-from gpipe.profiling.memory import OtherProcesses
 from gpipe.profiling.recording import Recording
 from gpipe.schedule.action import COMPUTE
 from gpipe.schedule.timeline import Timeline

@@ -16,6 +16,7 @@ from gpipe.config.arguments import Arguments, Costs, Settings
 from gpipe.config.options import Threads
 from gpipe.config.resolve import RematOf, first_rows
 from gpipe.planner.measure import as_in_training, measure_each, measure_host, measure_seconds
+from gpipe.planner.other_processes import Meter
 from gpipe.planner.profile import UncountableError, count_flops, count_parameters, profile_layers
 from gpipe.planner.search.balance import partition
 from gpipe.planner.search.candidates import AUTO, Choices
@@ -50,6 +51,7 @@ def make_plan(
         placement: The rank of each stage, as `resolve` returned it.
         remat: The recomputation mode of each stage, as `resolve` returned it.
     """
+    meter = Meter()
     if arguments.plan is not None:
         plan = arguments.plan.of_micro_batches(arguments.micro_batches)
     elif arguments.schedule == AUTO:
@@ -57,6 +59,8 @@ def make_plan(
         settings = settings.with_schedule_of(plan)
     else:
         plan = _split(arguments, settings, placement, remat)
+    if arguments.plan is None and plan.measured:
+        plan = replace(plan, other_cores=meter.other_cores())
     if plan.unsplit is None:
         plan = replace(plan, unsplit=_find_unsplit(plan, settings))
     return settings, plan

@@ -79,3 +79,4 @@ def _step(schedule: Schedule, plan: Plan, prediction: Prediction) -> Iterator[st
         f"predicted step: {seconds}{prediction.bubble:.1%} idle, including recomputation, if each partition has its "
         f"own device"
     )
+    yield from plan.explain_load()

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from itertools import pairwise
-from statistics import mean, median, median_low
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeAlias, TypeVar
 
@@ -44,7 +43,7 @@ T = TypeVar("T")
 Values: TypeAlias = tuple[Tree, Mapping[str, Tensor | None]]
 """The input of a layer and the tensors that the layer pops; or the output and the tensors that the layer stashes."""
 
-MIN_ROUNDS, MAX_ROUNDS, PATIENCE_SECONDS = 2, 15, 0.1
+MIN_ROUNDS, MAX_ROUNDS, PATIENCE_SECONDS = 3, 15, 0.1
 """The minimum and maximum number of rounds in which all layers are timed, after a warm-up round. After the seconds
 per layer, the minimum number of rounds is enough."""
 
@@ -148,7 +147,8 @@ def measure_seconds(
       caches, memory bandwidth, the interpreter and the cores, as ranks do in training.
     - On other devices, layers are measured one at a time. Only the measured layer is on the device.
 
-    If layers differ only in the values of their tensors, each thread measures only one of these layers.
+    If layers differ only in the values of their tensors, each thread measures only one of these layers. All of these
+    layers get the fastest time.
 
     Args:
         layers: The layers.
@@ -183,7 +183,7 @@ def measure_seconds(
     by_key: dict[object, list[LayerSeconds]] = {}
     for key, seconds in zip((key for group in groups for key in group), measured, strict=True):
         by_key.setdefault(key, []).append(seconds)
-    return [_combine(by_key[key], mean) for key in keys]
+    return [_combine(by_key[key], min) for key in keys]
 
 
 def _time_together(
@@ -216,18 +216,23 @@ def _time_together(
         with ThreadPoolExecutor(max(1, len(groups))) as pool:
             for future in [pool.submit(run_rounds, group) for group in range(len(groups))]:
                 future.result()
-    return [seconds for rounds in rounds_of for seconds in _typical(rounds)]
+    return _fastest(rounds_of)
 
 
-def _typical(rounds: Sequence[Sequence[LayerSeconds]]) -> list[LayerSeconds]:
-    """Returns the median run of each layer, scaled so that the sum is the median round.
+def _fastest(groups: Sequence[Sequence[Sequence[LayerSeconds]]]) -> list[LayerSeconds]:
+    """Returns the fastest run of each layer, scaled so that the sum is the sum of the fastest rounds of all groups.
 
-    Disturbances affect a different layer in each round. So they increase the sum, but not the time of a single layer.
+    Other load of the machine affects a different layer in each round. So it does not move split points. Delays of
+    every round increase the sum. The scale is the same for all groups, for the same reason.
     """
-    middle = [_combine(runs, median_low) for runs in zip(*rounds, strict=True)]
-    together = median(sum(layer.forward + layer.backward for layer in each) for each in rounds)
-    scale = together / (sum(layer.forward + layer.backward for layer in middle) or 1.0)
-    return [_combine([layer], lambda values: scale * values[0]) for layer in middle]
+    fastest = [_combine(runs, min) for rounds in groups for runs in zip(*rounds, strict=True)]
+    together = sum(min(map(_total, rounds)) for rounds in groups)
+    scale = together / (_total(fastest) or 1.0)
+    return [_combine([layer], lambda values: scale * values[0]) for layer in fastest]
+
+
+def _total(layers: Sequence[LayerSeconds]) -> float:
+    return sum(layer.forward + layer.backward for layer in layers)
 
 
 def _combine(runs: Sequence[LayerSeconds], reduce: Callable[[Sequence[float]], float]) -> LayerSeconds:

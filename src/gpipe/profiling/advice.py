@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from itertools import product
 from statistics import fmean
 
+from gpipe.planner.other_processes import SOME_CORES, OtherProcesses
 from gpipe.planner.search.balance import partition
 from gpipe.planner.search.trial import fastest_sizes
 from gpipe.profiling.breakdown import Breakdown, program_of_run, replicas_of, simulate_durations
-from gpipe.profiling.memory import OtherProcesses
 from gpipe.schedule.action import COMPUTE, Kind
 from gpipe.schedule.partition import Partition
 from gpipe.schedule.program import Program
@@ -19,7 +19,6 @@ Seconds = Mapping[tuple[int, Kind], float]  # the mean time of an action, by sta
 
 TINY = 1e-3  # Seconds of a forward pass below which half the rows do not take half the time.
 MIN_GAIN, LARGE_GAIN = 1.02, 1.05  # Minimum gain of advice, and minimum gain at which free advice comes first.
-SOME_CORES = 0.2  # Minimum number of cores used by other processes that is reported.
 MAX_TIMED_ACTIONS, MIN_ATTEMPTS = 100_000, 16  # for the search of other split points
 DEVIATION = 0.1  # A larger relative difference between a measured step and its prediction is explained.
 

@@ -17,11 +17,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from gpipe.errors import is_count
 from gpipe.features.recorder import Interval, Recorder
+from gpipe.planner.other_processes import SOME_CORES, Meter, OtherProcesses
 from gpipe.planner.watch import Watch
 from gpipe.profiling import Report, report_html, trace_json, typical_svg, write_picture
-from gpipe.profiling.advice import SOME_CORES, Advice, RecordedSteps, advise, compare, explain, shared_lock
+from gpipe.profiling.advice import Advice, RecordedSteps, advise, compare, explain, shared_lock
 from gpipe.profiling.breakdown import MEANING, NO_STEPS, Breakdown, breakdown, windows
-from gpipe.profiling.memory import Held, Meter, OtherProcesses, Watches, measure_held
+from gpipe.profiling.memory import Held, Watches, measure_held
 from gpipe.profiling.messages import Message, messages_of, write_messages
 from gpipe.runtime.compiled_table import CompiledAction
 from gpipe.runtime.feature import Work

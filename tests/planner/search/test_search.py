@@ -285,6 +285,18 @@ def test_a_plan_says_where_costs_are_noise_and_where_plain_torch_is_faster() -> 
     assert "takes 1000 s, which is slower" in replace(slow, plain_seconds=1e3).explain()
 
 
+def test_a_plan_warns_if_the_machine_was_busy_while_layers_were_measured() -> None:
+    layer = LayerProfile("layer", forward=Line(per_row=1.0), backward=Line(per_row=2.0))
+    measured = search(Profile((layer,) * 4, "seconds"), [Device()] * 2, 8, Choices([2]))
+    warning = "Other processes used 1.7 cores while the layers were measured"
+    assert warning in replace(measured, other_cores=1.7).explain()
+    assert "Other processes" not in replace(measured, other_cores=0.1).explain()
+    assert "Other processes" not in measured.explain()
+    assert replace(measured, other_cores=1.7) == measured
+    counted = search(Profile((layer,) * 4), [Device()] * 2, 8, Choices([2]))
+    assert "Other processes" not in replace(counted, other_cores=1.7).explain()
+
+
 @pytest.mark.parametrize("works", [(1.0,) * 4, (0.1, 0.2, 0.3, 0.7)])
 @pytest.mark.parametrize("unit", ["flops", "seconds"])
 def test_one_device_is_no_pipeline_with_itself(works: tuple[float, ...], unit: Literal["flops", "seconds"]) -> None:

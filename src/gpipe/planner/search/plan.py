@@ -8,6 +8,7 @@ from itertools import pairwise, zip_longest
 from math import inf
 from typing import Any, Literal
 
+from gpipe.planner.other_processes import SOME_CORES
 from gpipe.planner.search.candidates import Shape
 from gpipe.planner.search.device import Device
 from gpipe.planner.search.profile import bounds
@@ -77,8 +78,10 @@ class Plan:
         devices: The devices of the ranks, if the plan was made for specific devices.
         least_seconds: A lower bound on the seconds of all schedules for these stages, if the search looked for a new
             schedule.
-        plain_seconds: The measured seconds of the same mini-batch without gpipe, on all cores. None if they were not
-            measured.
+        plain_seconds: The measured seconds of the same mini-batch without gpipe, on all cores or on one core,
+            whichever is faster. None if they were not measured.
+        other_cores: The mean number of cores that other processes used while the layers were measured. None if it is
+            unknown.
         alternatives: The next best plans, with other shapes.
         rejected: All other shapes, with the reasons why they were not chosen.
 
@@ -112,6 +115,7 @@ class Plan:
     devices: tuple[Device, ...] = field(default=(), repr=False)
     least_seconds: float | None = None
     plain_seconds: float | None = None
+    other_cores: float | None = field(default=None, repr=False, compare=False)
     alternatives: tuple["Plan", ...] = field(default=(), repr=False)
     rejected: tuple[Rejection, ...] = field(default=(), repr=False)
 
@@ -259,7 +263,9 @@ class Plan:
 
     def explain(self) -> str:
         """Describes the plan, its predicted cost, the next best plans, and why other plans were rejected."""
-        return "\n".join([*self._explain_plan(), *self._explain_ranks(), *self._explain_others()])
+        return "\n".join(
+            [*self._explain_plan(), *self.explain_load(), *self._explain_ranks(), *self._explain_others()]
+        )
 
     def _repr_html_(self) -> str | None:
         return notebook_html("plan", self)
@@ -283,7 +289,7 @@ class Plan:
                 "slower" if self.plain_seconds > self.seconds else "faster (a pipeline needs several devices)"
             )
             plain = format_seconds(self.plain_seconds)
-            yield f"training without gpipe on all cores takes {plain}, which is {comparison}"
+            yield f"training without gpipe takes {plain}, which is {comparison}"
 
     def _explain_bound(self) -> Iterator[str]:
         if self.least_seconds:
@@ -299,6 +305,14 @@ class Plan:
             if other.table is None
         ]
         yield "; ".join(["searched schedule: " + "".join(self._explain_bound()), *others])
+
+    def explain_load(self) -> Iterator[str]:
+        """Yields a warning if other processes used cores while the layers were measured."""
+        if self.measured and self.other_cores is not None and self.other_cores > SOME_CORES:
+            yield (
+                f"Other processes used {self.other_cores:.1f} cores while the layers were measured, so costs may be "
+                "wrong. Measure again without them."
+            )
 
     def _explain_ranks(self) -> Iterator[str]:
         stages: list[list[str]] = [[] for _ in range(self.partitions)]
