@@ -1,7 +1,7 @@
 """Implements the command `gpipe`, with one module per subcommand.
 
-Errors that the user can fix, and failures in other processes, end a command with a message and an exit status instead
-of a traceback.
+If the user can fix an error, or if a different process fails, a command prints a message and exits with a status. It
+prints no traceback.
 """
 
 import errno
@@ -50,7 +50,7 @@ def exit_on_disk_errors(remedy: str) -> Iterator[None]:
 
 @contextmanager
 def exit_on_remote_errors() -> Iterator[None]:
-    """Exits with status 1 if another process fails, which prints its own traceback."""
+    """Exits with status 1 if a different process fails. That process prints its own traceback."""
     import gpipe
 
     try:
@@ -63,7 +63,7 @@ def exit_on_remote_errors() -> Iterator[None]:
 
 @contextmanager
 def exit_on_interrupt() -> Iterator[None]:
-    """Exits with status 130 after Ctrl-C, and by SIGPIPE if the reader of the output has closed it."""
+    """Exits with status 130 after Ctrl-C. Exits by SIGPIPE if the reader of the output has closed the pipe."""
     try:
         yield
     except KeyboardInterrupt:

@@ -27,7 +27,7 @@ from gpipe.recipes.options.training import OptionalPath, optional
 
 GIB = 2**30
 PREFIXES = ("CUDA_", "GLOO_", "GPIPE_", "HIP_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_")
-"""Prefixes of the environment variables that torch and its libraries read."""
+"""Prefixes of environment variables that torch and its libraries read."""
 DEVELOPMENT_EXTRAS = ("extra == 'dev'", "extra == 'docs'", "extra == 'bench'")
 
 PART = f"With --gpu, run only these checks: {', '.join(PARTS)}. Other results are read from the folder."
@@ -43,8 +43,9 @@ def doctor(
     """Prints versions, hardware and environment variables for a bug report, and checks that pipes work here.
 
     Args:
-        out: Also write the output to this JSON file. With --gpu, the folder of the results. By default gpu-results.
-        gpu: Run the checks for accelerators instead. They take several minutes each, and print one page of results.
+        out: Also write the output to this JSON file. With --gpu, the folder for the results. Default: gpu-results.
+        gpu: Run the checks for accelerators instead. Each check takes several minutes. Prints one page with all
+            results.
         part: Names of checks.
         quick: Whether to check fewer pipes.
     """
@@ -141,7 +142,10 @@ def _run_check(check: Callable[[], str]) -> str:
 
 
 def _verify_schedules() -> str:
-    """Verifies convolutions, BatchNorm and dropout against the reference loop, for several schedules and K."""
+    """Verifies convolutions, BatchNorm and dropout against the reference loop.
+
+    Tries several schedules and values of K.
+    """
     import gpipe
     from gpipe.cli.gpu.bits import images, loss_of
 

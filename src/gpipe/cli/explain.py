@@ -13,7 +13,7 @@ def explain(slug: Positional[str] = "") -> None:
     Example: gpipe explain branch-on-value
 
     Args:
-        slug: The name in brackets at the end of the message. Without it, all names are listed.
+        slug: The name in brackets at the end of the message. Without a name, lists all names.
     """
     entries = explanations()
     slug = slug.strip("[]")

@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     - 0: success.
     - 1: another process failed, or a check of `gpipe doctor` failed.
-    - 2: an error that the user can fix. The message says how.
-    - 130 or 143: stopped by Ctrl-C or SIGTERM. A training saves a checkpoint first.
+    - 2: an error that the user can fix. The message explains the fix.
+    - 130 or 143: stopped by Ctrl-C or SIGTERM. `gpipe train` saves a checkpoint first.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments == ["--version"]:

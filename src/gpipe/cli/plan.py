@@ -23,7 +23,7 @@ NETWORKS: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {
     "transformer_lm": ((1024,), {"layers": 48}),
     "transformer": ((64,), {"layers": 6}),
 }
-"""The models of `gpipe.models`: the shape of one input row, with one dimension for tokens, and default arguments."""
+"""The models of `gpipe.models`, with the shape of one input row (one dimension for tokens) and default arguments."""
 SAMPLE_ROWS = 4
 
 MODEL = (
@@ -57,19 +57,19 @@ def plan(
     optimizer_numbers: NotNegative = 2.0,
     measure: bool = False,
 ) -> None:
-    """Predicts the fastest plan to train a model, also on devices you do not have.
+    """Predicts the fastest plan to train a model. The devices need not be available.
 
     Args:
         model: The model.
         devices: The devices.
         size: Arguments of the model.
         batch: Number of rows in a mini-batch.
-        partitions: K: the number of partitions. By default the fastest.
-        micro_batches: M: the number of micro-batches per mini-batch. By default the fastest.
+        partitions: K: the number of partitions. Default: the fastest K.
+        micro_batches: M: the number of micro-batches per mini-batch. Default: the fastest M.
         schedule: The schedule.
-        optimizer_numbers: Number of values the optimizer keeps per parameter: 2 for Adam, 1 for SGD with momentum.
-        measure: Measure the time of each layer on this machine, and use it for the first device instead of its
-            TFLOP/s.
+        optimizer_numbers: How many numbers the optimizer keeps per parameter: 2 for Adam, 1 for SGD with momentum.
+        measure: Measure the time of each layer on this machine, and use the measured time for the first device
+            instead of its TFLOP/s.
     """
     fixed: dict[str, Any] = {"partitions": partitions, "micro_batches": micro_batches, "schedule": schedule}
     fixed["optimizer_numbers"] = optimizer_numbers

@@ -52,7 +52,7 @@ def report(
 
 
 def _print_report(report: Report, console: Console) -> None:
-    """Prints the predicted and the typical step on the same scale, and a table of where the time went."""
+    """Prints the predicted and the median step on the same time scale, and a table that shows where the time went."""
     colored = has_colors(console)
     drawn = {}
     if report.predicted is not None:

@@ -32,7 +32,7 @@ MOST_DRAWN = 50_000  # Maximum number of stages times slices of micro-batches wh
 
 
 class TimedSchedule(NamedTuple):
-    """A schedule with its simulated times."""
+    """A schedule with its simulated timeline."""
 
     name: str
     table: Table
@@ -74,13 +74,14 @@ def schedule(
         other: Name of a second schedule to compare with the first.
         partitions: K: the number of partitions (ranks).
         micro_batches: M: the number of micro-batches per mini-batch.
-        stages_per_rank: Number of stages per rank, as one number or one per schedule. By default each schedule's own
-            number.
-        slices: S: the number of slices that each micro-batch is split into, as one number or one per schedule.
-        forward: Duration of a stage's forward pass (F), in any unit. Longer if the other schedule has more stages.
+        stages_per_rank: Number of stages per rank: one number, or one number per schedule. Default: the default of
+            each schedule.
+        slices: S: the number of slices of each micro-batch: one number, or one number per schedule.
+        forward: Duration of a stage's forward pass (F), in any unit. If the other schedule has more stages, F takes
+            proportionally longer.
         backward_input: Duration of a stage's input-gradient pass (I).
         backward_weight: Duration of a stage's weight-gradient pass (W). A whole backward pass (B) takes I plus W.
-        gather: Duration of all-gathering a stage's weights from replicas (UNSHARD). 0: stages are not sharded.
+        gather: Duration of all-gathering a stage's weights from replicas (UNSHARD). With 0, stages are not sharded.
         svg: Draw the schedules to this SVG file.
         csv: Write the table of one schedule to this CSV file. `Program.from_csv` reads it.
         rank: Also print all actions of this rank in order.

@@ -24,7 +24,8 @@ LINES_AT_ONCE = 64  # Lines that are translated together, unless they are typed 
 def train_app(arguments: Sequence[str]) -> SubcommandApp:
     """Returns the subcommands of `gpipe train`.
 
-    The default options of the subcommand in `arguments` come from the files that --config, --resume and --from name.
+    The options --config, --resume and --from name files. The values in these files become the defaults of the
+    subcommand.
     """
     app = SubcommandApp()
     for name, options in OPTIONS.items():
@@ -72,15 +73,16 @@ def evaluate(
     beam: OptionalCount = None,
     sentences: OptionalCount = None,
 ) -> None:
-    """Evaluates runs on data that their training has not used. Prints a table and writes RUN/evaluation.json.
+    """Evaluates runs on data that was not used in training. Prints a table and writes RUN/evaluation.json.
 
     Args:
-        runs: Folders of runs that `gpipe train` wrote. For several, also prints the mean and standard deviation.
-        partitions: K: the number of partitions of the model. By default 2, or all processes of torchrun. Does not
-            change the results.
-        beam: Number of beams of the beam search, for runs of the translation recipe. 1: only greedy decoding. By
-            default the option of the run.
-        sentences: Maximum number of test sentences per language, for runs of the translation recipe. By default the
+        runs: Folders of runs that `gpipe train` wrote. For several runs, also prints the mean and standard deviation
+            of each metric.
+        partitions: K: the number of partitions of the model. Default: 2, or the number of processes of torchrun. K
+            does not change the results.
+        beam: Number of beams of the beam search, for runs of the translation recipe. With 1, only greedy decoding.
+            Default: the option of the run.
+        sentences: Maximum number of test sentences per language, for runs of the translation recipe. Default: the
             option of the run.
     """
     changes = {"beam": beam, "sentences": sentences}
@@ -114,9 +116,9 @@ def record(
     """Records the messages between the processes of torchrun in RUN/messages.jsonl, one JSON object per line.
 
     Args:
-        run: Folder of a run that `gpipe train` wrote. Its weights and checkpoints do not change.
+        run: Folder of a run that `gpipe train` wrote. The weights and checkpoints of the run do not change.
         steps: Number of training steps to record.
-        partitions: K: the number of partitions of the model. By default the number of processes.
+        partitions: K: the number of partitions of the model. Default: the number of processes.
     """
     with exit_on_user_errors():
         check_bounds(record, {"steps": steps, "partitions": partitions})
@@ -134,12 +136,12 @@ def record(
 
 
 def translate(run: Path, beam: Count = 4, partitions: OptionalCount = None) -> None:
-    """Translates each line of standard input to English, and prints one line for each.
+    """Translates each line of standard input to English, and prints one line per input line.
 
     Args:
         run: Folder of a run of `gpipe train translation`.
-        beam: Number of beams of the beam search. 1: greedy decoding.
-        partitions: K: the number of partitions of the model. By default 2. Does not change the translations.
+        beam: Number of beams of the beam search. With 1, greedy decoding.
+        partitions: K: the number of partitions of the model. Default: 2. K does not change the translations.
     """
     with ExitStack() as stack:
         with exit_on_user_errors():

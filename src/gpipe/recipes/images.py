@@ -99,7 +99,10 @@ class ImagesRecipe(Recipe[ImagesOptions]):
         return (Batch(blank.expand(len(rows), -1, -1, -1), images.labels[rows]) for rows in batches)
 
     def loss(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-        """Returns the cross-entropy, plus the weighted cross-entropy of the auxiliary head in training."""
+        """Returns the cross-entropy of the logits.
+
+        In training, adds the weighted cross-entropy of the auxiliary head.
+        """
         smoothing = self.options.label_smoothing
         if isinstance(output, Tensor):
             return F.cross_entropy(output, targets, label_smoothing=smoothing)

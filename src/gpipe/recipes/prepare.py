@@ -1,4 +1,4 @@
-"""Builds a job from the options of a recipe: its layers, its pipe and the progress of the run in its folder."""
+"""Builds a training job from a recipe: the layers, the pipe, and the progress of the run so far."""
 
 import fcntl
 import os
@@ -31,13 +31,13 @@ SAVE_TIMEOUT = 20.0  # Seconds to wait for other ranks in a save. torchrun kills
 
 @dataclass(frozen=True)
 class Epoch:
-    """Results of an epoch.
+    """The results of one epoch.
 
     Attributes:
         epoch: Number of the epoch, counted from 1.
-        loss: Mean loss of its steps.
+        loss: Mean loss of the steps in the epoch.
         measured: Metrics on held-out data, by name.
-        seconds: Duration, with the evaluation.
+        seconds: Duration of the epoch in seconds, including the evaluation.
     """
 
     epoch: int
@@ -46,7 +46,7 @@ class Epoch:
     seconds: float
 
     def line(self) -> dict[str, float]:
-        """Returns the results as one flat dict, for a line of metrics.jsonl."""
+        """Returns the results as a flat dict, which becomes a line of metrics.jsonl."""
         return {"epoch": self.epoch, "loss": self.loss, **self.measured, "seconds": self.seconds}
 
 
@@ -63,7 +63,7 @@ class Progress:
 
 
 def to_extra(progress: Progress, options: TrainOptions, data: str = "") -> dict[str, Any]:
-    """Returns the progress, the options that change results and the fingerprint of the data, for a checkpoint."""
+    """Returns data for a checkpoint: the progress, the options that change results, and the data fingerprint."""
     decisive = {
         name: value if isinstance(value, int | float | None) else str(value)
         for name, value in vars(options).items()
@@ -73,10 +73,10 @@ def to_extra(progress: Progress, options: TrainOptions, data: str = "") -> dict[
 
 
 def from_extra(extra: Mapping[str, Any], options: TrainOptions, data: str = "") -> Progress:
-    """Returns the progress in a checkpoint.
+    """Returns the progress from the data that `to_extra` stored in a checkpoint.
 
     Raises:
-        ValueError: If an option that changes results, or the data, differs from the checkpoint.
+        ValueError: If the training data or an option that changes results differs from the checkpoint.
     """
     before, now = extra["options"], to_extra(Progress(), options)["options"]
     problems = [
@@ -93,7 +93,7 @@ def from_extra(extra: Mapping[str, Any], options: TrainOptions, data: str = "") 
 
 @contextmanager
 def locked(folder: Path, world: World) -> Iterator[None]:
-    """Holds a lock on the folder of a run, on rank 0. The lock is released when the process ends, too."""
+    """Locks the folder of a run on rank 0. The lock is also released if the process ends early."""
     if world.rank:
         yield
         return
@@ -112,13 +112,13 @@ def locked(folder: Path, world: World) -> Iterator[None]:
 
 
 class Job:
-    """A recipe with its pipe, optimizer and progress, ready to be trained.
+    """A training job: a recipe with its pipe, optimizer and progress.
 
     Attributes:
         settings: Partitions, schedule and recomputation as plain values, for the report.
         share: The part of each mini-batch that this process reads.
         steps: Total number of steps.
-        epochs: Total number of epochs. The last one may be shorter.
+        epochs: Total number of epochs. The last epoch may be shorter.
     """
 
     def __init__(self, recipe: Recipe[Any], pipe: gpipe.GPipe, settings: Mapping[str, Any], world: World) -> None:
@@ -153,9 +153,11 @@ class Job:
         return min(self.recipe.steps_per_epoch, self.steps - (epoch - 1) * self.recipe.steps_per_epoch)
 
     def begin_save(self) -> Callable[[], Path]:
-        """Starts to save a checkpoint in the background. Returns a function that waits for it and returns its folder.
+        """Starts to save a checkpoint in the background.
 
-        If the last epoch is shorter, it is saved as incomplete, because a resumed run may add steps to it.
+        Returns a function that waits for the save and returns the folder.
+
+        A last epoch with fewer steps is saved as incomplete, because a resumed run may add steps to this epoch.
         """
         whole = self.progress.epochs[: self.steps // self.recipe.steps_per_epoch]
         extra = to_extra(replace(self.progress, epochs=whole), self.options, self.recipe.data)
@@ -164,7 +166,7 @@ class Job:
 
 
 def precision(options: TrainOptions, device: torch.device) -> AbstractContextManager[Any]:
-    """Returns the context for forward passes: autocast to bfloat16 with --bf16, otherwise none."""
+    """Returns the context for forward passes. With --bf16, it is autocast to bfloat16. Otherwise it does nothing."""
     return torch.autocast(device.type, torch.bfloat16) if options.bf16 else nullcontext()
 
 
@@ -184,12 +186,13 @@ def prepare(recipe: Recipe[Any], world: World | None = None, *, measure: bool = 
 
     Args:
         recipe: The recipe.
-        world: The processes that train together. Default: all processes of torchrun, otherwise only this one.
-        measure: Whether to measure the time of each layer, so that stages take the same time. If False, stages have
-            the same number of parameters.
+        world: The processes that train together. Default: all processes that torchrun started, otherwise only this
+            process.
+        measure: Whether to measure the time of each layer, to balance the time of stages. If False, balances the
+            number of parameters of stages.
 
     Raises:
-        ValueError: If options are invalid or do not match the checkpoint, with one line per problem.
+        ValueError: If options are invalid or do not match the checkpoint. The message has one line per problem.
     """
     world, options = world or find_world(os.environ), recipe.options
     if (tracker := options.report_to) is not None:
@@ -220,14 +223,14 @@ def prepare(recipe: Recipe[Any], world: World | None = None, *, measure: bool = 
 
 
 def build(recipe: Recipe[Any]) -> list[nn.Module]:
-    """Builds the layers with initial weights from the seed of the options."""
+    """Builds the layers. The random generator of their initial weights is seeded with `--seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(recipe.options.seed)
         return recipe.layers()
 
 
 def read_weights(run: Path) -> Mapping[str, Any]:
-    """Reads the final weights of a run, or the weights of its latest checkpoint if it has not finished."""
+    """Reads the final weights of a run. If the run has not finished, reads the weights of its latest checkpoint."""
     if (run / WEIGHTS).is_file():
         try:
             return load_file(run / WEIGHTS)
@@ -243,7 +246,7 @@ def read_weights(run: Path) -> Mapping[str, Any]:
 def make_pipe(
     recipe: Recipe[Any], layers: Any, world: World, sample: Any = None, *, measure: bool = True
 ) -> tuple[gpipe.GPipe, dict[str, Any]]:
-    """Builds the pipe of layers or a model, by the options or, with --plan auto, by the fastest plan.
+    """Builds a pipe from layers or a model. With --plan auto, uses the fastest plan, otherwise the options.
 
     Args:
         recipe: The recipe.
@@ -287,7 +290,10 @@ def make_pipe(
 
 
 def _restore(job: Job) -> None:
-    """Loads the latest checkpoint if the run resumes and rank 0 finds one. Otherwise renames existing checkpoints."""
+    """Loads the latest checkpoint if the run resumes and rank 0 finds a checkpoint.
+
+    Otherwise renames old checkpoints.
+    """
     resumes = job.options.resume or job.world.restarts > 0
     has_checkpoint = resumes and not job.world.rank and gpipe.find_checkpoint(job.checkpoints) is not None
     if any(job.pipe.exchange(b"found" if has_checkpoint else b"")):

@@ -30,9 +30,9 @@ class Share:
     """The part of each mini-batch that this process reads.
 
     Attributes:
-        replica: Index of this process's replica.
+        replica: Index of the replica that this process belongs to.
         replicas: Number of replicas. `torch.tensor_split` divides each mini-batch among them.
-        reads_inputs: Whether this process holds the first layer. If not, only the size of its inputs matters.
+        reads_inputs: Whether this process runs the first layer. Other processes need only the size of the inputs.
     """
 
     replica: int = 0
@@ -49,8 +49,8 @@ class Evaluation:
     """The result of `gpipe evaluate`.
 
     Attributes:
-        numbers: Metrics by name. With several runs, `gpipe evaluate` prints their means.
-        details: Other entries of evaluation.json.
+        numbers: Metrics by name. For several runs, `gpipe evaluate` prints the mean of each metric.
+        details: Additional entries of evaluation.json.
         text: Tables for the terminal.
     """
 
@@ -68,9 +68,9 @@ class Recipe(ABC, Generic[Options]):
         title: Name and size of the model.
         steps_per_epoch: Number of mini-batches per epoch.
         reduction: The `reduction` argument of `GPipe.step`: how losses of micro-batches are combined.
-        max_norm: Maximum norm of all gradients together. 0: gradients are not clipped.
-        averaging: Decay of a moving average of the weights. 0: no average.
-        data: A fingerprint of the training data. A run resumes only with the same data.
+        max_norm: Gradients are clipped to this total norm. With 0, they are not clipped.
+        averaging: Decay of a moving average of the weights. With 0, there is no average.
+        data: A fingerprint of the training data. A resumed run must use the same data.
     """
 
     name: ClassVar[str]
@@ -90,7 +90,7 @@ class Recipe(ABC, Generic[Options]):
 
     @abstractmethod
     def sample(self, replicas: int) -> Batch:
-        """Returns a typical mini-batch of one of `replicas` replicas, on which layers are measured."""
+        """Returns a typical mini-batch of one replica, to measure layers. `replicas` is the number of replicas."""
 
     @abstractmethod
     def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
@@ -116,23 +116,26 @@ class Recipe(ABC, Generic[Options]):
         """Returns the metrics of an epoch by name, on validation data."""
 
     def model(self, layers: list[nn.Module]) -> tuple[Any, Any]:
-        """Returns the model to evaluate and a sample input to trace it. By default the layers, without a sample."""
+        """Returns the model to evaluate, and a sample input for tracing.
+
+        By default, returns the layers and no sample.
+        """
         return layers, None
 
     @abstractmethod
     def evaluate(self, pipe: gpipe.GPipe) -> Evaluation:
-        """Evaluates the model in detail, on data that the training has not used."""
+        """Evaluates the model in detail, on data that was not used in training."""
 
     def fit(self, state: Mapping[str, Tensor], layers: Sequence[nn.Module]) -> None:
-        """Loads the weights of the run that `--from` names into the layers. By default all of them."""
+        """Loads the weights of the run that `--from` names into the layers. By default, loads all weights."""
         load(state, layers)
 
     def write(self, run: Path) -> None:
-        """Writes other files that the model needs to the folder of the run. By default none."""
+        """Writes additional files that the model needs to the folder of the run. By default, writes no files."""
 
 
 def load(state: Mapping[str, Tensor], layers: Sequence[nn.Module], new: Container[str] = ()) -> None:
-    """Loads parameters and buffers into layers, except those with names in `new`.
+    """Loads parameters and buffers into layers, except parameters and buffers with names in `new`.
 
     Raises:
         ValueError: If names or shapes differ. The message lists the first ten.
@@ -152,10 +155,10 @@ AVERAGE = "average"  # Key of the average in the optimizer's state.
 
 
 class Averages:
-    """Moving averages of the parameters of an optimizer. They are part of its state, and so of checkpoints.
+    """Moving averages of the parameters of an optimizer.
 
-    Step n uses a decay of at most (1 + n) / (10 + n), so that the initial weights lose influence quickly. A
-    decay of 0 disables averaging.
+    The averages are part of the optimizer's state, so checkpoints contain them. Step n uses a decay of at most (1 +
+    n) / (10 + n), so that the initial weights lose influence quickly. A decay of 0 disables averaging.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
@@ -176,7 +179,7 @@ class Averages:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Replaces the weights by their averages inside the context."""
+        """Replaces the weights by their moving averages inside the context."""
         self._swap()
         try:
             yield
@@ -193,21 +196,21 @@ class Averages:
 
 
 def linear(step: int, warm_up: float) -> float:
-    """Returns the factor of the peak learning rate in a linear warm-up of `warm_up` steps. Steps count from 0."""
+    """Returns the factor on the peak learning rate for a linear warm-up of `warm_up` steps. Steps count from 0."""
     return min(1.0, (step + 1) / max(1.0, warm_up))
 
 
 def cosine(step: int, steps: int, warm_up: float) -> float:
-    """Returns the factor for a linear warm-up, followed by half a cosine that reaches 0 after `steps` steps."""
+    """Returns the learning rate factor: a linear warm-up, then half a cosine that reaches 0 after `steps` steps."""
     warm_up = max(1.0, warm_up)
     return linear(step, warm_up) if step < warm_up else (1 + cos(pi * (step - warm_up) / (steps - warm_up))) / 2
 
 
 def exponential(step: int, every: float, rate: float, warm_up: float) -> float:
-    """Returns the factor for a linear warm-up, multiplied by `rate` once every `every` steps from the start."""
+    """Returns the learning rate factor: a linear warm-up, multiplied by `rate` after every `every` steps."""
     return float(linear(step, warm_up) * rate ** (step // every))
 
 
 def inverse_root(step: int, warm_up: float) -> float:
-    """Returns the factor for a linear warm-up, then 1 / sqrt(step) (Vaswani et al., 2017, section 5.3)."""
+    """Returns the learning rate factor: a linear warm-up, then 1 / sqrt(step) (Vaswani et al., 2017, section 5.3)."""
     return min(linear(step, warm_up), sqrt(max(1.0, warm_up) / (step + 1)))

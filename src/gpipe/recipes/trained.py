@@ -1,4 +1,4 @@
-"""Opens a run of `gpipe train`, also an unfinished one, to evaluate it, record it or translate with it."""
+"""Opens a finished or unfinished run of `gpipe train`, to evaluate its model, record steps, or translate."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,7 +59,7 @@ def opened(recipe: Recipe[Any], world: World) -> Iterator[gpipe.GPipe]:
 
 
 def evaluate_run(run: Path, partitions: int | None, changes: Mapping[str, Any], world: World) -> Evaluation:
-    """Evaluates a run with its options and with all `changes` that are not None, and writes evaluation.json."""
+    """Evaluates a run and writes evaluation.json. `changes` that are not None replace the options of the run."""
     changes = {name: value for name, value in changes.items() if value is not None}
     recipe = open_recipe(run, partitions, world, **changes)
     with opened(recipe, world) as pipe:
@@ -88,7 +88,10 @@ def spread(evaluations: Sequence[Evaluation]) -> str:
 
 
 def record_run(run: Path, steps: int, partitions: int | None, world: World) -> str:
-    """Trains a few more steps without saving them, writes their messages to messages.jsonl and returns a summary."""
+    """Trains a few more steps without saving the weights.
+
+    Writes messages.jsonl and returns a summary of the messages.
+    """
     recipe = open_recipe(run, partitions, world, steps=steps)
     job = Job(recipe, *_load_pipe(recipe, world, trains=True), world)
     with job.pipe, one_thread(), gpipe.record(job.pipe, keep=steps) as recording:
@@ -117,7 +120,7 @@ def opened_translator(run: Path, partitions: int | None, width: int) -> Iterator
         limit = LONGEST * recipe.options.longest
 
         def to_english(lines: Sequence[str]) -> Iterator[str]:
-            """Translates lines up to the first that is too long. Empty lines stay empty."""
+            """Translates lines, and raises an error at the first line that is too long. Empty lines stay empty."""
             sources = vocabulary.encode_all([line.strip() for line in lines])
             short = list(takewhile(lambda source: len(source) <= limit, sources))
             translations = iter(recipe.translate(pipe, [source for source in short if source], width))

@@ -40,11 +40,11 @@ Numbers = Mapping[str, float]
 
 
 class RecordedEpoch(NamedTuple):
-    """Measurements of an epoch.
+    """The measurements of one epoch.
 
     Attributes:
-        steps: The recorded steps, without the first.
-        memory: Peak bytes in the first step by use, for each rank in this process.
+        steps: The recorded steps, without the first step of the epoch.
+        memory: Peak memory of the first step for each rank in this process, in bytes by purpose.
     """
 
     steps: gpipe.Recording
@@ -68,7 +68,7 @@ def run(job: Job, console: Console | None = None) -> list[Epoch]:
         console: Where to print. Default: standard output of rank 0.
 
     Returns:
-        The results of all epochs, also of epochs before the run was resumed.
+        The results of all epochs, including epochs before the run was resumed.
     """
     console = console or Console(quiet=job.world.rank > 0)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -121,7 +121,7 @@ def open_tracker(job: Job) -> Iterator[Callable[[Numbers], None]]:
 def _train(
     job: Job, say: Say, console: Console, received_signal: Callable[[], int], report: Callable[[Numbers], None]
 ) -> RecordedEpoch | None:
-    """Trains the remaining epochs. Returns the measurements of the last one, or None if none remained."""
+    """Trains the remaining epochs. Returns the measurements of the last epoch, or None if no epoch remained."""
     progress, recorded = job.progress, None
     if job.done:
         finished = "" if len(progress.epochs) < job.epochs else ". Training has already finished."
@@ -167,7 +167,7 @@ def _train(
 
 
 def _train_epoch(job: Job, step_ended: Callable[[float], None]) -> tuple[Epoch, RecordedEpoch | None]:
-    """Trains the remaining steps of the next epoch, and evaluates it. The last epoch is recorded."""
+    """Trains the remaining steps of the next epoch, and evaluates the model. The last epoch is recorded."""
     progress, number = job.progress, len(job.progress.epochs) + 1
     first, start = len(progress.losses), time.perf_counter() - progress.seconds
     remaining, recording, memory_recording = job.steps_of(number) - first, None, None
@@ -236,7 +236,7 @@ def _write_files(job: Job, say: Say, checkpoint: Path, recorded: RecordedEpoch |
 
 
 def _summary(recorded: RecordedEpoch, out: Path) -> Iterator[str]:
-    """Yields lines that tell where the time of the recorded steps went, and how to make them faster."""
+    """Yields lines that show where the time of the recorded steps went, and how to make the steps faster."""
     recording = recorded.steps
     ranks = recording.timelines[0].ranks
     pipelined = median(timeline.seconds for timeline in recording.timelines)

@@ -1,4 +1,4 @@
-"""Finds the processes that train together, from the environment variables of their launcher, and connects them."""
+"""Finds the processes that train together in the environment variables of their launcher, and connects them."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class World:
-    """Describes this process among the processes that train together. Rank 0 writes files and prints.
+    """Describes the processes that train together, and the rank of this process. Only rank 0 writes files and prints.
 
     Attributes:
         rank: Rank of this process.
@@ -68,7 +68,7 @@ def find_world(environment: Mapping[str, str]) -> World:
 
 @contextmanager
 def joined(world: World) -> Iterator[World]:
-    """Creates the default process group inside the context. On one host, it uses only the loopback interface.
+    """Creates the default process group inside the context. On one host, the group uses only the loopback interface.
 
     Yields:
         The world, with a number of restarts on which all processes agree.
@@ -146,7 +146,7 @@ def agree_on_life(store: Store, world: World) -> tuple[str, int]:
 
 
 def broadcast_from_first(world: World, make: Callable[[], Any]) -> Any:
-    """Calls `make` on rank 0, and returns its result, which must be JSON-serializable, in every process."""
+    """Calls `make` on rank 0, and returns its result in every process. The result must be JSON-serializable."""
     text = b"" if world.rank else json.dumps(make()).encode()
     if not world.launched:
         return json.loads(text)
@@ -158,7 +158,7 @@ def broadcast_from_first(world: World, make: Callable[[], Any]) -> Any:
 
 
 def _connect_store(world: World) -> TCPStore:
-    """Connects to the store of torchrun, or of rank 0. On one host, rank 0's store does not accept remote clients."""
+    """Connects to the store of torchrun or of rank 0. On one host, the store of rank 0 accepts no remote clients."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if hosted or not world.one_host:

@@ -38,7 +38,10 @@ def devices() -> list[torch.device]:
 
 
 def images() -> tuple[list[nn.Module], Tensor, Tensor]:
-    """Builds an image classifier with convolutions, BatchNorm and dropout. Nine rows make uneven micro-batches."""
+    """Builds an image classifier with convolutions, BatchNorm and dropout.
+
+    Its nine rows make uneven micro-batches.
+    """
     torch.manual_seed(0)
     first = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, padding=1)]
     last = [nn.Dropout(0.3), nn.BatchNorm2d(8), nn.Sequential(nn.ReLU(), nn.Flatten()), nn.Linear(8 * 64, 5)]
@@ -46,7 +49,7 @@ def images() -> tuple[list[nn.Module], Tensor, Tensor]:
 
 
 def text(*, tied: bool = False) -> tuple[list[nn.Module], Tensor, Tensor]:
-    """Builds a language model with attention and dropout. Nine rows make uneven micro-batches."""
+    """Builds a language model with attention and dropout. Its nine rows make uneven micro-batches."""
     torch.manual_seed(0)
     tokens = torch.randint(17, (9, 6))
     return models.transformer_lm(6, 32, 64, heads=2, vocab=17, tied=tied, dropout=0.1), tokens, tokens.flip(1)
@@ -58,7 +61,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def train_reference(task: Task, device: torch.device) -> State:
-    """Trains with the reference loop. Uses one thread for work on the CPU, as the ranks of a pipe do."""
+    """Trains with the reference loop. Uses one CPU thread, like the ranks of a pipe."""
     layers, x, y = task()
     whole = nn.Sequential(*layers).to(device)
     parts = list(zip(x.to(device).tensor_split(M), y.to(device).tensor_split(M), strict=True))
@@ -109,7 +112,10 @@ def compare(
     placement: Sequence[torch.device],
     pipes: Sequence[Settings],
 ) -> Iterator[Finding]:
-    """Yields whether pipes with these settings are bitwise identical to the reference. Errors become findings."""
+    """Yields findings: whether pipes with these settings are bitwise identical to the reference.
+
+    Errors count as failures.
+    """
     wrong = []
     torch.use_deterministic_algorithms(True)  # With warn_only=True, attention on GPUs would stay nondeterministic.
     try:
@@ -183,12 +189,12 @@ def several(every: int) -> Iterator[Finding]:
 
 
 def has_nccl() -> bool:
-    """Whether NCCL is available and there are at least two devices for it."""
+    """Whether NCCL is available, with at least two devices."""
     return torch.cuda.is_available() and len(devices()) > 1 and dist.is_nccl_available()
 
 
 def nccl(every: int) -> Iterator[Finding]:
-    """Checks that one process per device computes the same as one process, with several schedules."""
+    """Checks that one process per device computes the same results as a single process, with several schedules."""
     all_devices = devices()
     if len(all_devices) < 2:
         yield Finding("not run", f"Requires two accelerators, but there is only {all_devices[0]}.")

@@ -27,13 +27,13 @@ MODULES = {
     "tests.gpu.parts": ("beside", "host", "graphs", "sanitizer", "tests"),
 }
 PARTS = {name: f"{module}:{name}" for module, names in MODULES.items() for name in names}
-"""The checks in the order in which they run. Each is a generator of findings."""
+"""The checks in the order in which they run. Each check is a generator of findings."""
 VERDICTS = ("error", "failed", "passed", "measured", "not run")  # From worst to best. The worst finding decides.
 FAILURES = VERDICTS[:2]
 
 
 class Finding(NamedTuple):
-    """A verdict, a line of text that explains it, and optional numbers."""
+    """A verdict, a line that explains the verdict, and optional numbers."""
 
     verdict: str
     text: str
@@ -44,13 +44,13 @@ def examine(folder: Path, chosen: Sequence[str], facts: Mapping[str, Mapping[str
     """Runs checks and prints the results of all checks in the folder.
 
     Args:
-        folder: The folder of the results, also of earlier calls.
-        chosen: Names of the checks to run. If empty, all.
+        folder: The folder of the results, including results of earlier calls.
+        chosen: Names of the checks to run. If empty, runs all checks.
         facts: The versions and devices that `gpipe doctor` prints.
-        every: Each check runs one of this many pipes.
+        every: Each check runs only every n-th pipe, where n is this number.
 
     Returns:
-        Whether no check failed.
+        True if no check failed.
     """
     if unknown := [name for name in chosen if name not in PARTS]:
         raise ValueError(f"--part: {', '.join(unknown)} is not a check. Choose from {', '.join(PARTS)}.")
@@ -102,7 +102,10 @@ def _run(part: str, file: Path, every: int) -> None:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Stops a check and all processes that it started. Python writes stack traces of its threads to the log."""
+    """Stops the process of a check and all processes that the check started.
+
+    Python writes stack traces of its threads to the log.
+    """
     for number, seconds in ((signal.SIGABRT, GRACE), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)

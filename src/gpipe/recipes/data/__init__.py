@@ -8,8 +8,8 @@ def require(name: str, problem: str, extra: str) -> Any:
     """Imports a library that an extra of gpipe installs.
 
     Raises:
-        ImportError: If it is not installed. The message is the problem, such as "Reading images requires Pillow",
-            followed by the command that installs the extra.
+        ImportError: If the library is not installed. The message is the problem, such as "Reading images requires
+            Pillow", followed by the command that installs the extra.
     """
     try:
         return import_module(name)

@@ -1,7 +1,7 @@
 """Orders the images of an epoch and augments them: crops, flips, cutouts, small shifts and rotations.
 
 Random numbers depend only on (seed, epoch, row), not on the batch of a row or on the process that reads it. Each kind
-of augmentation has its own key, so disabling one does not change the others.
+of augmentation has its own random numbers, so disabling one kind does not change the other kinds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,10 @@ def batches(rows: int, batch_size: int, *, seed: int, epoch: int) -> list[Tensor
 
 
 def some_of_each(classes: Mapping[int, Sequence[T]], count: int, seed: int) -> dict[int, list[T]]:
-    """Returns `count` random items of each class, in their original order. A smaller count returns a subset."""
+    """Returns `count` random items of each class, in their original order.
+
+    If you reduce `count`, the result is a subset of the earlier result.
+    """
     if count > (most := min(map(len, classes.values()))):
         raise ValueError(f"--per-class: {count} is out of range. Choose 1 to {most}, the size of the smallest class.")
     chosen = {}
@@ -44,13 +47,13 @@ def some_of_each(classes: Mapping[int, Sequence[T]], count: int, seed: int) -> d
 
 
 class Augmentation(NamedTuple):
-    """Settings of the augmentation. An evaluation uses only `size`.
+    """The settings of the augmentation. An evaluation uses only `size`.
 
     Attributes:
         size: Height and width of the images in pixels.
         least_area: Minimum share of an image's area that a random crop keeps.
         flip: Whether to mirror half of the images.
-        cutout: Size of a random blank square in pixels. 0: none.
+        cutout: Size of a random blank square in pixels. With 0, there is no square.
         seed: Random seed.
         jitter: Whether to shift and rotate images slightly.
     """
@@ -66,7 +69,8 @@ class Augmentation(NamedTuple):
 def random_box(width: int, height: int, row: int, *, least_area: float, seed: int, epoch: int) -> Box:
     """Returns a random crop of an image in whole pixels, with an aspect ratio from 3:4 to 4:3.
 
-    It has at least the share `least_area` of the image's area, except in long images where no such crop fits.
+    The crop covers at least `least_area` of the image's area. Very long images, in which no such crop fits, are the
+    exception.
     """
     shape, share, across, down = _draw([row], CROP, 4, seed, epoch)[0].tolist()
     aspect = NARROWEST + shape * (WIDEST - NARROWEST)
@@ -86,7 +90,7 @@ def central_box(width: int, height: int) -> Box:
 
 
 def augment(images: Tensor, rows: Tensor, how: Augmentation, epoch: int) -> Tensor:
-    """Applies jitter, flip and cutout to images [N, 3, H, W] with mean 0, as the settings say."""
+    """Applies jitter, flip and cutout to images [N, 3, H, W] with mean 0, according to the settings."""
     if how.jitter:
         images = jitter(images, rows, seed=how.seed, epoch=epoch)
     if how.flip:
@@ -101,7 +105,7 @@ def flip(images: Tensor, rows: Tensor, *, seed: int, epoch: int) -> Tensor:
 
 
 def cutout(images: Tensor, rows: Tensor, size: int, *, seed: int, epoch: int) -> Tensor:
-    """Sets a square of `size` pixels around a random pixel to 0 in each image [N, C, H, W], cropped at the edges."""
+    """Sets a square around a random pixel to 0 in each image [N, C, H, W]. The square is cropped at the edges."""
     covered = []
     for centers, side in zip(_draw(rows.tolist(), CUTOUT, 2, seed, epoch).T, images.shape[-2:], strict=True):
         first, pixels = (centers * side).floor()[:, None] - size // 2, torch.arange(side)

@@ -97,7 +97,10 @@ class UnreadableImage(ValueError):  # noqa: N818 commands report it as a user er
 
 
 def read_image(file: Path) -> "Image":
-    """Reads an image as RGB, rotated according to its EXIF data. Raises UnreadableImage if that fails."""
+    """Reads an image as RGB, rotated according to its EXIF data.
+
+    Raises UnreadableImage if the file cannot be read.
+    """
     from PIL import Image, ImageOps
 
     try:
@@ -112,7 +115,10 @@ def read_image(file: Path) -> "Image":
 
 
 def _class_folders(folder: Path) -> list[str]:
-    """Returns the sorted names of the subfolders of a folder, which need not exist. Numbers are sorted by value."""
+    """Returns the sorted names of the subfolders of a folder, or no names if the folder does not exist.
+
+    If all names are numbers, sorts by value.
+    """
     names = sorted(path.name for path in folder.glob("[!.]*/"))
     return sorted(names, key=int) if all(name.isascii() and name.isdecimal() for name in names) else names
 
@@ -147,7 +153,7 @@ BatchKey = tuple[list[int], Augmentation, int | None]  # Rows, augmentation and 
 
 @dataclass(frozen=True)
 class ImageFolder(Dataset[Batch | UnreadableImage]):
-    """A data set of image files. An index is the description of a whole batch.
+    """A data set of image files. Each index describes a whole batch.
 
     Attributes:
         root: The folder.
@@ -188,7 +194,7 @@ class ImageFolder(Dataset[Batch | UnreadableImage]):
 
 
 class Digits(TensorDataset):
-    """A data set of digits in memory. An index is the description of a whole batch, as in `ImageFolder`."""
+    """A data set of digits in memory. Each index describes a whole batch, as in `ImageFolder`."""
 
     @property
     def labels(self) -> Tensor:
@@ -240,7 +246,7 @@ class Reader:
     """Reads batches of images in worker processes, or in this process if `workers` is 0.
 
     The images do not depend on the number of workers. Workers start with the first batch, by the spawn method, and
-    run until the reader is deleted. Finish one `read` before you start the next.
+    run until the reader is deleted. Finish a `read` before you start the next `read`.
 
     Attributes:
         labels: The class numbers [N] of all images.
@@ -260,7 +266,10 @@ class Reader:
         )
 
     def read(self, batches: Iterable[Tensor], epoch: int | None) -> Iterator[Batch]:
-        """Yields batches with these row numbers, augmented for the epoch, or not augmented if it is None."""
+        """Yields batches with these row numbers, augmented for the epoch.
+
+        If `epoch` is None, images are not augmented.
+        """
         self._keys[:] = [(rows.tolist(), self._augmentation, epoch) for rows in batches]
         for images in self._loader:
             if isinstance(images, UnreadableImage):

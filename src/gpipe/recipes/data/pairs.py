@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Training, validation and test pairs. They have no English text in common."""
+    """Training, validation and test pairs. Each English text occurs in only one of the three splits."""
 
     train: list[Pair]
     validation: list[Pair]
@@ -36,10 +36,10 @@ class Split(NamedTuple):
 
 
 def split_by_english(pairs: Iterable[Pair]) -> Split:
-    """Splits pairs by their English text, so that no language's training contains an English text of the test.
+    """Splits pairs by their English text, so that no English text of the test pairs occurs in the training pairs.
 
-    A tenth of the English texts is for the test and a twentieth for validation, by `hash_of`, so additional pairs do
-    not move existing ones. Each part keeps the order of the pairs.
+    A tenth of the English texts is for the test, and a twentieth for validation. The hash of a text decides, so
+    existing pairs do not move if pairs are added. Each split keeps the order of the pairs.
     """
     split = Split([], [], [])
     for pair in pairs:
@@ -99,9 +99,9 @@ def _pair_of(columns: list[str]) -> Pair:
 def read_catalogues() -> list[Pair]:
     """Reads all translations of the installed Django: short texts of its user interface in many languages.
 
-    Returns each pair of source and English once per language, sorted by language, English and source. For plurals,
-    these are the first and the last form, with the English singular and plural. Blank and untranslated texts are
-    skipped. Django 5.2.19 contains 65,472 pairs in 96 languages.
+    Returns each pair of source and English once per language, sorted by language, English and source. A text with
+    plural forms yields two pairs: the first form with the English singular, and the last form with the plural. Blank
+    and untranslated texts are skipped. Django 5.2.19 contains 65,472 pairs in 96 languages.
     """
     problem = "The default translations require Django and polib"
     django, polib = (require(name, problem, "translation") for name in ("django", "polib"))
@@ -126,7 +126,8 @@ def _translations(catalogue: Iterable[Any]) -> Iterator[tuple[str, str]]:
 def language_probabilities(counts: Mapping[str, int], temperature: float) -> dict[str, float]:
     """Returns the sampling probability of each language, which is proportional to count^(1 / temperature).
 
-    With temperature 1, probabilities are proportional to the numbers of pairs. With infinity, they are equal.
+    With temperature 1, probabilities are proportional to the numbers of pairs. With temperature infinity, all
+    probabilities are equal.
     """
     most = max(counts.values())
     weights = {language: math.pow(count / most, 1 / temperature) for language, count in counts.items()}
@@ -137,9 +138,9 @@ def language_probabilities(counts: Mapping[str, int], temperature: float) -> dic
 def draw(pairs: Sequence[Pair], temperature: float, count: int, *, seed: int, epoch: int) -> list[int]:
     """Samples the `count` pairs of an epoch, and returns their indices in random order.
 
-    The number of pairs of a language is `count` times its probability, rounded so that the sum is `count`. Pairs are
-    sampled without replacement until all of a language are used, then all again. An epoch continues where the
-    previous one stopped. The result depends only on the arguments.
+    The number of pairs of a language is `count` times its probability, rounded so that the sum is `count`. For each
+    language, all pairs are used once before a pair is used again. An epoch continues where the previous one stopped.
+    The result depends only on the arguments.
     """
     numbers: dict[str, list[int]] = {}
     for number, pair in enumerate(pairs):

@@ -38,7 +38,9 @@ class Vocabulary:
 
     @classmethod
     def learn(cls, texts: Iterable[str], size: int) -> "Vocabulary":
-        """Learns a vocabulary with at most `size` ids (at least 259) by byte-pair encoding. It is deterministic.
+        """Learns a vocabulary by byte-pair encoding, with at most `size` ids (at least 259).
+
+        The result is deterministic.
 
         The vocabulary is smaller if the texts have too few repetitions.
         """
@@ -73,7 +75,10 @@ class Vocabulary:
             raise ValueError(f"{file}: is not a vocabulary: {error}. Restore the file of the run.") from error
 
     def save(self, file: str | PathLike[str]) -> None:
-        """Writes the vocabulary in the JSON format of the library tokenizers. There, ids are smaller by `SPECIAL`."""
+        """Writes the vocabulary in the JSON format of the library tokenizers.
+
+        Ids in the file are smaller by `SPECIAL`.
+        """
         Path(file).write_text(self._tokenizer.to_str(pretty=True), "utf-8")
 
     def __len__(self) -> int:
@@ -84,7 +89,7 @@ class Vocabulary:
         return [[token + SPECIAL for token in encoded.ids] for encoded in self._tokenizer.encode_batch(list(texts))]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids up to the first `END`. Invalid UTF-8 becomes the replacement character."""
+        """Returns the text of these ids up to the first `END`. Invalid UTF-8 becomes the replacement character."""
         until_end = ids[: ids.index(END)] if END in ids else ids
         return self._tokenizer.decode([token - SPECIAL for token in until_end if token >= SPECIAL])
 
@@ -93,11 +98,11 @@ def token_batches(lengths: Lengths, tokens: int, steps: int, *, seed: int, epoch
     """Groups rows with similar lengths into exactly `steps` mini-batches.
 
     With `steps_per_epoch(lengths, tokens)` steps, every row is used once. If the rows fill more mini-batches, random
-    ones are dropped. If they fill fewer, the largest ones are halved.
+    mini-batches are dropped. If the rows fill fewer, the largest mini-batches are halved.
 
     Args:
         lengths: Numbers of source and target tokens of each row.
-        tokens: Maximum number of tokens in a mini-batch, with one `END` per sentence and with padding. Each row must
+        tokens: Maximum number of tokens in a mini-batch, including one `END` per sentence and padding. Each row must
             fit.
         steps: Number of mini-batches.
         seed: Random seed.
@@ -117,15 +122,18 @@ def token_batches(lengths: Lengths, tokens: int, steps: int, *, seed: int, epoch
 
 
 def steps_per_epoch(lengths: Lengths, tokens: int) -> int:
-    """Returns the number of mini-batches with at most `tokens` tokens that the rows fill."""
+    """Returns the number of mini-batches that contain all rows, with at most `tokens` tokens each."""
     return len(_pack(lengths, tokens, range(len(lengths))))
 
 
 def _pack(lengths: Lengths, tokens: int, rows: Iterable[int]) -> list[list[int]]:
-    """Packs rows, sorted by length, into mini-batches with at most `tokens` tokens. Equal rows keep their order."""
+    """Packs rows, sorted by length, into mini-batches with at most `tokens` tokens.
+
+    Rows with equal lengths keep their order.
+    """
 
     def by_length(row: int) -> tuple[int, int]:
-        """Sorts by target length, then by source length in alternating directions, so that neighbors are similar."""
+        """Returns a sort key: target length, then source length in alternating order, so neighbors are similar."""
         source, target = lengths[row]
         return target, source if target % 2 else -source
 

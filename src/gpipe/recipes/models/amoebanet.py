@@ -4,16 +4,17 @@ A model with L normal cells has L + 6 layers:
 
     stem | reduction reduction | normal ... | reduction | normal ... | reduction | normal ... | head
 
-A cell reads the outputs of the two cells before it, so layers pass the pair (output, previous output) on. The stem
-passes only its output. Each reduction halves the height and width of the image and doubles the filters, from D/4 in
-the first reduction to 4D in the last stack.
+A cell reads the outputs of the two cells before it, so each layer returns the pair (output, previous output). The
+stem returns only its output. Each reduction halves the height and width of the image and doubles the filters, from
+D/4 in the first reduction to 4D in the last stack.
 
-The architecture of the cells is from Real et al. (AAAI 2019). If its figures differ from the public TPU reference
-model, this module follows the reference, whose numbers of parameters the GPipe paper states. Two things differ from
-the reference:
+The architecture of the cells is from Real et al. (AAAI 2019). If figures in that paper differ from the public TPU
+reference model, this module follows the reference model. The GPipe paper states the parameter counts of the reference
+model. This module differs from the reference model in two points:
 
-- It pads strided windows on one side. This module pads on both sides, with the same shapes, shifted by one pixel.
-- It states a BatchNorm decay of 0.9997 and epsilon of 1e-3, with which the running statistics would be useless for
+- The reference pads strided windows on one side. This module pads on both sides: shapes are the same, but windows are
+  shifted by one pixel.
+- The reference uses a BatchNorm decay of 0.9997 and an epsilon of 1e-3. Running statistics would then be useless for
   the first ten thousand steps. This module uses torch's defaults.
 
 ScheduledDropPath (Zoph et al., 2018, section 3) drops outputs of operations with increasing probability in training.
@@ -54,7 +55,8 @@ class DropPath(nn.Module):
 def set_keep(model: nn.Module, keep: float) -> None:
     """Sets the attribute `keep` of every `DropPath` in a model or pipe.
 
-    Call it between steps. A call between a forward and its backward pass would change recomputed activations.
+    Call this function between steps. Between a forward and its backward pass, a call would change recomputed
+    activations.
 
     Args:
         model: The model or pipe. With several processes, call this function in all of them.
@@ -77,7 +79,7 @@ def set_keep(model: nn.Module, keep: float) -> None:
 
 
 def drop_path_keep(step: int, steps: int, final: float = 0.7) -> float:
-    """Returns the value of `keep` for a step, counted from 0. It decreases linearly from 1 to `final`.
+    """Returns the `keep` probability of a step, counted from 0. The probability decreases linearly from 1 to `final`.
 
     >>> [drop_path_keep(step, steps=2) for step in range(4)]
     [1.0, 0.85, 0.7, 0.7]
@@ -96,7 +98,7 @@ class Genotype(NamedTuple):
     pair of operations adds one state: the sum of their outputs.
 
     Attributes:
-        pairs: Pairs of operations, each with its name and the state that it reads.
+        pairs: Pairs of operations. Each operation has a name and the number of the state that it reads.
         outputs: The states that are concatenated to the output of the cell.
         stride: Stride of operations on states 0 and 1.
     """
@@ -155,9 +157,10 @@ Size = tuple[int, int]
 def conv(
     inputs: int, outputs: int, kernel: Size = (1, 1), stride: Size = (1, 1), *, groups: int = 1, pad: bool = True
 ) -> nn.Conv2d:
-    """Builds a convolution without bias. With `pad`, it keeps the size of the image, divided by the stride.
+    """Builds a convolution without bias. With `pad`, the output has the size of the image, divided by the stride.
 
-    The variance of the initial weights is 2 / fan-out. This is computed here, because torch's fan-out ignores groups.
+    The variance of the initial weights is 2 / fan-out. The function computes the fan-out itself, because torch's
+    fan-out ignores groups.
     """
     height, width = kernel
     padding = (height // 2, width // 2) if pad else (0, 0)
@@ -231,11 +234,11 @@ class FactorizedReduction(nn.Module):
 
 
 class Cell(nn.Module):
-    """Computes a cell: (x, skip) -> (output, x). Its input x is the skip input of the next cell.
+    """Computes a cell: (x, skip) -> (output, x). The cell passes its input x on as the skip input of the next cell.
 
-    The first cell receives only x, and uses it as the skip input, too. Further elements of the input tuple are passed
-    on. In training, an auxiliary classifier appends its logits to them. DropPath is applied to the output of each
-    operation except `none`.
+    The first cell receives only x, and also uses x as the skip input. Additional elements of the input tuple are
+    passed on. In training, an auxiliary classifier appends its logits to these elements. DropPath is applied to the
+    output of each operation except `none`.
     """
 
     def __init__(self, genotype: Genotype, inputs: int, skip: int | None, filters: int, *, larger: bool) -> None:

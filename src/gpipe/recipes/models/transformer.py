@@ -1,16 +1,17 @@
 """Builds the Transformers of the GPipe paper as lists of layers.
 
-The language model of its Table 1:
+The language model of Table 1 of the paper:
 
     embedding | block ... | head
 
-The translation model T(L, H, A) of its section 5:
+The translation model T(L, H, A) of section 5 of the paper:
 
     source embedding | encoder layer ... | bridge | decoder layer ... | head
          target, mask >---------- mask --> target
                     mask >----------------------------> memory, mask
 
-The encoder layers pass the source on, and the layers after the bridge the target. Other values are skip connections:
+The encoder layers pass the source on. The layers after the bridge pass the target on. All other tensors are skip
+connections:
 
 - `target`: the target tokens, from the first layer to the bridge.
 - `mask` (N, S): true where the source may be attended to, from the first layer to the encoder and decoder layers.
@@ -56,7 +57,7 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """The softmax layer: (N, T, model_dim) -> logits (N, T, vocab).
 
-    Normalizes its input first, because the residual layers before it do not normalize their outputs.
+    Normalizes its input first, because residual layers do not normalize their outputs.
 
     Args:
         weight: The matrix (vocab, model_dim).
@@ -92,7 +93,7 @@ class KeyValueCache:
     mask: Any = None
 
     def add(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Any, Any, Any]:
-        """Appends keys and values, which may be empty, and returns all keys, values and the mask."""
+        """Appends keys and values, which may be empty. Returns the keys, values and mask of all tokens."""
         if self.keys is None:
             self.keys, self.values, self.mask = keys, values, mask
         elif keys.shape[2]:
@@ -143,8 +144,8 @@ class ResidualLayer(nn.Module):
     Args:
         model_dim: Size of inputs and outputs.
         ffn_dim: Hidden size of the feed-forward network.
-        depth: Number of layers in the stack. 1 for unscaled initial weights.
-        dropout: Dropout probability of the values added to the residual.
+        depth: Number of layers in the stack. With 1, initial weights are not scaled.
+        dropout: Dropout probability of the tensors that are added to the residual.
         *attentions: One or two attention modules.
     """
 
@@ -198,7 +199,7 @@ def transformer_lm(
         heads: Number of attention heads.
         vocab: Number of tokens in the vocabulary.
         tied: Whether the softmax layer uses the same Parameter as the embedding.
-        dropout: Dropout probability of attention weights and of values added to the residual.
+        dropout: Dropout probability of attention weights and of tensors that are added to the residual.
         scaled_init: Whether to scale initial weights of the feed-forward networks by 1 / sqrt(`layers`), as section 5
             of the paper does for deep models.
         clip_logits: In training, logits are clamped to plus or minus this value, as in section 5. Default: no
@@ -233,7 +234,7 @@ def transformer_lm(
 
 
 class Attention(nn.Module):
-    """Attention of x (N, T, model_dim) to itself or to a context (N, S, model_dim): returns (N, T, model_dim).
+    """Attention of x (N, T, model_dim) to itself or to a context (N, S, model_dim). Returns (N, T, model_dim).
 
     `heads` times `head_dim` need not equal `model_dim`.
     """
@@ -253,7 +254,10 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None, context: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """Attends to the positions where the mask (N, S) is true. Without a mask, to the same and earlier ones."""
+        """Attends to the positions where the mask (N, S) is true.
+
+        Without a mask, attends to the same and earlier positions.
+        """
         context = x if context is None else context
         query, key, value = (
             projected.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (N, heads, length, head_dim)
@@ -349,7 +353,7 @@ def transformer(
     """Builds the translation model T(L, H, A) as a list of 2 L + 3 layers.
 
     The input is a tuple of token ids, (source (N, S), target (N, T)), and the output are logits (N, T, vocab). The
-    logits at a position predict the next token of the target: use the target, shifted by one, as labels.
+    logits at a position predict the next token of the target. Use the target as labels, shifted by one token.
 
     Pad shorter sentences with `pad` at the end. Padding does not change the logits at other tokens. The loss must
     ignore labels that are padding. A source that consists only of padding is treated as a sentence of one token.
@@ -363,10 +367,10 @@ def transformer(
         vocab: Number of tokens in the vocabulary of source and target.
         matrices: Number of different matrices for source embedding, target embedding and softmax layer:
 
-            - 3 (default): all separate.
+            - 3 (default): three separate matrices.
             - 2: the softmax layer uses the same Parameter as the target embedding.
             - 1: all use the same Parameter.
-        dropout: Dropout probability of embeddings, attention weights and values added to the residual.
+        dropout: Dropout probability of embeddings, attention weights and tensors that are added to the residual.
         scaled_init: Whether to scale initial weights of the feed-forward networks by 1 / sqrt(`layers`), as the paper
             does for deep models.
         clip_logits: In training, logits are clamped to plus or minus this value. Default: no clamping.
@@ -374,8 +378,8 @@ def transformer(
 
     Returns:
         2 L + 3 layers: the source embedding, L encoder layers, the target embedding, L decoder layers, and the
-        softmax layer. They compute logits (N, T, vocab) from the tuple of source (N, S) and target (N, T). Some of
-        them stash and pop: without a pipe, use `gpipe.Sequential(*layers)`.
+        softmax layer. They compute logits (N, T, vocab) from the tuple of source (N, S) and target (N, T). Some
+        layers stash and pop tensors. To run the layers without a pipe, use `gpipe.Sequential(*layers)`.
 
     Raises:
         ValueError: If arguments are invalid. The message lists all problems.

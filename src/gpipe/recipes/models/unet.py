@@ -1,6 +1,6 @@
-"""Builds the U-Net of torchgpipe's benchmarks (Kim et al., arXiv 2004.09910): long skips and hundreds of layers.
+"""Builds the U-Net of torchgpipe's benchmarks (Kim et al., arXiv 2004.09910), with long skips and hundreds of layers.
 
-It has five levels, each with half the height and width of the level above it:
+The model has five levels. Each level has half the height and width of the level above:
 
     e0 ------------------------> e0        e: B convolutions, stash the result, halve the size
       e1 ----------------> e1              bottom: B convolutions
@@ -33,7 +33,7 @@ class Stash(nn.Module):
 class Join(nn.Module):
     """Concatenates the tensor stashed under a name, (N, C, H, W), and its input along the channels.
 
-    If halving an odd size has made the input smaller, it is padded with zeros at the right and the bottom.
+    If halving an odd size has made the input smaller, the input is padded with zeros at the right and the bottom.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,7 +47,10 @@ class Join(nn.Module):
 
 
 def _convolutions(count: int, inputs: int, inner: int, outputs: int, dropout: float) -> Iterator[nn.Module]:
-    """Yields `count` times convolution, dropout, norm and ReLU, with channels inputs -> inner -> ... -> outputs."""
+    """Yields convolution, dropout, norm and ReLU `count` times.
+
+    The channels are inputs -> inner -> ... -> outputs.
+    """
     for before, after in pairwise([inputs, *[inner] * (count - 1), outputs]):
         yield nn.Conv2d(before, after, 3, padding=1, bias=False)
         yield nn.Dropout2d(dropout)
@@ -68,8 +71,8 @@ def unet(b: int, c: int, *, inputs: int = 3, outputs: int = 1, dropout: float = 
         dropout: Dropout probability after each convolution.
 
     Returns:
-        44 B + 21 layers. They compute logits (N, outputs, H, W) from images (N, inputs, H, W). Some of them
-        stash and pop: without a pipe, use `gpipe.Sequential(*layers)`.
+        44 B + 21 layers. They compute logits (N, outputs, H, W) from images (N, inputs, H, W). Some layers stash and
+        pop tensors. To run the layers without a pipe, use `gpipe.Sequential(*layers)`.
 
     Raises:
         ValueError: If `b` is less than 1, or `c` is odd or less than 2.

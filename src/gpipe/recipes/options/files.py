@@ -28,7 +28,10 @@ NOT_SAVED = frozenset({"config", "resume"})  # A config.toml with these options 
 
 
 def parse(value: Any, kind: Any) -> Any:
-    """Converts a TOML value to the type of an option. Raises a ValueError that names the allowed values."""
+    """Converts a TOML value to the type of an option.
+
+    Raises a ValueError with the allowed values if the type does not match.
+    """
     for member in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
         with suppress(ValueError):
             return _parse_as(value, member)
@@ -75,7 +78,7 @@ def to_table(recipe: str, options: TrainOptions) -> dict[str, Any]:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Reads a TOML file of options. Raises a ValueError if it does not exist or is not valid TOML."""
+    """Reads a TOML file of options. Raises a ValueError if the file does not exist or is not valid TOML."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -97,13 +100,14 @@ def read_options(file: Path, recipe: str, selected: Container[str] | None = None
     Args:
         file: The file.
         recipe: The name of the recipe.
-        selected: TOML keys to read. Default: all.
+        selected: TOML keys to read. Default: all keys.
 
     Returns:
-        The values by the names of dataclass fields.
+        A dict from the names of dataclass fields to their values.
 
     Raises:
-        ValueError: If keys or values are invalid, with one line for each, or if the file is of a different recipe.
+        ValueError: If keys or values are invalid (with one line per error), or if the file belongs to a different
+            recipe.
     """
     table = read_config(file)
     saved_recipe = table.pop(RECIPE, recipe)

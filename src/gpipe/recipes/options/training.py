@@ -1,4 +1,4 @@
-"""Defines the options of the recipes: shared ones first, then the options of each recipe, with their checks."""
+"""Defines and checks the options of the recipes: first the shared options, then the options of each recipe."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 
 class Bounds(NamedTuple):
-    """Declares the allowed range of a number, in words and as a predicate: `Annotated[int, Bounds(...)]`."""
+    """Declares the allowed range of a number, as text and as a predicate. Use it as `Annotated[int, Bounds(...)]`."""
 
     words: str
     hold: Callable[[float], bool]
@@ -23,7 +23,7 @@ def at_least(minimum: int) -> Bounds:
 
 
 def optional(metavar: str, **settings: Any) -> Any:
-    """Describes an option that is unset by default: `--help` prints `metavar`, and no default such as None."""
+    """Describes an option that is unset by default. `--help` prints `metavar`, but no default such as None."""
     return tyro.conf.arg(
         metavar=metavar,
         help_behavior_hint=lambda default: "" if default in ("", "''", "None") else f"(default: {default})",
@@ -32,7 +32,7 @@ def optional(metavar: str, **settings: Any) -> Any:
 
 
 def _number(kind: type[int] | type[float], name: str) -> PrimitiveConstructorSpec[Any]:
-    """Describes an option that is a number or None, because tyro's own message names Python types."""
+    """Describes an option that is a number or None. Errors do not name Python types, unlike tyro's own messages."""
 
     def read(words: list[str]) -> float:
         try:
@@ -76,7 +76,10 @@ def bounds_of(kind: Any) -> Iterator[Bounds]:
 
 
 def out_of_bounds(typed: Any, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a message for each value outside the bounds of its type in a dataclass or function. Skips None."""
+    """Yields a message for each value that is out of bounds.
+
+    `typed` is the dataclass or function that declares the bounds.
+    """
     for name, kind in get_type_hints(typed, include_extras=True).items():
         value = values.get(name)
         for bounds in bounds_of(kind):
@@ -91,7 +94,10 @@ def raise_all(problems: Iterable[str]) -> None:
 
 
 def check_bounds(typed: Any, values: Mapping[str, Any]) -> None:
-    """Raises a ValueError if values are outside the bounds of their types in a dataclass or function."""
+    """Raises a ValueError if values are out of bounds.
+
+    `typed` is the dataclass or function that declares the bounds.
+    """
     raise_all(out_of_bounds(typed, values))
 
 
@@ -115,7 +121,7 @@ class TrainOptions:
     )
     """Options that do not change results. A resumed run may use different values."""
     NETWORK: ClassVar[tuple[str, ...]] = ()
-    """TOML keys of the options that define the model. `--from` copies them from the other run."""
+    """TOML keys of the options that define the model. `--from RUN` copies these options from RUN."""
 
     #: Read options from this TOML file, such as config.toml in the folder of a run, or from a preset, such as paper.
     #: Other options on the command line override it.
@@ -162,7 +168,7 @@ class TrainOptions:
     from_: Annotated[Path | None, optional("RUN", name="from")] = None
 
     def resolved(self, processes: int | None = None) -> Self:
-        """Returns the options with the number of partitions filled in, after checking them.
+        """Checks the options, and returns them with the number of partitions filled in.
 
         Args:
             processes: The number of processes that a launcher started. None for a single process without launcher.

@@ -1,4 +1,4 @@
-"""Prepares the sentences of the translation recipe: splits, samples, tokenizes and batches them."""
+"""Splits, samples, tokenizes and batches the sentences of the translation recipe."""
 
 import hashlib
 from collections import Counter
@@ -66,7 +66,10 @@ class Corpus:
 
     @cached_property
     def test(self) -> list[Sentence]:
-        """The test sentences. With --sentences, languages use translations of the same English texts if possible."""
+        """The test sentences.
+
+        With --sentences, all languages use translations of the same English texts if possible.
+        """
         most, counts = self._options.sentences, Counter[str]()
         selected = []
         for pair in sorted(self.split.test, key=lambda pair: hash_of(pair.english)):
@@ -81,7 +84,10 @@ class Corpus:
         return list(map(Sentence, pairs, sources, english))
 
     def mini_batches(self, epoch: int) -> list[list[Sentence]]:
-        """Returns the sentences of each mini-batch of an epoch. They depend only on the options and the epoch."""
+        """Returns the sentences of each mini-batch of an epoch.
+
+        The mini-batches depend only on the options and the epoch.
+        """
         drawn = [self.train[number] for number in self._draw([sentence.pair for sentence in self.train], epoch)]
         return _batches(drawn, self._options.tokens, self.steps_per_epoch, self._options.seed, epoch)
 

@@ -53,7 +53,7 @@ class TranslationRecipe(Recipe[TranslationOptions]):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The saved vocabulary. If there is none, a vocabulary learned from the sentences."""
+        """The saved vocabulary. If no vocabulary was saved, learns one from the sentences."""
         return self._saved_vocabulary or self.corpus.vocabulary
 
     @cached_property
@@ -120,7 +120,7 @@ class TranslationRecipe(Recipe[TranslationOptions]):
 
     @torch.no_grad()
     def nlls(self, pipe: gpipe.GPipe, sentences: Sequence[Sentence]) -> dict[str, tuple[float, int]]:
-        """Returns the total negative log-likelihood and the number of tokens of each language's sentences."""
+        """Returns, for each language, the total negative log-likelihood and the number of tokens of its sentences."""
         nlls: dict[str, list[tuple[float, int]]] = {}
         for group in batch_by_length(sentences, self.options.tokens):
             batch = self._layout.batch(group)
@@ -132,7 +132,7 @@ class TranslationRecipe(Recipe[TranslationOptions]):
         return {language: add_nlls(values) for language, values in nlls.items()}
 
     def model(self, layers: Sequence[nn.Module]) -> tuple[nn.Module, Any]:
-        """Returns a model with a `generate` method, and a sample of two empty pairs."""
+        """Returns a model with a `generate` method, and a sample of two empty sentence pairs for tracing."""
         return self._layout(layers), self._layout.batch([Sentence(Pair("", "", ""), [], [])] * 2).inputs
 
     def translate(self, pipe: gpipe.GPipe, sources: Sequence[Sequence[int]], width: int) -> list[list[int]]:
@@ -178,7 +178,7 @@ class Scores:
         beam_chrf: chrF of translations by beam search. None without beam search.
         beam_bleu: BLEU of translations by beam search. None without beam search.
         copy_chrf: chrF of the untranslated source sentences, as a baseline.
-        frequent_chrf: chrF of the most frequent English sentence of the training, as a baseline.
+        frequent_chrf: chrF of the most frequent English sentence in the training pairs, as a baseline.
     """
 
     train: int
@@ -212,7 +212,7 @@ def evaluate_translations(
         nlls: Negative log-likelihood and number of tokens of each language.
         decode: Translates token ids.
         tokens: Maximum number of tokens to translate together.
-        width: Width of the beam search. 1: only greedy translations.
+        width: Width of the beam search. With 1, there are only greedy translations.
     """
     greedy = _translate(corpus, decode, 1, tokens, "greedy decoding")
     by_beam: Sequence[str | None] = [None] * len(greedy)
@@ -274,7 +274,7 @@ def bleu(translations: Sequence[str], references: Sequence[str]) -> float:
 
 
 def table(scores: Mapping[str, Scores], overall: Scores, width: int) -> list[str]:
-    """Returns the lines of a table with all languages, starting with the most frequent one, and their total."""
+    """Returns the lines of a table with all languages, starting with the most frequent language, and their total."""
     first = max(8, *map(len, scores))
     lines = [
         f"{'language':{first}}  train  test    nll   chrF  BLEU   chrF  BLEU   copy  frequent",

@@ -29,8 +29,8 @@ from gpipe.recipes.translation.corpus import Sentence
 Network = Callable[[Tensor, Tensor], Tensor]
 """Computes logits of the next token from sources [N, S] and partial translations [N, T].
 
-Returns [N, 1, vocabulary], or [N, T, vocabulary] with the logits of earlier tokens. In each call, every row extends a
-row of the call before by one token. Rows may be dropped, or extended several times.
+Returns logits [N, 1, vocabulary], or logits [N, T, vocabulary] that include earlier tokens. In each call, every row
+extends a row of the previous call by one token. The caller may drop a row, or extend it several times.
 """
 ALPHA = 0.6  # Strength of the length penalty in equation 14 of Wu et al. (2016).
 
@@ -61,7 +61,7 @@ def strip(row: Sequence[int]) -> list[int]:
 
 
 def penalty(tokens: int) -> float:
-    """Returns the number by which the log-probability of a translation is divided. `tokens` includes END."""
+    """Returns the length penalty that divides the log-probability of a translation. `tokens` includes END."""
     return float(((5 + tokens) / 6) ** ALPHA)
 
 
@@ -103,7 +103,7 @@ class Search:
 
     @property
     def is_finished(self) -> bool:
-        """Whether no partial translation remains, or none can reach a better score than the complete ones."""
+        """Whether no partial translation can still reach a better score than the complete translations."""
         if not self.partials or len(self.partials[0]) > limit_of(self.source):
             return True
         best_possible = float(self.scores.max()) / penalty(limit_of(self.source))
@@ -138,7 +138,7 @@ class Cache:
         return max((len(row) for _, row in self._rows), default=0)
 
     def reorder(self, tokens: Tensor, partials: Tensor) -> None:
-        """Selects the cached rows that these sources and partial translations extend, in their order."""
+        """Selects the cached rows that these sources and partial translations extend, in the order of `tokens`."""
         sources = (tuple(token for token in row if token != PAD) for row in tokens.tolist())
         rows = list(zip(sources, map(tuple, partials.tolist()), strict=True))
         before = [self._rows[source, row[:-1]] for source, row in rows] if self._rows else []
@@ -159,13 +159,13 @@ class EncoderDecoder(nn.Module):
 
     @staticmethod
     def batch(sentences: Sequence[Sentence]) -> Batch:
-        """Returns the inputs and targets of sentences. Targets that are PAD do not count."""
+        """Returns the inputs and targets of sentences. Targets that are PAD do not count in the loss."""
         source = padded([[*sentence.source, END] for sentence in sentences])
         target = padded([[BEGIN, *sentence.english] for sentence in sentences])
         return Batch((source, target), padded([[*sentence.english, END] for sentence in sentences]))
 
     def forward(self, inputs: Any, cache: Cache | None = None) -> Any:
-        """Returns the logits at each target token, or at the last one if a cache contains the tokens before it."""
+        """Returns the logits at each target token, or only at the last token if a cache has all earlier tokens."""
         (source, target), half, x = inputs, len(self.layers) // 2, None
         mask = source[:, :0] != PAD
         if cache is None or target.shape[1] == 1:
@@ -180,7 +180,10 @@ class EncoderDecoder(nn.Module):
         return self.layers[-1](x)
 
     def next_logits(self, tokens: Tensor, partials: Tensor, cache: Cache) -> Any:
-        """Returns the logits [N, 1, vocabulary] of the next token. The cache contains all tokens except the last."""
+        """Returns the logits [N, 1, vocabulary] of the next token.
+
+        The cache contains all tokens except the last token.
+        """
         return self((tokens, partials), cache)
 
     def generate(self, inputs: Tensor, width: int) -> Tensor:
@@ -205,7 +208,10 @@ class Decoder(EncoderDecoder):
 
     @staticmethod
     def batch(sentences: Sequence[Sentence]) -> Batch:
-        """Returns the inputs and targets of sentences. Targets at source tokens are PAD and do not count."""
+        """Returns the inputs and targets of sentences.
+
+        Targets at source tokens are PAD and do not count in the loss.
+        """
         rows = [[*sentence.source, END, BEGIN, *sentence.english] for sentence in sentences]
         targets = [[*[PAD] * (len(sentence.source) + 1), *sentence.english, END] for sentence in sentences]
         return Batch(padded(rows), padded(targets))
