@@ -156,7 +156,7 @@ def both(pipe: gpipe.GPipe, inputs: object, targets: object = Y) -> Iterator[Cal
 @pytest.mark.parametrize("driver", ["lockstep", "threads"])
 def test_rows_that_do_not_match_are_refused_all_at_once(driver: str) -> None:
     pipe = make(driver=driver)
-    with pytest.raises(ValueError, match=r"wrap it in gpipe\.Whole") as refusal:
+    with pytest.raises(ValueError, match=r"wrap this tensor in gpipe\.Whole") as refusal:
         pipe.step((X, X[:4], {"mask": X[:5]}), (Y[:2], Y), mse_loss)
     text = str(refusal.value)
     assert "inputs[1] has shape (4, 3), but the mini-batch has 6 rows" in text

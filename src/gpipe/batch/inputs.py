@@ -172,7 +172,7 @@ def check_ready_made(**counts: int | None) -> None:
     if unsplit:
         ready_made = [name for name, count in counts.items() if count is not None]
         raise ValueError(
-            f"{' and '.join(ready_made)}: got gpipe.MicroBatches, but {' and '.join(unsplit)} are not. Pass "
+            f"{' and '.join(ready_made)} are gpipe.MicroBatches, but {' and '.join(unsplit)} are not. Pass "
             f"gpipe.MicroBatches for all of them, with one element per micro-batch, or for none. "
             f"[micro-batches-mixed]"
         )

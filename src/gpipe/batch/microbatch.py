@@ -152,8 +152,8 @@ SEQUENCE = (
     "[sequence-not-split]"
 )
 NOT_ROWS = (
-    "{path} has shape {shape}, but the mini-batch has {rows} rows. Pass a tensor with these rows, or wrap it in "
-    "gpipe.Whole if every micro-batch needs all of it. [rows-differ]"
+    "{path} has shape {shape}, but the mini-batch has {rows} rows. Pass a tensor with {rows} rows, or wrap this "
+    "tensor in gpipe.Whole if every micro-batch needs all of it. [rows-differ]"
 )
 ROWS_IN_LATER_DIMENSION = (
     "{path} has shape {shape}, but the mini-batch has {rows} rows. If dimension {dimension} holds the rows, split "
@@ -268,8 +268,8 @@ CANNOT_MERGE = (
 )
 SEVERAL_ROWS = (
     "output{path} has several rows for each row of the mini-batch, and gpipe concatenates them along the first "
-    "dimension. Ignore this if a layer flattens rows and positions. Otherwise return rows first. "
-    "[several-output-rows]"
+    "dimension. Ignore this message if a layer flattens rows and positions. Otherwise return the rows in the first "
+    "dimension. [several-output-rows]"
 )
 
 

@@ -53,8 +53,8 @@ NO_HOOKS = (
 )
 NO_TARGETS = "targets= is missing. Call pipe.step(inputs, targets, loss_fn). [targets-missing]"
 FOREIGN_GRAPH = (
-    "A layer may have stored a tensor with its graph on a module. Return it as part of the value, or stash it and "
-    "pop it where it is used. [tensor-with-graph-on-module]"
+    "A layer may have stored a tensor with its graph on a module. Return this tensor as part of the output of the "
+    "layer, or stash it and pop it where it is used. [tensor-with-graph-on-module]"
 )
 OF_EARLIER_STAGE = (
     "Each stage has its own graph, so torch.autograd.grad cannot reach a tensor of an earlier stage. Keep the "

@@ -211,7 +211,7 @@ def _compare(
         joined, is_whole = _join(arguments, shared, 0)
         whole = call(joined)
         if not is_whole and not torch.equal(whole, call(_join(arguments, shared, -1)[0])):
-            raise CannotCheckError("it depends on values of a micro-batch that cannot be joined by rows")
+            raise CannotCheckError("loss_fn depends on values of a micro-batch that cannot be joined by rows")
         if _nearly(together, float(whole), TOLERANCE) or not math.isfinite(whole):
             return None
         if not math.isfinite(together):  # For example, a micro-batch has no labels to average over.
@@ -223,7 +223,7 @@ def _compare(
     except CannotCheckError:
         raise
     except Exception as error:
-        why = f"it raises {type(error).__name__} for the rows of several micro-batches"
+        why = f"loss_fn raises {type(error).__name__} for the rows of several micro-batches"
         raise CannotCheckError(why) from error
 
 

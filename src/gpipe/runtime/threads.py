@@ -43,8 +43,9 @@ INTERRUPTED_TWICE = (
     "zero_grad() and repeat the step. [interrupted-twice]"
 )
 CONCURRENT_BACKWARDS = (
-    "backward(): autograd has started it inside a backward pass of the same pipe. Pass the inputs of both in one "
-    "call, call backward() for each output separately, or use a process per device. [concurrent-backwards]"
+    "backward(): autograd has started a backward pass inside a backward pass of the same pipe. Pass all inputs in "
+    "one call of the pipe, call backward() for each output separately, or use a process per device. "
+    "[concurrent-backwards]"
 )
 LOOK_SECONDS = 1.0  # A signal that arrives while its thread falls asleep does not wake it.
 AT_EXIT = 2.0  # Seconds to wait for threads at exit: the process aborts if the interpreter ends a thread inside C++.

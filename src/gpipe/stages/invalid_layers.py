@@ -104,8 +104,8 @@ def find_invalid_layers(layers: Mapping[str, nn.Module]) -> Iterator[str]:
             )
         if any(isinstance(part, torch.jit.ScriptModule) for part in layer.modules()):
             yield (
-                f"{place} is or contains a torch.jit.ScriptModule, whose state gpipe cannot track. Use the module "
-                f"from which it was scripted. [torchscript-module]"
+                f"{place} is or contains a torch.jit.ScriptModule, whose state gpipe cannot track. Use the original "
+                f"module, which is not scripted. [torchscript-module]"
             )
         if lazy := [path for path, buffer in layer.named_buffers() if is_lazy(buffer)]:
             yield (

@@ -252,11 +252,10 @@ def _find_differences(index: int, empty: nn.Module, layer: object) -> Iterator[s
         yield (
             f"layer {index}: its callable built a {type(empty).__name__} in the first call and a "
             f"{type(layer).__name__} in the second ({differences}). Let every call build the same layer, because "
-            f"each process calls it. [callable-builds-different-layers]"
+            f"each process calls the callable. [callable-builds-different-layers]"
         )
     elif missing := [name for name, tensor in _state(layer).items() if tensor.is_meta]:
         yield (
             f"layer {index}: its callable did not initialize {', '.join(missing)}. Let every call build the whole "
-            f"layer, and pass the names of weights that it shares with another layer as ties=. "
-            f"[callable-leaves-weights-out]"
+            f"layer, and pass the names of shared weights as ties=. [callable-leaves-weights-out]"
         )

@@ -256,8 +256,8 @@ def unseeded(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 DRAW_IN_BACKWARD = (
-    "{layer} draws random numbers in its backward, where they would depend on the order of the ranks. Draw them in "
-    "the forward, or recompute with torch.utils.checkpoint or remat='always'. [random-in-backward]"
+    "{layer} draws random numbers in its backward, so the numbers would depend on the order of the ranks. Draw them "
+    "in the forward, or recompute with torch.utils.checkpoint or remat='always'. [random-in-backward]"
 )
 
 

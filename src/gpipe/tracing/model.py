@@ -43,8 +43,9 @@ OTHER_LAYER = (
     "[module-in-different-layer]"
 )
 OTHER_NUMBER_OF_LAYERS = (
-    "With these inputs, {model} has {layers} layers, but it has {expected} with the sample. It runs {more} "
-    "operations: {ops}. Move them into a block, or create another pipe for this mode. [number-of-layers-differs]"
+    "With these inputs, {model} has {layers} layers, but it has {expected} with the sample. The forward runs {more} "
+    "operations: {ops}. Move these operations into a block, or create another pipe for this mode. "
+    "[number-of-layers-differs]"
 )
 OTHER_KIND = (
     "Micro-batch {index} differs from micro-batch 0 in keys, types or settings: {inputs} instead of {expected}. Pass "
@@ -52,7 +53,7 @@ OTHER_KIND = (
 )
 NOT_TRACED = (
     "The model was not traced with these input keys, types or settings, and with several processes it cannot be "
-    "traced later. Create the pipe with such a sample and settings. [inputs-not-traced]"
+    "traced later. Create the pipe with a sample and settings like these. [inputs-not-traced]"
 )
 
 MOST_TRACES = 32

@@ -32,8 +32,8 @@ NO_LABELS = (
     "[all-labels-ignored]"
 )
 UNKNOWN = (
-    "The model's own loss calls these losses of torch: {calls}. They do not determine how it averages, so gpipe "
-    "weights micro-batches by rows. For other weights, call step(inputs, targets, loss_fn, reduction=...). "
+    "The model's own loss calls these losses of torch: {calls}. These calls do not determine how the loss averages, "
+    "so gpipe weights micro-batches by rows. For other weights, call step(inputs, targets, loss_fn, reduction=...). "
     "[model-loss-unknown]"
 )
 UNEVEN = (
@@ -133,8 +133,8 @@ NOT_ADDITIVE = (
     "reduction=...). [model-loss-not-additive]"
 )
 NOT_CHECKED = (
-    "The model raised {error} in evaluation, so gpipe did not check that its losses of micro-batches add up. If "
-    "they are not means over rows or labels, call step(inputs, targets, loss_fn, reduction=...). "
+    "The model raised {error} in evaluation, so gpipe did not check that losses of micro-batches add up. If these "
+    "losses are not means over rows or labels, call step(inputs, targets, loss_fn, reduction=...). "
     "[evaluation-loss-not-checked]"
 )
 ONE_ROW = (

@@ -74,7 +74,7 @@ def check_blocks(model: nn.Module, blocks: Sequence[str]) -> list[str]:
     ]
     outer = set(_outermost(list(blocks)))
     mistakes += [
-        f"blocks: {name!r} is inside another block. Remove one of the two. [nested-blocks]"
+        f"blocks: {name!r} is inside another block. Remove one of these two blocks. [nested-blocks]"
         for name in blocks
         if name not in outer
     ]

@@ -143,8 +143,9 @@ class _EchoingInterpreter(StageInterpreter):
         if may_nest and (self.dry is not None or not result):  # a different mask may lead to nested tensors
             raise CannotSplitError(
                 f"{type(self.shallow_copy.parts.model).__name__} evaluates an nn.TransformerEncoder with a padding "
-                f"mask, which uses nested tensors for some masks, and these cannot cross layers. Create the encoder "
-                f"with enable_nested_tensor=False, or set its use_nested_tensor to False. [nested-tensor-encoder]"
+                f"mask. For some masks, the encoder uses nested tensors, which cannot cross layers. Create the "
+                f"encoder with enable_nested_tensor=False, or set its use_nested_tensor to False. "
+                f"[nested-tensor-encoder]"
             )
         if call.unit is not None and self.dry is None:
             start = time.perf_counter()
@@ -163,8 +164,8 @@ class _EchoingInterpreter(StageInterpreter):
             if not is_of_code(error):
                 error.add_note(
                     f"This happened while gpipe ran {call.name} again on the sample, with its rows reordered or "
-                    f"scaled, to check that it leaves no state behind. Pass a sample for which such inputs are "
-                    f"valid. [second-run-failed]"
+                    f"scaled, to check that the module keeps no state. Pass a sample whose rows can be reordered and "
+                    f"scaled. [second-run-failed]"
                 )
                 raise
 

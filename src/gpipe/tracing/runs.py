@@ -27,14 +27,14 @@ ON_SAMPLE = (
     "arguments of model(...): a dict of keyword arguments, or the only argument. [model-rejects-sample]"
 )
 FAILS_SPLIT = (
-    "{place} fails with {error} only in the split {model}. It reads a value that another block stores instead of "
-    "returning it. Pass it as an argument, or choose other blocks: gpipe.layers_of(model, sample, blocks=[...]). "
-    "[split-forward-fails]"
+    "{place} fails with {error} only in the split {model}. This code reads a value that another block stores instead "
+    "of returning it. Pass the value as an argument, or choose other blocks: gpipe.layers_of(model, sample, "
+    "blocks=[...]). [split-forward-fails]"
 )
 FAILS_SPLIT_AFTER_STORE = (
-    "{place} fails with {error} only in the split {model}. It reads a stored value, and the forward stores tensors "
-    "in {places}. Pass it as an argument, or choose other blocks: gpipe.layers_of(model, sample, blocks=[...]). "
-    "[split-forward-fails]"
+    "{place} fails with {error} only in the split {model}. This code reads a stored value, and the forward stores "
+    "tensors in {places}. Pass the value as an argument, or choose other blocks: gpipe.layers_of(model, sample, "
+    "blocks=[...]). [split-forward-fails]"
 )
 
 

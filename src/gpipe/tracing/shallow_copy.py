@@ -23,8 +23,8 @@ from gpipe.tracing.parts import Parts
 from gpipe.tracing.trace import CannotSplitError
 
 HOOKED = (
-    "{name} has a hook, which every layer would call separately. Put it on a block, or on a module inside a block. "
-    "On a module without parameters, register it before you create the pipe. [hook-around-blocks]"
+    "{name} has a hook, which every layer would call separately. Register the hook on a block, or on a module inside "
+    "a block. On a module without parameters, register the hook before you create the pipe. [hook-around-blocks]"
 )
 REPLACED_FORWARD = (
     "{name} contains blocks, but its forward attribute is not its own method, as with accelerate's hooks "

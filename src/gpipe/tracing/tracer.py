@@ -49,9 +49,9 @@ UNSEEN = (
     "output (x.new_zeros(...)). [untraceable-tensor]"
 )
 SAVED_TENSOR_HOOKS = (
-    "{name}: the forward calls it inside torch.utils.checkpoint, or inside other hooks on saved tensors, which would "
-    "span several layers. Use checkpointing inside blocks (gradient_checkpointing_enable() in transformers), or pass "
-    "remat= to the pipe instead. [checkpoint-around-blocks]"
+    "{name}: the forward calls this module or function inside torch.utils.checkpoint, or inside other hooks on saved "
+    "tensors, which would span several layers. Use checkpointing inside blocks (gradient_checkpointing_enable() in "
+    "transformers), or pass remat= to the pipe instead. [checkpoint-around-blocks]"
 )
 CHANGES_INPUT = (
     "The forward changes an input of shape {shape} and dtype {dtype} in place between blocks, and every layer would "

@@ -79,8 +79,8 @@ STATE_IN_BACKWARD = (
     "schedule. Use micro_batches=1 if results must not depend on the schedule. [state-written-in-backward]"
 )
 RECOMPUTED_CHANGES = (
-    "remat: a forward pass changes {places}, and its recomputation changes it again. Keep counts in a buffer, draw "
-    "random numbers with torch, or use remat='never' for the stage. [state-written-twice]"
+    "remat: a forward pass changes {places}, and its recomputation changes the same state again. Keep counts in a "
+    "buffer, draw random numbers with torch, or use remat='never' for the stage. [state-written-twice]"
 )
 NOT_REPRODUCIBLE = (
     "{stage}: {quantity} could not be verified, because it differs each time that it is computed from the same "

@@ -30,8 +30,8 @@ NO_MEMORY = "there is not enough memory"
 ABSENT = object()
 OF_PYTHON_AND_COMPILERS = ("decimal_context", "torch.")  # prefixes of names
 SETS_VARIABLES = (
-    "Layers set the context variables {names}, but layers of other partitions do not see the values. Return them as "
-    "part of the output. [context-variable-set]"
+    "Layers set the context variables {names}, but layers of other partitions do not see the values. Return the "
+    "values as part of the output. [context-variable-set]"
 )
 
 _NOTHING = nullcontext()
