@@ -125,10 +125,10 @@ def test_all_mistakes_come_in_one_error_and_nothing_was_drawn() -> None:
     [
         ({"model": [*layers(), 3]}, ["layer 3 is a int", "only 4 layers"]),
         ({"devices": [2**70, "hpu"]}, [f"device {2**70} cannot be used", "device 'hpu' cannot be used"]),
-        ({"mesh": "none", "driver": None}, ["driver='process' needs torch.distributed", "there are only 3 layers"]),
+        ({"mesh": "none", "driver": None}, ["driver='process' requires torch.distributed", "there are only 3 layers"]),
         ({"mesh": "none"}, ["driver='lockstep' uses one process, but mesh= is for several"]),
-        ({"driver": gpipe.Processes(survive=True)}, ["needs torch.distributed", "there are only 3 layers"]),
-        ({"driver": gpipe.Processes(survive=1)}, ["needs torch.distributed", "survive=1 is invalid"]),  # type: ignore[arg-type]
+        ({"driver": gpipe.Processes(survive=True)}, ["requires torch.distributed", "there are only 3 layers"]),
+        ({"driver": gpipe.Processes(survive=1)}, ["requires torch.distributed", "survive=1 is invalid"]),  # type: ignore[arg-type]
     ],
     ids=str,
 )
@@ -142,7 +142,7 @@ def test_no_mistake_hides_others(changes: dict[str, Any], texts: list[str]) -> N
 def test_what_is_no_mesh_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh, "is_joined", lambda: True)
     _, (text,) = mesh.find_position("none", 2, 2)  # type: ignore[arg-type]
-    assert "name one 'pp' for the partitions" in text
+    assert "Name the dimension of the partitions 'pp'" in text
 
 
 X, Y = torch.ones(6, 3), torch.zeros(6, 2)
