@@ -27,8 +27,8 @@ def detect_nonfinite(pipe: GPipe) -> Iterator[None]:
 
     Raises:
         TypeError: If `pipe` is not a `gpipe.GPipe`.
-        FloatingPointError: If, in a step or call inside the context, an input, output or gradient of a layer is not
-            finite.
+        FloatingPointError: If an input, output or gradient of a layer is not finite, in a step or call inside the
+            context.
 
     Example:
         >>> import torch, gpipe

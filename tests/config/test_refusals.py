@@ -125,7 +125,10 @@ def test_all_mistakes_come_in_one_error_and_nothing_was_drawn() -> None:
     [
         ({"model": [*layers(), 3]}, ["layer 3 is a int", "only 4 layers"]),
         ({"devices": [2**70, "hpu"]}, [f"device {2**70} cannot be used", "device 'hpu' cannot be used"]),
-        ({"mesh": "none", "driver": None}, ["driver='process' requires torch.distributed", "there are only 3 layers"]),
+        (
+            {"mesh": "none", "driver": None},
+            ["driver='process' requires torch.distributed", "there are only 3 layers"],
+        ),
         ({"mesh": "none"}, ["driver='lockstep' uses one process, but mesh= is for several"]),
         ({"driver": gpipe.Processes(survive=True)}, ["requires torch.distributed", "there are only 3 layers"]),
         ({"driver": gpipe.Processes(survive=1)}, ["requires torch.distributed", "survive=1 is invalid"]),  # type: ignore[arg-type]

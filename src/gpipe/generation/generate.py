@@ -1,6 +1,6 @@
 """Runs `generate` through a pipe, one token per micro-batch and forward.
 
-With two ranks and two micro-batches, whose tokens are a b c and x y z:
+The following example has two ranks, and two micro-batches with the tokens a b c and x y z::
 
     rank 0   a x b y c z
     rank 1     a x b y c z

@@ -1,5 +1,7 @@
 """Compiles a program: joins each SEND or RECEIVE to the action that computes or uses its message.
 
+For example::
+
     rank 1 of a program    RECEIVE0  RECEIVE1  F0  F1  R0  B0  SEND0  R1  B1  SEND1
     compiled               RECEIVE0+F0  RECEIVE1+F1  R0  B0+SEND0  R1  B1+SEND1
 

@@ -40,7 +40,7 @@ class Context:
     # Collective operations of processes, before and after the actions of a mini-batch.
 
     run_scope: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Returns a context for a step, call or backward pass. If an error ends it in one process, it ends in all."""
+    """Returns a context for a step, call or backward pass. An error in one process ends it in all processes."""
 
     def agree(self, run: Run, request: Request) -> None:
         """Checks that all processes make the same request, and sends them the settings of the first stage."""

@@ -4,7 +4,7 @@ A `step` runs the whole program. A call runs its forward half, and `backward()` 
 ranks run in the calling thread, or each rank runs in its own thread or process.
 
 With three ranks, four micro-batches and the schedule "gpipe", the program is as follows. F is the forward pass of one
-micro-batch, and B the backward pass.
+micro-batch, and B is the backward pass::
 
     rank 0   F0 F1 F2 F3          B0 B1 B2 B3
     rank 1      F0 F1 F2 F3    B0 B1 B2 B3

@@ -109,7 +109,7 @@ class DeviceStream(RankStream):
     A copy between devices uses a stream of the source device and a stream of the target device. Both streams are only
     for copies, so that a device waits only for the copies that it needs. The target allocates the copy on its stream
     for arrivals. If the copy were allocated on the compute stream, it would wait for all computation that is queued
-    on this stream.
+    on this stream. For example::
 
         source  compute   ==F0==+==F1==
                 out             +-copy-+

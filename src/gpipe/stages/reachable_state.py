@@ -575,7 +575,8 @@ class ReachableState:
                 state.
             parameters_too: The parameters to copy. Other parameters are not copied, except the parameters of modules
                 with `max_norm`, whose forward writes them.
-            parameters_except: The parameters that are not copied. If it is not None, all other parameters are copied.
+            parameters_except: The parameters that are not copied. If this argument is not None, all other parameters
+                are copied.
             most_bytes: The maximum number of bytes to copy. A traversal that needs more ends early, and adds an entry
                 to `uncopyable`.
         """

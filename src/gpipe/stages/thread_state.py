@@ -2,9 +2,9 @@
 
 Note "Casts": Autocast caches the casts of weights for all threads together, and clears this cache when any thread
 leaves its outermost autocast. A weight of another rank that is used twice would then be cast twice, and its gradients
-would be summed in a different precision. Each rank therefore runs as if it were inside an autocast. A run clears the
-cache before and after it, so that no cast is used after its weight has changed. `gpipe._torch.modes` handles
-autocasts inside layers.
+would be summed in a different precision. Each rank therefore runs as if it were inside an autocast. Each run clears
+the cache at its start and at its end, so that no cast is used after its weight has changed. `gpipe._torch.modes`
+handles autocasts inside layers.
 """
 
 from collections.abc import Callable, Iterator

@@ -2,7 +2,7 @@
 
 An operation is a call of a unit (a module that runs as a whole), or of a function of torch between units. Such a
 function is an operation if it depends on parameters, on inputs of floating point, or on random numbers. Every layer
-repeats all other code of the forward, such as masks, positions and rotary tables.
+repeats all other code of the forward, such as masks, positions and rotary tables. For example::
 
     forward      embed  mask  block  block  add  norm  head  loss
     operation      0      -     1      2     3    4     5    6..9
