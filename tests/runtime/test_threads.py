@@ -1,5 +1,6 @@
 """A thread for each rank: they work at the same time, end with their pipe, leave the caller's settings alone."""
 
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -110,6 +111,41 @@ def test_close_and_with_end_the_threads_and_the_pipe_works_again() -> None:
     assert_same_bits(pipe, reference)
     pipe.close()
     assert not rank_threads()
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("way", ["step", "no_grad"])
+def test_an_exception_put_into_an_idle_rank_thread_is_raised_and_the_pipe_works_again(way: str, number: int) -> None:
+    """Bug story: the thread ended, and the next step waited for it for ever."""
+    pipe = make()
+    expected = pipe.step(X, Y, squares)
+    idle = next(thread for thread in rank_threads() if thread.name.endswith(str(number)))
+    put = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    put(ctypes.c_ulong(idle.ident or 0), ctypes.py_object(ZeroDivisionError))
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            if way == "step":
+                pipe.step(X, Y, squares)
+            else:
+                with torch.no_grad():
+                    pipe(X)
+        except RuntimeError as error:
+            raised.append(error)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(20)
+    assert not caller.is_alive()
+    assert "[rank-thread-ended]" in str(raised[0])
+    assert isinstance(raised[0].__cause__, ZeroDivisionError)
+    raised.clear()
+    pipe.zero_grad()
+    pipe.step_number = 0
+    assert same_bits(pipe.step(X, Y, squares), expected)
+    pipe.step_number = 0
+    assert same_bits(pipe.step(X, Y, squares), expected)
 
 
 def test_a_loss_that_closes_its_pipe_waits_for_no_rank() -> None:

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
@@ -26,8 +26,10 @@ from torch import nn
 
 from gpipe.stages.messages import Cancelled
 
-Task: TypeAlias = tuple[Callable[[], None], Callable[[], None], list[BaseException | None], SimpleQueue[None]]
-"""A job, a function that cancels the other jobs, the errors of finished jobs, and a queue that wakes the caller."""
+Ended: TypeAlias = list[tuple[int, BaseException | None]]
+"""The numbers of the jobs that have ended, with their errors."""
+Task: TypeAlias = tuple[int, Callable[[], None], Callable[[], None], Ended, SimpleQueue[None]]
+"""A job and its number, a function that cancels the other jobs, the ended jobs, and a queue that wakes the caller."""
 NAME = "gpipe rank"
 WITHIN = (
     "pipe: the pipe was called inside its own run (by a layer, hook, logits processor or torch.utils.checkpoint), so "
@@ -46,6 +48,11 @@ CONCURRENT_BACKWARDS = (
     "backward(): autograd has started a backward pass inside a backward pass of the same pipe. Pass all inputs in "
     "one call of the pipe, call backward() for each output separately, or use a process per device. "
     "[concurrent-backwards]"
+)
+THREAD_ENDED = (
+    "pipe: an exception that was raised in a rank thread from outside, as by PyThreadState_SetAsyncExc, has ended "
+    "the thread. The next call starts new threads. If this was a step, call zero_grad() and repeat it. "
+    "[rank-thread-ended]"
 )
 LOOK_SECONDS = 1.0  # A signal that arrives while its thread falls asleep does not wake it.
 AT_EXIT = 2.0  # Seconds to wait for threads at exit: the process aborts if the interpreter ends a thread inside C++.
@@ -71,10 +78,10 @@ class RankThreads:
 
     def begin(self) -> None:
         """Discards all threads after they have ended, or in a forked process, in which they do not exist."""
-        jobs, threads = list[SimpleQueue[Task | None]](), list[threading.Thread]()
+        jobs, threads, fatal = list[SimpleQueue[Task | None]](), list[threading.Thread](), list[BaseException]()
         end = weakref.finalize(self, _end_threads, jobs)
         end.atexit = False  # `_end_all` also waits for the threads.
-        self._jobs, self._threads, self._end = jobs, threads, end  # note "Interrupts"
+        self._jobs, self._threads, self._fatal, self._end = jobs, threads, fatal, end  # note "Interrupts"
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -139,25 +146,29 @@ class RankThreads:
             for threads in list(_alive):
                 if not threads._runs:
                     threads.close()
-        ended, woken = list[BaseException | None](), SimpleQueue[None]()
-        wait = partial(_await, ended, woken, len(jobs))
+        ended, woken, wait = Ended(), SimpleQueue[None](), None
         try:
+            self._check_alive()
             with self._lock:  # All threads must receive the jobs of concurrent callers in the same order.
                 if len(self._jobs) < len(jobs):
                     self._start(len(jobs) - len(self._jobs))
-                tasks = [(job, cancel, ended, woken) for job in jobs]
+                tasks = [(number, job, cancel, ended, woken) for number, job in enumerate(jobs)]
+                wait = partial(_await, ended, woken, self._threads[: len(jobs)], cancel)
                 puts = map(SimpleQueue.put, self._jobs, tasks)
                 self._wait_for_interrupted = wait
                 list(puts)  # one call: passes all jobs or none, note "Interrupts"
             wait()
         except BaseException:
             cancel()
-            if self._wait_for_interrupted is wait:
+            if wait is not None and self._wait_for_interrupted is wait:
                 wait()  # A second Ctrl-C ends this.
                 self._wait_for_interrupted = None
             raise
         self._wait_for_interrupted = None
-        failure = next((error for error in ended if error is not None), None)
+        failure = next((error for _, error in ended if error is not None), None)
+        if len(ended) < len(jobs):
+            self._check_alive()
+            raise RuntimeError(THREAD_ENDED)  # A different call has already replaced the thread.
         ended.clear()
         if failure is not None:
             try:
@@ -165,13 +176,20 @@ class RankThreads:
             finally:
                 del failure  # The traceback of the error refers to this frame.
 
+    def _check_alive(self) -> None:
+        """Raises an error if a thread has ended by an exception, and forgets all threads."""
+        if not all(map(threading.Thread.is_alive, self._threads)):
+            fatal = self._fatal
+            self.close()
+            raise RuntimeError(THREAD_ENDED) from next(iter(fatal), None)
+
     def _start(self, threads: int) -> None:
         ready, started = SimpleQueue[None](), list[threading.Thread]()
         jobs = [SimpleQueue[Task | None]() for _ in range(threads)]
         intra_op_threads = torch.get_num_threads()
         try:
             for number, queue in enumerate(jobs, len(self._jobs)):
-                target = partial(_serve, queue, self.intra_op_threads, ready)
+                target = partial(_serve, queue, self.intra_op_threads, ready, self._fatal)
                 started.append(threading.Thread(target=target, name=f"{NAME} {number}", daemon=True))
                 started[-1].start()
                 ready.get()
@@ -216,25 +234,37 @@ def _end_threads(jobs: Sequence[SimpleQueue[Task | None]]) -> None:
         queue.put(None)
 
 
-def _serve(jobs: SimpleQueue[Task | None], intra_op_threads: int, ready: SimpleQueue[None]) -> None:
-    torch.get_num_threads()  # The first call sets this thread's number to the global one, so it must come first.
-    torch.set_num_threads(intra_op_threads)
-    ready.put(None)
-    while (task := jobs.get()) is not None:
-        (job, cancel, ended, woken), failure = task, None
+def _serve(
+    jobs: SimpleQueue[Task | None], intra_op_threads: int, ready: SimpleQueue[None], fatal: list[BaseException]
+) -> None:
+    try:
+        torch.get_num_threads()  # The first call sets this thread's number to the global one, so it must come first.
+        torch.set_num_threads(intra_op_threads)
+        ready.put(None)
+        while (task := jobs.get()) is not None:
+            (number, job, cancel, ended, woken), failure = task, None
+            try:
+                job()
+            except BaseException as error:  # The calling thread raises it.
+                failure = None if isinstance(error, Cancelled) else error
+                cancel()
+            del task, job, cancel  # They refer to the run, which its caller may free after this.
+            ended.append((number, failure))
+            woken.put(None)
+            del failure, ended, woken
+    except BaseException as error:  # raised by a different thread in this one, outside a job
+        fatal.append(error.with_traceback(None))  # The traceback refers to the run.
+
+
+def _await(
+    ended: Ended, woken: SimpleQueue[None], threads: Sequence[threading.Thread], cancel: Callable[[], None]
+) -> None:
+    """Waits until each of these threads has ended its job, or can never end it."""
+    lost = set[int]()
+    while len(ended) + len(lost) < len(threads):
         try:
-            job()
-        except BaseException as error:  # The calling thread raises it.
-            failure = None if isinstance(error, Cancelled) else error
-            cancel()
-        del task, job, cancel  # They refer to the run, which its caller may free after this.
-        ended.append(failure)
-        woken.put(None)
-        del failure, ended, woken
-
-
-def _await(ended: Sequence[object], woken: SimpleQueue[None], jobs: int) -> None:
-    """Waits until all jobs have ended."""
-    while len(ended) < jobs:
-        with suppress(Empty):
             woken.get(timeout=LOOK_SECONDS)
+        except Empty:
+            dead = {number for number, thread in enumerate(threads) if not thread.is_alive()}
+            if lost := dead - {number for number, _ in ended}:
+                cancel()
