@@ -78,7 +78,7 @@ def test_a_damaged_file_is_refused_before_anything_changes(run: Path, victim: Vi
             (finding,) = refused(run, victim)
             assert name in finding
             assert bad != flipped or "damaged" in finding
-        with pytest.raises(gpipe.CheckpointError, match=f"or load one of these: {run / 'step_1'}"):
+        with pytest.raises(gpipe.CheckpointError, match=f"or load one of these checkpoints: {run / 'step_1'}"):
             gpipe.load(run)
         path.unlink()
         assert refused(run, victim) == [f"{name} is missing."]
@@ -101,11 +101,11 @@ def test_a_damaged_or_dangling_latest_is_refused(run: Path, victim: Victim) -> N
         (run / "latest").write_bytes(text)
         (finding,) = refused(run, victim)
         assert finding.startswith("latest is damaged: it contains ")
-        assert f"Or load one of these: {run / 'step_1'}, {run / 'step_2'}." in finding
+        assert f"Or load one of these checkpoints: {run / 'step_1'}, {run / 'step_2'}." in finding
     (run / "latest").write_bytes(latest)
     shutil.rmtree(run / "step_2")
     assert refused(run, victim) == [
-        f"latest names step_2, which does not exist. Or load one of these: {run / 'step_1'}."
+        f"latest names step_2, which does not exist. Or load one of these checkpoints: {run / 'step_1'}."
     ]
     with pytest.raises(gpipe.CheckpointError, match="latest names step_2, which does not exist"):
         gpipe.find_checkpoint(run)
@@ -185,7 +185,7 @@ def test_tensors_that_differ_are_not_tied(tmp_path: Path) -> None:
     with pytest.raises(gpipe.CheckpointError) as raised:
         gpipe.load(tmp_path, make(layers, 2))
     assert raised.value.findings == [
-        "1.weight and 0.weight are tied in the model, but differ in the files. Untie them."
+        "1.weight and 0.weight are tied in the model, but differ in the files. Untie these parameters."
     ]
 
 

@@ -285,7 +285,7 @@ def test_what_cannot_be_saved_is_told_all_at_once_and_nothing_is_written(tmp_pat
         "- 0.wide is of torch.complex128, which safetensors does not support. Convert it.",
         "- 1.thin is sparse_coo or quantized. Convert it to a plain dense tensor.",
         "- group 0 of the optimizer has parameters of shapes [(3, 2)] that are not in the pipe. Use a separate "
-        "optimizer for them, and pass its state as extra=.",
+        "optimizer for these parameters, and pass its state as extra=.",
         f"- group 0/key has type function. {ADVICE}",
         f"- extra['file'] has type PosixPath. {ADVICE}",
         f"- extra['list'][0] has type object. {ADVICE}",

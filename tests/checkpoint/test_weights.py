@@ -148,7 +148,7 @@ def test_an_index_that_is_damaged_or_leads_elsewhere_is_refused(sharded: Path) -
     save_file({"0.weight": torch.ones(6, 4)}, sharded.parent / "secret.safetensors")
     for name in ("../secret.safetensors", "/etc/x.safetensors", "model.bin", "..", "a/b.safetensors"):
         (sharded / INDEX).write_text(json.dumps({"weight_map": {**where, "0.weight": name}}))
-        text = f"{INDEX} names {name!r}, which is not a safetensors file of the folder. Do not trust it."
+        text = f"{INDEX} names {name!r}, which is not a safetensors file in this folder. Do not trust these files."
         assert refused(sharded) == [text]
 
 

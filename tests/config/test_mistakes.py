@@ -142,7 +142,10 @@ def test_skips_below_a_layer_are_refused_unless_something_runs_them() -> None:
             "'checkpoint'. Use remat='always', 'except_last', 'never', or the number",
         ),
         ({"device": "cpu"}, "'device'. Use devices="),
-        ({"loss_fn": F.mse_loss}, "'loss_fn'. Pass it to each step: pipe.step(inputs, targets, loss_fn)"),
+        (
+            {"loss_fn": F.mse_loss},
+            "'loss_fn'. Pass the loss function to each step: pipe.step(inputs, targets, loss_fn)",
+        ),
         ({"remats": "never"}, "'remats'. Use remat="),
         ({"wings": 2}, "'wings'. Remove it.\nKnown arguments: model, partitions"),
         ({"chunks": 8, "num_stages": 2}, "'num_stages'. Use partitions="),

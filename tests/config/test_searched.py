@@ -92,7 +92,7 @@ def test_replicas_go_by_one_table_to_the_bits_of_one_rank(built: bool, pool: Wor
     ("options", "told"),
     [
         ({"partitions": [3, 4]}, "schedule='auto' chooses the split points"),
-        ({"partitions": 2, "remat": "never"}, "schedule='auto' chooses it"),
+        ({"partitions": 2, "remat": "never"}, "schedule='auto' chooses remat"),
         ({"partitions": 2, "remat": gpipe.Remat(10**6)}, "requires sample="),
         ({"partitions": 2, "remat": gpipe.Remat(10), "sample": torch.zeros(6, 16)}, "schedule='auto': No plan fits"),
     ],

@@ -14,5 +14,5 @@ Rule 1. A checkpoint with a final name is complete and durable. gpipe writes and
 Rule 2. Files in a folder with a final name never change.
 Rule 3. A file is valid only if its hash is in the manifest, and a manifest only if it contains its own hash.
 Rule 4. Loading changes models and optimizers only after every rank has read and checked all new values.
-Rule 5. Checkpoints contain only data (JSON and safetensors). Loading runs no code from them.
+Rule 5. Checkpoints contain only data (JSON and safetensors). Loading does not run code from a checkpoint.
 """

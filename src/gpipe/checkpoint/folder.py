@@ -36,7 +36,7 @@ class CheckpointPath(NamedTuple):
 
 
 def order_of(name: str) -> tuple[int, int] | None:
-    """Returns the step number of a checkpoint and its index within the step, or None for a name of another kind."""
+    """Returns the step number of a checkpoint and its index within the step, or None if it is not a checkpoint."""
     matched = CHECKPOINT.fullmatch(name)
     return (int(matched[1]), int(matched[2] or 1)) if matched else None
 
@@ -56,7 +56,7 @@ def find(folder: Path) -> CheckpointPath | None:
     there = checkpoints(folder)
     if not os.path.lexists(folder / LATEST):  # A process was killed just after it named its first checkpoint.
         return CheckpointPath(there[-1]) if there else None
-    choice = f" Or load one of these: {', '.join(map(str, there))}." if there else ""
+    choice = f" Or load one of these checkpoints: {', '.join(map(str, there))}." if there else ""
     try:
         text = read_small_file(folder / LATEST, MAX_LATEST).decode(errors="replace")
     except ValueError as error:

@@ -87,7 +87,9 @@ def read_weights(
         if wrong := why_not_storable(target) or _why_different(files.map(stored), target):
             ready.findings.append(f"{name} {wrong}.")
         elif before != stored and not _same_bits(files.read(stored), files.read(before)):
-            ready.findings.append(f"{name} and {before} are tied in the model, but differ in the files. Untie them.")
+            ready.findings.append(
+                f"{name} and {before} are tied in the model, but differ in the files. Untie these parameters."
+            )
         else:
             ready.values[name] = _like(files.read(stored), target)
     ready.report_missing(missing)
@@ -491,7 +493,8 @@ def _agree_whole(found: CheckpointPath, ranks: Communicator) -> Manifest:
     if manifest is None or findings:
         older = reversed(checkpoints(found.path.parent)) if order_of(found.path.name) else ()
         others = [str(other) for other in older if other != found.path]
-        advice = f"Restore the files from a copy, or load one of these: {', '.join(others)}." if others else ""
+        listed = ", ".join(others)
+        advice = f"Restore the files from a copy, or load one of these checkpoints: {listed}." if others else ""
         raise CheckpointError(found.path, findings, advice)
     return manifest
 

@@ -180,7 +180,7 @@ def _gather_optimizer(pipe: "GPipe", optimizer: torch.optim.Optimizer, part: Par
         if unknown := [tuple(parameter.shape) for parameter in group["params"] if parameter not in names]:
             part.mistakes.append(
                 f"group {index} of the optimizer has parameters of shapes {unknown} that are not in the pipe. Use a "
-                f"separate optimizer for them, and pass its state as extra=."
+                f"separate optimizer for these parameters, and pass its state as extra=."
             )
         own = {names[p]: p for p in group["params"] if p in names and names[p] not in foreign}
         options = {
@@ -209,7 +209,7 @@ def why_not_by_name(optimizer: torch.optim.Optimizer) -> list[str]:
 
 @dataclass(frozen=True)
 class Writing:
-    """The files that a rank writes, and the temporary folder for them."""
+    """The tensors and manifest entries that a rank writes, and the temporary folder."""
 
     rank: int
     ranks: int  # the number of ranks that write

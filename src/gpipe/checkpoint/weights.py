@@ -103,7 +103,8 @@ def _open(folder: Path, ready: LoadedState) -> TensorFiles:
     names = sorted(set(where.values())) or [SINGLE]
     invalid = [name for name in names if not re.fullmatch(r"[\w.-]+\.safetensors", name)]
     ready.findings += [
-        f"{INDEX} names {name!r}, which is not a safetensors file of the folder. Do not trust it." for name in invalid
+        f"{INDEX} names {name!r}, which is not a safetensors file in this folder. Do not trust these files."
+        for name in invalid
     ]
     if ready.findings:
         return TensorFiles([])

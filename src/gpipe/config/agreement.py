@@ -1,4 +1,4 @@
-"""Lets processes agree on a plan while they build a pipe, and checks that all of them have the same model."""
+"""Lets processes agree on a plan while they build a pipe, and checks that all processes have the same model."""
 
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -168,7 +168,7 @@ def _compare_weights(rendezvous: Rendezvous, settings: Settings, weights: Sequen
         labels = [f"layer {index} ({name}: {type(layer).__name__})" for index, (name, layer) in different.items()]
         message = (
             f"{', '.join(labels)}: the weights differ between processes. Call torch.manual_seed with the same seed "
-            f"before you build the layers, pass callables that build them, or load the same weights. "
+            f"before you build the layers, pass callables that build the layers, or load the same weights. "
             f"[weights-differ-between-processes]"
         )
         Mistakes([message]).raise_all()

@@ -120,5 +120,5 @@ def find_unused_parameters(module: nn.Module) -> list[str]:
         return []
     return [
         f"{', '.join(unused)}: no gradient reached these parameters in the first step. Remove them from the "
-        f"optimizer, or freeze them with requires_grad_(False). [no-gradient]"
+        f"optimizer, or freeze these parameters with requires_grad_(False). [no-gradient]"
     ]

@@ -108,7 +108,7 @@ def _read_seed(seed: int | None, mistakes: Mistakes) -> int:
     if seed is None:
         return draw_seed()
     fits = isinstance(seed, int) and -(2**63) <= seed < 2**63
-    mistakes.check(fits, f"seed={seed!r} is not a 64-bit integer. Pass one, or None to draw a seed from torch.")
+    mistakes.check(fits, f"seed={seed!r} is not a 64-bit integer. Pass an int, or None to draw a seed from torch.")
     return seed if fits else 0
 
 
@@ -165,10 +165,10 @@ def _read_execution(arguments: Arguments, mistakes: Mistakes) -> Driver:
     elif arguments.driver is None and mesh is None and (size := world_size()) > 1:
         mistakes.append(
             f"driver= is missing, but torch.distributed has {size} processes. Pass driver='process' for one pipe "
-            f"over all of them, or driver='threads' for a separate pipe in each."
+            f"over all processes, or driver='threads' for a separate pipe in each process."
         )
     if mesh is not None and not isinstance(driver, Processes):
-        mistakes.append(f"driver={driver.name!r} uses one process, but mesh= is for several. Remove one of them.")
+        mistakes.append(f"driver={driver.name!r} uses one process, but mesh= is for several. Remove one argument.")
     for name, value, known in (("batch_norm", norm, BatchNorm), ("balance", arguments.balance, Balance)):
         choices = get_args(known)
         mistakes.check(value in choices, f"{name}={value!r} is unknown. Pass one of {', '.join(map(repr, choices))}.")
@@ -225,7 +225,7 @@ def _read_remat(arguments: Arguments, stages: int, ranks: int, mistakes: Mistake
     """Returns the recomputation mode of each stage. Returns "always" for modes that the plan determines later."""
     remat, memory = arguments.remat, arguments.memory
     if arguments.schedule == AUTO:
-        message = f"remat={remat!r}: schedule='auto' chooses it. Remove remat=, or pass gpipe.Remat(memory=...)."
+        message = f"remat={remat!r}: schedule='auto' chooses remat. Remove remat=, or pass gpipe.Remat(memory=...)."
         mistakes.check(arguments.fits_remat or remat == PLAN_DEFAULTS["remat"], message)
     if memory is not None or (arguments.fits_remat and arguments.schedule != AUTO):
         message = f"remat={remat!r} requires sample= to count activation memory. Pass an example mini-batch."
@@ -241,7 +241,7 @@ def _read_remat(arguments: Arguments, stages: int, ranks: int, mistakes: Mistake
     mistakes.check(
         all(mode >= 0 if type(mode) is int else mode in lower.REMATS for mode in modes),
         f"remat={remat!r} is unknown. Pass one of {known}, the number of micro-batches that may keep their "
-        f"activations at the same time, a list with one of these for each stage, or 'auto'.",
+        f"activations at the same time, a list with one such entry for each stage, or 'auto'.",
     )
     return tuple(modes)
 
@@ -369,7 +369,7 @@ def _are_counts(partitions: Any, ranks: int, stages_per_rank: int, layers: int, 
         if ranks:
             return True
         place = f"needs a multiple of {stages_per_rank}" if stages_per_rank else "is for a different number"
-        mistakes.append(f"partitions={counts} has {len(counts)} stages, but schedule= {place}. Change one of them.")
+        mistakes.append(f"partitions={counts} has {len(counts)} stages, but schedule= {place}. Change one argument.")
         return False
     is_array = isinstance(partitions, (set, np.ndarray, torch.Tensor))
     remedy = ", as a list of ints" if is_array else int_remedy(partitions)

@@ -39,7 +39,7 @@ FIXES = {
     "survive": "Use driver=gpipe.Processes(survive=True)",
     "verify": "Set pipe.verify_steps = False after you have created the pipe",
     "device_mesh": "Use mesh=, a DeviceMesh with a dimension 'pp'",
-    "loss_fn": "Pass it to each step: pipe.step(inputs, targets, loss_fn)",
+    "loss_fn": "Pass the loss function to each step: pipe.step(inputs, targets, loss_fn)",
     "criterion": "Pass loss_fn= to each step",
     "optimizer": "Create an optimizer of pipe.parameters(), and call optimizer.step() after pipe.step(...)",
     "inputs": POSITIONAL,
@@ -47,7 +47,7 @@ FIXES = {
     "input_ids": "Pass the batch as one dict: pipe.step(batch)",
     "mask": "Pass one value: pipe({'x': x, 'mask': mask})",
     "labels": "Pass targets= to each step",
-    "targets": "Pass them to pipe.step(inputs, targets, loss_fn)",
+    "targets": "Pass the targets to step: pipe.step(inputs, targets, loss_fn)",
 }
 """The fix for each argument name that belongs to a different library or a different function of gpipe."""
 TOO_MANY = {

@@ -47,7 +47,7 @@ FACTORIES = {kind.__name__: kind for kind in (list, dict, tuple, set, int, float
 """The default factories that a received defaultdict may have."""
 LEAF = tree_flatten(0)[1]
 ADVICE = (
-    "Return tensors, numbers, strings, None, or tuples, lists and dicts of them. Or register the class with "
+    "Return tensors, numbers, strings, None, or tuples, lists and dicts of these. Or register the class with "
     "torch.utils._pytree under a serialized_type_name in every process. [cannot-be-sent]"
 )
 

@@ -196,7 +196,7 @@ def broadcast_header(
         position: The position of this process in the mesh.
         first: The rank with the first stage of this replica.
         same: Properties of this process's call, by name. The first entry must be `CALLED`.
-        values: Values that JSON can represent. Only rank `first` must pass them.
+        values: Values that JSON can represent. Only rank `first` must pass values.
         apply: A function that every rank calls with the values of rank `first`. It returns the checksum of the
             program to run.
 

@@ -90,8 +90,9 @@ class ElasticProcesses(Processes):
                 replica = replica_number(self.rendezvous.members[rank // self.position.pp_size])
                 what = "weights or buffers" if remote[:1] != first[:1] else "optimizers or other arguments of join()"
                 raise ValueError(
-                    f"Replicas {self.living[0]} and {replica} begin with different {what}. Build and initialize them "
-                    f"in the same way in every replica: call torch.manual_seed first, and pass the same arguments."
+                    f"Replicas {self.living[0]} and {replica} begin with different {what}. Build and initialize the "
+                    f"model in the same way in every replica: call torch.manual_seed first, and pass the same "
+                    f"arguments."
                 )
 
     def linked(self) -> Endpoint:
@@ -161,7 +162,9 @@ class ElasticProcesses(Processes):
             else:
                 self._log_changes(before)
                 return gathered if runs < self._runs else None
-        raise RuntimeError(f"The replicas could not connect in {MOST_ATTEMPTS} attempts. Restart them.") from failure
+        raise RuntimeError(
+            f"Replicas could not connect in {MOST_ATTEMPTS} attempts. Restart all replicas."
+        ) from failure
 
     def _connect(self, get_state: Callable[[], Tree], set_state: Callable[[Any], object]) -> list[Any]:
         """Connects all replicas, and sends the training state to rejoining replicas.
@@ -209,7 +212,7 @@ class ElasticProcesses(Processes):
     def _log_changes(self, before: Sequence[str]) -> None:
         now = self.rendezvous.members
         for name in {*before} ^ {*now} if before and not self.position.pp_rank else ():
-            text = "is lost" if name in before else "is back, with the state of the others"
+            text = "is lost" if name in before else "is back, with the state of the other replicas"
             logger.warning("Replica %d %s. %d replicas continue.", replica_number(name), text, len(now))
 
 

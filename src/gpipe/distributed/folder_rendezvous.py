@@ -10,7 +10,7 @@ replica is lost or comes back:
 A network partition therefore cannot leave two groups, because a replica that is not in the file ends.
 
 A process holds a lock on a file while it runs. A free lock or a closed connection shows that the process is lost. A
-restarted replica has a new name and is `fresh`, which means that it has no training state yet.
+restarted replica has a new name and is `fresh`, which means that the replica has no training state yet.
 """
 
 import fcntl
@@ -134,7 +134,7 @@ class FolderRendezvous(Communicator):
                 if decided := self._read(f"epoch-{epoch}"):  # after `gone`: processes in the epoch close connections
                     break
                 if self.name in gone:
-                    raise received_error("This replica lost a process. The others continue without it.", self.rank)
+                    raise received_error("This replica lost a process. The other replicas continue.", self.rank)
                 waited = time.monotonic() - began
                 if chosen := self._choose(epoch, before, gone, waited, last_epoch.get("same", [])):
                     self._claim(epoch, chosen)
@@ -148,7 +148,7 @@ class FolderRendezvous(Communicator):
             if self.name in decided["members"]:
                 break
             if not self.fresh:
-                raise received_error("The other replicas consider this one lost, and continue.", self.rank)
+                raise received_error("The other replicas treat this replica as lost, and continue.", self.rank)
         self.epoch, self.members, self.rejoining = epoch, decided["members"], decided["rejoining"]
         self._exchanges = 0
         self.rank = self.members.index(self.name) * self.pp_size + self.pp_rank
@@ -166,7 +166,7 @@ class FolderRendezvous(Communicator):
         wait = f"replica {replica_number(self.name)} waits in {self.folder}, for up to {self._timeout:g} s"
         if not before or {*before} <= {*gone}:
             missing = {*range(self.expected)} - {*map(replica_number, came)}
-            ended = " All replicas that it could join are gone. If training is complete, end this one." * bool(before)
+            ended = " All replicas that it could join have ended. If training is complete, stop it." * bool(before)
             return f"{wait}, for these replicas to start: {sorted(missing)}.{ended}"
         if missing := {*map(replica_number, {*before} - {*gone} - came)}:
             return f"{wait}, for these replicas: {sorted(missing)}."

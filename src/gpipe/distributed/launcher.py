@@ -73,7 +73,7 @@ def _watch(launcher: int) -> None:
 
 
 def _exists(process: int) -> bool:
-    """Returns whether a process exists. Does not use a file descriptor, because this process may have no free one."""
+    """Returns whether a process exists. Does not use a file descriptor, because the limit may be reached."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

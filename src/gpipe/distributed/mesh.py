@@ -57,7 +57,7 @@ class Position:
 
     @property
     def replica_ranks(self) -> range:
-        """The processes of this replica, including this one."""
+        """The processes of this replica, including this process."""
         return range(self.rank_of(0), self.rank_of(0) + self.pp_size)
 
     @property
@@ -106,7 +106,7 @@ def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> 
         if PIPELINE not in names:
             return None, [
                 f"mesh= has the dimensions {tuple(names)}, but no {PIPELINE!r}. Name the dimension of the partitions "
-                f"{PIPELINE!r}, and the one of the replicas {DATA!r}: "
+                f"{PIPELINE!r}, and the dimension of the replicas {DATA!r}: "
                 f"init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'pp'))."
             ]
         if dist.get_rank() not in mesh.mesh:

@@ -54,7 +54,7 @@ def identity() -> Identity | None:
 
 def _context(side: int, cert: str, key: str, ca: str) -> ssl.SSLContext:
     def reject_passphrase() -> str:
-        raise ValueError("The key has a passphrase. Use a key without one.")
+        raise ValueError("The key has a passphrase. Use a key without a passphrase.")
 
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

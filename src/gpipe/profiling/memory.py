@@ -81,7 +81,7 @@ class Watches:
         self._arrived: dict[tuple[int, int, int | None], list[Tensor]] = {}
 
     def after_receive(self, rank: Rank, step: CompiledAction) -> None:
-        """Counts received tensors on this rank. They stop counting on the sender unless its graph keeps them."""
+        """Counts received tensors on this rank. The sender counts a tensor only while its graph keeps it."""
         values = [message.value if isinstance(message, BoundaryValue) else message for message in rank.inbox]
         tensors = tensors_in(values)
         others = [watch for other, watch in list(self.by_rank.items()) if other != step.rank]

@@ -26,7 +26,7 @@ class Message:
 
     Attributes:
         kind: `"send"`, `"receive"` or `"reduce"`. The messages inside a reduction are not listed separately.
-        rank: The process that recorded it: replica * K + its rank in the pipeline.
+        rank: The process that made the record: replica * K + pipeline rank.
         peer: The process at the other end. For a reduction, all other processes.
         step: The index in `recording.timelines`. A `step` is one timeline; a call and its backward pass are two.
         micro_batch: The micro-batch of the replica. None if the message belongs to the whole mini-batch.

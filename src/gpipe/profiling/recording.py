@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 KEPT = 100  # steps
-NOT_A_PIPE = "gpipe.record: pipe is a {kind}. Pass the gpipe.GPipe whose steps to record."
+NOT_A_PIPE = "gpipe.record: pipe is a {kind}. Pass the gpipe.GPipe to record."
 
 
 class Recording(Recorder):

@@ -50,7 +50,7 @@ SHARPNESS = 3  # pixels of a PNG per unit of the SVG: 2880 across, or 300 per in
 NO_RENDERER = "PNG files require resvg-py. Run pip install 'gpipe[plots]', or pass a path that ends in .svg."
 
 Unit: TypeAlias = Literal["ms", ""]
-"""The unit of printed times: `"ms"`, or `""` for units without a name. A second of the timeline is one such unit."""
+"""The unit of printed times: `"ms"`, or `""` for units without a name, one for each second of the timeline."""
 
 
 def nth_stages(timeline: Timeline) -> dict[tuple[int, int], int]:
@@ -193,7 +193,7 @@ def _first(timeline: Timeline, limit: int) -> Timeline:
 
 
 def _head(title: str, timeline: Timeline, part: Timeline, scale: Scale) -> str:
-    """Returns the title of a timeline. If only some ranks or a part of the time are drawn, the title names them."""
+    """Returns the title of a timeline. If only some ranks or a part of the time are drawn, the title says so."""
     if part.ranks < timeline.ranks:
         title += f", ranks 0 to {part.ranks - 1} of {timeline.ranks}"
     if part.seconds < timeline.seconds:
