@@ -159,12 +159,12 @@ class Partitioned(nn.Module):
 
     @property
     def reads_inputs(self) -> bool:
-        """Whether this process has the first stage, which reads the inputs. With one process, always True."""
+        """Whether this process has the first stage, which reads the inputs. With one process, this is always True."""
         return self._engine.reads_inputs
 
     @property
     def reads_targets(self) -> bool:
-        """Whether this process has the last stage, which reads the targets. With one process, always True."""
+        """Whether this process has the last stage, which reads the targets. With one process, this is always True."""
         return self._engine.reads_targets
 
     @property

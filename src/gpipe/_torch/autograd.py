@@ -39,7 +39,7 @@ def accumulate_gradients(
 
 
 will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
-"""Whether the running backward pass will execute a node. A pass for some inputs skips other nodes."""
+"""Whether the running backward pass will execute a node. With `inputs=`, a backward pass skips some nodes."""
 running_node: Callable[[], Any] = torch._C._current_autograd_node
 """Returns the node whose backward is running in this thread, or None."""
 

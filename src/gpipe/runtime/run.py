@@ -172,7 +172,7 @@ class Run:
         return [outputs[m] for m in range(len(outputs))]
 
     def result(self) -> tuple[Tensor | None, list[object] | None, Tensor | None]:
-        """Returns the loss of this replica, and the metrics and losses of its micro-batches. Any can be None."""
+        """Returns the loss of this replica, and the metrics and losses of its micro-batches. Each can be None."""
         loss: Tensor | None = None
         for m, weight in enumerate(self.loss_weights):
             if weight:

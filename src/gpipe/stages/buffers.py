@@ -268,7 +268,7 @@ def untouched(*layers: nn.Module, state: ReachableState | None = None) -> Iterat
 
     Args:
         layers: The layers that run in the context.
-        state: The current state of the layers, if it has been copied already. Copying the state takes long.
+        state: The current state of the layers, if it has been copied already. Copying the state is slow.
     """
     with state_kept(*layers, state=state) as copied, parameters_kept(*layers):
         yield copied

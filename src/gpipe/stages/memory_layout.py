@@ -70,7 +70,7 @@ def allocate_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
     Args:
         tensor: The tensor whose dtype, shape, strides and alignment to use.
-        device: A device of the same type.
+        device: The device of the new tensor, of the same type as the device of `tensor`.
     """
     return allocate(tensor.dtype, tensor.shape, tensor.stride(), alignment(tensor), device or tensor.device)
 

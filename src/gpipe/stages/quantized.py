@@ -1,8 +1,8 @@
 """Finds the tensors in which weights are stored, including weights of quantization libraries.
 
 - torchao's weights are wrapper subclasses that hold plain tensors.
-- bitsandbytes' weights are bytes. Their scales are stored in attributes of the weight. With 8 bits, the scales are in
-  attributes of the module after the first forward.
+- bitsandbytes stores weights as bytes. Their scales are stored in attributes of the weight. With 8 bits, the scales
+  are in attributes of the module after the first forward.
 """
 
 from collections.abc import Iterable, Iterator

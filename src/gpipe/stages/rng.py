@@ -237,7 +237,7 @@ def _device_of(args: Sequence[object], kwargs: Mapping[str, Any]) -> torch.devic
 
 @contextmanager
 def unseeded(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Restores the states of default generators that layers seed inside the context. Does not undo draws.
+    """Restores the states of default generators that layers seed inside the context. Does not undo random draws.
 
     `torch.random.fork_rng` is not enough if two layers use it at the same time. Each layer restores the state that it
     found, which the other layer may have seeded.

@@ -290,7 +290,7 @@ class Stage:
 
         Args:
             value: The input of the stage.
-            call: The run. Its stashes are overwritten.
+            call: The run, whose stashes are overwritten.
             as_before: Returns a context that restores the buffers before each run of a layer.
 
         Returns:

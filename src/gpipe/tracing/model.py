@@ -95,7 +95,7 @@ class TracedModel:
         traces: The known control-flow paths. The path of the sample is the first.
         sample_names: The keys of the sample if it is a mapping, otherwise the name of its type.
         parts: The blocks of the model, and the modules that contain them.
-        seconds: The seconds of the forward of each layer on the sample.
+        seconds: The time of each layer's forward on the sample, in seconds.
         layers: The layers by name.
     """
 

@@ -166,7 +166,7 @@ def check_average(
         model: The model.
         sample: The inputs of the model.
         counts: Whether the forward uses `num_items_in_batch`.
-        last: Runs only the last layer. If this does not confirm the average, the whole model runs.
+        last: A function that runs only the last layer. If this does not confirm the average, the whole model runs.
         state: The current state of the model, if it has been copied already.
 
     Returns:

@@ -93,7 +93,7 @@ class Proof(NamedTuple):
 
     Attributes:
         output: The output of the split model.
-        seconds: The seconds of each layer's forward.
+        seconds: The time of each layer's forward, in seconds.
         last: The last layer. None if the model has no values.
     """
 

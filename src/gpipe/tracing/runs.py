@@ -46,7 +46,7 @@ def unchanged(model: nn.Module, state: ReachableState | None = None) -> Iterator
 
     Args:
         model: The model that runs inside.
-        state: The current state of the model, if it has been copied already. Copying the state takes long.
+        state: The current state of the model, if it has been copied already. Copying the state is slow.
     """
     with untouched(model, state=state) as state, torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
@@ -104,7 +104,7 @@ NO_MEMORY = "can't allocate memory"  # The words of the RuntimeError that torch'
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether memory was exhausted."""
+    """Whether an error means that memory was exhausted."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or NO_MEMORY in str(error)
 
 
