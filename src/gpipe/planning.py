@@ -80,18 +80,18 @@ def find_plan(
     data loading nor the optimizer.
 
     Args:
-        model: The model, as for `gpipe.GPipe`: layers, callables that each build one, or any module.
+        model: The model, as for `gpipe.GPipe`: layers, callables that each build a layer, or any module.
         sample: An example mini-batch of inputs. Pass at least 4 rows, to separate fixed costs from costs per row.
             Pass None if `costs` does not need a sample.
-        devices: A list of `gpipe.Device`, in the order in which they are linked. Or the number of devices of this
-            machine to use: its accelerators, otherwise CPU cores that share its memory.
+        devices: A list of `gpipe.Device`, in the order in which the devices are linked. Or the number of devices of
+            this machine to use: its accelerators, otherwise CPU cores that share its memory.
         global_batch: The rows of a mini-batch. Default: the rows of the sample.
         partitions: K, the number of ranks. With `balance`, also a list with the number of layers of each stage.
             Default: found by the search, or with `costs` or `balance` the number of devices.
         micro_batches: M, the number of micro-batches. Default: found by the search, with at least 2 rows per
             micro-batch if there is a BatchNorm.
-        schedule: The name of a schedule. Or `"auto"`: compares all named schedules, and also searches for a new one.
-            With `balance`, any schedule that `gpipe.GPipe` accepts. Default: the fastest named schedule.
+        schedule: The name of a schedule. Or `"auto"`: compares all named schedules, and also searches for a new
+            schedule. With `balance`, any schedule that `gpipe.GPipe` accepts. Default: the fastest named schedule.
         remat: What to recompute, as for `gpipe.GPipe`. Only with `balance`. Default: found by the search.
         costs: The cost of each layer. Requires `micro_batches`. One of:
 
@@ -101,8 +101,8 @@ def find_plan(
             - `"flops"`: counted operations. Only for layers, not for a model.
             - `"params"`: numbers of parameters.
 
-            To reproduce the split of another pipe, pass its `pipe.costs`. Default: counted operations. With
-            `balance`, the default is `"time"`, or `"params"` without a sample.
+            To reproduce the split of a different pipe, pass `pipe.costs` of that pipe. Default: counted operations.
+            With `balance`, the default is `"time"`, or `"params"` without a sample.
         balance: Only balances the stages by `costs`, like `gpipe.GPipe` without a plan, for a given K and M. Then the
             default of `schedule` is `"gpipe"`, and the default of `remat` is `"always"`. One of:
 
@@ -127,11 +127,11 @@ def find_plan(
     Note:
         If `devices` is a number, `measure=True` also
 
-        - measures how fast activations move to host memory and back, and plans to offload them if this is faster than
-          recomputation,
+        - measures how fast activations move to host memory and back, and plans to offload activations if this is
+          faster than recomputation,
         - on CPU cores, measures layers in one thread per rank at the same time,
         - on CPU cores, runs steps of the most promising plans and some plans with one rank, for at most 20 seconds.
-          It returns the fastest plan. This requires layers, and a sample that is a whole mini-batch.
+          The fastest of these plans is returned. This requires layers, and a sample that is a whole mini-batch.
 
     >>> import torch
     >>> from torch import nn
@@ -257,13 +257,13 @@ def _invalid_options(measure: object, threads: object, optimizer_numbers: object
 
 def _not_measurable(model: Any, sample: Tree) -> Iterator[str]:
     if any(tensor.is_meta for tensor in tensors_in(sample)):
-        yield "measure=True runs the sample, which is on the meta device. Pass one with values. [measure-on-meta]"
+        yield "measure=True runs the sample, which is on the meta device. Pass real tensors. [measure-on-meta]"
     parts = model if isinstance(model, Sequence) else [model]
     modules = [part for part in parts if isinstance(part, nn.Module)]
     if any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers())):
         yield (
-            "measure=True runs the layers, and some are on the meta device. Pass layers with values or callables "
-            "that build them, or use measure=False to count operations. [measure-on-meta]"
+            "measure=True runs the layers, and some layers are on the meta device. Pass layers with values or "
+            "callables that build them, or use measure=False to count operations. [measure-on-meta]"
         )
 
 
@@ -403,7 +403,10 @@ def _without_log() -> Iterator[None]:
 
 
 def _devices_here(count: int) -> list[Device]:
-    """Returns devices of this machine. If there are fewer accelerators than `count`, several ranks share one."""
+    """Returns devices of this machine.
+
+    If there are fewer accelerators than `count`, several ranks share an accelerator.
+    """
     available = accelerators()
     if not available:
         return [Device(memory_of(CPU) / count, CPU_FLOPS_PER_SECOND, name="cpu")] * count

@@ -1,7 +1,7 @@
 """Implements the command `gpipe`, with one module per subcommand.
 
-If the user can fix an error, or if a different process fails, a command prints a message and exits with a status. It
-prints no traceback.
+If the user can fix an error, or if a different process fails, a command prints a message and exits with a status. The
+command prints no traceback.
 """
 
 import errno

@@ -31,7 +31,7 @@ PREFIXES = ("CUDA_", "GLOO_", "GPIPE_", "HIP_", "KMP_", "MKL_", "NCCL_", "OMP_",
 DEVELOPMENT_EXTRAS = ("extra == 'dev'", "extra == 'docs'", "extra == 'bench'")
 
 PART = f"With --gpu, run only these checks: {', '.join(PARTS)}. Other results are read from the folder."
-QUICK = f"With --gpu, check only one of {EVERY_IF_QUICK} pipes, for a first impression."
+QUICK = f"With --gpu, check only every {EVERY_IF_QUICK}th pipe, for a first impression."
 
 
 def doctor(

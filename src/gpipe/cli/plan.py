@@ -43,7 +43,7 @@ SIZE = (
     )
     + "."
 )
-SCHEDULE = f"Schedule: {', '.join(SCHEDULES)}, or auto to search for one. By default the fastest of the named ones."
+SCHEDULE = f"Schedule: {', '.join(SCHEDULES)}, or auto to search for one. By default, the fastest named schedule."
 
 
 def plan(
@@ -133,7 +133,7 @@ def _call_user_function(path: str) -> tuple[Any, Any]:
     sys.path.insert(0, str(Path.cwd()))  # `gpipe` is a script, so Python does not search the current folder.
     function = getattr(importlib.import_module(module), name, None)
     if not callable(function):
-        raise ValueError(f"MODEL: {path} is not a function. Pass MODULE:FUNCTION, as importable from this folder.")
+        raise ValueError(f"MODEL: {path} is not a function. Pass MODULE:FUNCTION that Python can import.")
     returned = function()
     if not isinstance(returned, tuple) or len(returned) != 2:
         kind = type(returned).__name__

@@ -92,7 +92,7 @@ def schedule(
         problems = list(out_of_bounds(schedule, {**times, "gather": gather}))
         for flag, numbers in (("--stages-per-rank", stages_per_rank or (0,)), ("--slices", slices)):
             if len(numbers) not in (1, len(names)):
-                problems.append(f"{flag}: got {len(numbers)} numbers. Pass one number, or one per schedule.")
+                problems.append(f"{flag}: got {len(numbers)} numbers. Pass one number, or one number per schedule.")
         if rank is not None and not 0 <= rank < partitions:
             problems.append(f"--rank: {rank} is out of range. Choose 0 to {partitions - 1}.")
         if csv is not None and other:

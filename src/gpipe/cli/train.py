@@ -127,7 +127,7 @@ def record(
         world = find_world(os.environ)
         if not world.launched:
             command = f"torchrun --nproc-per-node 2 -m gpipe record {run}"
-            raise ValueError(f"gpipe record: a single process sends no messages. Run several:\n{command}")
+            raise ValueError(f"gpipe record: a single process sends no messages. Run several processes:\n{command}")
         from gpipe.recipes.trained import record_run
     with joined(world), exit_on_remote_errors(), exit_on_user_errors():
         summary = record_run(run, steps, partitions, world)
@@ -151,7 +151,7 @@ def translate(run: Path, beam: Count = 4, partitions: OptionalCount = None) -> N
 
             to_english = stack.enter_context(opened_translator(run, partitions, beam))
         if not (run / WEIGHTS).is_file():
-            print(f"{run}: training has not finished. Using its latest checkpoint.", file=sys.stderr)
+            print(f"{run}: training has not finished. Using the latest checkpoint.", file=sys.stderr)
         with exit_on_user_errors():
             _translate(to_english)
 

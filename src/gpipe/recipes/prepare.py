@@ -166,7 +166,7 @@ class Job:
 
 
 def precision(options: TrainOptions, device: torch.device) -> AbstractContextManager[Any]:
-    """Returns the context for forward passes. With --bf16, it is autocast to bfloat16. Otherwise it does nothing."""
+    """Returns the context for forward passes. With --bf16, uses autocast to bfloat16."""
     return torch.autocast(device.type, torch.bfloat16) if options.bf16 else nullcontext()
 
 

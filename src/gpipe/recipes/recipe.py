@@ -68,7 +68,7 @@ class Recipe(ABC, Generic[Options]):
         title: Name and size of the model.
         steps_per_epoch: Number of mini-batches per epoch.
         reduction: The `reduction` argument of `GPipe.step`: how losses of micro-batches are combined.
-        max_norm: Gradients are clipped to this total norm. With 0, they are not clipped.
+        max_norm: Gradients are clipped to this total norm. With 0, gradients are not clipped.
         averaging: Decay of a moving average of the weights. With 0, there is no average.
         data: A fingerprint of the training data. A resumed run must use the same data.
     """
@@ -146,7 +146,7 @@ def load(state: Mapping[str, Tensor], layers: Sequence[nn.Module], new: Containe
     sizes = [(name, saved.get(name, "missing"), built.get(name, "missing")) for name in sorted({**saved, **built})]
     if different := [f"{name}: {before} in the run, {now} here" for name, before, now in sizes if before != now]:
         more = [f"and {len(different) - 10} more"] if len(different) > 10 else []
-        head = "weights: the run contains a different model. Pass the options that define its model."
+        head = "weights: the run contains a different model. Pass the options that define the model of the run."
         raise ValueError("\n".join([head, *different[:10], *more]))
     module.load_state_dict(states[0], strict=False)
 
@@ -166,7 +166,7 @@ class Averages:
         self._weights = [weight for group in optimizer.param_groups for weight in group["params"]]
 
     def update(self, step: int) -> None:
-        """Updates the averages after a step, counted from 0. Call it before the gradients are cleared."""
+        """Updates the averages after a step, counted from 0. Call this method before the gradients are cleared."""
         weights = [weight for weight in self._weights if weight.grad is not None]
         if self._decay and weights:
             states = [self._optimizer.state[weight] for weight in weights]

@@ -65,7 +65,7 @@ def evaluate_run(run: Path, partitions: int | None, changes: Mapping[str, Any], 
     with opened(recipe, world) as pipe:
         evaluation = recipe.evaluate(pipe)
     if not (run / WEIGHTS).is_file():
-        note = "Training has not finished. Using the weights of its latest checkpoint, not their average.\n"
+        note = "Training has not finished. Using the weights of the latest checkpoint, without averaging.\n"
         evaluation = replace(evaluation, text=note + evaluation.text)
     if not world.rank:
         text = json.dumps({**evaluation.numbers, **evaluation.details}, indent=1, ensure_ascii=False)
@@ -78,7 +78,7 @@ def spread(evaluations: Sequence[Evaluation]) -> str:
     runs = [evaluation.numbers for evaluation in evaluations]
     names = [name for name in runs[0] if all(name in numbers for numbers in runs)]
     if not names:
-        return f"The {len(runs)} runs have no metric in common. Pass runs of one recipe for mean and deviation."
+        return f"The {len(runs)} runs have no metric in common. Pass runs of the same recipe."
     width = max(map(len, names))
     lines = [f"{len(runs)} runs: mean and standard deviation"]
     for name in names:
@@ -129,7 +129,7 @@ def opened_translator(run: Path, partitions: int | None, width: int) -> Iterator
             if len(short) < len(sources):
                 raise ValueError(
                     f"the sentence has {len(sources[len(short)])} tokens, and training sentences had at most "
-                    f"{recipe.options.longest}. Split it into parts with at most {limit} tokens."
+                    f"{recipe.options.longest}. Split the sentence into parts with at most {limit} tokens."
                 )
 
         yield to_english

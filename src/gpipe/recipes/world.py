@@ -104,8 +104,8 @@ def agree_on_life(store: Store, world: World) -> tuple[str, int]:
 
     torchrun keeps its store across restarts, so the store may contain the keys of processes that have ended. The
     number of restarts cannot distinguish them, because each agent of torchrun counts its own. Therefore each process
-    writes a random name, and rank 0 publishes the names. A process that does not find its own name in them waits,
-    because they are those of an earlier life. Rank 0 publishes names again until all processes have found theirs.
+    writes a random name, and rank 0 publishes the names. A process that does not find its own name waits, because the
+    names belong to an earlier life. Rank 0 publishes names again until all processes have found their names.
 
     Returns:
         The prefix, which no earlier life has used, and the number of restarts.

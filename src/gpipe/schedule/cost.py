@@ -30,7 +30,8 @@ class StageCost:
         activations: Bytes of the other tensors that a forward saves for the backward.
         working: Bytes that a whole backward needs in addition to `boundary` and `activations`.
         state: Bytes of weights, gradients and optimizer state. For sharded weights, only the bytes of the shards.
-        gathered: Bytes of sharded weights while they are gathered. Their gradients need the same number of bytes.
+        gathered: Bytes of gathered weights, if the weights are sharded. Their gradients need the same number of
+            bytes.
         sent_forward: Bytes that a forward sends to other stages.
         sent_backward: Bytes that a backward sends to other stages.
         late: Bytes that an input-gradient pass keeps for the weight-gradient pass. None means `boundary` plus
@@ -38,7 +39,7 @@ class StageCost:
         working_input: Bytes of temporary tensors in an input-gradient pass. None means `working`.
         working_weight: Bytes of temporary tensors in a weight-gradient pass.
         recorded: Bytes that a verified step copies for its replay.
-        gradients: Bytes of the gradients of the weights. The replay needs them a second time.
+        gradients: Bytes of the gradients of the weights. The replay needs these bytes a second time.
 
     >>> StageCost(1.0, 2.0, backward_input=1.0, backward_weight=3.0).weight_share
     0.75

@@ -28,7 +28,7 @@ class LargeTable:
     forward that its backward follows immediately, and for this backward: the micro-batch is not recomputed there.
 
     Args:
-        rows: The rows of the table.
+        rows: The actions of each rank.
         rank_of: The rank of each stage.
         joined: Whether to replace adjacent I and W by one B, like `lower.join_backwards`. Default: False.
 

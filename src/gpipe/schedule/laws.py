@@ -1,4 +1,4 @@
-"""Checks the laws of programs. `check` tests them when a program is built, so that no program hangs when it runs.
+"""Checks the laws of programs. `check` runs when a program is built, so that no program hangs in training.
 
 Law 1. Every action belongs to a stage of its rank and appears once. Its micro-batch and its route exist in the
        program. Every route leads to a later stage.
@@ -31,7 +31,8 @@ def check(program: Program) -> None:
     """Checks the laws of a training or forward-only program.
 
     Args:
-        program: The program, before or after `place_transfers`. Its transfers are checked if it has any.
+        program: The program, before or after `place_transfers`. If the program has transfers, `check` also checks the
+            transfers.
 
     Raises:
         ScheduleError: If the program breaks a law. The message lists all violations of law 1. If the program obeys

@@ -224,7 +224,7 @@ def place_reduces(program: Program, stages: Collection[int]) -> Program:
 
 
 def place_shards(program: Program, stages: Collection[int]) -> Program:
-    """Adds UNSHARD before the first computation of each of these stages, and RESHARD after the last one.
+    """Adds UNSHARD before the first computation of each of these stages, and RESHARD after the last computation.
 
     So the communication volume does not grow with the number of micro-batches. UNSHARD comes directly after the
     preceding computation of the rank, so that the gather overlaps with idle time.

@@ -2,8 +2,9 @@
 
 Rule 1. A forward needs its inputs: for each route into its stage, the forward of the route's source.
 Rule 2. A recompute needs the forward of its stage and micro-batch.
-Rule 3. A backward needs its recompute, or its forward if nothing is recomputed. If its activations were offloaded, it
-        needs their FETCH. For each route out of its stage, it needs the backward of the route's target.
+Rule 3. A backward needs its recompute, or its forward if nothing is recomputed. If its activations were offloaded,
+        the backward also needs the FETCH. For each route that starts at its stage, the backward needs the backward of
+        the target stage.
 Rule 4. A weight backward needs its input backward, an OFFLOAD needs its forward, and a FETCH needs its OFFLOAD.
 Rule 5. Between ranks, a SEND and its RECEIVE carry an output or a gradient. The receiver then depends on the RECEIVE.
 Rule 6. A closing action needs earlier actions of its stage: COMMIT needs the forwards, TIE needs the backwards, and
@@ -32,7 +33,7 @@ BACKWARD_PARTS = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
 
 
 def needs(action: Action, program: Program) -> tuple[Action, ...]:
-    """Returns the actions of the program that must be done before this one, without duplicates.
+    """Returns the actions of the program that must be done before this action, without duplicates.
 
     >>> from gpipe.schedule.action import parse_action
     >>> from gpipe.schedule.schedules import fill_drain

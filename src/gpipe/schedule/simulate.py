@@ -58,9 +58,9 @@ def simulate(program: Program, costs: Costs, duration: Callable[[Action], float]
 
     - A message arrives `costs[stage].send` seconds after it was sent, or after the preceding message on the same link
       and in the same direction.
-    - OFFLOAD and FETCH run one at a time on each rank.
-    - UNSHARD and REDUCE run one at a time on each rank. The timeline shows a REDUCE after all other actions, with the
-      time that the rank waits for it.
+    - Each rank runs its OFFLOAD and FETCH actions one after the other.
+    - Each rank runs its UNSHARD and REDUCE actions one after the other. The timeline shows a REDUCE after all other
+      actions, with the time that the rank waits for it.
 
     Args:
         program: The program.
@@ -86,8 +86,8 @@ class Simulator:
     """Simulates one program with different costs and recomputation.
 
     Args:
-        program: The program. It can contain RECOMPUTE actions. If it has none, pass the micro-batches to recompute to
-            the methods. So one simulator covers all recomputation modes.
+        program: The program. The program can contain RECOMPUTE actions. Otherwise, pass the micro-batches to
+            recompute to the methods. So one simulator covers all recomputation modes.
         messages: Whether to add the messages between ranks to a program without transfers, like `place_transfers`.
             Default: False.
     """
@@ -207,7 +207,7 @@ class Simulator:
     def timeline(self, costs: Costs, duration: Callable[[Action], float] | None = None) -> Timeline:
         """Returns the timeline without transfers.
 
-        If `duration` is not None, it returns the seconds of each action.
+        If `duration` is not None, the function returns the seconds of each action.
         """
         durations = self._seconds(costs) if duration is None else list(map(duration, self._actions))
         starts, ends = self._run(durations, [0.0] * len(durations))
@@ -249,8 +249,8 @@ class Simulator:
           mini-batch, because they are reduced while the rank continues.
         - Outputs and gradients for a different rank exist until that rank uses them, if ranks advance in lockstep.
           Outputs count only if their stage recomputes: otherwise they are part of the activations.
-        - An output for the next stage on the same rank is part of the activations. It does not count again as an
-          input.
+        - An output for the next stage on the same rank is part of the activations. Such an output does not count
+          again as an input.
         """
         rank = self.program.rank_of[stage]
         row = self._row(rank)

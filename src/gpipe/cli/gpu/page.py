@@ -158,7 +158,7 @@ def _summary(parts: Mapping[str, Mapping[str, Any]], folder: Path) -> Iterator[s
     if missing:
         yield f"Not run: {', '.join(missing)}."
     yield f"Please send us {folder} in any case: tar czf gpu.tgz {folder}"
-    yield "It contains this page with all numbers, the logs, versions, hardware and environment variables."
+    yield "The folder contains this page with all numbers, the logs, versions, hardware and environment variables."
 
 
 def _record_hardware(file: Path) -> None:

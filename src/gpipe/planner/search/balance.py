@@ -201,7 +201,7 @@ def _explain_no_fit(costs: LayerCosts) -> str:
     worst = ratios.index(max(ratios))
     first, end = nearest.bounds[worst]
     return (
-        f"memory: no partition into {len(limits)} stages fits. In the closest one, stage {worst} (layers {first} to "
-        f"{end - 1}) needs {nearest.bytes[worst]:,.15g} bytes, {ratios[worst]:.4g} times the limit of "
+        f"memory: no partition into {len(limits)} stages fits. In the closest partition, stage {worst} (layers "
+        f"{first} to {end - 1}) needs {nearest.bytes[worst]:,.15g} bytes, {ratios[worst]:.4g} times the limit of "
         f"{limits[worst]:,.15g}. Use larger devices, more stages, or smaller micro-batches. [nothing-fits]"
     )

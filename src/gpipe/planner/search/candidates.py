@@ -111,7 +111,7 @@ class Choices:
                 yield too_many_micro_batches(m)
         for name in self.schedules or ():
             if not isinstance(name, str):
-                yield f"schedule={name!r} is not a name. Use the name of a schedule, or None to compare all."
+                yield f"schedule={name!r} is not a name. Use a name, or None to compare all schedules."
             elif name not in (*SCHEDULES, AUTO):
                 yield unknown_schedule(name, AUTO)
         if not is_count(global_batch):

@@ -174,7 +174,7 @@ class Trial:
         """Returns a lower bound on the step time of every schedule for these stages.
 
         For each rank, the bound is the time until its first input arrives, plus its work. With whole backward passes,
-        it also includes the path of the last gradient from that rank back to stage 0.
+        the bound also includes the path of the last gradient from that rank back to stage 0.
         """
         shape, path, begins, work = self.shape, 0.0, dict[int, float](), [0.0] * self.shape.partitions
         for stage, (cost, rank) in enumerate(zip(costs, self.program.rank_of, strict=True)):

@@ -1,6 +1,6 @@
 """Loads images in batches: from a folder with one subfolder per class, or scikit-learn's handwritten digits.
 
-There are 1797 digits with 8x8 pixels. By default, they are scaled to 64x64 pixels, with three channels.
+There are 1797 digits with 8x8 pixels. By default, the digits are scaled to 64x64 pixels, with three channels.
 """
 
 import os
@@ -71,8 +71,8 @@ def load_folder(
         train = {name: sorted({*files} - {*held_out[name]}) for name, files in train.items()}
         if not problems and not any(held_out.values()):
             problems.append(
-                f"Every class has fewer than {HELD_OUT_EVERY} images, so none is held out. Add images, or move some "
-                "to val/CLASS and the others to train/CLASS."
+                f"Every class has fewer than {HELD_OUT_EVERY} images, so no image is held out. Add images, or move "
+                "some images to val/CLASS and all other images to train/CLASS."
             )
     else:
         held_out, more = _find(held_out_root)

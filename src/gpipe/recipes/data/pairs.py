@@ -139,8 +139,8 @@ def draw(pairs: Sequence[Pair], temperature: float, count: int, *, seed: int, ep
     """Samples the `count` pairs of an epoch, and returns their indices in random order.
 
     The number of pairs of a language is `count` times its probability, rounded so that the sum is `count`. For each
-    language, all pairs are used once before a pair is used again. An epoch continues where the previous one stopped.
-    The result depends only on the arguments.
+    language, all pairs are used once before a pair is used again. An epoch continues where the previous epoch
+    stopped. The result depends only on the arguments.
     """
     numbers: dict[str, list[int]] = {}
     for number, pair in enumerate(pairs):

@@ -294,8 +294,8 @@ def _auxiliary_head(inputs: int, classes: int, image_size: int) -> nn.Module:
     size = -(-((image_size - 1) // 2) // 8)  # The stem is not padded. The three reductions are, and round up.
     if size < 5:
         raise ValueError(
-            f"image_size={image_size} is too small for aux_head=True, because its input would have {size}x{size} "
-            "pixels, but it pools windows of 5x5. Use at least 67, or aux_head=False."
+            f"image_size={image_size} is too small for aux_head=True, because the auxiliary classifier pools windows "
+            f"of 5x5, and its input would have only {size}x{size} pixels. Use at least 67, or aux_head=False."
         )
     narrow, wide = _AUXILIARY_CHANNELS
     pooled = (size - 5) // 3 + 1

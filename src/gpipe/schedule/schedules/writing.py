@@ -22,7 +22,7 @@ def loop(ranks: int, stages_per_rank: int = 1) -> Placement:
 
 
 def line(ranks: int, stages_per_rank: int) -> Placement | None:
-    """Returns the placement with one stage on each rank; None for other numbers of stages."""
+    """Returns the placement with one stage on each rank; None for any other number of stages."""
     return loop(ranks) if stages_per_rank == 1 else None
 
 
