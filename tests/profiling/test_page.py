@@ -70,7 +70,7 @@ def test_a_whole_report_has_all_sections_and_the_numbers_that_one_looks_for() ->
     for words in (
         "three ranks",
         "Rank 1 is slow.",
-        "measured: 33 % longer",
+        "measured: 33 % more time",
         "not finite at epoch 3",
         "5.00 MiB",
         "3.00 MiB predicted",
@@ -84,6 +84,12 @@ def test_what_is_absent_leaves_no_hole(name: str) -> None:
     blank = {**{field: value for part in PARTS.values() for field, value in part.items()}}
     left = {field: value for field, value in blank.items() if field not in PARTS[name]}
     assert Balanced(report_html(Report("others", **left))).sections == [part for part in PARTS if part != name]
+
+
+def test_a_single_loss_is_a_number_and_no_curve() -> None:
+    page = report_html(Report("one epoch", losses=(0.5,), loss_each="epoch"))
+    assert "<p>epoch 1: 0.5</p>" in page
+    assert "<polyline" not in page
 
 
 def test_a_prediction_alone_is_drawn() -> None:

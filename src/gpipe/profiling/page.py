@@ -156,7 +156,7 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
         note = "of the time of all ranks"
         if predicted is not None:
             ratio = typical.seconds / predicted.seconds
-            more = f"{percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"
+            more = f"{percent(abs(ratio - 1))} {'more' if ratio > 1 else 'less'} time"
             more = f"{ratio:.1f} times as long" if ratio >= 2 else more
             yield "predicted", format_seconds(predicted.seconds), f"measured: {more}"
             note = f"predicted {percent(predicted.idle_share())}"
@@ -262,7 +262,9 @@ def _losses(report: Report) -> Iterator[str]:
     losses, each = report.losses, report.loss_each
     odd = [str(at + 1) for at, loss in enumerate(losses) if not isfinite(loss)]
     finite = [loss for loss in losses if isfinite(loss)]
-    if finite:
+    if len(losses) == 1 and finite:  # A curve would be a dot.
+        yield f"<p>{each} 1: {losses[0]:.4g}</p>"
+    elif finite:
         label = f"loss of {len(losses)} {each}s, from {losses[0]:.4g} to {losses[-1]:.4g}"
         yield f'<div class="curve" data-each="{each}" data-losses="{" ".join(map(repr, losses))}">'
         yield f'<span class="high">{max(finite):.4g}</span><span class="low">{min(finite):.4g}</span>'

@@ -256,7 +256,7 @@ def _report(job: Job, recorded: RecordedEpoch) -> Report:
     values = {**vars(job.options), **job.settings}
     if job.options.steps is not None:
         del values["epochs"]  # --steps overrides --epochs.
-    settings = {name.replace("_", " ").strip(): value for name, value in values.items()}
+    settings = {name.replace("_", " ").strip(): value for name, value in values.items() if value not in (None, ())}
     settings |= {
         "partitions": job.pipe.partitions,
         "layers of each stage": job.pipe.layers_per_partition,
