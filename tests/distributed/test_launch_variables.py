@@ -78,9 +78,9 @@ def test_a_process_that_is_alone_is_left_alone(alone: Mapping[str, str], monkeyp
 
 def test_a_host_that_nobody_names_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ValueError, match="MASTER_ADDR: it is not set, and scontrol does not list"):
+    with pytest.raises(ValueError, match="MASTER_ADDR is not set, and scontrol does not list"):
         missing_variables(STEP)
-    with pytest.raises(ValueError, match="MASTER_ADDR: it is not set, and mpirun started"):
+    with pytest.raises(ValueError, match="MASTER_ADDR is not set, and mpirun started"):
         missing_variables({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
     assert missing_variables({**STEP, "SLURM_STEP_NODELIST": "one,two"})["MASTER_ADDR"] == "one"
 

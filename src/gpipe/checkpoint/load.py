@@ -50,7 +50,7 @@ class LoadedState:
     findings: list[str] = field(default_factory=list)
 
     def report_missing(self, names: Sequence[str]) -> None:
-        """Adds a message that lists the names, which are not in the checkpoint, unless the list is empty."""
+        """Adds a message that the checkpoint lacks these names. Adds no message if `names` is empty."""
         if names:
             self.findings.append(f"The checkpoint lacks {list_names(names)}. Build the model that was saved.")
 
@@ -134,7 +134,7 @@ def read_state(
 
 
 def _try_values(module: nn.Module, values: Mapping[str, object], ready: LoadedState) -> None:
-    """Loads values that are not tensors, and restores the old ones. Adds a message if loading fails."""
+    """Checks that values other than tensors can be loaded, and restores the old values. Adds a message if not."""
     before = _loadable_state(module)
     before.update(deepcopy({name: before[name] for name in values}))
     after = copy(before)  # It also contains the versions of the modules.
@@ -176,7 +176,7 @@ def decoded(value: Json, files: TensorFiles, where: str, ready: LoadedState) -> 
 
 
 def decoded_dict(value: Json, files: TensorFiles, where: str, ready: LoadedState) -> dict[str, Any]:
-    """Decodes a dictionary of the manifest. Adds a message if it is not one with texts as keys."""
+    """Decodes a dictionary from the manifest. Adds a message if the result is not a dictionary with string keys."""
     result = decoded(value, files, where, ready)
     if isinstance(result, dict) and all(isinstance(key, str) for key in result):
         return result
@@ -217,14 +217,14 @@ def read_optimizer(
 
 
 def _check_options(label: str, group: Mapping[str, Any], kept: Mapping[str, Any]) -> Iterator[str]:
-    """Yields messages about saved options that are not of the same kind as the options of the group."""
+    """Yields messages about saved options whose type does not fit the options of the group."""
     for key, value in kept.items():
         if key in NO_OPTIONS or (key in group and not _is_same_kind(group[key], value)):
             yield f"{label}: {key} cannot be {shorten(repr(value), 80)}. Load a checkpoint of this optimizer."
 
 
 def _is_same_kind(own: object, value: object) -> bool:
-    """Returns whether a value can replace an option. None can replace anything, and numbers can replace numbers."""
+    """Returns whether a value can replace an option. None can replace any value, and a number any number."""
     if own is None or value is None:
         return True
     if isinstance(own, (list, tuple)):
@@ -239,7 +239,7 @@ def _is_number(value: object) -> bool:
 
 
 def _check_state(where: str, optimizer: object, parameter: Tensor, remembered: Mapping[str, Any]) -> Iterator[str]:
-    """Yields messages about state that no optimizer of torch has. Other optimizers may have any state."""
+    """Yields messages about impossible state of the optimizers in `ELEMENTWISE`. Skips other optimizers."""
     if type(optimizer) not in ELEMENTWISE:
         return
     for key, value in remembered.items():
@@ -250,7 +250,7 @@ def _check_state(where: str, optimizer: object, parameter: Tensor, remembered: M
 
 
 def _try_state(optimizer: torch.optim.Optimizer, ready: LoadedState) -> None:
-    """Sets state and options on a copy of the optimizer. Adds a message if that is not possible."""
+    """Loads state and options into a copy of the optimizer. Adds a message if loading fails."""
     if not {"state", "param_groups"} <= vars(optimizer).keys():
         return  # It is around another optimizer.
     trial = object.__new__(type(optimizer))
@@ -323,7 +323,7 @@ ELEMENTWISE = {
         torch.optim.SGD,
     ),
 }
-"""Optimizers whose state has only numbers and tensors of the shape of the parameter."""
+"""The optimizers whose state contains only numbers and tensors with the shape of the parameter."""
 WEIGHTS, VALUES, OPTIMIZER = (rf"stage_[0-9]+{kind}\.safetensors" for kind in ("", r"\.values", r"\.optimizer"))
 
 
@@ -335,8 +335,8 @@ class Checkpoint:
         path: The folder of the checkpoint, as an absolute path.
         step_number: The `step_number` of the saved pipe.
         seed: The `seed` of the saved pipe.
-        extra: The argument `extra` of `gpipe.save`. None if it was not passed.
-        manifest: The content of its file `manifest.json`.
+        extra: The argument `extra` of `gpipe.save`, or None.
+        manifest: The content of the file `manifest.json` in the checkpoint.
 
     >>> import gpipe, tempfile
     >>> pipe = gpipe.GPipe([nn.Linear(2, 3)], partitions=1, micro_batches=2)
@@ -391,12 +391,13 @@ def load(
             are loaded.
 
     Returns:
-        The checkpoint that was loaded. Its `extra` is the value that you passed to `gpipe.save`, `path` its folder,
-        `step_number` and `seed` the numbers of the saved pipe, and `plan` its plan. `state_dict()` reads the weights.
+        The loaded checkpoint. Its attribute `extra` is the value that you passed to `gpipe.save`. `path` is the
+        folder, and `step_number`, `seed` and `plan` belong to the saved pipe. The method `state_dict()` reads the
+        weights.
 
     Raises:
         CheckpointError: If the checkpoint is missing, is damaged, or does not fit. The error lists all reasons.
-        TypeError: If an argument is not a folder, a module or an optimizer, for example if the order is wrong.
+        TypeError: If an argument has a wrong type, for example if the order of the arguments is wrong.
         ValueError: If you pass `optimizer` without `pipe`, or if processes pass different folders.
         OSError: If a file cannot be read, or if the pipe's last save in the background failed.
         RemoteError: If a different rank failed.
@@ -443,12 +444,12 @@ def find_checkpoint(folder: str | os.PathLike[str], pipe: nn.Module | None = Non
         pipe: The pipe. Required with several processes.
 
     Returns:
-        The absolute path of the checkpoint. It is `folder` if this is a checkpoint itself.
+        The absolute path of the checkpoint. If `folder` is a checkpoint, the result is the path of `folder`.
 
     Raises:
         CheckpointError: If `folder` is a file, or if its file `latest` is damaged or names a checkpoint that does not
             exist.
-        TypeError: If an argument is not a folder or a module.
+        TypeError: If `folder` is not a path, or if `pipe` is not a module.
         ValueError: If processes pass different folders.
         OSError: If a file cannot be read, or if the pipe's last save in the background failed.
         RemoteError: If a different rank failed.

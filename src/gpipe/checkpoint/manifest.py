@@ -39,7 +39,7 @@ class CheckpointError(ValueError):
     `path` and `findings` are also attributes.
 
     Args:
-        path: The path of the checkpoint, or of the folder without one.
+        path: The path of the checkpoint, or of a folder without checkpoints.
         findings: All reasons, each with a fix.
         advice: A last line for the message. Default: no such line.
 

@@ -370,14 +370,14 @@ class Saving:
         With several processes, either all processes or none must call this method. The next save or load also waits.
 
         Returns:
-            The absolute path of the checkpoint, `folder/step_N`. If this name was in use, it is `folder/step_N.2`, or
-            the first number after 2 that is free.
+            The absolute path of the checkpoint, `folder/step_N`. If this name was in use, the path
+            is `folder/step_N.2`, `folder/step_N.3`, and so on.
 
         Raises:
             OSError: If writing failed, for example on a full disk. Earlier checkpoints are unchanged. Only the first
                 call raises this error.
             RemoteError: If a different rank failed. Only the first call raises this error.
-            RuntimeError: If the checkpoint was not saved, and the reason was raised or logged before.
+            RuntimeError: If the checkpoint was not saved, and an error or a log message already reported the reason.
         """
         self.wait_once()
         if self._name is None:

@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 GRADIENT = "the gradient of "
 MOST_SHOWN = 10  # differences in the text of a report
 ROUNDING, MOST_ROUNDING = 8, 0.1
-"""The accepted difference of gradients of tied weights: in units of the last place for each term of their sums, and
-the maximum as a share of the largest gradient. Types with few digits reach the maximum."""
+"""The accepted rounding differences of the gradients of tied weights.
+
+The first number is in units in the last place, for each term of the sum. The second number is the maximum, as a share
+of the largest gradient. Only dtypes with few digits reach the maximum.
+"""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Communicator:
     Attributes:
         rank: The rank of this process within the pipe.
         size: The number of processes.
-        survives: Whether the other processes may be replaced between two calls, when a replica is lost.
+        survives: Whether other processes may change between two calls, because a replica is lost or comes back.
     """
 
     rank: int = 0

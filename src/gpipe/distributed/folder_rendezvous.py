@@ -107,7 +107,7 @@ class FolderRendezvous(Communicator):
         self._alive = alive
 
     def describe_join(self, arguments: Sequence[str]) -> None:
-        """Sets a description of the arguments of `join`. A replica whose description differs cannot come back."""
+        """Sets a description of the arguments of `join`. A replica with a different description cannot come back."""
         self.join_digest = _digest(arguments)
 
     def meet(self, lost: Callable[[], Collection[str]], *, admits: bool = False) -> None:
@@ -185,7 +185,7 @@ class FolderRendezvous(Communicator):
             same: The digests of the settings and of the arguments of `join`, by pipeline rank.
 
         Returns:
-            The names of the members, the names of those that rejoin, and the digests, by key.
+            A dict with the names of the members, the names of the rejoining members, and the digests.
 
         Raises:
             ValueError: If this replica cannot join because its digests differ.
@@ -256,7 +256,7 @@ class FolderRendezvous(Communicator):
                 path.unlink(missing_ok=True)
 
     def _arrivals(self, epoch: int) -> dict[str, list[Any]]:
-        """Returns the announcements of the processes that have reached an epoch, by replica and in order of ranks."""
+        """Returns the announcements for an epoch: for each replica, a list of announcements ordered by rank."""
         came: dict[str, list[Any]] = {}
         for path in sorted(self.folder.glob(f"came-{epoch}-*"), key=lambda path: int(path.name.rpartition("-")[2])):
             name = path.name.removeprefix(f"came-{epoch}-").rpartition("-")[0]

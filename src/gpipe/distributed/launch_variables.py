@@ -12,11 +12,11 @@ from typing import NamedTuple
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 20_000, 10_000  # below the ports that systems use for outgoing connections
 MPI_HOST = (
-    "MASTER_ADDR: it is not set, and mpirun started processes on several hosts. Set it to the name of the first "
+    "MASTER_ADDR is not set, and mpirun started processes on several hosts. Set it to the name of the first "
     "host, with `mpirun -x MASTER_ADDR=host ...`, or with MPICH `mpirun -genv MASTER_ADDR host ...`."
 )
 SLURM_HOST = (
-    "MASTER_ADDR: it is not set, and scontrol does not list the hosts of this job. Set it to the name of the first "
+    "MASTER_ADDR is not set, and scontrol does not list the hosts of this job. Set it to the name of the first "
     "host before srun."
 )
 
@@ -122,9 +122,9 @@ def several_without_group(environment: Mapping[str, str]) -> str | None:
         return None
     return (
         f"{launcher.name} started {environment[launcher.size]} processes ({launcher.size}), but RANK is not set and "
-        f"torch.distributed is not initialized. For one pipe over all of them, run `{assignment_of(launcher)}`, set "
+        f"torch.distributed is not initialized. For one pipe over all ranks, run `{assignment_of(launcher)}`, set "
         f"MASTER_ADDR and MASTER_PORT, call torch.distributed.init_process_group('gloo') and pass driver='process'. "
-        f"For a separate pipe in each, pass driver='threads'. [launcher-without-rank]"
+        f"For a separate pipe in each process, pass driver='threads'. [launcher-without-rank]"
     )
 
 

@@ -72,7 +72,7 @@ class SingleProcess(Communicator):
             get_state: A function that returns the state of this replica.
             set_state: A function that sets the state of this replica.
             digests: Texts that describe the initial state. The first text is for the weights.
-            classes: Texts that describe the classes of the objects with state. They do not change during training.
+            classes: Texts that describe the classes of stateful objects. These texts do not change during training.
 
         Raises:
             ValueError: If the pipe was created without survive=True, or if replicas begin with different states.

@@ -28,9 +28,10 @@ def describe_initial_state(module: nn.Module, stateful: Sequence[Any]) -> list[s
 
 
 def describe_classes(stateful: Sequence[Any]) -> list[str]:
-    """Returns texts with the classes of objects, of the objects in their attributes, and the sizes of their groups.
+    """Returns texts that describe the classes of objects and of their attributes, and the sizes of parameter groups.
 
-    These must be equal on a replica that comes back: `load_state_dict` accepts the state of a different class.
+    These texts must be equal on a replica that comes back, because `load_state_dict` does not reject the state of a
+    different class.
     """
     return [text for item in stateful for text in _describe_class(item, set())]
 

@@ -96,10 +96,10 @@ def report_html(report: Report) -> str:
     """Renders a report as one HTML document.
 
     Args:
-        report: The report, for example `recording.report("my run")`. Its empty parts are left out.
+        report: The report, for example `recording.report("my run")`. Empty parts of the report are omitted.
 
     Returns:
-        The document. It contains its styles, scripts and pictures, so it needs no other file.
+        The document, which contains all styles, scripts and pictures and needs no other files.
 
     Raises:
         ValueError: If a timeline is 0 seconds long.

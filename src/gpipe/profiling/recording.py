@@ -106,7 +106,7 @@ class Recording(Recorder):
     def timelines(self) -> list[Timeline]:
         """The timelines of all runs. A `step` is one run; a call and its backward pass are two.
 
-        `other` of a timeline has the time from its end to the next run, by part of the breakdown.
+        The attribute `other` of a timeline has the time between its end and the next run, by part of the breakdown.
         """
         return windows(list(self.runs), list(self.inside), list(self._updates), list(self._loads))
 
@@ -173,7 +173,7 @@ class Recording(Recorder):
         return metrics_of(steps, losses, self.messages(), self.memory())
 
     def messages(self) -> list[Message]:
-        """Returns the messages and reductions of all ranks. A pipe in one process has none.
+        """Returns the messages and reductions of all ranks. The list is empty for a pipe in one process.
 
         The list contains each message twice, once from the sender and once from the receiver. The list contains each
         reduction once per rank.
@@ -210,7 +210,7 @@ class Recording(Recorder):
         """Saves the recording in the format of the suffix, and returns the path.
 
         Args:
-            path: The path of the file, which is replaced if it exists. Its suffix selects the format:
+            path: The path of the file. An existing file is replaced. The suffix of the path selects the format:
 
                 - `.svg` or `.png`: a picture of the median step and its prediction.
                 - `.json`: a trace of all steps, for ui.perfetto.dev.

@@ -97,7 +97,7 @@ def read_report(text: str) -> Report:
         text: The output of `report_json`.
 
     Returns:
-        The report. Its values were checked, so it can be drawn.
+        The report. All values are checked, so that the report can be drawn.
 
     Raises:
         ValueError: If the text is not a report, or if the report cannot be drawn.

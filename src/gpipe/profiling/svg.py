@@ -132,7 +132,7 @@ def timelines_svg(
             actions, a small picture shows only the first ranks and actions, with a note in the title. Default: False.
 
     Returns:
-        The SVG document as text. It contains its style.
+        The SVG document as text, including its style sheet.
 
     Raises:
         ValueError: If `timelines` is empty, or if a timeline is 0 seconds long.
