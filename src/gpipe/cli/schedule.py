@@ -132,7 +132,7 @@ def schedule(
 
 
 def _print_schedules(timed: Sequence[TimedSchedule], console: Console, *, large: bool) -> None:
-    """Prints the figures of the schedules, and their actions unless they are large or too wide for the terminal."""
+    """Prints the figures of the schedules. Also draws their actions, if there are not too many for the terminal."""
     colored = has_colors(console)
     timelines = [schedule.figures.timeline for schedule in timed]
     ruler = None if large else find_ruler(timelines, console.width, colored=colored)

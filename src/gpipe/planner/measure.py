@@ -118,7 +118,7 @@ def named(index: int, layer: nn.Module, purpose: str = "run on the sample to mea
 
 
 def run_layer(layer: nn.Module, values: Values) -> Values:
-    """Returns the output of a layer and the tensors that it stashes."""
+    """Returns the output of a layer, and the tensors that the layer stashes."""
     result = layer(values[0], **values[1])
     stash = skip_names(layer, "stash")
     return unpack_stashes(result, stash) if stash else (result, {})
@@ -222,8 +222,8 @@ def _time_together(
 def _fastest(groups: Sequence[Sequence[Sequence[LayerSeconds]]]) -> list[LayerSeconds]:
     """Returns the fastest run of each layer, scaled so that the sum is the sum of the fastest rounds of all groups.
 
-    Other load of the machine affects a different layer in each round. So it does not move split points. Delays of
-    every round increase the sum. The scale is the same for all groups, for the same reason.
+    Other load of the machine affects a different layer in each round. So this load does not move split points. Delays
+    of every round increase the sum. The scale is the same for all groups, for the same reason.
     """
     fastest = [_combine(runs, min) for rounds in groups for runs in zip(*rounds, strict=True)]
     together = sum(min(map(_total, rounds)) for rounds in groups)

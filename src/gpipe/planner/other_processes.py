@@ -32,7 +32,7 @@ class Meter:
         self._end = self._end or _read()
 
     def other_cores(self) -> float | None:
-        """Returns the mean number of cores that other processes used, or None if it cannot be measured."""
+        """Returns the mean number of cores that other processes used, or None if the number cannot be measured."""
         others = self.others()
         return None if others is None else others.cores
 

@@ -48,7 +48,7 @@ _LEAST = 1e-9  # the minimum cost of a forward
 
 
 class UncountableError(ValueError):
-    """Raised if a layer cannot run with fake tensors: it branches on values, or creates sparse tensors."""
+    """Raised if a layer cannot run with fake tensors, because it branches on values or creates sparse tensors."""
 
 
 @dataclass
@@ -192,7 +192,7 @@ def count(layers: Sequence[nn.Module], sample: Tree, *, parts: bool = False) -> 
 
 
 class _Run:
-    """Runs layers one after the other with fake tensors, and tracks the storages that they save."""
+    """Runs layers one after the other with fake tensors, and tracks the storages that autograd saves."""
 
     def __init__(self, *, parts: bool) -> None:
         self.counts: list[LayerCounts] = []

@@ -16,7 +16,7 @@ def storage_identity(tensor: Tensor) -> int:
 
 
 class Watch(Operations):
-    """Tracks the storages that operations in this context allocate, until they are freed.
+    """Tracks the storages that operations in this context allocate, until the storages are freed.
 
     Args:
         key: A function that returns the same key for tensors with the same storage, and 0 for tensors without

@@ -197,7 +197,10 @@ def _train_epoch(job: Job, step_ended: Callable[[float], None]) -> tuple[Epoch, 
 
 
 def take_steps(job: Job, batches: Iterable[Batch], after_step: Callable[[float], None]) -> None:
-    """Trains on the mini-batches. Passes the loss of each step to `after_step`, which adds it to the progress."""
+    """Trains on the mini-batches.
+
+    Passes the loss of each step to `after_step`, which adds the loss to the progress.
+    """
     job.pipe.train()
     for batch in batches:
         step = job.done

@@ -103,12 +103,13 @@ def agree_on_life(store: Store, world: World) -> tuple[str, int]:
     """Agrees with the other processes on a prefix for the keys of a store, and on the number of restarts.
 
     torchrun keeps its store across restarts, so the store may contain the keys of processes that have ended. The
-    number of restarts cannot distinguish them, because each agent of torchrun counts its own. Therefore each process
-    writes a random name, and rank 0 publishes the names. A process that does not find its own name waits, because the
-    names belong to an earlier life. Rank 0 publishes names again until all processes have found their names.
+    number of restarts cannot distinguish these keys, because each agent of torchrun counts its own restarts.
+    Therefore each process writes a random name, and rank 0 publishes the names. A process that does not find its own
+    name waits, because the names belong to processes before the restart. Rank 0 publishes names again until all
+    processes have found their names.
 
     Returns:
-        The prefix, which no earlier life has used, and the number of restarts.
+        The prefix, which processes before the restart have not used, and the number of restarts.
     """
     own, until = f"{secrets.token_hex(8)} {world.restarts}", time.monotonic() + TIMEOUT.total_seconds()
     keys = [f"gpipe/process/{rank}" for rank in range(world.size)]

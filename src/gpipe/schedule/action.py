@@ -41,8 +41,8 @@ SHARDS = frozenset({Kind.UNSHARD, Kind.RESHARD})
 EXCHANGES = SHARDS | {Kind.REDUCE, Kind.TIE}
 """Actions that several processes execute together, without SEND and RECEIVE."""
 OVERLAPPED = frozenset({Kind.UNSHARD, Kind.REDUCE})
-"""Exchanges that run while the rank continues. The rank waits for them before the next action of the stage, or at the
-end."""
+"""Exchanges that run while the rank continues. The rank waits for their end before the next action of the stage, or
+at the end of the mini-batch."""
 COMPUTE = frozenset(Kind) - TRANSFERS - CLOSING - MOVES - SHARDS
 
 NAMES = {

@@ -88,7 +88,7 @@ class LargeTable:
         return float(sum(each[row].sum() for row in self._all_rows))
 
     def peak_bytes(self, rank: int, costs: Costs, recomputed: Collection[int] = ()) -> int:
-        """Returns the peak memory of a rank in bytes. It does not include messages in flight.
+        """Returns the peak memory of a rank in bytes. Messages in flight do not count.
 
         A split backward keeps the activations until its weight-gradient pass.
         """

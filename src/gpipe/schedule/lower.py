@@ -229,8 +229,8 @@ def place_shards(program: Program, stages: Collection[int]) -> Program:
     So the communication volume does not grow with the number of micro-batches. UNSHARD comes directly after the
     preceding computation of the rank, so that the gather overlaps with idle time.
 
-    Weights stay gathered while the rank runs other stages. Freeing them in between would gather a stage twice in 40
-    of 124 tables of the named schedules, and would not lower the peak memory of any rank.
+    Weights stay gathered while the rank runs other stages. Freeing the weights in between would gather a stage twice
+    in 40 of 124 tables of the named schedules, and would not lower the peak memory of any rank.
 
     >>> from gpipe.schedule.schedules import fill_drain
     >>> print(*place_shards(Program.of(fill_drain(stages=1, micro_batches=2), micro_batches=2), [0]).table[0])

@@ -23,7 +23,7 @@ class Memory:
 
     Attributes:
         state: Weights, gradients and optimizer state of each layer.
-        boundary: Input of each layer for one micro-batch. It counts only for the first layer of a stage.
+        boundary: Input of each layer for one micro-batch. Only the input of the first layer of a stage counts.
         activations: Tensors that one micro-batch saves in each layer for the backward pass.
         limits: Memory of the device of each stage, or one number for all stages. Infinity means unlimited.
         in_flight: Number of micro-batches whose stage inputs are kept at the same time: one number per stage, or one

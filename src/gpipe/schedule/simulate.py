@@ -109,7 +109,7 @@ class Simulator:
         self._backwards = {(a.stage, a.micro_batch): step for step, a in backwards}
 
     def _find_turns(self, recomputed: bool) -> dict[Action, tuple[int, int]]:
-        """Returns the tick and rank of each action, if ranks advance in lockstep and recompute everything or nothing.
+        """Returns the tick and rank of each action, if ranks advance in lockstep, with or without recomputation.
 
         A SEND takes a tick as well. Messages have the same order as in `place_transfers`.
         """
@@ -386,7 +386,7 @@ class Prediction:
         unit: The unit of costs and timeline: `"seconds"` if they were measured. With `"relative"`, only proportions
             have a meaning.
         peak_bytes: The peak memory of each rank. None if bytes were not counted.
-        verified_peak_bytes: The peak memory of each rank in a verified step, such as the first one. The step copies
+        verified_peak_bytes: The peak memory of each rank in a verified step, such as the first step. The step copies
             the inputs of two micro-batches at each stage. The replay computes the gradients of one stage at a time,
             while the gradients of the step are kept.
 
@@ -408,7 +408,7 @@ class Prediction:
 
     @property
     def bubble(self) -> float:
-        """The idle share of all ranks. It includes the imbalance of the stages."""
+        """The idle share of all ranks. This share includes the imbalance of the stages."""
         return self.timeline.idle_share()
 
     def __repr__(self) -> str:
@@ -425,7 +425,7 @@ class Prediction:
 def equal_bubble(program: Program) -> float:
     """Returns the idle share of all ranks for equal stages without recomputation.
 
-    For fill-drain with one stage per rank, it is the paper's (K-1)/(M+K-1).
+    For fill-drain with one stage per rank, the share is (K-1)/(M+K-1), as in the paper.
     """
     return figures(program.only({Kind.FORWARD, *BACKWARD_PARTS})).bubble
 

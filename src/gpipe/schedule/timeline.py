@@ -97,9 +97,9 @@ def offsets(hosts: Sequence[str], timelines: Sequence[Timeline]) -> list[float]:
     """Returns, for each rank, the seconds to add to its times, to convert them to the clock of the host of rank 0.
 
     A rank computes a value before another rank uses it. So each forward is a lower bound on the difference of two
-    clocks, and each backward is an upper bound. The result is the mean of both bounds. It is exact if messages take
-    equally long in both directions. Ranks without a connection to rank 0 are assumed to begin at the same time as
-    rank 0.
+    clocks, and each backward is an upper bound. The result is the mean of both bounds. The mean is exact if messages
+    take equally long in both directions. Ranks without a connection to rank 0 are assumed to begin at the same time
+    as rank 0.
 
     Args:
         hosts: The host of each rank.

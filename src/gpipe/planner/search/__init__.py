@@ -1,1 +1,1 @@
-"""Finds the fastest plan with which a model fits on devices, from the costs of its layers. Works without torch."""
+"""Finds the fastest plan that fits on devices, from the costs of the layers of a model. Works without torch."""

@@ -6,7 +6,7 @@ Both searches are exact. The cost of a stage with the layers a to b-1 is its spa
 - `y[a]` is the cost of the layers before a, minus the transfer at its beginning.
 
 Dynamic programming goes from the last stage to the first. `least[k, a]` is the best value for the stages k, k+1, ..
-with the layers from a on. It is the minimum over all ends b of stage k of
+with the layers from a on. This value is the minimum over all ends b of stage k of
 
 - `(x[b] - y[a] - mean)**2 + least[k+1, b]` for `"variance"`,
 - `max(x[b] - y[a], least[k+1, b])` for `"minmax"`. Then a second search finds the solution with the least variance,
@@ -111,7 +111,7 @@ class _Search:
     cap: float = math.inf
 
     def least(self) -> Reals:
-        """Returns the table `least[k, a]` of the module's docstring."""
+        """Returns the values `least[k, a]` of the module's docstring."""
         stages, ends = self.x.shape
         least = np.full((stages + 1, ends), math.inf)
         least[stages, -1] = 0
@@ -183,7 +183,7 @@ def _search(costs: LayerCosts) -> _Search:
 
 
 def _explain_no_fit(costs: LayerCosts) -> str:
-    """Returns an error message with the layers that are too big, or with the partition closest to fitting."""
+    """Returns an error message that names the layers that are too big, or the partition closest to fitting."""
     limits, most = costs.limits, max(costs.limits)
     if big := [f"layer {layer} needs {held:,.15g} bytes" for layer, held in enumerate(costs.held) if held > most]:
         return (

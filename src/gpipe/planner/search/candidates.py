@@ -51,7 +51,7 @@ class Shape:
 
     @property
     def actions(self) -> int:
-        """The approximate number of forwards and backwards in the table."""
+        """The approximate number of forwards and backwards in a mini-batch."""
         return self.stages * self.micro_batches * (3 if self.splits else 2)
 
     @property
@@ -68,12 +68,12 @@ class Shape:
         return SCHEDULES[self.schedule].table(self.rank_of, self.micro_batches) if self.rank_of else None
 
     def program(self) -> Program | None:
-        """Returns the program of forwards and backwards. None if the schedule has no table of this size."""
+        """Returns the program of forwards and backwards. None if the schedule does not support this size."""
         table = self._table()
         return join_backwards(Program.of(table, self.micro_batches, rank_of=self.rank_of)) if table else None
 
     def large_table(self) -> LargeTable | None:
-        """Returns the table in numbers, if it has more than `LARGE` actions."""
+        """Returns the actions as a `LargeTable`, if there are more than `LARGE` actions."""
         rows = self._table() if self.actions > LARGE else None
         return LargeTable(rows, self.rank_of, joined=True) if isinstance(rows, Rows) and self.rank_of else None
 
@@ -119,7 +119,7 @@ class Choices:
             yield f"{rows} is not a number of rows. Use an integer >= 1{int_remedy(global_batch)}."
 
     def shapes(self, devices: int, global_batch: int, layers: int, *, beyond: bool = False) -> Iterator[Shape]:
-        """Yields all shapes, simple ones first. Every M divides the mini-batch, so that micro-batches are equal.
+        """Yields all shapes, simple shapes first. Every M divides the mini-batch, so that micro-batches are equal.
 
         Args:
             devices: The number of devices.

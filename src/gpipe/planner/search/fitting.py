@@ -81,7 +81,7 @@ class Fitting:
     def fastest(self, costs: Sequence[StageCost]) -> tuple[KeptCounts, float]:
         """Returns the counts that make a mini-batch fastest, and its seconds.
 
-        Call it only if `misfit` returns None.
+        Call this method only if `misfit` returns None.
         """
         by_rank = self._by_rank(costs)
         options = [self._options(rank, of_rank) for rank, of_rank in enumerate(by_rank)]
@@ -157,7 +157,7 @@ class Fitting:
 class LargeTableFitting:
     """Does the same as `Fitting` for a `LargeTable`. Each stage recomputes all micro-batches or none.
 
-    In `KeptCounts`, 1 means that a stage recomputes none, and 0 that it recomputes all.
+    In `KeptCounts`, 1 means that a stage recomputes no micro-batch, and 0 means that it recomputes all micro-batches.
     """
 
     def __init__(self, simulator: LargeTable, limits: Sequence[float]) -> None:
@@ -174,7 +174,7 @@ class LargeTableFitting:
     def fastest(self, costs: Sequence[StageCost]) -> tuple[KeptCounts, float]:
         """Returns the counts of all stages, and the seconds of a mini-batch.
 
-        A rank recomputes only if it does not fit.
+        A rank recomputes only if it does not fit otherwise.
         """
         fits = [self.simulator.peak_bytes(rank, costs) <= limit for rank, limit in enumerate(self.limits)]
         kept = tuple(int(fits[rank]) for rank in self.simulator.rank_of)

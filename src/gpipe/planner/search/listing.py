@@ -1,6 +1,7 @@
 """Builds schedules by list scheduling, for stages with any costs and ranks with limited memory.
 
-Each rank executes the action that it can start first. Each stage runs the micro-batches in order. `Knobs` determine
+Each rank always executes the action that can start first. Each stage runs the micro-batches in order. `Knobs`
+determine
 
 - which action goes first, if several can start at the same time,
 - how many micro-batches a stage may be ahead,
@@ -32,10 +33,10 @@ class Task:
         rank_of: The rank of each stage.
         micro_batches: The number of micro-batches.
         forward: Seconds of the forward of each stage.
-        backward: Seconds of the whole backward, or of the input-gradient pass if it is split.
+        backward: Seconds of the whole backward. If the backward is split, seconds of the input-gradient pass.
         weights: Seconds of the weight-gradient pass; 0 if the backward is not split.
-        sent: Seconds until the output of each stage arrives at the next one; 0 within a rank.
-        sent_back: Seconds until the gradient of each stage arrives at the preceding one; 0 within a rank.
+        sent: Seconds until the output of each stage arrives at the next stage; 0 within a rank.
+        sent_back: Seconds until the gradient of each stage arrives at the preceding stage; 0 within a rank.
         held: Bytes that a micro-batch needs at each stage, from its forward to the end of its backward.
         room: Bytes that each rank has for micro-batches.
     """

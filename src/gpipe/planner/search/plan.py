@@ -73,7 +73,7 @@ class Plan:
         unsplit: The stages whose backwards are not split. None before a pipe has chosen these stages.
         seconds: The predicted seconds of a mini-batch, without data loading and optimizer, in the unit of `costs`.
         peak_bytes: The predicted peak memory of each rank: weights, gradients, optimizer state, and activations.
-        bubble: The predicted idle share of all ranks. It includes the imbalance of the stages.
+        bubble: The predicted idle share of all ranks. This share includes the imbalance of the stages.
         global_batch: The rows of a mini-batch. 0 if unknown.
         devices: The devices of the ranks, if the plan was made for specific devices.
         least_seconds: A lower bound on the seconds of all schedules for these stages, if the search looked for a new

@@ -2,9 +2,9 @@
 
 - If a shape has few partitions, all its partitions are tried, so the result is the optimum. A partition is skipped if
   a lower bound shows that it cannot be fast enough.
-- If a shape has many partitions, the most even ones are tried. Promising shapes come first, until `MAX_ACTIONS`
-  actions were simulated. Then neighbors of the best partitions are tried as well, except for schedules with more than
-  `LARGE` actions.
+- If a shape has many partitions, only the most even partitions are tried at first. Promising shapes come first, until
+  `MAX_ACTIONS` actions were simulated. Then neighbors of the best partitions are tried as well, except for schedules
+  with more than `LARGE` actions.
 
 If rounding or measurement errors are larger than the difference between plans, the plan with the fewest stages is
 chosen, because every stage has a small overhead that the costs do not include.

@@ -1,7 +1,7 @@
 """Searches for split points, placement and schedule together, by random changes of the best list schedules.
 
 The search is deterministic: its random numbers are seeded, and attempts are counted, not timed. List scheduling is an
-estimate, because each stage recomputes everything or nothing, and messages do not wait for each other. A `Trial` then
+estimate: each stage recomputes all micro-batches or none, and messages do not wait for each other. A `Trial` then
 evaluates the best schedules, in the same way as all other plans.
 """
 

@@ -45,7 +45,7 @@ def load_folder(
 
     Args:
         directory: The folder.
-        classes: Names of the classes to use. Their order determines the class numbers. Default: all.
+        classes: Names of the classes to use. Their order determines the class numbers. Default: all classes.
         per_class: Number of training images to keep per class. Default: all.
         seed: Random seed for `per_class`.
 

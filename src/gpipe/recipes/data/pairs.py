@@ -1,4 +1,7 @@
-"""Loads sentences with English translations from a table or from Django, splits them and samples languages."""
+"""Loads sentences with English translations from a table or from Django.
+
+Splits the sentences and samples languages.
+"""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""Splits texts into tokens, groups pairs of sentences into mini-batches by size, and pads them to tensors."""
+"""Splits texts into tokens, groups pairs of sentences into mini-batches by size, and pads mini-batches to tensors."""
 
 from collections.abc import Iterable, Sequence
 from os import PathLike
@@ -29,7 +29,7 @@ Lengths = Sequence[tuple[int, int]]  # Numbers of source and target tokens of ea
 class Vocabulary:
     """Maps texts to token ids and back: 0 is `PAD`, 1 `BEGIN`, 2 `END`, followed by 256 bytes and longer tokens.
 
-    Tokens are sequences of UTF-8 bytes, so every text can be encoded, and decoding returns it unchanged. No text is
+    Tokens are sequences of UTF-8 bytes, so every text can be encoded, and decoding returns the same text. No text is
     encoded as a special token, not even `"<pad>"`.
     """
 

@@ -20,7 +20,7 @@ _LEVELS = 5
 
 
 class Stash(nn.Module):
-    """Returns its input, and stashes it under a name for a later layer."""
+    """Returns its input, and stashes the input under a name for a later layer."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ def in_words(kind: Any) -> str:
 
 
 def write_config(folder: Path, recipe: str, options: TrainOptions) -> None:
-    """Writes the options of a run to `folder`/config.toml, with absolute paths for the files that it reads."""
+    """Writes the options of a run to `folder`/config.toml, with absolute paths for the files that the run reads."""
     absolute = {name: path.absolute() for name in INPUTS if (path := getattr(options, name, None)) is not None}
     table = to_table(recipe, replace(options, **absolute))
     (folder / CONFIG).write_text(tomli_w.dumps(table), encoding="utf-8")

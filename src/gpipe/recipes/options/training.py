@@ -168,7 +168,7 @@ class TrainOptions:
     from_: Annotated[Path | None, optional("RUN", name="from")] = None
 
     def resolved(self, processes: int | None = None) -> Self:
-        """Checks the options, and returns them with the number of partitions filled in.
+        """Checks the options, and returns the options with the number of partitions filled in.
 
         Args:
             processes: The number of processes that a launcher started. None for a single process without launcher.

@@ -39,9 +39,9 @@ class Schedule:
     Attributes:
         name: The name in messages and reports.
         table: A function that returns the forwards and backwards of each rank, for a placement and a number of
-            micro-batches. It returns None for sizes that the schedule does not support.
+            micro-batches. The result is None for sizes that the schedule does not support.
         placement: A function that returns the rank of each stage, for a number of ranks and a number of stages per
-            rank. It returns None if the schedule does not support this number of stages.
+            rank. The result is None if the schedule does not support this number of stages.
         stages_per_rank: The default number of stages on each rank; 0 for a user's program, which defines the number
             itself.
         sliced: A function like `table` for slices of micro-batches, with the number of slices per micro-batch as

@@ -46,7 +46,10 @@ def program_of(
 def table_of(
     name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None, slices: int = 1
 ) -> tuple[Table, Placement]:
-    """Returns the table and the placement that `program_of` uses. Large tables compute a row when it is accessed."""
+    """Returns the table and the placement that `program_of` uses.
+
+    In a large table, the row of a rank is computed on access.
+    """
     sizes = {
         "partitions": ranks,
         "micro_batches": micro_batches,
