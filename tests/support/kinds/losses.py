@@ -83,7 +83,7 @@ def loss_reads_a_buffer(draw: Draw) -> Case:
     layer = Prototypes()
     return network(
         draw, WIDTH, layer, loss=lambda o, t: F.mse_loss(o, layer.mean.clone().expand_as(o)), ways=("step",),
-        refusal=("the loss for micro-batch .* differs (from the reference|if the stage is)",),
+        refusal=("the loss for micro-batch .* differs (from the reference|if the other stages)",),
         told=(r"\[state-of-different-stage\]",),
     )  # fmt: skip
 
