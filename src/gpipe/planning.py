@@ -98,7 +98,7 @@ def find_plan(
             - a sequence with one number per layer, for forward and backward.
             - a function of a layer and its sample input.
             - `"time"`: measured seconds of forward, recompute and backward.
-            - `"flops"`: counted operations. Only for layers, not for a model.
+            - `"flops"`: counted operations. This requires layers, not a model.
             - `"params"`: numbers of parameters.
 
             To reproduce the split of a different pipe, pass `pipe.costs` of that pipe. Default: counted operations.

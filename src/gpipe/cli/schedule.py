@@ -83,7 +83,7 @@ def schedule(
         backward_weight: Duration of a stage's weight-gradient pass (W). A whole backward pass (B) takes I plus W.
         gather: Duration of all-gathering a stage's weights from replicas (UNSHARD). With 0, stages are not sharded.
         svg: Draw the schedules to this SVG file.
-        csv: Write the table of one schedule to this CSV file. `Program.from_csv` reads it.
+        csv: Write the table of one schedule to this CSV file. `Program.from_csv` reads this file.
         rank: Also print all actions of this rank in order.
     """
     with exit_on_user_errors():

@@ -132,7 +132,10 @@ def roots_of(output: Values) -> tuple[list[Tensor], Gradients]:
 
 @contextmanager
 def as_in_training(device: torch.device, threads: int) -> Iterator[None]:
-    """Sets grad mode and the threads per operation as in training. Restores torch's random generators at the end."""
+    """Sets grad mode and the number of threads per operation as in training.
+
+    Restores torch's random generators at the end.
+    """
     generators = torch.random.fork_rng([device] if queues(device) else [])
     with intra_op_threads(threads), generators, torch.inference_mode(False), torch.enable_grad():
         yield

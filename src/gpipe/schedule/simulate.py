@@ -476,8 +476,8 @@ def _verified_peaks(program: Program, held: Costs, peaks: Sequence[int]) -> tupl
 def stage_costs(partition: Partition) -> tuple[StageCost, ...]:
     """Returns the cost of each stage, if only the total cost per micro-batch is known for each layer.
 
-    The forward takes a third of the total, and the backward two thirds. A recompute takes as long as a forward, in
-    addition to the total.
+    The forward takes a third of the total, and the backward two thirds. A recompute takes as long as a forward. Its
+    cost is not part of the total.
     """
     costs = partition.seconds if any(partition.seconds) else partition.layers  # If all costs are 0, layers are equal.
     parts = 1 + BACKWARD_OVER_FORWARD

@@ -2,8 +2,8 @@
 
 Both searches are exact. The cost of a stage with the layers a to b-1 is its span, `x[b] - y[a]`:
 
-- `x[b]` is the cost of the layers before b at the speed of the stage, plus the transfer at its end.
-- `y[a]` is the cost of the layers before a, minus the transfer at its beginning.
+- `x[b]` is the cost of the layers before b at the speed of the stage, plus the transfer at the end of the stage.
+- `y[a]` is the cost of the layers before a, minus the transfer at the beginning of the stage.
 
 Dynamic programming goes from the last stage to the first. `least[k, a]` is the best value for the stages k, k+1, ..
 with the layers from a on. This value is the minimum over all ends b of stage k of
@@ -59,7 +59,8 @@ def partition(
         memory: The memory of layers and devices. No stage exceeds its limit. Default: unlimited.
 
     Returns:
-        The partition. Its `layers` are the numbers of layers of the stages, and `seconds` the costs of the stages.
+        The partition. `layers` contains the number of layers of each stage, and `seconds` contains the cost of each
+        stage.
 
     Raises:
         ValueError: If arguments are invalid, or if no partition fits in memory. The message lists all errors, or

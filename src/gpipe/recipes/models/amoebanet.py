@@ -310,7 +310,7 @@ def _auxiliary_head(inputs: int, classes: int, image_size: int) -> nn.Module:
 def _amoebanet(
     normal: Genotype, reduction: Genotype, layers: int, filters: int, classes: int, dropout: float, aux: int | None
 ) -> list[nn.Module]:
-    """Builds the layers. With `aux`, the image size in pixels, adds an auxiliary classifier."""
+    """Builds the layers. If `aux` is not None, adds an auxiliary classifier for images of `aux` pixels."""
     if layers < 3 or filters < 16:
         raise ValueError(
             f"layers={layers}, filters={filters} are too small. Pass at least 3 layers (one normal cell per stack), "
@@ -355,10 +355,10 @@ def amoebanet_d(
         aux_head: Whether to add an auxiliary classifier after the second stack. In training, the last layer then
             returns (logits, auxiliary logits), both (N, classes). The auxiliary loss usually has weight 0.4.
         dropout: Dropout probability before the softmax layer.
-        image_size: Height and width in pixels. Only the auxiliary classifier depends on it.
+        image_size: Height and width in pixels. Only the auxiliary classifier depends on this size.
 
     Returns:
-        L + 6 layers: the stem, L normal cells and 4 reduction cells, and the classifier. They compute logits
+        L + 6 layers: the stem, L normal cells and 4 reduction cells, and the classifier. The layers compute logits
         (N, classes) from images (N, 3, H, W).
 
     Raises:
@@ -392,10 +392,10 @@ def amoebanet_b(
         classes: Number of classes.
         aux_head: Whether to add an auxiliary classifier, as for `amoebanet_d`.
         dropout: Dropout probability before the softmax layer.
-        image_size: Height and width in pixels. Only the auxiliary classifier depends on it.
+        image_size: Height and width in pixels. Only the auxiliary classifier depends on this size.
 
     Returns:
-        L + 6 layers: the stem, L normal cells and 4 reduction cells, and the classifier. They compute logits
+        L + 6 layers: the stem, L normal cells and 4 reduction cells, and the classifier. The layers compute logits
         (N, classes) from images (N, 3, H, W).
 
     Raises:

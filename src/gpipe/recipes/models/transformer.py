@@ -206,7 +206,7 @@ def transformer_lm(
             clamping.
 
     Returns:
-        `layers` + 2 layers: the embedding, the Transformer layers, and the softmax layer. They compute logits
+        `layers` + 2 layers: the embedding, the Transformer layers, and the softmax layer. The layers compute logits
         (N, T, vocab) from token ids (N, T).
 
     Raises:
@@ -378,7 +378,7 @@ def transformer(
 
     Returns:
         2 L + 3 layers: the source embedding, L encoder layers, the target embedding, L decoder layers, and the
-        softmax layer. They compute logits (N, T, vocab) from the tuple of source (N, S) and target (N, T). Some
+        softmax layer. The layers compute logits (N, T, vocab) from the tuple of source (N, S) and target (N, T). Some
         layers stash and pop tensors. To run the layers without a pipe, use `gpipe.Sequential(*layers)`.
 
     Raises:

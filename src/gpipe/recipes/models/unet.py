@@ -71,8 +71,8 @@ def unet(b: int, c: int, *, inputs: int = 3, outputs: int = 1, dropout: float = 
         dropout: Dropout probability after each convolution.
 
     Returns:
-        44 B + 21 layers. They compute logits (N, outputs, H, W) from images (N, inputs, H, W). Some layers stash and
-        pop tensors. To run the layers without a pipe, use `gpipe.Sequential(*layers)`.
+        44 B + 21 layers. The layers compute logits (N, outputs, H, W) from images (N, inputs, H, W). Some layers
+        stash and pop tensors. To run the layers without a pipe, use `gpipe.Sequential(*layers)`.
 
     Raises:
         ValueError: If `b` is less than 1, or `c` is odd or less than 2.

@@ -257,7 +257,7 @@ def _scores(translated: Sequence[Translated], train: int, nll: tuple[float, int]
 
 
 def add_nlls(nlls: Iterable[tuple[float, int]]) -> tuple[float, int]:
-    """Sums pairs of a negative log-likelihood and a number of tokens."""
+    """Returns the sum of the negative log-likelihoods, and the sum of the numbers of tokens."""
     values, tokens = zip(*nlls, strict=True)
     return fsum(values), sum(tokens)
 

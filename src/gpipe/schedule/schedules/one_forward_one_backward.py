@@ -43,8 +43,8 @@ def zb_h1(placement: Placement, micro_batches: int) -> Table:
     rank 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     ```
 
-    The idle time is (K-1)(F+I-W), a third of 1F1B's if F = I = W. At most K micro-batches are held, like on the first
-    rank of 1F1B (section 2.3).
+    The idle time is (K-1)(F+I-W), a third of 1F1B's if F = I = W. A rank holds at most K micro-batches, like the
+    first rank of 1F1B (section 2.3).
     """
     return _in_rounds(placement, micro_batches, lambda later: later + 1, late=lambda r: r)
 
@@ -58,8 +58,8 @@ def zb_h2(placement: Placement, micro_batches: int) -> Table:
     rank 2  .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     ```
 
-    No rank is idle between its first and its last action, so the idle time is (K-1)F. At most 2K-1 micro-batches are
-    held (section 2.3).
+    No rank is idle between its first and its last action, so the idle time is (K-1)F. A rank holds at most 2K-1
+    micro-batches (section 2.3).
     """
     return _in_rounds(placement, micro_batches, lambda later: 2 * later + 1, late=lambda r: 2 * r)
 
@@ -89,7 +89,7 @@ def interleaved_zb(placement: Placement, micro_batches: int) -> Table:
     rank 1  .. F0 F1 f0 i0 f1 i1 w0 F2 I0 w1 F3 I1 W0 f2 i2 W1 f3 i3 w2 I2 w3 I3 W2 W3
     ```
 
-    The idle time is (K-1)F/v, and at most K micro-batches are held.
+    The idle time is (K-1)F/v, and a rank holds at most K micro-batches.
     """
     return _in_rounds(placement, micro_batches, lambda later: later + 1, late=lambda r: r)
 

@@ -24,7 +24,7 @@ def zb_v(placement: Placement, micro_batches: int) -> Table:
     rank 1  .. F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
     ```
 
-    The idle time is (K-1)F/2, where F is the forward of a rank. At most K micro-batches are held (section 4.2).
+    The idle time is (K-1)F/2, where F is the forward of a rank. A rank holds at most K micro-batches (section 4.2).
     """
     ranks = len(placement) // 2
     each = max(micro_batches, 2 * ranks - 1)  # a full row; micro-batches that do not exist are left out
@@ -105,8 +105,8 @@ def dualpipe_v(placement: Placement, micro_batches: int) -> Table | None:
     rank 1  .. F0 f0 F1 f1 F2 b0--- f2 B0--- F3 b1--- f3 B1--- b2--- B2--- i3 I3 w3 W3
     ```
 
-    The idle time is (K-1)F/2, where F is the forward of a rank. At most K + 1/2 micro-batches are held. Few backwards
-    are split.
+    The idle time is (K-1)F/2, where F is the forward of a rank. A rank holds at most K + 1/2 micro-batches. Few
+    backwards are split.
     """
     ranks = len(placement) // 2
 
