@@ -85,13 +85,13 @@ def test_a_call_of_a_model_takes_a_batch(pipe: gpipe.GPipe) -> None:
     batch = {"x": ROWS}
     model = gpipe.GPipe(Model(), 2, 2, sample=batch)
     assert set(assert_type(model(**batch), Any)) == {"output"}
-    with pytest.raises(TypeError, match="there is no x="):
+    with pytest.raises(TypeError, match=r"pipe\(\) got an unexpected keyword argument 'x'"):
         pipe(**batch)
 
 
 def test_what_checkers_refuse_is_refused(pipe: gpipe.GPipe) -> None:
     """An ignore that nothing needs is an error itself."""
-    with pytest.raises(TypeError, match="micro_batches= of GPipe"):
+    with pytest.raises(TypeError, match=r"In GPipe\(\.\.\.\), use micro_batches="):
         pipe.step(ROWS, ROWS, mse_loss, chunks=2)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError):
         pipe.step(ROWS, ROWS, "mse")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]

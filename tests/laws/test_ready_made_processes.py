@@ -93,9 +93,9 @@ def test_a_replica_that_leaves_out_an_output_does_not_keep_the_others_waiting_fo
 @pytest.mark.parametrize(
     ("counts", "text"),
     [
-        ([2, None], "inputs are gpipe.MicroBatches and targets are not; give both"),
-        ([None, 3], "targets are gpipe.MicroBatches and inputs are not; give both"),
-        ([3, 2], "inputs are 3 micro-batches and targets are 2 micro-batches"),
+        ([2, None], "inputs: got gpipe.MicroBatches, but targets are not"),
+        ([None, 3], "targets: got gpipe.MicroBatches, but inputs are not"),
+        ([3, 2], "inputs has 3 and targets has 2 micro-batches"),
     ],
 )
 def test_targets_that_do_not_fit_are_named_on_every_rank(
@@ -103,4 +103,4 @@ def test_targets_that_do_not_fit_are_named_on_every_rank(
 ) -> None:
     found: list[Any] = answers(pool.run(jobs.mistake, counts, world=2))
     assert [told.partition(": ")[0] for told, _ in found] == ["RemoteError", "ValueError"]
-    assert all(text in told and next_one for told, next_one in found)
+    assert all(text in told and "[micro-batches-mixed]" in told and next_one for told, next_one in found)

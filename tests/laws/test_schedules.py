@@ -172,7 +172,7 @@ def test_remat_and_layers_are_given_for_each_stage_and_devices_for_each_rank() -
         )
         assert pipe.program.rank_of == (0, 1, 1, 0)
         assert pipe.layers_per_partition == (1, 2, 2, 1)
-        with pytest.raises(ValueError, match="has 3 stages, and the schedule puts 2 on each rank"):
+        with pytest.raises(ValueError, match="has 3 stages, but schedule= needs a multiple of 2"):
             gpipe.GPipe(layers, [2, 2, 2], 2)
         with pytest.raises(ValueError, match="only 6 layers"):
             gpipe.GPipe(layers, 4, 2)

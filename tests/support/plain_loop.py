@@ -252,14 +252,19 @@ def as_given(inputs: Tree, outputs: Iterable[Tree]) -> Tree:
 
 def copied(tensor: Tensor) -> Tensor:
     """A copy in a graph, that lies in memory as the tensor does: strides, and address modulo 512."""
+    once = tensor
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:  # expanded: these elements are one in memory, which can be written only once
+            once = once.narrow(dim, 0, 1)
     storage = tensor.untyped_storage()
     ahead = storage.data_ptr() % 512
     memory = torch.empty(ahead + 512 + storage.nbytes(), dtype=torch.uint8, device=tensor.device)
     start = -memory.data_ptr() % 512 + ahead
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-        memory.untyped_storage()[start:], tensor.storage_offset(), tensor.shape, tensor.stride()
+        memory.untyped_storage()[start:], once.storage_offset(), once.shape, once.stride()
     )
-    return copy.copy_(tensor)
+    copy.copy_(once)
+    return copy if once is tensor else copy.expand(tensor.shape)
 
 
 def joined(parts: Iterable[Tree]) -> Tree:

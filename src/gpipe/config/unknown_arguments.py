@@ -93,17 +93,24 @@ def check_names(batch: Mapping[str, object], *, is_model: bool, has_inputs: bool
 def _reject(function: str, unknown: Collection[str], known: Sequence[str]) -> str:
     """Returns one line for each unknown argument, and the list of known arguments unless `FIXES` has all fixes."""
     callee = {"__init__": "GPipe", "forward": "pipe"}.get(function, function)
-    lines = [f"{callee}() got an unexpected keyword argument {name!r}. {_suggest(name, known)}." for name in unknown]
+    lines = [
+        f"{callee}() got an unexpected keyword argument {name!r}. {_suggest(function, name, known)}."
+        for name in unknown
+    ]
     if not all(name in FIXES for name in unknown):
         lines.append(f"Known arguments: {', '.join(known)}.")
     return "\n".join(lines)
 
 
-def _suggest(name: str, known: Sequence[str]) -> str:
+def _suggest(function: str, name: str, known: Sequence[str]) -> str:
     """Returns a fix for an unknown argument name: from `FIXES`, or the known argument with the closest spelling."""
-    if name in FIXES:
-        return FIXES[name]
-    close = get_close_matches(name, [*known, *FIXES], 1)
-    if not close:
-        return "Remove it"
-    return f"Use {close[0]}=" if close[0] in known else FIXES[close[0]]
+    if name not in FIXES:
+        close = get_close_matches(name, [*known, *FIXES], 1)
+        if not close:
+            return "Remove it"
+        if close[0] in known:
+            return f"Use {close[0]}="
+        name = close[0]
+    fix = FIXES[name]
+    is_for_constructor = function != "__init__" and fix.startswith("Use ")
+    return f"In GPipe(...), u{fix[1:]}" if is_for_constructor else fix

@@ -70,7 +70,8 @@ TOO_FEW_VALUES = (
 )
 CHANGED_BY_LATER = (
     "If a forward writes this tensor (a buffer or a frozen weight), a later micro-batch has changed it before this "
-    "backward pass. Compute with a clone: x * self.mean.clone(). [buffer-changed-before-backward]"
+    "backward pass. Compute with a clone: x * self.mean.clone(). For a buffer, remat='always' also works. "
+    "[buffer-changed-before-backward]"
 )
 
 
