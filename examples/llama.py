@@ -68,36 +68,35 @@ if driver == "process":
 with torch.device("meta"):  # only names and shapes
     model = LlamaForCausalLM(config)
 generator = torch.Generator().manual_seed(0)
-pipe = gpipe.GPipe(model, partitions=2, micro_batches=4, sample=sentences(generator), driver=driver)
-gpipe.load_weights(folder / "pretrained", pipe)  # each process reads only its own partition
+with gpipe.GPipe(model, partitions=2, micro_batches=4, sample=sentences(generator), driver=driver) as pipe:
+    gpipe.load_weights(folder / "pretrained", pipe)  # each process reads only its own partition
 
-groups: list[dict[str, object]] = [
-    {"params": [p for name, p in pipe.named_parameters() if "norm" not in name]},
-    {"params": [p for name, p in pipe.named_parameters() if "norm" in name], "weight_decay": 0.0},
-]
-optimizer = torch.optim.AdamW(groups, lr=3e-3)
-for step in range(45):
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = pipe.step(sentences(generator))
-    pipe.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    if step % 15 == 14 and is_first():
-        print(f"step {step + 1}: loss {loss:.6f}", flush=True)
+    groups: list[dict[str, object]] = [
+        {"params": [p for name, p in pipe.named_parameters() if "norm" not in name]},
+        {"params": [p for name, p in pipe.named_parameters() if "norm" in name], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3)
+    for step in range(45):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = pipe.step(sentences(generator))
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 15 == 14 and is_first():
+            print(f"step {step + 1}: loss {loss:.6f}", flush=True)
 
-pipe.eval()
-held_out = sentences(generator)
-with torch.no_grad():
-    validation = pipe.step(held_out)
-
-gpipe.save_weights(folder / "trained", pipe)  # all partitions, as one model
-if is_first():
-    print(f"held out: loss {validation:.6f}")
-    config.save_pretrained(folder / "trained")
-    again = LlamaForCausalLM.from_pretrained(folder / "trained").eval()
+    pipe.eval()
+    held_out = sentences(generator)
     with torch.no_grad():
-        words = again.generate(torch.tensor([[3, 5, 7]]), max_new_tokens=5, do_sample=False)
-    print(f"3, 5, 7 goes on with {words[0, 3:].tolist()}")
-pipe.close()
+        validation = pipe.step(held_out)
+
+    gpipe.save_weights(folder / "trained", pipe)  # all partitions, as one model
+    if is_first():
+        print(f"held out: loss {validation:.6f}")
+        config.save_pretrained(folder / "trained")
+        again = LlamaForCausalLM.from_pretrained(folder / "trained").eval()
+        with torch.no_grad():
+            words = again.generate(torch.tensor([[3, 5, 7]]), max_new_tokens=5, do_sample=False)
+        print(f"3, 5, 7 goes on with {words[0, 3:].tolist()}")
 if driver == "process":
     dist.destroy_process_group()

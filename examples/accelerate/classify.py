@@ -32,25 +32,24 @@ loader = prepare_data_loader(  # accelerator.prepare(loader) would pass differen
 
 blocks = [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1)) for _ in range(4)]
 layers = [nn.Linear(32, 64), *blocks, nn.Linear(64, 10)]
-pipe = gpipe.GPipe(layers, PARTITIONS, micro_batches=4, driver="process" if processes > 1 else None)
-optimizer = accelerator.prepare(torch.optim.AdamW(pipe.parameters(), lr=3e-3))
-scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # if prepared, it would step once per process
+with gpipe.GPipe(layers, PARTITIONS, micro_batches=4, driver="process" if processes > 1 else None) as pipe:
+    optimizer = accelerator.prepare(torch.optim.AdamW(pipe.parameters(), lr=3e-3))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # if prepared, it would step once per process
 
-accelerator.init_trackers("classify")  # the trackers of Accelerator(log_with=...)
-for epoch in range(EPOCHS):
-    for rows, classes in loader:
-        with accelerator.accumulate():
-            # the loss of the whole mini-batch, on every process: no backward, no gather
-            loss = pipe.step(rows, classes, cross_entropy, scale=1 / accelerator.gradient_accumulation_steps)
-            if accelerator.sync_gradients:
-                pipe.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    scheduler.step()
-    accelerator.log({"loss": loss.item()}, step=epoch)
-    accelerator.print(f"epoch {epoch}: loss {loss:.6f}")
-    gpipe.save("classify", pipe, optimizer, extra={"epoch": epoch, "scheduler": scheduler.state_dict()}, keep=1)
+    accelerator.init_trackers("classify")  # the trackers of Accelerator(log_with=...)
+    for epoch in range(EPOCHS):
+        for rows, classes in loader:
+            with accelerator.accumulate():
+                # the loss of the whole mini-batch, on every process: no backward, no gather
+                loss = pipe.step(rows, classes, cross_entropy, scale=1 / accelerator.gradient_accumulation_steps)
+                if accelerator.sync_gradients:
+                    pipe.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        scheduler.step()
+        accelerator.log({"loss": loss.item()}, step=epoch)
+        accelerator.print(f"epoch {epoch}: loss {loss:.6f}")
+        gpipe.save("classify", pipe, optimizer, extra={"epoch": epoch, "scheduler": scheduler.state_dict()}, keep=1)
 
-gpipe.save_weights("classify/weights", pipe)
-pipe.close()
+    gpipe.save_weights("classify/weights", pipe)
 accelerator.end_training()

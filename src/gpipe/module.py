@@ -232,15 +232,22 @@ class Partitioned(nn.Module):
         return super().load_state_dict({**remote, **state_dict}, strict, assign)
 
     def close(self) -> None:
-        """Ends the rank threads and the connections to other processes. The next step creates new ones."""
+        """Ends the rank threads and the connections to other processes. The next step creates new ones.
+
+        `with gpipe.GPipe(...) as pipe:` closes the pipe too. If the block raises an error, the other processes raise
+        a `gpipe.RemoteError` with its text, so that they do not wait for this process.
+        """
+        self._close()
+
+    def _close(self, error: BaseException | None = None) -> None:
         self._engine.threads.close()
-        self._processes.close()
+        self._processes.close(error)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._close(error)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute of the pipe, even if a layer has the same name. Rejects the replacement of a layer."""

@@ -70,6 +70,45 @@ def test_a_report_arrives_however_long_and_odd_its_text(kind: type[Connection], 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_failure_between_runs_is_raised_in_the_next(kind: type[Connection]) -> None:
+    with endpoints(2, kind) as (first, second):
+        first.begin()
+        second.begin()
+        second.fail_next_run(ValueError("now"))
+        second.close("rank 1 closed its pipe.")
+        first._check(())  # which is nothing to this run
+        with pytest.raises(
+            RemoteError, match="rank 1 failed outside any step, after 2 runs: ValueError: now"
+        ) as raised:
+            first.begin()
+        assert (raised.value.rank, raised.value.type_name) == (1, "ValueError")
+        with pytest.raises(RemoteError, match=r"rank 1 closed its pipe\."):
+            first.begin()
+
+
+class Owner:
+    """Of an endpoint."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("detaches", [False, True])
+def test_connections_end_with_their_owner(kind: type[Connection], detaches: bool) -> None:
+    with endpoints(2, kind) as (first, second):
+        owner = Owner()
+        end = second.end_with(owner)
+        if detaches:
+            end.detach()
+        del owner
+        gc.collect()
+        if detaches:
+            second.send_value(0, label_of(0), 3)
+            assert first.receive_value(1, label_of(0)) == 3
+        else:
+            with pytest.raises(RemoteError, match=r"rank 1 dropped its pipe without closing it, after 1 run\."):
+                first.receive(1, label_of(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_who_fails_again_and_again_is_heard_in_the_end(kind: type[Connection]) -> None:
     with endpoints(2, kind) as (first, second):
         for number in range(60):

@@ -1,8 +1,10 @@
 """Law 5 where it is easily forgotten: odd exceptions, several at once, other ways than a step, pipes being made."""
 
 import asyncio
+import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -309,6 +311,41 @@ def closes_early(rank: int, world: int, who: int) -> Json:
     return [failed, pipe.step(*data(0), squares).item()]
 
 
+def script_fails(rank: int, world: int, who: int, when: str) -> Json:
+    """The script of one fails, and its process lives on, as under Monarch. Each says what it raised."""
+
+    def run() -> None:
+        with pipe_of(world) as pipe:
+            pipe.step(*data(1), squares)
+            if rank == who and when == "between steps":
+                raise ValueError("a bad batch")
+            if rank == who and when == "ends":
+                sys.exit(143)
+            if rank == who and when == "in a loss":
+                pipe.step(*data(0), fails)
+            pipe.step(*data(0), squares)
+
+    def fails(output: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("a bad batch")
+
+    try:
+        run()
+    except (Exception, SystemExit) as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+def is_dropped(rank: int, world: int, who: int) -> Json:
+    """One drops its pipe, and its process lives on."""
+    pipe = pipe_of(world)
+    pipe.step(*data(1), squares)
+    if rank == who:
+        del pipe
+        gc.collect()
+        return None
+    return str(raised_by(lambda: pipe.step(*data(0), squares)))
+
+
 class Interrupted:
     """A process group in which Ctrl-C comes amid the first message: its length is sent, and the rest is not."""
 
@@ -506,6 +543,35 @@ def test_ctrl_c_while_a_pipe_is_made_is_told_as_that(job: Callable[[int, int], s
     first, second = answers(run_ranks(2, job))
     assert first == "KeyboardInterrupt()"
     assert second == f"RemoteError('rank 0 failed {when}: KeyboardInterrupt')"
+
+
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize(
+    ("when", "own", "others"),
+    [
+        ("between steps", ["ValueError", "a bad batch"], "rank {} failed outside any step, after 1 run: ValueError"),
+        ("in a loss", ["ValueError", "a bad batch"], "rank {} failed: ValueError: a bad batch"),
+        ("ends", ["SystemExit", "143"], "rank {} closed its pipe, after 1 run. Its script raised SystemExit: 143"),
+    ],
+)
+def test_who_ends_a_block_with_an_error_tells_the_others(
+    when: str, own: list[str], others: str, who: int, pool: WorkerPool
+) -> None:
+    """They waited for as long as the process lived, or the timeout of the process group."""
+    who = 2 if when == "in a loss" else who  # which only the last stage calls
+    found = answers(pool.run(script_fails, who, when, world=3))
+    assert found[who] == own
+    for rank, (kind, text) in enumerate(found):
+        if rank != who:
+            assert kind == "RemoteError"
+            assert text.startswith(others.format(who))
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_who_drops_its_pipe_is_named_as_that(who: int, pool: WorkerPool) -> None:
+    found = answers(pool.run(is_dropped, who, world=3))
+    said = f"rank {who} dropped its pipe without closing it, after 1 run. Use `with gpipe.GPipe(...) as pipe:`."
+    assert found == [None if rank == who else said for rank in range(3)]
 
 
 @pytest.mark.parametrize("who", [0, 1])

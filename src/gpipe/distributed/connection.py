@@ -410,6 +410,12 @@ class Connection:
 
     close = drop  # there is no thread to end
 
+    def abandon(self) -> None:
+        """Ends the connection without waiting. The descriptors are closed with this object."""
+        for end in (self._stream, self.control.socket):
+            with suppress(OSError):  # it is closed already
+                socket.socket.shutdown(end, socket.SHUT_RDWR)
+
 
 class TcpConnection(Connection):
     """The connection to a process on a different host. Two threads read and write while the rank computes.
@@ -566,6 +572,12 @@ class TcpConnection(Connection):
         for thread in self._threads:
             thread.join(1.0)
         self.drop()
+
+    def abandon(self) -> None:
+        self._outbox.put(None)
+        super().abandon()
+        with suppress(OSError):
+            socket.socket.shutdown(self._outgoing, socket.SHUT_RDWR)
 
     def drop(self) -> None:
         super().drop()

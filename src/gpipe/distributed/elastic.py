@@ -180,8 +180,9 @@ class ElasticProcesses(Processes):
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.engine.set_replicas(replicas)
         self.stragglers = self._stragglers(replicas=replicas)
-        self._endpoint = connect(rendezvous, self.position, None, SILENCE_SECONDS)
-        with self._endpoint.in_run(records=False) as endpoint:
+        endpoint = connect(rendezvous, self.position, None, SILENCE_SECONDS)
+        self._use(endpoint)
+        with endpoint.in_run(records=False):
             runs, last = max(endpoint.finish_run((self._runs, self._last)), key=lambda remote: remote[0])
         with endpoint.in_run(records=False):
             rejoining = [rendezvous.members.index(name) for name in rendezvous.rejoining]

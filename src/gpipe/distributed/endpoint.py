@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, TypeAlias, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
@@ -138,6 +138,7 @@ class Endpoint:
         self.status = status
         self._groups, self._query = groups, query or StatusQuery({}, status)
         self._run_is_ending = False
+        self._failed_run = 0
         self._warns_at = math.inf
         self._early: dict[tuple[int, Label], tuple[Message | PendingMessage, ReadyEvent]] = {}
         self._async = deque[Exchange[None]]()
@@ -426,11 +427,20 @@ class Endpoint:
     def fail(self, error: BaseException) -> None:
         """Reports an exception of this process to the other processes. Aborts NCCL groups if a process is lost."""
         report = Report.of(error, self.detector.run, self.rank)
+        self._failed_run = self.detector.run
         for connection in self.connections.values():
             connection.control.send(report.write())
         is_gone = any(connection.control.gone for connection in self.connections.values())
         if self._groups is not None and (is_gone or not report.type_name):
             self._groups.end()
+
+    def fail_next_run(self, error: Exception) -> None:
+        """Reports an exception to all other processes, for the next run, in which this process will not take part."""
+        run = self.detector.run
+        where = "" if self._failed_run == run else f"outside any step, after {run} run{'s' * (run != 1)}"
+        report = Report.of(error, run + 1, self.rank, where)
+        for connection in self.connections.values():
+            connection.control.send(report.write())
 
     def finish_run(self, value: Tree) -> list[Any]:
         """Waits until all processes have reached the end of a run. Returns the value of each process, by rank."""
@@ -461,11 +471,29 @@ class Endpoint:
             connection.close()
         self._query.close()
 
+    def end_with(self, owner: object) -> "finalize[..., Any]":
+        """Ends the connections when the owner is garbage-collected, unless the result is detached before.
+
+        The result must not refer to this endpoint, which may refer to the owner.
+        """
+        end = finalize(owner, _abandon, self.connections, self.status, self.rank)
+        end.atexit = False  # The other processes notice the end of this process.
+        return end
+
     def drop(self) -> None:
         """Closes the descriptors of this process only: see `Connection.drop`."""
         for connection in self.connections.values():
             connection.drop()
         self._query.drop()
+
+
+def _abandon(connections: Mapping[int, Connection], status: Status, rank: int) -> None:
+    """Ends connections. The garbage collector may call it in any thread, so it neither waits nor uses locks."""
+    runs = f"{status.run} run{'s' * (status.run != 1)}"
+    text = f"rank {rank} dropped its pipe without closing it, after {runs}. Use `with gpipe.GPipe(...) as pipe:`."
+    for connection in connections.values():
+        connection.control.send(Report(0, rank, "", text).write())
+        connection.abandon()
 
 
 _endpoints: "WeakSet[Endpoint]" = WeakSet()

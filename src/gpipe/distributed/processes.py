@@ -1,8 +1,10 @@
 """Manages the processes of a pipe: their connections, and the communication between runs."""
 
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
+from weakref import finalize
 
 from gpipe.distributed.communicator import CALLED, Communicator, broadcast_header
 from gpipe.distributed.context import ProcessContext
@@ -12,12 +14,15 @@ from gpipe.distributed.mesh import Position
 from gpipe.distributed.nccl import groups_for
 from gpipe.distributed.rendezvous import LINKING, Rendezvous
 from gpipe.distributed.stragglers import Stragglers
+from gpipe.errors import RemoteError
 from gpipe.features.batch_norm import find_replica_drift
 from gpipe.runtime.context import Context
 from gpipe.runtime.pipeline_stages import PipelineStages
 from gpipe.stages.messages import Request
 from gpipe.stages.skips import find_loss_pops
 from gpipe.stages.tree import Tree
+
+LONGEST_REASON = 300  # characters of an exception's text
 
 T = TypeVar("T")
 Snapshot: TypeAlias = Callable[[], Callable[[], object]]
@@ -83,8 +88,12 @@ class SingleProcess(Communicator):
         """Returns findings about the stages of this process."""
         return []
 
-    def close(self) -> None:
-        """Ends the connections. The next run connects again."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the connections. The next run connects again.
+
+        Args:
+            error: The exception with which the user's code ends. The other processes raise it as a RemoteError.
+        """
 
 
 class Processes(SingleProcess):
@@ -114,10 +123,11 @@ class Processes(SingleProcess):
         self.rank, self.size = position.rank, len(position.members)
         self.stragglers = Stragglers(engine.placement, costs, position.replicas, measured=measured)
         self._endpoint: Endpoint | None = None
+        self._end: finalize[..., Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state for copy and pickle, without the connections."""
-        return {**vars(self), "_endpoint": None}
+        return {**vars(self), "_endpoint": None, "_end": None}
 
     def findings(self) -> list[str]:
         if self.engine.lowering.deferred_batch_norm or self.sync_batch_norm or self.position.replicas == 1:
@@ -128,7 +138,12 @@ class Processes(SingleProcess):
         """Connects this process with the other processes, and closes the rendezvous. All processes must call it."""
         plain = rendezvous.tls is None or len({*rendezvous.hosts}) == 1
         groups = groups_for(self.position, _pairs_of_ranks(self.engine), plain=plain)
-        self._endpoint = connect(rendezvous, self.position, groups)
+        self._use(connect(rendezvous, self.position, groups))
+
+    def _use(self, endpoint: Endpoint) -> None:
+        if self._end is not None:
+            self._end.detach()
+        self._endpoint, self._end = endpoint, endpoint.end_with(self)
 
     def linked(self) -> Endpoint:
         """Returns the connections. If they were closed, all processes connect again."""
@@ -162,11 +177,20 @@ class Processes(SingleProcess):
         endpoint = self._endpoint  # read once, because another thread may close it
         return () if endpoint is None else endpoint.detector.gone()
 
-    def close(self) -> None:
-        if self._endpoint is not None:
-            runs = self._endpoint.detector.run
-            self._endpoint.close(f"rank {self.rank} closed its pipe, after {runs} run{'s' * (runs != 1)}.")
-            self._endpoint = None
+    def close(self, error: BaseException | None = None) -> None:
+        if self._endpoint is None:
+            return
+        runs = self._endpoint.detector.run
+        reason = f"rank {self.rank} closed its pipe, after {runs} run{'s' * (runs != 1)}."
+        if error is not None and not (isinstance(error, RemoteError) and error.received):
+            text = "".join(traceback.format_exception_only(error)).strip()  # works if str(error) raises
+            reason += f" Its script raised {text[:LONGEST_REASON]}"
+            if isinstance(error, Exception):  # SystemExit and Ctrl-C end a process without an error.
+                self._endpoint.fail_next_run(error)
+        if self._end is not None:
+            self._end.detach()
+        self._endpoint.close(reason)
+        self._endpoint = self._end = None
 
 
 def _pairs_of_ranks(stages: PipelineStages) -> set[tuple[int, int]]:
