@@ -238,6 +238,7 @@ class GPipe(Partitioned):
         seed: int | None = None,
         driver: str | Driver | None = None,
     ) -> None:
+        """Builds a pipe. `help(gpipe.GPipe)` describes the arguments."""
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__(*assemble(Arguments(**arguments)))
         self.step_number = 0
@@ -346,7 +347,8 @@ class GPipe(Partitioned):
     ) -> Any:
         """Runs the forward and backward pass of one mini-batch and accumulates gradients in `.grad`.
 
-        Do not call `loss.backward()` afterwards: the returned loss is detached. Under `torch.no_grad()`, only the
+        Do not call `loss.backward()` afterwards: the returned loss is detached, so torch would raise "element 0 of
+        tensors does not require grad". Under `torch.no_grad()`, only the
         forward pass runs, as is needed for validation.
 
         Args:

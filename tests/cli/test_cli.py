@@ -20,7 +20,7 @@ def test_a_missing_library_ends_with_what_to_install(
     with pytest.raises(SystemExit) as ended:
         main(["train", "digits"])
     assert ended.value.code == 2
-    assert "pip install 'gpipe[digits]'" in capsys.readouterr().err
+    assert "pip install '.[digits]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -78,3 +78,8 @@ def test_help_lists_the_presets_and_fits_80_columns(capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert all(len(line) <= 80 for line in out.splitlines())
     assert all(name in " ".join(out.replace("│", " ").split()) for name in PRESETS)
+
+
+def test_a_plan_says_for_which_sample_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "transformer_lm", *SMALL, "--devices", "2xtpuv2", "-k", "2"])
+    assert capsys.readouterr().out.endswith("\nThe sample has rows of 1024 int64.\n")

@@ -743,7 +743,7 @@ def test_who_lacks_lightning_is_told_what_to_install() -> None:
     code = "import sys; sys.modules['lightning'] = None; import gpipe.integrations.lightning"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
     assert ended.returncode == 1
-    assert "pip install 'gpipe[lightning]'" in ended.stderr
+    assert "pip install '.[lightning]'" in ended.stderr
 
 
 def test_the_script_of_the_page_prints_the_same_without_the_strategy(tmp_path: Path) -> None:

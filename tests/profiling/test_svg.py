@@ -99,5 +99,5 @@ def test_points_are_as_many_as_a_printer_wants_and_what_cannot_be_drawn_is_told(
     assert points.startswith(b"\x89PNG")
     assert struct.unpack(">I", points[16:20]) == (SHARPNESS * WIDTH,)
     monkeypatch.setitem(sys.modules, "resvg_py", None)
-    with pytest.raises(ImportError, match=r"pip install 'gpipe\[plots\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[plots\]'"):
         write_picture(tmp_path / "step.png", both)

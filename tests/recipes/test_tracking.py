@@ -111,7 +111,7 @@ def test_a_tracker_that_is_missing_is_named_before_anything_is_built(
     tracker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, tracker, None)
-    text = f"--report-to {tracker} requires {tracker}. Run pip install 'gpipe\\[{tracker}\\]'"
+    text = f"--report-to {tracker} requires {tracker}. Run pip install '.\\[{tracker}\\]'"
     with pytest.raises(ImportError, match=text):
         prepared(replace(OPTIONS, out=tmp_path / "out", report_to=tracker))
     assert not (tmp_path / "out").exists()

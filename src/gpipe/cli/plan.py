@@ -90,6 +90,7 @@ def plan(
         layers, sample = _call_user_function(model) if ":" in model else _build_model(model, size, measure)
         best = gpipe.find_plan(layers, sample, fleet, batch, measure=measure, **fixed)
     print(best.explain())
+    print(f"The sample has rows of {' and '.join(_shapes(sample))}.")
 
 
 def _find_problems(model: str, size: Sequence[str]) -> Iterator[str]:
@@ -126,6 +127,16 @@ def _build_model(model: str, size: Sequence[str], measure: bool) -> tuple[Any, A
         layers = make(**sizes | arguments)
     sample = torch.zeros(SAMPLE_ROWS, *shape, dtype=torch.long if len(shape) == 1 else None)
     return layers, (sample, sample) if model == "transformer" else sample
+
+
+def _shapes(sample: Any) -> Iterator[str]:
+    """Yields the shape of one row of each tensor in a sample, such as "3x192x192 float32"."""
+    if isinstance(sample, dict | list | tuple):
+        for part in sample.values() if isinstance(sample, dict) else sample:
+            yield from _shapes(part)
+    elif hasattr(sample, "shape"):
+        size = "x".join(map(str, sample.shape[1:])) or "1"
+        yield f"{size} {str(sample.dtype).removeprefix('torch.')}"
 
 
 def _call_user_function(path: str) -> tuple[Any, Any]:

@@ -94,10 +94,13 @@ def _find_slow_ranks(plan: Plan) -> Iterator[str]:
         if cost > SLOW_RANK * mean:
             largest = max((layer for layer, own in enumerate(rank_of) if own == rank), key=plan.work.__getitem__)
             name = f"Stage {plan.rank_of.index(rank)}" if plan.stages_per_rank == 1 else f"Rank {rank}"
+            fix = "Split that layer, use fewer partitions, or pass sample= so that gpipe measures the layers"
+            if plan.measured:
+                fix = "Split that layer, or use fewer partitions"
             yield (
                 f"{name} costs {cost / mean:.1f} times the mean, so the other ranks wait for it. Its largest layer "
-                f"is {plan.names[largest]}, with {plan.work[largest] / cost:.0%} of its cost. Split that layer, use "
-                f"fewer partitions, or pass sample= so that gpipe measures the layers. [unbalanced-stages]"
+                f"is {plan.names[largest]}, with {plan.work[largest] / cost:.0%} of its cost. {fix}. "
+                "[unbalanced-stages]"
             )
 
 

@@ -34,7 +34,9 @@ try:
     from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning_utilities.core.apply_func import apply_to_collection
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("Lightning is missing. Run: pip install 'gpipe[lightning]'", name=error.name) from error
+    raise ModuleNotFoundError(
+        "Lightning is missing. Run pip install '.[lightning]' in a clone of the gpipe repository.", name=error.name
+    ) from error
 
 NOT_SETTINGS = {
     "micro_batches": "micro_batches= is not an argument. Set accumulate_grad_batches= of the Trainer.",

@@ -24,7 +24,9 @@ try:
     import trl.trainer.utils
     from trl import DPOTrainer, SFTTrainer
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("trl is not installed. Run: pip install 'gpipe[trl]'", name=error.name) from error
+    raise ModuleNotFoundError(
+        "trl is not installed. Run pip install '.[trl]' in a clone of the gpipe repository.", name=error.name
+    ) from error
 
 UNSUPPORTED = {
     "activation_offloading": "activation_offloading= is set, but cannot see the pipe's threads. Pass remat= instead.",

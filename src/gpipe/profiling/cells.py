@@ -91,7 +91,7 @@ def _cell(picture: str, title: str, texts: Sequence[str]) -> str:
     text = "\n".join(map(_printable, lines))
     address = f"data:image/svg+xml;base64,{b64encode(picture.encode()).decode()}"
     image = f'<img alt="{escape(title)}" style="max-width: 100%" src="{address}"/>' if picture else ""
-    return f'<div>{image}<pre style="overflow-x: auto; white-space: pre">{text}</pre></div>'
+    return f'<div>{image}<pre style="overflow-x: auto; white-space: pre; font-family: monospace">{text}</pre></div>'
 
 
 def _printable(text: str) -> str:

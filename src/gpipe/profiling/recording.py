@@ -221,7 +221,7 @@ class Recording(Recorder):
             The path of the file as a `Path`.
 
         Raises:
-            ImportError: If the file is a PNG, and resvg-py is not installed (`pip install 'gpipe[plots]'`).
+            ImportError: If the file is a PNG, and resvg-py is not installed (the extra `plots`).
             ValueError: If no step was recorded, or if the suffix is unknown.
         """
         path = Path(path)

@@ -47,7 +47,10 @@ BOX, LINE = 25, 4  # the heights of a box and of a transfer
 DIGIT, LETTER = 7, 6.5  # approximate widths
 MAX_LANES, MAX_SPANS = 32, 4000  # in a small picture
 SHARPNESS = 3  # pixels of a PNG per unit of the SVG: 2880 across, or 300 per inch on the width of a paper page
-NO_RENDERER = "PNG files require resvg-py. Run pip install 'gpipe[plots]', or pass a path that ends in .svg."
+NO_RENDERER = (
+    "PNG files require resvg-py. Run pip install '.[plots]' in a clone of the gpipe repository, or pass a path that "
+    "ends in .svg."
+)
 
 Unit: TypeAlias = Literal["ms", ""]
 """The unit of printed times: `"ms"`, or `""` for units without a name, one for each second of the timeline."""

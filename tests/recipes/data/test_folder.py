@@ -103,7 +103,7 @@ def test_what_is_no_folder_of_images_is_refused(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ValueError, match="Every class has fewer than 5 images"):
         load_folder(paint_classes(tmp_path, 4))
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(ImportError, match=r"pip install 'gpipe\[images\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[images\]'"):
         load_folder(tmp_path)
 
 

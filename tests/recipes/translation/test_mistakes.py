@@ -86,7 +86,10 @@ def test_the_library_that_is_missing_is_named_before_hours_of_work(
         monkeypatch.setattr("gpipe.recipes.trained.load", lambda state, layers: None)
         command = ["evaluate", str(untrained)]
     monkeypatch.setitem(sys.modules, missing, None)
-    assert told(capsys, *command) == f"gpipe: {what}. Run pip install 'gpipe[translation]'.\n"
+    assert (
+        told(capsys, *command)
+        == f"gpipe: {what}. Run pip install '.[translation]' in a clone of the gpipe repository.\n"
+    )
     if missing == "tokenizers":
-        assert "pip install 'gpipe[translation]'" in told(capsys, "translate", "--run", str(untrained))
+        assert "pip install '.[translation]'" in told(capsys, "translate", "--run", str(untrained))
     assert not out.exists()

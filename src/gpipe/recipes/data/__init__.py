@@ -14,4 +14,4 @@ def require(name: str, problem: str, extra: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise ImportError(f"{problem}. Run pip install 'gpipe[{extra}]'.") from error
+        raise ImportError(f"{problem}. Run pip install '.[{extra}]' in a clone of the gpipe repository.") from error

@@ -228,9 +228,8 @@ class ImagesOptions(TrainOptions):
     #: Folder of the images, with one subfolder per class, or with subfolders train and val that contain these. By
     #: default, the handwritten digits that are part of scikit-learn.
     image_folder: OptionalPath = None
-    workers: Annotated[int, at_least(0), INTEGER] = (
-        2  # Number of processes that read the images of --image-folder. 0: none.
-    )
+    #: Number of processes that read the images of --image-folder. 0: none.
+    workers: Annotated[int, at_least(0), INTEGER] = 2
     image_size: Annotated[int, at_least(16), INTEGER] = 64  # Height and width of the images in pixels.
     #: Classes to train on: names of folders, or digits. By default all.
     classes: Annotated[tuple[str, ...], optional("NAME [NAME ...]")] = ()
@@ -267,6 +266,8 @@ class ImagesOptions(TrainOptions):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.micro_batches > self.batch_size:
+            yield f"--micro-batches: {self.micro_batches} exceeds the --batch-size. Choose at most {self.batch_size}."
         if self.classes and (len(set(self.classes)) < len(self.classes) or len(self.classes) < 2):
             yield f"--classes: {' '.join(self.classes)} is not a list of different classes. Pass two or more."
         elif self.image_folder is None and (unknown := set(self.classes) - set(map(str, range(DIGITS)))):
