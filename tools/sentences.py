@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SHORTEST = {"docs": 4, "docstrings": 4, "messages": 5}  # words
+LITERAL = 4  # columns by which a drawing or a table in a docstring is indented
 WORD = re.compile(r"[A-Za-z]{2,}")
 ABBREVIATION = re.compile(r"\b(e\.g|i\.e|etc|et al|vs|cf|Fig|Sec|approx)\.$")
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"')*`]*\s+(?=[\"'(*`\[]*[A-Z0-9`])")
@@ -124,6 +125,8 @@ def _paragraphs(lines: list[str]) -> Iterator[str]:
             example = None
         if example is not None:
             continue
+        if entries is None and indent >= LITERAL and line.strip() and not LIST_ITEM.match(line) and not paragraph:
+            continue  # A drawing or a table.
         starts_example = bool(DOC_EXAMPLE.match(line)) or line.lstrip().startswith(">>>")
         starts_section = bool(DOC_SECTION.match(line))
         if starts_example or starts_section or not line.strip():
