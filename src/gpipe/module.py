@@ -39,7 +39,7 @@ class Partitioned(nn.Module):
     def __init__(self, settings: Settings, plan: Plan, processes: SingleProcess) -> None:
         super().__init__()
         self._settings, self._plan = settings, plan
-        self._processes, self._engine = processes, processes.engine
+        self._processes, self._stages = processes, processes.engine
         self._remote_names: frozenset[str] = frozenset()  # Parameters and buffers of a model in other processes.
         guard_partial_parameters(self, processes)
         self.ties_of_names = {} if processes.position is None else find_tied_names(processes.engine)
@@ -63,7 +63,7 @@ class Partitioned(nn.Module):
             )
 
     def _own_layers(self) -> dict[str, nn.Module]:
-        return {layer.name: layer.module for stage in self._engine.local for layer in stage.layers}
+        return {layer.name: layer.module for stage in self._stages.local for layer in stage.layers}
 
     @property
     def is_model(self) -> bool:
@@ -160,18 +160,18 @@ class Partitioned(nn.Module):
     @property
     def reads_inputs(self) -> bool:
         """Whether this process has the first stage, which reads the inputs. With one process, this is always True."""
-        return self._engine.reads_inputs
+        return self._stages.reads_inputs
 
     @property
     def reads_targets(self) -> bool:
         """Whether this process has the last stage, which reads the targets. With one process, this is always True."""
-        return self._engine.reads_targets
+        return self._stages.reads_targets
 
     @property
     def stage_of(self) -> dict[str, int]:
         """The stage of each layer of this process, by name. For a model, the stage of each parameter and buffer."""
         traced = self._settings.traced
-        layers = [(layer.name, stage.index) for stage in self._engine.local for layer in stage.layers]
+        layers = [(layer.name, stage.index) for stage in self._stages.local for layer in stage.layers]
         if traced is None:
             return dict(layers)
         names = traced.names()
@@ -240,7 +240,7 @@ class Partitioned(nn.Module):
         self._close()
 
     def _close(self, error: BaseException | None = None) -> None:
-        self._engine.threads.close()
+        self._stages.threads.close()
         self._processes.close(error)
 
     def __enter__(self) -> Self:

@@ -47,11 +47,11 @@ def detect_nonfinite(pipe: GPipe) -> Iterator[None]:
     if not isinstance(pipe, GPipe):
         raise TypeError(f"pipe is a {type(pipe).__name__}, not a gpipe.GPipe. Use gpipe.detect_nonfinite(pipe).")
     layers: dict[nn.Module, list[str]] = {}
-    for stage in pipe._engine.local:
+    for stage in pipe._stages.local:
         for layer in stage.layers:
             for module in modules_run(layer.module):
                 layers.setdefault(module, []).append(layer.name)
-    last, is_over = pipe._engine.all[-1].layers[-1].module, False
+    last, is_over = pipe._stages.all[-1].layers[-1].module, False
 
     def check(layer: str, module: nn.Module, *values: Any) -> None:
         if not is_over:  # A hook stays registered if an interrupt comes before its handle is stored.

@@ -288,7 +288,7 @@ class GPipe(Partitioned):
     def program(self) -> Program:
         """The program of a training step with M micro-batches: the actions of each rank, in order."""
         slices = self._plan.slices
-        return self._engine.compiled(ProgramKey(self.micro_batches * slices, trains=True, slices=slices)).program
+        return self._stages.compiled(ProgramKey(self.micro_batches * slices, trains=True, slices=slices)).program
 
     @property
     def prediction(self) -> Prediction:
@@ -301,7 +301,7 @@ class GPipe(Partitioned):
         >>> round(pipe.prediction.bubble, 3)
         0.158
         """
-        plan, sharded, replicas = self._plan, self._engine.gathered, self._engine.replicas
+        plan, sharded, replicas = self._plan, self._stages.gathered, self._stages.replicas
         costs = tuple(cost.divided_by(plan.slices) for cost in plan.costs)  # plan.costs are per micro-batch
         held = tuple(
             sharded[stage].cost(cost, replicas) if stage in sharded else cost for stage, cost in enumerate(plan.costs)
@@ -414,7 +414,7 @@ class GPipe(Partitioned):
             with run.context.run_scope():
                 if not isinstance(losses, list | None):
                     raise TypeError(f"losses is a {type(losses).__name__}, not a list. Pass losses=[].")
-                devices = [stage.device for stage in self._engine.all]
+                devices = [stage.device for stage in self._stages.all]
                 factor = read_scale(scale, scaler, devices, processes=self._processes.size)
                 target_parts = self._split(run, plain(inputs), targets, reduction)
                 verification = run.feature(Verification)
@@ -447,24 +447,24 @@ class GPipe(Partitioned):
         Returns:
             The targets of each micro-batch if this process reads inputs and targets, otherwise an empty list.
         """
-        if self._engine.reads_targets:
+        if self._stages.reads_targets:
             check_loss_fn(run.loss_fn)
             if reduction is not None:
                 run.report_findings(find_contradiction(run.loss_fn, reduction))
         values, target_parts = list[Tree](), list[list[Tree]]()
-        if self._engine.reads_inputs:
-            both = self._engine.reads_targets and run.loss_fn is not own_loss
+        if self._stages.reads_inputs:
+            both = self._stages.reads_targets and run.loss_fn is not own_loss
             values, *target_parts = self._cut(run, {"inputs": inputs} | ({"targets": targets} if both else {}))
         if run.trains:
             reject_gradients_of_inputs(values)
         run.inputs = [BoundaryValue(value, []) for value in values]
-        if self._engine.stashes or hasattr(run.loss_fn, "pop"):
-            run.loss_pops = find_loss_pops(self._engine.layers, skip_names(run.loss_fn, "pop"))
+        if self._stages.stashes or hasattr(run.loss_fn, "pop"):
+            run.loss_pops = find_loss_pops(self._stages.layers, skip_names(run.loss_fn, "pop"))
         return target_parts[0] if target_parts else []
 
     def _cut(self, run: Run, trees: Mapping[str, Tree], *, for_output: bool = False) -> list[list[Tree]]:
         """Splits trees into micro-batches. The inputs of a traced model become the inputs of its first layer."""
-        rows, (values, *others) = split_alike(self._engine.micro_batches, **trees)
+        rows, (values, *others) = split_alike(self._stages.micro_batches, **trees)
         run.micro_batch_sizes, run.ready_made = tuple(rows), isinstance(trees["inputs"], MicroBatches)
         if (traced := self._settings.traced) is not None:
             over_replicas = run.context.sum_over_replicas if run.loss_fn is own_loss else None
@@ -488,7 +488,7 @@ class GPipe(Partitioned):
             None.
         """
         watch: LossWatch | None = None
-        if not self._engine.reads_targets:
+        if not self._stages.reads_targets:
             return watch
         run.scale = scale
         keyed: dict[str, object] = {"pipe.seed": run.seed, "autocast": run.thread_state.autocasts}
@@ -564,7 +564,7 @@ class GPipe(Partitioned):
             run.call, run.gathers = self._calls + 1, gather
             leaves: list[list[Tensor]] = []
             needs_gradient = run.trains and any(tensor.requires_grad for tensor in tensors_in(inputs))
-            if self._engine.reads_inputs or needs_gradient:
+            if self._stages.reads_inputs or needs_gradient:
                 (values,) = self._cut(run, {"inputs": inputs}, for_output=True)
                 cuts = list(map(detach_boundary, values))
                 run.inputs, leaves = [crossing for crossing, _ in cuts], [roots for _, roots in cuts]
@@ -572,14 +572,14 @@ class GPipe(Partitioned):
             assert verification is not None
             verification.decide(run)
             run.context.agree(run, Request.CALL)
-            if not self._engine.reads_inputs:
+            if not self._stages.reads_inputs:
                 run.inputs = [BoundaryValue(None, [])] * len(run.micro_batch_sizes)
                 run.input_gradients = {m: [] for m in range(len(run.micro_batch_sizes))}
             if run.trains:
                 outputs = pipelined(run, leaves)
             else:
                 run_step(run)
-                last_outputs = run.take_outputs() if self._engine.reads_targets else []
+                last_outputs = run.take_outputs() if self._stages.reads_targets else []
                 if gather:
                     last_outputs = run.context.gather_outputs(last_outputs, len(run.micro_batch_sizes))
                 outputs = [output.value for output in last_outputs]
@@ -683,7 +683,7 @@ class GPipe(Partitioned):
         """
         arguments = _generate_arguments(inputs, settings)
         traced, context = self._settings.traced, self._processes.context()
-        return generate(self._engine, traced, context, self._paths, arguments, training=self.training)
+        return generate(self._stages, traced, context, self._paths, arguments, training=self.training)
 
     @untraced
     def cache_bytes(self, inputs: Tree = None, **settings: Any) -> list[int]:
@@ -702,7 +702,7 @@ class GPipe(Partitioned):
         [7168, 3584]
         """
         arguments = _generate_arguments(inputs, settings)
-        return cache_bytes(self._engine, self._settings.traced, arguments, training=self.training)
+        return cache_bytes(self._stages, self._settings.traced, arguments, training=self.training)
 
     def _combine(self, run: Run, outputs: list[Tree]) -> Tree:
         """Concatenates the outputs of micro-batches, unless inputs were `MicroBatches`. None without outputs."""
@@ -719,12 +719,12 @@ class GPipe(Partitioned):
         model = None if model_ref is None else model_ref()
         if model is not None and list(map(id, model._modules.values())) != layers:
             raise ValueError(REPLACED)
-        if self._processes.position is None and any_sharded(self._engine.modules):
+        if self._processes.position is None and any_sharded(self._stages.modules):
             raise ValueError(SHARDED)
         context = self._processes.context()
         context.notes_messages = self.recorder is not None
         return Run(
-            self._engine,
+            self._stages,
             context,
             ThreadState.here(),
             self._settings.seed,

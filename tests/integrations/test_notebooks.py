@@ -33,7 +33,7 @@ def make():
     return gpipe.GPipe([Slow(4, 4) for _ in range(3)], partitions=3, micro_batches=4, seed=0)
 """
 OTHERS_END = """
-own = pipe._engine.threads._threads
+own = pipe._stages.threads._threads
 for thread in rank_threads():
     if thread not in own:
         thread.join()

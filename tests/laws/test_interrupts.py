@@ -53,7 +53,7 @@ def state_of(pipe: gpipe.GPipe) -> dict[str, object]:
     """What a step leaves alone: of the pipe and of the thread that calls it."""
     return {
         "parameters": [*map(id, pipe.parameters())],
-        "runs": pipe._engine.threads._runs,
+        "runs": pipe._stages.threads._runs,
         "threads of operations": torch.get_num_threads(),
         "grad mode": torch.is_grad_enabled(),
         "whether randomness is keyed": bool(rng._installed) and is_key_included(rng._installed[0]),

@@ -28,7 +28,7 @@ NAMES = [
     "prediction",
     "recorder",
     "step_number",
-    "_engine",
+    "_stages",
     "forward_",
 ]  # all but one are names that a pipe uses
 

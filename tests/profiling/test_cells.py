@@ -205,7 +205,7 @@ def test_a_large_pipe_shows_itself_without_going_through_its_table() -> None:
     layers = [nn.Linear(2, 2) for _ in range(256)]
     pipe = gpipe.GPipe(layers, partitions=64, micro_batches=1024)
     assert seen(pipe._repr_html_()) == (None, cells.TOO_LARGE)
-    assert not pipe._engine._compiled
+    assert not pipe._stages._compiled
 
 
 def test_over_processes_each_draws_by_itself(pool: WorkerPool) -> None:

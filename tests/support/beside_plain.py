@@ -97,7 +97,7 @@ def train_piped(case: Case, pipe: gpipe.GPipe, inputs: Tree, targets: Tree) -> T
 def shared_names(pipe: gpipe.GPipe) -> set[str]:
     """The parameters that several layers use: their gradients are added up in another order than autograd's."""
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-    return {names[id(one.parameter)] for one in pipe._engine.shared}
+    return {names[id(one.parameter)] for one in pipe._stages.shared}
 
 
 def assert_as_plain(

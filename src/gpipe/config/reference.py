@@ -101,7 +101,7 @@ def verify(
         outputs = pipe(MicroBatches(*_copies(parts)))
         actual |= {f"the output of micro-batch {m}": _tensors_of(output) for m, output in enumerate(outputs)}
         reset()
-        with intra_op_threads(pipe._engine.intra_op_threads):
+        with intra_op_threads(pipe._stages.intra_op_threads):
             expected = _reference_loop(pipe, _copies(inputs, targets), loss_fn, reduction)
         expected |= _results(pipe)
     terms = {name: len(losses) * layers for name, layers in _summed_by_layer(pipe).items()}
@@ -133,7 +133,7 @@ def _trace(pipe: "GPipe", inputs: Tree, loss_fn: object) -> None:
 
 
 def _check_whole_model(pipe: "GPipe") -> None:
-    devices = {stage.device for stage in pipe._engine.all}
+    devices = {stage.device for stage in pipe._stages.all}
     if pipe._processes.position is not None:
         raise ValueError("against='model' requires the whole model in one process. Call verify() without against=.")
     if len(devices) > 1:
@@ -192,7 +192,7 @@ def _copies(*values: Tree) -> Any:
 
 def _results(pipe: "GPipe") -> dict[str, Tree]:
     """Returns the gradients and buffers of a pipe in a dict. The keys are their descriptions in messages."""
-    deferred = pipe._engine.lowering.deferred_batch_norm
+    deferred = pipe._stages.lowering.deferred_batch_norm
     statistics = {
         id(buffer)
         for module in pipe.modules()
@@ -210,7 +210,7 @@ def _summed_by_layer(pipe: "GPipe") -> dict[str, int]:
     gpipe sums these gradients layer by layer, so that they do not depend on the number of ranks. The reference loop
     rounds them differently.
     """
-    layers = {id(item.parameter): len(item.slots) for item in pipe._engine.shared}
+    layers = {id(item.parameter): len(item.slots) for item in pipe._stages.shared}
     return {GRADIENT + name: layers[id(p)] for name, p in pipe.named_parameters() if id(p) in layers}
 
 

@@ -412,7 +412,7 @@ def shard_some(rank: int, world: int, replicas: int, cases: list[tuple[str, int,
                 left.append(next(pipe.children())(x).tolist())  # by torch's own gather
             shards = [message for message in recording.messages() if message.what == "shards"]
             spans, table = recording.timelines[-1].spans, pipe.program.table
-            stages = [own.index for own in pipe._engine.local if any(layer.index in sharded for layer in own.layers)]
+            stages = [own.index for own in pipe._stages.local if any(layer.index in sharded for layer in own.layers)]
             right = {(kind, stage) for stage in stages for kind in SHARDS if replicas > 1}
             assert bool(shards) == (bool(sharded) and replicas > 1)
             for actions in ([span.action for span in spans if span.rank == rank], table[rank % partitions]):
