@@ -136,7 +136,7 @@ ODD: Mapping[str, dict[str, Any]] = {
 NAMED: Mapping[str, str] = {
     **{name: f"{name} is " for name in ODD},
     "another K": "partitions is ",
-    "a K that cannot be": "partitions=3 over 4 processes",
+    "a K that cannot be": "partitions=3 does not fit 4 processes",
     "remat of one stage": "remat is ",
     "no seed": "seed is ",
     "a wider layer": "layer 4 is ",

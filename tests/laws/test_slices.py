@@ -387,7 +387,7 @@ def test_labels_predicted_from_padding_are_refused_and_padding_itself_may_be_oth
     [
         ({"schedule": gpipe.Sliced("zb_h1", 3)}, "schedule='zb_h1' does not support slices"),
         ({"remat": "auto"}, "does not count the memory of slices"),
-        ({"schedule": gpipe.Sliced("1f1b", 0)}, "slices=0; give a whole number"),
+        ({"schedule": gpipe.Sliced("1f1b", 0)}, "slices=0\\. Use an integer"),
         ({"batch_norm": "deferred"}, "does not support batch_norm='deferred'"),
         ({"schedule": gpipe.Sliced("gpipe", 12)}, r"11 tokens.*\[slices-too-few-tokens\]"),
         ({"sample": {"input_ids": torch.ones(4, 6, dtype=torch.long)}}, r"\[slices-need-model-loss\]"),
