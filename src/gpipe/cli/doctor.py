@@ -152,7 +152,7 @@ def _verify_schedules() -> str:
     settings = [(2, "gpipe"), (3, "1f1b"), (3, "zb_h1"), (2, "dualpipe_v")]
     for ranks, schedule in settings:
         layers, x, y = images()
-        with gpipe.GPipe(layers, ranks, 4, schedule=schedule, devices=["cpu"] * ranks) as pipe:
+        with gpipe.GPipe(layers, ranks, 4, schedule=schedule, devices=["cpu"] * ranks, driver="threads") as pipe:
             report = pipe.verify(x, y, loss_of, against="model")
         if report.differences or report.findings:
             raise ValueError(f"schedule={schedule!r}, partitions={ranks}: {report}")
@@ -172,7 +172,7 @@ def _save_and_load() -> str:
 
     import gpipe
 
-    with tempfile.TemporaryDirectory() as folder, gpipe.GPipe([nn.Linear(4, 4)], 1, 1) as pipe:
+    with tempfile.TemporaryDirectory() as folder, gpipe.GPipe([nn.Linear(4, 4)], 1, 1, driver="threads") as pipe:
         gpipe.load(gpipe.save(folder, pipe).wait(), pipe)
     return f"saved and loaded in {tempfile.gettempdir()}"
 
