@@ -6,6 +6,7 @@ from these checkpoints with any K, or without gpipe.
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -48,6 +49,14 @@ class WholeCheckpoints(_Trainer):  # type: ignore[misc]  # Any
             super()._save(output_dir, dict(chain.from_iterable(load_file(file).items() for file in files)))
             shutil.rmtree(folder)
         pipe.exchange(b"saved")
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with _remote_parameters_skipped():
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        with _remote_parameters_skipped():
+            super()._load_best_model()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Saves the optimizer state of all partitions, in the order of a model in one process."""
@@ -134,3 +143,17 @@ def _config_kept(model: Any) -> Iterator[None]:
     yield
     if settings:
         vars(config).update(settings)
+
+
+@contextmanager
+def _remote_parameters_skipped() -> Iterator[None]:
+    """Hides torch's warning for each parameter of another process.
+
+    peft loads the whole checkpoint. Here, parameters of other processes are on the meta device, and loading
+    skips them.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", r".*copying from a non-meta parameter in the checkpoint to a meta parameter"
+        )
+        yield
