@@ -1,5 +1,6 @@
 """A replica that is lost does not end the others: the bits are those of a run that had fewer from that step on."""
 
+import errno
 import os
 import signal
 import time
@@ -7,12 +8,14 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 import gpipe
+from gpipe.distributed.folder_rendezvous import FolderRendezvous
 from tests.support.certificates import REASON as REASON_TLS
 from tests.support.certificates import authority
 from tests.support.processes.launch import WorkerPool
@@ -102,12 +105,16 @@ def test_of_three_replicas_two_go_on(how: dict[str, Any], tmp_path: Path, fleets
         assert assert_undisturbed(fleet, [0, 2]) == [[0, 1, 2]] * 2 + [[0, 2]] * 4
 
 
-def leaves_for_three_steps(replica: int, folder: Path, fleets: list[Fleet], **how: Any) -> None:
+def leaves_for_three_steps(
+    replica: int, folder: Path, fleets: list[Fleet], tears: bytes | None = None, **how: Any
+) -> None:
     """A replica is lost in step 2 of 9, and is back from step 6 on."""
     back = folder / "back"
     fleet = started(fleets, folder, 2, 2, 9, die=[replica, 1, 2, "forward"], waits={"5": str(back)}, **how)
     wait_for(fleet, 1 - replica, 0, 4)
     fleet.end(replica)
+    if tears is not None:
+        tear(folder / "meeting", tears)
     fleet.start(replica)
     until = time.monotonic() + 60
     while len([*(folder / "meeting").glob(f"came-3-{replica}-*")]) < 2 and time.monotonic() < until:
@@ -116,6 +123,45 @@ def leaves_for_three_steps(replica: int, folder: Path, fleets: list[Fleet], **ho
     assert [fleet.end(0), fleet.end(1)] == [[0, 0]] * 2
     living = assert_undisturbed(fleet, [0, 1])
     assert living == [[0, 1]] * 2 + [[1 - replica]] * 4 + [[0, 1]] * 3
+
+
+def tear(meeting: Path, content: bytes) -> None:
+    for path in meeting.iterdir():
+        path.write_bytes(content)
+
+
+TORN = [b"", b"\xff\x00garbage", b'{"members": 1}']
+
+
+@pytest.mark.parametrize("content", TORN)
+def test_torn_files_are_written_again_for_a_replica_that_comes_back(
+    content: bytes, tmp_path: Path, fleets: list[Fleet]
+) -> None:
+    leaves_for_three_steps(1, tmp_path, fleets, tears=content)
+
+
+@pytest.mark.parametrize("content", TORN)
+def test_torn_files_do_not_hold_up_a_new_start(content: bytes, tmp_path: Path, fleets: list[Fleet]) -> None:
+    """Bug story: after a crash of the host, no replica could read the file of the last epoch, for ever."""
+    fleet = started(fleets, tmp_path, 2, 2)
+    assert [fleet.end(0), fleet.end(1)] == [[0, 0]] * 2
+    tear(tmp_path / "meeting", content)
+    for replica in (0, 1):
+        fleet.start(replica)
+    assert [fleet.end(0), fleet.end(1)] == [[0, 0]] * 2
+    assert_undisturbed(fleet, [0, 1])
+
+
+def test_a_full_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("GPIPE_MEETING", str(tmp_path)), ("GPIPE_REPLICA", "0"), ("GPIPE_REPLICAS", "1")):
+        monkeypatch.setenv(name, value)
+    tmp_path.chmod(0o700)
+    rendezvous = FolderRendezvous(0, 1, "nonce", 5.0, {})
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=full))
+    with pytest.raises(OSError, match="Check the folder and its free space") as raised:
+        rendezvous.meet(list)
+    assert raised.value.filename == f"{tmp_path}/came-1-0-nonce-0"
 
 
 def test_a_replica_comes_back_with_the_state_of_the_others(tmp_path: Path, fleets: list[Fleet]) -> None:
@@ -319,6 +365,18 @@ def test_who_comes_back_when_the_others_are_through_is_told_so(tmp_path: Path, f
         f"Timeout: replica 1 waits in {tmp_path}/meeting, for up to 5 s, for these replicas to start: [0]. All"
         in told
     )
+
+
+@pytest.mark.parametrize("exits", ["without an error", "with an error"])
+def test_a_replica_that_torchrun_starts_when_the_others_are_through_ends_well(
+    exits: str, tmp_path: Path, fleets: list[Fleet]
+) -> None:
+    """Bug story: it waited for the timeout and was started again, a hundred times."""
+    fleet = started(fleets, tmp_path, 2, 2, die=[1, 0, 2, "forward"], exits=exits)
+    assert [fleet.end(0), fleet.end(1)] == [[0, 0], [-9, 1]]
+    fleet.how["timeout"] = 5
+    fleet.start(1)
+    assert fleet.end(1, 60) == ([0, 0] if exits == "without an error" else [1, 1])
 
 
 WRONG: list[tuple[dict[str, Any], dict[str, str], str]] = [

@@ -1,10 +1,12 @@
 """Replicas that each have a launcher of their own, to be killed and started again; and what they must compute."""
 
+import atexit
 import json
 import multiprocessing
 import os
 import signal
 import ssl
+import sys
 import time
 from collections.abc import Sequence
 from copy import deepcopy
@@ -20,7 +22,7 @@ from torch.nn.functional import mse_loss
 
 import gpipe
 from gpipe.checkpoint import save as saving
-from gpipe.distributed import context, elastic, endpoint, reduce
+from gpipe.distributed import context, elastic, endpoint, folder_rendezvous, reduce
 from gpipe.distributed.failures import FailureDetector
 from gpipe.distributed.folder_rendezvous import FolderRendezvous
 from gpipe.planner.search import table_search
@@ -78,6 +80,9 @@ def begin(folder: str, replica: int, replicas: int, row: int, rows: int, how: di
         "GPIPE_REPLICAS": str(replicas),
     }
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    folder_rendezvous.DONE_SECONDS = 1.0
+    if how["life"] and "exits" in how:
+        os.environ[folder_rendezvous.RESTARTS] = str(how["life"])
     torch.set_num_threads(1)
     store, life = how["store"], how["life"]
     dist.init_process_group(
@@ -188,6 +193,10 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
             optimizer.step()
             optimizer.zero_grad()
     torch.save([pipe.state_dict(), [one.state_dict() for one in kept]], f"{folder}/end-{replica}-{life}-{row}")
+    if "exits" in how:  # multiprocessing does not
+        if how["exits"] == "with an error":
+            sys.last_value = ValueError()
+        atexit._run_exitfuncs()
 
 
 PLACES_OF_A_RETURN = {

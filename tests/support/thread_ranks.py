@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import gpipe
+from gpipe.distributed.communicator import Communicator
 from gpipe.errors import RemoteError
 
 Made = TypeVar("Made")
@@ -28,9 +29,7 @@ class Meeting:
             self.news.notify_all()
 
 
-class Member:
-    survives = False
-
+class Member(Communicator):
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
         self.exchanges = 0

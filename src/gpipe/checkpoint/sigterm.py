@@ -80,7 +80,10 @@ def catch_sigterm(
             stops = should_stop is not None and bool(should_stop())
         number = received or (signal.SIGTERM if stops else 0)
         doing = "asked should_stop whether to stop"
-        return max(map(int, all_gather_checked(ranks, int(number), error=failed.error, doing=doing)))
+        number = max(map(int, all_gather_checked(ranks, int(number), error=failed.error, doing=doing)))
+        if number:
+            ranks.note_signal()
+        return number
 
     caught: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT) if ctrl_c else (signal.SIGTERM,)
     if threading.current_thread() is not threading.main_thread():

@@ -43,6 +43,9 @@ class Communicator:
         """
         return [message]
 
+    def note_signal(self) -> None:
+        """Notes that a rank has received a signal, and that all ranks are about to end."""
+
     def gone(self) -> Collection[int]:
         """Returns the ranks whose connection to this process has ended. Thread-safe."""
         return ()

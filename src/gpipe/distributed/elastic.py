@@ -95,6 +95,9 @@ class ElasticProcesses(Processes):
                     f"arguments."
                 )
 
+    def note_signal(self) -> None:
+        self.rendezvous.note_signal()
+
     def linked(self) -> Endpoint:
         if self._endpoint is None:
             self.regroup()

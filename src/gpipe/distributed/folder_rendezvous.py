@@ -13,15 +13,17 @@ A process holds a lock on a file while it runs. A free lock or a closed connecti
 restarted replica has a new name and is `fresh`, which means that the replica has no training state yet.
 """
 
+import atexit
 import fcntl
 import hashlib
 import json
 import logging
 import math
 import os
+import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ from gpipe.errors import is_count, received_error
 
 FOLDER, REPLICA, REPLICAS = "GPIPE_MEETING", "GPIPE_REPLICA", "GPIPE_REPLICAS"
 POLL_SECONDS = 0.005
+DONE_SECONDS = 30.0  # how long a replica that missed the end of the job waits for replicas that begin a new one
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # torchrun sets it: how often it has started this process again
 MINORITY_SECONDS = 3.0  # how long the smaller side of a partition waits for the larger one to claim the epoch
 
 logger = logging.getLogger("gpipe")
@@ -101,9 +105,13 @@ class FolderRendezvous(Communicator):
         self.hosts: list[str] = []
         self.tls = identity()
         self._timeout, self._exchanges = timeout, 0
-        alive = open(self._path("alive", self.name, f"{pp_rank}.new"), "w")  # noqa: SIM115  # open as long as it lives
-        fcntl.lockf(alive, fcntl.LOCK_EX)
-        os.rename(alive.name, self._path("alive", self.name, pp_rank))
+        self.same: list[list[str]] = []  # the digests of the members, by pipeline rank
+        self._end = _CleanEnd(self._path("finished", self.name, pp_rank))
+        path = self._path("alive", self.name, pp_rank)
+        with _naming(path):
+            alive = open(path.with_suffix(".new"), "w")  # noqa: SIM115  # open as long as it lives
+            fcntl.lockf(alive, fcntl.LOCK_EX)
+            os.rename(alive.name, path)
         self._alive = alive
 
     def describe_join(self, arguments: Sequence[str]) -> None:
@@ -120,23 +128,30 @@ class FolderRendezvous(Communicator):
         Raises:
             RemoteError: If this replica has lost a process, if the other replicas continue without it, or after the
                 timeout.
+            SystemExit: If torchrun has started this replica again, and all others have finished. The status is 0.
+            OSError: If the folder cannot be written.
+            ValueError: If this replica does not fit the others, or if a file in the folder is damaged.
         """
         began, warns_at = time.monotonic(), time.monotonic() + LONG_WAIT_SECONDS
         while True:
             epochs = [int(path.name[6:]) for path in self.folder.glob("epoch-*")] if self.fresh else [self.epoch]
             last = max(epochs, default=0)
-            last_epoch = self._read(f"epoch-{last}") or {}
-            before, epoch = last_epoch.get("members", []), last + 1
-            arrival = json.dumps([self.fresh, admits, self.digest, self.join_digest]).encode()
-            self._put(f"came-{epoch}-{self.name}-{self.pp_rank}", arrival)
+            before, same = self._last_epoch(last)
+            epoch = last + 1
+            arrival = [self.fresh, admits, self.digest, self.join_digest]
             while True:
+                if (
+                    self._read(came := f"came-{epoch}-{self.name}-{self.pp_rank}") != arrival
+                ):  # torn by a crash, or new
+                    self._put(came, json.dumps(arrival).encode())
                 gone = {name for name in {*before, self.name} if self._is_gone(name)} | {*lost()}
                 if decided := self._read(f"epoch-{epoch}"):  # after `gone`: processes in the epoch close connections
                     break
+                self._end_if_done(epoch, before, gone, time.monotonic() - began)
                 if self.name in gone:
                     raise received_error("This replica lost a process. The other replicas continue.", self.rank)
                 waited = time.monotonic() - began
-                if chosen := self._choose(epoch, before, gone, waited, last_epoch.get("same", [])):
+                if chosen := self._choose(epoch, before, gone, waited, same):
                     self._claim(epoch, chosen)
                 elif waited > self._timeout:
                     raise received_error(f"Timeout: {self._describe_wait(epoch, before, gone)}", self.rank)
@@ -145,14 +160,56 @@ class FolderRendezvous(Communicator):
                     logger.warning(self._describe_wait(epoch, before, gone) + " [long-wait]")
                 else:
                     time.sleep(POLL_SECONDS)
+            if not _is_epoch(decided):
+                raise ValueError(
+                    f"{FOLDER}: {self._path('epoch', epoch)} is damaged. Stop all replicas, empty the folder, and "
+                    f"start them again."
+                )
             if self.name in decided["members"]:
                 break
             if not self.fresh:
                 raise received_error("The other replicas treat this replica as lost, and continue.", self.rank)
         self.epoch, self.members, self.rejoining = epoch, decided["members"], decided["rejoining"]
-        self._exchanges = 0
+        self.same, self._exchanges = decided["same"], 0
+        self._end.register()
         self.rank = self.members.index(self.name) * self.pp_size + self.pp_rank
         self.size = len(self.members) * self.pp_size
+
+    def note_signal(self) -> None:
+        """Notes that this process ends because of a signal, so that its end is not the end of the job."""
+        self._end.is_clean = False
+
+    def _last_epoch(self, last: int) -> tuple[list[str], list[list[str]]]:
+        """Returns the members of the last epoch, and their digests.
+
+        If the file is damaged, a member writes it again. A replica that comes back considers all living ones members.
+        """
+        decided = self._read(f"epoch-{last}")
+        if _is_epoch(decided):
+            return decided["members"], decided["same"]
+        if not self.fresh:
+            self._put(f"epoch-{last}", json.dumps(self._as_json(self.members, self.rejoining, self.same)).encode())
+            return self.members, self.same
+        if not last:
+            return [], []
+        alive = [path.name for path in self.folder.glob("alive-*") if path.suffix != ".new"]
+        names = {name.removeprefix("alive-").rpartition("-")[0] for name in alive} - {self.name}
+        return sorted(name for name in names if not self._is_gone(name)), []
+
+    def _end_if_done(self, epoch: int, before: Sequence[str], gone: Collection[str], waited: float) -> None:
+        """Ends this process if the others have finished, and its launcher would start it again and again."""
+        numbers = {*map(replica_number, before)}
+        restarted = self.fresh and os.environ.get(RESTARTS, "0") != "0" and replica_number(self.name) not in numbers
+        if not (restarted and before and {*before} <= {*gone}):
+            return
+        finished = [self._path("finished", name, row).exists() for name in before for row in range(self.pp_size)]
+        begins = any(replica_number(name) in numbers and not self._is_gone(name) for name in self._arrivals(epoch))
+        if all(finished) and not begins and (waited > min(DONE_SECONDS, self._timeout) or self.name in gone):
+            logger.warning(
+                "All other replicas had finished before this one was started again. It ends with status 0. "
+                "[replica-after-end]"
+            )
+            raise SystemExit(0)
 
     def greet(self) -> None:
         """Gathers the hosts of all processes in the epoch, and checks that their settings are the same."""
@@ -199,8 +256,8 @@ class FolderRendezvous(Communicator):
             chosen = [new[number] for number in sorted(new)]
             if len(new) < self.expected:
                 return None
-            return {"members": chosen, "rejoining": [], "same": _digests_of(whole[chosen[0]])}
-        if self.fresh:
+            return self._as_json(chosen, [], _digests_of(whole[chosen[0]]))
+        if self.fresh and same:
             settings, arguments = same[self.pp_rank]
             what = (
                 "layers or settings" * (settings != self.digest) or "classes of optimizers or other join() arguments"
@@ -220,7 +277,11 @@ class FolderRendezvous(Communicator):
         if all(admits for name in members for _, admits, *_ in whole[name]):
             fits = {name for name, arrivals in whole.items() if _digests_of(arrivals) == same}
             admitted = [name for number, name in new.items() if number not in taken and name in fits]
-        return {"members": sorted(members + admitted, key=replica_number), "rejoining": admitted, "same": same}
+        return self._as_json(sorted(members + admitted, key=replica_number), admitted, same)
+
+    @staticmethod
+    def _as_json(members: Sequence[str], rejoining: Sequence[str], same: Sequence[Sequence[str]]) -> dict[str, Any]:
+        return {"members": members, "rejoining": rejoining, "same": same}
 
     def has_waiting_replica(self) -> bool:
         """Returns whether a replica waits to be admitted, and all of its processes have announced the next epoch."""
@@ -260,7 +321,8 @@ class FolderRendezvous(Communicator):
         came: dict[str, list[Any]] = {}
         for path in sorted(self.folder.glob(f"came-{epoch}-*"), key=lambda path: int(path.name.rpartition("-")[2])):
             name = path.name.removeprefix(f"came-{epoch}-").rpartition("-")[0]
-            came.setdefault(name, []).append(self._read(path.name))
+            if _is_arrival(arrival := self._read(path.name)):  # Otherwise its process writes it again.
+                came.setdefault(name, []).append(arrival)
         return came
 
     def _is_gone(self, name: str) -> bool:
@@ -279,26 +341,73 @@ class FolderRendezvous(Communicator):
         return self.folder / "-".join(map(str, parts))
 
     def _read(self, name: str) -> Any:
-        with suppress(FileNotFoundError):
+        """Returns the content of a file, None if it does not exist, or a text if it is damaged."""
+        try:
             return json.loads(self._path(name).read_bytes())
-        return None
+        except FileNotFoundError:
+            return None
+        except (ValueError, RecursionError):
+            return "damaged"
 
     def _put(self, name: str, message: bytes) -> None:
-        new = self._path("new", self.name, self.pp_rank)
-        new.write_bytes(message)
-        os.rename(new, self._path(name))  # atomic: other processes see the whole file or none
+        new, path = self._path("new", self.name, self.pp_rank), self._path(name)
+        with _naming(path):
+            new.write_bytes(message)
+            os.rename(new, path)  # atomic: other processes see the whole file or none
 
     def _claim(self, epoch: int, chosen: Mapping[str, Any]) -> None:
-        new = self._path("new", self.name, self.pp_rank)
-        new.write_text(json.dumps(chosen))
-        with suppress(FileExistsError):  # a different process has claimed it
-            os.link(new, self._path("epoch", epoch))
-        new.unlink()
+        new, path = self._path("new", self.name, self.pp_rank), self._path("epoch", epoch)
+        with _naming(path):
+            new.write_text(json.dumps(chosen))
+            with suppress(FileExistsError):  # a different process has claimed it
+                os.link(new, path)
+            new.unlink()
 
 
 def replica_number(name: str) -> int:
     """Returns the number in the name of a replica. The launcher of the replica sets this number."""
     return int(name.partition("-")[0])
+
+
+class _CleanEnd:
+    """Writes a file when this process ends without an error, which shows that the job is done."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_clean, self._is_registered = True, False
+
+    def register(self) -> None:
+        """Registers the process, which has become a member."""
+        if not self._is_registered:
+            self._is_registered = True
+            atexit.register(self._write)
+
+    def _write(self) -> None:
+        if self.is_clean and getattr(sys, "last_value", None) is None:  # Python sets it for an unhandled exception.
+            with suppress(OSError):
+                self.path.touch()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Raises errors of the file system with the file and a fix."""
+    try:
+        yield
+    except OSError as error:
+        text = (
+            f"{FOLDER}: a file cannot be written ({error.strerror}). Check the folder and its free space, and restart"
+        )
+        raise OSError(error.errno, text, str(path)) from error
+
+
+def _is_epoch(content: Any) -> bool:
+    """Returns whether a process has written this content of the file of an epoch."""
+    names = ("members", "rejoining", "same")
+    return isinstance(content, dict) and all(isinstance(content.get(name), list) for name in names)
+
+
+def _is_arrival(content: Any) -> bool:
+    return isinstance(content, list) and [type(value) for value in content] == [bool, bool, str, str]
 
 
 def _digest(value: object) -> str:
