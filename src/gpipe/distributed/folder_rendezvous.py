@@ -223,7 +223,10 @@ class FolderRendezvous(Communicator):
         wait = f"replica {replica_number(self.name)} waits in {self.folder}, for up to {self._timeout:g} s"
         if not before or {*before} <= {*gone}:
             missing = {*range(self.expected)} - {*map(replica_number, came)}
-            ended = " All replicas that it could join have ended. If training is complete, stop it." * bool(before)
+            ended = (
+                " All replicas that this replica could join have ended. If training is complete, stop this replica."
+                * bool(before)
+            )
             return f"{wait}, for these replicas to start: {sorted(missing)}.{ended}"
         if missing := {*map(replica_number, {*before} - {*gone} - came)}:
             return f"{wait}, for these replicas: {sorted(missing)}."

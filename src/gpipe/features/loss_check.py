@@ -57,7 +57,7 @@ class LossWatch:
     """Observes the calls of a loss function in one run, to determine weights of micro-batches and check the average.
 
     Args:
-        average: How the loss averages, if the loss function is a loss of torch.
+        average: The reduction of the loss, if `loss_fn` is one of PyTorch's losses.
         is_of_torch: Whether the loss function is a loss of torch.
         checks: Whether to keep copies of outputs and targets, for `check`.
     """

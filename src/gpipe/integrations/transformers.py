@@ -580,7 +580,7 @@ def _mistakes(model: Any, args: Any) -> Iterator[str]:
 
 def _mistakes_of_processes(args: Any, world: int, ranks: int, settings: Mapping[str, Any]) -> Iterator[str]:
     if world % ranks:
-        yield f"The number of processes, {world}, is not divisible by partitions={ranks}. Start a multiple of K."
+        yield f"{world} processes are not divisible by partitions={ranks}. Start a multiple of {ranks}."
     if settings.get("driver") not in (None, "process") and not isinstance(settings["driver"], gpipe.Processes):
         yield f"driver={settings['driver']!r} supports one process, but there are {world}. Remove it."
     if args.auto_find_batch_size:

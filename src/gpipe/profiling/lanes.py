@@ -85,7 +85,7 @@ def find_ruler(timelines: Collection[Timeline], width: float = inf, *, colored: 
 
 
 def fit_ruler(timelines: Collection[Timeline], width: int) -> Ruler:
-    """Returns the ruler with which the longest timeline has exactly `width` columns, even if labels do not fit."""
+    """Returns the ruler that makes the longest timeline exactly `width` columns wide, even if labels do not fit."""
     room = max(1, width - max(margin(timeline.ranks) for timeline in timelines))
     return Ruler(1, max(timeline.seconds for timeline in timelines) / room)
 

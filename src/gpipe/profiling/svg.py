@@ -57,7 +57,7 @@ Unit: TypeAlias = Literal["ms", ""]
 
 
 def nth_stages(timeline: Timeline) -> dict[tuple[int, int], int]:
-    """Returns a dict from a rank and a stage to the index of the stage among the stages of the rank."""
+    """Returns the index of each stage among the stages of its rank, by rank and stage."""
     stages = sorted({(span.rank, span.action.stage) for span in timeline.spans})
     return {each: nth for _, own in groupby(stages, key=itemgetter(0)) for nth, each in enumerate(own)}
 

@@ -42,7 +42,7 @@ def pipelined(run: Run, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:
     """Runs the forward pass of a call as one autograd node.
 
     Args:
-        run: The run of the call.
+        run: The run of this call of the pipe.
         leaves: For each micro-batch, its inputs that require gradients. Autograd sums the gradients of one tensor in
             the order of the micro-batches.
 

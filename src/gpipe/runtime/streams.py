@@ -59,7 +59,7 @@ class RankStream:
         """Waits until at most `MOST_QUEUED` actions are queued, because queued actions hold memory."""
 
     def seconds(self, since: Stamp, until: Stamp) -> float:
-        """Returns the seconds between two stamps."""
+        """Returns the seconds between two timestamps."""
         return until - since  # type: ignore[operator]  # Both are floats.
 
     def receive(self, message: BoundaryValue | Gradients, mark: ReadyEvent) -> BoundaryValue | Gradients:

@@ -53,7 +53,7 @@ def storage_address(tensor: Tensor) -> int:
 def allocate(
     dtype: torch.dtype, size: Sequence[int], strides: Sequence[int], aligned: int, device: torch.device
 ) -> Tensor:
-    """Allocates a tensor with the given strides, at an address that is `aligned` modulo the device's unit."""
+    """Allocates a tensor with the given strides. Its address modulo the device's unit is `aligned`."""
     if not aligned:
         return torch.empty_strided(size, strides, dtype=dtype, device=device)
     extent = 1 + sum((count - 1) * stride for count, stride in zip(size, strides, strict=True))

@@ -356,8 +356,8 @@ class PipeRngScope(rng_scope):
 class RankScope(PipeRngScope):
     """The scope of all actions of a rank in a run. The rank enters the scope once, and sets the key for each action.
 
-    During a backward, only recomputations of checkpoints may draw. A recomputation draws the same numbers as its
-    forward.
+    During a backward, only recomputations of checkpoints may draw random numbers. A recomputation draws the same
+    numbers as its forward.
     """
 
     def __init__(self, seed: int, step: int) -> None:

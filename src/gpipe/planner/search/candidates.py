@@ -119,7 +119,7 @@ class Choices:
             yield f"{rows} is not a number of rows. Use an integer >= 1{int_remedy(global_batch)}."
 
     def shapes(self, devices: int, global_batch: int, layers: int, *, beyond: bool = False) -> Iterator[Shape]:
-        """Yields all shapes, simple shapes first. Every M divides the mini-batch, so that micro-batches are equal.
+        """Yields all shapes, simple shapes first. Every M divides the mini-batch, so micro-batches are equally large.
 
         Args:
             devices: The number of devices.

@@ -114,7 +114,7 @@ class Fitting:
         return tuple("never" if count == top else count or "always" for count, top in zip(kept, most, strict=True))
 
     def _find_options(self, rank: int, costs: RankCosts) -> Iterator[KeptCounts]:
-        """Yields the counts that fit in the memory of a rank, and that do not fit if any count increases."""
+        """Yields the largest counts that fit in the memory of a rank: no count can increase."""
         most = tuple(map(self.simulator.in_flight, self.simulator.stages_of[rank]))
 
         def fits(kept: KeptCounts) -> bool:

@@ -171,7 +171,7 @@ class TrainOptions:
         """Checks the options, and returns the options with the number of partitions filled in.
 
         Args:
-            processes: The number of processes that a launcher started. None for a single process without launcher.
+            processes: The number of processes that a launcher started. None for a single process without a launcher.
 
         Raises:
             ValueError: If options are invalid, or partitions or micro-batches cannot be divided over the processes.

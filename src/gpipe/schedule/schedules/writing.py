@@ -43,7 +43,7 @@ OLDEST: Cell = ("W", None)
 
 
 def number_of(kind: Kind, nth: int, slices: int) -> int:
-    """Returns the index of the micro-batch or slice in the forward or backward number `nth` of a stage."""
+    """Returns the micro-batch or slice of the `nth` forward or backward of a stage."""
     if slices == 1:
         return nth
     return Slice(nth if kind is Kind.FORWARD else nth_backward(nth, slices), slices)
