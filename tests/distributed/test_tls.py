@@ -410,3 +410,11 @@ def test_both_ends_may_send_much_at_a_time() -> None:
         for own, peer in ((first, 1), (second, 0)):
             own.expect({label_of(number): 0 for number in range(12)}, [peer], lambda peer, seen: "")
         assert together(lambda: both(first, 1), lambda: both(second, 0)) == [None, None]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])
+def test_a_key_that_all_users_can_read_is_reported(mode: int, caplog: pytest.LogCaptureFixture) -> None:
+    files = authority().certificate(f"mode-{mode}")
+    Path(files[KEY]).chmod(mode)
+    assert identity_of(files)
+    assert ("[readable-key]" in caplog.text) == (mode == 0o644)

@@ -145,7 +145,14 @@ def _call_user_function(path: str) -> tuple[Any, Any]:
     function = getattr(importlib.import_module(module), name, None)
     if not callable(function):
         raise ValueError(f"MODEL: {path} is not a function. Pass MODULE:FUNCTION that Python can import.")
-    returned = function()
+    try:
+        returned = function()
+    except Exception as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise  # It happened inside the user's function.
+        raise ValueError(
+            f"MODEL: {path} cannot be called without arguments ({error}). Pass MODULE:FUNCTION."
+        ) from error
     if not isinstance(returned, tuple) or len(returned) != 2:
         kind = type(returned).__name__
         raise ValueError(f"MODEL: {path} returned {kind}. Return a tuple of the model and an example mini-batch.")

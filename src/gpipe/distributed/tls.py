@@ -6,13 +6,17 @@ and are not encrypted.
 """
 
 import hashlib
+import logging
 import os
 import ssl
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 CERT, KEY, CA = VARIABLES = ("GPIPE_TLS_CERT", "GPIPE_TLS_KEY", "GPIPE_TLS_CA")
+
+logger = logging.getLogger("gpipe")
 
 
 class Identity(NamedTuple):
@@ -43,6 +47,7 @@ def identity() -> Identity | None:
     if not all(files):
         missing = ", ".join(name for name, file in zip(VARIABLES, files, strict=True) if not file)
         raise ValueError(f"TLS between hosts: {missing} not set. Set all of {', '.join(VARIABLES)}, or none of them.")
+    _check_key_mode(files[1])
     client, server = (_context(side, *files) for side in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER))
     server.num_tickets = 0  # session tickets are never used
     certificates = sorted(client.get_ca_certs(binary_form=True))
@@ -50,6 +55,15 @@ def identity() -> Identity | None:
     certificate = _verify_certificate(client, server, files)
     about = f"{files[0]} until {certificate['notAfter']}, of authority {authority}"
     return Identity(client, server, authority, about)
+
+
+def _check_key_mode(key: str) -> None:
+    """Logs a warning if other users can read the key. A missing file is reported later."""
+    with suppress(OSError):
+        if os.stat(key).st_mode & stat.S_IROTH:
+            logger.warning(
+                f"{KEY}: all users can read {key}, and act as a rank. Run `chmod 600 {key}`. [readable-key]"
+            )
 
 
 def _context(side: int, cert: str, key: str, ca: str) -> ssl.SSLContext:

@@ -11,6 +11,7 @@ ATTAINED_SHARE = 0.4  # the share of its advertised peak that a device is assume
 
 FORMAT = "COUNTxGiBxTFLOP/sxGB/s, such as 4x16x9.3x12: number, memory, training speed and link of the devices"
 COUNT, NUMBER = re.compile("[0-9]+"), re.compile(r"[0-9]+([.][0-9]*)?(e[+-]?[0-9]+)?|[.][0-9]+")
+MOST_DEVICES = 1_000  # in one description
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ def parse_devices(text: str) -> list[Device]:
     else:
         memory, speed, link = map(float, parts[-3:])
         device, count = Device(memory * GIB, speed * 1e12, link * 1e9), count if len(parts) == 4 else "1"
-    if not int(count):
+    if not count.strip("0"):
         raise ValueError(f"{text!r} has no device. Use a count >= 1.")
+    if len(count.lstrip("0")) > len(str(MOST_DEVICES)) or int(count) > MOST_DEVICES:
+        raise ValueError(f"{text[:40]!r} has more than {MOST_DEVICES:,} devices. Use a smaller count.")
     return [device] * int(count)
