@@ -115,7 +115,7 @@ def test_a_rank_of_which_nothing_comes_is_given_up_after_the_limit(
     raised = run_ranks(lambda own: gpipe.save(tmp_path, own, background=True, limit=0.3).wait(), pipes)
     assert isinstance(raised[0], TimeoutError)
     assert str(raised[0]).startswith("ranks [1] wrote nothing to ")
-    assert "for 0.3 seconds. Check that they are alive, and that all hosts share" in str(raised[0])
+    assert "for 0.3 seconds. Check that these processes are alive, and that all hosts share" in str(raised[0])
     assert all(isinstance(error, RemoteError) for error in raised[1:])
     assert list(tmp_path.iterdir()) == []
 
