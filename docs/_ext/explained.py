@@ -30,5 +30,5 @@ def section(name: str) -> str:
 
 def entry(item: Explanation) -> str:
     """Returns an entry as a subsection, so that its slug is an anchor."""
-    messages = "\n>\n".join(f"> `{message}`" for message in item.messages)  # one paragraph each
+    messages = "\n>\n".join(f"> `{message}`" for message in item.beginnings)  # one paragraph each
     return f"### {item.slug}\n\n{messages}\n\n{item.text}"

@@ -55,7 +55,12 @@ def test_what_is_not_there_is_not_drawn(run: Path, capsys: pytest.CaptureFixture
 
 
 def test_mistakes_are_told_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for folder, text in (("empty", ""), ("damaged", '{"format": "gpi'), ("older", '{"format": "gpipe report 0"}')):
+    for folder, text in (
+        ("empty", ""),
+        ("damaged", '{"format": "gpi'),
+        ("older", '{"format": "gpipe report 0"}'),
+        ("trace", "{}"),
+    ):
         (tmp_path / folder).mkdir()
         if text:
             (tmp_path / folder / "report.json").write_text(text)
@@ -64,6 +69,7 @@ def test_mistakes_are_told_with_what_to_do(tmp_path: Path, capsys: pytest.Captur
         ("empty", "contains no report.json"),
         ("damaged", "report.json: cannot be read: Unterminated string"),
         ("older", "format: 'gpipe report 0' is not 'gpipe report 1'"),
+        ("trace", "The file is not a report"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["report", str(tmp_path / name)])

@@ -551,7 +551,11 @@ def test_ctrl_c_while_a_pipe_is_made_is_told_as_that(job: Callable[[int, int], s
     [
         ("between steps", ["ValueError", "a bad batch"], "rank {} failed outside any step, after 1 run: ValueError"),
         ("in a loss", ["ValueError", "a bad batch"], "rank {} failed: ValueError: a bad batch"),
-        ("ends", ["SystemExit", "143"], "rank {} closed its pipe, after 1 run. Its script raised SystemExit: 143"),
+        (
+            "ends",
+            ["SystemExit", "143"],
+            "rank {} closed its pipe, after 1 run (steps, calls, saves, checks). Its script raised SystemExit: 143",
+        ),
     ],
 )
 def test_who_ends_a_block_with_an_error_tells_the_others(
@@ -570,7 +574,10 @@ def test_who_ends_a_block_with_an_error_tells_the_others(
 @pytest.mark.parametrize("who", [0, 2])
 def test_who_drops_its_pipe_is_named_as_that(who: int, pool: WorkerPool) -> None:
     found = answers(pool.run(is_dropped, who, world=3))
-    said = f"rank {who} dropped its pipe without closing it, after 1 run. Use `with gpipe.GPipe(...) as pipe:`."
+    said = (
+        f"rank {who} dropped its pipe without closing it, after 1 run (steps, calls, saves, checks). "
+        "Use `with gpipe.GPipe(...) as pipe:`."
+    )
     assert found == [None if rank == who else said for rank in range(3)]
 
 
@@ -579,7 +586,9 @@ def test_who_closes_its_pipe_too_early_is_named_as_that(who: int, pool: WorkerPo
     """The others were told that it was gone, which stood beside them."""
     found = answers(pool.run(closes_early, who, world=3))
     for rank, (failed, _) in enumerate(found):
-        assert failed == [f"rank {who} closed its pipe, after 1 run."] * 2 * (rank != who)
+        assert failed == [f"rank {who} closed its pipe, after 1 run (steps, calls, saves, checks)."] * 2 * (
+            rank != who
+        )
     check_went_on([{"loss": loss} for _, loss in found])
 
 

@@ -138,7 +138,7 @@ def test_a_faster_link_is_advised_only_where_there_is_one(driver: str, named: bo
     steps = RecordedSteps(slow, breakdown(slow), Partition.of_sizes([1, 1], [1.0, 1.0]), driver)
     assert steps.breakdown.shares["communication"] > 0.3
     assert any("faster link" in advice.text for advice in advise(steps)) == named
-    assert any("Actions start late" in advice.text for advice in advise(steps)) != named
+    assert any("threads of ranks start late" in advice.text for advice in advise(steps)) != named
 
 
 def test_other_processes_are_named_first_where_they_took_cores_from_ranks() -> None:

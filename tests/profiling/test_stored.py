@@ -73,7 +73,7 @@ WHOLE = json.loads(report_json(full(ranks=2, micro_batches=1, steps=1)))
             "[" * 100_000,
             "A value of the report is missing, or has a wrong type or size (RecursionError",
         ),
-        ("[]", "format: None is not 'gpipe report 1'"),
+        ("[]", "The file is not a report"),
         (json.dumps({"format": "gpipe report 2"}), "format: 'gpipe report 2' is not"),
         (json.dumps({"format": "gpipe report 1"}), "A value of the report is missing, .* (KeyError: 'memory'"),
         (json.dumps(WHOLE | {"loss_each": "year"}), "loss_each: 'year' is neither"),

@@ -79,7 +79,7 @@ def catch_sigterm(
         with failed:
             stops = should_stop is not None and bool(should_stop())
         number = received or (signal.SIGTERM if stops else 0)
-        doing = "asked should_stop whether to stop"
+        doing = "checked for SIGTERM" if should_stop is None else "called should_stop"
         number = max(map(int, all_gather_checked(ranks, int(number), error=failed.error, doing=doing)))
         if number:
             ranks.note_signal()

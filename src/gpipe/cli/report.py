@@ -1,5 +1,6 @@
 """Implements `gpipe report`: shows the results of a run as a web page, in the terminal or as a picture."""
 
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +38,8 @@ def report(
         try:
             stored = read_report((run / NAME).read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{run / NAME}: cannot be read: {error}. Train again.") from None
+            fix = " Train again." if isinstance(error, JSONDecodeError) else ""
+            raise ValueError(f"{run / NAME}: cannot be read: {str(error).rstrip('.')}.{fix}") from None
         if text:
             _print_report(stored, Console(highlight=False))
             return

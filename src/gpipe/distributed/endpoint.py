@@ -487,9 +487,18 @@ class Endpoint:
         self._query.drop()
 
 
+def count_runs(runs: int) -> str:
+    """Returns the number of runs as text.
+
+    >>> count_runs(3)
+    '3 runs (steps, calls, saves, checks)'
+    """
+    return f"{runs} run{'s' * (runs != 1)} (steps, calls, saves, checks)"
+
+
 def _abandon(connections: Mapping[int, Connection], status: Status, rank: int) -> None:
     """Ends connections. The garbage collector may call it in any thread, so it neither waits nor uses locks."""
-    runs = f"{status.run} run{'s' * (status.run != 1)}"
+    runs = count_runs(status.run)
     text = f"rank {rank} dropped its pipe without closing it, after {runs}. Use `with gpipe.GPipe(...) as pipe:`."
     for connection in connections.values():
         connection.control.send(Report(0, rank, "", text).write())

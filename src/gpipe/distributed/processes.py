@@ -8,7 +8,7 @@ from weakref import finalize
 
 from gpipe.distributed.communicator import CALLED, Communicator, broadcast_header
 from gpipe.distributed.context import ProcessContext
-from gpipe.distributed.endpoint import Endpoint
+from gpipe.distributed.endpoint import Endpoint, count_runs
 from gpipe.distributed.linking import connect
 from gpipe.distributed.mesh import Position
 from gpipe.distributed.nccl import groups_for
@@ -180,8 +180,7 @@ class Processes(SingleProcess):
     def close(self, error: BaseException | None = None) -> None:
         if self._endpoint is None:
             return
-        runs = self._endpoint.detector.run
-        reason = f"rank {self.rank} closed its pipe, after {runs} run{'s' * (runs != 1)}."
+        reason = f"rank {self.rank} closed its pipe, after {count_runs(self._endpoint.detector.run)}."
         if error is not None and not (isinstance(error, RemoteError) and error.received):
             text = "".join(traceback.format_exception_only(error)).strip()  # works if str(error) raises
             reason += f" Its script raised {text[:LONGEST_REASON]}"

@@ -32,6 +32,11 @@ class Explanation(NamedTuple):
     text: str
 
     @property
+    def beginnings(self) -> list[str]:
+        """The beginnings of the messages. Those that are not whole sentences end with `...`."""
+        return [text if text.endswith((".", "...")) else f"{text.rstrip()} ..." for text in self.messages]
+
+    @property
     def page(self) -> str:
         """The page of the reference that has the entry."""
         return "findings" if self.section in FINDINGS else "errors"
@@ -47,7 +52,7 @@ def as_text(entry: Explanation) -> str:
     text = LINK.sub(
         lambda link: f"{link[1]} ({SITE}{link[2]}.html)" if SITE else f"{link[1]} (docs/{link[2]}.md)", entry.text
     )
-    messages = "\n".join(f"    {message}" for message in entry.messages)
+    messages = "\n".join(f"    {message}" for message in entry.beginnings)
     address = f"\n{SITE}reference/{entry.page}.html#{entry.slug}\n" if SITE else ""
     return f"{entry.slug}\n\n{messages}\n\n{text}{address}"
 

@@ -53,9 +53,14 @@ BY_SHARE = {  # by part of the breakdown
     "of up to {gain:.2f}x.",
     "between steps": "Your code between steps takes {share:.1%} of the time. Compute fewer metrics, log and call "
     "loss.item() less often, or load data ahead of time, for a speedup of up to {gain:.2f}x.",
-    "late starts": "Actions start late although their inputs are ready, which takes {share:.1%} of the time. Stop "
-    "other processes, or use fewer, larger stages or micro-batches, for a speedup of up to {gain:.2f}x.",
+    "late starts": "Late starts take {share:.1%} of the time: actions start late although their inputs are ready. "
+    "Stop other processes, or use fewer, larger stages or micro-batches, for a speedup of up to {gain:.2f}x.",
 }
+LATE_THREADS = (  # in one process
+    "Late starts and communication together take {share:.1%} of the time: threads of ranks start late although their "
+    "inputs are ready. Stop other processes, or use fewer, larger stages or micro-batches, for a speedup of up to "
+    "{gain:.2f}x."
+)
 RECOMPUTE = (
     "Recomputation takes {share:.1%} of the time. Pass remat='never', if memory allows, for a speedup of up to "
     "{gain:.2f}x."
@@ -279,6 +284,7 @@ def _by_share(steps: RecordedSteps) -> Iterator[Advice]:
     shares, texts = dict(steps.breakdown.shares), dict(BY_SHARE)
     if steps.driver != "process":  # Nothing crosses a link: a late message means a late thread.
         shares["late starts"] += shares.pop("communication", 0.0)
+        texts["late starts"] = LATE_THREADS
     if steps.driver == "lockstep":
         texts["late starts"] = ONE_THREAD
     if not steps.timelines[-1].is_step:

@@ -11,6 +11,10 @@ from gpipe.schedule.action import NAMES, parse_action
 from gpipe.schedule.timeline import Span, Timeline, steps_among
 
 FORMAT = "gpipe report 1"
+NOT_A_REPORT = (
+    "The file is not a report. `Recording.save` writes traces for ui.perfetto.dev. Write a report with "
+    "Path('report.json').write_text(gpipe.profiling.report_json(recording.report('title')))."
+)
 NAME = "report.json"  # the file name in the folder of a run
 MAX_RANKS = 4096  # in a file
 LARGEST = 1e18  # the largest number of seconds or bytes in a file
@@ -109,6 +113,8 @@ def read_report(text: str) -> Report:
     try:
         members = json.loads(text)
         version = members.get("format") if isinstance(members, dict) else None
+        if version is None:
+            raise ValueError(NOT_A_REPORT)
         if version != FORMAT:
             raise ValueError(
                 f"format: {version!r} is not {FORMAT!r}. Use the version of gpipe that wrote the report."

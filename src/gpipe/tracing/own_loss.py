@@ -36,6 +36,11 @@ UNKNOWN = (
     "so gpipe weights micro-batches by rows. For other weights, call step(inputs, targets, loss_fn, reduction=...). "
     "[model-loss-unknown]"
 )
+NO_CALLS = (
+    "The model's own loss does not call a loss of torch, so gpipe cannot find out how it averages, and "
+    "weights micro-batches by rows. For other weights, call step(inputs, targets, loss_fn, reduction=...). "
+    "[model-loss-unknown]"
+)
 UNEVEN = (
     "The model's own loss is not only the result of {calls}, and the rows of the micro-batches have different sizes. "
     "gpipe weights the micro-batches by {by}. For other weights, call step(inputs, targets, loss_fn, reduction=...). "
@@ -95,8 +100,10 @@ class OwnLoss:
         if sums:
             return cls(LossAverage("sum"), is_certain=is_certain)
         average = find_average(calls, inputs, count_rows(inputs), ready_made=True)
-        names = ", ".join(call.name for call in calls) or "none"
-        if not calls or {call.name for call in calls} - ELEMENTS - ROWS:
+        if not calls:
+            return cls(LossAverage(), NO_CALLS)
+        names = ", ".join(call.name for call in calls)
+        if {call.name for call in calls} - ELEMENTS - ROWS:
             return cls(LossAverage(), UNKNOWN.format(calls=names))
         if average is not None and is_certain:
             return cls(average, is_certain=True)
