@@ -191,9 +191,9 @@ class GPipe(Partitioned):
         RemoteError: If a different process failed. `step`, calls and backward passes also raise it.
 
     Note:
-        *Small mini-batches.* If a mini-batch has fewer than M micro-batches, a `Program` is restricted to these
-        micro-batches. With `"auto"`, gpipe uses the schedule `"gpipe"` if the chosen schedule does not support this
-        number.
+        *Small mini-batches.* If a mini-batch has fewer than M micro-batches, a `Program` and the result of `"auto"`
+        are restricted to these micro-batches. If a named schedule does not support this number, gpipe uses the
+        schedule `"gpipe"`.
 
         *schedule="auto"* takes three to five seconds on one core. `partitions` must be a number, and `remat` must
         have its default value or be a `gpipe.Remat`. `pipe.summary()` shows how close the result is to the lower

@@ -219,15 +219,16 @@ class ProcessContext(Context):
     def cancel(self) -> None:
         """Does nothing, because this process has only one rank. `Endpoint.fail` informs the other processes."""
 
-    def begin(self, action: Action) -> None:
+    def start_exchange(self, action: Action) -> None:
         """Starts an UNSHARD or REDUCE action, which overlaps the next actions of this rank.
 
-        If the next actions also exchange messages with the replicas, `close` starts the UNSHARD or REDUCE instead.
+        Two exchanges with the same replicas must not overlap. So if the layers of the next actions may exchange
+        messages with the replicas themselves, this method does nothing, and `finish_exchange` starts the action.
         """
         if not (self.runs_every_backward or self._shards.uses_torch):
             self._start(action)
 
-    def close(self, action: Action) -> None:
+    def finish_exchange(self, action: Action) -> None:
         """Completes an UNSHARD or REDUCE action, or performs a RESHARD or TIE action."""
         if action.kind is Kind.RESHARD:
             self._shards.free(action.stage)

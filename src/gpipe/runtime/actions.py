@@ -90,7 +90,7 @@ def backward(run: Run, rank: Rank, task: CompiledAction, accumulate: Accumulate 
 
 def exchange(run: Run, rank: Rank, task: CompiledAction) -> None:
     """Performs a collective action of several processes, or waits for one that was started."""
-    run.context.close(task.action)
+    run.context.finish_exchange(task.action)
 
 
 WORK: dict[Kind, Work] = {

@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from gpipe._torch.accelerator import current_stream, queues
 from gpipe._torch.autograd import will_run
 from gpipe.errors import hide_internal_frames
-from gpipe.runtime.executor import run_backward, run_forward
+from gpipe.runtime.executor import run_backward_half, run_forward_half
 from gpipe.runtime.run import Run
 from gpipe.stages.boundary import UNDEFINED, Gradients, Output
 from gpipe.stages.memory_layout import moved
@@ -60,7 +60,7 @@ def pipelined(run: Run, leaves: Sequence[Sequence[Tensor]]) -> list[Tree]:
 class _Pipelined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, outputs: list[Output], anchors: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        run_forward(run)
+        run_forward_half(run)
         leaves = inputs[anchors:]
         outputs += run.context.gather_outputs(run.take_outputs(), len(run.micro_batch_sizes))
         tensors = [tensor for output in outputs for tensor in tensors_in(output.value)]
@@ -96,7 +96,7 @@ class _Pipelined(torch.autograd.Function):
                 run.output_gradients = _split_gradients(
                     ctx.wants, gradients, runs_all=run.context.runs_every_backward
                 )
-                run_backward(run)
+                run_backward_half(run)
             for rank in run.ranks:
                 rank.stream.end(in_backward=True)
             run.report_findings(run.findings)

@@ -118,12 +118,12 @@ class Context:
     def repeat(self, action: Action) -> None:
         """Prepares to replay an action with the kept messages."""
 
-    def begin(self, action: Action) -> None:
+    def start_exchange(self, action: Action) -> None:
         """Starts a collective action that overlaps with the next actions of its rank."""
         raise AssertionError(action)
 
-    def close(self, action: Action) -> None:
-        """Performs a collective action, or waits for one that `begin` has started."""
+    def finish_exchange(self, action: Action) -> None:
+        """Performs a collective action, or waits for one that `start_exchange` has started."""
         raise AssertionError(action)
 
     def of_replicas(self, kind: Control, value: Tree, number: int = 0) -> list[Any]:

@@ -48,7 +48,7 @@ def run_step(run: Run) -> None:
         _finish(run)
 
 
-def run_forward(run: Run) -> None:
+def run_forward_half(run: Run) -> None:
     """Runs the forward half of a program. The run keeps the state that the backward half needs."""
     with run.stages.threads.turn():
         run.compile()
@@ -56,7 +56,7 @@ def run_forward(run: Run) -> None:
         _run_table(run, run.compiled.forward)
 
 
-def run_backward(run: Run) -> None:
+def run_backward_half(run: Run) -> None:
     """Runs the backward half of a program."""
     # Do not block autograd's device thread here: the step of a different caller may need it to finish.
     with nullcontext() if run.stages.queues else run.stages.threads.turn():
@@ -91,7 +91,7 @@ def run_rank(run: Run, rank: Rank, table: CompiledTable) -> None:
                 if task.stage in started:
                     perform(run, rank, started.pop(task.stage))
                 if task.action.kind in OVERLAPPED:
-                    context.begin(task.action)
+                    context.start_exchange(task.action)
                     started[task.stage] = task
                 else:
                     perform(run, rank, task)

@@ -32,8 +32,8 @@ class Feature:
     def wrap_actions(self, run: Run, work: dict[Kind, Work]) -> None:
         """Adds functions for further kinds of action to `work`, or wraps functions that `work` contains.
 
-        The functions of F and B call `work[Kind.SEND]` with their own action, to send `rank.outbox`. A wrapper of
-        SEND therefore sees an F or B action, also for messages that stay in the rank.
+        The functions of F and B call `work[Kind.SEND]` to send `rank.outbox`, and pass their own action to it. So a
+        wrapper of SEND receives an F or B action. It is also called for messages that stay in the rank.
         """
 
     def around_pass(self, run: Run, table: CompiledTable) -> AbstractContextManager[object]:

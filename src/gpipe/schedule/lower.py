@@ -18,7 +18,9 @@ Remat: TypeAlias = RematName | int
 """The recomputation mode of a stage: a name, or the maximum number of micro-batches that keep their activations."""
 REMATS: tuple[str, ...] = get_args(RematName)
 ActionsByIndex = defaultdict[int, list[Action]]  # actions to insert, by the index of an existing action in its row
-MIN_ACTIONS_BETWEEN = 2  # between a forward and its backward; with fewer, offloaded activations would never be gone
+MIN_ACTIONS_BETWEEN = 2
+"""The minimum number of actions between a forward and its backward for an offload. With fewer actions, FETCH would bring
+the activations back before OFFLOAD has freed them."""
 
 
 def place_remat(program: Program, remat: Sequence[Remat], *, halved: bool = False) -> Program:

@@ -261,9 +261,9 @@ class Simulator:
                 places[action.stage].setdefault(action.micro_batch, {})[action.kind] = index
         here, following = places.values()
 
-        def waits(index: int) -> slice:
+        def until_used(index: int) -> slice:
             """Returns the indices at which the output of a finished action still exists on this rank."""
-            recomputes = redo is not None
+            recomputes = recompute is not None
             return slice(index + 1, bisect_right(self._when(rank, recomputes), self._taken(row[index], recomputes)))
 
         held = np.zeros((len(row), len(UNIT_COST.sizes)), np.int64)
@@ -274,23 +274,23 @@ class Simulator:
         for m, indices in here.items():
             forward, backward, end = _ends(indices)
             weights = indices.get(Kind.BACKWARD_WEIGHT)
-            redo = indices.get(Kind.RECOMPUTE, backward if m in recomputed else None)
+            recompute = indices.get(Kind.RECOMPUTE, backward if m in recomputed else None)
             held[forward : end + 1, BOUNDARY] += 1
-            back = indices.get(Kind.FETCH, redo)
-            if (away := indices.get(Kind.OFFLOAD)) is not None:
-                held[forward : moves[moves.index(away) + 1], ACTIVATIONS] += 1
+            restored = indices.get(Kind.FETCH, recompute)
+            if (offload := indices.get(Kind.OFFLOAD)) is not None:
+                held[forward : moves[moves.index(offload) + 1], ACTIVATIONS] += 1
             else:
-                held[forward : (end if redo is None else forward) + 1, ACTIVATIONS] += 1
-            if back is not None:
-                held[back : end + 1, ACTIVATIONS] += 1
-            if redo is not None and Kind.FORWARD in indices:
-                held[waits(forward), VALUE] += 1
-            elif redo is None and away is None and m in following:
-                taken, _, until = _ends(following[m])
-                held[max(taken, forward) : min(until, end) + 1, VALUE] -= 1
+                held[forward : (end if recompute is None else forward) + 1, ACTIVATIONS] += 1
+            if restored is not None:
+                held[restored : end + 1, ACTIVATIONS] += 1
+            if recompute is not None and Kind.FORWARD in indices:
+                held[until_used(forward), VALUE] += 1
+            elif recompute is None and offload is None and m in following:
+                following_forward, _, following_end = _ends(following[m])
+                held[max(following_forward, forward) : min(following_end, end) + 1, VALUE] -= 1
             if backward is not None:
                 held[backward, WORKING if weights is None else WORKING_INPUT] += 1
-                held[waits(backward), GRADIENT] += 1
+                held[until_used(backward), GRADIENT] += 1
             if weights is not None:
                 held[end + 1 : weights + 1, LATE] += 1
                 held[weights, WORKING_WEIGHT] += 1

@@ -162,7 +162,7 @@ class _Search:
 
 
 def _search(costs: LayerCosts) -> _Search:
-    """Returns the search for these costs. Spans are in ticks, so that their squares do not overflow."""
+    """Returns the search for these costs. Rounds times to whole ticks, whose squares do not overflow."""
     if not any(costs.costs + costs.transfers):
         costs = replace(costs, costs=(1.0,) * len(costs.costs))
     scale = _TICKS - math.frexp(costs.longest)[1]
@@ -170,7 +170,8 @@ def _search(costs: LayerCosts) -> _Search:
     transfers = np.ldexp([0, *costs.transfers, 0], scale)
     held = np.cumsum([0, *costs.held])
     mean = sum(costs.costs) / sum(costs.speeds)
-    # Filling each stage until it reaches the mean exceeds the mean by at most one layer and two transfers.
+    # An upper bound of the slowest stage: if each stage takes layers until it reaches the mean, it exceeds the mean by
+    # at most one layer and two transfers.
     greedy = mean + max(costs.costs) / min(costs.speeds) + 2 * max((0, *costs.transfers))
     return _Search(
         x=before + transfers,
