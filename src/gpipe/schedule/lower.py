@@ -19,8 +19,8 @@ Remat: TypeAlias = RematName | int
 REMATS: tuple[str, ...] = get_args(RematName)
 ActionsByIndex = defaultdict[int, list[Action]]  # actions to insert, by the index of an existing action in its row
 MIN_ACTIONS_BETWEEN = 2
-"""The minimum number of actions between a forward and its backward for an offload. With fewer actions, FETCH would bring
-the activations back before OFFLOAD has freed them."""
+"""The minimum number of actions between a forward and its backward for an offload. With fewer actions, FETCH would
+follow OFFLOAD directly, so the memory would never be free."""
 
 
 def place_remat(program: Program, remat: Sequence[Remat], *, halved: bool = False) -> Program:

@@ -170,8 +170,8 @@ def _search(costs: LayerCosts) -> _Search:
     transfers = np.ldexp([0, *costs.transfers, 0], scale)
     held = np.cumsum([0, *costs.held])
     mean = sum(costs.costs) / sum(costs.speeds)
-    # An upper bound of the slowest stage: if each stage takes layers until it reaches the mean, it exceeds the mean by
-    # at most one layer and two transfers.
+    # An upper bound of the slowest stage: if each stage takes layers until it reaches the mean, the stage exceeds the
+    # mean by at most one layer and two transfers.
     greedy = mean + max(costs.costs) / min(costs.speeds) + 2 * max((0, *costs.transfers))
     return _Search(
         x=before + transfers,
