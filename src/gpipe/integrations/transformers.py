@@ -81,6 +81,7 @@ DIFFERENT_BATCHES = (
     "The processes of replica {replica} received different batches, but all K must read the same rows. Use the same "
     "random numbers in all processes, for example with dataloader_num_workers=0. [different-batches-in-replica]"
 )
+ABOUT_LOSS_FN = ("loss_fn", "[weight-of-different-stage]")  # what an error about loss_fn contains
 
 
 class _Called(Exception):  # noqa: N818  # it is not an error
@@ -607,11 +608,11 @@ def _same(first: Any, second: Any) -> bool:
 
 @contextmanager
 def _note_on_loss_fn() -> Iterator[None]:
-    """Adds a note to errors that mention `loss_fn`, which is not a name in the user's code."""
+    """Adds a note to errors about `loss_fn`, which is not a name in the user's code."""
     try:
         yield
     except Exception as error:
-        if "loss_fn" in str(error):
+        if any(word in str(error) for word in ABOUT_LOSS_FN):
             error.add_note(
                 "With a Trainer, loss_fn is the part of compute_loss after its call of the model. Use only the "
                 "model's output there, and no weights, also not for the model's inputs. [compute-loss-uses-weights]"
