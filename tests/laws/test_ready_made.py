@@ -241,9 +241,9 @@ two, three = gpipe.MicroBatches([X] * 2), gpipe.MicroBatches([X] * 3)
 @pytest.mark.parametrize(
     ("inputs", "targets", "text"),
     [
-        (two, Y, "inputs: got gpipe.MicroBatches, but targets are not"),
-        (two, None, "inputs: got gpipe.MicroBatches, but targets are not"),
-        (X, two, "targets: got gpipe.MicroBatches, but inputs are not"),
+        (two, Y, "gpipe.MicroBatches, but targets are not"),
+        (two, None, "gpipe.MicroBatches, but targets are not"),
+        (X, two, "gpipe.MicroBatches, but inputs are not"),
         (three, two, "inputs has 3 and targets has 2 micro-batches"),
         (gpipe.MicroBatches([X] * 6), gpipe.MicroBatches([Y] * 6), "micro_batches=5. Create the pipe with"),
         (gpipe.MicroBatches([X, None]), two, "inputs[1] is None and has no tensor"),

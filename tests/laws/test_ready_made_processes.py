@@ -93,8 +93,8 @@ def test_a_replica_that_leaves_out_an_output_does_not_keep_the_others_waiting_fo
 @pytest.mark.parametrize(
     ("counts", "text"),
     [
-        ([2, None], "inputs: got gpipe.MicroBatches, but targets are not"),
-        ([None, 3], "targets: got gpipe.MicroBatches, but inputs are not"),
+        ([2, None], "gpipe.MicroBatches, but targets are not"),
+        ([None, 3], "gpipe.MicroBatches, but inputs are not"),
         ([3, 2], "inputs has 3 and targets has 2 micro-batches"),
     ],
 )
