@@ -16,7 +16,7 @@ from tests.docs.pages import PAGES, ROOT, blocks_of
 PAGE = (ROOT / "docs" / "reference" / "schedules.md").read_text()
 LINES = {
     name: [cell.strip().strip("`") for cell in cells.split("|")]
-    for name, cells in re.findall(r'^\| `"(\w+)"` \|(.*)\|$', PAGE, re.MULTILINE)
+    for name, cells in re.findall(r'^\| `"(\w+)"`(?: \(default\))? \|(.*)\|$', PAGE, re.MULTILINE)
 }
 
 

@@ -125,7 +125,7 @@ def test_dropout_is_the_same_over_processes(pool: WorkerPool, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("partitions", "how", "text"),
     [
-        (3, {}, "2, is not divisible by partitions=3"),
+        (3, {}, "not divisible by partitions=3"),
         (2, {"pipe": {"driver": "threads"}}, "supports one process"),
         (2, {"auto_find_batch_size": True}, "auto_find_batch_size=True"),
         (2, {"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),

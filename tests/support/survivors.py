@@ -186,7 +186,7 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
             "living": living,
             "each": each,
             "at": time.monotonic(),
-            "plan": pipe.plan.to_json(),
+            "plan": pipe.plan.to_json() | {"other_cores": None},  # each process measures this number
         }
         log.write(json.dumps(ended) + "\n")
         if optimizer is not None:
