@@ -146,6 +146,7 @@ def test_a_forked_child_steps_with_files_of_its_own_or_not_at_all(steps: int) ->
     train(whole, optimizer, steps)
 
     def work() -> None:
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and a child that needs them hangs.
         whole(torch.ones(2, 3, 3, 3)).square().sum().backward()
         if steps:
             with pytest.raises(RuntimeError, match="offloaded-state-before-fork"):

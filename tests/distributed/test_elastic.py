@@ -162,6 +162,7 @@ def test_a_full_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(OSError, match="Check the folder and its free space") as raised:
         rendezvous.meet(list)
     assert raised.value.filename == f"{tmp_path}/came-1-0-nonce-0"
+    rendezvous._alive.close()  # A process keeps this file open until it ends.
 
 
 def test_a_replica_comes_back_with_the_state_of_the_others(tmp_path: Path, fleets: list[Fleet]) -> None:
