@@ -20,7 +20,7 @@ import gpipe
 from gpipe.distributed import processes
 from gpipe.distributed.codec import decode, encode
 from gpipe.runtime.context import Context
-from gpipe.stages import tree
+from gpipe.stages import memory_layout
 from gpipe.stages.messages import Label, Message, ReadyEvent
 from tests.support.addresses import Behind, Third, in_the_middle
 from tests.support.odd_layers import Fork, Join
@@ -109,7 +109,7 @@ def _trained(model: nn.Module, step: Callable[[int], Tensor]) -> Iterator[Tensor
 @contextmanager
 def forgetting() -> Iterator[None]:
     """Copies forget how their tensors lay."""
-    with mock.patch.object(tree, "_lying_like", lambda tensor, copied, **how: copied):
+    with mock.patch.object(memory_layout, "_with_layout_of", lambda tensor, copied, **how: copied):
         yield
 
 
