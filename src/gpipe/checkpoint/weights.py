@@ -26,6 +26,7 @@ from gpipe.checkpoint.files import (
 )
 from gpipe.checkpoint.load import LoadedState, list_names, put, read_weights, unique
 from gpipe.checkpoint.manifest import LARGEST, CheckpointError, has_type
+from gpipe.checkpoint.places import Url, to_place
 from gpipe.checkpoint.save import check_order, finish_pending_saves, first_names, is_kept_weight, state_to_save
 from gpipe.distributed.communicator import FirstError, all_gather_checked, communicator_of
 from gpipe.stages.dtensor import full_tensor
@@ -67,7 +68,7 @@ def load_weights(
     """
     check_order(folder, pipe, "load_weights")
     finish_pending_saves(pipe)
-    ranks, path = communicator_of(pipe), Path(os.path.abspath(folder))
+    ranks, path = communicator_of(pipe), _local(folder)
     ready, files, failed = LoadedState(), TensorFiles([]), FirstError()
     with failed:
         files = _open(path, ready)
@@ -89,6 +90,13 @@ def load_weights(
     if findings:
         raise CheckpointError(path, findings)
     put(ready, pipe, None)
+
+
+def _local(folder: str | os.PathLike[str]) -> Path:
+    place = to_place(folder)
+    if isinstance(place, Url):
+        raise ValueError(f"folder: {place} is a URL. Pass a local folder, and copy the files yourself.")
+    return place
 
 
 def _open(folder: Path, ready: LoadedState) -> TensorFiles:
@@ -149,7 +157,7 @@ def save_weights(
     """
     check_order(folder, pipe, "save_weights")
     finish_pending_saves(pipe)
-    ranks, path = communicator_of(pipe), Path(os.path.abspath(folder))
+    ranks, path = communicator_of(pipe), _local(folder)
     shards, failed = list[dict[str, Tensor]](), FirstError()
     with failed:
         tensors = _named_tensors(pipe, rename)
