@@ -20,6 +20,8 @@ from gpipe.checkpoint.parts import EXTRA, MERGE, NO_ID, Save, join
 from gpipe.checkpoint.places import Url, read_bytes, read_pieces, sizes_in
 from gpipe.distributed.communicator import Communicator, FirstError, all_gather_checked
 
+DAMAGED = "Restore the files from a copy. [checkpoint-damaged]"
+
 
 @dataclass(frozen=True)
 class Files:
@@ -100,7 +102,7 @@ def collect(
     with failed:
         findings = find_damage(path, here, elsewhere=elsewhere)
     if findings := list(chain(*all_gather_checked(ranks, findings, error=failed.error, doing=doing))):
-        raise CheckpointError(path, list(dict.fromkeys(findings)))
+        raise CheckpointError(path, list(dict.fromkeys(findings)), DAMAGED)
     return Files(here, path, elsewhere), whole
 
 

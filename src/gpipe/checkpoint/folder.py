@@ -56,7 +56,9 @@ def find(folder: Path) -> CheckpointPath | None:
     if (folder / MANIFEST).exists():
         return CheckpointPath(folder)
     if folder.is_file():
-        raise CheckpointError(folder, ["This is a file. Pass the folder that you passed to gpipe.save."])
+        raise CheckpointError(
+            folder, ["This is a file. Pass the folder that you passed to gpipe.save. [checkpoint-not-found]"]
+        )
     there = checkpoints(folder)
     if not os.path.lexists(folder / LATEST):  # A process was killed just after it named its first checkpoint.
         return CheckpointPath(there[-1]) if there else None
@@ -64,14 +66,16 @@ def find(folder: Path) -> CheckpointPath | None:
     try:
         text = read_small_file(folder / LATEST, MAX_LATEST).decode(errors="replace")
     except ValueError as error:
-        raise CheckpointError(folder, [f"{LATEST} {error}. Remove it.{choice}"]) from None
+        raise CheckpointError(folder, [f"{LATEST} {error}. Remove it.{choice} [latest-damaged]"]) from None
     matched = re.fullmatch(rf"({CHECKPOINT.pattern})\n(?:([0-9a-f]{{64}})\n)?", text)
     if not matched:
         advice = f"Replace it by the name of a checkpoint and a line break.{choice}"
-        raise CheckpointError(folder, [f"{LATEST} is damaged: it contains {text[:200]!r}. {advice}"])
+        raise CheckpointError(folder, [f"{LATEST} is damaged: it contains {text[:200]!r}. {advice} [latest-damaged]"])
     checkpoint = CheckpointPath(folder / matched[1], matched[4])
     if not checkpoint.path.is_dir():
-        raise CheckpointError(folder, [f"{LATEST} names {matched[1]}, which does not exist.{choice}"])
+        raise CheckpointError(
+            folder, [f"{LATEST} names {matched[1]}, which does not exist.{choice} [latest-damaged]"]
+        )
     return checkpoint
 
 

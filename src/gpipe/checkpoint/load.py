@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe._torch.trees import map_tensors
-from gpipe.checkpoint.collect import Files, collect
+from gpipe.checkpoint.collect import DAMAGED, Files, collect
 from gpipe.checkpoint.files import TensorFiles, why_not_storable
 from gpipe.checkpoint.folder import CheckpointPath, checkpoints, find, find_damage, order_of, read_manifest
 from gpipe.checkpoint.manifest import MANIFEST, MAX_LISTED, CheckpointError, Json, Manifest, decode
@@ -370,7 +370,7 @@ class Checkpoint:
             return Plan.from_json(self.manifest.plan)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             why = f"The plan cannot be read ({type(error).__name__}: {error}). Pass split points instead of plan=."
-            raise CheckpointError(self.path, [why]) from error
+            raise CheckpointError(self.path, [why], DAMAGED) from error
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all parameters and buffers on the CPU, with the same names as in `nn.Sequential(*layers)`.
@@ -455,8 +455,10 @@ def load(
         raise CheckpointError(root, findings)
     if found is None:
         if any((root / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
-            raise CheckpointError(root, ["This folder has only weights. Use gpipe.load_weights."])
-        raise CheckpointError(root, ["The folder has no checkpoint. Pass the folder that you passed to gpipe.save."])
+            raise CheckpointError(
+                root, ["This folder has only weights. Use gpipe.load_weights. [checkpoint-not-found]"]
+            )
+        raise CheckpointError(root, [NOT_FOUND])
     with ExitStack() as held:  # a temporary folder for files that this rank does not see
         if isinstance(found, Save):
             path = root / found.name
@@ -470,6 +472,10 @@ def load(
         if hasattr(pipe, "layers_per_partition"):  # Layers without a pipe use torch's random numbers.
             pipe.step_number, pipe.seed = manifest.step_number, manifest.seed  # type: ignore[assignment]  # a GPipe's
     return Checkpoint(path, manifest.step_number, manifest.seed, ready.extra, manifest)
+
+
+NOT_FOUND = "The folder has no checkpoint. Pass the folder that you passed to gpipe.save. [checkpoint-not-found]"
+DOES_NOT_FIT = "Pass the model and the optimizer that were saved. [checkpoint-does-not-fit]"
 
 
 def _wanted(pipe: nn.Module | None) -> Callable[[Mapping[str, str]], set[str]] | None:
@@ -580,7 +586,8 @@ def _agree_whole(found: CheckpointPath, ranks: Communicator) -> Manifest:
         older = reversed(checkpoints(found.path.parent)) if order_of(found.path.name) else ()
         others = [str(other) for other in older if other != found.path]
         listed = ", ".join(others)
-        advice = f"Restore the files from a copy, or load one of these checkpoints: {listed}." if others else ""
+        choice = f"Restore the files from a copy, or load one of these checkpoints: {listed}. [checkpoint-damaged]"
+        advice = choice if others else DAMAGED
         raise CheckpointError(found.path, findings, advice)
     return manifest
 
@@ -629,5 +636,5 @@ def _agree_fit(
         if idle := [name for name in before if name not in trained and name in names]:
             findings.append(f"optimizer lacks {list_names(idle)}, which the saved optimizer had. Add them.")
     if findings:
-        raise CheckpointError(files.path, findings)
+        raise CheckpointError(files.path, findings, DOES_NOT_FIT)
     return ready

@@ -49,7 +49,7 @@ class CheckpointError(ValueError):
     ...         gpipe.load(folder)
     ...     except gpipe.CheckpointError as error:
     ...         print(*error.findings)
-    The folder has no checkpoint. Pass the folder that you passed to gpipe.save.
+    The folder has no checkpoint. Pass the folder that you passed to gpipe.save. [checkpoint-not-found]
     """
 
     def __init__(self, path: Path, findings: Sequence[str], advice: str = "") -> None:

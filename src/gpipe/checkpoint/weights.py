@@ -24,7 +24,7 @@ from gpipe.checkpoint.files import (
     why_not_storable,
     write_file,
 )
-from gpipe.checkpoint.load import LoadedState, list_names, put, read_weights, unique
+from gpipe.checkpoint.load import DOES_NOT_FIT, LoadedState, list_names, put, read_weights, unique
 from gpipe.checkpoint.manifest import LARGEST, CheckpointError, has_type
 from gpipe.checkpoint.places import Url, to_place
 from gpipe.checkpoint.save import check_order, finish_pending_saves, first_names, is_kept_weight, state_to_save
@@ -88,7 +88,7 @@ def load_weights(
             f"the model with older names, load it with from_pretrained, and call gpipe.save_weights(folder, model)."
         )
     if findings:
-        raise CheckpointError(path, findings)
+        raise CheckpointError(path, findings, DOES_NOT_FIT)
     put(ready, pipe, None)
 
 
