@@ -154,10 +154,11 @@ class GPipe(Partitioned):
             - `"never"`: no micro-batches.
             - a number: at most this number of micro-batches keep their activations at the same time.
             - `"offload"`: no micro-batches, but gpipe moves activations to host memory, or from a CPU to a file.
+            - `"offload_inputs"`: all micro-batches, and gpipe moves the inputs of the stages in the same way.
             - `"auto"`: as few micro-batches as the memory of the device allows. Requires `sample`.
             - `gpipe.Remat(memory=...)`: as few micro-batches as this number of bytes per rank allows.
               `schedule="auto"` supports this option.
-            - a list with one of the first five options for each stage.
+            - a list with one of the first six options for each stage.
 
             A micro-batch whose backward pass follows its forward pass immediately is never recomputed.
         devices: One device per partition, or one device for all partitions. Default: the accelerators of this host in

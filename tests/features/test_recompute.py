@@ -15,7 +15,7 @@ import gpipe
 from tests.support.plain_loop import REMATS, train
 
 M = 4
-FORWARDS = {"never": M, "except_last": 2 * M - 1, "always": 2 * M, "offload": M}
+FORWARDS = {"never": M, "except_last": 2 * M - 1, "always": 2 * M, "offload": M, "offload_inputs": 2 * M}
 
 
 class Counting(nn.Module):

@@ -126,7 +126,8 @@ def test_two_messages_in_another_order_than_the_peer_lists_are_refused(
     [
         ("0F0 0OFFLOAD0 0B0", MOVED + "OFFLOAD."),
         ("0F0 0FETCH0 0B0", MOVED + "FETCH."),
-        ("0F0 0OFFLOAD0 0FETCH0 0R0 0B0", MOVED + "FETCH, OFFLOAD, R."),
+        ("0F0 0OFFLOAD0 0R0 0B0", MOVED + "OFFLOAD."),
+        ("0F0 0OFFLOAD0 0R0 0FETCH0 0B0", "The program deadlocks:"),
         ("0FETCH0 0OFFLOAD0 0F0 0B0", "The program deadlocks:"),
         ("0F0 0OFFLOAD0 0B0 0FETCH0", "The program deadlocks:"),
         ("0F0 0FETCH0 0OFFLOAD0 0B0", "The program deadlocks:"),
@@ -135,6 +136,7 @@ def test_two_messages_in_another_order_than_the_peer_lists_are_refused(
 def test_what_goes_to_the_host_comes_back_before_its_backward(row: str, said: str) -> None:
     assert [text.split("\n")[0] for text in mistakes(Program.of([parsed(row)], 1))] == [said]
     check(Program.of([parsed("0F0 0OFFLOAD0 0FETCH0 0I0 0W0")], 1))
+    check(Program.of([parsed("0F0 0OFFLOAD0 0FETCH0 0R0 0B0")], 1))
 
 
 def edited(*changes: tuple[str, str]) -> Program:

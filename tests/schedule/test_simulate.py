@@ -191,6 +191,14 @@ def test_what_is_offloaded_is_held_until_the_next_move_and_from_its_fetch_on() -
     for name, k, peak in (("gpipe", 2, (128, 128)), ("1f1b", 4, (124, 123, 122, 111))):
         program = place_offloads(program_of(name, k, 8), range(k))
         assert peaks(program, *[BYTES] * k) == peak
+    # The inputs of micro-batches that are recomputed: BYTES has 1 byte of inputs and 10 of activations.
+    bare = "0F0 0F1 0F2 0F3 0R0 0B0 0R1 0B1 0R2 0B2 0R3 0B3"
+    moved = (
+        "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0F3 0OFFLOAD3 0FETCH0 0R0 0B0 0FETCH1 0R1 0B1 0FETCH2 0R2 0B2"
+        " 0FETCH3 0R3 0B3"
+    )
+    kept, away = (peaks(Program.of([parsed(text)], 4), BYTES)[0] for text in (bare, moved))
+    assert kept - away == 2  # of four inputs, two are there at once: one is copied while the next is used
 
 
 def test_weights_are_gathered_while_their_rank_waits_and_held_with_their_gradients() -> None:

@@ -16,7 +16,7 @@ from gpipe.stages.skips import Stashed, run_layer
 Tree: TypeAlias = object
 LossFunction: TypeAlias = Callable[..., Tensor]
 
-REMATS = ("always", "except_last", "never", "offload")
+REMATS = ("always", "except_last", "never", "offload", "offload_inputs")
 
 
 @contextmanager

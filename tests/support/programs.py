@@ -92,7 +92,7 @@ def lowered_programs(draw: st.DrawFn, *, forward: bool = True, split: bool = Tru
     bare = draw(bare_programs(forward=forward, split=split))
     stages = st.sets(st.integers(0, bare.stages - 1))
     remat, offloads = draw(remats(bare.stages)), draw(stages)
-    program = place_recompute(bare, ["never" if s in offloads else each for s, each in enumerate(remat)])
+    program = place_recompute(bare, remat)
     program = place_transfers(place_offloads(program, offloads, halved=draw(st.booleans())))
     program = place_commits(program, draw(stages))
     program = place_reduces(place_ties(program, draw(stages)), draw(stages))

@@ -188,11 +188,11 @@ def _plain(node: Any, name: str) -> Tensor | None:
 
 @dataclass(slots=True, eq=False)
 class SavedTensor:
-    """A tensor that a node saved, without its graph.
+    """A tensor that a node saved, without its graph, or the input of a stage.
 
     Attributes:
         tensor: The tensor. Empty while its storage is offloaded.
-        version: The version of the tensor when the node saved it.
+        version: The version of the tensor when it was saved.
         away: The storage offset, shape and strides of the tensor while its storage is offloaded, otherwise None.
     """
 
@@ -226,13 +226,13 @@ class SavedTensor:
     def release_storage(self) -> None:
         tensor = self.tensor
         self.away = tensor.storage_offset(), tensor.shape, tensor.stride()
-        self.tensor = tensor.new_empty(0)
+        tensor.data = tensor.new_empty(0)  # the same object with the same version, because a stage may keep it
 
     def restore_storage(self, storage: torch.UntypedStorage) -> None:
         """Restores the tensor in a storage, with its offset, shape and strides."""
         assert self.away is not None
-        self.tensor.set_(storage, *self.away)
-        self.version, self.away = self.tensor._version, None
+        self.tensor.data = self.tensor.new_empty(0).set_(storage, *self.away)
+        self.away = None
 
 
 OFFLOADED = "A backward pass of a different stage or micro-batch needs activations that are offloaded to host memory."

@@ -128,14 +128,14 @@ def _split(arguments: Arguments, settings: Settings, placement: Placement, remat
                 f"remat='auto': {error}. Use more partitions, more micro-batches, different split points, or more "
                 f"memory."
             ) from None
-    elif "offload" in remat and sample is not None:
+    elif {"offload", "offload_inputs"} & {*remat} and sample is not None:
         with suppress(UncountableError):  # Then the prediction ignores transfers to the host, as without a sample.
             held = _count_bytes(layers, sample, cuts, splits)
     if held is not None:
         costs = tuple(cost.with_bytes_of(size) for cost, size in zip(costs, held, strict=True))
         if measured is not None:
             speed = measure_host(devices[0])
-            costs = tuple(replace(cost, move=cost.activations / speed) for cost in costs)
+            costs = tuple(cost.with_host(speed, mode) for cost, mode in zip(costs, remat, strict=True))
             if arguments.fits_remat:
                 remat = choose_offload(full_program(), costs, limits, remat)
     return Plan(

@@ -1,9 +1,11 @@
 """OFFLOAD and FETCH: copies activations to host memory or to a file, and copies them back for the backward pass.
 
+If a micro-batch is recomputed, the inputs of the stage are copied instead, and copied back for the recompute.
+
 Hooks collect every tensor that autograd saves in a forward pass. A storage is offloaded only if nothing else refers
-to it. Weights, buffers, boundary tensors, and tensors that a layer or the caller keeps are therefore not moved. If
-several saved tensors share a storage, it is copied once. Shapes, strides and alignment do not change, and values are
-bitwise identical.
+to it. So these are not moved: weights, buffers, boundary tensors of stages that do not recompute, and tensors that a
+layer or the caller keeps. If several saved tensors share a storage, it is copied once. Shapes, strides and alignment
+do not change, and values are bitwise identical.
 
 A rank has at most one copy in flight, and runs other actions during the copy. The rank waits for the copy before the
 next copy, or before the backward pass that needs the activations. On a GPU, only the stream of the rank waits.
@@ -23,7 +25,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -39,8 +41,11 @@ from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.streams import DeviceStream, RankStream, Stamp, event_on
 from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.rules import BACKWARDS
+from gpipe.stages.tree import tensors_in
 
 Host: TypeAlias = "FileHost | PinnedHost"
+USES_FETCHED = Kind.RECOMPUTE, *BACKWARDS
+"""The kinds of actions that wait for the FETCH of their micro-batch."""
 NAME = "gpipe moves"  # the name of the thread that copies
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mmap.restype = ctypes.c_void_p
@@ -83,10 +88,10 @@ class OffloadedStorage:
 
 @dataclass(eq=False)
 class OffloadedActivations:
-    """The activations of one micro-batch at one stage.
+    """The activations of one micro-batch at one stage, or its inputs if they are recomputed.
 
     Attributes:
-        saved: Tensors that autograd has saved, until OFFLOAD.
+        saved: Tensors that autograd has saved, or the inputs, until OFFLOAD.
         moved: The offloaded storages, between OFFLOAD and the backward pass.
         host_data: The copies on the host.
     """
@@ -173,7 +178,7 @@ class Offload(Feature):
     def wrap_actions(self, run: Run, work: dict[Kind, Work]) -> None:
         work[Kind.FORWARD] = partial(self._forward, work[Kind.FORWARD])
         work[Kind.OFFLOAD], work[Kind.FETCH] = self._offload, self._fetch
-        work |= {kind: partial(self._backward, work[kind]) for kind in BACKWARDS if kind in work}
+        work |= {kind: partial(self._fetched, work[kind]) for kind in USES_FETCHED if kind in work}
         for rank, stages in run.stages.stages_of.items():
             if any(run.routes[stage.index].micro_batches[Kind.OFFLOAD] for stage in stages):
                 self.hosts[rank] = host_of(run.stages.streams[rank])
@@ -191,7 +196,7 @@ class Offload(Feature):
             self._close()
 
     def await_fetch(self, rank: Rank, task: CompiledAction) -> None:
-        """Waits for the FETCH of the activations that a backward pass needs."""
+        """Waits for the FETCH that a backward pass or a recompute needs."""
         activations = self.activations.pop((task.stage, task.micro_batch), None)
         if activations is not None:
             self.hosts[rank.rank].finish(activations)
@@ -206,19 +211,24 @@ class Offload(Feature):
             forward(run, rank, task)
             return
         activations = self.activations[task.stage, task.micro_batch] = OffloadedActivations()
-        with activations.watched():
+        recomputes = task.micro_batch in run.routes[task.stage].micro_batches[Kind.RECOMPUTE]
+        with nullcontext() if recomputes else activations.watched():
             forward(run, rank, task)
+        if recomputes:
+            inputs = rank.states[task.stage, task.micro_batch].inputs
+            unique = {id(tensor): tensor for boundary in inputs for tensor in tensors_in(boundary.value)}
+            activations.saved += [SavedTensor(tensor, tensor._version) for tensor in unique.values()]
 
-    def _backward(self, backward: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
+    def _fetched(self, work: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
         self.await_fetch(rank, task)
-        backward(run, rank, task)
+        work(run, rank, task)
 
     def _offload(self, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """OFFLOAD: starts to copy activations to the host."""
+        """OFFLOAD: starts to copy activations or inputs to the host."""
         self.hosts[rank.rank].offload(task.action, self.activations[task.stage, task.micro_batch])
 
     def _fetch(self, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """FETCH: starts to copy activations back to the device."""
+        """FETCH: starts to copy them back to the device."""
         self.hosts[rank.rank].fetch(task.action, self.activations[task.stage, task.micro_batch])
 
 

@@ -12,13 +12,12 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from gpipe.features.offload import HostCopy, Offload
+from gpipe.features.offload import USES_FETCHED, HostCopy, Offload
 from gpipe.runtime.compiled_table import CompiledAction, CompiledTable
 from gpipe.runtime.feature import Feature, Work
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.streams import RankStream, Stamp
 from gpipe.schedule.action import MOVES, Action, Kind
-from gpipe.schedule.rules import BACKWARDS
 from gpipe.schedule.timeline import Span, Timeline, offsets
 from gpipe.stages.traffic import Traffic
 
@@ -113,7 +112,7 @@ class Recorder(Feature):
 
     def perform(self, perform: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
         """Performs an action and records it, without the time that it waits for a FETCH."""
-        if (offload := run.feature(Offload)) is not None and task.action.kind in BACKWARDS:
+        if (offload := run.feature(Offload)) is not None and task.action.kind in USES_FETCHED:
             offload.await_fetch(rank, task)
         start = rank.stream.stamp()
         perform(run, rank, task)

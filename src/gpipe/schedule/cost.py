@@ -23,8 +23,8 @@ class StageCost:
         send_gradient: Seconds until a gradient arrives at the preceding stage. None means `send`.
         tie: Seconds to sum the gradients of shared weights, after all tied stages have computed their gradients.
         reduce: Seconds to reduce the gradients of the stage over replicas.
-        move: Seconds to copy activations to host memory, or back. A rank waits for the copy only before it starts the
-            next copy.
+        move: Seconds to copy what the stage offloads to host memory, or back. A rank waits for the copy only before
+            it starts the next copy.
         gather: Seconds to all-gather the weights from all replicas. A rank waits only before it uses the weights.
         boundary: Bytes that the stage keeps even if it recomputes: mainly its inputs.
         activations: Bytes of the other tensors that a forward saves for the backward.
@@ -78,6 +78,15 @@ class StageCost:
         names = ("forward", "backward", "backward_input", "backward_weight", "recompute", "send", "send_gradient")
         seconds = {name: getattr(self, name) for name in names}
         return replace(self, **{name: value / slices for name, value in seconds.items() if value is not None})
+
+    def with_host(self, bytes_per_second: float, remat: object = "offload") -> "StageCost":
+        """Returns a cost with the seconds of copies at this speed: of the inputs, or by default of the activations.
+
+        >>> StageCost(1.0, 2.0, boundary=8, activations=80).with_host(4.0, "offload_inputs").move
+        2.0
+        """
+        moved = self.boundary if remat == "offload_inputs" else self.activations
+        return replace(self, move=moved / bytes_per_second)
 
     def with_bytes_of(self, counted: "StageCost") -> "StageCost":
         """Returns a cost with the seconds of this cost and the bytes of `counted`.

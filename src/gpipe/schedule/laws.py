@@ -3,8 +3,8 @@
 Law 1. Every action belongs to a stage of its rank and appears once. Its micro-batch and its route exist in the
        program. Every route leads to a later stage.
 Law 2. Every stage has one forward per micro-batch. In training it also has one backward, or one input-gradient and
-       one weight-gradient backward. Activations are recomputed, or offloaded and fetched, or kept. Gathered weights
-       are freed.
+       one weight-gradient backward. Activations are recomputed, or offloaded and fetched, or kept. Inputs of a
+       recompute can be offloaded and fetched. Gathered weights are freed.
 Law 3. Every SEND has one RECEIVE. Every output or gradient that a different rank needs is sent, except gradients that
        a TIE exchanges.
 Law 4. Two ranks list the messages between them in the same order.
@@ -88,8 +88,8 @@ def _find_incomplete(program: Program) -> Iterator[str]:
             if trains and not whole:
                 listed = ", ".join(sorted(kind.value for kind in backward)) or "none"
                 yield f"Stage {stage}, micro-batch {m} needs one B, or one I and one W. It has {listed}."
-            moved = kinds & {*MOVES, Kind.RECOMPUTE}
-            if moved & MOVES and moved != (MOVES if trains else {Kind.OFFLOAD}):
+            moved = kinds & MOVES
+            if moved and moved != (MOVES if trains else {Kind.OFFLOAD}):
                 listed = ", ".join(sorted(kind.value for kind in moved))
                 yield f"Stage {stage}, micro-batch {m} needs OFFLOAD and FETCH, or neither. It has {listed}."
 

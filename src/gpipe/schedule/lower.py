@@ -13,7 +13,7 @@ from gpipe.schedule.action import COMPUTE, TRANSFERS, Action, Kind, nth_backward
 from gpipe.schedule.program import Program, RankActions
 from gpipe.schedule.rules import BACKWARD_PARTS, BACKWARDS, closing_order, crossing, linearize
 
-RematName: TypeAlias = Literal["always", "except_last", "never", "offload"]
+RematName: TypeAlias = Literal["always", "except_last", "never", "offload", "offload_inputs"]
 Remat: TypeAlias = RematName | int
 """The recomputation mode of a stage: a name, or the maximum number of micro-batches that keep their activations."""
 REMATS: tuple[str, ...] = get_args(RematName)
@@ -28,7 +28,9 @@ def place_remat(program: Program, remat: Sequence[Remat], *, halved: bool = Fals
 
     The program must not have transfers.
     """
-    offloading = [stage for stage, mode in enumerate(remat) if mode == "offload"]
+    offloading = {stage for stage, mode in enumerate(remat) if mode == "offload"}
+    # The caller of the pipe keeps the inputs of stage 0 in any case.
+    offloading |= {stage for stage, mode in enumerate(remat) if mode == "offload_inputs" and stage}
     return place_offloads(place_recompute(program, remat, halved=halved), offloading, halved=halved)
 
 
@@ -103,18 +105,19 @@ def recomputed(
 def _recomputes(remat: Remat, nth: int, kept: int) -> bool:
     if remat == "except_last":
         return nth != 0
-    return remat == "always" if isinstance(remat, str) else kept >= remat
+    return remat in ("always", "offload_inputs") if isinstance(remat, str) else kept >= remat
 
 
 def place_offloads(program: Program, stages: Collection[int], *, halved: bool = False) -> Program:
-    """Adds OFFLOAD after the forwards of these stages, and FETCH one action before their backwards.
+    """Adds OFFLOAD after the forwards of these stages, and FETCH one action before their backwards or recomputes.
 
     Activations are copied to host memory while the rank runs the next action. They are copied back while the rank
-    runs the action before the backward. Micro-batches with fewer than `MIN_ACTIONS_BETWEEN` actions between forward
-    and backward are not offloaded.
+    runs the action before the backward. If the backward has a recompute, the inputs of the stage are copied instead,
+    and copied back before the recompute. Micro-batches with fewer than `MIN_ACTIONS_BETWEEN` actions in between are
+    not offloaded.
 
     Args:
-        program: A program without transfers.
+        program: A program without transfers, after `place_recompute`.
         stages: The stages that offload.
         halved: Whether `halves` will split the program, so that other code may run between forward and backward.
             Default: False.
@@ -135,8 +138,8 @@ def place_offloads(program: Program, stages: Collection[int], *, halved: bool = 
             key = action.stage, action.micro_batch
             if action.kind is Kind.FORWARD:
                 starts[key] = index
-            elif action.kind in BACKWARDS and action.stage in stages:
-                start = starts[key]
+            elif action.kind in (Kind.RECOMPUTE, *BACKWARDS) and action.stage in stages and key in starts:
+                start = starts.pop(key)
                 if halved or index - start > MIN_ACTIONS_BETWEEN:
                     after[start].append(Action(Kind.OFFLOAD, *key))
                     before[max(index - 1, start + 1)].append(Action(Kind.FETCH, *key))

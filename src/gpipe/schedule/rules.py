@@ -1,7 +1,7 @@
 """Defines the dependencies between actions, and computes orders that respect them.
 
 Rule 1. A forward needs its inputs: for each route into its stage, the forward of the route's source.
-Rule 2. A recompute needs the forward of its stage and micro-batch.
+Rule 2. A recompute needs the forward of its stage and micro-batch, and the FETCH if its inputs were offloaded.
 Rule 3. A backward needs its recompute, or its forward if nothing is recomputed. If its activations were offloaded,
         the backward also needs the FETCH. For each route that starts at its stage, the backward needs the backward of
         the target stage.
@@ -54,6 +54,7 @@ def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
             yield from _neighbor_slice(action, program, -1)
         case Kind.RECOMPUTE | Kind.OFFLOAD:
             yield Action(Kind.FORWARD, stage, m)
+            yield from [Action(Kind.FETCH, stage, m)] if action.kind is Kind.RECOMPUTE else []
         case Kind.FETCH:
             yield Action(Kind.OFFLOAD, stage, m)
         case Kind.BACKWARD | Kind.BACKWARD_INPUT:

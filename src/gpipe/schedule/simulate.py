@@ -244,7 +244,8 @@ class Simulator:
         """Returns, for each action of the rank, how often the stage keeps each entry of `StageCost.sizes`.
 
         - Activations exist at least until their forward ends. Without a backward, none are kept.
-        - Offloaded activations exist until the next OFFLOAD or FETCH of the rank, which waits for the copy.
+        - Offloaded activations exist until the next OFFLOAD or FETCH of the rank, which waits for the copy. So do the
+          offloaded inputs of a micro-batch that is recomputed.
         - Gradients of gathered weights are as large as the weights. These gradients can exist until the end of the
           mini-batch, because they are reduced while the rank continues.
         - Outputs and gradients for a different rank exist until that rank uses them, if ranks advance in lockstep.
@@ -275,14 +276,14 @@ class Simulator:
             forward, backward, end = _ends(indices)
             weights = indices.get(Kind.BACKWARD_WEIGHT)
             recompute = indices.get(Kind.RECOMPUTE, backward if m in recomputed else None)
+            offload, fetch = indices.get(Kind.OFFLOAD), indices.get(Kind.FETCH)
+            moved = BOUNDARY if Kind.RECOMPUTE in indices else ACTIVATIONS
             held[forward : end + 1, BOUNDARY] += 1
-            restored = indices.get(Kind.FETCH, recompute)
-            if (offload := indices.get(Kind.OFFLOAD)) is not None:
-                held[forward : moves[moves.index(offload) + 1], ACTIVATIONS] += 1
-            else:
-                held[forward : (end if recompute is None else forward) + 1, ACTIVATIONS] += 1
-            if restored is not None:
-                held[restored : end + 1, ACTIVATIONS] += 1
+            held[forward : (end if recompute is None else forward) + 1, ACTIVATIONS] += 1
+            if recompute is not None:
+                held[recompute : end + 1, ACTIVATIONS] += 1
+            if offload is not None:
+                held[moves[moves.index(offload) + 1] : end + 1 if fetch is None else fetch, moved] -= 1
             if recompute is not None and Kind.FORWARD in indices:
                 held[until_used(forward), VALUE] += 1
             elif recompute is None and offload is None and m in following:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 Observed = dict[str, object]
-REMATS = ("always", "except_last", "never", "offload")
+REMATS = ("always", "except_last", "never", "offload", "offload_inputs")
 REMEDY = (
     r"\b(use|pass|give|given|stash|pop|register|wrap|write|return|set|call|make|detach|clone|keep|put|draw|declare|"
     r"instead|remat|move|hand|state|split|build|name|drop|want|meant|must|should|needs?|takes?)\b"

@@ -56,8 +56,8 @@ class Plan:
         layers_per_partition: The number of layers in each stage.
         rank_of: The rank of each stage.
         schedule: The name of the schedule, or `"auto"` if the search found a new schedule.
-        remat: The recomputation mode of each stage: `"never"`, `"always"`, `"except_last"`, `"offload"`, or the
-            number of micro-batches that keep their activations at the same time.
+        remat: The recomputation mode of each stage: `"never"`, `"always"`, `"except_last"`, `"offload"`,
+            `"offload_inputs"`, or the number of micro-batches that keep their activations at the same time.
         names: The names of the layers.
         work: The cost of the forward and backward of one micro-batch, for each layer.
         costs: The cost of each stage.
