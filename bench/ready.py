@@ -37,7 +37,7 @@ CASES = {
     "d": "equal times",
 }
 SIMULATED = """\
-Means over draws. Each rank has two layers, in one or two stages. "best fixed" is the fastest of the ten schedules in
+Means over draws. Each rank has two layers, in one or two stages. "best fixed" is the fastest of all schedules in
 its fixed order. "best ready" is the fastest schedule whose ranks run what is ready. If several actions are ready,
 ranks run the action that the schedule lists first (`listed`), a backward pass (`B first`), or the action with the
 longest path to the end (`path`). Speeds are relative to "best fixed". "searched" is the best of 44 to 88 orders for

@@ -39,7 +39,7 @@ class Family:
 
 FAMILIES = (
     Family("One stage a rank", 1, ("gpipe", "1f1b", "zb_h1", "zb_h2")),
-    Family("Two stages a rank, in a loop", 2, ("interleaved", "interleaved_zb")),
+    Family("Two stages a rank, in a loop", 2, ("interleaved", "interleaved_zb", "breadth_first")),
     Family("Two stages a rank, in a V", 2, ("zb_v", "v_half", "v_min", "dualpipe_v")),
     Family("As the search has it, from measured seconds", 1, ("auto",)),
 )

@@ -33,7 +33,7 @@ def train(checkpoints: str, steps: int = 20) -> float:
     loss = torch.tensor(float("nan"))
     with gpipe.GPipe(layers, PARTITIONS, micro_batches=4, driver="process") as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
-        if os.path.exists(os.path.join(checkpoints, "latest")):
+        if gpipe.find_checkpoint(checkpoints, pipe):
             gpipe.load(checkpoints, pipe, optimizer)
         while pipe.step_number < steps:
             loss = pipe.step(*batch(pipe.step_number), cross_entropy)

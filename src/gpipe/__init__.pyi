@@ -2,6 +2,7 @@ from gpipe import models as models
 from gpipe.amp import GradScaler as GradScaler
 from gpipe.batch.microbatch import MicroBatches as MicroBatches
 from gpipe.batch.microbatch import Whole as Whole
+from gpipe.batch.pack import pack as pack
 from gpipe.checkpoint.load import find_checkpoint as find_checkpoint
 from gpipe.checkpoint.load import load as load
 from gpipe.checkpoint.manifest import CheckpointError as CheckpointError

@@ -136,6 +136,7 @@ class GPipe(Partitioned):
             - `"1f1b"` or `"interleaved"`.
             - `"zb_h1"`, `"zb_h2"`, `"interleaved_zb"`, `"zb_v"`, `"v_half"` or `"v_min"`: split backward passes.
             - `"dualpipe_v"`: requires M >= 2K.
+            - `"breadth_first"`: each stage runs all micro-batches before its rank continues with another stage.
             - `"auto"`: gpipe searches for the best split points, stages per rank, schedule and recomputation (see
               Note).
             - `gpipe.Interleaved(4)`: a schedule with this number of stages on each rank.

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ def refused(folder: Path, victim: Victim) -> list[str]:
     with pytest.raises(gpipe.CheckpointError, match=r"cannot be loaded\. Nothing was changed") as raised:
         gpipe.load(folder, *victim)
     assert str(raised.value.path) in str(raised.value)
+    assert re.search(r" \[(checkpoint|latest)-[a-z-]+\]$", str(raised.value))
     return raised.value.findings
 
 
@@ -105,7 +107,8 @@ def test_a_damaged_or_dangling_latest_is_refused(run: Path, victim: Victim) -> N
     (run / "latest").write_bytes(latest)
     shutil.rmtree(run / "step_2")
     assert refused(run, victim) == [
-        f"latest names step_2, which does not exist. Or load one of these checkpoints: {run / 'step_1'}."
+        f"latest names step_2, which does not exist. Or load one of these checkpoints: {run / 'step_1'}. "
+        "[latest-damaged]"
     ]
     with pytest.raises(gpipe.CheckpointError, match="latest names step_2, which does not exist"):
         gpipe.find_checkpoint(run)

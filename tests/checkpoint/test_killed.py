@@ -28,7 +28,7 @@ def test_killed_at_each_operation_it_leaves_the_previous_or_the_new_checkpoint(c
     steps, previous, new = found["steps"], before or None, before + 1
     assert found["wrong"] == []
     assert set(steps) == {previous, new}
-    if "background" not in case:  # there one waits for the other, by as many operations as that takes
+    if "background" not in case and case != "parts":  # there the order of the threads' operations varies
         assert steps == sorted(steps, key=lambda step: step == new)  # once it is the new one it stays
     assert steps.count(previous) > 40
     assert steps.count(new) > 4

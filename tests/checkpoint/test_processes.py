@@ -2,33 +2,40 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
+from gpipe.checkpoint import places, save
 from tests.support.checkpointed import M, X, Y, build_tied, differences, make, remembered, train, trained
 from tests.support.progress import wait_until
 
 
-def run_processes(job: str, size: int, folder: Path) -> list[Any]:
+def run_processes(job: str, size: int, folder: Path, killed: int | None = None) -> list[Any]:
     """What each process of a job of this module wrote to its standard output, last of all, as JSON."""
     command = [sys.executable, "-m", "tests.checkpoint.test_processes", job, str(folder), str(size)]
     ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(size)]
     try:
-        wait_until(lambda: all(rank.poll() == 0 for rank in ranks) or any(rank.poll() for rank in ranks))
+        watched = [rank for number, rank in enumerate(ranks) if number != killed]
+        wait_until(lambda: all(rank.poll() == 0 for rank in watched) or any(rank.poll() for rank in watched))
     finally:
         for rank in ranks:
             rank.kill()
     outputs = [rank.communicate()[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * size
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
+    assert [rank.returncode for rank in ranks] == [-9 if number == killed else 0 for number in range(size)]
+    return [json.loads(output.splitlines()[-1]) for output in outputs if output.strip()]
 
 
 def stages(folder: Path, rank: int) -> list[str]:
@@ -103,12 +110,82 @@ def test_sharded_parameters_are_put_together_and_taken_apart(tmp_path: Path) -> 
     assert differences(weights.state_dict(), again.state_dict()) == []
 
 
+def own_folder(folder: Path, rank: int) -> Path:
+    return folder / f"host_{rank}"
+
+
+def apart(folder: Path, rank: int, background: bool = False) -> str:
+    """Saves to folders of which each process sees one; then rank 1 is killed in the middle of the next save."""
+    pipe = gpipe.GPipe(build_tied(), 2, M, driver="process", seed=4)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    train(pipe, optimizer, 2)
+    gpipe.save(own_folder(folder, rank), pipe, optimizer, extra={"rank": rank}, keep=1).wait()
+    train(pipe, optimizer, 1)
+    if rank:
+        original = places.write_file
+
+        def write_and_die(path: Path, chunks: Any) -> Any:
+            if path.name == "stage_1.optimizer.safetensors":
+                original(path, [b"half"])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(path, chunks)
+
+        save.write_file = write_and_die  # type: ignore[attr-defined]
+    try:
+        gpipe.save(own_folder(folder, rank), pipe, optimizer, background=background, keep=1).wait()
+    except gpipe.RemoteError as error:
+        return str(error)
+    return ""
+
+
+def resumes(folder: Path, rank: int) -> list[str]:
+    """Loads the parts, goes on, and saves again."""
+    size = dist.get_world_size()
+    pipe = gpipe.GPipe(build_tied(5), size, M, driver="process", seed=99)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=9.0)
+    assert gpipe.find_checkpoint(own_folder(folder, rank), pipe) == own_folder(folder, rank) / "step_2"
+    checkpoint = gpipe.load(own_folder(folder, rank), pipe, optimizer)
+    assert (checkpoint.step_number, checkpoint.extra) == (2, {"rank": 0})
+    losses = train(pipe, optimizer, 2)
+    saving = gpipe.save(own_folder(folder, rank), pipe, optimizer, background=True)
+    losses += train(pipe, optimizer, 1)
+    assert saving.wait() == own_folder(folder, rank) / "step_4"
+    return [float(loss).hex() for loss in losses]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_hosts_without_a_shared_folder_resume_after_a_rank_was_killed_in_a_save(
+    background: bool, tmp_path: Path
+) -> None:
+    (said,) = run_processes("apart in background" if background else "apart", 2, tmp_path / "run", killed=1)
+    assert "rank 1" in said
+    pipe, optimizer = trained(build_tied(), partitions=3)
+    expected = [float(loss).hex() for loss in train(pipe, optimizer, 3)]
+    for size in (2, 3):  # with 3, a new host has no part
+        run = shutil.copytree(tmp_path / "run", tmp_path / str(size) / "run")
+        assert run_processes("resumes", size, run) == [expected] * size
+        for rank in range(size):
+            shutil.copytree(own_folder(run, rank), run / "merged", dirs_exist_ok=True)
+        again = make(build_tied(7), partitions=4, seed=None)
+        other = torch.optim.AdamW(again.parameters())
+        assert gpipe.load(run / "merged", again, other).path.name == "step_4"
+        train(again, other, 1)
+        assert differences(remembered(again, other), remembered(pipe, optimizer)) == []
+
+
 def main() -> None:
     job, folder, size, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}.meeting", rank=rank, world_size=size)
-    made = {"stages": stages, "shards": shards}[job](folder, rank)
+    jobs: dict[str, Callable[[Path, int], Any]] = {
+        "stages": stages,
+        "shards": shards,
+        "resumes": resumes,
+        "apart": apart,
+        "apart in background": partial(apart, background=True),
+    }
+    made = jobs[job](folder, rank)
     print(json.dumps(made), flush=True)
     os._exit(0)
 

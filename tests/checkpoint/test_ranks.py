@@ -23,14 +23,24 @@ from tests.support.thread_ranks import RankPipe, all_well, optimizer_of, rank_pi
 def test_all_ranks_must_be_given_the_same(tmp_path: Path) -> None:
     pipes = rank_pipes(trained()[0])
     pipes[2].step_number = 7
-    raised = run_ranks(lambda own: gpipe.save(tmp_path / str(min(own._processes.rank, 1)), own), pipes)
+    raised = run_ranks(lambda own: gpipe.save(tmp_path, own, background=own._processes.rank == 1), pipes)
     for error in raised:
         assert isinstance(error, ValueError)
         assert str(error) == (
-            f"Ranks have different values: folder is '{tmp_path}/0' on rank 0 and '{tmp_path}/1' on rank 1; "
-            f"step_number is 2 on rank 0 and 7 on rank 2. Pass the same values on all ranks. [different-on-ranks]"
+            "Ranks have different values: step_number is 2 on rank 0 and 7 on rank 2; background is False on rank 0 "
+            "and True on rank 1. Pass the same values on all ranks. [different-on-ranks]"
         )
-    assert [list(folder.iterdir()) for folder in tmp_path.iterdir()] == [[]]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_load_a_shared_checkpoint_from_one_folder(tmp_path: Path) -> None:
+    whole = trained()[0]
+    gpipe.save(tmp_path / "0", whole)
+    for error in run_ranks(
+        lambda own: gpipe.load(tmp_path / str(min(own._processes.rank, 1)), own), rank_pipes(whole)
+    ):
+        assert isinstance(error, ValueError)
+        assert f"folder is '{tmp_path}/0' on rank 0 and '{tmp_path}/1' on rank 1" in str(error)
 
 
 def test_an_optimizer_is_saved_of_all_ranks_or_none(tmp_path: Path) -> None:

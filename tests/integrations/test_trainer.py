@@ -1,6 +1,7 @@
 """Tests `GPipeTrainer` with the code that users of transformers' Trainer write."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Event, get_ident
@@ -12,6 +13,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    DataCollatorWithFlattening,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
@@ -26,6 +28,7 @@ from tests.families.law import quiet
 from tests.integrations.trained import (
     ADAPTED,
     LAST,
+    MIDDLE,
     Events,
     apart,
     log_of,
@@ -89,6 +92,77 @@ def test_a_plan_says_how(tmp_path: Path) -> None:
         plan = gpipe.find_plan(model_of("llama"), batch, [gpipe.Device(flops=1e9)] * 2, schedule="1f1b")
     found = train(partial(GPipeTrainer, plan=plan), "llama", tmp_path)
     assert apart(found, train(Trainer, "llama", tmp_path)) == 0.0
+
+
+WORDS = [int(length) for length in torch.randint(4, 12, (11,), generator=torch.Generator().manual_seed(3))]
+UNEQUAL = [{"input_ids": list(range(5, 5 + words)), "labels": list(range(5, 5 + words))} for words in WORDS]
+
+
+def filled(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """A collator that pads to the longest row."""
+    assert len(rows) < len(UNEQUAL)
+    columns = {key: [torch.tensor(row[key]) for row in rows] for key in rows[0]}
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in columns["input_ids"]], batch_first=True)
+    padded = {key: nn.utils.rnn.pad_sequence(value, batch_first=True) for key, value in columns.items()}
+    return {"input_ids": padded["input_ids"], "attention_mask": mask, "labels": padded["labels"] - 100 * (mask == 0)}
+
+
+class Repacked(Trainer):
+    """Trains by itself on the batches that `gpipe.pack` makes of the rows of a step."""
+
+    padded = True
+
+    def get_train_dataloader(self) -> Any:
+        loader: Any = super().get_train_dataloader()
+        self.collate, loader.base_dataloader.collate_fn = loader.collate_fn, list
+        return loader
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        given = [next(epoch_iterator) for _ in range(num_batches)]
+        rows = [row for one in given for row in one]
+        groups = gpipe.pack([len(row["input_ids"]) for row in rows], num_batches, padded=self.padded)
+        batches = [self.collate([rows[row] for row in group]) for group in groups]
+        return super().get_batch_samples(iter(batches), num_batches, device)
+
+
+class Flattened(Repacked):
+    padded = False
+
+
+@pytest.mark.parametrize("how", ["padded", "flattened", "workers", "resumed"])
+def test_packed_it_trains_like_trainer_on_the_packed_batches(how: str, tmp_path: Path) -> None:
+    joins = how == "flattened"
+    kept: dict[str, Any] = {"dataloader_num_workers": 1} if how == "workers" else {}
+    told: dict[str, Any] = {
+        "train_dataset": UNEQUAL,
+        "data_collator": DataCollatorWithFlattening() if joins else filled,
+        "arguments": kept,
+    }
+    mode = "resumed" if how == "resumed" else "plain"
+    packed = partial(TWO, pack=True)
+    expected = train(Flattened if joins else Repacked, "llama", tmp_path / "alone", mode, **copy.deepcopy(told))
+    found = train(packed, "llama", tmp_path / "packed", mode, **copy.deepcopy(told))
+    assert apart(found, expected) == 0.0
+    assert apart(train(TWO, "llama", tmp_path / "other", mode, **copy.deepcopy(told)), expected) > 0.0
+    if how == "resumed":
+        middle = str(tmp_path / "alone" / f"checkpoint-{MIDDLE}")
+        resumed = [
+            train(make, "llama", tmp_path / "on", mode, resume=middle, **copy.deepcopy(told))
+            for make in (partial(packed, partitions=3), Repacked)
+        ]
+        assert apart(resumed[0], resumed[1]) == 0.0
+        assert apart(resumed[0]._replace(log=[]), expected._replace(log=[])) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"), [([{"pixels": torch.ones(2)}] * 8, "a row has \\['pixels'\\]"), ([(1, 2)] * 8, "type tuple")]
+)
+def test_rows_without_lengths_cannot_be_packed(rows: list[Any], said: str, tmp_path: Path) -> None:
+    given = {"input_ids": torch.ones(2, 4, dtype=torch.int64), "labels": torch.ones(2, 4, dtype=torch.int64)}
+    made: Any = {"train_dataset": rows, "data_collator": lambda _: given}
+    made["arguments"] = {"remove_unused_columns": False}
+    with pytest.raises(ValueError, match=rf"pack=True needs the length of 'input_ids'.*{said}"):
+        train(partial(TWO, pack=True), "llama", tmp_path, **made)
 
 
 class OwnLoss:

@@ -1,6 +1,7 @@
 """Recorded steps as plain numbers by name."""
 
 import re
+from dataclasses import replace
 from math import isnan
 from typing import Any
 
@@ -9,10 +10,12 @@ import torch
 from torch import nn
 
 import gpipe
-from gpipe.profiling import Report
+from gpipe.profiling import Report, read_report, report_html, report_json
+from gpipe.profiling.breakdown import measure_throughput
 from gpipe.profiling.memory import Held
 from gpipe.profiling.messages import Message
 from gpipe.profiling.recording import metrics_of
+from gpipe.schedule.action import Kind
 from gpipe.schedule.cost import StageCost
 from gpipe.schedule.program import Program
 from gpipe.schedule.schedules import fill_drain
@@ -120,6 +123,69 @@ def test_what_was_not_asked_for_is_left_out() -> None:
     assert odd <= watched.metrics().keys()
 
 
+def test_throughput_counts_training_steps_over_the_wall_time_and_mfu_needs_a_peak() -> None:
+    """Two steps of 1.5 s, each with 0.5 s until the next: 12 rows in 4 s, 6e12 FLOPs of each row, 90e12 at peak."""
+    program = Program.of(fill_drain(stages=2, micro_batches=4), micro_batches=4)
+    step = replace(simulate(program, [StageCost(forward=0.1, backward=0.2)] * 2).timeline, other={"data": 0.5})
+    evaluation = replace(step, spans=tuple(span for span in step.spans if span.action.kind is Kind.FORWARD))
+    timelines, rows = [step, evaluation, step], [8, 100, 4]
+    assert measure_throughput(timelines, rows) == {"rows_per_second": pytest.approx(3)}
+    flops = {"rows_per_second": pytest.approx(3), "model_flops_per_second": pytest.approx(18e12)}
+    assert measure_throughput(timelines, rows, 6e12) == flops
+    assert measure_throughput(timelines, rows, 6e12, 90e12) == flops | {"mfu": pytest.approx(0.2)}
+    assert measure_throughput([evaluation], [100], 6e12, 90e12) == {}
+
+
+@pytest.mark.parametrize("ready_made", [False, True])
+def test_a_recording_counts_the_rows_of_its_steps(ready_made: bool) -> None:
+    pipe = two_stages()
+    inputs: Any = gpipe.MicroBatches([X[:1], X[1:3], X[3:]]) if ready_made else X
+    targets: Any = gpipe.MicroBatches([Y[:1], Y[1:3], Y[3:]]) if ready_made else Y
+    with gpipe.record(pipe, flops_per_row=108, device=gpipe.Device(peak=1e6)) as recording:
+        for _ in range(3):
+            pipe.step(inputs, targets, squares)
+        with torch.no_grad():
+            pipe.step(X, Y, squares)
+    steps = [timeline for timeline in recording.timelines if timeline.is_step]
+    wall = sum(timeline.seconds + sum(timeline.other.values()) for timeline in steps)
+    found = recording.metrics()
+    assert found["rows_per_second"] == pytest.approx(3 * 8 / wall)
+    assert found["model_flops_per_second"] == pytest.approx(3 * 8 * 108 / wall)
+    assert found["mfu"] == pytest.approx(3 * 8 * 108 / wall / 1e6)  # Both ranks are on one device, the CPU.
+    assert "rows/s, " in str(recording)
+    assert ", MFU " in str(recording)
+    report = recording.report("mine")
+    assert read_report(report_json(report)) == report
+    assert "MFU" in report_html(report)
+
+
+def test_presets_know_their_peak_and_a_plan_keeps_it() -> None:
+    with gpipe.record(two_stages(), flops_per_row=1, device="h100") as recording:
+        assert recording._peak == 989e12
+    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    plan = gpipe.find_plan(layers, X, [gpipe.Device(peak=3e12)] * 2, micro_batches=4)
+    assert [device.peak for device in gpipe.Plan.from_json(plan.to_json()).devices] == [3e12, 3e12]
+
+
+def test_what_is_not_known_is_refused_together() -> None:
+    with pytest.raises(ValueError, match="keep=0") as refused:
+        gpipe.record(two_stages(), keep=0, device="h101")
+    assert [line.split("=")[0] for line in str(refused.value).splitlines()] == ["keep", "device", "device"]
+    for flops in (0, -1, float("nan"), float("inf"), True, "many"):
+        with pytest.raises(ValueError, match="flops_per_row="):
+            gpipe.record(two_stages(), flops_per_row=flops)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has no known peak"):
+        gpipe.record(two_stages(), flops_per_row=1, device=gpipe.Device())
+    with pytest.raises(ValueError, match="peak=-1 is negative"):
+        gpipe.Device(peak=-1)
+
+
+def test_rows_of_replicas_add_up(pool: WorkerPool) -> None:
+    found = answers(pool.run(recorded.throughput, world=4))
+    assert [rows for rows, _ in found] == [8] * 4
+    assert all(", MFU " in text for _, text in found)
+
+
 def test_nothing_recorded_is_told() -> None:
     with pytest.raises(ValueError, match="No step was recorded"):
         gpipe.record(two_stages()).metrics()
@@ -140,7 +206,7 @@ def test_the_page_has_every_name() -> None:
     section = page.partition("## metrics()")[2].partition("\n## ")[0]
     told = re.findall(r"`([a-z_]+(?:/\w+)?)`", "".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE)))
     pipe = two_stages(sample=X, remat=gpipe.Remat(2**30))
-    with gpipe.record(pipe, memory=True) as recording:
+    with gpipe.record(pipe, memory=True, flops_per_row=108, device="h100") as recording:
         pipe.step(X, Y, squares)
     names = recording.metrics().keys()
     assert {name.partition("/")[0] for name in told} == {name.partition("/")[0] for name in names}

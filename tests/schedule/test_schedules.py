@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 from hypothesis import given
@@ -130,7 +131,7 @@ def test_each_placement_has_its_forwards_alone(name: str, data: st.DataObject) -
 @pytest.mark.parametrize("stages_per_rank", range(1, 4))
 def test_a_placement_gives_each_rank_as_many_stages_or_is_none(name: str, ranks: int, stages_per_rank: int) -> None:
     placement = SCHEDULES[name].placement(ranks, stages_per_rank)
-    has = {**dict.fromkeys(ONE_STAGE, (1,)), **dict.fromkeys(V, (2,)), "gpipe": (1, 2, 3)}
+    has = {**dict.fromkeys(ONE_STAGE, (1,)), **dict.fromkeys(V, (2,)), "gpipe": (1, 2, 3), "breadth_first": (1, 2, 3)}
     assert (placement is not None) == (stages_per_rank in has.get(name, (2, 3)))
     if placement is not None:
         assert [placement.count(rank) for rank in range(ranks)] == [stages_per_rank] * ranks
@@ -151,6 +152,7 @@ EXCESS: dict[str, Callable[[int], float]] = {
     "v_half": lambda k: 3.5 * k - 2 if k % 2 == 0 else 3.5 * (k - 1),
     "v_min": lambda k: 4 * k - 3 if k % 3 == 0 else 4 * k - 5,
     "dualpipe_v": lambda k: k - 1,
+    "breadth_first": lambda k: 3 * (k - 1),
 }
 """By K, how much longer a mini-batch takes than the work of a rank, where F, I and W of a stage take 1, and B 2."""
 PEAK: dict[str, Callable[[int, int, int], float]] = {
@@ -164,6 +166,7 @@ PEAK: dict[str, Callable[[int, int, int], float]] = {
     "v_half": lambda k, m, v: (k + 2) // 2,
     "v_min": lambda k, m, v: (k + 4) // 3,
     "dualpipe_v": lambda k, m, v: k + 0.5,
+    "breadth_first": lambda k, m, v: m,
 }
 """By K, M and the stages a rank, the micro-batches of a rank's share that it holds at most."""
 
@@ -173,7 +176,9 @@ PEAK: dict[str, Callable[[int, int, int], float]] = {
 def test_bubble_and_peak_are_those_of_the_formulas(name: str, ranks: int) -> None:
     schedule = SCHEDULES[name]
     for micro_batches in sorted({2 * ranks, 3 * ranks - 1, 64 if ranks in (2, 4, 7, 16) else 2 * ranks + 1}):
-        for each in (2, 3) if name.startswith("interleaved") and ranks < 6 else (schedule.stages_per_rank,):
+        for each in (
+            (2, 3) if schedule.stages_per_rank == 2 and name not in V and ranks < 6 else (schedule.stages_per_rank,)
+        ):
             placement = schedule.placement(ranks, each)
             assert placement is not None
             rows = schedule.table(placement, micro_batches)
@@ -182,6 +187,14 @@ def test_bubble_and_peak_are_those_of_the_formulas(name: str, ranks: int) -> Non
             simulation = simulate(program, [StageCost(1, 2, activations=1)] * len(placement))
             assert simulation.timeline.seconds - 3 * micro_batches * each == EXCESS[name](ranks)
             assert max(simulation.peak_bytes) == each * PEAK[name](ranks, micro_batches, each)
+
+
+def test_breadth_first_runs_each_stage_in_one_period_forward_and_one_backward() -> None:
+    for ranks, stages, micro_batches in ((1, 4, 3), (2, 3, 5), (3, 2, 1)):
+        for row in program_of("breadth_first", ranks, micro_batches, stages).table:
+            periods = [stage for stage, _ in groupby(row, lambda action: action.stage)]
+            held = sorted(set(periods))
+            assert periods == [*held, *held[-2::-1]]
 
 
 @pytest.mark.parametrize("ranks", range(2, 17))

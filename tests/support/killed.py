@@ -16,12 +16,30 @@ import torch
 
 import gpipe
 from tests.support.checkpointed import differences, remembered, snapshot, train, trained
-from tests.support.thread_ranks import save_in_ranks
+from tests.support.thread_ranks import RankPipe, all_well, optimizer_of, rank_pipes, run_ranks, save_in_ranks
 
 OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "close")
 
 Run = tuple[gpipe.GPipe, torch.optim.Optimizer]
 Save = Callable[[Path, Run], object]
+
+
+def save_in_parts(folder: Path, run: Run, **options: Any) -> None:
+    """Saves as processes on different hosts would, each to its folder."""
+
+    def save(own: RankPipe) -> None:
+        mine = optimizer_of(*run, own)
+        gpipe.save(folder / f"host_{own._processes.rank}", own, mine, **options).wait()  # type: ignore[arg-type]
+
+    all_well(run_ranks(save, rank_pipes(run[0])))
+
+
+def merged(folder: Path) -> Path:
+    """The folder, or what somebody would merge from the folders of the hosts."""
+    for host in sorted(folder.glob("host_*")):
+        shutil.copytree(host, folder / "merged", dirs_exist_ok=True)
+    return folder / "merged" if (folder / "merged").exists() else folder
+
 
 CASES: dict[str, tuple[int, Save]] = {
     "first": (0, lambda folder, run: gpipe.save(folder, *run)),
@@ -29,6 +47,8 @@ CASES: dict[str, tuple[int, Save]] = {
     "background": (1, lambda folder, run: gpipe.save(folder, *run, background=True).wait()),
     "ranks": (1, lambda folder, run: save_in_ranks(folder, *run, replicas=2, extra={"tensor": torch.ones(2)})),
     "ranks in background": (1, lambda folder, run: save_in_ranks(folder, *run, background=True, keep=2)),
+    "parts": (1, lambda folder, run: save_in_parts(folder, run)),
+    "parts in background": (2, lambda folder, run: save_in_parts(folder, run, background=True, keep=1)),
 }
 """How many checkpoints there are before, and how the next is saved."""
 
@@ -71,7 +91,7 @@ def look(folder: Path, known: dict[int, dict[str, Any]], run: Run) -> tuple[int 
     wrong = []
     found = gpipe.find_checkpoint(folder) if folder.exists() else None
     for path in [folder, *folder.glob("step_*")] if found else []:
-        if ".tmp-" not in path.name:
+        if ".tmp-" not in path.name and (path == folder or gpipe.find_checkpoint(path)):
             step = gpipe.load(path, *run).step_number
             wrong += [f"{path.name}: {name}" for name in differences(remembered(*run), known[step])]
     strange = [path.name for path in folder.glob("*") if not path.name.startswith("step_") and path.name != "latest"]
@@ -92,7 +112,10 @@ def find(case: str, base: Path) -> dict[str, list[Any]]:
     known = {}
     for _ in range(before):
         known[pipe.step_number] = snapshot(pipe, optimizer)
-        gpipe.save(base / "before", pipe, optimizer)
+        if "parts" in case:
+            save_in_parts(base / "before", (pipe, optimizer))
+        else:
+            gpipe.save(base / "before", pipe, optimizer)
         train(pipe, optimizer, 1)
     known[pipe.step_number] = snapshot(pipe, optimizer)
     other = trained(partitions=3, steps=0)
@@ -105,9 +128,10 @@ def find(case: str, base: Path) -> dict[str, list[Any]]:
         if before:
             shutil.copytree(base / "before", folder)
         done = survives(number, lambda folder=folder: save(folder, (pipe, optimizer)))  # type: ignore[misc]
-        step, found = look(folder, known, other)
+        view = merged(folder)
+        step, found = look(view, known, other)
         steps.append(step)
-        wrong += [f"{number}: {each}" for each in [*found, *go_on(folder, other)]]
+        wrong += [f"{number}: {each}" for each in [*found, *go_on(view, other)]]
         shutil.rmtree(folder)
     return {"steps": steps, "wrong": wrong}
 

@@ -104,16 +104,22 @@ def flop_counter(formulas: Mapping[Any, Callable[..., int]]) -> FlopCounterMode:
     return counter
 
 
+_level_of_transforms: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+_count_of_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
 def is_vmapped() -> bool:
     """Whether this thread is inside `vmap`, `torch.func.grad` or another transform of `torch.func`."""
-    return torch._C._functorch.maybe_current_level() is not None
+    return _level_of_transforms() is not None
 
 
 def is_traced_by_compiler() -> bool:
     """Whether a compiler traces the operators of this thread, so that they compute no values."""
+    if not _count_of_modes():
+        return False
     kinds = torch._C._TorchDispatchModeKey
     get_mode: Callable[[Any], object] = torch._C._get_dispatch_mode
-    return bool(torch._C._len_torch_dispatch_stack()) and any(map(get_mode, (kinds.FAKE, kinds.PROXY)))
+    return any(map(get_mode, (kinds.FAKE, kinds.PROXY)))
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:

@@ -7,9 +7,11 @@ import os
 import re
 import secrets
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from gpipe.checkpoint.files import (
@@ -25,6 +27,7 @@ from gpipe.checkpoint.manifest import LARGEST, MANIFEST, CheckpointError, Manife
 LATEST = "latest"
 MAX_LATEST = 4096  # bytes of the file `latest`
 CHECKPOINT = re.compile(r"step_(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?")
+PART = re.compile(r"part_([0-9]+)-of-([0-9]+)\.([0-9a-f]{16})\.json")
 LEFTOVER = re.compile(r"step_[0-9.]+\.tmp-([0-9a-f]{8})-[0-9a-f]{8}")
 
 
@@ -42,9 +45,10 @@ def order_of(name: str) -> tuple[int, int] | None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Returns the paths of all checkpoints in a folder, ordered by step."""
+    """Returns the paths of all checkpoints with a manifest in a folder, ordered by step."""
     known = {path: order_of(path.name) for path in folder.iterdir()} if folder.is_dir() else {}
-    return sorted((path for path, order in known.items() if order), key=lambda path: known[path] or ())
+    there = (path for path, order in known.items() if order and (path / MANIFEST).exists())
+    return sorted(there, key=lambda path: known[path] or ())
 
 
 def find(folder: Path) -> CheckpointPath | None:
@@ -52,7 +56,9 @@ def find(folder: Path) -> CheckpointPath | None:
     if (folder / MANIFEST).exists():
         return CheckpointPath(folder)
     if folder.is_file():
-        raise CheckpointError(folder, ["This is a file. Pass the folder that you passed to gpipe.save."])
+        raise CheckpointError(
+            folder, ["This is a file. Pass the folder that you passed to gpipe.save. [checkpoint-not-found]"]
+        )
     there = checkpoints(folder)
     if not os.path.lexists(folder / LATEST):  # A process was killed just after it named its first checkpoint.
         return CheckpointPath(there[-1]) if there else None
@@ -60,14 +66,16 @@ def find(folder: Path) -> CheckpointPath | None:
     try:
         text = read_small_file(folder / LATEST, MAX_LATEST).decode(errors="replace")
     except ValueError as error:
-        raise CheckpointError(folder, [f"{LATEST} {error}. Remove it.{choice}"]) from None
+        raise CheckpointError(folder, [f"{LATEST} {error}. Remove it.{choice} [latest-damaged]"]) from None
     matched = re.fullmatch(rf"({CHECKPOINT.pattern})\n(?:([0-9a-f]{{64}})\n)?", text)
     if not matched:
         advice = f"Replace it by the name of a checkpoint and a line break.{choice}"
-        raise CheckpointError(folder, [f"{LATEST} is damaged: it contains {text[:200]!r}. {advice}"])
+        raise CheckpointError(folder, [f"{LATEST} is damaged: it contains {text[:200]!r}. {advice} [latest-damaged]"])
     checkpoint = CheckpointPath(folder / matched[1], matched[4])
     if not checkpoint.path.is_dir():
-        raise CheckpointError(folder, [f"{LATEST} names {matched[1]}, which does not exist.{choice}"])
+        raise CheckpointError(
+            folder, [f"{LATEST} names {matched[1]}, which does not exist.{choice} [latest-damaged]"]
+        )
     return checkpoint
 
 
@@ -94,7 +102,7 @@ def begin(folder: Path, step_number: int) -> Draft:
         raise ValueError(f"folder: {folder} is a checkpoint itself. Save to {folder.parent}.")
     make_folder(folder)
     while True:
-        path = _temporary(folder, f"step_{step_number}")
+        path = temporary_path(folder, f"step_{step_number}")
         os.mkdir(path)
         try:
             held, _ = lock(path, fcntl.LOCK_EX)
@@ -108,7 +116,8 @@ def begin(folder: Path, step_number: int) -> Draft:
         os.close(held)  # It was removed as a leftover before it was locked.
 
 
-def _temporary(folder: Path, name: str) -> Path:
+def temporary_path(folder: Path, name: str) -> Path:
+    """Returns an unused name for a folder that is not, or no longer, a complete checkpoint."""
     return folder / f"{name}.tmp-{_machine()}-{secrets.token_hex(4)}"
 
 
@@ -177,7 +186,7 @@ def prune(folder: Path, keep: int, newest: str) -> None:
         latest = find(folder)
         for path in past[:-keep]:
             if latest is not None and path != latest.path:
-                doomed = _temporary(folder, path.name)
+                doomed = temporary_path(folder, path.name)
                 os.rename(path, doomed)  # A partly removed checkpoint must not have a final name.
                 remove_folder(doomed)
 
@@ -201,10 +210,18 @@ def read_manifest(checkpoint: CheckpointPath) -> Manifest:
         raise ValueError(f"{MANIFEST} {error}.") from None
 
 
-def find_damage(path: Path, manifest: Manifest, *, turn: int, turns: int) -> list[str]:
+def find_damage(
+    path: Path,
+    manifest: Manifest,
+    *,
+    turn: int = 0,
+    turns: int = 1,
+    elsewhere: Mapping[str, Path] = MappingProxyType({}),
+) -> list[str]:
     """Returns a message for each damaged file.
 
     All ranks check the sizes of all files. To share the work of hashing, rank `turn` hashes every `turns`-th file.
+    `elsewhere` contains the paths of files that are in a different folder.
     """
     findings, cause = [], "The file is damaged, or from a different checkpoint."
     for index, (name, written) in enumerate(sorted(manifest.files.items())):
@@ -212,7 +229,7 @@ def find_damage(path: Path, manifest: Manifest, *, turn: int, turns: int) -> lis
             findings.append(f"{MANIFEST} names {name!r}, which is not a checkpoint file. Do not trust it.")
             continue
         try:
-            with open_regular_file(path / name) as (file, size):
+            with open_regular_file(elsewhere.get(name, path / name)) as (file, size):
                 if size != written["bytes"]:  # No need to read it.
                     findings.append(f"{name} has {size} bytes instead of {written['bytes']}. {cause}")
                 elif index % turns == turn and hashlib.file_digest(file, "sha256").hexdigest() != written["sha256"]:

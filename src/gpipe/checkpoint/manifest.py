@@ -49,7 +49,7 @@ class CheckpointError(ValueError):
     ...         gpipe.load(folder)
     ...     except gpipe.CheckpointError as error:
     ...         print(*error.findings)
-    The folder has no checkpoint. Pass the folder that you passed to gpipe.save.
+    The folder has no checkpoint. Pass the folder that you passed to gpipe.save. [checkpoint-not-found]
     """
 
     def __init__(self, path: Path, findings: Sequence[str], advice: str = "") -> None:
@@ -91,6 +91,7 @@ class Manifest:
     values: dict[str, Any]  # values of the state_dict that are not tensors
     optimizer: Optimizer | None
     extra: Any
+    save_id: str = ""  # of a checkpoint in parts, and of later checkpoints in the same folder
 
     def first_name(self, name: str) -> str:
         """Returns the name under which a parameter is saved: the first name if the parameter is shared."""
@@ -137,6 +138,7 @@ def from_bytes(data: bytes) -> Manifest:
         raise ValueError("is damaged: it is not valid JSON") from None
     if not digest or hashlib.sha256(head + NO_HASH.encode() + tail).hexdigest() != fields["sha256"]:
         raise ValueError("is damaged: it has a different SHA-256")
+    fields.setdefault("save_id", "")
     if fields.get("format") != FORMAT or fields.get("version") != VERSION:
         raise ValueError(
             f"has format {fields.get('format')!r}, version {fields.get('version')!r}, but this gpipe reads "

@@ -11,6 +11,9 @@ all      in the background, rank 2 writes part_2.begun, which is locked while th
 rank 2   for each of its stages, such as 5, stage_5.safetensors and stage_5.optimizer.safetensors, all synced;
          then part_2.json with their hashes
 rank 0   the same; after all parts are there: writes manifest.json, removes the notes, renames, writes latest
+
+If the ranks do not share a folder, or if the folder is a URL, each rank writes its part to its folder, as `parts.py`
+describes. Then no rank waits for the parts of other ranks. A checkpoint is complete when all parts exist.
 """
 
 import fcntl
@@ -20,21 +23,23 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from gpipe._torch.accelerator import copied_to_host
 from gpipe._torch.modes import intra_op_threads
-from gpipe.checkpoint.files import encode_file, opened, put_file, why_not_storable, write_file
+from gpipe.checkpoint.files import File, encode_file, opened, put_file, why_not_storable
 from gpipe.checkpoint.folder import Draft, begin, clear_leftovers, lock, prune, publish
-from gpipe.checkpoint.manifest import MANIFEST, Encoder, Group, Manifest, Optimizer, to_bytes
+from gpipe.checkpoint.manifest import MANIFEST, Encoder, Group, Manifest, from_bytes, to_bytes
+from gpipe.checkpoint.parts import EXTRA, Seen, join, look, next_id, part_name, prune_parts, saves_in, unused_name
+from gpipe.checkpoint.places import Url, commit_file, create_folder, remove_files, to_place, write_file
 from gpipe.distributed.communicator import Communicator, FirstError, all_gather_checked, communicator_of, differences
 from gpipe.distributed.reduce import is_sharded_over_replicas
 from gpipe.errors import RemoteError
@@ -45,12 +50,12 @@ from gpipe.stages.quantized import is_quantized
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
 
-EXTRA = "extra.safetensors"
 NO_OPTIONS = ("params", "param_names")  # keys of a parameter group that are not options
 POLL = 0.05  # seconds between checks for the parts of other ranks
 
 logger = logging.getLogger("gpipe")
 
+_warned: "WeakSet[nn.Module]" = WeakSet()  # the pipes whose processes are known to share no folder
 _pending: "WeakKeyDictionary[nn.Module, Saving]" = WeakKeyDictionary()  # The next save or load waits for these.
 
 
@@ -61,6 +66,8 @@ class Part:
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # the tensors of each file, by name
     fields: dict[str, Any] = field(default_factory=dict)  # its entries in fields of the manifest
     mistakes: list[str] = field(default_factory=list)  # messages about values that cannot be saved
+    written: dict[str, File] = field(default_factory=dict)  # the files that were written
+    is_committed: bool = False  # whether the part file of a checkpoint in parts was written
 
     def put(self, file: str, name: str, tensor: Tensor) -> str:
         """Adds a tensor to a file, and returns the name of the tensor in the file."""
@@ -209,42 +216,68 @@ def why_not_by_name(optimizer: torch.optim.Optimizer) -> list[str]:
 
 @dataclass(frozen=True)
 class Writing:
-    """The tensors and manifest entries that a rank writes, and the temporary folder."""
+    """The tensors and manifest entries that a rank writes, and the folder of its files."""
 
     rank: int
     ranks: int  # the number of ranks that write
-    path: Path  # the temporary folder
+    path: Path  # the temporary folder, or the final folder of a checkpoint in parts
     part: Part  # Its tensors are removed as they are written.
     numbers: Mapping[str, Any]  # the fields of the manifest that every rank knows
     draft: Draft | None  # only on rank 0
     keep: int | None  # the number of checkpoints to keep, or None for all
     limit: float  # seconds that rank 0 waits for ranks that write nothing
     gone: Callable[[], Collection[int]]  # ranks without a connection, which may still be writing
+    in_parts: bool = False  # whether each rank writes a complete part, for which no other rank waits
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes. Only the ranks of the first replica do."""
+        return self.rank < self.ranks
+
+    @property
+    def part_path(self) -> Path:
+        """The path of the part file of this rank."""
+        return self.path / part_name(self.rank, self.ranks, self.numbers["save_id"])
+
+    def manifest(self) -> bytes:
+        """Returns the manifest of the files that this rank has written."""
+        fields = {"optimizer": None, "extra": None, **self.part.fields, **self.numbers}
+        return to_bytes(Manifest(files=self.part.written, **fields))
 
     def note_path(self, rank: int, what: str) -> Path:
         """Returns the path of a note of a rank. Writing has `begun`, has `failed`, or is complete (`json`)."""
         return self.path / f"part_{rank}.{what}"
 
-    def write_note(self, what: str, content: object) -> None:
+    def write_note(self, what: str, content: bytes) -> None:
         """Writes a note of this rank, which other ranks read."""
         path = self.note_path(self.rank, what)
-        put_file(path, path.with_suffix(f".{what}.tmp"), json.dumps(content).encode())
+        put_file(path, path.with_suffix(f".{what}.tmp"), content)
+
+    def discard_part(self) -> None:
+        """Removes the files of this rank, unless its part is complete."""
+        if self.in_parts and self.writes and not self.part.is_committed:
+            remove_files(self.path, [*self.part.written, *self.part.files])
 
 
 def write_part(writing: Writing) -> None:
     """Writes the files of this rank, and then the note that all files are complete."""
-    if writing.rank >= writing.ranks:
+    if not writing.writes:
         return
-    if writing.rank == 0:
-        clear_leftovers(writing.path.parent)
     part = writing.part
-    files = {name: write_file(writing.path / name, encode_file(part.files.pop(name))) for name in list(part.files)}
-    writing.write_note("json", part.fields | {"files": files})
+    if writing.in_parts:
+        create_folder(writing.path)
+    elif writing.rank == 0:
+        clear_leftovers(writing.path.parent)
+    for name in list(part.files):
+        part.written[name] = write_file(writing.path / name, encode_file(part.files[name]))
+        del part.files[name]
+    if not writing.in_parts:
+        writing.write_note("json", writing.manifest())
 
 
 def begin_part(writing: Writing, held: ExitStack) -> None:
     """Creates and locks a note. While the lock exists, other ranks know that this process is alive and will write."""
-    if writing.rank >= writing.ranks:
+    if writing.in_parts or not writing.writes:
         return
     shown = writing.note_path(writing.rank, "begun")
     hidden = shown.with_suffix(".begun.tmp")
@@ -266,12 +299,13 @@ def _is_gone(writing: Writing, rank: int) -> bool:
 
 def note_failure(writing: Writing, error: Exception) -> None:
     """Writes a note for rank 0 that this rank failed, and removes its files."""
-    if writing.draft is not None:
-        return  # This is rank 0.
+    if writing.in_parts or writing.draft is not None:
+        writing.discard_part()
+        return  # Rank 0 needs no note, and the ranks of a checkpoint in parts read none.
     for stage in {name.partition(".")[0] for name in writing.part.files}:
         for file in writing.path.glob(f"{stage}.*"):
             file.unlink()  # Makes room for the note on a full disk.
-    writing.write_note("failed", [type(error).__name__, str(error)])
+    writing.write_note("failed", json.dumps([type(error).__name__, str(error)]).encode())
 
 
 def _await_parts(writing: Writing) -> None:
@@ -299,47 +333,37 @@ def _await_parts(writing: Writing) -> None:
 
 
 def finish(writing: Writing) -> str | None:
-    """Publishes the checkpoint and removes old checkpoints on rank 0. Returns its name, or None on other ranks."""
+    """Publishes the checkpoint and returns its name, or None on ranks that do not publish.
+
+    Rank 0 publishes the checkpoint, and removes old checkpoints. For a checkpoint in parts, each rank publishes its
+    part.
+    """
+    if writing.in_parts and writing.writes:
+        commit_file(writing.part_path, writing.manifest())
+        writing.part.is_committed = True
+        return writing.path.name
     if writing.draft is None:
         return None
     _await_parts(writing)
     notes = [writing.note_path(rank, "json") for rank in range(writing.ranks)]
-    manifest = _joined([json.loads(path.read_text()) for path in notes], writing.numbers)
+    manifest = join([from_bytes(path.read_bytes()) for path in notes])
     data = to_bytes(manifest)
     write_file(writing.path / MANIFEST, [data])
     for path in [*notes, *writing.path.glob("part_*.begun")]:
         os.unlink(path)
     name = publish(writing.draft, manifest.step_number, hashlib.sha256(data).hexdigest())
     if writing.keep is not None:
-        try:
+        with _warning_if_not_removed(name):
             prune(writing.path.parent, writing.keep, name)
-        except OSError as error:
-            logger.warning("%s is saved, but old checkpoints were not removed: %s. [leftover-files]", name, error)
     return name
 
 
-def _joined(parts: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]) -> Manifest:
-    optimizers = [part["optimizer"] for part in parts if "optimizer" in part]
-    return Manifest(
-        files={name: file for part in parts for name, file in part["files"].items()},
-        names=[name for part in parts for name in part["names"]],
-        ties={name: first for part in parts for name, first in part["ties"].items()},
-        values={name: value for part in parts for name, value in part["values"].items()},
-        optimizer=_joined_optimizer(optimizers) if optimizers else None,
-        extra=parts[0]["extra"],
-        **numbers,
-    )
-
-
-def _joined_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
-    """Joins the saved optimizers of all ranks. Parameters with the same options form one group."""
-    groups: dict[str, Group] = {}
-    for group in [group for optimizer in optimizers for group in optimizer["groups"] if group["parameters"]]:
-        key = json.dumps(group["options"], sort_keys=True)
-        same = groups.setdefault(key, {"parameters": [], "options": group["options"]})
-        same["parameters"] += group["parameters"]
-    state = {name: entries for optimizer in optimizers for name, entries in optimizer["state"].items()}
-    return {"type": optimizers[0]["type"], "groups": list(groups.values()), "state": state}
+@contextmanager
+def _warning_if_not_removed(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s is saved, but old checkpoints were not removed: %s. [leftover-files]", name, error)
 
 
 class Saving:
@@ -397,11 +421,23 @@ class Saving:
                 logger.warning(
                     "%s was not saved, because its replica is lost. [checkpoint-not-saved]", self._writing.path.name
                 )
+            self._prune_parts()
         except BaseException as error:
             self._end(None)
             if self._failed.error not in (None, error):  # The other ranks did not wait for this error.
                 raise self._failed.error from None
             raise
+
+    def _prune_parts(self) -> None:
+        """Removes old checkpoints in parts, after all ranks know that the new checkpoint is complete."""
+        folder, keep = self._writing.path.parent, self._writing.keep
+        if self._writing.in_parts and keep is not None and self._name is not None:
+            failed, seen = FirstError(), {}
+            with failed, _warning_if_not_removed(self._name):
+                seen = look(folder)
+            gathered = all_gather_checked(self._ranks, seen, error=failed.error, doing="looked for old checkpoints")
+            with _warning_if_not_removed(self._name):
+                prune_parts(folder, gathered, keep, self._name)
 
     def wait_here(self, folder: Path | None = None) -> None:
         """Waits until this rank has written its files, and raises no writing errors.
@@ -477,15 +513,17 @@ def save(
 ) -> Saving:
     """Saves a checkpoint to `folder/step_N`, where N is `pipe.step_number`.
 
-    After a crash at any time, the checkpoint either is complete or does not exist. You can load it with any number of
-    partitions and replicas, in one or several processes, and without a pipe. The saved seed and step number determine
-    the random numbers after loading.
+    After a crash at any time, the checkpoint either is complete or does not count as a checkpoint. You can load it
+    with any number of partitions and replicas, in one or several processes, and without a pipe. The saved seed and
+    step number determine the random numbers after loading.
 
     With several processes, call this function in all processes with the same arguments. The processes of the first
-    replica write their stages.
+    replica write their stages. If they do not share a folder, each process writes its part to its folder. To load the
+    checkpoint, the processes together must see all parts.
 
     Args:
-        folder: A folder for this run and this pipe, on a file system that all processes share.
+        folder: A folder for this run and this pipe, or a URL that fsspec opens, such as `s3://bucket/run`. The
+            folders of processes may differ.
         pipe: The pipe whose parameters, buffers, step number and seed to save. Shared parameters are saved once.
         optimizer: A torch optimizer of the pipe's parameters. None in processes whose stages have no parameters.
         extra: Additional data to save, such as the epoch or `scheduler.state_dict()`. Supported types are numbers,
@@ -520,15 +558,10 @@ def save(
     """
     check_order(folder, pipe, "save", optimizer)
     finish_pending_saves(pipe)
-    root, ranks, part, draft, failed = (
-        Path(os.path.abspath(folder)),
-        communicator_of(pipe),
-        Part(),
-        None,
-        FirstError(),
-    )
+    root, ranks, part, draft, failed = to_place(folder), communicator_of(pipe), Part(), None, FirstError()
     rank, size = ranks.rank, ranks.size  # Both may change later, if a replica is lost.
     own: tuple[str | None, int] = None, 0
+    seen: Seen = {}
     with ExitStack() as held:  # locks
         with failed:
             part = gather(pipe, optimizer, extra, keep, rank)
@@ -536,18 +569,32 @@ def save(
                 for tensors in part.files.values() if background else ():
                     tensors.update(zip(tensors, copied_to_host(tensors.values()), strict=True))
             own = _optimizer_and_checksum(pipe, optimizer, size // pipe.partitions)
-            if rank == 0:
+            if "." in (seen := look(root)):
+                raise ValueError(f"folder: {root} is a checkpoint itself. Save to {root.parent}.")
+            if rank == 0 and not isinstance(root, Url):
                 draft = begin(root, pipe.step_number)
                 held.callback(draft.end)
-        same = {"folder": str(root), "step_number": getattr(pipe, "step_number", None), "background": background}
-        mine, doing = [draft and draft.path.name, *own], f"collected values to save to {root}"
-        gathered = all_gather_checked(ranks, mine, same=same, error=failed.error, doing=doing)
-        name = gathered[0][0] or ""
+        same = {"step_number": getattr(pipe, "step_number", None), "background": background}
+        mine = [None if rank else draft.path.name if draft else str(root), *own, [time.time_ns(), seen]]
+        gathered = all_gather_checked(
+            ranks, mine, same=same, error=failed.error, doing=f"collected values to save to {root}"
+        )
+        name, folders = gathered[0][0] or "", [each[3][1] for each in gathered]
         _compare_ranks(gathered, pipe.partitions)
+        writers = min(size, pipe.partitions)  # The ranks of the first replica, or one process for all stages.
+        in_parts = bool(name) and not _is_shared(root, name, rank < writers, ranks)
+        if in_parts:
+            held.close()  # Removes the draft.
+            draft, name = None, unused_name(folders, pipe.step_number)
+            if rank == 0 and not isinstance(root, Url) and pipe not in _warned:
+                _warned.add(pipe)
+                logger.warning(NOT_SHARED, root)
         held = held.pop_all()  # Keeps the locks until the checkpoint is written.
     numbers = {"step_number": pipe.step_number, "seed": pipe.seed, "plan": pipe.plan.to_json(), "world": size}
-    writers = min(size, pipe.partitions)  # The ranks of the first replica, or one process for all stages.
-    writing = Writing(rank, writers, root / name, part, numbers, draft, keep, limit, ranks.gone)
+    if in_parts or any(saves_in(folders)):  # Otherwise equal checkpoints have equal manifests.
+        numbers["save_id"] = next_id(folders, gathered[0][3][0])
+    writing = Writing(rank, writers, root / name, part, numbers, draft, keep, limit, ranks.gone, in_parts)
+    held.callback(writing.discard_part)
     saving = Saving(writing, ranks, held)
     if background and name:
         _pending[pipe] = saving
@@ -555,6 +602,18 @@ def save(
     elif not name or not saving.in_foreground():  # The first replica was lost, so a different one writes.
         return save(folder, pipe, optimizer, extra=extra, background=background, keep=keep, limit=limit)
     return saving
+
+
+NOT_SHARED = (
+    "%s is not shared by all processes, so each process writes its part of the checkpoint to its folder. To load the "
+    "checkpoint, keep the folders of all hosts, or merge them. [checkpoint-in-parts]"
+)
+
+
+def _is_shared(root: Path, name: str, writes: bool, ranks: Communicator) -> bool:
+    """Returns whether all ranks that write see the temporary folder of rank 0. All ranks must call this function."""
+    sees = not isinstance(root, Url) and (not writes or (root / name).is_dir())
+    return all(all_gather_checked(ranks, sees, doing=f"looked whether they share {root}"))
 
 
 def _optimizer_and_checksum(pipe: "GPipe", optimizer: object, replicas: int) -> tuple[str | None, int]:
@@ -569,9 +628,9 @@ def _optimizer_and_checksum(pipe: "GPipe", optimizer: object, replicas: int) -> 
     return kind if optimizer is None else type(optimizer).__name__, checksum(weights)
 
 
-def _compare_ranks(gathered: Sequence[tuple[object, str | None, int]], partitions: int) -> None:
+def _compare_ranks(gathered: Sequence[tuple[object, str | None, int, object]], partitions: int) -> None:
     """Raises an error if the types of optimizers differ between ranks. Logs a warning if replica weights differ."""
-    if mistakes := differences({rank: {"optimizer": kind} for rank, (_, kind, _) in enumerate(gathered) if kind}):
+    if mistakes := differences({rank: {"optimizer": kind} for rank, (_, kind, _, _) in enumerate(gathered) if kind}):
         raise ValueError(f"save: {'; '.join(mistakes)}. Pass the same type of optimizer on all ranks.")
     if apart := [rank for rank, own in enumerate(gathered) if own[2] != gathered[rank % partitions][2]]:
         logger.warning(
@@ -608,4 +667,4 @@ def finish_pending_saves(pipe: nn.Module | None, folder: str | os.PathLike[str] 
             pending.wait_once()
     if folder is not None:
         for saving in list(_pending.values()):
-            saving.wait_here(Path(os.path.abspath(folder)))
+            saving.wait_here(to_place(folder))

@@ -24,8 +24,9 @@ from gpipe.checkpoint.files import (
     why_not_storable,
     write_file,
 )
-from gpipe.checkpoint.load import LoadedState, list_names, put, read_weights, unique
+from gpipe.checkpoint.load import DOES_NOT_FIT, LoadedState, list_names, put, read_weights, unique
 from gpipe.checkpoint.manifest import LARGEST, CheckpointError, has_type
+from gpipe.checkpoint.places import Url, to_place
 from gpipe.checkpoint.save import check_order, finish_pending_saves, first_names, is_kept_weight, state_to_save
 from gpipe.distributed.communicator import FirstError, all_gather_checked, communicator_of
 from gpipe.stages.dtensor import full_tensor
@@ -67,7 +68,7 @@ def load_weights(
     """
     check_order(folder, pipe, "load_weights")
     finish_pending_saves(pipe)
-    ranks, path = communicator_of(pipe), Path(os.path.abspath(folder))
+    ranks, path = communicator_of(pipe), _local(folder)
     ready, files, failed = LoadedState(), TensorFiles([]), FirstError()
     with failed:
         files = _open(path, ready)
@@ -87,8 +88,15 @@ def load_weights(
             f"the model with older names, load it with from_pretrained, and call gpipe.save_weights(folder, model)."
         )
     if findings:
-        raise CheckpointError(path, findings)
+        raise CheckpointError(path, findings, DOES_NOT_FIT)
     put(ready, pipe, None)
+
+
+def _local(folder: str | os.PathLike[str]) -> Path:
+    place = to_place(folder)
+    if isinstance(place, Url):
+        raise ValueError(f"folder: {place} is a URL. Pass a local folder, and copy the files yourself.")
+    return place
 
 
 def _open(folder: Path, ready: LoadedState) -> TensorFiles:
@@ -149,7 +157,7 @@ def save_weights(
     """
     check_order(folder, pipe, "save_weights")
     finish_pending_saves(pipe)
-    ranks, path = communicator_of(pipe), Path(os.path.abspath(folder))
+    ranks, path = communicator_of(pipe), _local(folder)
     shards, failed = list[dict[str, Tensor]](), FirstError()
     with failed:
         tensors = _named_tensors(pipe, rename)

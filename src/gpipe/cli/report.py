@@ -11,6 +11,7 @@ from gpipe.cli import exit_on_user_errors
 from gpipe.cli.schedule import has_colors
 from gpipe.planner.search.units import format_seconds
 from gpipe.profiling import Report, breakdown_lines, read_report, report_html, typical_svg, write_picture
+from gpipe.profiling.breakdown import throughput_texts
 from gpipe.profiling.lanes import fit_ruler, legend, panel
 from gpipe.profiling.stored import NAME
 from gpipe.recipes.options.training import OptionalPath
@@ -70,6 +71,8 @@ def _print_report(report: Report, console: Console) -> None:
             console.print(f"\n{title}: {format_seconds(timeline.seconds)}, {idle}", style="bold" if colored else "")
             console.print(*panel(timeline, ruler, colored=colored, unit="ms"), sep="\n", soft_wrap=True)
         console.print(*legend(drawn.values(), colored=colored), sep="\n")
+    if texts := throughput_texts(report.throughput):
+        console.print(f"\nthroughput: {', '.join(texts)}")
     if report.shares and report.timelines:
         whole = [timeline.seconds + sum(timeline.other.values()) for timeline in report.timelines]
         table = breakdown_lines(report.shares, sum(whole) / len(whole), len(whole))

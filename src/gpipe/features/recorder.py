@@ -32,21 +32,27 @@ class RecordedRun(NamedTuple):
         when: The times at which the run started and ended.
         traffic: The messages of each rank, by the same clock as `when`.
         cpu: The processor time of this process, in seconds.
+        rows: The number of rows of the mini-batch, of all replicas.
     """
 
     timeline: Timeline
     when: Interval
     traffic: tuple[Traffic, ...] = ()
     cpu: float = 0.0
+    rows: int = 0
 
 
 class RemoteRecord(NamedTuple):
-    """The record of one process: its host, the start of the run by the host's clock, the timeline and messages."""
+    """The record of one process: its host, the start of the run by the host's clock, the timeline and messages.
+
+    `rows` is 0 except in the first process of a replica, so that the sum counts each row once.
+    """
 
     host: str
     began: float
     timeline: Timeline
     traffic: Traffic
+    rows: int = 0
 
 
 class Recorder(Feature):
@@ -88,6 +94,8 @@ class Recorder(Feature):
         self.begin(run.stages.streams)
         yield
         self.end()
+        assert self.ended is not None
+        self.ended = self.ended._replace(rows=sum(run.micro_batch_sizes) // run.slices)
 
     def complete(self, run: Run) -> None:
         """Keeps the recorded run, unless other processes have not recorded it."""
@@ -132,7 +140,8 @@ class Recorder(Feature):
         traffic = tuple(record.traffic.moved(start) for record, start in zip(records, starts, strict=True))
         assert self.ended is not None
         when = first, max(self.ended.when[1], first + seconds)
-        self.ended = RecordedRun(Timeline(len(records), tuple(spans), seconds), when, traffic, self.ended.cpu)
+        joined, rows = Timeline(len(records), tuple(spans), seconds), sum(record.rows for record in records)
+        self.ended = RecordedRun(joined, when, traffic, self.ended.cpu, rows)
 
     def end(self) -> None:
         """Creates the record of the run from its stamps."""

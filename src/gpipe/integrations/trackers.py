@@ -14,6 +14,7 @@ class GPipeCallback(TrainerCallback):
 
     Args:
         trainer: A Trainer with a `pipe` attribute, such as a `GPipeTrainer`.
+        **record_options: Options of `gpipe.record`, such as `flops_per_row` and `device` to log the MFU.
 
     Raises:
         TypeError: If the trainer has no pipe when training begins.
@@ -29,13 +30,14 @@ class GPipeCallback(TrainerCallback):
     1.0
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, **record_options: Any) -> None:
+        self._trainer, self._options = trainer, record_options
         self._recording: gpipe.Recording | None = None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.on_train_end()
-        self._recording = gpipe.record(getattr(self._trainer, "pipe", None))  # type: ignore[arg-type]  # rejects None
+        pipe: Any = getattr(self._trainer, "pipe", None)
+        self._recording = gpipe.record(pipe, **self._options)  # rejects None
 
     def on_log(self, *args: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs and self._recording is not None and self._recording.runs:

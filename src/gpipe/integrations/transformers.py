@@ -33,7 +33,7 @@ from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32, find_device, recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import DataCollatorWithFlattening, Seq2SeqTrainer, Trainer
 
 import gpipe
 from gpipe.integrations.whole_checkpoints import WholeCheckpoints
@@ -80,6 +80,9 @@ FEW = (
 DIFFERENT_BATCHES = (
     "The processes of replica {replica} received different batches, but all K must read the same rows. Use the same "
     "random numbers in all processes, for example with dataloader_num_workers=0. [different-batches-in-replica]"
+)
+NO_LENGTHS = (
+    "pack=True needs the length of {name!r} in each row of the training data, but a row has {has}. Remove pack=True."
 )
 ABOUT_LOSS_FN = ("loss_fn", "[weight-of-different-stage]")  # what an error about loss_fn contains
 
@@ -201,6 +204,8 @@ class Pipelined(WholeCheckpoints):
             micro-batch has `per_device_train_batch_size` rows.
         partitions: K, as for `gpipe.GPipe`. With torchrun, the number of processes must be divisible by K.
         plan: A plan from `gpipe.find_plan`, instead of `partitions`.
+        pack: Whether to distribute the rows of each optimizer step over its micro-batches with `gpipe.pack`.
+            Micro-batches then have different numbers of rows. Default: False.
         **kwargs: The keyword arguments of the Trainer, and other arguments of `gpipe.GPipe`, such as `schedule` and
             `remat`. `sample` is a batch from the collator. Default: the first rows of the training data, or the
             first batch of an evaluation.
@@ -220,7 +225,12 @@ class Pipelined(WholeCheckpoints):
     """
 
     def __init__(
-        self, *args: Any, partitions: int | Sequence[int] | None = None, plan: gpipe.Plan | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        partitions: int | Sequence[int] | None = None,
+        plan: gpipe.Plan | None = None,
+        pack: bool = False,
+        **kwargs: Any,
     ) -> None:
         mistakes = [text for name, text in NOT_SETTINGS.items() if name in kwargs]
         if mistakes := mistakes + [SLICED] * isinstance(kwargs.get("schedule"), gpipe.Sliced):
@@ -228,7 +238,9 @@ class Pipelined(WholeCheckpoints):
         self._settings: dict[str, Any] = {name: kwargs.pop(name) for name in PIPE_ARGUMENTS & kwargs.keys()}
         self._settings |= {"partitions": partitions, "plan": plan}
         self._piped: object = None  # the model of which the pipe was created
+        self._pack = pack
         self._loader: Any = None
+        self._collate: Any = None  # the collator of the loader
         self._window: list[Any] = []  # the batches of this optimizer step
         self._losses: deque[Tensor] = deque()  # losses that `training_step` has not yet returned
         self._loss_device: torch.device | None = None
@@ -267,6 +279,10 @@ class Pipelined(WholeCheckpoints):
 
     def get_train_dataloader(self) -> Any:
         self._loader = super().get_train_dataloader()
+        self._collate = self._loader.collate_fn
+        if self._pack:
+            # `_packed` collates. accelerate wraps the loader.
+            getattr(self._loader, "base_dataloader", self._loader).collate_fn = list
         return self._loader
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -302,7 +318,7 @@ class Pipelined(WholeCheckpoints):
         with _restored_random_state():
             # A copy, because the collator may have its own generator. Large objects to which it refers are shared.
             shared = {id(value): value for value in (self.model, self.processing_class, data)}
-            collate = copy.deepcopy(loader.collate_fn, shared)
+            collate = copy.deepcopy(self._collate, shared)
             if isinstance(data, IterableDataset):
                 return collate(list(islice(data, rows)))
             return collate([data[index] for index in range(min(rows, len(data)))])
@@ -339,17 +355,31 @@ class Pipelined(WholeCheckpoints):
 
     # An optimizer step.
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any) -> Any:
         """Returns the batches of one optimizer step and the number of their labels, as Trainer does."""
         if self._withheld is not None:
             raise ValueError(
                 "The epoch was ended between batches of one optimizer step, but a pipe runs them at once. Set "
                 "should_epoch_stop in on_step_end of a callback. [epoch-ended-in-step]"
             )
-        samples = super().get_batch_samples(*args, **kwargs)
+        if self._pack:
+            epoch_iterator = self._packed([*islice(epoch_iterator, num_batches)])
+        samples = super().get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
         self._window = samples[0]
         self._losses.clear()
         return samples
+
+    def _packed(self, batches: Sequence[Any]) -> Iterator[Any]:
+        """Distributes the rows of these batches over the same number of batches by length."""
+        rows, name = [*chain.from_iterable(batches)], self.model.main_input_name
+        if without := [row for row in rows if not isinstance(row, Mapping) or not hasattr(row.get(name), "__len__")]:
+            kind = sorted(without[0]) if isinstance(without[0], Mapping) else f"the type {type(without[0]).__name__}"
+            raise ValueError(NO_LENGTHS.format(name=name, has=kind))
+        joins_rows = isinstance(self.data_collator, DataCollatorWithFlattening)
+        padded = not joins_rows and not getattr(self.data_collator, "padding_free", False)
+        if rows:
+            for group in gpipe.pack([len(row[name]) for row in rows], len(batches), padded=padded):
+                yield self._collate([rows[row] for row in group])
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Returns the loss of one batch. The first call of an optimizer step runs all batches through the pipe."""

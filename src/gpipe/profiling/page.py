@@ -14,7 +14,7 @@ from math import isfinite
 from string import Template
 
 from gpipe.planner.search.units import format_bytes, format_seconds
-from gpipe.profiling.breakdown import MEANING, percentages
+from gpipe.profiling.breakdown import MEANING, percentages, throughput_texts
 from gpipe.profiling.stored import Report
 from gpipe.profiling.svg import COLORS, THIN, is_bright, kinds_in, most_stages, note_of, nth_stages, read_file, shade
 from gpipe.schedule.action import NAMES, Action, Kind
@@ -163,6 +163,8 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
         yield "not computing", percent(typical.idle_share()), note
     elif predicted is not None:
         yield "predicted step", format_seconds(predicted.seconds), f"idle {percent(predicted.idle_share())}"
+    if texts := throughput_texts(report.throughput):
+        yield "throughput", texts[0], ", ".join(texts[1:])
     if report.memory:
         peaks = [sum(parts.values()) for parts in report.memory]
         yield "peak memory", format_bytes(max(peaks)), f"rank {peaks.index(max(peaks))}" if len(peaks) > 1 else ""

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -18,10 +19,19 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from gpipe.errors import is_count
 from gpipe.features.recorder import Interval, Recorder
 from gpipe.planner.other_processes import SOME_CORES, Meter, OtherProcesses
+from gpipe.planner.search.device import PRESETS, Device
 from gpipe.planner.watch import Watch
 from gpipe.profiling import Report, report_html, trace_json, typical_svg, write_picture
 from gpipe.profiling.advice import Advice, RecordedSteps, advise, compare, explain, shared_lock
-from gpipe.profiling.breakdown import MEANING, NO_STEPS, Breakdown, breakdown, windows
+from gpipe.profiling.breakdown import (
+    MEANING,
+    NO_STEPS,
+    Breakdown,
+    breakdown,
+    measure_throughput,
+    throughput_texts,
+    windows,
+)
 from gpipe.profiling.memory import Held, Watches, measure_held
 from gpipe.profiling.messages import Message, messages_of, write_messages
 from gpipe.runtime.compiled_table import CompiledAction
@@ -55,8 +65,11 @@ class Recording(Recorder):
     Recording(1 step, ... s on average, stopped)
     """
 
-    def __init__(self, pipe: "GPipe", keep: int, *, memory: bool = False) -> None:
+    def __init__(
+        self, pipe: "GPipe", keep: int, *, memory: bool = False, flops_per_row: float = 0.0, peak: float = 0.0
+    ) -> None:
         super().__init__(keep)
+        self._flops_per_row, self._peak = flops_per_row, peak
         self._watches = Watches() if memory else None
         if self._watches is not None:
             with Watch():  # The first use takes seconds, which should not count as time of a layer.
@@ -141,7 +154,15 @@ class Recording(Recorder):
             raise ValueError(NO_STEPS)
         prediction = self._pipe.prediction
         is_timed = prediction.unit == "seconds" and any(timeline.is_step for timeline in timelines)
-        return Report(title, timelines=timelines, predicted=prediction.timeline if is_timed else None)
+        predicted = prediction.timeline if is_timed else None
+        return Report(title, timelines=timelines, predicted=predicted, throughput=self._throughput(timelines))
+
+    def _throughput(self, timelines: Sequence[Timeline]) -> dict[str, float]:
+        # Ranks of one process may share a device.
+        in_process = self._pipe._processes.position is None
+        devices = len(set(self._pipe.devices)) if in_process else timelines[0].ranks
+        rows = [run.rows for run in self.runs]
+        return measure_throughput(timelines, rows, self._flops_per_row, self._peak * devices)
 
     def memory(self) -> dict[int, Held]:
         """Returns the peak memory of each rank of this process, with activations if `record(pipe, memory=True)`.
@@ -248,7 +269,9 @@ class Recording(Recorder):
     def __str__(self) -> str:
         if not self.runs:
             return "No steps were recorded."
-        return "\n".join(filter(None, (str(self.breakdown()), self.compare_with_prediction())))
+        rates = ", ".join(throughput_texts(self._throughput(self.timelines)))
+        throughput = f"throughput: {rates}" if rates else ""
+        return "\n".join(filter(None, (str(self.breakdown()), throughput, self.compare_with_prediction())))
 
     def _repr_html_(self) -> str | None:
         return notebook_html("recording", self)
@@ -327,6 +350,7 @@ def metrics_of(
         numbers["loss"] = fmean(losses)
     if (typical := steps.timelines[steps.typical]).is_step:
         numbers["pipeline_seconds"] = typical.seconds
+    numbers |= steps.throughput
     if steps.predicted is not None:
         numbers["predicted_seconds"] = steps.predicted.seconds
     for name, kind in (("sent_bytes", "send"), ("reduced_bytes", "reduce")):
@@ -347,7 +371,14 @@ def _by(what: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{what}_{at}": value for at, value in enumerate(values)}
 
 
-def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recording:
+def record(
+    pipe: "GPipe",
+    *,
+    keep: int = KEPT,
+    memory: bool = False,
+    flops_per_row: float | None = None,
+    device: Device | str | None = None,
+) -> Recording:
     """Starts recording a timeline of the pipe's steps and calls. Stops at the end of a `with` block, or at `stop()`.
 
     Recording reads the clock twice per action. A stopped recording costs no time. With several processes, all
@@ -357,13 +388,18 @@ def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recordin
         pipe: The pipe to record.
         keep: Number of most recent steps to keep. Default: 100.
         memory: Whether to also record activation memory for `recording.memory()`. Slows down steps. Default: False.
+        flops_per_row: Model FLOPs of one row, forward and backward pass without recomputation, to report model FLOPs
+            per second. Default: None, only rows per second are reported.
+        device: The device of each rank, to report the MFU: a `gpipe.Device` with a `peak`, or the name of a preset,
+            such as "h100". Requires `flops_per_row`. Default: None, the MFU is not reported.
 
     Returns:
         The recording.
 
     Raises:
         TypeError: If `pipe` is not a `GPipe`.
-        ValueError: If `keep` is not an integer of at least 1.
+        ValueError: If `keep` is not an integer of at least 1, if `flops_per_row` is not a positive number, or if the
+            peak of `device` is unknown.
 
     Note:
         If a second recording starts during a recording, only the second recording receives steps until it stops. Then
@@ -381,6 +417,21 @@ def record(pipe: "GPipe", *, keep: int = KEPT, memory: bool = False) -> Recordin
     """
     if not hasattr(pipe, "recorder"):
         raise TypeError(NOT_A_PIPE.format(kind=type(pipe).__name__))
+    mistakes = []
     if not is_count(keep):
-        raise ValueError(f"keep={keep!r} is invalid. Pass the number of steps to keep, an integer of at least 1.")
-    return Recording(pipe, keep, memory=memory)
+        mistakes.append(f"keep={keep!r} is invalid. Pass the number of steps to keep, an integer of at least 1.")
+    is_number = type(flops_per_row) in (int, float) and isfinite(flops_per_row or 0.0)
+    if flops_per_row is not None and not (is_number and flops_per_row > 0):
+        mistakes.append(f"flops_per_row={flops_per_row!r} is invalid. Pass the model FLOPs of one row, a number > 0.")
+    known = PRESETS.get(device) if isinstance(device, str) else device
+    if device is not None and not (isinstance(known, Device) and known.peak):
+        presets = ", ".join(PRESETS)
+        mistakes.append(
+            f"device={device!r} has no known peak. Pass gpipe.Device(peak=<FLOP/s>), or one of: {presets}."
+        )
+    if device is not None and flops_per_row is None:
+        mistakes.append("device= has no effect without flops_per_row. Pass flops_per_row=<model FLOPs of one row>.")
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    peak = known.peak if isinstance(known, Device) else 0.0
+    return Recording(pipe, keep, memory=memory, flops_per_row=flops_per_row or 0.0, peak=peak)

@@ -40,6 +40,7 @@ class Report:
         loss_each: Whether each loss belongs to a step or an epoch.
         sentence: The result of `recording.explain()`: the reason for lost time, and the change that would save time.
         predicted_memory: For each rank, the predicted bytes at the memory peak.
+        throughput: The throughput of the training steps, by its name in `Recording.metrics`.
 
     >>> Report("two ranks", losses=(2.5, 0.5)).predicted is None
     True
@@ -55,6 +56,7 @@ class Report:
     loss_each: Literal["step", "epoch"] = "step"
     sentence: str = ""
     predicted_memory: tuple[int, ...] = ()
+    throughput: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def typical(self) -> int:
@@ -143,6 +145,7 @@ def _read(members: Mapping[str, Any]) -> Report:
         losses=tuple(map(float, members["losses"])),
         loss_each=members["loss_each"],
         sentence=str(members["sentence"]),
+        throughput=_amounts(members.get("throughput", {}), float),
     )
 
 

@@ -66,11 +66,12 @@ Generators: TypeAlias = dict[torch.device, torch.Generator]
 def _get_or_create(
     generators: Generators, device: torch.device, start: Callable[[torch.Generator], object]
 ) -> torch.Generator:
-    if device not in generators:
+    generator = generators.get(device)
+    if generator is None:
         generator = torch.Generator("cpu" if device.type == "meta" else device)
         start(generator)
         generators[device] = generator
-    return generators[device]
+    return generator
 
 
 def _save_state(
@@ -138,18 +139,19 @@ def _find_checkpoints(
     forwards: list[CheckpointFrame] = []
     frame = sys._getframe(1).f_back
     while frame is not None and frame is not until:
-        if _ordinary_codes.get(id(frame.f_code)) is not frame.f_code:
+        code = frame.f_code
+        if _ordinary_codes.get(id(code)) is not code:
             checkpoint = read_checkpoint(frame)
             if checkpoint is not None and checkpoint.recomputes:
                 return forwards, (frame, checkpoint)
             if checkpoint is not None:
                 forwards.append(checkpoint)
-            elif reruns_by_default_generator(frame.f_code):
+            elif reruns_by_default_generator(code):
                 raise RuntimeError(COMPILED_CHECKPOINT)
-            elif not is_of_checkpoints(frame.f_code):
+            elif not is_of_checkpoints(code):
                 if len(_ordinary_codes) > MAX_CODES:
                     _ordinary_codes.clear()
-                _ordinary_codes[id(frame.f_code)] = frame.f_code
+                _ordinary_codes[id(code)] = code
         frame = frame.f_back
     return forwards, None
 
@@ -220,7 +222,7 @@ def _kernel(func: dispatcher.Operator, key: Any, below: Any) -> Callable[..., ob
                 with standing_in(generator):
                     return func(*args, **kwargs)
             kwargs["generator"] = generator
-            return with_generator(*args[:most], **kwargs)
+            return with_generator.redispatch(keys & below, *args[:most], **kwargs)
         finally:
             dispatcher.exclude_key(key, False)
 
@@ -229,10 +231,13 @@ def _kernel(func: dispatcher.Operator, key: Any, below: Any) -> Callable[..., ob
 
 def _device_of(args: Sequence[object], kwargs: Mapping[str, Any]) -> torch.device:
     """Returns the device on which an operation draws random numbers, with its index. The CPU has no index."""
-    tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    if args and type(args[0]) is Tensor and args[0].is_cpu:
+        return CPU  # most draws
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return numbered(value.device)
     argument = kwargs.get("device")
-    device = tensor.device if tensor is not None else CPU if argument is None else torch.device(argument)
-    return numbered(device)
+    return CPU if argument is None else numbered(torch.device(argument))
 
 
 @contextmanager
@@ -337,14 +342,17 @@ class rng_scope:  # noqa: N801  # it reads as a function at every use, like torc
             generator = self._scope_generator(device)
         else:
             generator = _recompute_generator(*recompute, device, strict=self.in_backward)
-        needed = self.in_backward or self.grad or torch.is_grad_enabled()  # Otherwise no backward follows.
-        for forward in forwards:
-            _save_state(forward, device, generator, needed=needed, releases=self.piped)
+        if forwards:
+            needed = self.in_backward or self.grad or torch.is_grad_enabled()  # Otherwise no backward follows.
+            for forward in forwards:
+                _save_state(forward, device, generator, needed=needed, releases=self.piped)
         return generator
 
     def _scope_generator(self, device: torch.device) -> torch.Generator:
-        key = self._seed, self._step, self._layer, self._micro_batch
-        return _get_or_create(self._generators, device, lambda new: new.manual_seed(rng_seed(*key)))
+        return _get_or_create(self._generators, device, self._seed_generator)
+
+    def _seed_generator(self, generator: torch.Generator) -> None:
+        generator.manual_seed(rng_seed(self._seed, self._step, self._layer, self._micro_batch))
 
 
 class PipeRngScope(rng_scope):

@@ -56,6 +56,21 @@ def metrics(rank: int, world: int) -> dict[str, float]:
         return recording.metrics()
 
 
+def throughput(rank: int, world: int) -> tuple[int, str]:
+    """Two replicas of two ranks, with five rows and three: rows of a step, and the line that is printed."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    with gpipe.GPipe(layers, 2, 2, driver="process") as pipe:
+        x = torch.ones(5 if rank < 2 else 3, 3)
+        with gpipe.record(pipe, flops_per_row=108, device=gpipe.Device(peak=1e6)) as recording:
+            for _ in range(STEPS):
+                pipe.step(x, x, mse_loss)
+        found = recording.metrics()
+        rows = round(found["rows_per_second"] * found["step_seconds"])
+        assert abs(found["mfu"] * world * 1e6 - found["model_flops_per_second"]) < 1e-3
+        return rows, str(recording)
+
+
 def draw(rank: int, world: int) -> list[str | None]:
     """What a notebook would show on each rank: of a pipe before its first step, of the step, and of a closed pipe."""
     pipe = gpipe.GPipe([nn.Linear(4, 4) for _ in range(world)], world, micro_batches=4, driver="process")

@@ -24,6 +24,8 @@ class Device:
         link: Bytes per second to the neighboring devices. Default: unlimited.
         name: Name for reports. Default: "".
         host: Bytes per second to host memory and back (from a CPU: to a file). Default: 0, nothing is offloaded.
+        peak: The advertised peak of floating-point operations per second, for the MFU of `gpipe.record`. Plans ignore
+            it. Default: 0, unknown.
 
     >>> Device(memory=8 * 2**30, flops=9e12).text
     '8.00 GiB, 9 TFLOP/s'
@@ -34,6 +36,7 @@ class Device:
     link: float = math.inf
     name: str = ""
     host: float = 0.0
+    peak: float = 0.0
 
     def __post_init__(self) -> None:
         units = {"memory": "bytes", "flops": "floating-point operations per second", "link": "bytes per second"}
@@ -42,10 +45,12 @@ class Device:
         mistakes = [
             f"{name}={values[name]!r} is not positive. Use a number > 0, in {units[name]}." for name in invalid
         ]
-        if type(self.host) not in (int, float) or not self.host >= 0:
-            mistakes.append(
-                f"host={self.host!r} is negative or not a number. Use a number >= 0, in bytes per second."
-            )
+        rates = {"host": (self.host, "bytes"), "peak": (self.peak, "floating-point operations")}
+        mistakes += [
+            f"{name}={value!r} is negative or not a number. Use a number >= 0, in {unit} per second."
+            for name, (value, unit) in rates.items()
+            if type(value) not in (int, float) or not value >= 0
+        ]
         if self.flops == math.inf:
             mistakes.append("flops=inf is not finite. Use a finite number.")
         if mistakes:
@@ -60,7 +65,7 @@ class Device:
 
 
 PRESETS = {  # each with the memory, `ATTAINED_SHARE` of the peak of the matrix units, and the link in one direction
-    name: Device(gibibytes * GIB, ATTAINED_SHARE * teraflops * 1e12, gigabytes * 1e9, name)
+    name: Device(gibibytes * GIB, ATTAINED_SHARE * teraflops * 1e12, gigabytes * 1e9, name, peak=teraflops * 1e12)
     for name, gibibytes, teraflops, gigabytes in (
         ("tpuv2", 8, 22.5, 62.5),  # one core, bfloat16
         ("tpuv3", 16, 61.5, 82),  # one core, bfloat16

@@ -340,8 +340,8 @@ class Plan:
 
 
 def _read_device(stored: Sequence[Any]) -> Device:
-    memory, flops, link, name, host = stored
-    return Device(inf if memory is None else memory, flops, inf if link is None else link, name, host)
+    memory, flops, link, *others = stored
+    return Device(inf if memory is None else memory, flops, inf if link is None else link, *others)
 
 
 _STORED = {each.name for each in fields(Plan)} - {"table", "unsplit", "costs", "devices", "alternatives", "rejected"}

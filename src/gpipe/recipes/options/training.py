@@ -139,7 +139,17 @@ class TrainOptions:
     #: The pipeline schedule: the order of forward and backward passes, and the stages that each partition holds. To
     #: draw it, use `gpipe schedule NAME`. Results do not depend on it.
     schedule: Literal[
-        "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v"
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "zb_h1",
+        "zb_h2",
+        "interleaved_zb",
+        "zb_v",
+        "v_half",
+        "v_min",
+        "dualpipe_v",
+        "breadth_first",
     ] = "gpipe"
     #: Use auto to measure the layers at the start, and choose the split points, --schedule and --remat that are
     #: predicted to be fastest on this machine. Results do not depend on it.

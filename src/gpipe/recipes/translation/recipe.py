@@ -93,11 +93,17 @@ class TranslationRecipe(Recipe[TranslationOptions]):
 
     def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
         for sentences in self.corpus.mini_batches(epoch)[first:]:
-            rows = share.of(torch.arange(len(sentences))).tolist()
-            batch = self._layout.batch([sentences[row] for row in rows or [0]])
-            if not rows:  # There are too few sentences for this replica. It gets one whose tokens do not count.
-                batch = batch._replace(targets=torch.full_like(batch.targets, PAD))
-            yield batch
+            lengths = [sum(sentence.lengths) + 2 for sentence in sentences]  # with END
+            groups = gpipe.pack(lengths, self.options.micro_batches, padded=True)
+            parts = [
+                self._layout.batch([sentences[row] for row in groups[group]])
+                for group in share.of(torch.arange(len(groups))).tolist()
+            ]
+            if not parts:  # There are too few sentences for this replica. It gets one whose tokens do not count.
+                batch = self._layout.batch(sentences[:1])
+                parts = [batch._replace(targets=torch.full_like(batch.targets, PAD))]
+            inputs, targets = zip(*parts, strict=True)
+            yield Batch(gpipe.MicroBatches(inputs), gpipe.MicroBatches(targets))
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         return _cross_entropy(output, targets, "mean", self.options.label_smoothing)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpipe.schedule.program import Table
+from gpipe.schedule.schedules.breadth_first import breadth_first
 from gpipe.schedule.schedules.fill_drain import fill_drain, fill_drain_table, forward_only, forward_only_table
 from gpipe.schedule.schedules.one_forward_one_backward import (
     interleaved,
@@ -99,6 +100,7 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule("v_half", v_half, vee, stages_per_rank=2),
         Schedule("v_min", v_min, vee, stages_per_rank=2),
         Schedule("dualpipe_v", dualpipe_v, vee, stages_per_rank=2),
+        Schedule("breadth_first", breadth_first, loop, stages_per_rank=2),
     )
 }
 

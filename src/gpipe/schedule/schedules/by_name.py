@@ -86,7 +86,7 @@ class Interleaved:
     Args:
         stages: The number of stages on each rank.
         schedule: The name of a schedule with a variable number of stages per rank: `"interleaved"`,
-            `"interleaved_zb"` or `"gpipe"`.
+            `"interleaved_zb"`, `"breadth_first"` or `"gpipe"`.
 
     >>> schedule_of(Interleaved(4)).placement(2, 4)
     (0, 1, 0, 1, 0, 1, 0, 1)
