@@ -290,13 +290,13 @@ def make_pipe(
 
 
 def _restore(job: Job) -> None:
-    """Loads the latest checkpoint if the run resumes and rank 0 finds a checkpoint.
+    """Loads the latest checkpoint if the run resumes and the processes find a checkpoint.
 
     Otherwise renames old checkpoints.
     """
     resumes = job.options.resume or job.world.restarts > 0
-    has_checkpoint = resumes and not job.world.rank and gpipe.find_checkpoint(job.checkpoints) is not None
-    if any(job.pipe.exchange(b"found" if has_checkpoint else b"")):
+    resumes = bool(job.pipe.exchange(b"resumes" if resumes else b"")[0])
+    if resumes and gpipe.find_checkpoint(job.checkpoints, job.pipe) is not None:
         extra = gpipe.load(job.checkpoints, job.pipe, job.optimizer).extra
         job.progress = from_extra(extra, job.options, job.recipe.data)
         if job.done > job.steps:
