@@ -282,6 +282,14 @@ def builder_dies(rank: int, world: int, who: int) -> None:
     gpipe.GPipe([make] * world, [1] * world, MICRO_BATCHES, seed=0, driver="process")
 
 
+def counts_messages(rank: int, world: int) -> Json:
+    """The number of messages that each process sends to each other process while a pipe is made."""
+    channel = rendezvous.WorldChannel
+    with mock.patch.object(channel, "send", autospec=True, side_effect=channel.send) as send:
+        pipe_of(world)
+    return send.call_count
+
+
 def not_there(rank: int, world: int, who: int) -> Json:
     return None if rank == who else [pipe_of(world).partitions]
 
@@ -509,6 +517,11 @@ def test_a_rank_that_is_killed_while_a_pipe_is_made_is_missed(who: int) -> None:
     outcomes = run_ranks(2, builder_dies, who)
     assert outcomes[who].code == -9
     assert outcomes[1 - who].error, told_by(outcomes)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_pipe_is_made_with_few_messages(world: int, pool: WorkerPool) -> None:
+    assert answers(pool.run(counts_messages, world=world)) == [6] * world
 
 
 def test_a_rank_that_never_makes_a_pipe_is_missed() -> None:

@@ -104,9 +104,8 @@ def agree_on_plan(
         weights = _checksums(layers)  # Before tying, which changes only the copies in the processes that hold them.
         settings = replace(settings, layers=layers, tied=_tie(layers, arguments.ties, sketch, own))
     shared = _shared_values(arguments, settings, placement, remat)
-    all_gather_checked(rendezvous, same=shared)
+    _compare_weights(settings, all_gather_checked(rendezvous, weights, same=shared))
     rendezvous.phase = LINKING
-    _compare_weights(rendezvous, settings, weights)
     return settings, plan, shared, greetings[0]["name"]
 
 
@@ -158,11 +157,11 @@ def _checksums(layers: Mapping[str, nn.Module]) -> list[tuple[int, int]]:
     ]
 
 
-def _compare_weights(rendezvous: Rendezvous, settings: Settings, weights: Sequence[tuple[int, int]]) -> None:
+def _compare_weights(settings: Settings, weights: Sequence[Sequence[tuple[int, int]]]) -> None:
     """Raises an error if a layer has different weights in different processes, because results would depend on K."""
     layers = list(settings.layers.items())
     first: dict[int, int] = {}
-    pairs = sorted(pair for gathered in all_gather_checked(rendezvous, weights) for pair in gathered)
+    pairs = sorted(pair for gathered in weights for pair in gathered)
     different = {index: layers[index] for index, value in pairs if first.setdefault(index, value) != value}
     if different:
         labels = [f"layer {index} ({name}: {type(layer).__name__})" for index, (name, layer) in different.items()]
