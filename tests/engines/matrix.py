@@ -1,8 +1,8 @@
 """Runs one training under each launcher: `python -m tests.engines.matrix` prints which recover from which faults.
 
 Each engine starts copies of the scripts in examples/clusters, and a fault is written into the copy of train.py. The
-weights at the end are compared, bit by bit, with those of one process with a thread per partition. Engines that are
-not installed are named and left out.
+weights at the end are compared, bit by bit, with those of one process with a thread per partition, or, if there are
+two replicas, with those of torchrun without a fault. Engines that are not installed are named and left out.
 """
 
 import os
@@ -49,7 +49,7 @@ FAULTS = {
     "raises": 'raise ValueError("a bad batch")',
     "is killed": "os.kill(os.getpid(), 9)",
 }
-TIMEOUT = 240  # seconds, of a job that hangs
+TIMEOUT = 600  # seconds, of a job that hangs
 HUNG = 124  # its status
 NAMES = ("a bad batch", "rank 1 ", "Signal 9", "sig=9")  # of these faults, in the output of a job
 
@@ -112,6 +112,10 @@ def _two_agents(folder: Path) -> list[str]:
     return ["sh", "-c", f"{agent} --rdzv-conf is_host=0 & {agent}; first=$?; wait $! && exit $first"]
 
 
+def _ray_two_nodes(folder: Path) -> list[str]:
+    return [sys.executable, str(ROOT / "tests" / "engines" / "two_ray_nodes.py"), str(folder)]
+
+
 def _python(script: str) -> Callable[[Path], list[str]]:
     return lambda folder: [sys.executable, str(folder / script)]
 
@@ -132,6 +136,7 @@ ENGINES = {
     "torchrun --max-restarts 2": Engine(lambda folder: _torchrun(folder, restarts=2), restarts=True),
     "torchrun, two agents": Engine(_two_agents, restarts=True),
     "Ray Train": Engine(_python("ray_train.py"), restarts=True, missing=_missing("ray")),
+    "Ray Train, two nodes, 2 replicas": Engine(_ray_two_nodes, restarts=True, missing=_missing("ray"), processes=4),
     "Monarch": Engine(_python("monarch_train.py"), restarts=False, missing=_missing("monarch")),
     "mpirun": Engine(_mpirun, restarts=False, missing=_missing(program="mpirun")),
 }
@@ -175,12 +180,16 @@ def start(command: Sequence[str], folder: Path) -> Outcome:
         return Outcome(HUNG, time.perf_counter() - before, output.decode() if isinstance(output, bytes) else output)
 
 
-def reference(folder: Path) -> dict[str, torch.Tensor]:
-    """Returns the weights of the training in one process, with a thread per partition."""
+def reference(folder: Path, processes: int = 2) -> dict[str, torch.Tensor]:
+    """Returns the weights of the training without a fault.
+
+    It runs in one process with a thread per partition, or under torchrun if there are several replicas.
+    """
     prepare(folder)
-    done = start([sys.executable, "-c", REFERENCE], folder)
+    threads = processes == 2
+    done = start([sys.executable, "-c", REFERENCE] if threads else _torchrun(folder, processes), folder)
     assert done.status == 0, done.output
-    return gpipe.load(folder / "reference").state_dict()
+    return gpipe.load(folder / ("reference" if threads else "checkpoints")).state_dict()
 
 
 def equal(checkpoints: Path, weights: dict[str, torch.Tensor]) -> bool:
@@ -232,12 +241,14 @@ def main() -> None:
     """Prints the table in Markdown, of all engines or of those named."""
     print(f"# One training under each engine\n\n{facts()}\n")
     print("| engine | start | a rank raises; resumed | a rank is killed; resumed |\n|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as folder:
-        weights = reference(Path(folder))
+    weights = dict[int, dict[str, torch.Tensor]]()  # by the number of ranks
     for name, engine in ENGINES.items():
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
-        cells = [engine.missing] * 3 if engine.missing else row(engine, weights)
+        if not engine.missing and engine.processes not in weights:
+            with tempfile.TemporaryDirectory() as folder:
+                weights[engine.processes] = reference(Path(folder), engine.processes)
+        cells = [engine.missing] * 3 if engine.missing else row(engine, weights[engine.processes])
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 

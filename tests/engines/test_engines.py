@@ -1,5 +1,7 @@
 """The scripts in examples/clusters, started by each engine that is installed."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,19 +12,20 @@ from tests.engines.matrix import ENGINES, EXAMPLES, FAULTS, reference, try_fault
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The weights of the training in one process."""
-    return reference(tmp_path_factory.mktemp("reference"))
+def weights_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, torch.Tensor]]:
+    """Returns the weights of the training without a fault, for a number of ranks."""
+    return cache(lambda processes: reference(tmp_path_factory.mktemp("reference"), processes))
 
 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("fault", ["", *FAULTS])
 def test_a_training_ends_with_equal_weights(
-    name: str, fault: str, weights: dict[str, torch.Tensor], tmp_path: Path
+    name: str, fault: str, weights_of: Callable[[int], dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     engine = ENGINES[name]
     if engine.missing:
         pytest.skip(engine.missing)
+    weights = weights_of(engine.processes)
     happened, right = try_fault(engine, weights, tmp_path, fault) if fault else try_start(engine, weights, tmp_path)
     assert right, happened
 
