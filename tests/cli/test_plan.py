@@ -25,6 +25,14 @@ def test_a_network_by_name_is_planned(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.startswith("K=2 M=")
 
 
+def test_fast_copies_to_the_host_replace_recomputation(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("layers=6", "model_dim=64", "ffn_dim=256", "heads=2", "vocab=50")
+    for bandwidth, remat in (("0", "remat 3"), ("300", "remat offload")):
+        fixed = ("-k", "2", "-m", "8", "--schedule", "gpipe", "--batch", "16", "--devices", "2x0.1x1x1")
+        main(["plan", "transformer_lm", "--size", *sizes, *fixed, "--host-bandwidth", bandwidth])
+        assert capsys.readouterr().out.count(remat) == 2
+
+
 def test_a_function_of_the_users_is_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -55,6 +63,7 @@ def test_what_cannot_be_ends_with_status_2_and_what_to_do(capsys: pytest.Capture
         ("unet --devices 2x0x1x1", "memory=0.0 is not positive"),
         ("unet --optimizer-numbers nan", "--optimizer-numbers: nan is out of range"),
         ("unet --optimizer-numbers -1", "--optimizer-numbers: -1.0 is out of range"),
+        ("unet --host-bandwidth -1", "--host-bandwidth: -1.0 is out of range"),
         ("unet --size depth=3", "--size: unet has no argument depth. Choose from b, c, inputs, outputs, dropout."),
         ("transformer_lm --size heads=0", "--size: heads=0 is out of range"),
         ("mine:", "MODEL: mine: lacks a module or function"),

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,6 +56,7 @@ def plan(
     micro_batches: Annotated[Count | None, optional("INT", aliases=["-m"]), INTEGER] = None,
     schedule: Annotated[str | None, optional("NAME", help=SCHEDULE)] = None,
     optimizer_numbers: NotNegative = 2.0,
+    host_bandwidth: NotNegative = 0.0,
     measure: bool = False,
 ) -> None:
     """Predicts the fastest plan to train a model. The devices need not be available.
@@ -68,13 +70,16 @@ def plan(
         micro_batches: M: the number of micro-batches per mini-batch. Default: the fastest M.
         schedule: The schedule.
         optimizer_numbers: How many numbers the optimizer keeps per parameter: 2 for Adam, 1 for SGD with momentum.
+        host_bandwidth: GB/s from each device to host memory, and back. Then stages offload activations where this is
+            not slower than recomputation. With 0, nothing is offloaded.
         measure: Measure the time of each layer on this machine, and use the measured time for the first device
             instead of its TFLOP/s.
     """
     fixed: dict[str, Any] = {"partitions": partitions, "micro_batches": micro_batches, "schedule": schedule}
     fixed["optimizer_numbers"] = optimizer_numbers
     with exit_on_user_errors():
-        problems = [*_find_problems(model, size), *out_of_bounds(plan, {"batch": batch, **fixed})]
+        numbers = {"batch": batch, "host_bandwidth": host_bandwidth, **fixed}
+        problems = [*_find_problems(model, size), *out_of_bounds(plan, numbers)]
         if schedule not in (None, *SCHEDULES, AUTO):
             known = ", ".join([*SCHEDULES, AUTO])
             problems.append(f"--schedule: {schedule} is not a schedule. Choose one of {known}.")
@@ -85,6 +90,7 @@ def plan(
         except ValueError as error:
             problems.append(f"--devices: {error}")
         raise_all(problems)
+        fleet = [replace(device, host=host_bandwidth * 1e9) for device in fleet]
         import gpipe  # Imports torch, which takes a second, after the errors above.
 
         layers, sample = _call_user_function(model) if ":" in model else _build_model(model, size, measure)
