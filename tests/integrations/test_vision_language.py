@@ -164,6 +164,11 @@ REJECTED: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any], str]] = 
     ),
     "sizes differ": (lambda: alone({"image_sizes": torch.ones(3, 2)}), {}, "Pass images="),
     "other images": (lambda: alone({}), {"images": torch.tensor([1, 1])}, r"pixel_values.*has 2 images"),
+    "positions without 3 dimensions": (
+        lambda: alone({"position_ids": torch.ones(3, 3)}),
+        {"rules": {"position_ids": "rows_in_dim_1"}},
+        r"'position_ids'.*has shape \(3, 3\)",
+    ),
     "a tensor of something else": (lambda: alone({"boxes": torch.ones(5, 2)}), {}, r"'boxes'.*has 2 rows"),
 }
 

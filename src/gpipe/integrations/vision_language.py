@@ -87,7 +87,12 @@ def split_images(
     for name, value in tensors.items():
         dimension = int(units[name] == "rows_in_dim_1")
         unit = "rows" if dimension else units[name]
-        if value.shape[dimension] != (count := int(ends[unit][-1])):
+        if dimension and value.dim() < 3:  # Position IDs [rows, tokens] would be split along the tokens.
+            mistakes.append(
+                f"batch[{name!r}] has shape {tuple(value.shape)}, but rules[{name!r}]={units[name]!r} needs a shape "
+                f"like [3, rows, tokens]. Pass this shape, or leave {name!r} out. [rows-differ]"
+            )
+        elif value.shape[dimension] != (count := int(ends[unit][-1])):
             mistakes.append(
                 f"batch[{name!r}] has shape {tuple(value.shape)}, but the batch has {count} {unit}. Correct "
                 f"rules[{name!r}] or images=. [rows-differ]"
