@@ -1,5 +1,8 @@
 """A process has a part of the model: what belongs to the whole is right, or refused."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -68,6 +71,58 @@ def test_an_optimizer_that_puts_all_parameters_together_is_refused_those_of_a_pa
         assert all("[partial-lbfgs]" in text for text in told), told
     for told in answers(pool.run(jobs.lbfgs, 1, world=2)):  # replicas have all of them
         assert all(text.startswith("tensor(") for text in told), told
+
+
+def by_loop(name: str, steps: int) -> dict[str, torch.Tensor]:
+    """The weights after training by the reference loop: three micro-batches, one after the other.
+
+    As documented, the gradient of a tied weight is the sum over micro-batches of one layer, then of the other.
+    """
+    model: Any = nn.Sequential(*jobs.matrices())
+    optimizer = jobs.OPTIMIZERS[name](model.parameters())
+    tied, other = model[0].weight, nn.Parameter(model[0].weight.detach().clone())
+    model[4].weight = other
+    for step in range(steps):
+        for x, y in zip(*(part.chunk(3) for part in jobs.rows(0, 1, step)), strict=True):
+            (nn.functional.cross_entropy(model(x), y) / 3).backward()
+        tied.grad += other.grad
+        optimizer.step()
+        model.zero_grad()
+        with torch.no_grad():
+            other.copy_(tied)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("name", jobs.OPTIMIZERS)
+def test_optimizers_of_whole_matrices_leave_the_bits_of_the_loop_also_after_a_checkpoint_at_another_k(
+    name: str, pool: WorkerPool, tmp_path: Path
+) -> None:
+    expected = {2: by_loop(name, 2), 4: by_loop(name, 4)}
+    for first, stages in ((0, 2), (2, 3)):
+        found = answers(pool.run(jobs.whole_matrices, stages, name, str(tmp_path), first, world=stages))
+        together = {key: torch.tensor(weight) for of in found for key, weight in of.items()}
+        assert together.keys() == expected[first + 2].keys()
+        for key, weight in expected[first + 2].items():
+            assert torch.equal(together[key], weight), (first, key)
+
+
+@pytest.mark.parametrize("name", ["muon", "soap"])
+def test_replicas_of_a_pipe_leave_the_bits_of_replicas_of_one_stage(
+    name: str, pool: WorkerPool, tmp_path: Path
+) -> None:
+    alone = answers(pool.run(jobs.whole_matrices, 1, name, str(tmp_path / "alone"), world=2))
+    found = answers(pool.run(jobs.whole_matrices, 2, name, str(tmp_path / "pipe"), world=4))
+    assert alone[0] == alone[1] == found[0] | found[1] == found[2] | found[3]
+
+
+def test_muon_is_refused_weights_that_are_sharded(pool: WorkerPool) -> None:
+    for both, unchanged, whole, elementwise in answers(pool.run(jobs.sharded_matrices, world=2)):
+        assert (
+            "Muon multiplies whole matrices, but 1 of its 2 weights are sharded, such as one of shape (6, 6)" in both
+        )
+        assert "[sharded-whole-matrix]" in both
+        assert unchanged
+        assert "[" not in whole + elementwise
 
 
 def test_layers_of_other_stages_keep_no_weights_that_would_grow_stale(pool: WorkerPool) -> None:

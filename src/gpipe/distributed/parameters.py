@@ -2,6 +2,8 @@
 
 `torch.nn.utils.clip_grad_norm_` and `torch.optim.LBFGS` combine all parameters. In a pipe with several processes,
 these functions would combine only the parameters of one process, and the result would depend on the number of ranks.
+`torch.optim.Muon` multiplies whole matrices, in bfloat16. With sharded matrices, its rounding would depend on the
+number of shards.
 """
 
 import sys
@@ -15,25 +17,28 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gpipe.distributed.processes import SingleProcess
 from gpipe.errors import innermost_code
 from gpipe.runtime.pipeline_stages import PipelineStages
+from gpipe.stages.dtensor import local_tensor
 
 NORMS = {innermost_code(norm): norm.__name__ for norm in (nn.utils.clip_grad_norm_, nn.utils.get_total_norm)}
-_partial: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # pipes with parameters in other processes
+_pipes: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()  # partitions of each pipe
 
 
 def guard_partial_parameters(pipe: nn.Module, processes: SingleProcess) -> None:
     """Rejects functions that need all parameters but would receive only the parameters of this process.
 
     Call this function when a pipe is created and when its parameters are listed. If a norm function of torch lists
-    the parameters, this function raises an error. For the first pipe with several partitions, this function also
-    registers a hook that rejects LBFGS.
+    the parameters, this function raises an error. For the first pipe in several processes, this function also
+    registers a hook that rejects LBFGS, and Muon with sharded weights.
 
     Raises:
         ValueError: If `clip_grad_norm_` or `get_total_norm` of `torch.nn.utils` lists the parameters.
     """
-    if processes.position is None or processes.position.pp_size == 1:
+    if processes.position is None:
         return
-    _partial.add(pipe)
-    _register_lbfgs_hook()
+    _pipes[pipe] = processes.position.pp_size
+    _register_optimizer_hook()
+    if processes.position.pp_size == 1:
+        return
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]  # None ends it
         if name := NORMS.get(frame.f_code):
@@ -44,17 +49,27 @@ def guard_partial_parameters(pipe: nn.Module, processes: SingleProcess) -> None:
 
 
 @cache
-def _register_lbfgs_hook() -> None:
-    register_optimizer_step_pre_hook(_reject_lbfgs)
+def _register_optimizer_hook() -> None:
+    register_optimizer_step_pre_hook(_reject_optimizer)
 
 
-def _reject_lbfgs(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        if not own.isdisjoint(parameter for pipe in list(_partial) for parameter in pipe.parameters()):
+def _reject_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    if not isinstance(optimizer, torch.optim.LBFGS | torch.optim.Muon):
+        return
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    partitions = [count for pipe, count in list(_pipes.items()) if not own.isdisjoint(pipe.parameters())]
+    if isinstance(optimizer, torch.optim.LBFGS) and max(partitions, default=1) > 1:
+        raise ValueError(
+            "LBFGS combines all parameters, but this process has only the parameters of its partition. Train in "
+            "one process, or use a different optimizer. [partial-lbfgs]"
+        )
+    if isinstance(optimizer, torch.optim.Muon) and partitions:
+        shapes = [tuple(weight.shape) for weight in own if local_tensor(weight).shape != weight.shape]
+        if shapes:
             raise ValueError(
-                "LBFGS combines all parameters, but this process has only the parameters of its partition. Train in "
-                "one process, or use a different optimizer. [partial-lbfgs]"
+                f"{type(optimizer).__name__} multiplies whole matrices, but {len(shapes)} of its {len(own)} weights "
+                f"are sharded, such as one of shape {shapes[0]}. Pass sharded weights to an elementwise optimizer "
+                f"such as AdamW, or do not shard them. [sharded-whole-matrix]"
             )
 
 

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import gpipe
+from gpipe.stages.dtensor import local_tensor
 from tests.support.jobs.values import First
 from tests.support.plain_loop import weights_of
 from tests.support.said import said
@@ -103,6 +106,75 @@ def lbfgs(rank: int, world: int, stages: int) -> Json:
     alone = torch.optim.LBFGS(nn.Linear(2, 1).parameters())
     alone.step(lambda: 0.0)
     return found
+
+
+class Soap(torch.optim.Optimizer):
+    """Steps in the eigenbasis of the second moments of whole matrices, which it keeps."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    moments = self.state[weight].setdefault("moments", torch.eye(len(weight)))
+                    moments.mul_(0.9).addmm_(weight.grad, weight.grad.T)
+                    basis = torch.linalg.eigh(moments).eigenvectors
+                    weight.sub_(basis @ (basis.T @ weight.grad).sign(), alpha=group["lr"])
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "muon": partial(torch.optim.Muon, lr=0.02),
+    "soap": Soap,
+    "foreach": partial(torch.optim.AdamW, lr=0.02, foreach=True),
+    "fused": partial(torch.optim.AdamW, lr=0.02, fused=True),
+}
+
+
+def matrices() -> list[nn.Module]:
+    """Layers with matrices only, the first and the last but one tied."""
+    with weights_of(2):
+        linear = partial(nn.Linear, bias=False)
+        layers = [linear(6, 6), nn.Tanh(), linear(6, 8), linear(8, 6), linear(6, 6), linear(6, CLASSES)]
+    layers[4].weight = layers[0].weight
+    return layers
+
+
+def rows(replica: int, replicas: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(12, 6, generator=generator), torch.randint(CLASSES, (12,), generator=generator)
+    return x.chunk(replicas)[replica], y.chunk(replicas)[replica]
+
+
+def whole_matrices(rank: int, world: int, stages: int, name: str, folder: str, first: int = 0) -> Json:
+    """Two steps by an optimizer from a checkpoint of step `first`; then saves. The weights by their names."""
+    with gpipe.GPipe(matrices(), stages, 3, seed=SEED, driver="process") as pipe:
+        optimizer = OPTIMIZERS[name](pipe.parameters())
+        if first:
+            gpipe.load(folder, pipe, optimizer)
+        for step in (first, first + 1):
+            pipe.step(*rows(rank // stages, world // stages, step), F.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+        gpipe.save(folder, pipe, optimizer)
+        return {key: weight.tolist() for key, weight in pipe.state_dict().items()}
+
+
+def sharded_matrices(rank: int, world: int) -> Json:
+    """What Muon says to weights of which one is sharded, to the other alone, and to a layer outside the pipe."""
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "pp"))
+    layers: list[nn.Module] = [nn.Linear(6, 6, bias=False), nn.Linear(6, CLASSES, bias=False)]
+    pipe = gpipe.GPipe(layers, 1, 2, seed=SEED, mesh=mesh)
+    fully_shard(next(pipe.children()), mesh=mesh["dp"])
+    pipe.step(*rows(rank, world, 0), F.cross_entropy)
+    sharded, whole = pipe.parameters()
+    made = [torch.optim.Muon(weights) for weights in ([sharded, whole], [whole])]
+    before = [parameter.detach().clone() for parameter in (local_tensor(sharded), whole)]
+    told = said(made[0].step)
+    unchanged = all(map(torch.equal, before, (local_tensor(sharded), whole)))
+    return [told, unchanged, said(made[1].step), said(torch.optim.AdamW([sharded]).step)]
 
 
 def released(rank: int, world: int) -> Json:
