@@ -51,7 +51,7 @@ def make(**changes: Any) -> gpipe.GPipe:
         ({"remat": True}, "remat=True is unknown"),
         (
             {"remat": -1},
-            "remat=-1 is unknown. Pass one of 'always', 'except_last', 'never', 'offload', the number",
+            "remat=-1 is unknown. Pass one of 'always', 'except_last', 'never', 'offload', 'offload_inputs'",
         ),
         ({"remat": ["always"]}, "remat= has length 1, but there are 2 stages"),
         ({"remat": ["always", "now"]}, "remat=['always', 'now'] is unknown"),
