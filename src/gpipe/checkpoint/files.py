@@ -55,18 +55,23 @@ def opened(path: Path, flags: int) -> Iterator[int]:
         raise
 
 
+def split_chunks(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """Yields the bytes of all chunks in pieces of at most `PIECE` bytes."""
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        for start in range(0, len(view), PIECE):
+            yield view[start : start + PIECE]
+
+
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> File:
     """Writes and syncs a new file. Returns the size and the hash of the file."""
     digest, size = hashlib.sha256(), 0
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
-        for chunk in chunks:
-            view = memoryview(chunk).cast("B")
-            for start in range(0, len(view), PIECE):
-                piece = view[start : start + PIECE]
-                digest.update(piece)
-                size += len(piece)
-                while piece:
-                    piece = piece[os.write(descriptor, piece) :]
+        for piece in split_chunks(chunks):
+            digest.update(piece)
+            size += len(piece)
+            while piece:
+                piece = piece[os.write(descriptor, piece) :]
         os.fsync(descriptor)
     return File(bytes=size, sha256=digest.hexdigest())
 

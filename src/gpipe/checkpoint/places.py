@@ -77,13 +77,10 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> File:
     digest, size = hashlib.sha256(), 0
     system.makedirs(os.path.dirname(name), exist_ok=True)
     with system.open(name, "wb") as file:
-        for chunk in chunks:
-            view = memoryview(chunk).cast("B")
-            for start in range(0, len(view), PIECE):
-                piece = view[start : start + PIECE]
-                digest.update(piece)
-                size += len(piece)
-                file.write(piece)
+        for piece in files.split_chunks(chunks):
+            digest.update(piece)
+            size += len(piece)
+            file.write(piece)
     return File(bytes=size, sha256=digest.hexdigest())
 
 
