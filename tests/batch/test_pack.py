@@ -88,7 +88,9 @@ def test_the_cost_decides() -> None:
 
 
 def test_wrong_arguments_are_rejected_together() -> None:
-    with pytest.raises(ValueError, match=r"lengths is empty.*\nmicro_batches=0 is less than 1"):
+    with pytest.raises(ValueError, match=r"lengths is empty.*\nmicro_batches=0 is invalid"):
         gpipe.pack([], 0)
+    with pytest.raises(ValueError, match=r"cost=\(1, 2\) has 2 numbers.*\nmicro_batches=2.5 is invalid"):
+        gpipe.pack([3], 2.5, cost=(1, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"lengths\[1\]=-1 is -1.*\n.*lengths\[2\]=nan is nan"):
         gpipe.pack([1, -1, float("nan")], 2, cost=LINEAR)

@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
+from gpipe.errors import is_count
+
 Cost = tuple[float, float, float] | Callable[[float], float]
 TRANSFORMER: Cost = (0.0, 1.0, 1 / (6 * 4096))
 """The FLOPs of a Transformer 4,096 wide, in units of its matrix products per token: attention adds L / (6 width)."""
@@ -30,8 +32,8 @@ def pack(
         better of two heuristics is returned: longest processing time first, and Karmarkar-Karp.
 
     Raises:
-        ValueError: If `lengths` is empty, if `micro_batches` is less than 1, or if a cost is negative or not
-            finite.
+        ValueError: If `lengths` is empty, if `micro_batches` is not an integer of at least 1, if `cost` has not
+            three numbers, or if a cost is negative or not finite.
 
     >>> import gpipe
     >>> gpipe.pack([9, 1, 5, 4, 2, 3], micro_batches=3)
@@ -40,14 +42,19 @@ def pack(
     [[0], [1, 4, 5], [2, 3]]
     """
     lengths = [float(length) for length in lengths]
+    mistakes = []
+    if not callable(cost) and len(cost) != 3:
+        mistakes.append(f"cost={cost!r} has {len(cost)} numbers. Pass three numbers (a, b, c), or a function.")
+        cost = TRANSFORMER
     if callable(cost):
         costs = [float(cost(length)) for length in lengths]
     else:
         a, b, c = cost
         costs = [a + b * length + c * length * length for length in lengths]
-    mistakes = [] if costs else ["lengths is empty. Pass the length of at least one sequence."]
-    if micro_batches < 1:
-        mistakes.append(f"micro_batches={micro_batches} is less than 1. Pass the number of micro-batches.")
+    if not costs:
+        mistakes.append("lengths is empty. Pass the length of at least one sequence.")
+    if not is_count(micro_batches):
+        mistakes.append(f"micro_batches={micro_batches!r} is invalid. Pass the number of micro-batches, at least 1.")
     mistakes += [
         f"cost= of lengths[{row}]={lengths[row]:g} is {value:g}. Use costs that are finite and at least 0."
         for row, value in enumerate(costs)
