@@ -18,22 +18,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import gpipe
 from bench.machine import facts
+from bench.packing import Sleep
 from bench.report import describe, spread, table
 
 K, M, ROWS, TOKENS, BLOCKS = 2, 8, 16, 64, 8
-
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds * len(rows)
-        time.sleep(ctx.seconds)
-        return rows.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradients[0], None
 
 
 class SleepingBlock(LlamaDecoderLayer):
@@ -42,7 +30,7 @@ class SleepingBlock(LlamaDecoderLayer):
     seconds = 0.015
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(_Sleep.apply(hidden_states, self.seconds), *args, **kwargs)
+        return super().forward(Sleep.apply(hidden_states, self.seconds * len(hidden_states)), *args, **kwargs)
 
 
 def build(width: int, *, sleeps: bool) -> LlamaForCausalLM:

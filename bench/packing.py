@@ -31,11 +31,13 @@ def draw_lengths(seed: int) -> list[int]:
     return [min(4096, max(64, round(512 * chance.lognormvariate(0, 1)))) for _ in range(N)]
 
 
-class _Sleep(torch.autograd.Function):
+class Sleep(torch.autograd.Function):
+    """Sleeps for the same number of seconds in forward and backward."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, second: float) -> Tensor:
-        ctx.seconds = rows.shape[1] * second
-        time.sleep(ctx.seconds)
+    def forward(ctx: Any, rows: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
         return rows.clone()
 
     @staticmethod
@@ -52,7 +54,7 @@ class Sleeper(nn.Module):
         self.second, self.weight = second, nn.Parameter(torch.ones(()))
 
     def forward(self, rows: Tensor) -> Tensor:
-        made: Tensor = _Sleep.apply(rows * self.weight, self.second)
+        made: Tensor = Sleep.apply(rows * self.weight, rows.shape[1] * self.second)
         return made
 
 
