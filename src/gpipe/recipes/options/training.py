@@ -134,8 +134,9 @@ class TrainOptions:
     micro_batches: Count = 8
     #: Which micro-batches recompute their activations in the backward pass, to save memory: all (always), all except
     #: the one whose backward pass comes first (except_last), or none (never). With offload, activations move to host
-    #: memory instead. Results do not depend on it.
-    remat: Literal["always", "except_last", "never", "offload"] = "always"
+    #: memory instead. With offload_inputs, all recompute, and the inputs of stages move to host memory. Results do
+    #: not depend on it.
+    remat: Literal["always", "except_last", "never", "offload", "offload_inputs"] = "always"
     #: The pipeline schedule: the order of forward and backward passes, and the stages that each partition holds. To
     #: draw it, use `gpipe schedule NAME`. Results do not depend on it.
     schedule: Literal[
