@@ -26,7 +26,7 @@ from statistics import fmean
 from textwrap import wrap
 from typing import TYPE_CHECKING, TypeAlias
 
-from gpipe.schedule.action import CLOSING, COMPUTE, MOVES, SHARDS, TRANSFERS, Action, Kind
+from gpipe.schedule.action import CLOSING, COMPUTE, MOVES, SHARDS, STREAMS, TRANSFERS, Action, Kind
 from gpipe.schedule.cost import unit_costs
 from gpipe.schedule.program import Program
 from gpipe.schedule.simulate import equal_bubble, simulate
@@ -45,7 +45,7 @@ KINDS = {
     Kind.RECOMPUTE: "recompute",
     **dict.fromkeys((Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), "backward"),
     **dict.fromkeys(TRANSFERS | SHARDS, "communication"),
-    **dict.fromkeys(MOVES, "moving"),
+    **dict.fromkeys(MOVES | STREAMS, "moving"),
     **dict.fromkeys(CLOSING, "reduction"),
 }
 MEANING = {  # the parts in their order

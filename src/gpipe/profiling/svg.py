@@ -18,7 +18,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from gpipe.planner.search.units import format_seconds
 from gpipe.profiling.stored import Report
-from gpipe.schedule.action import MOVES, NAMES, SHARDS, TRANSFERS, Kind
+from gpipe.schedule.action import MOVES, NAMES, SHARDS, STREAMS, TRANSFERS, Kind
 from gpipe.schedule.timeline import Timeline
 
 COLORS = {
@@ -33,11 +33,13 @@ COLORS = {
     Kind.FETCH: "#004488",
     Kind.UNSHARD: "#882255",
     Kind.RESHARD: "#bbbbbb",
+    Kind.LOAD: "#8c6bb1",
+    Kind.FREE: "#ddcc77",
     Kind.REDUCE: "#ee7733",
     Kind.TIE: "#cc3311",
     Kind.COMMIT: "#009988",
 }
-THIN = TRANSFERS | MOVES | SHARDS  # kinds drawn as lines below the boxes
+THIN = TRANSFERS | MOVES | SHARDS | STREAMS  # kinds drawn as lines below the boxes
 LIGHTEST = 0.55  # the share of white in the color of the last of several stages of a rank
 BRIGHT = 0.3  # Dark text is easier to read from this luminance on.
 WIDTH = 960

@@ -24,6 +24,8 @@ class Kind(Enum):
     FETCH = "FETCH"  # moves offloaded activations back before the backward pass
     UNSHARD = "UNSHARD"  # all-gathers the sharded weights of a stage
     RESHARD = "RESHARD"  # frees the gathered weights
+    LOAD = "LOAD"  # copies the weights of a stage from host memory
+    FREE = "FREE"  # frees these copies, and copies gradients to host memory
     REDUCE = "REDUCE"  # closing: reduces gradients over data-parallel replicas
     TIE = "TIE"  # closing: adds up the gradients of shared weights
     COMMIT = "COMMIT"  # closing: updates deferred BatchNorm statistics
@@ -43,7 +45,10 @@ EXCHANGES = SHARDS | {Kind.REDUCE, Kind.TIE}
 OVERLAPPED = frozenset({Kind.UNSHARD, Kind.REDUCE})
 """Exchanges that run while the rank continues. The rank waits for their end before the next action of the stage, or
 at the end of the mini-batch."""
-COMPUTE = frozenset(Kind) - TRANSFERS - CLOSING - MOVES - SHARDS
+STREAMS = frozenset({Kind.LOAD, Kind.FREE})
+"""Asynchronous copies of weights and gradients. Their `micro_batch` counts the LOADs of the stage: `2LOAD1` is the
+second."""
+COMPUTE = frozenset(Kind) - TRANSFERS - CLOSING - MOVES - SHARDS - STREAMS
 
 NAMES = {
     Kind.FORWARD: "forward",
@@ -57,6 +62,8 @@ NAMES = {
     Kind.FETCH: "fetch",
     Kind.UNSHARD: "gather weights",
     Kind.RESHARD: "free weights",
+    Kind.LOAD: "load weights",
+    Kind.FREE: "free loaded weights",
     Kind.REDUCE: "reduce gradients",
     Kind.TIE: "add shared gradients",
     Kind.COMMIT: "commit statistics",
@@ -132,6 +139,7 @@ class Action(NamedTuple):
     - A SEND or RECEIVE also has a route: `0SEND3@x:0>1`. A transfer from the target to the source of its route
       carries a gradient.
     - Closing actions, UNSHARD and RESHARD have no micro-batch: `2COMMIT`.
+    - LOAD and FREE have the number of the LOAD instead: `2LOAD1` is the second LOAD of stage 2.
 
     >>> action = parse_action("1SEND3@x:0>1")
     >>> action.carries_gradient, str(action.peer)

@@ -26,6 +26,8 @@ class StageCost:
         move: Seconds to copy what the stage offloads to host memory, or back. A rank waits for the copy only before
             it starts the next copy.
         gather: Seconds to all-gather the weights from all replicas. A rank waits only before it uses the weights.
+        load: Seconds to copy the weights from host memory. A rank waits only before it uses the weights.
+        unload: Seconds to copy the gradients to host memory, while the rank continues.
         boundary: Bytes that the stage keeps even if it recomputes: mainly its inputs.
         activations: Bytes of the other tensors that a forward saves for the backward.
         working: Bytes that a whole backward needs in addition to `boundary` and `activations`.
@@ -56,6 +58,8 @@ class StageCost:
     reduce: float = 0.0
     move: float = 0.0
     gather: float = 0.0
+    load: float = 0.0
+    unload: float = 0.0
     boundary: int = 0
     activations: int = 0
     working: int = 0
@@ -184,12 +188,10 @@ def seconds(action: Action, costs: Costs) -> float:
             return cost.send if gradient is None else gradient
         case Kind.OFFLOAD | Kind.FETCH:
             return cost.move
-        case Kind.UNSHARD:
-            return cost.gather
-        case Kind.TIE:
-            return cost.tie
-        case Kind.REDUCE:
-            return cost.reduce
+        case Kind.UNSHARD | Kind.TIE | Kind.REDUCE:
+            return {Kind.UNSHARD: cost.gather, Kind.TIE: cost.tie, Kind.REDUCE: cost.reduce}[action.kind]
+        case Kind.LOAD | Kind.FREE:
+            return cost.load if action.kind is Kind.LOAD else cost.unload
         case Kind.RECEIVE | Kind.COMMIT | Kind.RESHARD:
             return 0.0
         case _:

@@ -15,6 +15,8 @@ Law 6. Each stage runs its forward passes in the order of the micro-batches. The
        reference loop. Within a micro-batch, the last slice runs backward first.
 Law 7. Each rank lists its REDUCEs from the last stage to the first. REDUCEs of stages with a TIE follow all TIEs. So
        all replicas reduce in the same order, even if some replicas have fewer micro-batches.
+Law 8. If a stage is loaded, all its computations are between a LOAD and its FREE, and these are numbered in order.
+       A backward without a recompute is between the same LOAD and FREE as its forward.
 """
 
 from collections import Counter, deque
@@ -22,9 +24,9 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain, combinations
 
-from gpipe.schedule.action import CLOSING, COMPUTE, MOVES, SHARDS, TRANSFERS, Action, Kind, nth_backward
+from gpipe.schedule.action import CLOSING, COMPUTE, MOVES, SHARDS, STREAMS, TRANSFERS, Action, Kind, nth_backward
 from gpipe.schedule.program import Program, ScheduleError
-from gpipe.schedule.rules import closing_order, linearize, needs
+from gpipe.schedule.rules import BACKWARDS, closing_order, linearize, needs
 
 
 def check(program: Program) -> None:
@@ -42,7 +44,15 @@ def check(program: Program) -> None:
     >>> from gpipe.schedule.schedules import fill_drain
     >>> check(place_transfers(Program.of(fill_drain(stages=4, micro_batches=8), micro_batches=8)))
     """
-    others = (_find_incomplete, _find_unsent, _find_message_order, _find_deadlock, _find_order, _find_closing_order)
+    others = (
+        _find_incomplete,
+        _find_unsent,
+        _find_message_order,
+        _find_deadlock,
+        _find_order,
+        _find_closing_order,
+        _find_away,
+    )
     mistakes = list(_find_misplaced(program)) or list(chain.from_iterable(law(program) for law in others))
     if mistakes:
         raise ScheduleError("The program is not valid. Fix these errors:\n" + "\n".join(f"- {m}" for m in mistakes))
@@ -61,7 +71,9 @@ def _find_misplaced(program: Program) -> Iterator[str]:
                 yield f"{action} appears {count} times."
             if not 0 <= action.stage < program.stages or program.rank_of[action.stage] != rank:
                 yield f"{action} is in the row of rank {rank}, which does not have stage {action.stage}."
-            elif action.kind not in CLOSING | SHARDS and action.micro_batch not in range(program.micro_batches):
+            elif action.kind not in CLOSING | SHARDS | STREAMS and action.micro_batch not in range(
+                program.micro_batches
+            ):
                 yield f"{action} needs a micro-batch from 0 to {program.micro_batches - 1}."
             elif action.kind in CLOSING | SHARDS and action.micro_batch is not None:
                 yield f"{action} cannot have a micro-batch, because it applies to the whole stage."
@@ -73,14 +85,14 @@ def _find_misplaced(program: Program) -> Iterator[str]:
 
 def _find_incomplete(program: Program) -> Iterator[str]:
     actions = program.actions
-    forwards = {Kind.FORWARD, Kind.OFFLOAD, Kind.COMMIT, *SHARDS}
+    forwards = {Kind.FORWARD, Kind.OFFLOAD, Kind.COMMIT, *SHARDS, *STREAMS}
     trains = bool({action.kind for action in actions} - TRANSFERS - forwards)
     for stage in range(program.stages):
         shards = [kind.value for kind in SHARDS if Action(kind, stage) in actions]
         if len(shards) == 1:
             yield f"Stage {stage} needs UNSHARD and RESHARD, or neither. It has {shards[0]}."
         for m in program.numbers:
-            kinds = {kind for kind in Kind if Action(kind, stage, m) in actions}
+            kinds = {kind for kind in {*Kind} - STREAMS if Action(kind, stage, m) in actions}
             if Kind.FORWARD not in kinds:
                 yield f"{Action(Kind.FORWARD, stage, m)} is missing."
             backward = kinds - MOVES - {Kind.FORWARD, Kind.RECOMPUTE}
@@ -144,6 +156,28 @@ def _find_closing_order(program: Program) -> Iterator[str]:
         if closing != expected:
             listed, correct = (" ".join(map(str, actions)) for actions in (closing, expected))
             yield f"Rank {rank} lists {listed}. The order in all replicas must be {correct}."
+
+
+def _find_away(program: Program) -> Iterator[str]:
+    loaded = {action.stage for action in program.actions if action.kind is Kind.LOAD}
+    for row in program.table:
+        here, times = dict[int, int](), Counter[int]()  # by stage: the number of the LOAD, and of LOADs so far
+        for action in row:
+            stage, number = action.stage, action.micro_batch
+            if action.kind is Kind.LOAD:
+                if stage in here or number != times[stage]:
+                    yield f"{action} must follow the FREE of the preceding LOAD, with the next number."
+                here[stage] = times[stage]
+                times[stage] += 1
+            elif action.kind is Kind.FREE and here.pop(stage, None) != number:
+                yield f"{action} does not follow its LOAD."
+            elif action.kind in COMPUTE and stage in loaded and stage not in here:
+                yield f"{action} needs the weights of stage {stage}, which are not loaded."
+        yield from (f"Stage {stage} is loaded, but not freed." for stage in here)
+    for action, load in program.load_of.items():
+        kept = action.kind in BACKWARDS and action._replace(kind=Kind.RECOMPUTE) not in program.actions
+        if kept and program.load_of.get(action._replace(kind=Kind.FORWARD), load) != load:
+            yield f"{action} needs a recompute, because the weights of its forward were freed."
 
 
 def _messages(program: Program, rank: int, peer: int) -> list[Action]:

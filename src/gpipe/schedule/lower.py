@@ -3,10 +3,10 @@
 Each pass takes a program and returns a new one.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from itertools import filterfalse
+from itertools import filterfalse, groupby
 from typing import Literal, TypeAlias, get_args
 
 from gpipe.schedule.action import COMPUTE, TRANSFERS, Action, Kind, nth_backward
@@ -249,6 +249,45 @@ def place_shards(program: Program, stages: Collection[int]) -> Program:
                 first = computations[uses[0] - 1] + 1 if uses[0] else 0
                 before[first].append(Action(Kind.UNSHARD, stage))
                 after[computations[uses[-1]]].append(Action(Kind.RESHARD, stage))
+
+    return _insert(program, place)
+
+
+def place_loads(program: Program, stages: Collection[int], resident: int = 2) -> Program:
+    """Adds LOAD before the computations of each of these stages and FREE after them, so that few are loaded at once.
+
+    At most `resident` stages of a rank are loaded. Each LOAD comes where the rank starts with the preceding stage, so
+    the copy overlaps with computation. The stage that is needed last is freed (optimal paging).
+
+    >>> from gpipe.schedule.schedules import breadth_first
+    >>> program = Program.of(breadth_first((0, 0, 0), 1), micro_batches=1, rank_of=(0, 0, 0))
+    >>> print(*place_loads(program, range(3)).table[0])
+    0LOAD0 1LOAD0 0F0 0FREE0 2LOAD0 1F0 2F0 2B0 2FREE0 0LOAD1 1B0 1FREE0 0B0 0FREE1
+    """
+
+    def place(row: RankActions, before: ActionsByIndex, after: ActionsByIndex) -> None:
+        uses = [
+            (action.stage, i) for i, action in enumerate(row) if action.kind in COMPUTE and action.stage in stages
+        ]
+        periods = [(stage, [i for _, i in each]) for stage, each in groupby(uses, lambda use: use[0])]
+        order = [stage for stage, _ in periods]
+        loaded: dict[int, int] = {}  # by stage, its last period so far
+        times = Counter[int]()
+
+        def free(stage: int) -> None:
+            after[periods[loaded.pop(stage)][1][-1]].append(Action(Kind.FREE, stage, times[stage] - 1))
+
+        for number, stage in enumerate(order):
+            if stage not in loaded:
+                start = max(number - 1, 0) if resident > 1 else number  # the period that overlaps with the copy
+                in_use = {order[start]} - {stage}
+                if len(loaded.keys() | in_use) >= resident:
+                    free(max(loaded.keys() - in_use, key=order[number:].index))
+                before[periods[start][1][0]].append(Action(Kind.LOAD, stage, times[stage]))
+                times[stage] += 1
+            loaded[stage] = number
+            if stage not in order[number + 1 :]:
+                free(stage)
 
     return _insert(program, place)
 

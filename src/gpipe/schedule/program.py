@@ -2,13 +2,14 @@
 
 import csv
 import io
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from typing import TypeAlias
 
-from gpipe.schedule.action import Action, Kind, Route, Slice, parse_action, parse_route
+from gpipe.schedule.action import COMPUTE, Action, Kind, Route, Slice, parse_action, parse_route
 
 RankActions: TypeAlias = tuple[Action, ...]
 Table: TypeAlias = Sequence[RankActions]
@@ -127,6 +128,28 @@ class Program:
     def actions(self) -> frozenset[Action]:
         """All actions of all ranks."""
         return frozenset(action for row in self.table for action in row)
+
+    @cached_property
+    def load_of(self) -> dict[Action, Action]:
+        """The LOAD whose copy of the weights a computation uses, or a FREE frees: the last one before it."""
+        found = dict[Action, Action]()
+        for row in self.table:
+            loads = dict[int, Action]()  # by stage
+            for action in row:
+                if action.kind is Kind.LOAD:
+                    loads[action.stage] = action
+                elif action.stage in loads and action.kind in COMPUTE | {Kind.FREE}:
+                    found[action] = loads[action.stage]
+        return found
+
+    @cached_property
+    def uses_of(self) -> dict[Action, list[Action]]:
+        """The computations that use the weights of each LOAD, in order."""
+        uses = defaultdict[Action, list[Action]](list)
+        for action, load in self.load_of.items():
+            if action.kind in COMPUTE:
+                uses[load].append(action)
+        return uses
 
     @cached_property
     def routes_into(self) -> tuple[tuple[Route, ...], ...]:

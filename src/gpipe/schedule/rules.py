@@ -14,6 +14,8 @@ Rule 7. With slices, a forward needs the forward of the preceding slice at its s
 Rule 8. A TIE sums the gradients of all stages with a TIE, so it needs the backwards of all these stages. The TIE
         itself communicates, without SEND and RECEIVE.
 Rule 9. All computations of a stage need its UNSHARD. Its RESHARD needs all its computations.
+Rule 10. A computation needs the last LOAD of its stage before it. A FREE needs its LOAD and all computations since.
+        A LOAD needs the preceding FREE of its stage. REDUCE and TIE need all FREEs that follow backwards.
 
 Actions that a program does not contain count as done before it starts. In a program without transfers, an action
 depends directly on the action that computes its input. So the same rules hold for schedules without transfers, for
@@ -42,7 +44,8 @@ def needs(action: Action, program: Program) -> tuple[Action, ...]:
     ['0F0', '1B0']
     """
     unshard = [Action(Kind.UNSHARD, action.stage)] if action.kind in COMPUTE else []
-    candidates = chain(_direct_needs(action, program), unshard)
+    load = [program.load_of[action]] if action in program.load_of else []
+    candidates = chain(_direct_needs(action, program), unshard, load)
     return tuple(dict.fromkeys(filter(program.actions.__contains__, candidates)))
 
 
@@ -74,12 +77,30 @@ def _direct_needs(action: Action, program: Program) -> Iterator[Action]:
         case Kind.TIE:
             tied = [s for s in range(program.stages) if s == stage or Action(Kind.TIE, s) in program.actions]
             yield from (backward for s in tied for backward in _all_of(s, program, BACKWARD_PARTS))
+            yield from _frees(stage, program)
         case Kind.REDUCE:
-            yield from (*_all_of(stage, program, BACKWARD_PARTS), Action(Kind.TIE, stage))
-        case Kind.UNSHARD | Kind.RESHARD:
-            yield from _all_of(stage, program, COMPUTE if action.kind is Kind.RESHARD else ())
+            yield from (*_all_of(stage, program, BACKWARD_PARTS), Action(Kind.TIE, stage), *_frees(stage, program))
+        case Kind.UNSHARD | Kind.RESHARD | Kind.LOAD | Kind.FREE:
+            yield from _weight_needs(action, program)
         case _:
             assert_never(action.kind)
+
+
+def _weight_needs(action: Action, program: Program) -> Iterator[Action]:
+    if action.kind is Kind.RESHARD:
+        yield from _all_of(action.stage, program, COMPUTE)
+    elif action.kind is Kind.LOAD:
+        yield action._replace(kind=Kind.FREE, micro_batch=(action.micro_batch or 0) - 1)
+    elif action.kind is Kind.FREE:
+        load = action._replace(kind=Kind.LOAD)
+        yield from (load, *program.uses_of.get(load, ()))
+
+
+def _frees(stage: int, program: Program) -> Iterator[Action]:
+    """Yields the FREEs that copy gradients of a stage to host memory."""
+    for load, uses in program.uses_of.items():
+        if load.stage == stage and any(use.kind in BACKWARD_PARTS for use in uses):
+            yield load._replace(kind=Kind.FREE)
 
 
 def _neighbor_slice(action: Action, program: Program, step: int) -> Iterator[Action]:

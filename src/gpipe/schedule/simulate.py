@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gpipe.schedule.action import COMPUTE, MOVES, SHARDS, Action, Kind
+from gpipe.schedule.action import COMPUTE, MOVES, SHARDS, STREAMS, Action, Kind
 from gpipe.schedule.cost import Costs, StageCost, seconds
 from gpipe.schedule.lower import join_backwards, place_recompute
 from gpipe.schedule.partition import Partition
@@ -138,7 +138,7 @@ class Simulator:
         step_of: dict[Action, int] = {}
         sent: dict[tuple[Action, int], list[int]] = {}  # by source action and receiving stage
         last_move: list[list[int]] = [[] for _ in self.program.table]  # by rank
-        asynchronous = {Kind.RECEIVE, Kind.UNSHARD, *MOVES}
+        asynchronous = {Kind.RECEIVE, Kind.UNSHARD, *MOVES, *STREAMS}
         for rank, _, action, needed in linearize_with_needs(self.program):
             if action.kind is Kind.RECEIVE:
                 step_of.update((action, step_of[need]) for need in needed)
@@ -156,6 +156,8 @@ class Simulator:
         if action.kind is Kind.SEND or action.kind in MOVES:
             ends = rank, self.program.rank_of[action.peer.stage] if action.route else rank
             link = self._links.setdefault(ends, len(self._links))
+        elif action.kind in STREAMS:  # one link for each direction
+            link = self._links.setdefault((rank, -2 if action.kind is Kind.LOAD else -3), len(self._links))
         elif action.kind in (Kind.UNSHARD, Kind.REDUCE):
             link = self._links.setdefault((rank, -1), len(self._links))
         self._steps.append((rank, link, awaited))
@@ -219,7 +221,7 @@ class Simulator:
             rank = self.program.rank_of[action.stage]
             if action.kind is Kind.REDUCE:  # Like the recorder, show only the time that the rank waits, at the end.
                 start, end = max(start, free[rank]), max(end, free[rank])
-            if action.kind not in {Kind.UNSHARD, *MOVES}:
+            if action.kind not in {Kind.UNSHARD, *MOVES, *STREAMS}:
                 free[rank] = end
             spans.append(Span(rank, action, start, end))
         return Timeline(self.program.ranks, tuple(spans), max(ends, default=0.0))

@@ -26,6 +26,7 @@ __all__ = [
     "SCHEDULES",
     "Placement",
     "Schedule",
+    "breadth_first",
     "fill_drain",
     "forward_only",
     "forward_only_table",

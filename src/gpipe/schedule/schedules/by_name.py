@@ -6,7 +6,7 @@ from functools import partial
 from typing import TypeAlias, assert_never
 
 from gpipe.errors import int_remedy, is_count
-from gpipe.schedule.action import CLOSING, MOVES, SHARDS, TRANSFERS, Kind
+from gpipe.schedule.action import CLOSING, MOVES, SHARDS, STREAMS, TRANSFERS, Kind
 from gpipe.schedule.laws import check
 from gpipe.schedule.program import MAX_MICRO_BATCHES, Program, ScheduleError, Table, too_many_micro_batches
 from gpipe.schedule.schedules import SCHEDULES, Schedule
@@ -181,7 +181,14 @@ def check_user_program(program: Program) -> None:
         ScheduleError: If the program breaks the laws, leaves a rank without a stage, or has actions that a pipe adds
             itself.
     """
-    added = {action.kind for action in program.actions} & {*TRANSFERS, *MOVES, *SHARDS, *CLOSING, Kind.RECOMPUTE}
+    added = {action.kind for action in program.actions} & {
+        *TRANSFERS,
+        *MOVES,
+        *SHARDS,
+        *STREAMS,
+        *CLOSING,
+        Kind.RECOMPUTE,
+    }
     names = [kind.name for kind in Kind if kind in added]
     if names:
         raise ScheduleError(
