@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import gpipe
-from gpipe.checkpoint import files
-from gpipe.checkpoint import save as saves
+from gpipe.checkpoint import files, writing
 from tests.support.checkpointed import differences, fail, make, remembered, snapshot, train, trained
 from tests.support.progress import run
 
@@ -31,7 +30,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             opened.wait()
         return original(*args)
 
-    monkeypatch.setattr(saves, "write_file", waiting)
+    monkeypatch.setattr(writing, "write_file", waiting)
     return opened
 
 
@@ -73,7 +72,7 @@ def test_an_error_in_the_background_is_logged_and_raised_once_at_the_next_call(
 ) -> None:
     pipe, _ = trained()
     gpipe.save(tmp_path, pipe)
-    monkeypatch.setattr(saves, "write_file", fail)
+    monkeypatch.setattr(writing, "write_file", fail)
     saving = gpipe.save(tmp_path, pipe, background=True)
     while not saving.done:
         pass
@@ -94,12 +93,12 @@ def test_an_error_in_the_background_is_logged_and_raised_once_at_the_next_call(
 def test_a_script_that_ends_lets_the_checkpoint_be_written(tmp_path: Path) -> None:
     source = """
         import sys, time, torch, gpipe
-        from gpipe.checkpoint import save
-        original = save.write_file
+        from gpipe.checkpoint import writing
+        original = writing.write_file
         def slow(*args):
             time.sleep(0.3)
             return original(*args)
-        save.write_file = slow
+        writing.write_file = slow
         pipe = gpipe.GPipe([torch.nn.Linear(2, 2)], 1, 1)
         gpipe.save(sys.argv[1], pipe, background=True)
         raise SystemExit(3)
@@ -128,7 +127,7 @@ def test_an_interrupted_save_lets_go_of_everything(tmp_path: Path, monkeypatch: 
     pipe = make()
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(saves, "write_file", interrupt)
+    monkeypatch.setattr(writing, "write_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         gpipe.save(tmp_path, pipe)
     assert list(tmp_path.iterdir()) == []

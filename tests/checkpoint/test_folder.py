@@ -127,7 +127,7 @@ def test_older_checkpoints_that_cannot_be_removed_are_told_and_do_no_harm(
     pipe = make()
     gpipe.save(tmp_path, pipe)
     pipe.step_number = 1
-    monkeypatch.setattr("gpipe.checkpoint.save.prune", fail)
+    monkeypatch.setattr("gpipe.checkpoint.writing.prune", fail)
     with caplog.at_level(logging.WARNING):
         assert gpipe.save(tmp_path, pipe, keep=1).wait().name == "step_1"
     assert "step_1 is saved, but old checkpoints were not removed: [Errno 28]" in caplog.text

@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpipe
-from gpipe.checkpoint import places
-from gpipe.checkpoint import save as saves
+from gpipe.checkpoint import places, writing
 from gpipe.checkpoint.parts import Seen, next_id, saves_in, unused_name
 from gpipe.checkpoint.places import Url, to_place
 from gpipe.errors import RemoteError
@@ -293,7 +292,7 @@ def test_a_rank_that_cannot_write_leaves_nothing_that_counts(
             fail()
         return original(path, chunks)
 
-    monkeypatch.setattr(saves, "write_file", write_file)
+    monkeypatch.setattr(writing, "write_file", write_file)
     first, second = save_apart(tmp_path, run, hosts, background=background, keep=1)
     assert isinstance(first, RemoteError)
     assert isinstance(second, OSError)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.checkpoint import places, save
+from gpipe.checkpoint import places, writing
 from tests.support.checkpointed import M, X, Y, build_tied, differences, make, remembered, train, trained
 from tests.support.progress import wait_until
 
@@ -130,7 +130,7 @@ def apart(folder: Path, rank: int, background: bool = False) -> str:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(path, chunks)
 
-        save.write_file = write_and_die  # type: ignore[attr-defined]
+        writing.write_file = write_and_die  # type: ignore[attr-defined]
     try:
         gpipe.save(own_folder(folder, rank), pipe, optimizer, background=background, keep=1).wait()
     except gpipe.RemoteError as error:

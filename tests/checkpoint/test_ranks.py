@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import gpipe
-from gpipe.checkpoint import save as saving
+from gpipe.checkpoint import writing as saving
+from gpipe.checkpoint.gather import Part
 from gpipe.errors import RemoteError
 from tests.support.checkpointed import differences, make, remembered, trained
 from tests.support.thread_ranks import RankPipe, all_well, optimizer_of, rank_pipes, run_ranks, save_in_ranks
@@ -144,7 +145,7 @@ def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
 
     notes[0].touch()
     monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-    saving._await_parts(saving.Writing(0, 2, tmp_path, saving.Part(), {}, None, None, 0.8, tuple))
+    saving._await_parts(saving.Writing(0, 2, tmp_path, Part(), {}, None, None, 0.8, tuple))
     assert now > 10 * 0.8
 
 

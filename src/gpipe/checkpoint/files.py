@@ -16,7 +16,7 @@ import os
 import shutil
 import stat
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -55,25 +55,25 @@ def opened(path: Path, flags: int) -> Iterator[int]:
         raise
 
 
-def split_chunks(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """Yields the bytes of all chunks in pieces of at most `PIECE` bytes."""
-    for chunk in chunks:
-        view = memoryview(chunk).cast("B")
+def write_chunks(chunks: Iterable[bytes | memoryview], write: Callable[[memoryview], object]) -> File:
+    """Writes all chunks in pieces of at most `PIECE` bytes. Returns the size and the hash of their bytes."""
+    digest, size = hashlib.sha256(), 0
+    for view in (memoryview(chunk).cast("B") for chunk in chunks):
         for start in range(0, len(view), PIECE):
-            yield view[start : start + PIECE]
+            piece = view[start : start + PIECE]
+            digest.update(piece)
+            size += len(piece)
+            write(piece)
+    return File(bytes=size, sha256=digest.hexdigest())
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> File:
     """Writes and syncs a new file. Returns the size and the hash of the file."""
-    digest, size = hashlib.sha256(), 0
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
-        for piece in split_chunks(chunks):
-            digest.update(piece)
-            size += len(piece)
-            while piece:
-                piece = piece[os.write(descriptor, piece) :]
+        with open(descriptor, "wb", closefd=False) as file:
+            written = write_chunks(chunks, file.write)
         os.fsync(descriptor)
-    return File(bytes=size, sha256=digest.hexdigest())
+    return written
 
 
 def put_file(path: Path, temporary: Path, content: bytes) -> None:

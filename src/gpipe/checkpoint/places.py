@@ -3,7 +3,6 @@
 A folder on a local or shared file system is a `Path`, and an address such as `s3://bucket/run` is a `Url`.
 """
 
-import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -74,14 +73,9 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> File:
     if not isinstance(path, Url):
         return files.write_file(path, chunks)
     system, name = _open_url(path)
-    digest, size = hashlib.sha256(), 0
     system.makedirs(os.path.dirname(name), exist_ok=True)
     with system.open(name, "wb") as file:
-        for piece in files.split_chunks(chunks):
-            digest.update(piece)
-            size += len(piece)
-            file.write(piece)
-    return File(bytes=size, sha256=digest.hexdigest())
+        return files.write_chunks(chunks, file.write)
 
 
 def commit_file(path: Path, content: bytes) -> None:

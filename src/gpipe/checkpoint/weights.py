@@ -24,10 +24,12 @@ from gpipe.checkpoint.files import (
     why_not_storable,
     write_file,
 )
-from gpipe.checkpoint.load import DOES_NOT_FIT, LoadedState, list_names, put, read_weights, unique
+from gpipe.checkpoint.gather import first_names, is_kept_weight, state_to_save
+from gpipe.checkpoint.load import DOES_NOT_FIT, unique
 from gpipe.checkpoint.manifest import LARGEST, CheckpointError, has_type
 from gpipe.checkpoint.places import Url, to_place
-from gpipe.checkpoint.save import check_order, finish_pending_saves, first_names, is_kept_weight, state_to_save
+from gpipe.checkpoint.read import LoadedState, list_names, put, read_weights
+from gpipe.checkpoint.save import check_order, finish_pending_saves
 from gpipe.distributed.communicator import FirstError, all_gather_checked, communicator_of
 from gpipe.stages.dtensor import full_tensor
 
