@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import gpipe
+from gpipe.features.recorder import count_tokens
 from gpipe.profiling import Report, read_report, report_html, report_json
 from gpipe.profiling.breakdown import measure_throughput
 from gpipe.profiling.memory import Held
@@ -124,16 +126,21 @@ def test_what_was_not_asked_for_is_left_out() -> None:
 
 
 def test_throughput_counts_training_steps_over_the_wall_time_and_mfu_needs_a_peak() -> None:
-    """Two steps of 1.5 s, each with 0.5 s until the next: 12 rows in 4 s, 6e12 FLOPs of each row, 90e12 at peak."""
+    """Two steps of 1.5 s, each with 0.5 s until the next: 12 rows in 4 s, 6e12 FLOPs of each row, 90e12 at peak.
+
+    The rows of the first step have 5 tokens each, and of the second 7.
+    """
     program = Program.of(fill_drain(stages=2, micro_batches=4), micro_batches=4)
     step = replace(simulate(program, [StageCost(forward=0.1, backward=0.2)] * 2).timeline, other={"data": 0.5})
     evaluation = replace(step, spans=tuple(span for span in step.spans if span.action.kind is Kind.FORWARD))
-    timelines, rows = [step, evaluation, step], [8, 100, 4]
+    timelines, rows = [step, evaluation, step], [(8, 0), (100, 0), (4, 0)]
     assert measure_throughput(timelines, rows) == {"rows_per_second": pytest.approx(3)}
+    tokens = {"rows_per_second": pytest.approx(3), "tokens_per_second": pytest.approx((8 * 5 + 4 * 7) / 4)}
+    assert measure_throughput(timelines, [(8, 40), (100, 900), (4, 28)]) == tokens
     flops = {"rows_per_second": pytest.approx(3), "model_flops_per_second": pytest.approx(18e12)}
     assert measure_throughput(timelines, rows, 6e12) == flops
     assert measure_throughput(timelines, rows, 6e12, 90e12) == flops | {"mfu": pytest.approx(0.2)}
-    assert measure_throughput([evaluation], [100], 6e12, 90e12) == {}
+    assert measure_throughput([evaluation], [(100, 900)], 6e12, 90e12) == {}
 
 
 @pytest.mark.parametrize("ready_made", [False, True])
@@ -159,6 +166,37 @@ def test_a_recording_counts_the_rows_of_its_steps(ready_made: bool) -> None:
     assert "MFU" in report_html(report)
 
 
+def words(lengths: list[list[int]]) -> Any:
+    """Micro-batches of token IDs, padded to the longest row of each."""
+    return gpipe.MicroBatches([torch.ones(len(each), max(each), dtype=torch.int64) for each in lengths])
+
+
+def test_tokens_are_the_elements_of_the_first_integers_of_rows_and_tokens() -> None:
+    layers = [nn.Embedding(4, 3), nn.Linear(3, 3)]
+    inputs = words([[5, 3], [9], [2, 2, 2]])
+    pipe = gpipe.GPipe(layers, 2, 3)
+    with gpipe.record(pipe) as recording:
+        pipe.step(inputs, inputs, lambda output, _: output.mean())
+    found = recording.metrics()
+    assert found["tokens_per_second"] == pytest.approx(found["rows_per_second"] * (10 + 9 + 6) / 6)
+    assert " tokens/s" in str(recording)
+    assert " tokens/s" in report_html(recording.report("mine"))
+    for others in (torch.ones(4, dtype=torch.int64), torch.ones(4, 3, 2, dtype=torch.int64), torch.ones(4, 3)):
+        assert count_tokens((others, {"mask": torch.ones(4, 3, dtype=torch.bool)})) == 0
+        assert count_tokens((others, {"ids": torch.ones(4, 7, dtype=torch.int32)}, torch.ones(4, 9).long())) == 28
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", gpipe.Sliced("gpipe", 3)])
+def test_tokens_of_models_and_of_their_slices_add_up(schedule: Any) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    batch = dict.fromkeys(("input_ids", "labels"), torch.arange(24).view(4, 6) % 16)
+    with gpipe.record(gpipe.GPipe(model, 2, 2, sample=batch, schedule=schedule)) as recording:
+        recording._pipe.step(batch)
+    found = recording.metrics()
+    assert found["tokens_per_second"] == pytest.approx(found["rows_per_second"] * 6)
+
+
 def test_presets_know_their_peak_and_a_plan_keeps_it() -> None:
     with gpipe.record(two_stages(), flops_per_row=1, device="h100") as recording:
         assert recording._peak == 989e12
@@ -180,10 +218,10 @@ def test_what_is_not_known_is_refused_together() -> None:
         gpipe.Device(peak=-1)
 
 
-def test_rows_of_replicas_add_up(pool: WorkerPool) -> None:
+def test_rows_and_tokens_of_replicas_add_up(pool: WorkerPool) -> None:
     found = answers(pool.run(recorded.throughput, world=4))
-    assert [rows for rows, _ in found] == [8] * 4
-    assert all(", MFU " in text for _, text in found)
+    assert [(rows, tokens) for rows, tokens, _ in found] == [(8, 8 * 7)] * 4
+    assert all(", MFU " in text for *_, text in found)
 
 
 def test_nothing_recorded_is_told() -> None:
@@ -205,9 +243,10 @@ def test_the_page_has_every_name() -> None:
     page = (ROOT / "docs" / "reference" / "data-formats.md").read_text()
     section = page.partition("## metrics()")[2].partition("\n## ")[0]
     told = re.findall(r"`([a-z_]+(?:/\w+)?)`", "".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE)))
-    pipe = two_stages(sample=X, remat=gpipe.Remat(2**30))
+    tokens = torch.ones(8, 5, dtype=torch.int64)
+    pipe = gpipe.GPipe([nn.Embedding(4, 3), nn.Linear(3, 3)], 2, 4, sample=tokens, remat=gpipe.Remat(2**30))
     with gpipe.record(pipe, memory=True, flops_per_row=108, device="h100") as recording:
-        pipe.step(X, Y, squares)
+        pipe.step(tokens, Y[:, None].expand(8, 5, 3), squares)
     names = recording.metrics().keys()
     assert {name.partition("/")[0] for name in told} == {name.partition("/")[0] for name in names}
     assert {name for name in told if not name.endswith("/PART")} <= names

@@ -357,8 +357,8 @@ def _record_as_json(recorder: Recorder, run: Run, endpoint: Endpoint) -> str:
     timeline, program = recorder.ended.timeline, run.compiled.program
     spans = [(str(span.action), span.start, span.end) for span in timeline.spans]
     traffic = Traffic(tuple(map(str, program.routes)), program.micro_batches, tuple(endpoint.crossings or ()))
-    rows = recorder.ended.rows if run.stages.reads_inputs else 0
-    return json.dumps([host_name(), recorder.began, timeline.seconds, spans, traffic.moved(-recorder.began), rows])
+    size = (recorder.ended.rows, recorder.ended.tokens) if run.stages.reads_inputs else (0, 0)
+    return json.dumps([host_name(), recorder.began, timeline.seconds, spans, traffic.moved(-recorder.began), size])
 
 
 def _join_records(recorder: Recorder, rank: int, texts: Sequence[str | None], slices: int) -> None:
@@ -366,9 +366,9 @@ def _join_records(recorder: Recorder, rank: int, texts: Sequence[str | None], sl
     records = []
     for remote, text in enumerate(texts):
         if text is not None:
-            host, began, seconds, spans, traffic, rows = json.loads(text)
+            host, began, seconds, spans, traffic, size = json.loads(text)
             actions = tuple(Span(remote, parse_action(action, slices), start, end) for action, start, end in spans)
-            records.append(RemoteRecord(host, began, Timeline(1, actions, seconds), Traffic.of_json(traffic), rows))
+            records.append(RemoteRecord(host, began, Timeline(1, actions, seconds), Traffic.of_json(traffic), *size))
     if len(records) == len(texts):
         recorder.join(rank, records)
         return

@@ -10,6 +10,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from gpipe.features.offload import USES_FETCHED, HostCopy, Offload
@@ -20,6 +21,7 @@ from gpipe.runtime.streams import RankStream, Stamp
 from gpipe.schedule.action import MOVES, Action, Kind
 from gpipe.schedule.timeline import Span, Timeline, offsets
 from gpipe.stages.traffic import Traffic
+from gpipe.stages.tree import Tree, tensors_in
 
 Interval: TypeAlias = tuple[float, float]  # start and end in seconds, by the clock that processes of a host share
 
@@ -33,6 +35,7 @@ class RecordedRun(NamedTuple):
         traffic: The messages of each rank, by the same clock as `when`.
         cpu: The processor time of this process, in seconds.
         rows: The number of rows of the mini-batch, of all replicas.
+        tokens: The number of its tokens, of all replicas: see `count_tokens`.
     """
 
     timeline: Timeline
@@ -40,12 +43,13 @@ class RecordedRun(NamedTuple):
     traffic: tuple[Traffic, ...] = ()
     cpu: float = 0.0
     rows: int = 0
+    tokens: int = 0
 
 
 class RemoteRecord(NamedTuple):
     """The record of one process: its host, the start of the run by the host's clock, the timeline and messages.
 
-    `rows` is 0 except in the first process of a replica, so that the sum counts each row once.
+    `rows` and `tokens` are 0 except in the first process of a replica, so that the sums count each row once.
     """
 
     host: str
@@ -53,6 +57,7 @@ class RemoteRecord(NamedTuple):
     timeline: Timeline
     traffic: Traffic
     rows: int = 0
+    tokens: int = 0
 
 
 class Recorder(Feature):
@@ -91,11 +96,12 @@ class Recorder(Feature):
 
     @contextmanager
     def around_pass(self, run: Run, table: CompiledTable) -> Iterator[None]:
+        tokens = sum(count_tokens(value.value) for value in run.inputs)
         self.begin(run.stages.streams)
         yield
         self.end()
         assert self.ended is not None
-        self.ended = self.ended._replace(rows=sum(run.micro_batch_sizes) // run.slices)
+        self.ended = self.ended._replace(rows=sum(run.micro_batch_sizes) // run.slices, tokens=tokens)
 
     def complete(self, run: Run) -> None:
         """Keeps the recorded run, unless other processes have not recorded it."""
@@ -140,8 +146,9 @@ class Recorder(Feature):
         traffic = tuple(record.traffic.moved(start) for record, start in zip(records, starts, strict=True))
         assert self.ended is not None
         when = first, max(self.ended.when[1], first + seconds)
-        joined, rows = Timeline(len(records), tuple(spans), seconds), sum(record.rows for record in records)
-        self.ended = RecordedRun(joined, when, traffic, self.ended.cpu, rows)
+        joined = Timeline(len(records), tuple(spans), seconds)
+        rows, tokens = (sum(counts) for counts in zip(*((one.rows, one.tokens) for one in records), strict=True))
+        self.ended = RecordedRun(joined, when, traffic, self.ended.cpu, rows, tokens)
 
     def end(self) -> None:
         """Creates the record of the run from its stamps."""
@@ -156,6 +163,18 @@ class Recorder(Feature):
         timeline = Timeline(len(self._streams), tuple(spans), seconds)
         cpu = time.process_time() - self._cpu
         self.ended = RecordedRun(timeline, (self.began, time.perf_counter()), cpu=cpu)
+
+
+def count_tokens(inputs: Tree) -> int:
+    """Returns the number of elements of the first tensor of token IDs: integers of shape [rows, tokens].
+
+    Padding counts. Returns 0 without such a tensor.
+
+    >>> count_tokens({"pixels": torch.ones(2, 3), "input_ids": torch.ones(2, 5, dtype=torch.int64)})
+    10
+    """
+    ids = (one for one in tensors_in(inputs) if one.dim() == 2 and one.dtype in (torch.int32, torch.int64))
+    return next((one.numel() for one in ids), 0)
 
 
 def _moved(timeline: Timeline, by: float) -> Timeline:

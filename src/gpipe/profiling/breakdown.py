@@ -245,13 +245,13 @@ def windows(runs: Sequence["RecordedRun"], inside: "Marks", updates: "Marks", lo
 
 
 def measure_throughput(
-    steps: Sequence[Timeline], rows: Sequence[int], flops_per_row: float = 0.0, peak: float = 0.0
+    steps: Sequence[Timeline], sizes: Sequence[tuple[int, int]], flops_per_row: float = 0.0, peak: float = 0.0
 ) -> dict[str, float]:
     """Computes the throughput of training steps on all devices together, over the wall time from step to step.
 
     Args:
         steps: Timelines, of which calls and evaluations do not count.
-        rows: The number of rows of each timeline.
+        sizes: The numbers of rows and tokens of each timeline.
         flops_per_row: The model FLOPs of one row. Default: 0, unknown.
         peak: The peak FLOPs per second of all devices. Default: 0, unknown.
 
@@ -261,12 +261,14 @@ def measure_throughput(
     >>> measure_throughput([], [])
     {}
     """
-    trained = [(step, count) for step, count in zip(steps, rows, strict=True) if step.is_step]
+    trained = [(step, size) for step, size in zip(steps, sizes, strict=True) if step.is_step]
     if not trained:
         return {}
     seconds = sum(step.seconds + sum(step.other.values()) for step, _ in trained)
-    rate = sum(count for _, count in trained) / seconds
+    rate, tokens = (sum(counts) / seconds for counts in zip(*(size for _, size in trained), strict=True))
     numbers = {"rows_per_second": rate}
+    if tokens:
+        numbers["tokens_per_second"] = tokens
     if flops_per_row:
         numbers["model_flops_per_second"] = rate * flops_per_row
     if flops_per_row and peak:
@@ -275,13 +277,14 @@ def measure_throughput(
 
 
 def throughput_texts(numbers: Mapping[str, float]) -> list[str]:
-    """Formats the known numbers of `measure_throughput`, in this order: rows, FLOPs, MFU.
+    """Formats the known numbers of `measure_throughput`, in this order: rows, tokens, FLOPs, MFU.
 
-    >>> throughput_texts({"rows_per_second": 1250.0, "model_flops_per_second": 2.5e12, "mfu": 0.25})
-    ['1,250 rows/s', '2.5 TFLOP/s', 'MFU 25.0%']
+    >>> throughput_texts({"rows_per_second": 10.0, "tokens_per_second": 5120.0, "mfu": 0.25})
+    ['10 rows/s', '5,120 tokens/s', 'MFU 25.0%']
     """
     formats: dict[str, Callable[[float], str]] = {
         "rows_per_second": lambda rate: f"{rate:,.6g} rows/s",
+        "tokens_per_second": lambda rate: f"{rate:,.6g} tokens/s",
         "model_flops_per_second": lambda rate: f"{rate / 1e12:.3g} TFLOP/s",
         "mfu": lambda share: f"MFU {share:.1%}",
     }

@@ -161,8 +161,8 @@ class Recording(Recorder):
         # Ranks of one process may share a device.
         in_process = self._pipe._processes.position is None
         devices = len(set(self._pipe.devices)) if in_process else timelines[0].ranks
-        rows = [run.rows for run in self.runs]
-        return measure_throughput(timelines, rows, self._flops_per_row, self._peak * devices)
+        sizes = [(run.rows, run.tokens) for run in self.runs]
+        return measure_throughput(timelines, sizes, self._flops_per_row, self._peak * devices)
 
     def memory(self) -> dict[int, Held]:
         """Returns the peak memory of each rank of this process, with activations if `record(pipe, memory=True)`.

@@ -56,19 +56,20 @@ def metrics(rank: int, world: int) -> dict[str, float]:
         return recording.metrics()
 
 
-def throughput(rank: int, world: int) -> tuple[int, str]:
-    """Two replicas of two ranks, with five rows and three: rows of a step, and the line that is printed."""
+def throughput(rank: int, world: int) -> tuple[int, int, str]:
+    """Two replicas of two ranks, with five rows and three: rows and tokens of a step, and the printed line."""
     torch.manual_seed(0)
-    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    layers = [nn.Embedding(4, 3), nn.Linear(3, 3)]
     with gpipe.GPipe(layers, 2, 2, driver="process") as pipe:
-        x = torch.ones(5 if rank < 2 else 3, 3)
+        rows = 5 if rank < 2 else 3
+        x, y = torch.ones(rows, 7, dtype=torch.int64), torch.ones(rows, 7, 3)
         with gpipe.record(pipe, flops_per_row=108, device=gpipe.Device(peak=1e6)) as recording:
             for _ in range(STEPS):
-                pipe.step(x, x, mse_loss)
+                pipe.step(x, y, mse_loss)
         found = recording.metrics()
-        rows = round(found["rows_per_second"] * found["step_seconds"])
+        rows, tokens = (round(found[f"{name}_per_second"] * found["step_seconds"]) for name in ("rows", "tokens"))
         assert abs(found["mfu"] * world * 1e6 - found["model_flops_per_second"]) < 1e-3
-        return rows, str(recording)
+        return rows, tokens, str(recording)
 
 
 def draw(rank: int, world: int) -> list[str | None]:
