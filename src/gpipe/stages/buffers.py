@@ -107,27 +107,21 @@ class Buffers:
             saved = self._copies[slot] = tensor, version(tensor), copy_of(tensor.detach())
         return saved[2]
 
-    def after(self, before: SavedBuffers, *, exact: bool = False) -> list[Slot]:
-        """Returns the slots whose buffers a forward has changed or created, and records them in `before`.
+    def after(self, before: SavedBuffers) -> None:
+        """Records in `before` the slots whose buffers a forward has changed or created.
 
         Also saves the first value of each buffer that had no value before the forward.
-
-        Args:
-            before: The buffers before the forward.
-            exact: Whether to also compare values on accelerators. The comparison waits for the device.
         """
-        changed = _changed(before, *self._now(), () if exact else self._changing, exact=exact)
+        changed = _changed(before, *self._now(), self._changing)
         before.changed.update(changed)
         for slot in changed:
             self._copies.pop(slot, None)
-        if not exact:
-            new = [slot for slot in changed if slot not in self._changing]
-            _reject_views(before, new)
-            self._changing.update(slot for slot in new if _is_small(slot[0]._buffers.get(slot[1])))
+        new = [slot for slot in changed if slot not in self._changing]
+        _reject_views(before, new)
+        self._changing.update(slot for slot in new if _is_small(slot[0]._buffers.get(slot[1])))
         for index, (tensor, copy) in enumerate(zip(before.tensors, before.copies, strict=True)):
             if copy is None and tensor is not None and not is_lazy(tensor):
                 before.versions[index], before.copies[index] = -1, copy_of(tensor.detach())
-        return changed
 
     @contextmanager
     def as_before(self, before: SavedBuffers) -> Iterator[None]:
@@ -186,12 +180,7 @@ def _put(slots: Sequence[Slot], tensors: Mapping[Slot, Tensor | None]) -> None:
 
 
 def _changed(
-    before: SavedBuffers,
-    slots: list[Slot],
-    now: Sequence[Tensor | None],
-    known: Collection[Slot],
-    *,
-    exact: bool = False,
+    before: SavedBuffers, slots: list[Slot], now: Sequence[Tensor | None], known: Collection[Slot]
 ) -> list[Slot]:
     """Returns the slots whose buffers differ from the saved buffers or are new.
 
@@ -200,7 +189,6 @@ def _changed(
         slots: The current slots.
         now: The current buffers.
         known: Slots that count as changed without a comparison.
-        exact: Whether to also compare values on accelerators. The comparison waits for the device.
     """
     new = list[Slot]()
     if slots is not before.slots:
@@ -208,9 +196,7 @@ def _changed(
         new, now = [*current.keys() - set(before.slots)], [current.get(slot, MISSING) for slot in before.slots]
     pairs = zip(before.slots, before.tensors, before.versions, before.copies, now, strict=True)
     return new + [
-        slot
-        for slot, was, saved, copy, tensor in pairs
-        if slot in known or is_changed(was, saved, copy, tensor, exact=exact)
+        slot for slot, was, saved, copy, tensor in pairs if slot in known or is_changed(was, saved, copy, tensor)
     ]
 
 
@@ -224,7 +210,9 @@ def _is_small(buffer: Tensor | None) -> bool:
     return buffer.nbytes <= SMALL
 
 
-def is_changed(was: Tensor | None, saved: int, copy: Tensor | None, now: Tensor | None, *, exact: bool) -> bool:
+def is_changed(
+    was: Tensor | None, saved: int, copy: Tensor | None, now: Tensor | None, *, exact: bool = False
+) -> bool:
     """Whether a buffer has changed.
 
     Args:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partialmethod
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -190,18 +190,21 @@ def _write_stream(holder: Any, contents: Contents) -> None:
     holder.seek(position)
 
 
+GENERATORS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], object]], ...] = (
+    (
+        torch.Generator,
+        lambda generator: bytes(generator.get_state().numpy()),
+        lambda generator, state: generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
+    ),
+    (np.random.RandomState, lambda generator: generator.get_state(legacy=False), np.random.RandomState.set_state),
+    (np.random.BitGenerator, attrgetter("state"), lambda generator, state: setattr(generator, "state", state)),
+    (random.Random, random.Random.getstate, random.Random.setstate),
+)
+"""The classes of random generators, each with functions that read and write the state."""
+
+
 def _read_generator(holder: Any) -> Contents:
-    match holder:
-        case torch.Generator():
-            state: Any = bytes(holder.get_state().numpy())
-        case np.random.RandomState():
-            state = holder.get_state(legacy=False)
-        case np.random.Generator():
-            state = holder.bit_generator.state
-        case np.random.BitGenerator():
-            state = holder.state
-        case _:
-            state = random.Random.getstate(holder)
+    state = next(read(holder) for kind, read, _ in GENERATORS if isinstance(holder, kind))
     return Contents((_frozen(state),), (state,))
 
 
@@ -213,18 +216,7 @@ def _frozen(state: object) -> object:
 
 
 def _write_generator(holder: Any, contents: Contents) -> None:
-    (state,) = contents.values
-    match holder:
-        case torch.Generator():
-            holder.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        case np.random.RandomState():
-            holder.set_state(state)
-        case np.random.Generator():
-            holder.bit_generator.state = state
-        case np.random.BitGenerator():
-            holder.state = state
-        case _:
-            random.Random.setstate(holder, state)
+    next(write(holder, *contents.values) for kind, _, write in GENERATORS if isinstance(holder, kind))
 
 
 def read_tensor(tensor: Tensor) -> Contents:

@@ -88,7 +88,6 @@ FLAT_ITERATORS = frozenset((
 ))  # fmt: skip
 """Types of iterators that hold a position but no other iterator. `copy.copy` therefore copies all their state."""
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-GENERATORS = (torch.Generator, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
 UNCOPYABLE = (types.CoroutineType, types.AsyncGeneratorType, queue.SimpleQueue)
 UNCOPYABLE_LIBRARY = frozenset({"asyncio", "concurrent", "mmap", "multiprocessing", "socket", "subprocess"})
 """Modules of the standard library whose objects have state outside of this interpreter, or in other threads."""
@@ -504,7 +503,8 @@ VISITS: tuple[tuple[tuple[type, ...], Visit], ...] = (
     ((weakref.ref,), _Walk._visit_weak_reference),
     ((tuple, frozenset), _Walk._visit_immutable),
     ((bytearray, array.array), _recording(BYTES)),
-    (GENERATORS, _recording(GENERATOR)),
+    ((torch.Generator, np.random.RandomState, np.random.BitGenerator), _recording(GENERATOR)),
+    ((np.random.Generator,), lambda walk, value, path: walk._reach(value.bit_generator, path)),
     ((random.Random,), _Walk._visit_random),
     ((np.ndarray,), _Walk._visit_array),
     ((threading.local,), _Walk._visit_thread_local),
