@@ -91,10 +91,17 @@ def catch_sigterm(
         if should_stop is None:
             logger.warning(OFF_MAIN_THREAD)
     before = {number: signal.getsignal(number) for number in caught}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
     try:
         for number in caught:
             signal.signal(number, receive)
         yield is_to_end
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        try:
+            restore()
+        finally:
+            restore()  # A Ctrl-C that is not caught can end the first call.

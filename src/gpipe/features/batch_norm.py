@@ -189,17 +189,23 @@ def _with_temporary_buffers(norm: AnyBatchNorm) -> Iterator[list[Statistics]]:
         )
         temporary.append((value.numel() // value.shape[1], used.running_mean, used.running_var))
 
+    def restore() -> None:
+        if hook is not None:
+            hook.remove()
+        for used, momentum in momenta.items():
+            used.__dict__["momentum"] = momentum
+        norm._buffers.update(buffers)
+
     statistics: list[Statistics] = []
     try:
         hook = norm.register_forward_pre_hook(before_forward, with_kwargs=True)
         yield statistics
     finally:
         is_active = False
-        if hook is not None:
-            hook.remove()
-        for used, momentum in momenta.items():
-            used.__dict__["momentum"] = momentum
-        norm._buffers.update(buffers)
+        try:
+            restore()
+        finally:
+            restore()  # An interrupt can end the first call.
     statistics += [Statistics(count, mean.double(), var.double() * (count - 1)) for count, mean, var in temporary]
 
 
