@@ -34,6 +34,7 @@ CLIP = {
 QWEN = {"depth": 2, "num_heads": 4, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
 MROPE = {**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
 WIDE = {**QWEN, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32}
+SMALL = {**CLIP, "patch_size": 4}
 TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": 63}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {  # class, configuration, tokens of an image (0: any)
@@ -77,6 +78,39 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {  # class, configuration
         },
         4,
     ),
+    "paligemma": (
+        "PaliGemma",
+        {
+            "text_config": {**TEXT, "model_type": "gemma", "head_dim": 8},
+            "vision_config": {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "projection_dim": 32,
+            "hidden_size": 32,
+        },
+        4,
+    ),
+    "idefics3": ("Idefics3", {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": SMALL}, 4),
+    "smolvlm": ("SmolVLM", {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": SMALL}, 4),
+    "llava_next": (
+        "LlavaNext",
+        {
+            "text_config": {**TEXT, "model_type": "llama"},
+            "vision_config": {**CLIP, "model_type": "clip_vision_model"},
+            "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]],
+        },
+        1,
+    ),
+    "mistral3": (
+        "Mistral3",
+        {
+            "text_config": {**TEXT, "model_type": "mistral", "head_dim": 8},
+            "vision_config": {**CLIP, "model_type": "pixtral", "patch_size": 4, "head_dim": 8},
+        },
+        1,
+    ),
+}
+SIZES: dict[str, dict[tuple[int, int], int]] = {  # tokens of an image, by its size
+    "llava_next": {(16, 32): 4 + 2 * 5, (32, 16): 4 + 4 * 3, (32, 32): 4 + 4 * 5},  # each line ends with a token
+    "mistral3": {(8, 16): 2, (16, 8): 2, (16, 16): 4},
 }
 
 
@@ -95,12 +129,14 @@ def model_of(family: str) -> Any:
 def batch_of(family: str, images: list[int]) -> dict[str, Tensor]:
     """A batch with these numbers of images in its rows."""
     draw, each = torch.Generator().manual_seed(1), FAMILIES[family][2]
-    rows, grids = list[list[int]](), list[list[int]]()
+    rows, grids, sizes = list[list[int]](), list[list[int]](), list[tuple[int, int]]()
     for count in images:
         row: list[int] = []
         for _ in range(count):
             grids.append([1, *(2 * int(torch.randint(1, 3, (), generator=draw)) for _ in range(2))])
-            row += [START, *[IMAGE] * (each or grids[-1][1] * grids[-1][2] // 4), END]
+            sizes.append([*SIZES.get(family, {(16, 16): each})][len(sizes) % len(SIZES.get(family, "1"))])
+            tokens = SIZES[family][sizes[-1]] if family in SIZES else each
+            row += [START, *[IMAGE] * (tokens or grids[-1][1] * grids[-1][2] // 4), END]
         rows.append(row + torch.randint(1, 50, (4 + count,), generator=draw).tolist())
     longest = max(map(len, rows))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
@@ -109,9 +145,18 @@ def batch_of(family: str, images: list[int]) -> dict[str, Tensor]:
         "attention_mask": (ids != 0).long(),
         "labels": ids.where((ids != 0) & (ids < IMAGE), -100),
     }
+    if family in ("idefics3", "smolvlm"):  # images of a row, padded with zeros to the row with most images
+        pixels = torch.randn(len(images), max(images), 3, 16, 16, generator=draw)
+        real = torch.arange(max(images)) < torch.tensor(images)[:, None]
+        masks = real[..., None, None].expand(*real.shape, 16, 16).long()
+        return batch | {"pixel_values": pixels * masks[:, :, None], "pixel_attention_mask": masks}
     if each:
-        batch["pixel_values"] = torch.randn(sum(images), 3, 16, 16, generator=draw)
-        return batch | {"token_type_ids": (ids == IMAGE).long()} if family == "gemma3" else batch
+        patches = (5,) if family == "llava_next" else ()
+        batch["pixel_values"] = torch.randn(sum(images), *patches, 3, 16, 16, generator=draw)
+        if family in SIZES:
+            return batch | {"image_sizes": torch.tensor(sizes)}
+        types = {"token_type_ids": (ids == IMAGE).long() if family == "gemma3" else (ids >= IMAGE).long()}
+        return batch | types if family in ("gemma3", "paligemma") else batch
     grid = torch.tensor(grids)
     pixels = torch.randn(int(grid.prod(1).sum()), 96, generator=draw)
     return batch | {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": (ids == IMAGE).long()}
@@ -132,8 +177,9 @@ def reference(model: Any, parts: Any) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_images_follow_their_rows_bitwise(family: str) -> None:
     model = model_of(family)
-    batch = batch_of(family, [1, 2, 1, 3, 1, 1])
-    parts: Any = split_images(model, batch, 3)
+    images = [1, 2, 2, 1, 1, 2] if family in SIZES else [1, 2, 1, 3, 1, 1]
+    batch = batch_of(family, images)
+    parts: Any = split_images(model, batch, 3, images=torch.tensor(images) if family in SIZES else None)
     assert [len(part["input_ids"]) for part in parts] == [2, 2, 2]
     assert torch.equal(torch.cat([part["pixel_values"] for part in parts]), batch["pixel_values"])
     with quiet(), one_thread():
@@ -149,6 +195,15 @@ def test_images_follow_their_rows_bitwise(family: str) -> None:
                 assert found.keys() == gradients.keys()
                 assert all(torch.equal(found[name], gradients[name]) for name in found)
                 model.zero_grad()
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_forwards_that_loop_over_images_need_as_many_in_each_micro_batch(family: str) -> None:
+    model, images = model_of(family), torch.tensor([1, 2, 1, 3])
+    parts: Any = split_images(model, batch_of(family, images.tolist()), 2, images=images)
+    pipe = gpipe.GPipe(model, 2, 2, sample=parts[:1], devices="cpu")
+    with quiet(), pipe, pytest.raises(ValueError, match=r"\[branch-on-value\]"):
+        pipe.step(parts)
 
 
 def alone(changes: dict[str, Any]) -> dict[str, Any]:
