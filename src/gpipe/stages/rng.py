@@ -318,16 +318,20 @@ class rng_scope:  # noqa: N801  # it reads as a function at every use, like torc
         nested = dispatcher.is_key_included(_installed[0])
         self._entered = (dispatcher.stashed() if nested else None, sys._getframe(1), self._entered)
         self.grad = torch.is_grad_enabled()
-        dispatcher.stash(self)
-        if not nested:
-            dispatcher.include_key(_installed[0], True)
+        try:
+            dispatcher.stash(self)
+            if not nested:
+                dispatcher.include_key(_installed[0], True)
+        except BaseException:  # An interrupt, after which `with` does not call __exit__.
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         outer, _, self._entered = self._entered
         if outer is None:
-            dispatcher.forget_stashed()  # A thread of the user must not end with a scope.
             dispatcher.include_key(_installed[0], False)
+            dispatcher.forget_stashed()  # A thread of the user must not end with a scope.
         else:
             dispatcher.stash(outer)
 

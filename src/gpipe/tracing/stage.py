@@ -210,23 +210,21 @@ class SingleLayer(nn.Module):
 
 @contextmanager
 def rng_scopes(parts: Parts, trace: Trace, key: RngKey) -> Iterator[None]:
-    """Enters the `rng_scope` of each layer in turn during one forward of the unsplit model.
+    """Uses the random key of each layer in turn during one forward of the unsplit model.
 
     A layer ends when a block returns. The first layer also ends when the first block is called.
     """
     first_is_block = trace.ops[0].name in parts.blocks
-    entered, is_over = 0, False
+    layer, scope = 0, rng_scope(key.seed, key.step, 0, key.micro_batch)
 
     def enter_next(*_: Any) -> None:
-        nonlocal entered
-        if is_over:  # an interrupt may have prevented the removal of this hook
-            return
-        scope.close()
-        scope.enter_context(rng_scope(key.seed, key.step, entered, key.micro_batch))
-        entered += 1
+        nonlocal layer
+        layer += 1
+        scope.set_layer(layer)
+        scope.grad = torch.is_grad_enabled()
 
     def before(*_: Any) -> None:
-        if entered == 1 and not first_is_block:
+        if layer == 0 and not first_is_block:
             enter_next()
 
     def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,17 +237,13 @@ def rng_scopes(parts: Parts, trace: Trace, key: RngKey) -> Iterator[None]:
 
         return run
 
-    with ExitStack() as hooks, ExitStack() as scope:
-        try:
-            for block in map(parts.model.get_submodule, parts.blocks):
-                # A hook would miss calls of `block.forward` by the model.
-                if is_called_by_forward(block) and "forward" not in vars(block):
-                    hooks.callback(vars(block).pop, "forward", None)
-                    vars(block)["forward"] = wrapped(block.forward)
-                    continue
-                hooks.callback(block.register_forward_pre_hook(before).remove)
-                hooks.callback(block.register_forward_hook(enter_next).remove)
-            enter_next()
-            yield
-        finally:
-            is_over = True
+    with ExitStack() as hooks, scope:
+        for block in map(parts.model.get_submodule, parts.blocks):
+            # A hook would miss calls of `block.forward` by the model.
+            if is_called_by_forward(block) and "forward" not in vars(block):
+                hooks.callback(vars(block).pop, "forward", None)
+                vars(block)["forward"] = wrapped(block.forward)
+                continue
+            hooks.callback(block.register_forward_pre_hook(before).remove)
+            hooks.callback(block.register_forward_hook(enter_next).remove)
+        yield
