@@ -103,8 +103,10 @@ class Simulator:
         self._steps: list[tuple[int, int | None, tuple[int, ...]]] = []  # rank, link if it has one, steps awaited
         self._links: dict[tuple[int, int], int] = {}
         self._list_steps(messages)
-        self._kinds = [(a.kind, a.stage, a.route is not None and a.carries_gradient) for a in self._actions]
-        self._by_kind = dict(zip(self._kinds, self._actions, strict=True))  # one action of each cost
+        kinds = [(a.kind, a.stage, a.route is not None and a.carries_gradient) for a in self._actions]
+        by_kind = dict(zip(kinds, self._actions, strict=True))
+        self._of_each_cost, place = list(by_kind.values()), {kind: at for at, kind in enumerate(by_kind)}
+        self._cost_of = [place[kind] for kind in kinds]  # the index of the action with the same cost
         backwards = ((step, a) for step, a in enumerate(self._actions) if a.kind in BACKWARDS)
         self._backwards = {(a.stage, a.micro_batch): step for step, a in backwards}
 
@@ -165,8 +167,8 @@ class Simulator:
         return len(self._actions) - 1
 
     def _seconds(self, costs: Costs) -> list[float]:
-        by_kind = {kind: seconds(action, costs) for kind, action in self._by_kind.items()}
-        return [by_kind[kind] for kind in self._kinds]
+        each = [seconds(action, costs) for action in self._of_each_cost]
+        return [each[index] for index in self._cost_of]
 
     def _recompute_seconds(self, costs: Costs, recomputed: Recomputed) -> list[float]:
         """Returns the seconds of the recompute before each action."""

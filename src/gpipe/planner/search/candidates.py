@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import isqrt
-from operator import add
 
 from gpipe.errors import int_remedy, is_count
 from gpipe.planner.search.profile import SizedProfile
@@ -171,14 +170,9 @@ def least_seconds(shape: Shape, sized: SizedProfile, speeds: Sequence[float]) ->
 
     The bound is the larger of two times: all work divided evenly among the ranks, and one micro-batch in all layers.
     """
-    m, fastest = shape.micro_batches, max(speeds)
-    whole = path = sized.backward
-    if splits(shape.schedule):
-        path = [min(inputs, back) for (inputs, _), back in zip(sized.parts, sized.backward, strict=True)]
-        whole = [min(sum(parts), back) for parts, back in zip(sized.parts, sized.backward, strict=True)]
-    work: list[float] = list(map(add, sized.forward, whole))
-    slowest = max(sum(work) / sum(speeds), max(work) / fastest)
-    return max((sum(sized.forward) + sum(path)) / fastest, m * slowest)
+    fastest = max(speeds)
+    path, work, largest = sized.least_split if splits(shape.schedule) else sized.least_joined
+    return max(path / fastest, shape.micro_batches * max(work / sum(speeds), largest / fastest))
 
 
 @cache

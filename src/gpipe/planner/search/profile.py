@@ -111,6 +111,33 @@ class SizedProfile:
         return [(p[0].at(self.rows), p[1].at(self.rows)) if p else (whole / 2, whole / 2) for p, whole in known]
 
     @cached_property
+    def least_joined(self) -> tuple[float, float, float]:
+        """The work on the path of one micro-batch, the work of all layers, and the work of the largest layer."""
+        return self._least(self.backward, self.backward)
+
+    @cached_property
+    def least_split(self) -> tuple[float, float, float]:
+        """The same as `least_joined`, if each backward is split where this is less work."""
+        path = [min(inputs, back) for (inputs, _), back in zip(self.parts, self.backward, strict=True)]
+        return self._least(
+            path, [min(sum(parts), back) for parts, back in zip(self.parts, self.backward, strict=True)]
+        )
+
+    def _least(self, path: Sequence[float], backward: Sequence[float]) -> tuple[float, float, float]:
+        work = list(map(add, self.forward, backward))
+        return sum(self.forward) + sum(path), sum(work), max(work)
+
+    @cached_property
+    def state(self) -> float:
+        """The bytes of weights, gradients and optimizer state of all layers."""
+        return sum(layer.state for layer in self.layers)
+
+    @cached_property
+    def activations(self) -> float:
+        """The bytes that all layers save for the backward, without the input."""
+        return sum(self._each(lambda layer: layer.activations))
+
+    @cached_property
     def kept(self) -> list[float]:
         """The bytes that each layer saves for its backward, if it is not the first layer of its stage."""
         return list(

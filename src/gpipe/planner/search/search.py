@@ -116,14 +116,13 @@ class _Search:
 
     def _is_possible(self, shape: Shape) -> bool:
         sized, memory = self.size(shape.micro_batches), sum(each.memory for each in self.devices[: shape.partitions])
-        state = sum(layer.state for layer in sized.layers)
-        least = state + sum(layer.activations.at(sized.rows) for layer in sized.layers) / shape.stages_per_rank
+        least = sized.state + sized.activations / shape.stages_per_rank
         if shape.stages > len(sized.layers):
             self._reject(shape, "more stages than layers", f"{shape.stages} stages, {len(sized.layers)} layers")
         elif least > memory:
             detail = (
-                f"weights, gradients and optimizer state need {format_bytes(state)}, and {format_bytes(least)} with "
-                f"the activations of one micro-batch; the devices have {format_bytes(memory)}"
+                f"weights, gradients and optimizer state need {format_bytes(sized.state)}, and {format_bytes(least)} "
+                f"with the activations of one micro-batch; the devices have {format_bytes(memory)}"
             )
             self._reject(shape, "too big", detail)
         else:
