@@ -133,6 +133,42 @@ def test_sigterm_saves_at_the_end_of_a_step_and_three_threads_go_on_where_two_pr
     assert metrics(out) == metrics(alone[1])
 
 
+def test_processes_without_a_shared_folder_resume_and_write_what_one_does(
+    alone: tuple[str, Path], go: Path, tmp_path: Path
+) -> None:
+    """Each keeps its part of the checkpoints, and rank 0 gathers the final weights, here of their averages."""
+    outs = [tmp_path / f"out_{rank}" for rank in range(2)]
+    command = ("train", "digits", "--out", str(tmp_path / "out_{rank}"))
+    with torchrun(2, "tests.support.jobs.small_digits", *ARGUMENTS, *command[2:], folder=tmp_path) as launched:
+        wait_until(lambda: all(list(out.glob("checkpoints/step_*/part_*.json")) for out in outs), launched.log)
+        launched.popen.terminate()
+        log = launched.wait()
+    assert log.count("SIGTERM: saved a checkpoint to") == 1, log
+    assert log.count("[checkpoint-in-parts]") == 1, log
+    go.touch()
+    settings = outs[1] / "config.toml"
+    text = settings.read_text()
+    settings.write_text(text.replace("learning_rate = 0.02", "learning_rate = 0.03"))
+    with torchrun(2, "tests.support.jobs.small_digits", *command, "--resume", folder=tmp_path) as launched:
+        log = launched.wait()
+    assert launched.popen.returncode != 0
+    assert "gpipe: --learning-rate: 0.03 on rank 1 differs from 0.02 on rank 0. Pass the same options" in log
+    settings.write_text(text)
+    with torchrun(2, "tests.support.jobs.small_digits", *command, "--resume", folder=tmp_path) as launched:
+        log = launched.wait()
+    assert launched.popen.returncode == 0, log
+    assert re.search(rf"Resuming after epoch [1-{EPOCHS - 1}]", log)
+    assert weights(outs[0]) == weights(alone[1])
+    assert metrics(outs[0]) == metrics(alone[1])
+    assert {path.name for path in outs[1].iterdir()} == {"checkpoints", "config.toml"}
+    saved = [{path.name for path in (out / "checkpoints").rglob("stage_?.safetensors")} for out in outs]
+    assert saved == [{"stage_0.safetensors"}, {"stage_1.safetensors"}]
+    with torchrun(2, "tests.support.jobs.small_digits", *ARGUMENTS, *command[2:], folder=tmp_path) as launched:
+        log = launched.wait()
+    assert weights(outs[0]) == weights(alone[1]), log
+    assert all((out / "checkpoints.old").exists() for out in outs)  # none may resume the earlier run
+
+
 @pytest.mark.usefixtures("go")
 @pytest.mark.parametrize("number", ENDINGS)
 def test_one_process_that_is_told_to_end_says_how_to_go_on(

@@ -1,6 +1,7 @@
 """Builds a training job from a recipe: the layers, the pipe, and the progress of the run so far."""
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe.recipes.data import require
-from gpipe.recipes.options.files import write_config
+from gpipe.recipes.options.files import CONFIG, INPUTS, write_config
 from gpipe.recipes.options.training import TrainOptions, flag, raise_all
 from gpipe.recipes.recipe import Averages, Recipe, Share
 from gpipe.recipes.world import World, broadcast_from_first, find_world
@@ -198,13 +199,7 @@ def prepare(recipe: Recipe[Any], world: World | None = None, *, measure: bool = 
     if (tracker := options.report_to) is not None:
         require(tracker, f"--report-to {tracker} requires {tracker}", tracker)
     layers = build(recipe)
-    has_checkpoint = options.resume and gpipe.find_checkpoint(options.out / CHECKPOINTS) is not None
-    if options.resume and not has_checkpoint and (options.out / WEIGHTS).is_file():
-        raise ValueError(
-            f"--resume: {options.out} contains final weights but no checkpoint. Remove --resume to start again, or "
-            f"start from the weights with --from {options.out} and a different --out."
-        )
-    if options.from_ is not None and not has_checkpoint:
+    if options.from_ is not None and not (options.resume and gpipe.find_checkpoint(options.out / CHECKPOINTS)):
         recipe.fit(read_weights(options.from_), layers)
     pipe, settings = make_pipe(recipe, layers, world, measure=measure)
     try:
@@ -216,8 +211,8 @@ def prepare(recipe: Recipe[Any], world: World | None = None, *, measure: bool = 
     with locked(options.out, world):
         job = Job(recipe, pipe, settings, world)
         _restore(job)
+        write_config(options.out, recipe.name, options)
         if not world.rank:
-            write_config(options.out, recipe.name, options)
             recipe.write(options.out)
     return job
 
@@ -292,22 +287,40 @@ def make_pipe(
 def _restore(job: Job) -> None:
     """Loads the latest checkpoint if the run resumes and the processes find a checkpoint.
 
-    Otherwise renames old checkpoints.
+    Otherwise renames old checkpoints. All processes pass the same options, except for paths on their hosts.
     """
-    resumes = job.options.resume or job.world.restarts > 0
-    resumes = bool(job.pipe.exchange(b"resumes" if resumes else b"")[0])
-    if resumes and gpipe.find_checkpoint(job.checkpoints, job.pipe) is not None:
-        extra = gpipe.load(job.checkpoints, job.pipe, job.optimizer).extra
-        job.progress = from_extra(extra, job.options, job.recipe.data)
+    options, pipe, world = job.options, job.pipe, job.world
+    same = {flag(name): str(value) for name, value in vars(options).items() if name not in ("config", "out", *INPUTS)}
+    own = [options.resume or world.restarts > 0, (options.out / WEIGHTS).is_file(), same]
+    gathered = [json.loads(message) for message in pipe.exchange(json.dumps(own).encode())]
+    resumes, has_weights, first = gathered[0]
+    raise_all(
+        f"{name}: {value} on rank {rank} differs from {first[name]} on rank 0. Pass the same options to all "
+        f"processes, or copy {CONFIG} of rank 0 to their folders."
+        for rank, (_, _, values) in enumerate(gathered)
+        for name, value in values.items()
+        if value != first[name]
+    )
+    if resumes and gpipe.find_checkpoint(job.checkpoints, pipe) is not None:
+        extra = gpipe.load(job.checkpoints, pipe, job.optimizer).extra
+        job.progress = from_extra(extra, options, job.recipe.data)
         if job.done > job.steps:
             raise ValueError(
                 f"--resume: the run has already trained {job.done} steps, but this training has only {job.steps}. "
                 "Increase --steps or --epochs, or start again without --resume."
             )
-    elif not job.world.rank:
+        return
+    if options.resume and has_weights:
+        raise ValueError(
+            f"--resume: {options.out} contains final weights but no checkpoint. Remove --resume to start again, or "
+            f"start from the weights with --from {options.out} and a different --out."
+        )
+    if not world.rank:
         for name in (WEIGHTS, EVALUATION):
-            (job.options.out / name).unlink(missing_ok=True)
-        if job.checkpoints.exists():
+            (options.out / name).unlink(missing_ok=True)
+    for turn in range(world.size):  # one after the other, because processes may share a folder
+        if turn == world.rank and job.checkpoints.exists():
             old = job.checkpoints.with_suffix(".old")
             shutil.rmtree(old, ignore_errors=True)
             job.checkpoints.rename(old)
+        pipe.exchange(b"")

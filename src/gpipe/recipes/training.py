@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +17,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
-from safetensors.torch import save
+from safetensors.torch import load, save
+from torch import Tensor
 
 import gpipe
 from gpipe.profiling import Report, report_json
@@ -30,7 +30,6 @@ from gpipe.recipes.recipe import Batch
 
 ENDINGS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 METRICS = "metrics.jsonl"
-AVERAGES = "averages"  # A temporary folder for the averaged weights.
 RECORDED_STEPS = 100
 TRACKIO_PROJECT = "gpipe"
 
@@ -78,10 +77,9 @@ def run(job: Job, console: Console | None = None) -> list[Epoch]:
                 recorded = _train(job, say, console, received_signal, report)
                 if recorded is not None:
                     report({f"gpipe/{name}": value for name, value in recorded.steps.metrics().items()})
-            weights = job.begin_save()()
-            if job.recipe.averaging:
-                with job.averages.applied():
-                    weights = gpipe.save(job.options.out / AVERAGES, job.pipe).wait()
+            job.begin_save()()
+            with job.averages.applied():
+                weights = gather_weights(job.pipe, job.world.rank)
         if not job.world.rank:
             _write_files(job, say, weights, recorded)
     return job.progress.epochs
@@ -223,14 +221,27 @@ def _write_metrics(job: Job) -> None:
         (job.options.out / METRICS).write_text("".join(lines))
 
 
-def _write_files(job: Job, say: Say, checkpoint: Path, recorded: RecordedEpoch | None) -> None:
-    """Writes the weights with the names of the unsplit layers, a picture of the median step, a trace and a report."""
+def gather_weights(pipe: gpipe.GPipe, rank: int) -> dict[str, Tensor]:
+    """Returns the weights with the names of the unsplit layers on rank 0, and an empty dict on all other ranks.
+
+    Every process must call this function. Weights travel one at a time, so other ranks need memory for one of them.
+    """
+    own, whole = pipe.state_dict() if rank < pipe.partitions else {}, dict[str, Tensor]()
+    names = [json.loads(message) for message in pipe.exchange(json.dumps(list(own)).encode())]
+    for holder, name in [(holder, name) for holder, each in enumerate(names) for name in each]:
+        message = b""
+        if holder == rank:
+            message = save({name: own[name].cpu().clone(memory_format=torch.contiguous_format)})
+        message = pipe.exchange(message)[holder]
+        if not rank:
+            whole |= load(message)
+    return whole
+
+
+def _write_files(job: Job, say: Say, weights: dict[str, Tensor], recorded: RecordedEpoch | None) -> None:
+    """Writes the final weights, a picture of the median step, a trace and a report."""
     out = job.options.out
-    state = gpipe.load(checkpoint).state_dict()
-    weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
     (out / WEIGHTS).write_bytes(save(weights))
-    if job.recipe.averaging:
-        shutil.rmtree(out / AVERAGES)
     if recorded is not None:
         recorded.steps.save(out / "timeline.svg")
         recorded.steps.save(out / "trace.json")

@@ -1,7 +1,7 @@
 """The command `gpipe`, whose last epoch waits: what tests run as a process of its own, or under torchrun.
 
 If the environment has `GO`, no process begins its last epoch before there is such a file, or before it is told to end
-by SIGTERM or Ctrl-C: whoever looks is in time.
+by SIGTERM or Ctrl-C: whoever looks is in time. `{rank}` in an argument is the rank of the process.
 """
 
 import os
@@ -43,4 +43,4 @@ if __name__ == "__main__":
         return original(*given)
 
     vars(training).update(take_steps=take_steps)
-    main(sys.argv[1:])
+    main([argument.replace("{rank}", os.environ.get("RANK", "0")) for argument in sys.argv[1:]])

@@ -5,6 +5,7 @@ Later sources override earlier ones:
     gpipe train digits  [model options of --from RUN]  [--config FILE, or OUT/config.toml if --resume]  [flags]
 """
 
+import secrets
 import tomllib
 from argparse import ArgumentParser
 from collections.abc import Container, Sequence
@@ -65,7 +66,9 @@ def write_config(folder: Path, recipe: str, options: TrainOptions) -> None:
     """Writes the options of a run to `folder`/config.toml, with absolute paths for the files that the run reads."""
     absolute = {name: path.absolute() for name in INPUTS if (path := getattr(options, name, None)) is not None}
     table = to_table(recipe, replace(options, **absolute))
-    (folder / CONFIG).write_text(tomli_w.dumps(table), encoding="utf-8")
+    temporary = folder / f"{CONFIG}.tmp-{secrets.token_hex(4)}"  # Several processes may write at the same time.
+    temporary.write_text(tomli_w.dumps(table), encoding="utf-8")
+    temporary.replace(folder / CONFIG)
 
 
 def to_table(recipe: str, options: TrainOptions) -> dict[str, Any]:

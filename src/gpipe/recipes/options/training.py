@@ -57,8 +57,8 @@ OptionalPath = Annotated[Path | None, optional("PATH")]
 # The help of an option whose default subclasses override. They would not inherit a comment.
 OUT = (
     "Folder of the run, for config.toml, metrics.jsonl, model.safetensors, checkpoints, timeline.svg, trace.json and "
-    "report.json. Existing files are replaced, and existing checkpoints are renamed to checkpoints.old. If the "
-    "processes run on several hosts, the hosts must share this folder."
+    "report.json. Existing files are replaced, and existing checkpoints are renamed to checkpoints.old. Hosts need "
+    "not share this folder: each process then saves its part of a checkpoint, and the first host has all other files."
 )
 Folder = Annotated[Path, tyro.conf.arg(help=OUT)]
 Positive = Annotated[float, Bounds("a finite number greater than 0", lambda value: 0 < value < inf), NUMBER]
