@@ -1,5 +1,6 @@
 """Models with forwards of their own, as people write them: what stands between their blocks is what they are for."""
 
+import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -362,6 +363,30 @@ class Constants(Layered):
         return self.plain(self.norm(x)) * self.std
 
 
+class Varying(nn.Module):
+    """Blocks return a number, and a tensor or None, which differ by micro-batch. The forward marks each tensor."""
+
+    class Block(Block):
+        def forward(self, x: Tensor, kind: Tensor, extra: Tensor | None) -> tuple[Tensor, float, Tensor | None]:  # type: ignore[override]
+            made = super().forward(x if extra is None else x + extra)
+            return made, (0.0, -0.0, True, 1)[int(kind[0])], None if kind[0] % 2 else made * 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Block() for _ in range(5))
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        extra: Tensor | None = None
+        factor = 1.0
+        for layer in self.layers:
+            x, number, following = layer(x, kind, extra)
+            assert not hasattr(x, "marked")
+            x.marked = True  # type: ignore[attr-defined]
+            extra = following if extra is None else extra
+            factor *= math.copysign(1.25 if type(number) is bool else 1.5, number)
+        return x * factor
+
+
 class Positions(nn.Module):
     """Registers a table in the first forward, and again where one is too short."""
 
@@ -495,6 +520,7 @@ CASES: dict[str, Case] = {
     "one dict": Case(OneDict, pairs(x=vectors, y=targets), None, None),
     "late": Case(Late, pairs(x=vectors, c=targets, w=lambda r: drawn(r)), targets),
     "constants": Case(Constants, vectors, targets),
+    "varying": Case(Varying, pairs(x=vectors, kind=lambda rows: torch.arange(rows) // 2), targets),
     "registers a buffer": Case(lambda: Registers(all_blocks=False), sequences, target_words),
     "registers a buffer for all": Case(lambda: Registers(all_blocks=True), sequences, target_words),
     "other methods": Case(OtherMethods, vectors, targets),

@@ -269,7 +269,7 @@ class StageInterpreter(Interpreter):
         with suppress(StopInterpretation):
             output = self.run(args, kwargs)
             self._check_end(output)
-        self._enter(self.last_layer)
+        self._enter(self.end)
         self.shallow_copy.reject_changed_buffers()
         return output
 
@@ -289,7 +289,10 @@ class StageInterpreter(Interpreter):
 
     def _call_unit(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.op_index < self.begin:
-            return self._add_collected(name, open_lists(self._outer_context), self._skip_op(self._advance(name)))
+            result = self._skip_op(self._advance(name))
+            if type(result) is Collected:
+                return self._add_collected(name, open_lists(self._outer_context), result)
+            return result
         return super()._call_unit(name, args, kwargs)
 
     def _advance(self, name: str) -> int:
@@ -313,7 +316,7 @@ class StageInterpreter(Interpreter):
         index = self._advance(call.name)
         if index < self.begin:
             return self._skip_op(index)
-        self._enter(self.trace.layer_of(index))
+        self._enter(index)
         result = self._execute_in_layer(call)
         op = self.trace.ops[index]
         leaves, structure = take_apart(result)
@@ -365,8 +368,9 @@ class StageInterpreter(Interpreter):
                         raise CannotSplitError(text, error.places) from error
                 raise
 
-    def _enter(self, index: int) -> None:
-        while self._layers_to_enter and self._layers_to_enter[0].index <= index:
+    def _enter(self, op: int) -> None:
+        """Enters all layers that start at or before an operation."""
+        while self._layers_to_enter and self.trace.starts[self._layers_to_enter[0].index] <= op:
             layer = self._layer = self._layers_to_enter.pop(0)
             self._progress.enter()
             self._rng_scope.set_layer(layer.index)

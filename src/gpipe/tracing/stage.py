@@ -7,7 +7,7 @@ hooks of `rng_scopes` make the unsplit model use the random numbers of a pipe.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -34,10 +34,16 @@ def state_of(number: int, leaves: Leaves) -> dict[str, Tree]:
     return {
         "path": number,
         "inputs": [None if hidden else leaf for hidden, leaf in zip(carried, leaves, strict=True)],
-        "log": json.dumps([describe(leaves)]),  # later stages append the results of operations
+        "log": json.dumps(describe(leaves)),  # stages append a line for each operation
         "live": live,
         **({"slice": sliced[0]} if sliced else {}),
     }
+
+
+@lru_cache(maxsize=256)
+def parse_log(log: str) -> Sequence[Descriptions]:
+    """Returns the descriptions in each line of a log. Micro-batches of one size have the same logs."""
+    return tuple(map(json.loads, log.splitlines()))
 
 
 class Crossings(NamedTuple):
@@ -127,8 +133,8 @@ class TracedStage(Stage):
         values = dict(zip(crossings.enters, value["live"], strict=True))
         for route, value_id in crossings.arrives.items():
             values[value_id] = call.arrived[route]
-        log, wanted = json.loads(value["log"]), frozenset((*crossings.leaves, *crossings.departs.values()))
-        interpreter = self.interpreter(trace, values, log, wanted, call.rng_key, call.progress)
+        before, wanted = parse_log(value["log"]), frozenset((*crossings.leaves, *crossings.departs.values()))
+        interpreter = self.interpreter(trace, values, [*before], wanted, call.rng_key, call.progress)
         inputs, slice_info = value["inputs"], {}
         if call.keys is not None:
             (index, tokens), slice_info = value["slice"], {"slice": value["slice"]}
@@ -139,7 +145,8 @@ class TracedStage(Stage):
         for name, value_id in crossings.departs.items():
             call.held[name] = Stashed(interpreter.produced.get(value_id))
         live = list(map(interpreter.produced.get, crossings.leaves))
-        return {"path": number, "inputs": value["inputs"], "log": json.dumps(log), "live": live, **slice_info}
+        log = "\n".join([value["log"], *map(json.dumps, interpreter.log[len(before) :])])
+        return {"path": number, "inputs": value["inputs"], "log": log, "live": live, **slice_info}
 
     def interpreter(
         self,

@@ -64,6 +64,10 @@ class Structure:
     spec: TreeSpec
 
     def filled(self, leaves: Sequence[Any]) -> Any:
+        if self.spec.type is None:
+            return leaves[0]
+        if self.spec.type is tuple and self.spec.num_nodes == self.spec.num_leaves + 1:  # a tuple of leaves
+            return tuple(leaves)
         return tree_unflatten(leaves, self.spec)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -213,10 +217,13 @@ class Collected(NamedTuple):
 
 def open_lists(outside: Context) -> list[list[Any]]:
     """Returns the lists in context variables that have changed since `outside`. Units may append to these lists."""
-    now = copy_context()
-    changed = [value for variable, value in now.items() if value is not outside.get(variable)] if len(now) else ()
-    members = (value.values() if isinstance(value, dict) else [value] for value in changed)
-    return [member for values in members for member in values if isinstance(member, list)]
+    return [
+        member
+        for variable, value in copy_context().items()
+        if value is not outside.get(variable)
+        for member in (value.values() if isinstance(value, dict) else (value,))
+        if isinstance(member, list)
+    ]
 
 
 class OpCall(NamedTuple):
