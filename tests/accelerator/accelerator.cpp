@@ -479,10 +479,33 @@ struct HostCopy {
 std::mutex host_copies_mutex;
 std::vector<HostCopy> host_copies;
 
+bool is_written(const HostCopy& left) {
+  auto bytes = [](const Tensor& tensor) { return tensor.reshape(-1).view(at::kByte); };
+  return !at::equal(bytes(on_cpu(left.host)), bytes(left.image));
+}
+
+void report_written(const std::vector<HostCopy>& written, const std::string& noticed) {
+  for (const HostCopy& one : written)
+    machine().report("pinned memory was written while a copy of it was under way", one.where, here(noticed));
+}
+
 void begin_host_copy(int track, const Tensor& host, Tensor image, bool arrives, const sim::Where& where) {
-  if (arrives) on_cpu(host).fill_(77);
-  std::lock_guard<std::mutex> lock(host_copies_mutex);
-  host_copies.push_back({machine().record(track), host, std::move(image), arrives, where});
+  at::AutoDispatchBelowADInplaceOrView plain;
+  std::vector<HostCopy> written;
+  {
+    std::lock_guard<std::mutex> lock(host_copies_mutex);
+    if (arrives) {  // Copies from this memory that the stream is behind are over before this one writes there.
+      auto first = std::stable_partition(host_copies.begin(), host_copies.end(), [&](const HostCopy& one) {
+        bool same = one.host.storage().data() == host.storage().data();
+        return one.arrives || !same || !machine().is_behind(track, one.over);
+      });
+      std::copy_if(first, host_copies.end(), std::back_inserter(written), is_written);
+      host_copies.erase(first, host_copies.end());
+      on_cpu(host).fill_(77);
+    }
+    host_copies.push_back({machine().record(track), host, std::move(image), arrives, where});
+  }
+  report_written(written, "copy");
 }
 
 // What a copy on a stream reads from pinned memory: what the last copy into it brings, behind which the stream must be.
@@ -500,23 +523,21 @@ Tensor read_from_host(int track, const Tensor& host, const sim::Where& where) {
 }
 
 void end_host_copies() {
-  std::vector<HostCopy> over;
+  at::AutoDispatchBelowADInplaceOrView plain;
+  std::vector<HostCopy> written;
   {
-    std::lock_guard<std::mutex> lock(host_copies_mutex);
+    std::lock_guard<std::mutex> lock(host_copies_mutex);  // held until all are seen: another thread may write then
     auto first = std::stable_partition(host_copies.begin(), host_copies.end(),
                                        [](const HostCopy& one) { return !machine().knows(one.over); });
-    over.assign(std::make_move_iterator(first), std::make_move_iterator(host_copies.end()));
+    for (auto one = first; one != host_copies.end(); ++one) {
+      if (one->arrives)
+        on_cpu(one->host).copy_(one->image);
+      else if (is_written(*one))
+        written.push_back(*one);
+    }
     host_copies.erase(first, host_copies.end());
   }
-  at::AutoDispatchBelowADInplaceOrView plain;
-  auto bytes = [](const Tensor& tensor) { return tensor.reshape(-1).view(at::kByte); };
-  for (HostCopy& one : over) {
-    Tensor host = on_cpu(one.host);
-    if (one.arrives)
-      host.copy_(one.image);
-    else if (!at::equal(bytes(host), bytes(one.image)))
-      machine().report("pinned memory was written while a copy of it was under way", one.where, here("the host waits"));
-  }
+  report_written(written, "the host waits");
 }
 
 // A copy between devices runs on the source's current stream, behind what the target's has begun, and before what it
