@@ -25,6 +25,7 @@ from gpipe.planner.search.plan import Plan as Plan
 from gpipe.planning import find_plan as find_plan
 from gpipe.profiling.recording import Recording as Recording
 from gpipe.profiling.recording import record as record
+from gpipe.schedule.schedules.by_name import BreadthFirst as BreadthFirst
 from gpipe.schedule.schedules.by_name import Interleaved as Interleaved
 from gpipe.schedule.schedules.by_name import Sliced as Sliced
 from gpipe.stages.rng import rng_scope as rng_scope

@@ -1,15 +1,14 @@
 """Keeps the state of an optimizer in host memory or files between its steps."""
 
 import os
-import tempfile
 from collections import defaultdict
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.optim import Optimizer
 
-from gpipe.features.offload import give_back, room_for
+from gpipe._torch.host_memory import give_back, in_file, is_in_file
 
 FORKED = (
     "optimizer.step(): gpipe.offload moved the state of the optimizer to files before this process was forked, and "
@@ -69,7 +68,7 @@ def offload(optimizer: Optimizer) -> None:
             if type(state) is _StateInFiles:
                 optimizer.state[parameter] = state = dict(state)  # torch.save must not see the private class.
             for name, value in _large(state):
-                if not _is_in_file(value):
+                if not is_in_file(value):
                     state[name] = _copy_on_host(value)
 
     optimizer.register_step_pre_hook(fetch)
@@ -100,23 +99,13 @@ def _check_process(optimizer: Optimizer, before: int) -> int:
     """Returns the id of this process. Raises an error if a parent process, which had the id `before`, has files."""
     process = os.getpid()
     if process != before and any(
-        _is_in_file(value) for state in optimizer.state.values() for _, value in _large(state)
+        is_in_file(value) for state in optimizer.state.values() for _, value in _large(state)
     ):
         raise RuntimeError(FORKED)
     return process
 
 
-def _is_in_file(value: Tensor) -> bool:
-    return value.is_cpu and value.untyped_storage().filename is not None
-
-
 def _copy_on_host(value: Tensor) -> Tensor:
-    if not value.is_cpu:
-        return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
-    like = torch.empty_like(value, device="meta")  # has the densest strides for this layout
-    with tempfile.NamedTemporaryFile() as file, room_for(value.nbytes):
-        if hasattr(os, "posix_fallocate"):  # Otherwise writing to the mapping on a full disk kills the process.
-            os.posix_fallocate(file.fileno(), 0, value.nbytes)
-        storage = UntypedStorage.from_file(file.name, True, value.nbytes)
-    assert isinstance(storage, UntypedStorage)
-    return value.new_empty(0).set_(storage, 0, like.shape, like.stride()).copy_(value)
+    if value.is_cpu:
+        return in_file(value)
+    return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)

@@ -140,6 +140,7 @@ class GPipe(Partitioned):
             - `"auto"`: gpipe searches for the best split points, stages per rank, schedule and recomputation (see
               Note).
             - `gpipe.Interleaved(4)`: a schedule with this number of stages on each rank.
+            - `gpipe.BreadthFirst(4)`: `"breadth_first"` with this number of stages on each rank.
             - `gpipe.Sliced("1f1b", 4)`: a schedule that also splits micro-batches along the sequence dimension (see
               Note).
             - a `Program` of only forward and backward actions, or a function of K and M that returns such a
@@ -187,6 +188,13 @@ class GPipe(Partitioned):
 
             `driver` is required if torch.distributed is initialized with several processes and you do not pass
             `mesh`.
+        weights: Where the weights are between actions:
+
+            - `"device"` (default): the weights of all stages stay on their devices.
+            - `"host"`: weights and gradients are in host memory, or, for CPUs, in temporary files. Each rank copies
+              the weights of a stage to its device before the stage computes, and frees them afterwards. A model can
+              therefore be larger than all devices together. Requires `schedule=gpipe.BreadthFirst(...)`, and
+              `remat="always"` or `"offload_inputs"`. Create the optimizer after the pipe: it runs on the host.
 
     Raises:
         ValueError: If arguments are invalid. The message lists all errors that gpipe can detect at once.
@@ -239,6 +247,7 @@ class GPipe(Partitioned):
         ties: Sequence[Sequence[str]] = (),
         seed: int | None = None,
         driver: str | Driver | None = None,
+        weights: str = "device",
     ) -> None:
         """Builds a pipe. `help(gpipe.GPipe)` describes the arguments."""
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}

@@ -147,7 +147,7 @@ def test_skips_below_a_layer_are_refused_unless_something_runs_them() -> None:
             "'loss_fn'. Pass the loss function to each step: pipe.step(inputs, targets, loss_fn)",
         ),
         ({"remats": "never"}, "'remats'. Use remat="),
-        ({"wings": 2}, "'wings'. Remove it.\nKnown arguments: model, partitions"),
+        ({"zebras": 2}, "'zebras'. Remove it.\nKnown arguments: model, partitions"),
         ({"chunks": 8, "num_stages": 2}, "'num_stages'. Use partitions="),
         ({"balance": [2, 1]}, "'balance'. Use partitions=[<layers of each stage>, ...]"),
         ({"costs": [1, 2]}, "'costs'. Use plan=gpipe.find_plan(..., costs=...)"),

@@ -14,7 +14,8 @@ from torch.nn.functional import mse_loss
 
 import gpipe
 from gpipe._torch.dispatcher import is_key_included
-from gpipe.features import batch_norm
+from gpipe._torch.host_memory import is_in_file
+from gpipe.features import batch_norm, streamed_weights
 from gpipe.stages import rng
 from tests.support.interrupts import find_places, interrupt
 from tests.support.plain_loop import weights_of
@@ -45,7 +46,9 @@ def make(layers: Callable[[], list[nn.Module]], driver: str, remat: str) -> gpip
             4,
             seed=0,
             driver=driver,
-            remat=remat,
+            remat="always" if remat == "host" else remat,
+            weights="host" if remat == "host" else "device",
+            schedule=gpipe.BreadthFirst(1, resident=1) if remat == "host" else "gpipe",
             batch_norm="deferred" if layers is normalized else "micro",
         )
 
@@ -53,7 +56,8 @@ def make(layers: Callable[[], list[nn.Module]], driver: str, remat: str) -> gpip
 def state_of(pipe: gpipe.GPipe) -> dict[str, object]:
     """What a step leaves alone: of the pipe and of the thread that calls it."""
     return {
-        "parameters": [*map(id, pipe.parameters())],
+        "parameters": [(id(parameter), is_in_file(parameter)) for parameter in pipe.parameters()],
+        "loaded stages": len(streamed_weights._loaded),
         "runs": pipe._stages.threads._runs,
         "threads of operations": torch.get_num_threads(),
         "grad mode": torch.is_grad_enabled(),
@@ -67,7 +71,7 @@ def state_of(pipe: gpipe.GPipe) -> dict[str, object]:
 )  # of what runs when garbage is collected
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("is_new", [False, True])
-@pytest.mark.parametrize("remat", ["always", "never"])
+@pytest.mark.parametrize("remat", ["always", "never", "host"])
 @pytest.mark.parametrize("driver", ["threads", "lockstep"])
 @pytest.mark.parametrize("layers", [plain, shared, normalized])
 def test_ctrl_c_at_any_place_of_a_step_is_as_if_it_had_not_begun(

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import gpipe
 from gpipe.batch.microbatch import Reduction
+from gpipe.schedule.schedules.by_name import Named
 from tests.support import plain_loop as laws
 from tests.support.addresses import by_address, factor_of, twins
 from tests.support.outcomes import Outcome, differences, train_twice
@@ -126,7 +127,8 @@ class Way:
     cut: tuple[int, ...]
     remat: tuple[str | int, ...]
     driver: str
-    schedule: str = "gpipe"
+    schedule: Named = "gpipe"
+    weights: str = "device"
 
 
 def generate_way(draw: Random, model: Model, partitions: int) -> Way | None:
@@ -161,6 +163,7 @@ def make(model: Model, task: Task, way: Way, **places: Any) -> gpipe.GPipe:
         remat=way.remat,
         driver=way.driver,
         schedule=way.schedule,
+        weights=way.weights,
         seed=task.seed,
         ties=model.ties,
         batch_norm="deferred" if task.deferred else "micro",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Costs: TypeAlias = Sequence[float] | Literal["params", "time", "flops"] | Callable[[nn.Module, Tree], float] | None
-PLAN_DEFAULTS: dict[str, Any] = {"partitions": None, "schedule": "gpipe", "remat": "always"}
+PLAN_DEFAULTS: dict[str, Any] = {"partitions": None, "schedule": "gpipe", "remat": "always", "weights": "device"}
 """The default values of the arguments that a plan determines."""
 
 
@@ -45,6 +45,7 @@ class Arguments:
     ties: Sequence[Sequence[str]] = ()
     seed: int | None = None
     driver: str | Driver | None = None
+    weights: str = "device"
     costs: Costs = None
     balance: Balance = "variance"
 
@@ -81,6 +82,7 @@ class Arguments:
             micro_batches=plan.micro_batches if self.micro_batches is None else self.micro_batches,
             schedule=plan.as_schedule(),
             remat=list(plan.remat),
+            weights="device" if plan.resident is None else "host",
         )
 
 
@@ -96,6 +98,7 @@ class Settings:
     driver: Driver
     batch_norm: BatchNorm
     seed: int
+    resident: int | None  # the stages of a rank whose weights are on its device at once; None if all are
 
     def with_schedule_of(self, plan: Plan) -> "Settings":
         """Returns a copy of these settings that uses the schedule of a plan."""

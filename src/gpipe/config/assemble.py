@@ -24,6 +24,7 @@ from gpipe.planner.search.plan import Plan
 from gpipe.runtime.pipeline_stages import PipelineStages
 from gpipe.schedule.lowering import Lowering
 from gpipe.schedule.schedules import Placement
+from gpipe.stages.host_weights import find_unsupported
 from gpipe.stages.remote_layers import build_on_meta, drop_remote_weights
 from gpipe.stages.sequence import split_into_stages
 from gpipe.stages.shared_weights import tie
@@ -97,15 +98,20 @@ def read(arguments: Arguments, *, builds: bool = True) -> tuple[Settings, Placem
 
 def build(settings: Settings, plan: Plan, position: Position | None) -> PipelineStages:
     """Groups the layers into stages and moves the stages of this process to their devices."""
-    Mistakes(find_scaled_weights(settings, plan)).raise_all()
+    on_host, bounds = plan.resident is not None, plan.partition.bounds
+    mistakes = Mistakes(find_scaled_weights(settings, plan))
     pp_rank = None if position is None else position.pp_rank
     own = [stage for stage, rank in enumerate(plan.rank_of) if pp_rank in (None, rank)]
+    if on_host:
+        layers = [*settings.layers.items()]
+        mistakes += find_unsupported(dict(pair for stage in own for pair in layers[slice(*bounds[stage])]))
+    mistakes.raise_all()
     devices = [settings.devices[rank] for rank in plan.rank_of]
     make_stage: Callable[[int, Sequence[Layer], torch.device], Stage] = Stage
     if (traced := settings.traced) is not None:
         stage_of = [stage for stage, count in enumerate(plan.layers_per_partition) for _ in range(count)]
         make_stage = partial(TracedStage, parts=traced.parts, traces=traced.traces, stage_of=stage_of)
-    stages = split_into_stages(settings.layers, plan.layers_per_partition, devices, own, make_stage)
+    stages = split_into_stages(settings.layers, plan.layers_per_partition, devices, own, make_stage, on_host=on_host)
     if settings.batch_norm == "synchronized":
         find_norms([layer for stage in stages for layer in stage.layers])  # Raises the same error in every process.
     lowering = Lowering(
@@ -125,4 +131,5 @@ def build(settings: Settings, plan: Plan, position: Position | None) -> Pipeline
         intra_op_threads=settings.driver.intra_op_threads,
         pp_rank=pp_rank,
         replicas=1 if position is None else position.replicas,
+        resident=plan.resident,
     )

@@ -151,6 +151,7 @@ def _split(arguments: Arguments, settings: Settings, placement: Placement, remat
         costs=costs,
         costs_by="time" if measured is not None else costs_by(_costs_of(arguments, settings)),
         counted=held is not None,
+        resident=settings.resident,
         devices=tuple(Device(memory=limit) for limit in limits),
     )
 

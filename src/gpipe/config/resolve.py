@@ -12,7 +12,7 @@ from torch import nn
 from gpipe._torch.accelerator import CPU, accelerators, numbered
 from gpipe.batch.microbatch import TWO_ROWS, find_unsplittable, first_micro_batch
 from gpipe.config.arguments import PLAN_DEFAULTS, Arguments, Mistakes, Settings
-from gpipe.config.options import DRIVERS, BatchNorm, Driver, Processes, Threads
+from gpipe.config.options import DRIVERS, BatchNorm, Driver, Processes, Remat, Threads
 from gpipe.distributed.launch_variables import several_without_group
 from gpipe.distributed.mesh import Position, is_joined, world_size
 from gpipe.errors import int_remedy, is_count
@@ -22,6 +22,7 @@ from gpipe.schedule.partition import Balance
 from gpipe.schedule.program import MAX_MICRO_BATCHES, Program, ScheduleError, too_many_micro_batches
 from gpipe.schedule.schedules import SCHEDULES, Placement, Schedule
 from gpipe.schedule.schedules.by_name import (
+    BreadthFirst,
     Interleaved,
     Sliced,
     no_table,
@@ -79,12 +80,13 @@ def resolve(
     if schedule.slices > 1:
         _check_slices(arguments, traced, mistakes)
     remat = _read_remat(arguments, len(placement), len(set(placement)), mistakes)
+    resident = _read_weights(arguments, schedule, driver, mistakes)
     devices = _read_devices(arguments.devices, len(set(placement)), position, mistakes)
     if traced is None:
         built = {name: layer for index, (name, layer) in enumerate(layers.items()) if index not in makers}
         mistakes += find_without_values(built)
     mistakes.raise_all()
-    settings = Settings(layers, traced, tied, schedule, devices, driver, arguments.batch_norm, seed)
+    settings = Settings(layers, traced, tied, schedule, devices, driver, arguments.batch_norm, seed, resident)
     return settings, placement, remat
 
 
@@ -246,6 +248,25 @@ def _read_remat(arguments: Arguments, stages: int, ranks: int, mistakes: Mistake
     return tuple(modes)
 
 
+def _read_weights(arguments: Arguments, schedule: Schedule, driver: Driver, mistakes: Mistakes) -> int | None:
+    """Returns the number of stages of a rank that are loaded at once, or None if weights stay on the device."""
+    weights, remat = arguments.weights, arguments.remat
+    mistakes.check(weights in ("device", "host"), f"weights={weights!r} is unknown. Pass 'device' or 'host'.")
+    if weights != "host":
+        return None
+    message = (
+        "weights='host' requires schedule=gpipe.BreadthFirst(stages=...). Other schedules need each stage often."
+    )
+    mistakes.check(schedule.name == "breadth_first", message)
+    message = f"weights='host' does not support remat={remat!r}. Use remat='always' or remat='offload_inputs'."
+    modes = {remat} if isinstance(remat, (str, int, Remat)) else {*_listed(remat)}
+    mistakes.check(modes <= {"always", "offload_inputs"}, message)
+    survives = isinstance(driver, Processes) and driver.survive is True
+    mistakes.check(not survives, "weights='host' does not support survive=True. Remove one of them.")
+    requested = arguments.schedule
+    return requested.resident if isinstance(requested, BreadthFirst) else BreadthFirst.resident
+
+
 def _check_slices(arguments: Arguments, traced: TracedModel | None, mistakes: Mistakes) -> None:
     """Adds a message for each argument that cannot be combined with slices of a sequence."""
     schedule, norm = f"schedule={arguments.schedule!r}", arguments.batch_norm
@@ -292,7 +313,7 @@ def read_schedule(arguments: Arguments, mistakes: Mistakes) -> Schedule:
         match requested:
             case Program():
                 schedule = schedule_of_program(requested)
-            case Interleaved() | Sliced():
+            case Interleaved() | BreadthFirst() | Sliced():
                 schedule = schedule_of(requested)
             case str() if requested in SCHEDULES:
                 schedule = SCHEDULES[requested]

@@ -7,6 +7,7 @@ from gpipe.features.recompute import Recompute
 from gpipe.features.recorder import Recorder
 from gpipe.features.slices import Slices
 from gpipe.features.split_backward import SplitBackward
+from gpipe.features.streamed_weights import StreamedWeights
 from gpipe.features.verification.feature import Verification
 from gpipe.runtime.feature import Feature
 from gpipe.runtime.run import Run
@@ -21,6 +22,7 @@ def choose_features(run: Run) -> list[Feature]:
         Slices: run.slices > 1,
         DeferredBatchNorm: Kind.COMMIT in kinds,
         Recompute: Kind.RECOMPUTE in kinds,
+        StreamedWeights: Kind.LOAD in kinds,
     }
     features = [feature() for feature, needed in is_needed.items() if needed]
     if verification is not None and verification.wanted:

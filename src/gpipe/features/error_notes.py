@@ -8,7 +8,7 @@ from gpipe.errors import RemoteError, frames_of, innermost_code
 from gpipe.runtime.compiled_table import CompiledTable
 from gpipe.runtime.feature import Feature
 from gpipe.runtime.run import Rank, Run
-from gpipe.schedule.action import MOVES, NAMES, Action, Kind
+from gpipe.schedule.action import MOVES, NAMES, STREAMS, Action, Kind
 from gpipe.schedule.program import Program
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.boundary import failed_node
@@ -99,7 +99,7 @@ class ErrorNotes(Feature):
 def layer_of(rank: Rank, action: Action, error: BaseException) -> str | None:
     """Returns a description of the layer in which an action failed, of all possible layers, or None."""
     stage, m = action.stage, action.micro_batch
-    if m is None or (stage, m) not in rank.states or action.kind in MOVES:
+    if m is None or (stage, m) not in rank.states or action.kind in MOVES | STREAMS:
         return None
     layers, progress = rank.stages[stage].stage.layers, rank.states[stage, m].progress
     if action.kind in BACKWARDS:

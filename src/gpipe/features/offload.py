@@ -16,7 +16,6 @@ tensor is freed as soon as its autograd node has run.
 """
 
 import ctypes
-import errno
 import mmap
 import os
 import tempfile
@@ -35,11 +34,13 @@ from torch import Tensor, UntypedStorage
 
 from gpipe._torch.accelerator import queued_on, queues
 from gpipe._torch.autograd import SavedTensor, memory_users, unpack
+from gpipe._torch.host_memory import LIBC, give_back, room_for
+from gpipe.features.host_copies import CopyingFeature, HostCopy
 from gpipe.runtime.compiled_table import CompiledAction, CompiledTable
-from gpipe.runtime.feature import Feature, Work
+from gpipe.runtime.feature import Work
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.streams import DeviceStream, RankStream, Stamp, event_on
-from gpipe.schedule.action import Action, Kind
+from gpipe.schedule.action import MOVES, Action, Kind
 from gpipe.schedule.rules import BACKWARDS
 from gpipe.stages.tree import tensors_in
 
@@ -47,10 +48,6 @@ Host: TypeAlias = "FileHost | PinnedHost"
 USES_FETCHED = Kind.RECOMPUTE, *BACKWARDS
 """The kinds of actions that wait for the FETCH of their micro-batch."""
 NAME = "gpipe moves"  # the name of the thread that copies
-LIBC = ctypes.CDLL(None, use_errno=True)
-LIBC.mmap.restype = ctypes.c_void_p
-give_back: Callable[[int], object] = getattr(LIBC, "malloc_trim", int)
-"""Returns free memory of glibc to the operating system. Does nothing with other allocators."""
 POPULATE_READ = 22
 """The `madvise` option to read all pages at once, since Linux 5.14. Otherwise each page is read at its first use."""
 
@@ -129,17 +126,6 @@ class OffloadedActivations:
         self.moved, self.host_data = [], None
 
 
-@dataclass(eq=False)
-class HostCopy:
-    """A copy to or from the host. `wait` waits until the copy is complete, and returns the time of completion."""
-
-    action: Action
-    activations: OffloadedActivations
-    began: Stamp
-    wait: Callable[[], Stamp]
-    ended: Stamp | None = None
-
-
 class _Moves:
     """The copies of a rank, of which at most one is in flight."""
 
@@ -147,6 +133,7 @@ class _Moves:
 
     def __init__(self, stream: RankStream) -> None:
         self.stream, self._process = stream, os.getpid()
+        self._moving = OffloadedActivations()  # the activations that `last` copies
 
     def finish(self, activations: OffloadedActivations | None = None) -> None:
         """Waits for the copy in flight. With `activations`, waits only if the copy is of these activations."""
@@ -155,21 +142,19 @@ class _Moves:
                 "backward(): activations were offloaded before this process was forked. Call backward() in the "
                 "process that called the pipe. [offloaded-before-fork]"
             )
-        if self.last is None or activations not in (None, self.last.activations):
+        if self.last is None or activations not in (None, self._moving):
             return
-        move, self.last = self.last, None
-        try:
-            move.ended = move.wait()
-        except BaseException as error:
-            error.add_note(f"in {move.action}, which was in flight")
-            raise
-        if move.action.kind is Kind.OFFLOAD:
-            for storage in move.activations.moved:
+        copy, self.last = self.last, None
+        copy.finish()
+        if copy.action.kind is Kind.OFFLOAD:
+            for storage in self._moving.moved:
                 storage.free()
 
 
-class Offload(Feature):
+class Offload(CopyingFeature):
     """Offloads and fetches activations, on all ranks of this process."""
+
+    starts = MOVES
 
     def __init__(self) -> None:
         self.hosts: dict[int, Host] = {}  # by rank
@@ -195,8 +180,13 @@ class Offload(Feature):
         if table is not run.compiled.forward:
             self._close()
 
-    def await_fetch(self, rank: Rank, task: CompiledAction) -> None:
+    def last_copy(self, rank: int) -> HostCopy | None:
+        return self.hosts[rank].last
+
+    def await_copies(self, rank: Rank, task: CompiledAction) -> None:
         """Waits for the FETCH that a backward pass or a recompute needs."""
+        if task.action.kind not in USES_FETCHED:
+            return
         activations = self.activations.pop((task.stage, task.micro_batch), None)
         if activations is not None:
             self.hosts[rank.rank].finish(activations)
@@ -220,7 +210,7 @@ class Offload(Feature):
             activations.saved += [SavedTensor(tensor, tensor._version) for tensor in unique.values()]
 
     def _fetched(self, work: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
-        self.await_fetch(rank, task)
+        self.await_copies(rank, task)
         work(run, rank, task)
 
     def _offload(self, run: Run, rank: Rank, task: CompiledAction) -> None:
@@ -262,7 +252,7 @@ class FileHost(_Moves):
         self, action: Action, activations: OffloadedActivations, work: Callable[[OffloadedActivations], float]
     ) -> None:
         done: Future[float] = self._thread.submit(work, activations)
-        self.last = HostCopy(action, activations, self.stream.stamp(), done.result)
+        self.last, self._moving = HostCopy(action, self.stream.stamp(), done.result), activations
 
     def close(self) -> None:
         """Ends the thread."""
@@ -286,19 +276,6 @@ def _map(file: int, offset: int, size: int) -> UntypedStorage:
     memory = (ctypes.c_char * size).from_address(address)
     weakref.finalize(memory, LIBC.munmap, ctypes.c_void_p(address), ctypes.c_size_t(size)).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-
-
-@contextmanager
-def room_for(size: int) -> Iterator[None]:
-    """Adds a note to an OSError raised inside the context, with the number of bytes, the folder, and a fix."""
-    try:
-        yield
-    except OSError as error:
-        remedy = "Set TMPDIR to a folder on a disk with enough space."
-        if error.errno == errno.EMFILE:
-            remedy = "Each micro-batch in flight has an open file. Raise the limit with `ulimit -n`."
-        error.add_note(f"TMPDIR: {size:,} bytes could not be written to {tempfile.gettempdir()}. {remedy}")
-        raise
 
 
 def _write(activations: OffloadedActivations) -> float:
@@ -354,7 +331,8 @@ class PinnedHost(_Moves):
                 target, source = (pinned, device) if action.kind is Kind.OFFLOAD else (device, pinned)
                 target.copy_(source, non_blocking=True)
             ended = event_on(self._copies, enable_timing=True)
-        self.last = HostCopy(action, activations, began, partial(self._wait, action.kind, ended))
+        self.last = HostCopy(action, began, partial(self._wait, action.kind, ended))
+        self._moving = activations
 
     def _wait(self, kind: Kind, ended: torch.Event) -> Stamp:
         if kind is Kind.OFFLOAD:  # The memory that is freed next may belong to any stream.

@@ -13,12 +13,12 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gpipe.features.offload import USES_FETCHED, HostCopy, Offload
+from gpipe.features.host_copies import CopyingFeature, HostCopy
 from gpipe.runtime.compiled_table import CompiledAction, CompiledTable
 from gpipe.runtime.feature import Feature, Work
 from gpipe.runtime.run import Rank, Run
 from gpipe.runtime.streams import RankStream, Stamp
-from gpipe.schedule.action import MOVES, Action, Kind
+from gpipe.schedule.action import Action, Kind
 from gpipe.schedule.timeline import Span, Timeline, offsets
 from gpipe.stages.traffic import Traffic
 from gpipe.stages.tree import Tree, tensors_in
@@ -75,7 +75,7 @@ class Recorder(Feature):
         self.inside: deque[Interval] = deque(maxlen=keep)
         self.losses: deque[Tensor] = deque(maxlen=keep)
         self.ended: RecordedRun | None = None
-        self._copies: list[tuple[int, HostCopy]] = []  # copies of `Offload`, which overlap with actions
+        self._copies: list[tuple[int, HostCopy]] = []  # copies, which overlap with actions
         self._stamps: list[tuple[int, Action, Stamp, Stamp]] = []
         self._streams: Mapping[int, RankStream] = {}
         self._origins: dict[int, Stamp] = {}
@@ -117,16 +117,18 @@ class Recorder(Feature):
             self._stamps.append((task.rank, received[-1], max(called, sent), rank.stream.stamp()))
 
     def perform(self, perform: Work, run: Run, rank: Rank, task: CompiledAction) -> None:
-        """Performs an action and records it, without the time that it waits for a FETCH."""
-        if (offload := run.feature(Offload)) is not None and task.action.kind in USES_FETCHED:
-            offload.await_fetch(rank, task)
+        """Performs an action and records it, without the time that it waits for copies."""
+        copying = [feature for feature in run.features if isinstance(feature, CopyingFeature)]
+        for feature in copying:
+            feature.await_copies(rank, task)
         start = rank.stream.stamp()
         perform(run, rank, task)
-        if offload is not None and task.action.kind in MOVES:
-            copy = offload.hosts[rank.rank].last
-            assert copy is not None
-            self._copies.append((task.rank, copy))
-            return
+        for feature in copying:
+            if task.action.kind in feature.starts:
+                copy = feature.last_copy(rank.rank)
+                assert copy is not None
+                self._copies.append((task.rank, copy))
+                return
         self._stamps.append((task.rank, task.action, start, rank.stream.stamp()))
 
     def join(self, rank: int, records: Sequence[RemoteRecord]) -> None:

@@ -55,6 +55,10 @@ TRAINING_MODE = (
     "The pipe is in training mode, in which dropout changes the tokens. Call pipe.eval() first. "
     "[generate-in-training-mode]"
 )
+HOST_WEIGHTS = (
+    "generate(): the weights of this pipe are on the host, and each token would copy them to the devices. Use a pipe "
+    "with weights='device'. [host-weights-cannot-generate]"
+)
 MAX_TIME = (
     "max_time= is not supported with several processes, because each has its own clock. Use max_new_tokens=. "
     "[generate-option-not-supported]"
@@ -278,15 +282,15 @@ def _setting(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
 
 
 def check_generates(
-    traced: TracedModel | None, arguments: Mapping[str, Any], *, training: bool, processes: bool
+    traced: TracedModel | None, arguments: Mapping[str, Any], stages: PipelineStages, *, training: bool
 ) -> TracedModel:
     """Checks that the pipe can generate with these arguments, and returns the model of the pipe.
 
     Args:
         traced: The model. None for a sequence of layers.
         arguments: The arguments of `generate`.
+        stages: The stages of the pipe.
         training: Whether the pipe is in training mode.
-        processes: Whether the pipe has several processes.
 
     Raises:
         ValueError: If the pipe cannot generate. The message lists all reasons.
@@ -301,14 +305,20 @@ def check_generates(
     if not hasattr(model, "generate"):
         kind = "a sequence of layers" if model is None else f"a {type(model).__name__}"
         errors.append(NO_GENERATE.format(kind=kind))
-    if processes and settings["max_time"]:
+    if stages.pp_rank is not None and settings["max_time"]:
         errors.append(MAX_TIME)
-    if processes and settings[CACHE_IMPLEMENTATION] not in (None, "dynamic", "hybrid"):  # "hybrid" now means None.
+    if stages.pp_rank is not None and settings[CACHE_IMPLEMENTATION] not in (
+        None,
+        "dynamic",
+        "hybrid",
+    ):  # "hybrid" now means None.
         errors.append(FIXED_CACHE.format(implementation=settings[CACHE_IMPLEMENTATION]))
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         errors.append(PROMPT_LEARNING)
     if training:
         errors.append(TRAINING_MODE)
+    if stages.resident is not None:
+        errors.append(HOST_WEIGHTS)
     if errors:
         raise ValueError("\n".join(errors))
     assert traced is not None
@@ -335,7 +345,7 @@ def generate(
         training: Whether the pipe is in training mode.
     """
     with torch.no_grad(), context.run_scope():
-        traced = check_generates(traced, arguments, training=training, processes=stages.pp_rank is not None)
+        traced = check_generates(traced, arguments, stages, training=training)
         parts, rows, settings = _split(traced.model, stages.micro_batches, context.begin_to_generate(arguments))
         loops = loops_of(traced.model, parts, rows, settings, stages.intra_op_threads)
         with stages.threads.turn(), warned_once():
@@ -349,7 +359,7 @@ def cache_bytes(
     stages: PipelineStages, traced: TracedModel | None, arguments: Mapping[str, Any], *, training: bool
 ) -> list[int]:
     """Runs `GPipe.cache_bytes`: returns the size of the cache on each rank at the end of a generation."""
-    traced = check_generates(traced, arguments, training=training, processes=stages.pp_rank is not None)
+    traced = check_generates(traced, arguments, stages, training=training)
     new, length = (_setting(traced.model, arguments, name) for name in ("max_new_tokens", "max_length"))
     if new is None and length is None:
         raise ValueError(NO_LENGTH)

@@ -17,7 +17,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from gpipe.schedule.action import MAIN, SHARDS, TRANSFERS, Action, Kind, Route
-from gpipe.schedule.lower import halves, place_shards
+from gpipe.schedule.laws import check
+from gpipe.schedule.lower import halves, place_loads, place_shards
 from gpipe.schedule.program import Program
 from gpipe.schedule.rules import BACKWARDS, fed_by, feeds, linearize
 from gpipe.stages.messages import Label
@@ -162,9 +163,22 @@ class CompiledProgram:
         return zlib.crc32(self.program.only({*Kind} - SHARDS).to_text().encode())
 
     @classmethod
-    def of(cls, program: Program, gathered: Collection[int] = ()) -> "CompiledProgram":
-        """Compiles a valid program. The weights of stages in `gathered` are all-gathered from replicas before use."""
+    def of(cls, program: Program, gathered: Collection[int] = (), resident: int | None = None) -> "CompiledProgram":
+        """Compiles a valid program.
+
+        Args:
+            program: The program.
+            gathered: The stages whose weights are all-gathered from replicas before use.
+            resident: The number of stages of a rank whose weights are loaded at the same time. None if weights stay
+                on the device.
+
+        Returns:
+            The compiled program and its halves.
+        """
         routes = tuple(StageRoutes.of(program, stage) for stage in range(program.stages))
-        programs = (program, *halves(program))
-        whole, forward, backward = (CompiledTable(place_shards(each, gathered), routes) for each in programs)
+        programs = [place_shards(each, gathered) for each in (program, *halves(program))]
+        if resident is not None:  # Each half loads and frees, because weights are on the host between the halves.
+            programs = [place_loads(each, range(program.stages), resident) for each in programs]
+            check(programs[0])
+        whole, forward, backward = (CompiledTable(each, routes) for each in programs)
         return cls(whole, forward, backward, routes)

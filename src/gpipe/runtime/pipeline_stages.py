@@ -33,6 +33,7 @@ class PipelineStages:
         pp_rank: The pipeline rank of this process, or None if it runs all ranks.
         threaded: Whether each rank runs in its own thread.
         replicas: The number of data-parallel replicas.
+        resident: The number of stages of a rank whose weights are on its device at the same time. None if all are.
         gathered: The stages that this process knows to gather their weights from the replicas.
     """
 
@@ -45,6 +46,7 @@ class PipelineStages:
     intra_op_threads: int
     pp_rank: int | None
     replicas: int
+    resident: int | None = None
 
     def __post_init__(self) -> None:
         self.placement = self.lowering.placement
@@ -110,7 +112,7 @@ class PipelineStages:
         if key not in self._compiled:
             program = self._make_program(key)
             check(program)
-            self._compiled[key] = CompiledProgram.of(program, self.gathered)
+            self._compiled[key] = CompiledProgram.of(program, self.gathered, self.resident)
         return self._compiled[key]
 
     def _make_program(self, key: ProgramKey) -> Program:

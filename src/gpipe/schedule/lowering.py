@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gpipe.schedule import lower
 from gpipe.schedule.action import Route
 from gpipe.schedule.program import Program
-from gpipe.schedule.schedules import Placement, Schedule, forward_only_table, table_in_training
+from gpipe.schedule.schedules import Placement, Schedule, table_in_evaluation, table_in_training
 
 if TYPE_CHECKING:
     from gpipe.stages.skips import Pop
@@ -54,10 +54,8 @@ class Lowering:
     def program(self, key: ProgramKey, skips: Iterable[Route]) -> Program:
         """Returns the program of a mini-batch in one replica."""
         count, slices = key.micro_batches, key.slices
-        if key.trains:
-            rows = table_in_training(self.schedule, self.placement, count, slices)
-        else:
-            rows = forward_only_table(self.placement, count, slices)
+        make_table = table_in_training if key.trains else table_in_evaluation
+        rows = make_table(self.schedule, self.placement, count, slices)
         program = Program.of(rows, count, rank_of=self.placement, skips=skips, slices=slices)
         program = lower.join_backwards(program, self.unsplit)
         program = lower.place_transfers(lower.place_remat(program, self.remat, halved=key.halved))

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from gpipe._torch.accelerator import CPU, default_generator, initialized_accelerators, keep_parameters, put_data
+from gpipe.stages.host_weights import move_to_host
 from gpipe.stages.invalid_layers import describe_invalid_layer, describe_invalid_sequence, required_arguments
 from gpipe.stages.memory_layout import moved
 from gpipe.stages.rng import rng_seed
@@ -94,6 +95,8 @@ def split_into_stages(
     devices: Sequence[torch.device],
     own: Collection[int] | None = None,
     make: Callable[[int, Sequence[Layer], torch.device], Stage] = Stage,
+    *,
+    on_host: bool = False,
 ) -> list[Stage]:
     """Splits layers into stages and moves their modules to the devices.
 
@@ -103,6 +106,7 @@ def split_into_stages(
         devices: The device of each stage.
         own: The stages whose modules to move. Default: all.
         make: Creates a stage from its index, its layers and its device.
+        on_host: Whether the parameters stay on the host.
     """
     own = range(len(counts)) if own is None else own
     pops = find_pops(list(layers_by_name.values()))
@@ -123,14 +127,18 @@ def split_into_stages(
     stages = []
     for index, (count, device) in enumerate(zip(counts, devices, strict=True)):
         stage_layers = list(islice(layers, count))
+        stages.append(make(index, stage_layers, device))
+        stages[-1].home = CPU if on_host else device
         for layer in stage_layers if index in own else ():
+            if on_host:
+                move_to_host(layer.module, device)
+                continue
             keep_parameters(layer.module, device, partial(moved, device=device))
             if device.type != "cpu":
                 layer.module._apply(partial(moved, device=device))  # Like `to`, but keeps the memory layout.
             layer.module.to(device)
-        stages.append(make(index, stage_layers, device))
     for shared in find_shared(list(layers_by_name.values())):  # A shared parameter is on the device of its first use.
         home = stage_of_layers(stages)[min(shared.slots)]
         if home in own:
-            put_data(shared.parameter, moved(shared.parameter.data, stages[home].device))
+            put_data(shared.parameter, moved(shared.parameter.data, stages[home].home))
     return stages

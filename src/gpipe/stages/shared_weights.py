@@ -127,7 +127,7 @@ class WeightAliases:
     """
 
     def __init__(self, shared: Sequence[SharedParameter], stages: Sequence[Stage]) -> None:
-        layers = {layer.index: (layer, stage.device) for stage in stages for layer in stage.layers}
+        layers = {layer.index: (layer, stage.home) for stage in stages for layer in stage.layers}
         self.users = {key: tuple(item.slots) for key, item in enumerate(shared)}
         local = ({i: slots for i, slots in item.slots.items() if i in layers} for item in shared)
         self.shared = {key: SharedParameter(slots) for key, slots in enumerate(local) if slots}
@@ -154,6 +154,18 @@ class WeightAliases:
                     f"A compiled {type(module).__name__} is used as several layers. Pass a separate module for each "
                     f"layer, and share the parameters, for example with ties=. [compiled-module-in-several-layers]"
                 )
+
+    def weights_of(self, stage: Stage) -> list[Tensor]:
+        """Returns the tensors that the layers of a stage use as weights: parameters, and aliases of shared ones."""
+        weights = dict[int, Tensor]()
+        for layer in stage.layers:
+            aliases = self._by_layer.get(layer, {})
+            for module in layer.module.modules():
+                for name, parameter in module._parameters.items():
+                    weight = aliases.get((module, name), parameter)
+                    if weight is not None:
+                        weights[id(weight)] = weight
+        return [*weights.values()]
 
     def put_in_place(self) -> None:
         """Puts the aliases into the layers' modules."""

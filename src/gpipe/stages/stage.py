@@ -180,6 +180,7 @@ class Stage:
         index: The number of the stage.
         layers: The layers.
         device: The device of the layers.
+        home: The device of the weights between mini-batches.
         works_in_place: Whether the layers change their input in place, for each combination of training modes that
             has run.
         first: The index of the first layer.
@@ -189,7 +190,7 @@ class Stage:
     def __init__(self, index: int, layers: Sequence[Layer], device: torch.device) -> None:
         self.index = index
         self.layers = tuple(layers)
-        self.device = device
+        self.device = self.home = device
         self.works_in_place: dict[Modes, bool] = {}
         self.first = self.layers[0].index
         self.shared: frozenset[Slot] = frozenset()

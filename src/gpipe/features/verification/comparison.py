@@ -169,26 +169,27 @@ class Comparison:
         if not again or not self.ended.changed_since(self.evidence.began, except_for=buffers, by_value=True):
             return ""
         self.replays.restore()
-        replay, places = self.replays.new_run(), dict[str, None]()
-        for stage in again:
-            forward, *_ = self.replays.reference_order([stage])
-            saved = Buffers([layer.module for layer in self._stage(stage).layers])
-            stream = next(rank.stream for rank in replay.ranks if stage in rank.stages)
-            with stream.enter():
-                before = saved.before()
-                self.replays.perform(replay, [forward])
-                saved.after(before)
-            once = self.replays.state()
-            with stream.enter(), saved.as_before(before):
-                self.replays.perform(replay, [forward])
-            changes = self.replays.state().changed_since(once, except_for=buffers, by_value=True)
-            if any(place.startswith(GLOBAL_GENERATOR) for place in changes):
-                # Exclude changes by other threads: they differ from one run of this forward pass to the next.
-                self.replays.restore()
-                self.replays.perform(replay, [forward])
-                unsteady = set(self.replays.state().changed_since(once, except_for=buffers, by_value=True))
-                changes = [p for p in changes if not (p in unsteady and p.startswith(GLOBAL_GENERATOR))]
-            places.update(dict.fromkeys(changes))
+        places = dict[str, None]()
+        with self.replays.new_run() as replay:
+            for stage in again:
+                forward, *_ = self.replays.reference_order([stage])
+                saved = Buffers([layer.module for layer in self._stage(stage).layers])
+                stream = next(rank.stream for rank in replay.ranks if stage in rank.stages)
+                with stream.enter():
+                    before = saved.before()
+                    self.replays.perform(replay, [forward])
+                    saved.after(before)
+                once = self.replays.state()
+                with stream.enter(), saved.as_before(before):
+                    self.replays.perform(replay, [forward])
+                changes = self.replays.state().changed_since(once, except_for=buffers, by_value=True)
+                if any(place.startswith(GLOBAL_GENERATOR) for place in changes):
+                    # Exclude changes by other threads: they differ from one run of this forward pass to the next.
+                    self.replays.restore()
+                    self.replays.perform(replay, [forward])
+                    unsteady = set(self.replays.state().changed_since(once, except_for=buffers, by_value=True))
+                    changes = [p for p in changes if not (p in unsteady and p.startswith(GLOBAL_GENERATOR))]
+                places.update(dict.fromkeys(changes))
         # A recomputation does not call the loss. Random numbers that layers draw with torch have keys.
         places = {place: None for place in places if not place.startswith((LOSS, f"{GLOBAL_GENERATOR} of torch"))}
         return RECOMPUTED_CHANGES.format(places=in_words(places)) if places else ""
@@ -221,11 +222,11 @@ class Comparison:
     def _writer(self, stage: int) -> str | None:
         """Returns the layer that writes the input of its stage, or None if no single layer writes it."""
         self.replays.restore()
-        replay = self.replays.new_run()
-        record = record_of(replay)
-        record.looks_for_writer = True
-        self.replays.perform(replay, self.replays.reference_order([stage])[:1])
-        return record.writer
+        with self.replays.new_run() as replay:
+            record = record_of(replay)
+            record.looks_for_writer = True
+            self.replays.perform(replay, self.replays.reference_order([stage])[:1])
+            return record.writer
 
     def _stage(self, index: int) -> Stage:
         return self.run.stages.all[index]
@@ -248,12 +249,12 @@ class Comparison:
         if self._differences(self.replays.all_stages(self.record.order)):
             return ""
         self.replays.restore()
-        replay = self.replays.new_run()
-        forward, backward, *_ = self.replays.reference_order([stage])
-        self.replays.perform(replay, [forward])
-        before = self.replays.state()
-        self.replays.perform(replay, [backward])
-        return in_words(self.replays.state().changed_since(before))
+        with self.replays.new_run() as replay:
+            forward, backward, *_ = self.replays.reference_order([stage])
+            self.replays.perform(replay, [forward])
+            before = self.replays.state()
+            self.replays.perform(replay, [backward])
+            return in_words(self.replays.state().changed_since(before))
 
     def _explain(self, index: int, quantity: Quantity, replay: StageRecord) -> str:
         """Returns the message for a difference, with its likely cause and a fix."""

@@ -4,8 +4,8 @@ A replay does not recompute or offload activations, communicate with other proce
 """
 
 import copy
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -62,8 +62,9 @@ class Replays:
     record: StepRecord
     began: StagesState
 
-    def new_run(self) -> Run:
-        """Returns a run for a replay, which has only the features that change the results of layers."""
+    @contextmanager
+    def new_run(self) -> Iterator[Run]:
+        """Yields a run for a replay, which has only the features that change the results of layers."""
         run, record = self.run, self.record
         replay = copy.copy(run)
         replay.context, replay.findings, replay.call_loss = Playback(run.context), [], call_loss_fn
@@ -74,7 +75,8 @@ class Replays:
         stages, micro_batches = run.stages.local, len(run.micro_batch_sizes)
         replay_record = StepRecord(stages, micro_batches, run.slices, calls_loss=record.calls_loss, replays=record)
         begin_ranks(replay, [*features, replay_record])
-        return replay
+        with replay.hooks.around_pass(replay, run.compiled.whole):
+            yield replay
 
     def restore(self) -> None:
         """Restores the state before the step. The streams of ranks wait until the state is restored."""
@@ -109,18 +111,18 @@ class Replays:
         Args:
             in_threads: Whether each rank runs in its own thread, at the same time as the other ranks.
         """
-        replay = self.new_run()
-        if in_threads:
-            self.restore()
-            jobs = [partial(copy_context().run, self._replay_rank, replay, rank) for rank in replay.ranks]
-            self.run.stages.threads.run(jobs, partial(setattr, replay.context, "cancelled", True))
-        else:
-            for rank in replay.ranks:
-                for stage in rank.stages:
-                    self.restore()
-                    self.perform(replay, self.reference_order([stage]))
-        wait_for_ranks(self.run)
-        return record_of(replay)
+        with self.new_run() as replay:
+            if in_threads:
+                self.restore()
+                jobs = [partial(copy_context().run, self._replay_rank, replay, rank) for rank in replay.ranks]
+                self.run.stages.threads.run(jobs, partial(setattr, replay.context, "cancelled", True))
+            else:
+                for rank in replay.ranks:
+                    for stage in rank.stages:
+                        self.restore()
+                        self.perform(replay, self.reference_order([stage]))
+            wait_for_ranks(self.run)
+            return record_of(replay)
 
     def _replay_rank(self, replay: Run, rank: Rank) -> None:
         for stage in rank.stages:
@@ -129,10 +131,10 @@ class Replays:
     def all_stages(self, order: Sequence[CompiledAction]) -> StepRecord:
         """Replays all stages of this process in one thread, in the given order."""
         self.restore()
-        replay = self.new_run()
-        self.perform(replay, order)
-        wait_for_ranks(self.run)
-        return record_of(replay)
+        with self.new_run() as replay:
+            self.perform(replay, order)
+            wait_for_ranks(self.run)
+            return record_of(replay)
 
     def perform(
         self, replay: Run, order: Sequence[CompiledAction], thread: AbstractContextManager[object] = _ANY_THREAD

@@ -14,11 +14,18 @@ from gpipe.planner.search.device import Device
 from gpipe.planner.search.profile import bounds
 from gpipe.planner.search.units import format_bytes, format_seconds
 from gpipe.schedule.cost import StageCost
-from gpipe.schedule.lower import Remat, join_backwards, place_remat, place_transfers
+from gpipe.schedule.lower import Remat, join_backwards, place_loads, place_remat, place_transfers
 from gpipe.schedule.partition import Partition
 from gpipe.schedule.program import Program, notebook_html
 from gpipe.schedule.schedules import SCHEDULES, Placement, table_in_training
-from gpipe.schedule.schedules.by_name import Interleaved, Named, Sliced, schedule_of, schedule_of_program
+from gpipe.schedule.schedules.by_name import (
+    BreadthFirst,
+    Interleaved,
+    Named,
+    Sliced,
+    schedule_of,
+    schedule_of_program,
+)
 from gpipe.schedule.simulate import Simulation, simulate
 
 CostsBy = Literal["time", "operations", "params", "flops", "function", "numbers"]
@@ -70,6 +77,8 @@ class Plan:
         slices: The number of slices of each micro-batch in a step.
         table: The program, if the search found a new schedule, or if the schedule was passed as a `Program` or
             function. Otherwise None.
+        resident: The number of stages of a rank whose weights are on its device at the same time, if the weights are
+            on the host. None if all weights are on the devices.
         unsplit: The stages whose backwards are not split. None before a pipe has chosen these stages.
         seconds: The predicted seconds of a mini-batch, without data loading and optimizer, in the unit of `costs`.
         peak_bytes: The predicted peak memory of each rank: weights, gradients, optimizer state, and activations.
@@ -107,6 +116,7 @@ class Plan:
     counted: bool = True
     slices: int = 1
     table: Program | None = field(default=None, repr=False)
+    resident: int | None = None
     unsplit: frozenset[int] | None = None
     seconds: float = 0.0
     peak_bytes: tuple[int, ...] = ()
@@ -161,6 +171,8 @@ class Plan:
         """Returns the value for the argument `schedule` of `gpipe.GPipe`."""
         if self.table is not None:
             return self.table
+        if self.resident is not None:
+            return BreadthFirst(self.stages_per_rank, self.resident)
         is_default = SCHEDULES[self.schedule].stages_per_rank == self.stages_per_rank
         schedule = self.schedule if is_default else Interleaved(self.stages_per_rank, self.schedule)
         return schedule if self.slices == 1 else Sliced(schedule, self.slices)
@@ -254,7 +266,8 @@ class Plan:
             assert not isinstance(schedule, Program)
             rows = table_in_training(schedule_of(schedule), self.rank_of, count, self.slices)
             bare = Program.of(rows, count, rank_of=self.rank_of, slices=self.slices)
-        return place_transfers(place_remat(join_backwards(bare, self.unsplit or ()), self.remat))
+        program = place_transfers(place_remat(join_backwards(bare, self.unsplit or ()), self.remat))
+        return program if self.resident is None else place_loads(program, range(program.stages), self.resident)
 
     @cached_property
     def simulation(self) -> Simulation:

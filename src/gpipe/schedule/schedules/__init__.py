@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gpipe.schedule.action import Kind
 from gpipe.schedule.program import Table
 from gpipe.schedule.schedules.breadth_first import breadth_first
 from gpipe.schedule.schedules.fill_drain import fill_drain, fill_drain_table, forward_only, forward_only_table
@@ -30,6 +31,7 @@ __all__ = [
     "fill_drain",
     "forward_only",
     "forward_only_table",
+    "table_in_evaluation",
     "table_in_training",
 ]
 
@@ -117,3 +119,11 @@ def table_in_training(schedule: Schedule, placement: Placement, micro_batches: i
         assert schedule.sliced is not None  # checked when the pipe was created
         return schedule.sliced(placement, micro_batches, slices)
     return schedule.table(placement, micro_batches) or fill_drain_table(placement, micro_batches)
+
+
+def table_in_evaluation(schedule: Schedule, placement: Placement, micro_batches: int, slices: int = 1) -> Table:
+    """Returns the forwards of each rank in a mini-batch without backwards. `breadth_first` keeps its order."""
+    if schedule.name != "breadth_first":
+        return forward_only_table(placement, micro_batches, slices)
+    rows = table_in_training(schedule, placement, micro_batches, slices)
+    return [tuple(action for action in row if action.kind is Kind.FORWARD) for row in rows]

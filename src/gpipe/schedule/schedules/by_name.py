@@ -97,6 +97,23 @@ class Interleaved:
 
 
 @dataclass(frozen=True)
+class BreadthFirst:
+    """The schedule `"breadth_first"`, with several stages on each rank.
+
+    Args:
+        stages: The number of stages on each rank.
+        resident: With `weights="host"`, the number of stages whose weights a rank has on its device at the same time.
+            With 2 or more, the weights of the next stage are copied while a stage computes.
+
+    >>> schedule_of(BreadthFirst(stages=4)).placement(2, 4)
+    (0, 1, 0, 1, 0, 1, 0, 1)
+    """
+
+    stages: int = 2
+    resident: int = 2
+
+
+@dataclass(frozen=True)
 class Sliced:
     """A schedule that splits each micro-batch of a step along the sequence dimension, for causal language models.
 
@@ -112,7 +129,7 @@ class Sliced:
     slices: int
 
 
-Named: TypeAlias = str | Interleaved | Sliced
+Named: TypeAlias = str | Interleaved | BreadthFirst | Sliced
 
 
 def schedule_of(wanted: Named) -> Schedule:
@@ -133,6 +150,13 @@ def schedule_of(wanted: Named) -> Schedule:
             if schedule.placement(1, stages) is None:
                 raise ValueError(no_placement(schedule, stages))
             return replace(schedule, stages_per_rank=stages)
+        case BreadthFirst(stages, resident):
+            schedule = schedule_of(Interleaved(stages, "breadth_first"))
+            if not is_count(resident):
+                raise ValueError(
+                    f"schedule={wanted} has resident={resident!r}. Use an integer >= 1{int_remedy(resident)}."
+                )
+            return schedule
         case Sliced(inner, slices):
             schedule = schedule_of(inner)
             if not is_count(slices):
