@@ -38,8 +38,8 @@ Log = list[tuple[str, str]]
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> Log:
-    """All operations on files, each with the path that it was on."""
+def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Log:
+    """All operations on files, each with the path that it was on. Pytest makes `tmp_path` before the first."""
     log: Log = []
     paths: dict[int, str] = {}
 

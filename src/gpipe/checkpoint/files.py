@@ -70,8 +70,12 @@ def write_chunks(chunks: Iterable[bytes | memoryview], write: Callable[[memoryvi
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> File:
     """Writes and syncs a new file. Returns the size and the hash of the file."""
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
-        with open(descriptor, "wb", closefd=False) as file:
-            written = write_chunks(chunks, file.write)
+
+        def write(piece: memoryview) -> None:
+            while piece:
+                piece = piece[os.write(descriptor, piece) :]
+
+        written = write_chunks(chunks, write)
         os.fsync(descriptor)
     return written
 
