@@ -163,6 +163,25 @@ def test_a_forked_child_steps_with_files_of_its_own_or_not_at_all(steps: int) ->
     assert all(map(torch.equal, train(whole, optimizer, 2), train_on_plainly()))
 
 
+def test_state_that_is_sparse_stays_where_it_is() -> None:
+    def run(offloaded: bool) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        table = nn.Embedding(64, 64, sparse=True)
+        optimizer = SGD(table.parameters(), lr=0.1, momentum=0.9)
+        if offloaded:
+            gpipe.offload(optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            table(torch.arange(5)).square().sum().backward()
+            optimizer.step()
+        return table.weight.detach(), optimizer.state[table.weight]["momentum_buffer"]
+
+    (expected, kept), (weight, average) = run(False), run(True)
+    assert torch.equal(weight, expected)
+    assert average.is_sparse
+    assert torch.equal(average.to_dense(), kept.to_dense())
+
+
 def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"optimizer is a Linear"):
         gpipe.offload(nn.Linear(1, 1))  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ def offload(optimizer: Optimizer) -> None:
       device and back.
 
     `state_dict()` works as usual. Loaded state is moved in the next step. Tensors of other classes, such as shards of
-    `fully_shard`, and tensors of less than 4 KiB are not moved.
+    `fully_shard`, sparse tensors, and tensors of less than 4 KiB are not moved.
 
     Args:
         optimizer: An optimizer of `torch.optim`, before or after its first step.
@@ -92,7 +92,8 @@ class _StateInFiles(dict[str, Any]):
 
 
 def _large(state: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    return [(name, value) for name, value in state.items() if type(value) is Tensor and value.nbytes >= SMALL]
+    tensors = [(name, value) for name, value in state.items() if type(value) is Tensor]
+    return [(name, value) for name, value in tensors if value.layout is torch.strided and value.nbytes >= SMALL]
 
 
 def _check_process(optimizer: Optimizer, before: int) -> int:

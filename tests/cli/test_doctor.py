@@ -51,3 +51,17 @@ def test_what_fails_is_named_with_its_cause(
     assert "FAILED: OSError: the disk is full (test_doctor.py:" in said
     assert "NCCL_DEBUG            INFO" in said
     assert said.endswith("1 of 2 checks failed: checkpoint\n")
+
+
+def test_a_file_that_cannot_be_written_is_an_error_after_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", {"works": lambda: "yes"})
+    missing = tmp_path / "missing" / "page.json"
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", "--out", str(missing)])
+    found = capsys.readouterr()
+    assert end.value.code == 2
+    assert found.out.endswith("All checks passed.\n")
+    assert found.err.startswith("gpipe: [Errno 2] No such file or directory")
+    assert str(missing) in found.err

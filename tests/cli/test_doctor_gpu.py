@@ -121,10 +121,18 @@ def test_without_an_accelerator_it_says_so_in_a_line(tmp_path: Path, capsys: pyt
     assert not (tmp_path / "results").exists()
 
 
-def test_parts_are_of_the_gpu_alone(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--part", "bits"], "--part"),
+        (["--quick"], "--quick"),
+        (["--quick", "--part", "bits"], "--part, --quick"),
+    ],
+)
+def test_parts_are_of_the_gpu_alone(given: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["doctor", "--part", "bits"])
-    assert (end.value.code, capsys.readouterr().err) == (2, "gpipe: --part, --quick: require --gpu. Add --gpu.\n")
+        main(["doctor", *given])
+    assert (end.value.code, capsys.readouterr().err) == (2, f"gpipe: {named}: no effect without --gpu. Add --gpu.\n")
 
 
 def test_a_wheel_says_which_parts_a_checkout_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

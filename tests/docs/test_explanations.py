@@ -76,6 +76,15 @@ def test_explain_lists_all_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.split() == list(ENTRIES)
 
 
-def test_explain_suggests_similar_names() -> None:
-    with pytest.raises(SystemExit, match="branch-on-value"):
-        main(["explain", "branch-on-valu"])
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [("branch-on-valu", "Did you mean branch-on-value?"), ("[xyz]", "`gpipe explain` lists all names.")],
+)
+def test_explain_suggests_similar_names(given: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", given])
+    name = given.strip("[]")
+    assert (ended.value.code, capsys.readouterr().err) == (
+        2,
+        f"gpipe: {name!r} is not the name of a message. {fix}\n",
+    )

@@ -49,9 +49,10 @@ def doctor(
         part: Names of checks.
         quick: Whether to check fewer pipes.
     """
-    if (part or quick) and not gpu:
+    unused = [name for name, value in (("--part", part), ("--quick", quick)) if value and not gpu]
+    if unused:
         with exit_on_user_errors():
-            raise ValueError("--part, --quick: require --gpu. Add --gpu.")
+            raise ValueError(f"{', '.join(unused)}: no effect without --gpu. Add --gpu.")
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
     environment = variables or {"variables": f"none with prefix {', '.join(PREFIXES)}"}
     environment["torchrun restarts"] = _restarts()
@@ -66,10 +67,11 @@ def doctor(
         print(title)
         for name, text in lines.items():
             print(f"    {name:<22}{text}")
-    if out is not None:
-        out.write_text(json.dumps(sections, indent=1) + "\n", encoding="utf-8")
     failed = [name for name, text in results.items() if text.startswith("FAILED")]
     print(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}" if failed else "All checks passed.")
+    if out is not None:
+        with exit_on_user_errors():
+            out.write_text(json.dumps(sections, indent=1) + "\n", encoding="utf-8")
     sys.exit(1 if failed else 0)
 
 

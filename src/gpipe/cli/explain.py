@@ -4,6 +4,7 @@ from difflib import get_close_matches
 
 from tyro.conf import Positional
 
+from gpipe.cli import exit_on_user_errors
 from gpipe.explanations import as_text, explanations
 
 
@@ -22,5 +23,7 @@ def explain(slug: Positional[str] = "") -> None:
     elif slug in entries:
         print(as_text(entries[slug]), end="")
     else:
-        similar = ", ".join(get_close_matches(slug, entries)) or "none"
-        raise SystemExit(f"slug: there is no {slug!r}. Similar names: {similar}. `gpipe explain` lists all names.")
+        close = get_close_matches(slug, entries, 1)
+        fix = f"Did you mean {close[0]}?" if close else "`gpipe explain` lists all names."
+        with exit_on_user_errors():
+            raise ValueError(f"{slug!r} is not the name of a message. {fix}")
