@@ -1,12 +1,6 @@
 """The scripts of examples/clusters: under a real SLURM of two hosts, and as two pods by the names they have."""
 
-import os
 import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,55 +12,15 @@ from safetensors.torch import load_file
 
 from tests.support import progress
 from tests.support.jobs.cluster import train
-from tests.support.processes.fork_server import ONE_THREAD, ROOT
-from two_hosts.hosts import ADDRESSES, Hosts, missing, two_hosts
+from tests.support.processes.fork_server import ROOT
+from tests.support.processes.slurm import programs, slurm, start, without_slurm
+from two_hosts.hosts import ADDRESSES, missing, two_hosts
 
 CLUSTERS = ROOT / "examples" / "clusters"
 REASON = missing()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 SCHEMA = "1.37"
-SLURM = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 TRAIN = ["-m", "tests.support.jobs.cluster"]
-CONF = """ClusterName=hosts
-SlurmctldHost=host0({first})
-SlurmUser=root
-AuthType=auth/none
-CredType=cred/none
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SlurmdParameters=config_overrides
-MpiDefault=none
-JobAcctGatherType=jobacct_gather/none
-NodeName=host0 NodeAddr={first} CPUs=2 State=UNKNOWN
-NodeName=host1 NodeAddr={second} CPUs=2 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES State=UP
-"""
-
-
-def programs(folder: Path) -> dict[str, str]:
-    """The environment in which `torchrun` and `python` are those of this process."""
-    (folder / "bin").mkdir()
-    for name, module in {"python": [], "torchrun": ["-m", "torch.distributed.run"]}.items():
-        script = folder / "bin" / name
-        script.write_text(f'#!/bin/sh\nexec {" ".join([sys.executable, *module])} "$@"\n')
-        script.chmod(0o755)
-    return {**os.environ, **ONE_THREAD, "PATH": f"{folder}/bin:{os.environ['PATH']}"}
-
-
-def start(
-    hosts: Hosts, host: int, name: str, folder: Path, command: list[str], **options: Any
-) -> subprocess.Popen[Any]:
-    """Starts a command on a host that has a name, and knows those in the folder's file of hosts."""
-    named = f'mount --bind {folder}/hosts /etc/hosts && hostname {name} && exec "$@"'
-    return hosts.start(host, ["unshare", "--mount", "--uts", "sh", "-c", named, "sh", *command], **options)
 
 
 def check_weights(folder: Path) -> None:
@@ -81,31 +35,7 @@ def check_weights(folder: Path) -> None:
     assert alone
 
 
-@contextmanager
-def slurm(hosts: Hosts, folder: Path) -> Iterator[dict[str, str]]:
-    """A controller and two nodes; gives the environment in which its commands find it."""
-    (folder / "slurm.conf").write_text(CONF.format(folder=folder, first=ADDRESSES[0], second=ADDRESSES[1]))
-    (folder / "hosts").write_text("".join(f"{address} host{host}\n" for host, address in enumerate(ADDRESSES)))
-    env = {**programs(folder), "SLURM_CONF": f"{folder}/slurm.conf"}
-    with (folder / "daemons.log").open("wb") as log:
-        (folder / "state").mkdir()
-        start(hosts, 0, "host0", folder, ["slurmctld", "-D"], env=env, stdout=log, stderr=log)
-        for host in range(2):
-            (folder / f"host{host}").mkdir()
-            start(
-                hosts,
-                host,
-                f"host{host}",
-                folder,
-                ["slurmd", "-D", "-N", f"host{host}"],
-                env=env,
-                stdout=log,
-                stderr=log,
-            )
-        yield env
-
-
-@pytest.mark.skipif(not all(map(shutil.which, SLURM)), reason="slurmctld and slurmd not found")
+@pytest.mark.skipif(bool(without_slurm()), reason=without_slurm())
 def test_a_job_of_slurm_trains_over_two_hosts(tmp_path: Path) -> None:
     with two_hosts() as hosts, slurm(hosts, tmp_path) as env:
         log, told = tmp_path / "job.log", tmp_path / "slurmctld.log"

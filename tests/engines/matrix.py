@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 import gpipe
+from tests.support.processes.slurm import without_slurm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "clusters"
@@ -116,6 +117,10 @@ def _ray_two_nodes(folder: Path) -> list[str]:
     return [sys.executable, str(ROOT / "tests" / "engines" / "two_ray_nodes.py"), str(folder)]
 
 
+def _srun_two_nodes(folder: Path) -> list[str]:
+    return [sys.executable, "-m", "tests.engines.srun_two_nodes", str(folder)]
+
+
 def _python(script: str) -> Callable[[Path], list[str]]:
     return lambda folder: [sys.executable, str(folder / script)]
 
@@ -138,6 +143,7 @@ ENGINES = {
     "Ray Train": Engine(_python("ray_train.py"), restarts=True, missing=_missing("ray")),
     "Ray Train, two nodes, 2 replicas": Engine(_ray_two_nodes, restarts=True, missing=_missing("ray"), processes=4),
     "Monarch": Engine(_python("monarch_train.py"), restarts=False, missing=_missing("monarch")),
+    "srun, two nodes": Engine(_srun_two_nodes, restarts=False, missing=without_slurm()),
     "mpirun": Engine(_mpirun, restarts=False, missing=_missing(program="mpirun")),
 }
 
@@ -155,7 +161,7 @@ def prepare(folder: Path, fault: str = "") -> None:
 def start(command: Sequence[str], folder: Path) -> Outcome:
     """Runs a job to its end, or for at most `TIMEOUT` seconds."""
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "CHECKPOINTS": str(folder / "checkpoints"),
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
