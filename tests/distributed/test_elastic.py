@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -226,20 +227,55 @@ def test_a_kill_while_a_replica_joins_holds_up_nobody(
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(("replica", "row"), [(0, 0), (0, 1), (1, 0)])
 @pytest.mark.parametrize("place", PLACES_OF_A_SAVE)
+@pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
 def test_a_kill_while_all_save_leaves_a_whole_checkpoint(
-    replica: int, row: int, place: str, background: bool, tmp_path: Path, fleets: list[Fleet]
+    apart: bool, replica: int, row: int, place: str, background: bool, tmp_path: Path, fleets: list[Fleet]
 ) -> None:
+    """Apart, each process saves its part to its folder, and the parts may come from both replicas."""
     saves = [3, 4] if background else [3]  # a thread's may not be there, which is told; then the next one is
     dies_in = [replica, row, 0, place]
-    fleet = started(fleets, tmp_path, 2, 2, saves=saves, background=background, dies_in=dies_in)
+    fleet = started(fleets, tmp_path, 2, 2, saves=saves, background=background, dies_in=dies_in, apart=apart)
     assert fleet.end(1 - replica) == [0, 0]
     living = assert_undisturbed(fleet, [1 - replica])
     assert living[:3] + living[-1:] == [[0, 1]] * 3 + [[1 - replica]]
     pipe = gpipe.GPipe(network(), 2, 3)
+    for host in sorted((tmp_path / "saved").glob("host-*")):
+        shutil.copytree(host, tmp_path / "saved", dirs_exist_ok=True)
     gpipe.load(tmp_path / "saved", pipe)
     assert pipe.step_number == saves[-1]
     expected = undisturbed(living[: saves[-1]])[1][1 - replica].state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in pipe.state_dict().items())
+
+
+def test_replicas_that_all_ended_load_a_checkpoint_before_they_join(tmp_path: Path, fleets: list[Fleet]) -> None:
+    """Bug story: the page advised it, and `load` said that `join` had to come first."""
+    hold = tmp_path / "hold"
+    fleet = started(fleets, tmp_path, 2, 2, saves=[3], background=False, loads=True, waits={"5": str(hold)})
+    wait_for(fleet, 0, 0, 4)
+    for replica in (0, 1):
+        fleet.kill(replica)
+        fleet.end(replica)
+    hold.touch()
+    for replica in (0, 1):
+        fleet.start(replica)
+    assert [fleet.end(0), fleet.end(1)] == [[0, 0]] * 2
+    records = [record for at in product((0, 1), (0, 1)) for record in fleet.records(*at)]
+    assert [record["loaded"] for record in records if "loaded" in record] == [3] * 4
+    # A checkpoint has the statistics of BatchNorm of the first replica, so those of replica 1 differ.
+    assert assert_undisturbed(fleet, [0]) == [[0, 1]] * STEPS
+
+
+def test_a_replica_that_loads_an_old_checkpoint_before_it_joins_has_the_state_of_the_others(
+    tmp_path: Path, fleets: list[Fleet]
+) -> None:
+    leaves_for_three_steps(1, tmp_path, fleets, saves=[1], background=False, loads=True)
+
+
+def test_nothing_is_saved_before_join(tmp_path: Path, fleets: list[Fleet]) -> None:
+    fleet = started(fleets, tmp_path, 1, 2, saves_first=True, background=False)
+    assert fleet.end(0) == [1, 1]
+    assert "Call pipe.join" in fleet.records(0, 0)[-1]["refused"]
+    assert not list((tmp_path / "saved").glob("step_*"))
 
 
 @pytest.mark.parametrize("row", [0, 1])

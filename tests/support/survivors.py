@@ -153,7 +153,12 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
         optimizer.param_groups[0]["lr"] = 0.02
     if how.get("odd") == [replica, "weights"]:
         torch.nn.init.zeros_(next(pipe.parameters()))
+    saved = f"{folder}/saved" + (f"/host-{replica}-{row}" if how.get("apart") else "")
     try:
+        if how.get("saves_first"):
+            gpipe.save(saved, pipe, optimizer)
+        if how.get("loads") and gpipe.find_checkpoint(saved, pipe):
+            log.write(json.dumps({"loaded": gpipe.load(saved, pipe, optimizer).step_number}) + "\n")
         pipe.join(*kept)
     except (ValueError, gpipe.RemoteError) as error:
         log.write(json.dumps({"refused": str(error)}) + "\n")
@@ -168,7 +173,7 @@ def train(folder: str, replica: int, replicas: int, row: int, rows: int, steps: 
                 time.sleep(0.01)
         x, y = data(step, replica)
         if step in how.get("saves", ()):
-            gpipe.save(f"{folder}/saved", pipe, optimizer, background=how["background"])
+            gpipe.save(saved, pipe, optimizer, background=how["background"])
         if how.get("evaluates") == step:
             pipe.eval()
             with torch.no_grad():

@@ -148,7 +148,7 @@ def load(
     finish_pending_saves(pipe, folder)
     if pipe is None and optimizer is not None:
         raise ValueError("optimizer cannot be loaded without its pipe, which names its parameters. Pass both.")
-    ranks, root = communicator_of(pipe), to_place(folder)
+    ranks, root = communicator_of(pipe).readers, to_place(folder)
     found, findings = _agree_which(root, ranks)
     if findings:
         raise CheckpointError(root, findings)
@@ -215,7 +215,7 @@ def find_checkpoint(folder: str | os.PathLike[str], pipe: nn.Module | None = Non
     check_order(folder, pipe, "find_checkpoint")
     finish_pending_saves(pipe)
     root = to_place(folder)
-    found, _ = _agree_which(root, communicator_of(pipe))
+    found, _ = _agree_which(root, communicator_of(pipe).readers)
     if isinstance(found, Save):
         return root / found.name
     return None if found is None else found.path

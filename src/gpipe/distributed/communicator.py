@@ -36,6 +36,11 @@ class Communicator:
     size: int = 1
     survives: bool = False
 
+    @property
+    def readers(self) -> "Communicator":
+        """The processes that load a checkpoint together. Before `join`, only the processes of this replica."""
+        return self
+
     def all_gather(self, message: bytes, /) -> list[bytes]:
         """Sends a message to all processes, and returns the messages of all processes, ordered by rank.
 

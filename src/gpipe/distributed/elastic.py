@@ -10,11 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from gpipe.distributed.communicator import Communicator
 from gpipe.distributed.endpoint import Endpoint
 from gpipe.distributed.folder_rendezvous import FolderRendezvous, replica_number
 from gpipe.distributed.linking import connect
 from gpipe.distributed.mesh import Position
 from gpipe.distributed.processes import Processes, Snapshot
+from gpipe.distributed.rendezvous import Rendezvous
 from gpipe.distributed.stragglers import Stragglers
 from gpipe.errors import RemoteError
 from gpipe.runtime.pipeline_stages import PipelineStages
@@ -35,6 +37,20 @@ def is_loss(error: RemoteError) -> bool:
     return error.received and error.type_name in ("", KeyboardInterrupt.__name__)
 
 
+class Replica(Communicator):
+    """The processes of one replica before `join`. They are not connected, so they meet for each message."""
+
+    def __init__(self, position: Position) -> None:
+        self.position, self.rank, self.size = position, position.rank, position.pp_size
+
+    def all_gather(self, message: bytes, /) -> list[bytes]:
+        with Rendezvous() as rendezvous:
+            rendezvous.greet(self.position)
+            gathered = rendezvous.all_gather(message)
+            rendezvous.close()
+            return gathered
+
+
 class ElasticProcesses(Processes):
     """One process of a pipe that survives the loss of replicas.
 
@@ -47,8 +63,6 @@ class ElasticProcesses(Processes):
         received_state: Whether this replica received the state of a different replica when the replicas last
             connected.
     """
-
-    survives = True
 
     def __init__(
         self,
@@ -94,6 +108,14 @@ class ElasticProcesses(Processes):
                     f"model in the same way in every replica: call torch.manual_seed first, and pass the same "
                     f"arguments."
                 )
+
+    @property
+    def survives(self) -> bool:  # type: ignore[override]  # constant in other classes
+        return self.state_functions is not None
+
+    @property
+    def readers(self) -> Communicator:
+        return self if self.survives else Replica(self.position)
 
     def note_signal(self) -> None:
         self.rendezvous.note_signal()
