@@ -115,14 +115,14 @@ def test_replicas_of_a_pipe_leave_the_bits_of_replicas_of_one_stage(
     assert alone[0] == alone[1] == found[0] | found[1] == found[2] | found[3]
 
 
-def test_muon_is_refused_weights_that_are_sharded(pool: WorkerPool) -> None:
-    for both, unchanged, whole, elementwise in answers(pool.run(jobs.sharded_matrices, world=2)):
-        assert (
-            "Muon multiplies whole matrices, but 1 of its 2 weights are sharded, such as one of shape (6, 6)" in both
-        )
-        assert "[sharded-whole-matrix]" in both
+def test_optimizers_of_whole_matrices_are_refused_weights_that_are_sharded(pool: WorkerPool) -> None:
+    text = "needs whole matrices, but 1 of its 2 weights are sharded, such as one of shape (6, 6)"
+    for refused, unchanged, *others in answers(pool.run(jobs.sharded_matrices, world=2)):
+        for told, name in zip(refused, ("Muon", "Adafactor", "Adafactor"), strict=True):
+            assert f"ValueError: {name} {text}" in told
+            assert "[sharded-whole-matrix]" in told
         assert unchanged
-        assert "[" not in whole + elementwise
+        assert others == ["None"] * 4
 
 
 def test_layers_of_other_stages_keep_no_weights_that_would_grow_stale(pool: WorkerPool) -> None:

@@ -2,8 +2,8 @@
 
 `torch.nn.utils.clip_grad_norm_` and `torch.optim.LBFGS` combine all parameters. In a pipe with several processes,
 these functions would combine only the parameters of one process, and the result would depend on the number of ranks.
-`torch.optim.Muon` multiplies whole matrices, in bfloat16. With sharded matrices, its rounding would depend on the
-number of shards.
+Muon multiplies whole matrices, in bfloat16, and Adafactor divides by norms of whole matrices. With sharded matrices,
+their rounding would depend on the number of shards.
 """
 
 import sys
@@ -19,6 +19,7 @@ from gpipe.errors import innermost_code
 from gpipe.runtime.pipeline_stages import PipelineStages
 from gpipe.stages.dtensor import local_tensor
 
+WHOLE_MATRICES = ("Adafactor", "Muon")  # classes of torch, and of other libraries with the same name
 NORMS = {innermost_code(norm): norm.__name__ for norm in (nn.utils.clip_grad_norm_, nn.utils.get_total_norm)}
 _pipes: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()  # partitions of each pipe
 
@@ -28,7 +29,7 @@ def guard_partial_parameters(pipe: nn.Module, processes: SingleProcess) -> None:
 
     Call this function when a pipe is created and when its parameters are listed. If a norm function of torch lists
     the parameters, this function raises an error. For the first pipe in several processes, this function also
-    registers a hook that rejects LBFGS, and Muon with sharded weights.
+    registers a hook that rejects LBFGS, and with sharded weights the optimizers of `WHOLE_MATRICES`.
 
     Raises:
         ValueError: If `clip_grad_norm_` or `get_total_norm` of `torch.nn.utils` lists the parameters.
@@ -54,7 +55,8 @@ def _register_optimizer_hook() -> None:
 
 
 def _reject_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    if not isinstance(optimizer, torch.optim.LBFGS | torch.optim.Muon):
+    needs_whole = any(kind.__name__ in WHOLE_MATRICES for kind in type(optimizer).__mro__)
+    if not isinstance(optimizer, torch.optim.LBFGS) and not needs_whole:
         return
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     partitions = [count for pipe, count in list(_pipes.items()) if not own.isdisjoint(pipe.parameters())]
@@ -63,11 +65,11 @@ def _reject_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs: ob
             "LBFGS combines all parameters, but this process has only the parameters of its partition. Train in "
             "one process, or use a different optimizer. [partial-lbfgs]"
         )
-    if isinstance(optimizer, torch.optim.Muon) and partitions:
+    if needs_whole and partitions:
         shapes = [tuple(weight.shape) for weight in own if local_tensor(weight).shape != weight.shape]
         if shapes:
             raise ValueError(
-                f"{type(optimizer).__name__} multiplies whole matrices, but {len(shapes)} of its {len(own)} weights "
+                f"{type(optimizer).__name__} needs whole matrices, but {len(shapes)} of its {len(own)} weights "
                 f"are sharded, such as one of shape {shapes[0]}. Pass sharded weights to an elementwise optimizer "
                 f"such as AdamW, or do not shard them. [sharded-whole-matrix]"
             )

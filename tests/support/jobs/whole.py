@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -130,6 +131,7 @@ OPTIMIZERS: dict[str, Any] = {
     "soap": Soap,
     "foreach": partial(torch.optim.AdamW, lr=0.02, foreach=True),
     "fused": partial(torch.optim.AdamW, lr=0.02, fused=True),
+    "adafactor": partial(torch.optim.Adafactor, lr=0.02),
 }
 
 
@@ -163,18 +165,18 @@ def whole_matrices(rank: int, world: int, stages: int, name: str, folder: str, f
 
 
 def sharded_matrices(rank: int, world: int) -> Json:
-    """What Muon says to weights of which one is sharded, to the other alone, and to a layer outside the pipe."""
+    """What optimizers say to weights of which one is sharded and to the other alone, and AdamW to the sharded one."""
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "pp"))
     layers: list[nn.Module] = [nn.Linear(6, 6, bias=False), nn.Linear(6, CLASSES, bias=False)]
     pipe = gpipe.GPipe(layers, 1, 2, seed=SEED, mesh=mesh)
     fully_shard(next(pipe.children()), mesh=mesh["dp"])
     pipe.step(*rows(rank, world, 0), F.cross_entropy)
     sharded, whole = pipe.parameters()
-    made = [torch.optim.Muon(weights) for weights in ([sharded, whole], [whole])]
+    kinds: list[Any] = [torch.optim.Muon, torch.optim.Adafactor, transformers.optimization.Adafactor]
     before = [parameter.detach().clone() for parameter in (local_tensor(sharded), whole)]
-    told = said(made[0].step)
+    told = [said(kind([sharded, whole]).step) for kind in kinds]
     unchanged = all(map(torch.equal, before, (local_tensor(sharded), whole)))
-    return [told, unchanged, said(made[1].step), said(torch.optim.AdamW([sharded]).step)]
+    return [told, unchanged, said(torch.optim.AdamW([sharded]).step), *(said(kind([whole]).step) for kind in kinds)]
 
 
 def released(rank: int, world: int) -> Json:
