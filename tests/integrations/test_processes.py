@@ -23,6 +23,8 @@ CASES: dict[str, tuple[int, int, str, str, dict[str, Any]]] = {
     "a batch whose loss is no number": (2, 2, "llama", "plain", {"loss": "spoilt", "max_grad_norm": 0.0}),
     "no number in one of two replicas": (4, 2, "llama", "plain", {"loss": "spoilt", "max_grad_norm": 0.0}),
     "no number, and not filtered": (2, 2, "llama", "plain", {"loss": "spoilt", "logging_nan_inf_filter": False}),
+    "packed": (3, 3, "llama", "plain", {"packed": True, "pipe": {"schedule": "1f1b"}}),
+    "packed in two replicas": (4, 2, "llama", "plain", {"packed": True}),
     "pictures": (2, 2, "vit", "plain", {"max_grad_norm": 0.01}),
 }
 

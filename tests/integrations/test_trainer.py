@@ -1,7 +1,7 @@
 """Tests `GPipeTrainer` with the code that users of transformers' Trainer write."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from threading import Event, get_ident
@@ -29,8 +29,12 @@ from tests.integrations.trained import (
     ADAPTED,
     LAST,
     MIDDLE,
+    UNEQUAL,
     Events,
+    Flattened,
+    Repacked,
     apart,
+    filled,
     log_of,
     model_of,
     next_words,
@@ -92,41 +96,6 @@ def test_a_plan_says_how(tmp_path: Path) -> None:
         plan = gpipe.find_plan(model_of("llama"), batch, [gpipe.Device(flops=1e9)] * 2, schedule="1f1b")
     found = train(partial(GPipeTrainer, plan=plan), "llama", tmp_path)
     assert apart(found, train(Trainer, "llama", tmp_path)) == 0.0
-
-
-WORDS = [int(length) for length in torch.randint(4, 12, (11,), generator=torch.Generator().manual_seed(3))]
-UNEQUAL = [{"input_ids": list(range(5, 5 + words)), "labels": list(range(5, 5 + words))} for words in WORDS]
-
-
-def filled(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """A collator that pads to the longest row."""
-    assert len(rows) < len(UNEQUAL)
-    columns = {key: [torch.tensor(row[key]) for row in rows] for key in rows[0]}
-    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in columns["input_ids"]], batch_first=True)
-    padded = {key: nn.utils.rnn.pad_sequence(value, batch_first=True) for key, value in columns.items()}
-    return {"input_ids": padded["input_ids"], "attention_mask": mask, "labels": padded["labels"] - 100 * (mask == 0)}
-
-
-class Repacked(Trainer):
-    """Trains by itself on the batches that `gpipe.pack` makes of the rows of a step."""
-
-    padded = True
-
-    def get_train_dataloader(self) -> Any:
-        loader: Any = super().get_train_dataloader()
-        self.collate, loader.base_dataloader.collate_fn = loader.collate_fn, list
-        return loader
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        given = [next(epoch_iterator) for _ in range(num_batches)]
-        rows = [row for one in given for row in one]
-        groups = gpipe.pack([len(row["input_ids"]) for row in rows], num_batches, padded=self.padded)
-        batches = [self.collate([rows[row] for row in group]) for group in groups]
-        return super().get_batch_samples(iter(batches), num_batches, device)
-
-
-class Flattened(Repacked):
-    padded = False
 
 
 @pytest.mark.parametrize("how", ["padded", "flattened", "workers", "resumed"])

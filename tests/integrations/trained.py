@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+import gpipe
 from tests.families.catalogue import batch, build, named
 from tests.families.law import quiet
 from tests.support.plain_loop import one_thread
@@ -110,6 +111,41 @@ def train(
         trainer = trainer_of(make, model, name, folder, **how)
         trainer.train(resume_from_checkpoint=resume or None)
         return outcome(trainer)
+
+
+WORDS = [int(length) for length in torch.randint(4, 12, (11,), generator=torch.Generator().manual_seed(3))]
+UNEQUAL = [{"input_ids": list(range(5, 5 + words)), "labels": list(range(5, 5 + words))} for words in WORDS]
+
+
+def filled(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """A collator that pads to the longest row."""
+    assert len(rows) < len(UNEQUAL)
+    columns = {key: [torch.tensor(row[key]) for row in rows] for key in rows[0]}
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in columns["input_ids"]], batch_first=True)
+    padded = {key: nn.utils.rnn.pad_sequence(value, batch_first=True) for key, value in columns.items()}
+    return {"input_ids": padded["input_ids"], "attention_mask": mask, "labels": padded["labels"] - 100 * (mask == 0)}
+
+
+class Repacked(Trainer):
+    """Trains by itself on the batches that `gpipe.pack` makes of the rows of a step."""
+
+    padded = True
+
+    def get_train_dataloader(self) -> Any:
+        loader: Any = super().get_train_dataloader()
+        self.collate, loader.base_dataloader.collate_fn = loader.collate_fn, list
+        return loader
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        given = [next(epoch_iterator) for _ in range(num_batches)]
+        rows = [row for one in given for row in one]
+        groups = gpipe.pack([len(row["input_ids"]) for row in rows], num_batches, padded=self.padded)
+        batches = [self.collate([rows[row] for row in group]) for group in groups]
+        return super().get_batch_samples(iter(batches), num_batches, device)
+
+
+class Flattened(Repacked):
+    padded = False
 
 
 def outcome(trainer: Trainer) -> Outcome:

@@ -14,8 +14,11 @@ from gpipe.integrations.transformers import GPipeSeq2SeqTrainer, GPipeTrainer
 from tests.families.law import quiet
 from tests.integrations.trained import (
     MODES,
+    UNEQUAL,
     Events,
     Outcome,
+    Repacked,
+    filled,
     log_of,
     model_of,
     next_words,
@@ -34,7 +37,10 @@ def made(rank: int, partitions: int, name: str, mode: str, folder: str, how: Jso
     """A trainer, of no pipe where there are no partitions."""
     transformers.utils.logging.disable_progress_bar()
     make: Any = partial(GPipeTrainer, partitions=partitions, **how.pop("pipe", {})) if partitions else Trainer
-    given = {"compute_loss_func": LOSSES[how.pop("loss")]} if "loss" in how else {}
+    given: Json = {"compute_loss_func": LOSSES[how.pop("loss")]} if "loss" in how else {}
+    if how.pop("packed", False):
+        given = {"train_dataset": UNEQUAL, "data_collator": filled}
+        make = partial(make, pack=True) if partitions else Repacked
     how = {**MODES[mode], "save_strategy": "steps", "save_steps": 1, **how}
     return trainer_of(make, model_of(name, mode), name, Path(folder), arguments=how, **given)
 
