@@ -27,7 +27,7 @@ T = TypeVar("T")
 MOST_ATTEMPTS = 8  # to connect again, while more replicas are lost
 SILENCE_SECONDS = 15.0  # a host that does not answer for this time is lost; shorter than without survive=True
 PAUSE_FACTOR = 4  # after a failed attempt to admit replicas, wait this multiple of its duration before the next
-NOT_JOINED = "survive=True requires join(). Call pipe.join(optimizer, ...) in every process before the first step."
+NOT_JOINED = "survive=True requires join(). Call pipe.join(optimizer, ...) in each process first. [join-first]"
 
 logger = logging.getLogger("gpipe")
 
@@ -106,7 +106,7 @@ class ElasticProcesses(Processes):
                 raise ValueError(
                     f"Replicas {self.living[0]} and {replica} begin with different {what}. Build and initialize the "
                     f"model in the same way in every replica: call torch.manual_seed first, and pass the same "
-                    f"arguments."
+                    f"arguments. [replicas-begin-differently]"
                 )
 
     @property

@@ -54,7 +54,7 @@ def variables() -> tuple[str, int, int]:
         raise ValueError(
             f"survive=True: the environment has {FOLDER}={folder!r}, {REPLICA}={texts[0]!r} and "
             f"{REPLICAS}={texts[1]!r}. Set {FOLDER} to a folder that all replicas share, {REPLICA} to the number of "
-            f"this replica from 0, and {REPLICAS} to the number of replicas."
+            f"this replica from 0, and {REPLICAS} to the number of replicas. [meeting-folder]"
         )
     return folder, replica, replicas
 
@@ -87,13 +87,13 @@ class FolderRendezvous(Communicator):
         except OSError as error:
             raise ValueError(
                 f"{FOLDER}={folder} is not a folder and cannot be created ({error}). Set it to a folder that all "
-                f"replicas share."
+                f"replicas share. [meeting-folder]"
             ) from error
         stat = self.folder.stat()
         if stat.st_uid != os.getuid() or stat.st_mode & 0o077:
             raise ValueError(
                 f"{FOLDER}={folder} is accessible by other users, and they could join. Use a folder of your own with "
-                f"mode 0700."
+                f"mode 0700. [meeting-folder]"
             )
         self.pp_rank, self.pp_size = pp_rank, pp_size
         self.name, self.settings = f"{replica}-{nonce}", {**settings, REPLICAS: self.expected}
@@ -163,7 +163,7 @@ class FolderRendezvous(Communicator):
             if not _is_epoch(decided):
                 raise ValueError(
                     f"{FOLDER}: {self._path('epoch', epoch)} is damaged. Stop all replicas, empty the folder, and "
-                    f"start them again."
+                    f"start them again. [meeting-folder]"
                 )
             if self.name in decided["members"]:
                 break
@@ -268,7 +268,7 @@ class FolderRendezvous(Communicator):
             if [settings, arguments] != [self.digest, self.join_digest]:
                 raise ValueError(
                     f"This replica has different {what} than the replicas that it would join. Start it with the same "
-                    f"script and arguments."
+                    f"script and arguments. [replicas-begin-differently]"
                 )
         members = [name for name in living if name in whole]
         if self.name not in members or (len(members) < len(living) and waited < self._timeout):

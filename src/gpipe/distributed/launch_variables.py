@@ -13,11 +13,12 @@ LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 20_000, 10_000  # below the ports that systems use for outgoing connections
 MPI_HOST = (
     "MASTER_ADDR is not set, and mpirun started processes on several hosts. Set it to the name of the first "
-    "host, with `mpirun -x MASTER_ADDR=host ...`, or with MPICH `mpirun -genv MASTER_ADDR host ...`."
+    "host, with `mpirun -x MASTER_ADDR=host ...`, or with MPICH `mpirun -genv MASTER_ADDR host ...`. "
+    "[first-host-unknown]"
 )
 SLURM_HOST = (
     "MASTER_ADDR is not set, and scontrol does not list the hosts of this job. Set it to the name of the first "
-    "host before srun."
+    "host before srun. [first-host-unknown]"
 )
 
 

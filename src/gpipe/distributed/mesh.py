@@ -89,14 +89,15 @@ def find_position(mesh: "DeviceMesh | None", partitions: object, ranks: int) -> 
             return None, [f"driver='process' requires torch.distributed: {launched}"]
         return None, [
             "driver='process' requires torch.distributed, which is not initialized. Start the script with torchrun, "
-            "and call torch.distributed.init_process_group('gloo') first (with GPUs: 'cpu:gloo,cuda:nccl')."
+            "and call torch.distributed.init_process_group('gloo') first (with GPUs: 'cpu:gloo,cuda:nccl'). "
+            "[no-process-group]"
         ]
     if mesh is None:
         world = dist.get_world_size()
         if ranks < 1 or world % ranks:
             return None, [
                 f"partitions={partitions!r} does not fit {world} processes: their number is not divisible by K, one "
-                f"process per partition. Start a multiple of K processes, or pass mesh=."
+                f"process per partition. Start a multiple of K processes, or pass mesh=. [processes-not-divisible]"
             ]
         table = torch.arange(world).reshape(world // ranks, ranks)
         kinds = [device.type for device in accelerators() if f"{device.type}:" in str(dist.get_backend_config())]

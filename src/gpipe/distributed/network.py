@@ -124,7 +124,7 @@ def listen(host: str) -> socket.socket:
     match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", ports)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if ports and not 0 < low <= high < 2**16:
-        raise ValueError(f"{PORTS}={ports} is not a range of ports. Set it to a range such as 5000-5100.")
+        raise ValueError(f"{PORTS}={ports} is not a range of ports. Set it to a range, as 5000-5100. [no-free-port]")
     for port in range(low, high + 1):
         try:
             return socket.create_server((host, port), family=family(host), backlog=1024)
@@ -133,7 +133,7 @@ def listen(host: str) -> socket.socket:
                 raise
     raise ValueError(
         f"{PORTS}={ports} has no free port at {host}. Set it to a range with one port for each process on a host, "
-        f"times the number of pipes that are created at the same time."
+        f"times the number of pipes that are created at the same time. [no-free-port]"
     )
 
 
