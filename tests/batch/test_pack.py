@@ -1,6 +1,7 @@
 """Sequences of unequal lengths are distributed over micro-batches of equal cost."""
 
 import random
+import re
 from collections.abc import Sequence
 from itertools import product
 
@@ -90,7 +91,12 @@ def test_the_cost_decides() -> None:
 def test_wrong_arguments_are_rejected_together() -> None:
     with pytest.raises(ValueError, match=r"lengths is empty.*\nmicro_batches=0 is invalid"):
         gpipe.pack([], 0)
-    with pytest.raises(ValueError, match=r"cost=\(1, 2\) has 2 numbers.*\nmicro_batches=2.5 is invalid"):
-        gpipe.pack([3], 2.5, cost=(1, 2))  # type: ignore[arg-type]
+    for cost in ((1, 2), 5, None, "abc"):
+        message = rf"cost={re.escape(repr(cost))} is invalid. Pass three numbers.*\nmicro_batches=2.5 is invalid"
+        with pytest.raises(ValueError, match=message):
+            gpipe.pack([3], 2.5, cost=cost)  # type: ignore[arg-type]
+    for sequences in ([[1, 2], [3]], torch.ones(2, 2), ["ab", "c"], None):
+        with pytest.raises(TypeError, match=r"lengths is not an iterable of numbers: .*map\(len, sequences\)"):
+            gpipe.pack(sequences, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"lengths\[1\]=-1 is -1.*\n.*lengths\[2\]=nan is nan"):
         gpipe.pack([1, -1, float("nan")], 2, cost=LINEAR)

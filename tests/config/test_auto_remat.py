@@ -1,7 +1,7 @@
 """remat="auto" recomputes where memory demands it and as often; and a pipe by a plan does what the plan says."""
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -95,6 +95,10 @@ def test_each_partition_has_its_own_memory_or_that_of_the_machine_and_what_does_
         ({"remat": "auto"}, "remat='auto' requires sample="),
         ({"remat": gpipe.Remat([1, 2, 3]), "sample": X}, "memory= has length 3, but there are 2 partitions"),
         ({"remat": gpipe.Remat(0), "sample": X}, "memory=0 is invalid"),
+        (
+            {"remat": gpipe.Remat(cast(Any, torch.tensor(1e9))), "sample": X},
+            r"memory=tensor\(1.0000e\+09\) is invalid",
+        ),
     ],
 )
 def test_mistakes_are_told(given: dict[str, object], text: str) -> None:

@@ -1,7 +1,7 @@
 """Tests `GPipeTrainer` with the code that users of transformers' Trainer write."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from threading import Event, get_ident
@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
@@ -121,6 +122,20 @@ def test_packed_it_trains_like_trainer_on_the_packed_batches(how: str, tmp_path:
         ]
         assert apart(resumed[0], resumed[1]) == 0.0
         assert apart(resumed[0]._replace(log=[]), expected._replace(log=[])) == 0.0
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(UNEQUAL * 4)
+
+
+def test_rows_of_a_stream_are_packed_as_well(tmp_path: Path) -> None:
+    def run(make: Any, folder: str, **how: Any) -> Any:
+        given = {"train_dataset": Stream(), "data_collator": filled, **arguments(max_steps=3, **how)}
+        return train(make, "llama", tmp_path / folder, **given)
+
+    expected = run(Repacked, "alone", accelerator_config={"dispatch_batches": False})
+    assert apart(run(partial(TWO, pack=True), "packed"), expected) == 0.0
 
 
 @pytest.mark.parametrize(

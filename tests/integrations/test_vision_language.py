@@ -224,6 +224,44 @@ REJECTED: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any], str]] = 
         {"rules": {"position_ids": "rows_in_dim_1"}},
         r"'position_ids'.*has shape \(3, 3\)",
     ),
+    "negative images": (
+        lambda: alone({}),
+        {"images": torch.tensor([4, -1])},
+        r"images=\[4, -1\] is not a number.*at least 0",
+    ),
+    "images of fewer rows": (lambda: alone({}), {"images": torch.tensor([3])}, r"images=\[3\] .*of the 2 rows"),
+    "images that are no integers": (
+        lambda: alone({}),
+        {"images": torch.tensor([1.0, 2.0])},
+        r"images=\[1\.0, 2\.0\]",
+    ),
+    "images in two dimensions": (lambda: alone({}), {"images": torch.tensor([[1], [2]])}, r"images=\[\[1\], \[2\]\]"),
+    "no tokens": (
+        lambda: {"pixel_values": torch.ones(2, 3, 16, 16)},
+        {},
+        r"no 'input_ids' of shape \[rows, tokens\]",
+    ),
+    "tokens of one row": (
+        lambda: alone({"input_ids": torch.ones(4)}),
+        {},
+        r"no 'input_ids' of shape \[rows, tokens\]",
+    ),
+    "an unknown unit": (
+        lambda: alone({}),
+        {"rules": {"pixel_values": "image"}},
+        r"\['pixel_values'\]='image' .*'patches'",
+    ),
+    "patches without a grid": (
+        lambda: alone({}),
+        {"rules": {"pixel_values": "patches"}},
+        "no 'image_grid_thw' of shape",
+    ),
+    "no micro-batches": (lambda: alone({}), {"micro_batches": 0}, "micro_batches=0 is invalid"),
+    "all at once": (
+        lambda: alone({"input_ids": torch.ones(4)}),
+        {"micro_batches": "2", "rules": {"pixel_values": "image"}},
+        "(?s)micro_batches='2'.*'image'.*'input_ids'",
+    ),
     "a tensor of something else": (lambda: alone({"boxes": torch.ones(5, 2)}), {}, r"'boxes'.*has 2 rows"),
 }
 
@@ -234,7 +272,12 @@ def test_batches_that_do_not_match_are_rejected(name: str) -> None:
     model = model_of("llava")
     model.config.model_type = how.pop("family", "llava")
     with pytest.raises(ValueError, match=said):
-        split_images(model, make(), 2, **how)
+        split_images(model, make(), **{"micro_batches": 2} | how)
+
+
+def test_the_numbers_of_images_can_be_a_list() -> None:
+    parts: Any = split_images(model_of("llava"), alone({}), 2, images=[2, 1])
+    assert [len(part["pixel_values"]) for part in parts] == [2, 1]
 
 
 def test_a_user_names_the_rule() -> None:

@@ -32,8 +32,9 @@ def pack(
         better of two heuristics is returned: longest processing time first, and Karmarkar-Karp.
 
     Raises:
-        ValueError: If `lengths` is empty, if `micro_batches` is not an integer of at least 1, if `cost` has not
-            three numbers, or if a cost is negative or not finite.
+        TypeError: If `lengths` is not an iterable of numbers.
+        ValueError: If `lengths` is empty, if `micro_batches` is not an integer of at least 1, if `cost` is neither a
+            function nor three numbers, or if a cost is negative or not finite.
 
     >>> import gpipe
     >>> gpipe.pack([9, 1, 5, 4, 2, 3], micro_batches=3)
@@ -41,15 +42,20 @@ def pack(
     >>> gpipe.pack([9, 1, 5, 4, 2, 3], micro_batches=3, padded=True)
     [[0], [1, 4, 5], [2, 3]]
     """
-    lengths = [float(length) for length in lengths]
+    try:
+        lengths = [float(length) for length in lengths]
+    except (TypeError, ValueError) as error:
+        message = f"lengths is not an iterable of numbers: {error}. Pass lengths, such as map(len, sequences)."
+        raise TypeError(message) from None
     mistakes = []
-    if not callable(cost) and len(cost) != 3:
-        mistakes.append(f"cost={cost!r} has {len(cost)} numbers. Pass three numbers (a, b, c), or a function.")
-        cost = TRANSFORMER
     if callable(cost):
         costs = [float(cost(length)) for length in lengths]
     else:
-        a, b, c = cost
+        try:
+            a, b, c = map(float, cost)
+        except (TypeError, ValueError):
+            mistakes.append(f"cost={cost!r} is invalid. Pass three numbers (a, b, c), or a function.")
+            a = b = c = 0.0
         costs = [a + b * length + c * length * length for length in lengths]
     if not costs:
         mistakes.append("lengths is empty. Pass the length of at least one sequence.")

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
@@ -216,7 +216,7 @@ def _check_costs(
 
 def _one_for_each(name: str, value: object, count: int, places: str, mistakes: Mistakes) -> list[Any]:
     """Returns `value` as a list of `count` entries, and repeats a single value. A `count` of 0 means unknown."""
-    several = isinstance(value, Iterable) and not isinstance(value, str)
+    several = isinstance(value, Sequence) and not isinstance(value, str)
     values = list(value) if several else [value] * max(count, 1)  # type: ignore[call-overload]  # just checked
     message = f"{name}= has length {len(values)}, but there are {count} {places}. Pass one entry for each."
     mistakes.check(not count or len(values) == count, message)

@@ -259,6 +259,7 @@ class Pipelined(WholeCheckpoints):
             raise ValueError("\n".join(mistakes))
         if world > 1:
             self._settings["driver"] = self._settings.get("driver") or "process"
+        if world > 1 or self._pack:  # accelerate can dispatch only batches that are collated.
             args.accelerator_config.dispatch_batches = False
         if args.n_gpu > 1:
             args._n_gpu = 1  # prevents DataParallel: the pipe uses the other GPUs

@@ -4,13 +4,14 @@ A processor concatenates the images of all rows, or the patches of all images. T
 from its tokens.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 import gpipe
+from gpipe.errors import is_count
 
 Unit: TypeAlias = Literal["images", "patches", "rows_in_dim_1"]
 GRID: Mapping[str, Unit] = {
@@ -33,7 +34,7 @@ def split_images(
     batch: Mapping[str, Any],
     micro_batches: int,
     *,
-    images: Tensor | None = None,
+    images: Tensor | Sequence[int] | None = None,
     rules: Mapping[str, Unit] | None = None,
 ) -> gpipe.MicroBatches:
     """Splits a batch of a vision-language model of transformers into micro-batches.
@@ -59,7 +60,8 @@ def split_images(
         The micro-batches, for `pipe.step` and `sample=`.
 
     Raises:
-        ValueError: If the family has no rules, or if the tokens and images of the batch do not match.
+        ValueError: If the family has no rules, if the tokens and images of the batch do not match, or if an argument
+            is invalid.
 
     >>> from types import SimpleNamespace
     >>> model = SimpleNamespace(config=SimpleNamespace(model_type="llava", image_token_id=9))
@@ -75,6 +77,9 @@ def split_images(
                 f"batch yourself: gpipe.MicroBatches([first, second, ...]). [rows-differ]"
             )
         rules = RULES[family]
+    images = None if images is None else torch.as_tensor(images)
+    if mistakes := _find_mistakes(batch, micro_batches, images, rules):
+        raise ValueError("\n".join(mistakes))
     batch, ids = dict(batch), batch["input_ids"]
     if hasattr(getattr(model, "model", None), "get_rope_index") and batch.get("position_ids") is None:
         names = ("image_grid_thw", "video_grid_thw", "attention_mask", "mm_token_type_ids")
@@ -83,7 +88,6 @@ def split_images(
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
     units = {name: rules.get(name, "rows") for name in tensors}
     ends = _ends_of_rows(model.config, batch, units, images)
-    mistakes = []
     for name, value in tensors.items():
         dimension = int(units[name] == "rows_in_dim_1")
         unit = "rows" if dimension else units[name]
@@ -111,6 +115,35 @@ def split_images(
 
     sections = torch.arange(len(ids)).tensor_split(min(micro_batches, len(ids)))
     return gpipe.MicroBatches(part(int(rows[0]), int(rows[-1]) + 1) for rows in sections)
+
+
+def _find_mistakes(
+    batch: Mapping[str, Any], micro_batches: int, images: Tensor | None, rules: Mapping[str, str]
+) -> list[str]:
+    """Returns a message for each invalid argument."""
+    mistakes = []
+    if not is_count(micro_batches):
+        mistakes.append(f"micro_batches={micro_batches!r} is invalid. Pass the number of micro-batches, at least 1.")
+    mistakes += [
+        f"rules[{name!r}]={unit!r} is unknown. Use one of {', '.join(map(repr, get_args(Unit)))}."
+        for name, unit in rules.items()
+        if unit not in get_args(Unit)
+    ]
+    needed = {"input_ids": "[rows, tokens]"}
+    if "patches" in (unit for name, unit in rules.items() if batch.get(name) is not None):
+        needed["image_grid_thw"] = "[images, 3]"
+    mistakes += [
+        f"batch has no {name!r} of shape {shape}. Pass the batch as the processor returns it. [rows-differ]"
+        for name, shape in needed.items()
+        if not isinstance(batch.get(name), Tensor) or batch[name].dim() != 2
+    ]
+    rows = len(batch.get("input_ids", ()))
+    if images is not None and (images.shape != (rows,) or images.is_floating_point() or bool((images < 0).any())):
+        mistakes.append(
+            f"images={images.tolist()} is not a number of images for each of the {rows} rows. Pass one integer per "
+            f"row, at least 0. [rows-differ]"
+        )
+    return mistakes
 
 
 def _ends_of_rows(
